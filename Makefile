@@ -1,0 +1,36 @@
+# Six verbs: setup, serve, check, test, protos, train-demo.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.penstock-installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup serve check test protos train-demo
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "penstock: installing into .venv (torch and ray are large: minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	@touch $@
+
+serve: setup
+	@$(BIN)/penstock serve $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m tests.generated
+	$(BIN)/python -m pytest -q -n 2 -m "not process and not cluster and not gpu"
+
+test: setup
+	$(BIN)/python -m pytest -q -n 2 -m "not process and not cluster and not gpu"
+	$(BIN)/python -m pytest -q -m "process or cluster"
+
+protos: setup
+	$(BIN)/python -m tests.generated --write
+
+train-demo: setup
+	$(BIN)/python -m training.train $(ARGS)

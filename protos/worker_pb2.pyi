@@ -1,0 +1,391 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_NONE: _ClassVar[Finish]
+    FINISH_STOP: _ClassVar[Finish]
+    FINISH_LENGTH: _ClassVar[Finish]
+FINISH_NONE: Finish
+FINISH_STOP: Finish
+FINISH_LENGTH: Finish
+
+class ToWorker(_message.Message):
+    __slots__ = ("number", "hello", "submit", "send", "drop", "beat")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    YIELD_FIELD_NUMBER: _ClassVar[int]
+    SEND_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    hello: Hello
+    submit: Submit
+    send: Send
+    drop: Drop
+    beat: Beat
+    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., **kwargs) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "router", "incarnation")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    router: str
+    incarnation: str
+    def __init__(self, protocol: _Optional[int] = ..., router: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("request", "attempt", "prompt", "log", "params", "source", "yield_after", "priority", "salt", "trace")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
+    PARAMS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    YIELD_AFTER_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    log: _containers.RepeatedCompositeFieldContainer[ChoiceLog]
+    params: SamplingParams
+    source: Source
+    yield_after: int
+    priority: int
+    salt: bytes
+    trace: str
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., log: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., yield_after: _Optional[int] = ..., priority: _Optional[int] = ..., salt: _Optional[bytes] = ..., trace: _Optional[str] = ...) -> None: ...
+
+class ChoiceLog(_message.Message):
+    __slots__ = ("choice", "tokens", "finished")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    finished: bool
+    def __init__(self, choice: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("worker", "incarnation", "attempt", "kv_len", "layout")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    KV_LEN_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: str
+    attempt: int
+    kv_len: int
+    layout: str
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., attempt: _Optional[int] = ..., kv_len: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
+
+class Yield(_message.Message):
+    __slots__ = ("request", "attempt")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Send(_message.Message):
+    __slots__ = ("request", "attempt", "to", "epoch", "have", "to_attempt")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    TO_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    to: Meeting
+    epoch: int
+    have: int
+    to_attempt: int
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., to: _Optional[_Union[Meeting, _Mapping]] = ..., epoch: _Optional[int] = ..., have: _Optional[int] = ..., to_attempt: _Optional[int] = ...) -> None: ...
+
+class Meeting(_message.Message):
+    __slots__ = ("worker", "incarnation", "address", "secret")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: str
+    address: str
+    secret: str
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[str] = ...) -> None: ...
+
+class Drop(_message.Message):
+    __slots__ = ("request", "attempt", "choice")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    choice: int
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "max_tokens", "min_tokens", "stop_tokens", "ignore_eos", "logprobs", "n", "logit_bias")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop_tokens: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    logprobs: int
+    n: int
+    logit_bias: _containers.ScalarMap[int, float]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+
+class ToRouter(_message.Message):
+    __slots__ = ("number", "welcome", "step", "yielded", "ready", "received", "failed", "rejected", "draining", "stored", "evicted", "beat")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    YIELDED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    welcome: Welcome
+    step: Step
+    yielded: Yielded
+    ready: Ready
+    received: Received
+    failed: Failed
+    rejected: Rejected
+    draining: Draining
+    stored: Stored
+    evicted: Evicted
+    beat: Beat
+    def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., yielded: _Optional[_Union[Yielded, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    worker: str
+    incarnation: str
+    role: str
+    model: str
+    layout: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_sequences: int
+    eos_tokens: _containers.RepeatedScalarFieldContainer[int]
+    vocab_size: int
+    load: Load
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("request", "attempt", "choice", "position", "token", "finish", "logprobs", "ended", "load")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    request: _containers.RepeatedScalarFieldContainer[int]
+    attempt: _containers.RepeatedScalarFieldContainer[int]
+    choice: _containers.RepeatedScalarFieldContainer[int]
+    position: _containers.RepeatedScalarFieldContainer[int]
+    token: _containers.RepeatedScalarFieldContainer[int]
+    finish: _containers.RepeatedScalarFieldContainer[Finish]
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    ended: _containers.RepeatedCompositeFieldContainer[Ended]
+    load: Load
+    def __init__(self, request: _Optional[_Iterable[int]] = ..., attempt: _Optional[_Iterable[int]] = ..., choice: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., finish: _Optional[_Iterable[_Union[Finish, str]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("row", "chosen", "tokens", "values")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    chosen: float
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, row: _Optional[int] = ..., chosen: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Ended(_message.Message):
+    __slots__ = ("request", "attempt", "reason")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    reason: str
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("queued", "queued_tokens", "running", "free_blocks", "cached_blocks", "leased_blocks", "step_micros", "steps", "prompt_tokens_computed", "prompt_tokens_cached", "bytes_received", "bytes_sent", "preemptions")
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STEP_MICROS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    queued: int
+    queued_tokens: int
+    running: int
+    free_blocks: int
+    cached_blocks: int
+    leased_blocks: int
+    step_micros: int
+    steps: int
+    prompt_tokens_computed: int
+    prompt_tokens_cached: int
+    bytes_received: int
+    bytes_sent: int
+    preemptions: int
+    def __init__(self, queued: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., step_micros: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+
+class Yielded(_message.Message):
+    __slots__ = ("request", "attempt", "kv_len")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    KV_LEN_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    kv_len: int
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., kv_len: _Optional[int] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("request", "attempt", "epoch", "have", "at")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    epoch: int
+    have: int
+    at: Meeting
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., have: _Optional[int] = ..., at: _Optional[_Union[Meeting, _Mapping]] = ...) -> None: ...
+
+class Received(_message.Message):
+    __slots__ = ("request", "attempt", "epoch", "bytes")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    epoch: int
+    bytes: int
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class Failed(_message.Message):
+    __slots__ = ("request", "attempt", "epoch", "reason")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    epoch: int
+    reason: str
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Rejected(_message.Message):
+    __slots__ = ("request", "attempt", "reason", "never")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NEVER_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    reason: str
+    never: bool
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ..., never: _Optional[bool] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Stored(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Evicted(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, blocks: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -1,0 +1,305 @@
+"""What the deciding part of the router is told (events) and what it answers (commands).
+
+Both are plain records: the shell makes events out of wire messages and the clock, and carries the
+commands out. `docs/lifecycle.md` is the specification.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import TypeAlias
+
+
+class Finish(IntEnum):
+    """Why a choice ended; the numbers are those of the wire."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+
+
+class Status(Enum):
+    """How a request ends."""
+
+    OK = "ok"
+    CANCELLED = "cancelled"  # its client is gone: nobody is told
+    DEADLINE = "deadline"
+    INVALID = "invalid"  # no worker could ever run it
+    OVERLOADED = "overloaded"  # a queue is full: come back after `retry_after`
+    UNAVAILABLE = "unavailable"  # no worker is there
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asked, validated and tokenized."""
+
+    id: int
+    prompt: Sequence[int]
+    params: object  # sampling parameters in the wire's form: carried, never read
+    num_choices: int = 1
+    max_tokens: int = 16
+    tenant: str = ""
+    priority: int = 0
+    salt: bytes = b""
+    deadline: float = float("inf")  # on the clock of `now`
+    log: Sequence[Sequence[int]] = ()  # tokens that the client already has, a list a choice
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker last said of itself."""
+
+    queued: int = 0
+    queued_tokens: int = 0
+    running: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    leased_blocks: int = 0
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker is; fixed for one incarnation."""
+
+    worker: str
+    incarnation: str
+    role: str  # prefill, decode or mixed
+    layout: str  # workers exchange blocks only where their layouts agree
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where and with which secret a source finds a destination: minted there, carried here."""
+
+    worker: str
+    incarnation: str
+    address: str
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """One generated token, as a worker's step tells it."""
+
+    request: int
+    attempt: int
+    choice: int
+    position: int  # in the answer, from 0
+    token: int
+    finish: Finish = Finish.NONE
+    logprobs: object = None  # in the wire's form: carried, never read
+
+
+# ------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The client went away."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A stop string matched: the choice ends after `length` tokens of its answer."""
+
+    request: int
+    choice: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUp:
+    """A stream to a worker is open and it has introduced itself."""
+
+    info: WorkerInfo
+    load: Load = field(default_factory=Load)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The stream broke, or the worker is known to be dead."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A beat: nothing but a sign of life."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    worker: str
+    tokens: Sequence[NewToken]
+    load: Load | None = None
+    ended: Sequence[tuple[int, int, str]] = ()  # (request, attempt, reason): given up by the worker
+
+
+@dataclass(frozen=True, slots=True)
+class Yielded:
+    worker: str
+    request: int
+    attempt: int
+    kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    worker: str
+    request: int
+    attempt: int
+    epoch: int
+    have: int
+    at: Meeting
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    worker: str
+    request: int
+    attempt: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    worker: str
+    request: int
+    attempt: int
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    worker: str
+    request: int
+    attempt: int
+    reason: str
+    never: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: deadlines, silences and paced re-placements are looked at."""
+
+
+Event: TypeAlias = (
+    Arrived
+    | Gone
+    | Cut
+    | WorkerUp
+    | WorkerLost
+    | Draining
+    | Heard
+    | Stepped
+    | Yielded
+    | Ready
+    | Received
+    | Failed
+    | Rejected
+    | Tick
+)
+
+
+# ------------------------------------------------------------------ commands
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    worker: str
+    incarnation: str
+    attempt: int
+    kv_len: int
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    worker: str
+    request: Request
+    attempt: int
+    log: Sequence[Sequence[int]]  # answers so far, a list a choice
+    finished: Sequence[bool]  # which choices have ended
+    source: Source | None
+    yield_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    worker: str
+    request: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    worker: str
+    request: int
+    attempt: int  # of the lease
+    to: Meeting
+    to_attempt: int
+    epoch: int
+    have: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    worker: str
+    request: int
+    attempt: int
+    choice: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """New tokens for the client: each position of each choice exactly once, in order."""
+
+    request: int
+    choice: int
+    position: int  # of the first
+    tokens: Sequence[int]
+    logprobs: Sequence[object]
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The request is over; the last thing that is ever said of it."""
+
+    request: int
+    status: Status
+    message: str = ""
+    retry_after: float | None = None  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Close the stream to that worker: it is silent, or what it says makes no sense."""
+
+    worker: str
+    reason: str
+
+
+Command: TypeAlias = Submit | Yield | Send | Drop | Deliver | End | Hang

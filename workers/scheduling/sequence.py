@@ -1,0 +1,157 @@
+"""What the scheduler is told of a sequence, and the records that cross its boundary.
+
+A sequence is one choice of one request: its prompt and the answer so far, as one list of tokens.
+Positions in *that* list are called positions; positions in the answer are called indices.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Key: TypeAlias = Hashable
+"""Names a sequence for its owner: the scheduler only compares it."""
+
+Ints: TypeAlias = npt.NDArray[np.int32]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+
+class Finish(IntEnum):
+    """Why a choice ended; the numbers are those of the wire."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a choice's tokens are drawn and when it ends.
+
+    `max_tokens` and `min_tokens` count the whole answer, tokens of earlier attempts included.
+    `stop_tokens` is complete: the model's own end tokens are among them unless they are ignored.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    logprobs: int | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence handed to the scheduler: complete, so that it can always be run from its tokens."""
+
+    key: Key
+    tokens: Sequence[int]  # the prompt, then the answer so far
+    num_prompt: int
+    params: SamplingParams
+    choice: int = 0
+    yield_after: int = 0  # yield after so many new tokens; 0: never
+    priority: int = 0  # higher first
+    salt: bytes = b""  # sequences share cached blocks only under the same salt
+    source_len: int = 0  # KV positions that can be had from elsewhere; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One ragged batch: B sequences, T tokens, in the same order in every array.
+
+    Sequence b owns tokens `[query_starts[b], query_starts[b + 1])`.
+    """
+
+    number: int  # of the step, from 1
+    rows: Ints  # [B] rows of the sequence table
+    tokens: Ints  # [T]
+    positions: Ints  # [T]
+    query_starts: Ints  # [B + 1]
+    context_lens: Ints  # [B] KV positions readable once this step has written its own
+    block_tables: Ints  # [B, M] blocks of each sequence; entries past its blocks are meaningless
+    slots: Ints  # [T] where each token's K and V go: block * block_size + offset
+    samples: Bools  # [B] whether the sequence's last token here draws a new one
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a committed step gave: one entry a new token, in the order of the plan's sampling rows."""
+
+    keys: list[Key]
+    rows: Ints  # [S] rows of the sequence table
+    indices: Ints  # [S] in the answer
+    tokens: Ints  # [S]
+    finishes: Ints  # [S] values of `Finish`
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The sequence has its row: whoever keeps state a row (the sampler) sets it up now."""
+
+    key: Key
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yielded:
+    """Nothing more will come of it; blocks of positions [0, kv_len) are kept under a lease."""
+
+    key: Key
+    kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks for the positions that its source offers are reserved; below `have` they hold already."""
+
+    key: Key
+    have: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The sequence has ended by itself and let go of everything."""
+
+    key: Key
+
+
+SchedulerEvent: TypeAlias = Admitted | Yielded | Reserved | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """How full the scheduler is."""
+
+    queued: int
+    queued_tokens: int  # prompt tokens not yet computed, of queued and running sequences
+    running: int
+    free_blocks: int
+    cached_blocks: int
+    leased_blocks: int
+    reserved_blocks: int
+    used_blocks: int
+    prompt_tokens_computed: int
+    prompt_tokens_cached: int
+    preemptions: int
+
+
+class NeverFits(ValueError):
+    """The sequence could not run here even alone; the message says which limit it breaks."""
+
+
+class QueueFull(ValueError):
+    """No more sequences are taken for now."""
+
+
+class LeaseGone(KeyError):
+    """The lease was dropped or taken back."""
