@@ -1,0 +1,176 @@
+"""`penstock bench`: sends a load to a running server and says how it was served."""
+
+import asyncio
+import dataclasses
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from penstock.loadtests import report, workload
+from penstock.loadtests.client_grpc import GrpcClient
+from penstock.loadtests.client_http import WORDS, HttpClient
+from penstock.loadtests.clients import Client, RequestFailed, Served, ServerUnusable, Target
+from penstock.loadtests.load import Load
+from penstock.loadtests.metrics import Figures, Goals, Outcome, figures
+from penstock.loadtests.options import (
+    Options,
+    WrongOptions,
+    check_results,
+    goals_of,
+    plan_of,
+    read_options,
+    target_of,
+)
+from penstock.loadtests.traces import BadTrace
+
+_SHOWN_ERRORS = 5
+_LATE_MS = 100.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, 1 (failed requests, no server), 2 (options) or 130 (Ctrl-C)."""
+    options = read_options(argv)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_bench(options))
+    except (WrongOptions, BadTrace) as error:
+        print(f"penstock bench: {error}", file=sys.stderr)
+        return 2
+    except (ServerUnusable, OSError) as error:
+        print(f"penstock bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _bench(options: Options) -> int:
+    target, goals = target_of(options), goals_of(options.results.goodput)
+    check_results(options.results)
+    plan = plan_of(options.work)
+    client = HttpClient(target) if target.address.startswith("http") else GrpcClient(target)
+    try:
+        served = await client.describe()
+        prompts = workload.Prompts(_vocabulary(options, target, served), options.work.seed)
+        _check_fit(plan, served)
+        await _warm_up(client, prompts, plan[0], options.work.num_warmups)
+        with _progress(len(plan)) as on_done:
+            load = Load(client, prompts, plan, options.work.concurrency, on_done)
+            await load.run()
+    finally:
+        await client.close()
+    return _finish(options, served, load, goals)
+
+
+def _finish(options: Options, served: Served, load: Load, goals: Goals | None) -> int:
+    """Print and save what was measured; return the exit code."""
+    measured = figures(load.outcomes, load.duration, goals)
+    rate = math.inf if options.work.rate is None else options.work.rate
+    for note in _notes(load, measured):
+        print(note, file=sys.stderr)
+    print(report.block(measured, rate, options.work.concurrency), flush=True)
+    if options.results.save_json is not None:
+        saved = report.as_json(measured, _config(options, served))
+        if options.results.save_rows:
+            saved["requests"] = report.rows(load.outcomes)
+        options.results.save_json.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    if load.interrupted:
+        return 130
+    return 1 if measured.failed and not options.results.allow_failures else 0
+
+
+def _vocabulary(options: Options, target: Target, served: Served) -> range:
+    if target.api == "chat":
+        return range(len(WORDS))
+    vocab_size = options.server.vocab_size or served.vocab_size
+    if vocab_size is None:
+        raise WrongOptions(
+            "this server does not say how many token ids it knows: add --vocab-size, or --api chat"
+        )
+    try:
+        return workload.ordinary_tokens(vocab_size)
+    except ValueError as error:
+        raise WrongOptions(f"--vocab-size: {error}") from None
+
+
+def _check_fit(plan: Sequence[workload.Planned], served: Served) -> None:
+    """Refuse a load that the server would refuse piece by piece."""
+    if served.max_model_len is None:
+        return
+    longest = max(plan, key=lambda planned: planned.input_len + planned.output_len)
+    length = longest.input_len + longest.output_len
+    if length > served.max_model_len:
+        raise WrongOptions(
+            f"request {longest.number} has {length} tokens and {served.model} takes "
+            f"{served.max_model_len}: lower --input-len or --output-len, or cap the trace with "
+            "--max-input-len and --max-output-len"
+        )
+
+
+async def _warm_up(
+    client: Client, prompts: workload.Prompts, like: workload.Planned, count: int
+) -> None:
+    """Send requests like the first one; when they fail, the load would, too."""
+    for number in range(count):
+        try:
+            async for _ in client.stream(prompts.warmup(number, like.input_len), like.output_len):
+                pass
+        except RequestFailed as failure:
+            raise ServerUnusable(f"the warm-up request failed: {failure}") from None
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[Any]:
+    """Show how many requests have ended, on a terminal; quietly nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
+    with Progress(
+        "requests", *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("requests", total=count, failed="")
+        failed = 0
+
+        def on_done(outcome: Outcome) -> None:
+            nonlocal failed
+            failed += bool(outcome.error)
+            progress.update(task, advance=1, failed=f"[red]{failed} failed" if failed else "")
+
+        yield on_done
+
+
+def _notes(load: Load, measured: Figures) -> Iterator[str]:
+    """What a reader must know beside the figures."""
+    if load.interrupted:
+        yield f"interrupted: {len(load.outcomes)} of {len(load.plan)} requests had ended"
+    errors = Counter(outcome.error for outcome in load.outcomes if outcome.error)
+    for error, count in errors.most_common(_SHOWN_ERRORS):
+        yield f"failed, {count} times: {error}" if count > 1 else f"failed: {error}"
+    if len(errors) > _SHOWN_ERRORS:
+        yield f"and {len(errors) - _SHOWN_ERRORS} more kinds of failure"
+    if measured.short:
+        yield f"{measured.short} answers were shorter than asked for"
+    if measured.lag.p99 > _LATE_MS:
+        yield (
+            f"this client was late: 1% of requests left {measured.lag.p99:.0f} ms or more after "
+            "their time; the load was gentler than asked for"
+        )
+
+
+def _config(options: Options, served: Served) -> dict[str, Any]:
+    """Return the options as JSON, without the key."""
+    config = dataclasses.asdict(options)
+    config["server"]["api_key"] = bool(options.server.api_key)
+    config["served"] = served._asdict()
+    text = json.dumps(config, default=str).replace("Infinity", '"inf"')
+    return dict(json.loads(text))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

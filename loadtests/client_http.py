@@ -1,0 +1,145 @@
+"""A client of the OpenAI HTTP API, of whichever server."""
+
+import json
+import os
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import aiohttp
+
+from penstock.loadtests.clients import Chunk, RequestFailed, Served, ServerUnusable, Target
+
+_ASK_SECONDS = 10.0
+
+# The chat API takes text only. Short words are one token, or few, in every vocabulary.
+_TEXT = (
+    "the of and to in is you that it he was for on are as with his they at be"
+    " this have from or one had by word but not what all were we when your can said there use"
+    " an each which she do how their if will up other about out many then them these so"
+)
+WORDS = tuple(_TEXT.split())
+
+
+class HttpClient:
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._base = target.address.rstrip("/").removesuffix("/v1")
+        self._path = "/v1/chat/completions" if target.api == "chat" else "/v1/completions"
+        self._model = target.model
+        self._session: aiohttp.ClientSession | None = None
+
+    async def describe(self) -> Served:
+        limit = aiohttp.ClientTimeout(total=_ASK_SECONDS)
+        try:
+            async with self._open().get(f"{self._base}/v1/models", timeout=limit) as response:
+                if response.status != 200:
+                    raise ServerUnusable(f"{self._base}: {await _refusal(response)}")
+                models = (await response.json())["data"]
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ServerUnusable(f"{self._base}: {_told(error)}") from None
+        except (KeyError, TypeError, json.JSONDecodeError):
+            raise ServerUnusable(f"{self._base}/v1/models: not an OpenAI list of models") from None
+        return self._choose(models)
+
+    def _choose(self, models: list[dict[str, Any]]) -> Served:
+        """Settle on the model asked for, or the first one."""
+        names = [str(model.get("id")) for model in models]
+        if not names or (self._target.model and self._target.model not in names):
+            wanted = f"no model {self._target.model!r}" if self._target.model else "no model"
+            raise ServerUnusable(f"{self._base} serves {wanted}; it has: {', '.join(names)}")
+        model = models[names.index(self._target.model) if self._target.model else 0]
+        self._model = str(model["id"])
+        return Served(self._model, model.get("vocab_size"), model.get("max_model_len"))
+
+    async def stream(self, prompt: list[int], output_len: int) -> AsyncGenerator[Chunk]:
+        body = self._body(prompt, output_len)
+        try:
+            async with self._open().post(self._base + self._path, json=body) as response:
+                if response.status != 200:
+                    raise RequestFailed(await _refusal(response))
+                done = False
+                async for line in response.content:
+                    data = line[5:].strip() if line.startswith(b"data:") else b""
+                    done = done or data == b"[DONE]"
+                    if data and not done:
+                        yield self._chunk(data)
+        except TimeoutError:
+            raise RequestFailed(f"no complete answer within {self._target.timeout:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise RequestFailed(_told(error)) from None
+        if not done:
+            raise RequestFailed("the stream ended before the answer did")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        # Made when first used: aiohttp wants a running loop.
+        if self._session is None:
+            key = self._target.api_key
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=self._target.timeout, sock_connect=10.0),
+                headers={"Authorization": f"Bearer {key}"} if key else None,
+            )
+        return self._session
+
+    def _body(self, prompt: list[int], output_len: int) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "temperature": self._target.temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._target.api == "chat":
+            text = " ".join(WORDS[token] for token in prompt)
+            messages = [{"role": "user", "content": text}]
+            return body | {"messages": messages, "max_completion_tokens": output_len}
+        return body | {"prompt": prompt, "max_tokens": output_len}
+
+    def _chunk(self, data: bytes) -> Chunk:
+        try:
+            event = json.loads(data)
+            if "error" in event:
+                raise RequestFailed(_message(event["error"]))
+            usage = event.get("usage") or {}
+            brings = any(self._brings_tokens(choice) for choice in event["choices"])
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
+            raise RequestFailed(f"not an event of this API: {data[:80]!r}") from None
+        return Chunk(
+            None if brings else 0, usage.get("prompt_tokens"), usage.get("completion_tokens")
+        )
+
+    def _brings_tokens(self, choice: dict[str, Any]) -> bool:
+        """Text may be empty though there is a token: a special one, or half a character."""
+        if self._target.api == "completions":
+            return True
+        delta = choice["delta"]
+        content = delta.get("content")
+        # A message with the role and nothing said only announces the answer.
+        return bool(content) or (content == "" and "role" not in delta)
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> str:
+    text = await response.text(errors="replace")
+    try:
+        reason = _message(json.loads(text)["error"])
+    except (KeyError, TypeError, json.JSONDecodeError):
+        reason = text.strip()[:200] or response.reason or ""
+    return f"HTTP {response.status}: {reason}"
+
+
+def _message(error: object) -> str:
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return (
+            "cannot connect"
+            if error.errno is None
+            else f"cannot connect: {os.strerror(error.errno)}"
+        )
+    return str(error) or type(error).__name__

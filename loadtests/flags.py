@@ -1,0 +1,61 @@
+"""Flags made from frozen records: every field is one."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+
+def option(default: Any, about: str, positional: bool = False) -> Any:
+    """A field that is a flag, or an argument in its place."""
+    return field(default=default, metadata={"about": about, "positional": positional})
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+
+def read_flags(
+    program: str, about: str, records: Sequence[type], arguments: Sequence[str] | None
+) -> list[Any]:
+    """Return one instance of each record, as the arguments say.
+
+    Exits with 2 and one line where they are no flags; with 0 after --help.
+    """
+    parser = _Parser(prog=program, description=about, allow_abbrev=False)
+    for record in records:
+        _add(parser.add_argument_group(str(record.__doc__).lower().rstrip(".")), record)
+    given = vars(parser.parse_args(arguments))
+    return [
+        record(**{each.name: given[each.name] for each in fields(record)}) for record in records
+    ]
+
+
+def _add(group: Any, record: type) -> None:
+    hints = get_type_hints(record)
+    for each in fields(record):
+        shown = f" ({each.default})" if each.default or type(each.default) in (int, float) else ""
+        about = each.metadata["about"] + shown
+        if each.metadata["positional"]:
+            group.add_argument(each.name, nargs="?", default=each.default, help=about)
+        else:
+            flag = f"--{each.name.replace('_', '-')}"
+            group.add_argument(flag, default=each.default, help=about, **_form(hints[each.name]))
+
+
+def _form(kind: Any) -> dict[str, Any]:
+    """How argparse reads a value of a type."""
+    if kind is bool:
+        return {"action": "store_true"}
+    if get_origin(kind) is tuple:
+        return {"nargs": "+", "metavar": "TEXT"}
+    first = next((part for part in get_args(kind) if part is not type(None)), kind)
+    if get_origin(kind) is Literal or get_origin(first) is Literal:
+        return {"choices": get_args(kind if get_origin(kind) is Literal else first)}
+    return {"type": first, "metavar": {int: "N", float: "X", str: "TEXT", Path: "FILE"}[first]}

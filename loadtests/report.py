@@ -1,0 +1,129 @@
+"""The figures of a load as `vllm bench serve` prints them, and as JSON with its names."""
+
+import math
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import psutil
+
+from penstock.loadtests.metrics import Figures, Outcome, Summary
+
+_WIDTH = 50
+_SECTIONS = (
+    ("ttft", "TTFT", "Time to First Token"),
+    ("tpot", "TPOT", "Time per Output Token (excl. 1st token)"),
+    ("itl", "ITL", "Inter-token Latency"),
+)
+
+
+def block(figures: Figures, rate: float = math.inf, concurrency: int | None = None) -> str:
+    """Return the printed result, labels, widths and order as in `vllm bench serve`.
+
+    `rate` (requests a second) and `concurrency` are shown when they bounded the load.
+    """
+    return "\n".join(_lines(figures, rate, concurrency))
+
+
+def _lines(figures: Figures, rate: float, concurrency: int | None) -> Iterator[str]:
+    yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
+    yield _line("Successful requests:", figures.completed)
+    yield _line("Failed requests:", figures.failed)
+    if concurrency is not None:
+        yield _line("Maximum request concurrency:", concurrency)
+    if not math.isinf(rate):
+        yield _line("Request rate configured (RPS):", rate)
+    yield _line("Benchmark duration (s):", figures.duration)
+    yield _line("Total input tokens:", figures.total_input)
+    yield _line("Total generated tokens:", figures.total_output)
+    yield _line("Request throughput (req/s):", figures.per_second(figures.completed))
+    if figures.good is not None:
+        yield _line("Request goodput (req/s):", figures.per_second(figures.good))
+    yield _line("Output token throughput (tok/s):", figures.per_second(figures.total_output))
+    yield _line("Peak output token throughput (tok/s):", figures.peak_output)
+    yield _line("Peak concurrent requests:", float(figures.peak_concurrent))
+    total = figures.total_input + figures.total_output
+    yield _line("Total token throughput (tok/s):", figures.per_second(total))
+    for attribute, name, title in _SECTIONS:
+        summary: Summary = getattr(figures, attribute)
+        yield f"{title:-^{_WIDTH}}"
+        yield _line(f"Mean {name} (ms):", summary.mean)
+        yield _line(f"Median {name} (ms):", summary.median)
+        yield _line(f"P99 {name} (ms):", summary.p99)
+    yield "=" * _WIDTH
+
+
+def _line(label: str, value: float) -> str:
+    shown = f"{value:<10}" if isinstance(value, int) else f"{value:<10.2f}"
+    return f"{label:<40} {shown}"
+
+
+def as_json(figures: Figures, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures under the names of `vllm bench serve --save-result`, and what gave them.
+
+    Times that end in `_ms` are milliseconds, `duration` is seconds, throughputs are a second.
+    """
+    result: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "config": config,
+        "machine": machine(),
+        "duration": figures.duration,
+        "completed": figures.completed,
+        "failed": figures.failed,
+        "short_answers": figures.short,
+        "total_input_tokens": figures.total_input,
+        "total_output_tokens": figures.total_output,
+        "request_throughput": figures.per_second(figures.completed),
+        "request_goodput": None if figures.good is None else figures.per_second(figures.good),
+        "output_throughput": figures.per_second(figures.total_output),
+        "total_token_throughput": figures.per_second(figures.total_input + figures.total_output),
+        "max_output_tokens_per_s": figures.peak_output,
+        "max_concurrent_requests": figures.peak_concurrent,
+    }
+    for name in ("ttft", "tpot", "itl", "e2el", "lag"):
+        summary: Summary = getattr(figures, name)
+        for statistic in ("mean", "median", "std", "p90", "p99"):
+            result[f"{statistic}_{name}_ms"] = getattr(summary, statistic)
+    return result
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Return one record a request; times are seconds after the load's start, `itls` seconds."""
+    return [
+        {
+            "number": outcome.number,
+            "due": outcome.due,
+            "start": outcome.start,
+            "input_len": outcome.input_len,
+            "output_len": outcome.output_len,
+            "ttft": outcome.ttft if outcome.arrivals else None,
+            "latency": outcome.latency if outcome.arrivals else None,
+            "itls": outcome.gaps,
+            "error": outcome.error,
+        }
+        for outcome in outcomes
+    ]
+
+
+def machine() -> dict[str, Any]:
+    """Say what the measuring side ran on."""
+    return {
+        "cpu": _cpu_name(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

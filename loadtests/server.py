@@ -1,0 +1,107 @@
+"""A `penstock serve` of one's own, on free ports, for as long as a measurement takes."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+START_SECONDS = 180.0
+STOP_SECONDS = 60.0
+_POLL_SECONDS = 0.05
+
+
+class ServerFailed(RuntimeError):
+    """The server did not come up, or ended by itself; the message holds its last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that is ready."""
+
+    grpc_address: str  # host:port
+    http_address: str  # http://host:port
+    pid: int
+    ready_seconds: float  # from its start
+
+
+@asynccontextmanager
+async def serving(arguments: Sequence[str]) -> AsyncIterator[Running]:
+    """Run `penstock serve` with these arguments and two free ports. Raises ServerFailed."""
+    http_port, grpc_port = free_ports(2)
+    ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    command = [sys.executable, "-m", "penstock.cli", "serve", *arguments, *ports]
+    with tempfile.TemporaryDirectory(prefix="penstock-loadtest-") as folder:
+        said = Path(folder) / "output"
+        began = time.perf_counter()
+        with said.open("wb") as output:
+            # A session of its own: a Ctrl-C in the terminal reaches this process only.
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            address = f"127.0.0.1:{grpc_port}"
+            await _until_ready(process, address, said)
+            seconds = time.perf_counter() - began
+            yield Running(address, f"http://127.0.0.1:{http_port}", process.pid, seconds)
+        finally:
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to drain and end; kill it with all it started if it does not."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different ports that nobody listens on now."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+async def _until_ready(process: subprocess.Popen[bytes], address: str, said: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    async with grpc.aio.insecure_channel(
+        address, options=[("grpc.max_reconnect_backoff_ms", 200)]
+    ) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        while not await _is_ready(health):
+            if process.poll() is not None or time.monotonic() > deadline:
+                state = "ended" if process.poll() is not None else "is not ready"
+                words = said.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
+                seconds = time.monotonic() - deadline + START_SECONDS
+                raise ServerFailed(
+                    f"penstock serve {state} after {seconds:.0f} s; it said:\n{words}"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _is_ready(health: health_pb2_grpc.HealthStub) -> bool:
+    try:
+        reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+    except grpc.RpcError:
+        return False
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,176 @@
+"""What is sent and when: lengths, arrivals and prompts, all of them functions of a seed."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+TRACE_BLOCK = 512
+"""Prompt tokens that one hash id of a trace stands for."""
+
+MAX_BLOCK_ID = 2**32 - 1
+
+_CENTRAL_95 = 1.959964  # standard deviations on each side of a normal's central 95%
+_LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES = range(4)  # streams of randomness of one seed
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One request to send."""
+
+    number: int
+    due: float  # seconds after the load's start
+    input_len: int  # tokens
+    output_len: int  # tokens
+    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; (): a prompt like no other
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How many tokens: always the same, or drawn between two bounds, both of them possible."""
+
+    low: int
+    high: int
+    kind: Literal["uniform", "lognormal"] = "uniform"
+
+    @classmethod
+    def parse(cls, text: str) -> "Lengths":
+        """Read `128`, `64-256` (uniform) or `lognormal:64-256` (central 95% there, cut there).
+
+        Raises ValueError, saying what is accepted.
+        """
+        head, colon, bounds = text.rpartition(":")
+        low, _, high = bounds.partition("-")
+        kind = head if colon else "uniform"
+        try:
+            lengths = (int(low), int(high or low))
+        except ValueError:
+            lengths = (0, 0)
+        if kind not in ("uniform", "lognormal") or not 1 <= lengths[0] <= lengths[1]:
+            raise ValueError(
+                f"{text!r} is no length: say 128, 64-256 or lognormal:64-256, from 1 token on"
+            )
+        return cls(*lengths, kind="lognormal" if kind == "lognormal" else "uniform")
+
+    def draw(self, count: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
+        """Draw [count] lengths."""
+        if self.kind == "uniform":
+            return random.integers(self.low, self.high, size=count, endpoint=True)
+        low, high = math.log(self.low), math.log(self.high)
+        drawn = random.lognormal((low + high) / 2, (high - low) / 2 / _CENTRAL_95, size=count)
+        return np.clip(np.rint(drawn).astype(np.int64), self.low, self.high)
+
+
+class TraceRow(NamedTuple):
+    """One request of a trace file."""
+
+    at: float  # seconds after the trace's start
+    input_len: int
+    output_len: int
+    blocks: tuple[int, ...] = ()  # (): the trace does not say what prompts share
+
+
+def _generator(seed: int, stream: int, item: int = 0) -> np.random.Generator:
+    """Randomness of its own for every (seed, stream, item), whatever else is drawn."""
+    return np.random.Generator(np.random.Philox(key=[seed, stream << 40 | item]))
+
+
+def arrivals(count: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
+    """Seconds [count] at which requests come: a Poisson process of `rate` a second.
+
+    The last comes at count / rate exactly (a Poisson process given that), so that the load
+    offered is the same under every seed; `vllm bench serve` does so too. An infinite rate: all
+    at once.
+    """
+    if math.isinf(rate):
+        return np.zeros(count)
+    gaps = _generator(seed, _ARRIVALS).exponential(1 / rate, size=count)
+    times: npt.NDArray[np.float64] = np.cumsum(gaps)
+    return times * float(count / rate / times[-1])
+
+
+def drawn_load(
+    count: int, rate: float, inputs: Lengths, outputs: Lengths, seed: int
+) -> list[Planned]:
+    """Plan `count` requests with prompts that share nothing."""
+    random = _generator(seed, _LENGTHS)
+    input_lens, output_lens = inputs.draw(count, random), outputs.draw(count, random)
+    columns = zip(arrivals(count, rate, seed), input_lens, output_lens, strict=True)
+    return [
+        Planned(number, float(due), int(input_len), int(output_len))
+        for number, (due, input_len, output_len) in enumerate(columns)
+    ]
+
+
+def traced_load(rows: Sequence[TraceRow], times: Sequence[float]) -> list[Planned]:
+    """Plan the requests of a trace, to be sent at `times` (seconds)."""
+    return [
+        Planned(number, float(due), row.input_len, row.output_len, row.blocks)
+        for number, (row, due) in enumerate(zip(rows, times, strict=True))
+    ]
+
+
+def capped(row: TraceRow, max_input: int | None, max_output: int | None) -> TraceRow:
+    """Cut the lengths of a request of a trace; what is left of its prompt it still shares."""
+    input_len = min(row.input_len, max_input or row.input_len)
+    output_len = min(row.output_len, max_output or row.output_len)
+    blocks = row.blocks[: -(-input_len // TRACE_BLOCK)]
+    return TraceRow(row.at, input_len, output_len, blocks)
+
+
+def ordinary_tokens(vocab_size: int) -> range:
+    """Token ids that prompts are drawn from: special ones live at the ends of a vocabulary.
+
+    A fortieth on each side is left out: more than what Llama, Mistral, Qwen and Gemma keep there.
+    """
+    margin = max(8, vocab_size // 40)
+    if vocab_size < 4 * margin:
+        raise ValueError(f"a vocabulary of {vocab_size} tokens is too small to draw prompts from")
+    return range(margin, vocab_size - margin)
+
+
+class Prompts:
+    """Makes token ids when they are needed: a trace's prompts together would not fit in memory."""
+
+    def __init__(self, vocabulary: range, seed: int) -> None:
+        self._vocabulary = vocabulary
+        self._seed = seed
+        self._num_digits = math.ceil(math.log(MAX_BLOCK_ID + 1, len(vocabulary)))
+
+    def tokens(self, planned: Planned) -> list[int]:
+        """Token ids [input_len] of a request: equal for equal plans, seeds and vocabularies.
+
+        Two prompts with block ids agree as far as their ids do, and differ within the first few
+        tokens of the first block whose ids differ.
+        """
+        if not planned.blocks:
+            return self._fresh(planned.number, planned.input_len)
+        chain = np.concatenate([self._block(block) for block in planned.blocks])
+        tokens: list[int] = chain[: planned.input_len].tolist()
+        return tokens
+
+    def warmup(self, number: int, input_len: int) -> list[int]:
+        """Token ids [input_len] of a prompt that is not part of the load."""
+        return self._fresh(MAX_BLOCK_ID - number, input_len)
+
+    def _fresh(self, number: int, input_len: int) -> list[int]:
+        tokens: list[int] = self._draw(_SINGLES, number, input_len).tolist()
+        return tokens
+
+    def _block(self, block: int) -> npt.NDArray[np.int64]:
+        """Token ids [TRACE_BLOCK]: the id itself in digits, low ones first, then noise.
+
+        The digits make different ids different blocks for certain, not just very likely.
+        """
+        tokens = self._draw(_BLOCKS, block, TRACE_BLOCK)
+        for place in range(self._num_digits):
+            block, digit = divmod(block, len(self._vocabulary))
+            tokens[place] = self._vocabulary[digit]
+        return tokens
+
+    def _draw(self, stream: int, item: int, count: int) -> npt.NDArray[np.int64]:
+        low, high = self._vocabulary.start, self._vocabulary.stop
+        return _generator(self._seed, stream, item).integers(low, high, size=count)

@@ -1,0 +1,335 @@
+"""The gRPC API: `penstock.v1.Inference`, with the standard health and reflection services."""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from penstock.protos import inference_pb2 as pb
+from penstock.router.answers import Answers, ClientGone, Delta
+from penstock.router.api.keys import ApiKeys
+from penstock.router.ask import Ask, Sampling, check_vocabulary, trace_of
+from penstock.router.errors import Code, ServingError, invalid
+from penstock.router.frontend import Frontend
+
+log = logging.getLogger(__name__)
+
+Context: TypeAlias = grpc.aio.ServicerContext
+
+SERVICE = "penstock.v1.Inference"
+HEALTH_PATH = f"/{health.SERVICE_NAME}/"
+
+STATUSES: Mapping[Code, grpc.StatusCode] = {
+    Code.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Code.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
+    Code.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Code.TOO_LARGE: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.INTERNAL: grpc.StatusCode.INTERNAL,
+    Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Code.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+    "n",
+)
+
+
+def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+    """A server with every service registered, not yet bound to a port."""
+    config = frontend.config
+    keys = ApiKeys(config.api_keys)
+    server = grpc.aio.server(
+        interceptors=[KeyInterceptor(keys)],
+        options=[
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", config.bounds.max_body_bytes),
+            ("grpc.max_metadata_size", config.bounds.max_header_bytes),
+        ],
+    )
+    server.add_generic_rpc_handlers((inference_handlers(InferenceApi(frontend, keys)),))
+    health_service = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    reflection.enable_server_reflection(
+        (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    return server, health_service
+
+
+async def set_health(service: health.aio.HealthServicer, why_not: str) -> None:
+    """Tell the health service's clients whether requests can be served."""
+    status = health_pb2.HealthCheckResponse
+    value = status.NOT_SERVING if why_not else status.SERVING
+    for name in ("", SERVICE):
+        await service.set(name, value)
+
+
+def inference_handlers(api: "InferenceApi") -> grpc.GenericRpcHandler:
+    """The methods, with readers that turn broken messages into INVALID_ARGUMENT."""
+    kinds: Mapping[str, tuple[type[Message], Callable[[Any, Context], Awaitable[Message]]]] = {
+        "Tokenize": (pb.TokenizeRequest, api.tokenize),
+        "Detokenize": (pb.DetokenizeRequest, api.detokenize),
+        "ListModels": (pb.ListModelsRequest, api.list_models),
+        "GetModel": (pb.GetModelRequest, api.get_model),
+    }
+    handlers = {
+        name: grpc.unary_unary_rpc_method_handler(_answering(method), _reader(kind), _write)
+        for name, (kind, method) in kinds.items()
+    }
+    handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
+        _streaming(api.generate), _reader(pb.GenerateRequest), _write
+    )
+    return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+
+def _write(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _reader(kind: type[Message]) -> Callable[[bytes], Message | ServingError]:
+    def read(data: bytes) -> Message | ServingError:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return invalid(f"the message is not a valid {kind.DESCRIPTOR.full_name}")
+
+    return read
+
+
+async def _abort(context: Context, error: ServingError) -> NoReturn:
+    metadata = []
+    if error.retry_after is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(round(error.retry_after * 1000))))
+        metadata.append(("retry-after", str(max(1, round(error.retry_after)))))
+    await context.abort(STATUSES[error.code], error.message, tuple(metadata))
+    raise AssertionError("abort always raises")
+
+
+async def _refuse(context: Context, error: Exception) -> NoReturn:
+    """End the call with the status that an exception stands for."""
+    if not isinstance(error, ServingError):
+        log.error("a call failed", exc_info=error)
+        error = ServingError(Code.INTERNAL, "an internal error: the server's log tells more")
+    await _abort(context, error)
+
+
+def _answering(
+    method: Callable[[Any, Context], Awaitable[Message]],
+) -> Callable[[Message | ServingError, Context], Awaitable[Message]]:
+    async def answer(request: Message | ServingError, context: Context) -> Message:
+        try:
+            if isinstance(request, ServingError):
+                raise request
+            return await method(request, context)
+        except Exception as error:
+            await _refuse(context, error)
+
+    return answer
+
+
+def _streaming(
+    method: Callable[[pb.GenerateRequest, Context], Awaitable[None]],
+) -> Callable[[pb.GenerateRequest | ServingError, Context], Awaitable[None]]:
+    async def stream(request: pb.GenerateRequest | ServingError, context: Context) -> None:
+        try:
+            if isinstance(request, ServingError):
+                raise request
+            await method(request, context)
+        except ClientGone:
+            return
+        except Exception as error:
+            await _refuse(context, error)
+
+    return stream
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Deny by default: every call but health needs a key, where keys are configured."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if not handler_call_details.method.startswith(HEALTH_PATH):
+            try:
+                self._keys.tenant(_authorization(handler_call_details.invocation_metadata))
+            except ServingError as error:
+                return _denial(error)
+        return await continuation(handler_call_details)
+
+
+def _authorization(metadata: Sequence[tuple[str, str | bytes]] | None) -> str | None:
+    for name, value in metadata or ():
+        if name == "authorization" and isinstance(value, str):
+            return value
+    return None
+
+
+def _denial(error: ServingError) -> grpc.RpcMethodHandler:
+    async def deny(requests: AsyncIterator[bytes], context: Context) -> None:
+        await _abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(deny)
+
+
+class InferenceApi:
+    """The methods of `penstock.v1.Inference`."""
+
+    def __init__(self, frontend: Frontend, keys: ApiKeys) -> None:
+        self._frontend = frontend
+        self._keys = keys
+        self._started = int(time.time())
+
+    async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Write replies to the call as tokens come."""
+        self._frontend.check_model(request.model)
+        tenant = self._keys.tenant(_authorization(context.invocation_metadata()))
+        ask = ask_of(request, await self._prompt(request), context.time_remaining(), tenant)
+        answers = self._frontend.open([ask])
+        try:
+            await self._send(request, ask, answers, context)
+        finally:
+            answers.close()
+
+    async def _send(
+        self, request: pb.GenerateRequest, ask: Ask, answers: Answers, context: Context
+    ) -> None:
+        num_tokens = 0
+        (seed,) = answers.seeds
+        echo: Sequence[int] = ask.prompt if request.echo_prompt_tokens else ()
+        async for delta in answers:
+            num_tokens += len(delta.tokens)
+            reply = reply_of(delta)
+            reply.request_id = ask.trace
+            reply.seed = seed
+            if echo:
+                reply.prompt_tokens.extend(echo)
+                echo = ()
+            if delta.finish:
+                reply.usage.prompt_tokens = len(ask.prompt)
+                reply.usage.completion_tokens = num_tokens
+            await context.write(reply)
+
+    async def tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
+        self._frontend.check_model(request.model)
+        text = self._frontend.text
+        match request.WhichOneof("input"):
+            case "text":
+                special = request.add_special_tokens
+                add = special if request.HasField("add_special_tokens") else True
+                tokens = await text.encode(request.text, add)
+            case "chat":
+                tokens = await text.encode_chat(_messages(request.chat))
+            case _:
+                raise invalid("there is no input: set text or chat", "input")
+        return pb.TokenizeReply(tokens=tokens, max_model_len=self._frontend.model.max_model_len)
+
+    async def detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeReply:
+        self._frontend.check_model(request.model)
+        check_vocabulary(request.tokens, self._frontend.model, "tokens")
+        pieces = self._frontend.text.pieces
+        return pb.DetokenizeReply(text=pieces.whole(request.tokens, request.keep_special_tokens))
+
+    async def list_models(
+        self, request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsReply:
+        return pb.ListModelsReply(models=[self._card()])
+
+    async def get_model(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
+        self._frontend.check_model(request.name)
+        return self._card()
+
+    def _card(self) -> pb.Model:
+        model = self._frontend.model
+        return pb.Model(
+            name=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            has_chat_template=self._frontend.text.template is not None,
+            created_seconds=self._started,
+        )
+
+    async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
+        text = self._frontend.text
+        match request.WhichOneof("prompt"):
+            case "text" if request.text:
+                return await text.encode(request.text)
+            case "tokens":
+                return list(request.tokens.ids)
+            case "chat":
+                return await text.encode_chat(_messages(request.chat))
+        raise invalid("the prompt is empty: set text, tokens or chat", "prompt")
+
+
+def ask_of(
+    request: pb.GenerateRequest, prompt: Sequence[int], time_left: float | None, tenant: str
+) -> Ask:
+    """What a request asks for; what it leaves out is left to the defaults."""
+    wire = request.sampling
+    given: dict[str, Any] = {
+        name: getattr(wire, name) for name in SAMPLING_FIELDS if wire.HasField(name)
+    }
+    given["stop_tokens"] = list(wire.stop_tokens)
+    given["logit_bias"] = dict(wire.logit_bias)
+    bounds = [] if time_left is None else [max(time_left, 0.001)]
+    if request.timeout_seconds:
+        bounds.append(request.timeout_seconds)
+    return Ask(
+        prompt,
+        Sampling(**given),
+        stops=list(request.stop),
+        include_stop=request.include_stop,
+        keep_special=request.keep_special_tokens,
+        timeout=min(bounds) if bounds else None,
+        tenant=tenant,
+        trace=trace_of(request.request_id) or f"gen-{time.time_ns():x}",
+    )
+
+
+def reply_of(delta: Delta) -> pb.GenerateReply:
+    """New tokens in the wire's form."""
+    reply = pb.GenerateReply(
+        choice=delta.choice,
+        position=delta.position,
+        tokens=delta.tokens,
+        text=delta.text,
+        finish_reason=delta.finish,
+        stop_reason=delta.stop if isinstance(delta.stop, str) else "",
+    )
+    for entry in delta.logprobs:
+        if entry is not None:
+            logprob = reply.logprobs.add(chosen=entry.chosen)
+            for token, value in zip(entry.tokens, entry.values, strict=True):
+                logprob.top.add(token=token, logprob=value)
+    return reply
+
+
+def _messages(chat: pb.Chat) -> list[dict[str, str]]:
+    if not chat.messages:
+        raise invalid("messages is empty: send at least one", "messages")
+    return [{"role": message.role, "content": message.content} for message in chat.messages]

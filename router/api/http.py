@@ -1,0 +1,181 @@
+"""What every HTTP route shares: who may call, bodies of bounded size, errors in OpenAI's form."""
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, TypeAlias
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.router.answers import Answers
+from penstock.router.api.keys import ApiKeys
+from penstock.router.config import Bounds
+from penstock.router.errors import Code, ServingError, invalid
+
+Json: TypeAlias = Mapping[str, Any]
+
+STATUSES: Mapping[Code, int] = {
+    Code.INVALID: 400,
+    Code.UNAUTHENTICATED: 401,
+    Code.FORBIDDEN: 403,
+    Code.NOT_FOUND: 404,
+    Code.TOO_LARGE: 413,
+    Code.OVERLOADED: 429,
+    Code.INTERNAL: 500,
+    Code.UNAVAILABLE: 503,
+    Code.DEADLINE: 504,
+}
+
+KINDS: Mapping[Code, str] = {
+    Code.INVALID: "invalid_request_error",
+    Code.UNAUTHENTICATED: "authentication_error",
+    Code.FORBIDDEN: "permission_error",
+    Code.NOT_FOUND: "not_found_error",
+    Code.TOO_LARGE: "invalid_request_error",
+    Code.OVERLOADED: "rate_limit_error",
+    Code.INTERNAL: "internal_error",
+    Code.UNAVAILABLE: "service_unavailable_error",
+    Code.DEADLINE: "timeout_error",
+}
+
+PORT = re.compile(r":\d*$")
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def json_response(
+    content: Json, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return Response(body, status, headers, media_type="application/json")
+
+
+def error_form(error: ServingError, status: int | None = None) -> Json:
+    """OpenAI's form of an error."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": KINDS[error.code],
+            "param": error.param,
+            "code": STATUSES[error.code] if status is None else status,
+        }
+    }
+
+
+def error_response(error: ServingError, status: int | None = None) -> Response:
+    status = STATUSES[error.code] if status is None else status
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after)))
+    if error.code is Code.UNAUTHENTICATED:
+        headers["www-authenticate"] = "Bearer"
+    return json_response(error_form(error, status), status, headers)
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """Starlette's hook for everything that a route raises."""
+    if isinstance(error, ServingError):
+        return error_response(error)
+    if isinstance(error, HTTPException):
+        code = Code.NOT_FOUND if error.status_code == 404 else Code.INVALID
+        what = f"{request.method} {request.url.path[:80]}"
+        form = ServingError(code, f"{what}: {error.detail}")
+        response = error_response(form, error.status_code)
+        response.headers.update(error.headers or {})
+        return response
+    return error_response(internal_error())  # the server logs the traceback
+
+
+def internal_error() -> ServingError:
+    return ServingError(Code.INTERNAL, "an internal error: the server's log tells more")
+
+
+class Guard:
+    """Looks at every HTTP request before any route does: deny by default.
+
+    Args:
+        app: what is guarded.
+        keys: needed on every path but the public ones.
+        host: what the server is bound to. On loopback only names of loopback are answered, so that
+            a web page cannot reach it through a name of its own (DNS rebinding).
+        public: paths that need no key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, host: str, public: frozenset[str] = frozenset()
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._public = public
+        self._names: frozenset[str] | None = None
+        if host == "localhost" or host == "::1" or host.startswith("127."):
+            self._names = LOOPBACK_NAMES | {host}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ServingError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        name = PORT.sub("", headers.get("host", ""))
+        if self._names is not None and name.lower() not in self._names:
+            raise ServingError(
+                Code.FORBIDDEN, "this server is bound to loopback: call it as localhost"
+            )
+        if scope["path"] not in self._public:
+            tenant = self._keys.tenant(headers.get("authorization"))
+            scope.setdefault("state", {})["tenant"] = tenant
+
+
+async def read_body(request: Request, bounds: Bounds) -> bytes:
+    """The whole body, if it is JSON by its own word, not too large and not too slow."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise invalid("send JSON, with the header 'Content-Type: application/json'")
+    too_large = ServingError(
+        Code.TOO_LARGE, f"the body is larger than {bounds.max_body_bytes} bytes"
+    )
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length[:20]) > bounds.max_body_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(bounds.receive_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > bounds.max_body_bytes:
+                    raise too_large
+                parts.append(part)
+    except ClientDisconnect as error:
+        raise invalid("the body is not complete") from error
+    except TimeoutError as error:
+        raise invalid(f"the body did not come within {bounds.receive_seconds:g} s") from error
+    return b"".join(parts)
+
+
+@contextlib.asynccontextmanager
+async def until_gone(receive: Receive, answers: Answers) -> AsyncIterator[None]:
+    """Close the answers when the client goes away, and in any case at the end."""
+
+    async def wait() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        answers.close()
+
+    waiting = asyncio.create_task(wait())
+    try:
+        yield
+    finally:
+        waiting.cancel()
+        answers.close()

@@ -1,0 +1,37 @@
+"""API keys: who may call, the same for every protocol."""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from penstock.router.errors import Code, ServingError
+
+
+class ApiKeys:
+    """The keys that may call; with none, everyone may.
+
+    Comparison takes the same time whichever key an offered one is nearly.
+    """
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def tenant(self, header: str | None) -> str:
+        """The tenant of an Authorization header: a name from which the key cannot be told.
+
+        Raises UNAUTHENTICATED for a header that carries none of the keys.
+        """
+        if not self._digests:
+            return ""
+        scheme, _, key = (header or "").partition(" ")
+        offered = _digest(key.strip())
+        found = [hmac.compare_digest(offered, digest) for digest in self._digests]
+        if scheme.lower() != "bearer" or not any(found):
+            raise ServingError(
+                Code.UNAUTHENTICATED, "no valid API key: send 'Authorization: Bearer <key>'"
+            )
+        return offered.hex()[:16]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,197 @@
+"""OpenAI's HTTP API: /v1/models, /v1/completions, /v1/chat/completions, and /health, /version."""
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import penstock
+from penstock.router.answers import Answers, ClientGone, Delta
+from penstock.router.api.http import (
+    Guard,
+    Json,
+    error_form,
+    error_response,
+    json_response,
+    on_error,
+    read_body,
+    until_gone,
+)
+from penstock.router.api.keys import ApiKeys
+from penstock.router.api.openai_form import (
+    DONE,
+    Call,
+    ChatForm,
+    CompletionForm,
+    Form,
+    collect,
+    dumps,
+)
+from penstock.router.api.openai_schema import ChatBody, Common, CompletionBody, Prompt, parse
+from penstock.router.ask import Ask, trace_of
+from penstock.router.errors import ServingError
+from penstock.router.frontend import Frontend
+
+PUBLIC = frozenset({"/health"})
+COMPLETION_TOKENS = 16
+"""What /v1/completions makes of a missing max_tokens; chats get what the context leaves."""
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def openai_app(frontend: Frontend) -> Starlette:
+    """The HTTP application over a frontend."""
+    api = OpenAiApi(frontend)
+    routes = [
+        Route("/health", api.health),
+        Route("/version", api.version),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+    ]
+    config = frontend.config
+    guard = Middleware(Guard, keys=ApiKeys(config.api_keys), host=config.host, public=PUBLIC)
+    handlers = {ServingError: on_error, HTTPException: on_error, Exception: on_error}
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+
+
+class OpenAiApi:
+    """The routes."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._started = int(time.time())
+
+    async def health(self, request: Request) -> Response:
+        """200 once requests can be served, else 503 with the reason."""
+        why = self._frontend.why_not_ready()
+        return json_response({"status": why or "ok"}, 503 if why else 200)
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": penstock.__version__})
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._frontend.check_model(request.path_params["name"])
+        return json_response(self._card())
+
+    async def completions(self, request: Request) -> Response:
+        body = parse(CompletionBody, await read_body(request, self._frontend.config.bounds))
+        self._frontend.check_model(body.model)
+        prompts = [await self._tokens(body, prompt) for prompt in body.prompts()]
+        return self._answer(request, body, prompts)
+
+    async def chat(self, request: Request) -> Response:
+        body = parse(ChatBody, await read_body(request, self._frontend.config.bounds))
+        self._frontend.check_model(body.model)
+        prompt = await self._frontend.text.encode_chat(body.conversation())
+        return self._answer(request, body, [prompt])
+
+    def _card(self) -> Json:
+        model = self._frontend.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "penstock",
+            "max_model_len": model.max_model_len,
+        }
+
+    async def _tokens(self, body: CompletionBody, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return await self._frontend.text.encode(prompt, body.add_special_tokens is not False)
+
+    def _answer(self, request: Request, body: Common, prompts: Sequence[Sequence[int]]) -> Response:
+        is_chat = isinstance(body, ChatBody)
+        name = ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12)
+        call = Call(
+            id=name,
+            created=int(time.time()),
+            model=self._frontend.model.name,
+            prompts=prompts,
+            pieces=self._frontend.text.pieces,
+            num_logprobs=body.num_logprobs(),
+            return_token_ids=bool(body.return_token_ids),
+            wants_usage=body.wants_usage,
+        )
+        form: Form = ChatForm(call) if is_chat else CompletionForm(call)
+        trace = trace_of(request.headers.get("x-request-id", "")) or name
+        asks = [_ask(body, prompt, request.state.tenant, trace) for prompt in prompts]
+        answers = self._frontend.open(asks)
+        return AnswerResponse(answers, form, len(prompts), trace, bool(body.stream))
+
+
+def _ask(body: Common, prompt: Sequence[int], tenant: str, trace: str) -> Ask:
+    return Ask(
+        prompt,
+        body.sampling(),
+        stops=body.stops(),
+        include_stop=bool(body.include_stop_str_in_output),
+        keep_special=body.skip_special_tokens is False,
+        default_max_tokens=None if isinstance(body, ChatBody) else COMPLETION_TOKENS,
+        tenant=tenant,
+        trace=trace,
+    )
+
+
+class AnswerResponse(Response):
+    """Sends answers as they come, or whole, and lets go of them when the client goes away."""
+
+    def __init__(
+        self, answers: Answers, form: Form, num_answers: int, trace: str, stream: bool
+    ) -> None:
+        self._answers = answers
+        self._form = form
+        self._num_answers = num_answers
+        self._own_headers = {"x-request-id": trace}
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with until_gone(receive, self._answers):
+            try:
+                # The status waits for the first tokens: until then an error still has its own.
+                first = await anext(self._answers)
+                if self._stream:
+                    await self._send_stream(first, send)
+                    return
+                deltas = [first, *[delta async for delta in self._answers]]
+                whole = self._form.whole(collect(deltas, self._num_answers))
+                response = json_response(whole, headers=self._own_headers)
+            except ServingError as error:
+                response = error_response(error)
+                response.headers.update(self._own_headers)
+            except ClientGone:
+                return
+        await response(scope, receive, send)
+
+    async def _send_stream(self, first: Delta, send: Send) -> None:
+        own = [(name.encode(), value.encode()) for name, value in self._own_headers.items()]
+        headers = [*STREAM_HEADERS, *own]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await _send_event(send, self._form.chunk(first))
+        try:
+            async for delta in self._answers:
+                await _send_event(send, self._form.chunk(delta))
+            last = self._form.closing()
+        except ServingError as error:
+            last = f"data: {dumps(error_form(error))}\n\n{DONE}"
+        await _send_event(send, last, is_last=True)
+
+
+async def _send_event(send: Send, text: str, is_last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})

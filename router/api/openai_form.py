@@ -1,0 +1,232 @@
+"""Answers in OpenAI's form: whole, and in chunks as server-sent events.
+
+A chunk is put together from strings made once a call: what changes is a few fields.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.protos import worker_pb2
+from penstock.router.answers import Delta, join
+from penstock.router.text.pieces import Pieces
+
+LOWEST = -9999.0
+"""JSON has no minus infinity: this stands for it, as in vLLM."""
+
+DONE = "data: [DONE]\n\n"
+
+dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the answers to one call have in common."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    prompts: Sequence[Sequence[int]]
+    pieces: Pieces
+    num_logprobs: int | None = None
+    return_token_ids: bool = False
+    wants_usage: bool = False
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def usage(self, num_completion: int) -> dict[str, int]:
+        num_prompt = sum(map(len, self.prompts))
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+        }
+
+
+class Form(Protocol):
+    """One of OpenAI's two forms."""
+
+    def whole(self, deltas: Sequence[Delta]) -> Mapping[str, Any]:
+        """The complete answers, one delta each, in order."""
+        ...
+
+    def chunk(self, delta: Delta) -> str:
+        """The events for some new tokens."""
+        ...
+
+    def closing(self) -> str:
+        """The events that end a stream: the usage, if the client wants it, and the end mark."""
+        ...
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the answers of a stream have come."""
+
+    num_tokens: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)  # characters, for each choice begun
+
+    def begins(self, index: int) -> bool:
+        return index not in self.lengths
+
+    def add(self, delta: Delta, num_chars: int) -> None:
+        self.num_tokens += len(delta.tokens)
+        self.lengths[delta.index] = self.lengths.get(delta.index, 0) + num_chars
+
+
+class CompletionForm:
+    """`text_completion`."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._progress = Progress()
+        self._head = "data: " + dumps(call.head("text_completion"))[:-1]
+        self._tail = ',"usage":null}\n\n' if call.wants_usage else "}\n\n"
+
+    def whole(self, deltas: Sequence[Delta]) -> Mapping[str, Any]:
+        return {
+            **self._call.head("text_completion"),
+            "choices": [self._choice(delta) for delta in deltas],
+            "usage": self._call.usage(sum(len(delta.tokens) for delta in deltas)),
+        }
+
+    def chunk(self, delta: Delta) -> str:
+        text = dumps(self._choice(delta))
+        return f'{self._head},"choices":[{text}]{self._tail}'
+
+    def closing(self) -> str:
+        if not self._call.wants_usage:
+            return DONE
+        usage = dumps(self._call.usage(self._progress.num_tokens))
+        return f'{self._head},"choices":[],"usage":{usage}}}\n\n{DONE}'
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        call, progress = self._call, self._progress
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": None,
+            "finish_reason": delta.finish or None,
+            "stop_reason": delta.stop,
+        }
+        num_chars = 0
+        if call.num_logprobs is not None:
+            logprobs = self._logprobs(delta, progress.lengths.get(delta.index, 0))
+            choice["logprobs"] = logprobs
+            num_chars = sum(map(len, logprobs["tokens"]))
+        if call.return_token_ids:
+            if progress.begins(delta.index):
+                choice["prompt_token_ids"] = list(call.prompts[delta.index])
+            choice["token_ids"] = list(delta.tokens)
+        progress.add(delta, num_chars)
+        return choice
+
+    def _logprobs(self, delta: Delta, offset: int) -> dict[str, list[Any]]:
+        """OpenAI's first form: parallel lists; the chosen token is among its alternatives."""
+        name = self._call.pieces.text_of
+        tokens = [name(token) for token in delta.tokens]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        chosen = [_finite(entry.chosen) if entry else None for entry in delta.logprobs]
+        tops = [
+            {token: value} | {name(t): _finite(v) for t, v in _alternatives(entry)}
+            for token, value, entry in zip(tokens, chosen, delta.logprobs, strict=True)
+        ]
+        return {
+            "text_offset": offsets,
+            "token_logprobs": chosen,
+            "tokens": tokens,
+            "top_logprobs": tops,
+        }
+
+
+class ChatForm:
+    """`chat.completion`."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._progress = Progress()
+        self._head = "data: " + dumps(call.head("chat.completion.chunk"))[:-1]
+        self._tail = ',"usage":null}\n\n' if call.wants_usage else "}\n\n"
+
+    def whole(self, deltas: Sequence[Delta]) -> Mapping[str, Any]:
+        choices = []
+        for delta in deltas:
+            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            choices.append({"index": delta.index, "message": message} | self._rest(delta))
+        answer = {
+            **self._call.head("chat.completion"),
+            "choices": choices,
+            "usage": self._call.usage(sum(len(delta.tokens) for delta in deltas)),
+        }
+        if self._call.return_token_ids:
+            answer["prompt_token_ids"] = list(self._call.prompts[0])
+        return answer
+
+    def chunk(self, delta: Delta) -> str:
+        first = self._opening(delta.index) if self._progress.begins(delta.index) else ""
+        self._progress.add(delta, 0)
+        new = {"content": delta.text} if delta.text or not delta.finish else {}
+        return first + self._event({"index": delta.index, "delta": new} | self._rest(delta))
+
+    def closing(self) -> str:
+        if not self._call.wants_usage:
+            return DONE
+        usage = dumps(self._call.usage(self._progress.num_tokens))
+        return f'{self._head},"choices":[],"usage":{usage}}}\n\n{DONE}'
+
+    def _opening(self, index: int) -> str:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if not self._call.return_token_ids:
+            return self._event(choice)
+        prompt = dumps(list(self._call.prompts[0]))
+        return self._event(choice, f',"prompt_token_ids":{prompt}')
+
+    def _event(self, choice: Mapping[str, Any], more: str = "") -> str:
+        return f'{self._head},"choices":[{dumps(choice)}]{more}{self._tail}'
+
+    def _rest(self, delta: Delta) -> dict[str, Any]:
+        call = self._call
+        rest: dict[str, Any] = {
+            "logprobs": None if call.num_logprobs is None else self._logprobs(delta),
+            "finish_reason": delta.finish or None,
+            "stop_reason": delta.stop,
+        }
+        if call.return_token_ids:
+            rest["token_ids"] = list(delta.tokens)
+        return rest
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        """OpenAI's second form: an object a token, with its bytes."""
+        content = []
+        for token, entry in zip(delta.tokens, delta.logprobs, strict=True):
+            top = [self._token(other, value) for other, value in _alternatives(entry)]
+            chosen = entry.chosen if entry else LOWEST
+            content.append(self._token(token, chosen) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, value: float) -> dict[str, Any]:
+        pieces = self._call.pieces
+        return {
+            "token": pieces.text_of(token),
+            "logprob": _finite(value),
+            "bytes": list(pieces.of(token)),
+        }
+
+
+def collect(deltas: Sequence[Delta], num_answers: int) -> list[Delta]:
+    """All deltas of each answer as one, in the order of the prompts."""
+    return [join([d for d in deltas if d.index == index]) for index in range(num_answers)]
+
+
+def _finite(value: float) -> float:
+    return value if value > LOWEST else LOWEST
+
+
+def _alternatives(entry: worker_pb2.TokenLogprobs | None) -> list[tuple[int, float]]:
+    return [] if entry is None else list(zip(entry.tokens, entry.values, strict=True))

@@ -1,0 +1,180 @@
+"""What a client asks, in one form for every protocol, and the checks that it must pass."""
+
+import math
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.protos import worker_pb2
+from penstock.router.config import Bounds
+from penstock.router.errors import invalid
+from penstock.router.text.answer import TextRules
+
+UINT64 = 2**64 - 1
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 10.0),
+}
+"""Inclusive; a value that is no finite number is in none of them."""
+
+MAX_BIAS = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the client wants its tokens drawn; what it left out has these defaults."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_tokens: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One prompt and what is wanted for it."""
+
+    prompt: Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: Sequence[str] = ()
+    include_stop: bool = False
+    keep_special: bool = False
+    timeout: float | None = None  # seconds
+    default_max_tokens: int | None = (
+        None  # where the client named none: None is what the context leaves
+    )
+    tenant: str = ""
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What bounds a request to the model."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+
+
+def trace_of(name: str) -> str:
+    """A client's own name for its request, fit for log lines."""
+    return name[:128] if name.isascii() and name.isprintable() else ""
+
+
+def check_prompt(prompt: Sequence[int], model: Model) -> None:
+    """Refuse prompts that are empty, leave no room for a token, or hold no tokens of the model."""
+    if not prompt:
+        raise invalid("the prompt is empty: send at least one token", "prompt")
+    if len(prompt) >= model.max_model_len:
+        raise invalid(
+            f"the prompt has {len(prompt)} tokens and the model's context is "
+            f"{model.max_model_len}, the answer included: shorten the prompt",
+            "prompt",
+        )
+    check_vocabulary(prompt, model, "prompt")
+
+
+def check_vocabulary(tokens: Collection[int], model: Model, name: str) -> None:
+    if tokens and not (min(tokens) >= 0 and max(tokens) < model.vocab_size):
+        raise invalid(
+            f"{name} holds token ids outside the vocabulary (0 to {model.vocab_size - 1})", name
+        )
+
+
+def text_rules(ask: Ask, bounds: Bounds) -> TextRules:
+    """The checked rules for an answer's text."""
+    if len(ask.stops) > bounds.max_stop_strings:
+        raise invalid(f"at most {bounds.max_stop_strings} stop strings are taken", "stop")
+    if any(not 0 < len(stop) <= bounds.max_stop_chars for stop in ask.stops):
+        raise invalid(f"a stop string must have 1 to {bounds.max_stop_chars} characters", "stop")
+    return TextRules(tuple(ask.stops), ask.include_stop, ask.keep_special, ask.sampling.min_tokens)
+
+
+def wire_params(ask: Ask, model: Model, bounds: Bounds) -> worker_pb2.SamplingParams:
+    """The checked sampling parameters, complete, in the form that workers take."""
+    sampling = ask.sampling
+    _check_numbers(sampling)
+    _check_lists(sampling, model, bounds)
+    max_tokens = _max_tokens(ask, model)
+    _check_count("min_tokens", sampling.min_tokens, 0, max_tokens)
+    if sampling.n != 1:
+        raise invalid("n other than 1 is not served yet: send the request n times", "n")
+    return worker_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=max(sampling.top_k, 0),
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed & UINT64,
+        max_tokens=max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_tokens=sampling.stop_tokens,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        n=sampling.n,
+        logit_bias=sampling.logit_bias,
+    )
+
+
+def _check_numbers(sampling: Sampling) -> None:
+    for name, (low, high) in RANGES.items():
+        if not low <= getattr(sampling, name) <= high:
+            raise invalid(f"{name} must be a number from {low:g} to {high:g}", name)
+    _check_count("top_k", sampling.top_k, -1, 2**31 - 1)
+    if sampling.seed is not None:
+        _check_count("seed", sampling.seed, -(2**63), UINT64)
+
+
+def _check_lists(sampling: Sampling, model: Model, bounds: Bounds) -> None:
+    if sampling.logprobs is not None:
+        _check_count("logprobs", sampling.logprobs, 0, bounds.max_logprobs)
+    lists: Sequence[tuple[str, Collection[int], int]] = (
+        ("stop_token_ids", sampling.stop_tokens, bounds.max_stop_tokens),
+        ("logit_bias", sampling.logit_bias, bounds.max_logit_bias),
+    )
+    for name, tokens, most in lists:
+        if len(tokens) > most:
+            raise invalid(f"{name} takes at most {most} entries", name)
+        check_vocabulary(tokens, model, name)
+    values = sampling.logit_bias.values()
+    if any(not math.isfinite(value) or abs(value) > MAX_BIAS for value in values):
+        raise invalid(f"logit_bias values must be from -{MAX_BIAS:g} to {MAX_BIAS:g}", "logit_bias")
+
+
+def _check_count(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise invalid(f"{name} must be a whole number from {low} to {high}", name)
+
+
+def _max_tokens(ask: Ask, model: Model) -> int:
+    room = model.max_model_len - len(ask.prompt)
+    asked = ask.sampling.max_tokens
+    if asked is None:
+        return room if ask.default_max_tokens is None else min(room, ask.default_max_tokens)
+    if asked < 1:
+        raise invalid("max_tokens must be at least 1", "max_tokens")
+    if asked > room:
+        raise invalid(
+            f"max_tokens is {asked}, but the prompt has {len(ask.prompt)} tokens and the model's "
+            f"context is {model.max_model_len}: ask for at most {room}",
+            "max_tokens",
+        )
+    return asked

@@ -1,0 +1,44 @@
+"""What a router is started with, and the bounds on everything that clients may send."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits on sizes, checked before anything is done with what a client sent."""
+
+    max_body_bytes: int = 4 << 20  # of an HTTP body or a gRPC message
+    max_header_bytes: int = 64 << 10
+    receive_seconds: float = 30.0  # for a request's head, and again for its body
+    max_prompts: int = 64  # in one call; each is a request of its own
+    max_stop_strings: int = 16
+    max_stop_chars: int = 256  # of one stop string
+    max_stop_tokens: int = 256
+    max_logit_bias: int = 1024  # entries
+    max_logprobs: int = 20
+    max_unread_tokens: int = 8192  # made, but not yet taken by a slow reader
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """One router.
+
+    Ports of 0 are chosen by the system. The deadline of a request is the smaller of the client's
+    and `timeout`. `max_model_len` bounds prompt and answer together; by default the model's own
+    configuration and what the workers can hold decide.
+    """
+
+    model: Path  # a checkpoint folder; only its configuration and tokenizer are read here
+    served_name: str
+    name: str = "router-0"
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 9000
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everyone may call
+    worker_token: str | None = field(default=None, repr=False)
+    max_model_len: int | None = None
+    timeout: float = 600.0  # seconds
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4 << 20
+    bounds: Bounds = field(default_factory=Bounds)

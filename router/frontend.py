@@ -1,0 +1,282 @@
+"""What every protocol sits on: requests in, deltas out, with the deciding code in between.
+
+Everything runs in one event loop. Events are handled one after the other, each to its end, also
+those that come up while commands are carried out.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock.router.answers import Answers, Track
+from penstock.router.ask import Ask, Model, check_prompt, text_rules, wire_params
+from penstock.router.config import RouterConfig
+from penstock.router.errors import Code, ServingError, invalid
+from penstock.router.links import Links
+from penstock.router.routing import events as ev
+from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
+from penstock.router.text.tokenizer import TextModel
+from penstock.router.worker_link import Identity
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.1
+
+UNPRESENTABLE = re.compile(r"[\n\\]|/\w|0x|File ")
+
+CODES: Mapping[ev.Status, Code] = {
+    ev.Status.DEADLINE: Code.DEADLINE,
+    ev.Status.INVALID: Code.INVALID,
+    ev.Status.OVERLOADED: Code.OVERLOADED,
+    ev.Status.UNAVAILABLE: Code.UNAVAILABLE,
+    ev.Status.INTERNAL: Code.INTERNAL,
+}
+
+
+def presentable(message: str) -> str:
+    """What a worker said, if a client may see it: no paths, no addresses, one line."""
+    if message and len(message) < 400 and not UNPRESENTABLE.search(message):
+        return message
+    log.error("a request ended with: %s", message)
+    return "the request failed on its worker: the server's log tells more"
+
+
+class Frontend:
+    """The router's heart: a dispatcher, links to the workers, and the calls of the clients.
+
+    Args:
+        config: the router's.
+        text: tokenizer and templates of the model.
+        limits: of the model as its own configuration has them.
+        dispatcher: decides.
+        incarnation: random, new at each start.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        text: TextModel,
+        limits: Model,
+        dispatcher: Dispatcher,
+        incarnation: str,
+    ) -> None:
+        self.config = config
+        self.text = text
+        self.is_draining = False
+        self._limits = limits
+        self._dispatcher = dispatcher
+        identity = Identity(config.name, incarnation, config.worker_token)
+        self._links = Links(identity, self.tell)
+        self._tracks: dict[int, Track] = {}
+        self._events: deque[ev.Event] = deque()
+        self._is_handling = False
+        self._numbers = itertools.count(1)
+        self._watchers: list[Callable[[str], None]] = []
+        self._told = self.why_not_ready()  # what the watchers heard last
+        self._loop = asyncio.get_running_loop()
+        self._clock = asyncio.create_task(self._tick(), name="router clock")
+
+    # ------------------------------------------------------------ the model and its state
+
+    @property
+    def model(self) -> Model:
+        """The model's bounds as they are now: prompts are checked against them."""
+        return self._links.bound(self._limits)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not the one served; no name is the only one there is."""
+        if name and name != self._limits.name:
+            raise ServingError(
+                Code.NOT_FOUND,
+                f"the model {name[:80]!r} does not exist here; {self._limits.name!r} does",
+                "model",
+            )
+
+    def why_not_ready(self) -> str:
+        """Empty if requests can be served now."""
+        if self.is_draining:
+            return "the router is draining"
+        workers = self.workers()
+        if any(worker.state == "ready" for worker in workers):
+            return ""
+        return "no worker is ready" if workers else "no worker is there yet"
+
+    @property
+    def num_workers(self) -> int:
+        """Workers whose stream is open."""
+        return len(self._links)
+
+    def workers(self) -> Sequence[WorkerStatus]:
+        """The workers that have a stream."""
+        return self._dispatcher.workers()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._tracks)
+
+    def watch(self, changed: Callable[[str], None]) -> None:
+        """Have `changed` called with what `why_not_ready` says, now and when it changes."""
+        self._watchers.append(changed)
+        changed(self._told)
+
+    def _look(self) -> None:
+        why = self.why_not_ready()
+        if why != self._told:
+            self._told = why
+            for changed in self._watchers:
+                changed(why)
+
+    # ------------------------------------------------------------ what clients do
+
+    def open(self, asks: Sequence[Ask]) -> Answers:
+        """Take a call: check every ask, then send them all on their way.
+
+        Raises `ServingError` where one is refused at once. The answers must be closed, whatever
+        happens.
+        """
+        if self.is_draining:
+            raise ServingError(
+                Code.UNAVAILABLE, "the server is shutting down: call again", retry_after=1.0
+            )
+        if not 0 < len(asks) <= self.config.bounds.max_prompts:
+            raise invalid(f"send 1 to {self.config.bounds.max_prompts} prompts", "prompt")
+        answers = Answers(self.config.bounds.max_unread_tokens, self._let_go)
+        requests = [self._request(ask, answers) for ask in asks]
+        tracks = [
+            self._track(answers, index, ask, request.id)
+            for index, (ask, request) in enumerate(zip(asks, requests, strict=True))
+        ]
+        # From here on nothing is refused by a check: either all are sent on their way or none.
+        self._tracks.update({r.id: track for r, track in zip(requests, tracks, strict=True)})
+        try:
+            for request in requests:
+                self.tell(ev.Arrived(request))
+        except BaseException:
+            answers.close()
+            raise
+        return answers
+
+    def _request(self, ask: Ask, answers: Answers) -> ev.Request:
+        model = self.model
+        check_prompt(ask.prompt, model)
+        params = wire_params(ask, model, self.config.bounds)
+        timeout = self.config.timeout
+        if ask.timeout is not None:
+            if not (ask.timeout > 0 and math.isfinite(ask.timeout)):
+                raise invalid("the timeout must be a positive number of seconds", "timeout")
+            timeout = min(timeout, ask.timeout)
+        number = next(self._numbers)
+        answers.opened(number, params.seed)
+        return ev.Request(
+            id=number,
+            prompt=ask.prompt,
+            params=params,
+            num_choices=params.n,
+            max_tokens=params.max_tokens,
+            tenant=ask.tenant,
+            salt=ask.tenant.encode(),
+            deadline=self._loop.time() + timeout,
+            trace=ask.trace,
+        )
+
+    def _track(self, answers: Answers, index: int, ask: Ask, request: int) -> Track:
+        return Track(
+            answers,
+            index,
+            self.text.answer(text_rules(ask, self.config.bounds)),
+            frozenset(ask.sampling.stop_tokens),
+            lambda choice, length: self.tell(ev.Cut(request, choice, length)),
+        )
+
+    def _let_go(self, requests: Sequence[int]) -> None:
+        for request in requests:
+            if self._tracks.pop(request, None) is not None:
+                self.tell(ev.Gone(request))
+
+    # ------------------------------------------------------------ events and commands
+
+    def tell(self, event: ev.Event) -> None:
+        """Have an event handled, now or right after the one that is being handled."""
+        self._events.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                event = self._events.popleft()
+                for command in self._dispatcher.handle(event, self._loop.time()):
+                    self._carry_out(command)
+                if isinstance(event, ev.WorkerUp | ev.WorkerLost | ev.Tick):
+                    self._look()
+        finally:
+            self._is_handling = False
+
+    def _carry_out(self, command: ev.Command) -> None:
+        match command:
+            case ev.Deliver():
+                track = self._tracks.get(command.request)
+                if track is not None:
+                    track.deliver(command)
+            case ev.End():
+                self._end(command)
+            case ev.Hang():
+                log.warning("worker %s: %s", command.worker, command.reason)
+                self._links.hang(command.worker, command.reason)
+            case _:
+                self._links.send(command)
+
+    def _end(self, end: ev.End) -> None:
+        track = self._tracks.pop(end.request, None)
+        if track is None:
+            return
+        code = CODES.get(end.status)
+        error = None
+        if code is not None:
+            error = ServingError(code, presentable(end.message), None, end.retry_after)
+        track.answers.ended(end.request, error)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            try:
+                self.tell(ev.Tick())
+            except Exception:  # a mistake in deciding must not stop the clock
+                log.exception("a tick failed")
+
+    # ------------------------------------------------------------ workers
+
+    async def set_workers(self, addresses: Mapping[str, str]) -> None:
+        """Keep streams to exactly these workers, given as name: host:port."""
+        await self._links.set(addresses)
+
+    def worker_died(self, name: str) -> None:
+        """Somebody who knows says that it is dead: do not wait for its silence."""
+        self._links.hang(name, "it died")
+
+    # ------------------------------------------------------------ the end
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, and give what runs so many seconds to end by itself."""
+        self.is_draining = True
+        self._look()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._tracks:
+                    await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        """End everything: open calls get an error, streams to workers close."""
+        self.is_draining = True
+        self._look()
+        error = ServingError(Code.UNAVAILABLE, "the server is shutting down", retry_after=1.0)
+        for track in list(self._tracks.values()):
+            track.answers.fail(error)
+        await self._links.set({})
+        self._clock.cancel()
+        self.text.close()

@@ -1,0 +1,72 @@
+"""The streams to all workers that are wanted, and what those with an open one said."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from penstock.protos import worker_pb2
+from penstock.router.ask import Model
+from penstock.router.routing import events as ev
+from penstock.router.worker_link import Identity, WorkerLink
+
+
+class Links:
+    """One link a worker.
+
+    Args:
+        identity: who the router is.
+        tell: takes the events of all of them.
+    """
+
+    def __init__(self, identity: Identity, tell: Callable[[ev.Event], None]) -> None:
+        self._identity = identity
+        self._tell = tell
+        self._links: dict[str, WorkerLink] = {}
+        self._welcomes: dict[str, worker_pb2.Welcome] = {}  # of workers whose stream is open
+
+    def __len__(self) -> int:
+        """Workers whose stream is open."""
+        return len(self._welcomes)
+
+    def bound(self, own: Model) -> Model:
+        """The model's own bounds, or those of the workers at hand where they are tighter."""
+        welcomes = self._welcomes.values()
+        return Model(
+            own.name,
+            min([own.max_model_len, *(welcome.max_model_len for welcome in welcomes)]),
+            min([own.vocab_size, *(welcome.vocab_size for welcome in welcomes)]),
+        )
+
+    async def set(self, addresses: Mapping[str, str]) -> None:
+        """Keep streams to exactly these workers, given as name: host:port."""
+        gone = [link for name, link in self._links.items() if addresses.get(name) != link.address]
+        for link in gone:
+            del self._links[link.worker]
+        await asyncio.gather(*(link.stop() for link in gone))
+        for name, address in addresses.items():
+            if name not in self._links:
+                self._links[name] = WorkerLink(
+                    name, address, self._identity, self._heard, self._welcome
+                )
+
+    def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> None:
+        """Send a command to the worker that it names; nothing if there is no stream."""
+        link = self._links.get(command.worker)
+        if link is not None:
+            link.send(command)
+
+    def hang(self, worker: str, reason: str) -> None:
+        """Close the stream to a worker; it is opened again while the worker is wanted."""
+        link = self._links.get(worker)
+        if link is not None:
+            link.hang(reason)
+
+    def _heard(self, event: ev.Event) -> None:
+        if isinstance(event, ev.WorkerLost):
+            self._welcomes.pop(event.worker, None)
+        self._tell(event)
+
+    def _welcome(self, welcome: worker_pb2.Welcome) -> None:
+        others = {other.model for other in self._welcomes.values()}
+        if others and welcome.model not in others:
+            raise ValueError("it serves another model than the workers before it")
+        self._welcomes[welcome.worker] = welcome

@@ -1,0 +1,198 @@
+"""All requests and all workers: events in, commands out.
+
+`Dispatcher.handle` is the one door of the deciding part of the router. What workers say goes to
+`Reports`, what waits or has to move is the `Placer`'s, and each request's own state is its `Life`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from penstock.router.routing.admission import Admission
+from penstock.router.routing.events import (
+    Arrived,
+    Command,
+    Cut,
+    Draining,
+    End,
+    Event,
+    Failed,
+    Gone,
+    Heard,
+    Load,
+    Ready,
+    Received,
+    Rejected,
+    Status,
+    Stepped,
+    Tick,
+    WorkerLost,
+    WorkerUp,
+    Yielded,
+)
+from penstock.router.routing.fleet import Bounds, Fleet
+from penstock.router.routing.lifecycle import Life, Phase, phase_of
+from penstock.router.routing.patience import Patience
+from penstock.router.routing.placer import Pace, Placer
+from penstock.router.routing.policy import Policy
+from penstock.router.routing.reports import Counters, Reports
+
+Commands: TypeAlias = list[Command]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_queued: int = 1024  # requests that wait for their first worker
+    max_queued_tokens: int = 4_000_000  # of their prompts
+    wait_without_workers: float = 60.0  # seconds; then UNAVAILABLE
+    recovering_per_worker: int = 4  # requests of lost workers that are recomputed at once
+    max_gaps: int = 3  # then the stream is closed
+    bounds: Bounds = field(default_factory=Bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker, for status pages and metrics."""
+
+    worker: str
+    incarnation: str
+    role: str
+    state: str  # ready, suspect or draining
+    num_requests: int  # of this router, in any form
+    load: Load
+
+
+class Dispatcher:
+    """The deciding part of a router. `now` is any clock, in seconds, that never goes back."""
+
+    def __init__(self, policy: Policy, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        self._fleet = Fleet(limits.bounds)
+        self._queue = Admission(limits.max_queued, limits.max_queued_tokens)
+        pace = Pace(limits.recovering_per_worker)
+        self._placer = Placer(policy, self._fleet, self._queue, pace)
+        self._patience = Patience(limits.wait_without_workers)
+        self._reports = reports = Reports(
+            self._fleet, self._placer, self._queue, self._patience, limits.max_gaps
+        )
+        self._handlers: dict[type[Any], Callable[[Any, Commands, float], None]] = {
+            Arrived: self._arrived,
+            Gone: self._gone,
+            Cut: self._cut,
+            Tick: self._tick,
+            WorkerUp: reports.worker_up,
+            WorkerLost: reports.worker_lost,
+            Draining: reports.draining,
+            Heard: reports.heard,
+            Stepped: reports.stepped,
+            Yielded: reports.yielded,
+            Ready: reports.ready,
+            Received: reports.received,
+            Failed: reports.failed,
+            Rejected: reports.rejected,
+        }
+
+    def handle(self, event: Event, now: float) -> Commands:
+        """What is to be done about it, in this order."""
+        out: Commands = []
+        self._handlers[type(event)](event, out, now)
+        if self._placer.stirred:
+            self._placer.place_waiting(out, now)
+        return out
+
+    # -------------------------------------------------------------- clients and time
+
+    def _arrived(self, event: Arrived, out: Commands, now: float) -> None:
+        request = event.request
+        if request.id in self._placer.lives:
+            raise ValueError(f"request {request.id} is here already: numbers are used once")
+        life = Life(request)
+        life.since = now
+        if life.log.complete:
+            life.log.deliver_ends(out)
+            life.end(Status.OK, "", out)
+        elif self._queue.is_full(len(request.prompt)):
+            life.status = Status.OVERLOADED
+            retry_after = self._queue.retry_after(now)
+            message = f"{len(self._queue)} requests are waiting already: try again later"
+            out.append(End(request.id, life.status, message, retry_after))
+        else:
+            self._patience.add(life)
+        self._placer.admit(life)
+
+    def _gone(self, event: Gone, out: Commands, now: float) -> None:
+        life = self._placer.lives.get(event.request)
+        if life is not None:
+            life.end(Status.CANCELLED, "the client went away", out)
+            self._placer.settle(life, out, now)
+
+    def _cut(self, event: Cut, out: Commands, now: float) -> None:
+        life = self._placer.lives.get(event.request)
+        if life is not None:
+            life.cut(event.choice, event.length, out)
+            self._placer.settle(life, out, now)
+
+    def _tick(self, event: Tick, out: Commands, now: float) -> None:
+        for life, status, message in self._patience.over(self._placer.lives, now):
+            life.end(status, message, out)
+            self._placer.settle(life, out, now)
+        suspects, silent = self._fleet.look(now)
+        for view in silent:
+            seconds = now - view.heard
+            self._reports.hang_up(view, f"silent for {seconds:.1f} seconds", out, now)
+        draining = [view for view in self._fleet.views() if view.draining]
+        for view in (*suspects, *draining):
+            self._placer.clear(view, out, now)
+        self._placer.stirred = True
+
+    # -------------------------------------------------------------- looking
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._placer.lives)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that no worker is to run yet."""
+        return self._placer.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Requests that a worker runs or is to run."""
+        return self.num_requests - self.num_queued
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of the requests that wait for their first worker."""
+        return self._queue.num_tokens
+
+    @property
+    def num_ended(self) -> Mapping[Status, int]:
+        return self._placer.num_ended
+
+    @property
+    def counters(self) -> Counters:
+        return self._reports.counters
+
+    def phases(self) -> Counter[Phase]:
+        """How many requests are in which state."""
+        return Counter(phase_of(life) for life in self._placer.lives.values())
+
+    def workers(self) -> Sequence[WorkerStatus]:
+        return [
+            WorkerStatus(
+                view.name,
+                view.info.incarnation,
+                view.info.role,
+                view.state,
+                len(view.holds),
+                view.load,
+            )
+            for view in self._fleet.views()
+        ]
+
+    def check(self) -> None:
+        """AssertionError if what is "always true" in `docs/lifecycle.md` is not, as far as it can
+        be seen from here."""
+        self._placer.check()

@@ -1,0 +1,202 @@
+"""The workers as the router sees them: alive or silent, how loaded, who holds what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.router.routing.events import Load, WorkerInfo
+
+PENALTY_SECONDS = 30.0
+"""For so long, fading, a worker that was lost is liked less in placement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How long silence may last, in seconds."""
+
+    suspect_after: float = 2.0
+    lost_after: float = 10.0
+    lost_steps: float = 20.0  # a worker whose steps are long may be silent for so many of them
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a request takes of a worker, as long as it is placed there."""
+
+    num_sequences: int
+    num_blocks: int
+
+
+class WorkerView:
+    """One worker, from its introduction to its loss. Policies read it; only `Fleet` writes it."""
+
+    def __init__(self, info: WorkerInfo, load: Load, now: float, lost_at: float) -> None:
+        self.info = info
+        self.load = load
+        self.heard = now
+        self.lost_at = lost_at  # when a worker of this name was last lost
+        self.suspect = False
+        self.draining = False
+        self.masked_at: float | None = None  # it rejected something since its last load report
+        self.num_gaps = 0
+        self.num_placed = 0  # ever
+        self.holds: dict[int, Share | None] = {}  # a request: its share, or None for a mere lease
+        self.num_sequences = 0  # sums over the shares
+        self.num_blocks = 0
+        self.new_tokens = 0  # placed since the last load report
+        self.new_sequences = 0
+
+    @property
+    def name(self) -> str:
+        return self.info.worker
+
+    @property
+    def usable(self) -> bool:
+        """New work may go there at all."""
+        return not (self.suspect or self.draining)
+
+    @property
+    def masked(self) -> bool:
+        """It was full a moment ago."""
+        return self.masked_at is not None
+
+    @property
+    def state(self) -> str:
+        if self.draining:
+            return "draining"
+        return "suspect" if self.suspect else "ready"
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Tokens that it has yet to compute before it can begin with something new."""
+        return self.load.queued_tokens + self.new_tokens
+
+    @property
+    def num_busy(self) -> int:
+        """Sequences there, those of other routers included."""
+        reported = self.load.running + self.load.queued + self.new_sequences
+        return max(self.num_sequences, reported)
+
+    def share_of(self, num_tokens: int, num_choices: int) -> Share:
+        blocks = -(-(num_tokens + num_choices) // self.info.block_size)
+        return Share(num_choices, blocks)
+
+    def has_room(self, num_tokens: int, num_choices: int) -> bool:
+        """Whether it could begin with so much soon; an idle worker always can."""
+        if self.masked:
+            return False
+        if not self.num_sequences:
+            return True
+        share = self.share_of(num_tokens, num_choices)
+        return (
+            self.num_sequences + share.num_sequences <= self.info.max_sequences
+            and self.num_blocks + share.num_blocks <= self.info.num_blocks
+        )
+
+    def penalty(self, now: float) -> float:
+        """From 1, just lost, to 0."""
+        return max(0.0, 1.0 - (now - self.lost_at) / PENALTY_SECONDS)
+
+    def hold(self, request: int, share: Share | None) -> None:
+        self.let_go(request)
+        self.holds[request] = share
+        if share is not None:
+            self.num_sequences += share.num_sequences
+            self.num_blocks += share.num_blocks
+
+    def let_go(self, request: int) -> None:
+        share = self.holds.pop(request, None)
+        if share is not None:
+            self.num_sequences -= share.num_sequences
+            self.num_blocks -= share.num_blocks
+
+    def placed(self, num_tokens: int, num_choices: int) -> None:
+        self.num_placed += 1
+        self.new_tokens += num_tokens
+        self.new_sequences += num_choices
+
+    def reported(self, load: Load) -> None:
+        self.load = load
+        self.masked_at = None
+        self.new_tokens = 0
+        self.new_sequences = 0
+
+    def check(self) -> None:
+        shares = [share for share in self.holds.values() if share is not None]
+        assert self.num_sequences == sum(share.num_sequences for share in shares)
+        assert self.num_blocks == sum(share.num_blocks for share in shares)
+
+
+class Fleet:
+    """All workers that have a stream."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._views: dict[str, WorkerView] = {}
+        self._lost_at: dict[str, float] = {}
+        self._looked_at: float | None = None
+
+    def get(self, worker: str | None) -> WorkerView | None:
+        return None if worker is None else self._views.get(worker)
+
+    def views(self) -> Sequence[WorkerView]:
+        return list(self._views.values())
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def up(self, info: WorkerInfo, load: Load, now: float) -> WorkerView:
+        lost_at = self._lost_at.get(info.worker, float("-inf"))
+        view = WorkerView(info, load, now, lost_at)
+        self._views[info.worker] = view
+        return view
+
+    def lose(self, worker: str, now: float) -> None:
+        del self._views[worker]
+        self._lost_at = {
+            name: when for name, when in self._lost_at.items() if now - when < PENALTY_SECONDS
+        }
+        self._lost_at[worker] = now
+
+    def mask(self, worker: str, now: float) -> None:
+        """It rejected something: full for now, until its next load report or for a moment."""
+        self._views[worker].masked_at = now
+
+    def no_larger_than(self, worker: str) -> list[str]:
+        """The workers on which nothing fits that can never fit on this one."""
+        size = _size(self._views[worker].info)
+        return [
+            name
+            for name, view in self._views.items()
+            if all(own <= its for own, its in zip(_size(view.info), size, strict=True))
+        ]
+
+    def look(self, now: float) -> tuple[list[WorkerView], list[WorkerView]]:
+        """Those that became suspect since the last look, and those silent past their bound."""
+        self._forgive_own_sleep(now)
+        suspects: list[WorkerView] = []
+        silent: list[WorkerView] = []
+        for view in self._views.values():
+            silence = now - view.heard
+            if view.masked_at is not None and now - view.masked_at > self._bounds.suspect_after:
+                view.masked_at = None  # an idle worker has no load to report
+            if silence > self._bound_of(view):
+                silent.append(view)
+            elif silence > self._bounds.suspect_after and not view.suspect:
+                view.suspect = True
+                suspects.append(view)
+        return suspects, silent
+
+    def _bound_of(self, view: WorkerView) -> float:
+        return max(self._bounds.lost_after, self._bounds.lost_steps * view.load.step_seconds)
+
+    def _forgive_own_sleep(self, now: float) -> None:
+        """Silence while the router itself was not listening says nothing of the workers."""
+        slept = 0.0 if self._looked_at is None else now - self._looked_at
+        self._looked_at = now
+        if slept > self._bounds.suspect_after:
+            for view in self._views.values():
+                view.heard = min(now, view.heard + slept)
+
+
+def _size(info: WorkerInfo) -> tuple[int, int, int]:
+    return info.max_model_len, info.max_sequences, info.num_blocks * info.block_size

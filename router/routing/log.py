@@ -1,0 +1,82 @@
+"""The log of a request: its answers so far, the truth from which everything can be rebuilt."""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from penstock.router.routing.events import Command, Deliver, Finish, NewToken, Request
+
+
+class Taken(Enum):
+    """What became of a token."""
+
+    PLAIN = 0  # taken, and nothing else changed
+    TURN = 1  # the request's state changed: first token of an attempt, end of a choice, ...
+    MOVED = 2  # not taken, but the state changed
+    NOTHING = 3  # known already, or of an old attempt
+    GAP = 4  # positions before it are missing, or there is no such choice
+
+
+class Log:
+    """A list of tokens a choice, and which choices have ended."""
+
+    __slots__ = ("_request", "answers", "finished")
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.answers: list[list[int]] = [[] for _ in range(request.num_choices)]
+        for answer, known in zip(self.answers, request.log, strict=False):
+            answer.extend(known)
+        self.finished = [len(answer) >= request.max_tokens for answer in self.answers]
+
+    def take(self, token: NewToken, out: list[Command]) -> Taken:
+        """Take a token if it is the next one of its choice, and deliver it."""
+        choice, position, finish = token.choice, token.position, token.finish
+        if choice >= len(self.answers):
+            return Taken.GAP
+        answer = self.answers[choice]
+        if position != len(answer) or self.finished[choice]:
+            missing = position > len(answer) and not self.finished[choice]
+            return Taken.GAP if missing else Taken.NOTHING
+        answer.append(token.token)
+        out.append(
+            Deliver(self._request.id, choice, position, (token.token,), (token.logprobs,), finish)
+        )
+        if not finish:
+            return Taken.PLAIN
+        self.finished[choice] = True
+        return Taken.TURN
+
+    def cut(self, choice: int, length: int) -> bool:
+        """End a choice after `length` tokens. False: it has ended already."""
+        if choice >= len(self.answers) or self.finished[choice]:
+            return False
+        del self.answers[choice][length:]
+        self.finished[choice] = True
+        return True
+
+    def deliver_ends(self, out: list[Command]) -> None:
+        """Say of every choice that it has no room for another token."""
+        for choice, answer in enumerate(self.answers):
+            out.append(Deliver(self._request.id, choice, len(answer), (), (), Finish.LENGTH))
+
+    @property
+    def complete(self) -> bool:
+        return all(self.finished)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens, of prompt and answers, that a worker has to have computed to go on."""
+        return len(self._request.prompt) + sum(map(len, self.answers))
+
+    @property
+    def num_left(self) -> int:
+        """The most tokens that any choice may still get."""
+        lengths = [
+            len(answer)
+            for answer, ended in zip(self.answers, self.finished, strict=True)
+            if not ended
+        ]
+        return self._request.max_tokens - min(lengths, default=self._request.max_tokens)
+
+    def copy(self) -> tuple[Sequence[Sequence[int]], Sequence[bool]]:
+        return tuple(tuple(answer) for answer in self.answers), tuple(self.finished)

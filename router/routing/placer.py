@@ -1,0 +1,233 @@
+"""Keeps every request somewhere: in the line, on a worker, or on its way from one to another."""
+
+from collections import Counter
+
+from penstock.router.routing import lifecycle
+from penstock.router.routing.admission import Admission, Entry
+from penstock.router.routing.events import Command, Request, Status
+from penstock.router.routing.fleet import Fleet, WorkerView
+from penstock.router.routing.lifecycle import Life
+from penstock.router.routing.policy import Demand, Placement, Policy
+
+
+class Pace:
+    """Requests whose worker was lost: let back into the line a few at a time, so that one death
+    does not trample the workers that are left."""
+
+    def __init__(self, num_per_worker: int) -> None:
+        self._num_per_worker = num_per_worker
+        self._held: dict[int, None] = {}  # in order
+        self._recovering: dict[int, None] = {}  # let go, their first new token not seen yet
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._held
+
+    def add(self, request: int) -> None:
+        self._recovering.pop(request, None)
+        self._held[request] = None
+
+    def release(self, num_workers: int) -> list[int]:
+        room = self._num_per_worker * num_workers - len(self._recovering)
+        released = list(self._held)[: max(room, 0)]
+        for request in released:
+            del self._held[request]
+            self._recovering[request] = None
+        return released
+
+    def discard(self, request: int) -> None:
+        """It has a token again, or has ended."""
+        self._held.pop(request, None)
+        self._recovering.pop(request, None)
+
+
+class Placer:
+    """Places what waits while workers have room, and moves what has to leave a worker."""
+
+    def __init__(self, policy: Policy, fleet: Fleet, queue: Admission, pace: Pace) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._queue = queue
+        self._pace = pace
+        self.lives: dict[int, Life] = {}
+        self._counted: dict[int, list[str]] = {}  # a request: the workers whose views hold it
+        self.num_ended: Counter[Status] = Counter()
+        self.stirred = False  # something changed that may give a waiting request room
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue) + len(self._pace)
+
+    def waits(self, request: int) -> bool:
+        return request in self._queue or request in self._pace
+
+    def admit(self, life: Life) -> None:
+        """Take in a new request; one that has ended at the door is only counted."""
+        if life.status is not None:
+            self.num_ended[life.status] += 1
+            return
+        self.lives[life.request.id] = life
+        self._queue.add(_entry(life.request, again=False))
+        self.stirred = True
+
+    def settle(self, life: Life, out: list[Command], now: float) -> None:
+        """Call after whatever changed where a request is: the views follow, and one that nobody
+        has any more is placed again or waits."""
+        request = life.request.id
+        self.stirred = True
+        if life.status is not None:
+            self._uncount(request)
+            del self.lives[request]
+            self.num_ended[life.status] += 1
+            self._queue.remove(request)
+            self._pace.discard(request)
+            return
+        if life.homeless and not self.waits(request):
+            self._place_again(life, out, now)
+        self._count(life)
+
+    def recover(self, life: Life, out: list[Command], now: float) -> None:
+        """Like `settle`, for one whose worker was lost under it."""
+        if life.status is None:
+            self._pace.add(life.request.id)
+        self.settle(life, out, now)
+
+    def recovered(self, life: Life) -> None:
+        self._pace.discard(life.request.id)
+
+    def place_waiting(self, out: list[Command], now: float) -> None:
+        """Place requests in their turn while workers have room."""
+        for request in self._pace.release(len(self._fleet)):
+            self._queue.add(_entry(self.lives[request].request, again=True))
+        views = self._fleet.views() if len(self._queue) else ()
+        while (head := self._queue.head()) is not None:
+            life = self.lives[head]
+            placement = self._policy.place(self._demand(life), views, now)
+            if placement is not None:
+                self._queue.take(head, now)
+                self._place(life, placement, out)
+                self._count(life)
+            elif not self.end_if_unfit(life, "it fits on no worker that is there", out, now):
+                break
+        self.stirred = False
+
+    def end_if_unfit(self, life: Life, reason: str, out: list[Command], now: float) -> bool:
+        """End a request that fits on none of the workers that stay."""
+        staying = [view for view in self._fleet.views() if not view.draining]
+        if not staying or any(view.name not in life.unfit for view in staying):
+            return False
+        life.end(Status.INVALID, reason, out)
+        self.settle(life, out, now)
+        return True
+
+    # -------------------------------------------------------------- moving
+
+    def clear(self, view: WorkerView, out: list[Command], now: float) -> None:
+        """Move off a worker what can be moved: all of it when it drains; only what has not begun
+        there when it is merely silent."""
+        for request in list(view.holds):
+            life = self.lives[request]
+            if life.then == view.name:
+                life.then = None
+                self.settle(life, out, now)
+            if life.next is not None and life.next.worker == view.name:
+                self._take_back(life, out, now)
+            elif view.draining and life.here is not None and life.here.worker == view.name:
+                self._hand_on(life, out, now)
+
+    def _take_back(self, life: Life, out: list[Command], now: float) -> None:
+        """From a worker that waits for room; blocks on their way are let arrive."""
+        assert life.next is not None
+        if life.here is None and (life.next.epoch is not None or not self._elsewhere(life, now)):
+            return
+        life.revoke(out)
+        self.settle(life, out, now)
+
+    def _hand_on(self, life: Life, out: list[Command], now: float) -> None:
+        """Its worker drains: the next one is asked first, so that the stop is short."""
+        assert life.here is not None
+        if life.here.yielding or life.next is not None:
+            return
+        placement = self._elsewhere(life, now)
+        view = self._fleet.get(placement.worker) if placement else None
+        if view is None:
+            return
+        if life.askable and view.info.layout == life.here.info.layout:
+            life.ask(view.info, out)
+            self.settle(life, out, now)
+        else:
+            life.ask_yield(out)
+
+    def _elsewhere(self, life: Life, now: float) -> Placement | None:
+        return self._policy.place(self._demand(life), self._fleet.views(), now)
+
+    # -------------------------------------------------------------- placing
+
+    def _demand(self, life: Life) -> Demand:
+        return Demand(
+            life.request.id,
+            life.log.num_known,
+            life.request.num_choices,
+            life.log.num_left,
+            life.lease is not None or life.askable,
+            life.unfit,
+        )
+
+    def _place_again(self, life: Life, out: list[Command], now: float) -> None:
+        view = self._fleet.get(life.then)
+        if view is not None and view.usable and not view.masked:
+            self._place(life, Placement(view.name), out)
+        else:
+            life.then = None
+            self._queue.add(_entry(life.request, again=True))
+
+    def _place(self, life: Life, placement: Placement, out: list[Command]) -> None:
+        view = self._fleet.get(placement.worker)
+        assert view is not None, "the policy chose a worker that is not there"
+        life.place(view.info, placement.yield_after, out)
+        life.then = placement.then
+        num_tokens = life.log.num_known if life.next is None else 0
+        view.placed(num_tokens, life.request.num_choices)
+
+    def _count(self, life: Life) -> None:
+        """Enter a request into the views of all workers that have or will have something of it."""
+        request, num_choices = life.request.id, life.request.num_choices
+        self._uncount(request)
+        names = self._counted[request] = []
+        lease = life.lease.worker if life.lease is not None else None
+        for name in dict.fromkeys((*life.workers(), life.then)):
+            view = self._fleet.get(name)
+            if view is not None:
+                names.append(view.name)
+                share = view.share_of(life.log.num_known, num_choices)
+                view.hold(request, None if view.name == lease else share)
+
+    def _uncount(self, request: int) -> None:
+        for name in self._counted.pop(request, ()):
+            view = self._fleet.get(name)
+            if view is not None:
+                view.let_go(request)
+
+    # -------------------------------------------------------------- always true
+
+    def check(self) -> None:
+        """AssertionError if requests, line and views do not agree."""
+        self._queue.check()
+        for request, life in self.lives.items():
+            lifecycle.check(life)
+            assert life.homeless == self.waits(request), "neither placed nor waiting, or both"
+            assert not (request in self._queue and request in self._pace), "waits twice"
+            names = self._counted.get(request, [])
+            for name in life.workers():
+                assert self._fleet.get(name) is not None, "held by a worker that is not there"
+                assert name in names, "held, but not counted"
+        for view in self._fleet.views():
+            view.check()
+            for request in view.holds:
+                assert view.name in self._counted[request], "counted, but not held"
+
+
+def _entry(request: Request, again: bool) -> Entry:
+    return Entry(request.id, request.tenant, request.priority, len(request.prompt), again)

@@ -1,0 +1,183 @@
+"""Messages of the router-worker stream, to and from the records that the deciding code knows."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.protos import worker_pb2 as pb
+from penstock.router.routing import events as ev
+
+PROTOCOL = 1
+
+FINISHES = {finish.value: finish for finish in ev.Finish}
+
+
+def load_of(load: pb.Load) -> ev.Load:
+    return ev.Load(
+        queued=load.queued,
+        queued_tokens=load.queued_tokens,
+        running=load.running,
+        free_blocks=load.free_blocks,
+        cached_blocks=load.cached_blocks,
+        leased_blocks=load.leased_blocks,
+        step_seconds=load.step_micros / 1e6,
+    )
+
+
+def info_of(welcome: pb.Welcome) -> ev.WorkerInfo:
+    return ev.WorkerInfo(
+        worker=welcome.worker,
+        incarnation=welcome.incarnation,
+        role=welcome.role,
+        layout=welcome.layout,
+        block_size=welcome.block_size,
+        num_blocks=welcome.num_blocks,
+        max_model_len=welcome.max_model_len,
+        max_sequences=welcome.max_sequences,
+    )
+
+
+def stepped(worker: str, step: pb.Step) -> ev.Stepped:
+    """A step's columns as tokens. `ValueError` where they do not fit together."""
+    logprobs: dict[int, object] = {entry.row: entry for entry in step.logprobs}
+    tokens = [
+        ev.NewToken(request, attempt, choice, position, token, FINISHES[finish], logprobs.get(row))
+        for row, (request, attempt, choice, position, token, finish) in enumerate(
+            zip(
+                step.request,
+                step.attempt,
+                step.choice,
+                step.position,
+                step.token,
+                step.finish,
+                strict=True,
+            )
+        )
+    ]
+    return ev.Stepped(
+        worker,
+        tokens,
+        load_of(step.load) if step.HasField("load") else None,
+        [(entry.request, entry.attempt, entry.reason) for entry in step.ended],
+    )
+
+
+def _yielded(worker: str, body: pb.Yielded) -> ev.Event:
+    return ev.Yielded(worker, body.request, body.attempt, body.kv_len)
+
+
+def _ready(worker: str, body: pb.Ready) -> ev.Event:
+    at = ev.Meeting(body.at.worker, body.at.incarnation, body.at.address, body.at.secret)
+    return ev.Ready(worker, body.request, body.attempt, body.epoch, body.have, at)
+
+
+def _received(worker: str, body: pb.Received) -> ev.Event:
+    return ev.Received(worker, body.request, body.attempt, body.epoch)
+
+
+def _failed(worker: str, body: pb.Failed) -> ev.Event:
+    return ev.Failed(worker, body.request, body.attempt, body.epoch, body.reason)
+
+
+def _rejected(worker: str, body: pb.Rejected) -> ev.Event:
+    return ev.Rejected(worker, body.request, body.attempt, body.reason, body.never)
+
+
+def _heard(worker: str, body: object) -> ev.Event:
+    return ev.Heard(worker)
+
+
+def _draining(worker: str, body: object) -> ev.Event:
+    return ev.Draining(worker)
+
+
+READERS: Mapping[str, Callable[[str, Any], ev.Event]] = {
+    "step": stepped,
+    "yielded": _yielded,
+    "ready": _ready,
+    "received": _received,
+    "failed": _failed,
+    "rejected": _rejected,
+    "draining": _draining,
+    # What is stored where is for a prefix index to know; until there is one it is a sign of life.
+    "stored": _heard,
+    "evicted": _heard,
+    "beat": _heard,
+}
+
+
+def event_of(worker: str, message: pb.ToRouter) -> ev.Event:
+    """What a message says. `ValueError` if it makes no sense here."""
+    kind = message.WhichOneof("body")
+    if kind is None or kind not in READERS:
+        raise ValueError(f"an unexpected message ({kind})")
+    try:
+        return READERS[kind](worker, getattr(message, kind))
+    except KeyError as error:
+        raise ValueError(f"an unknown value in a {kind} message ({error})") from error
+
+
+def submit_of(command: ev.Submit) -> pb.ToWorker:
+    request = command.request
+    submit = pb.Submit(
+        request=request.id,
+        attempt=command.attempt,
+        prompt=request.prompt,
+        params=request.params,  # type: ignore[arg-type]  # made in the wire's form by `ask`
+        yield_after=command.yield_after,
+        priority=request.priority,
+        salt=request.salt,
+        trace=request.trace,
+    )
+    for choice, (tokens, finished) in enumerate(zip(command.log, command.finished, strict=True)):
+        if tokens or finished:
+            submit.log.add(choice=choice, tokens=tokens, finished=finished)
+    if command.source is not None:
+        source = command.source
+        submit.source.worker = source.worker
+        submit.source.incarnation = source.incarnation
+        submit.source.attempt = source.attempt
+        submit.source.kv_len = source.kv_len
+        submit.source.layout = source.layout
+    return pb.ToWorker(submit=submit)
+
+
+def _yield_of(command: ev.Yield) -> pb.ToWorker:
+    message = pb.ToWorker()
+    body: pb.Yield = getattr(message, "yield")  # a keyword of Python's
+    body.CopyFrom(pb.Yield(request=command.request, attempt=command.attempt))
+    return message
+
+
+def _send_of(command: ev.Send) -> pb.ToWorker:
+    to = command.to
+    return pb.ToWorker(
+        send=pb.Send(
+            request=command.request,
+            attempt=command.attempt,
+            to=pb.Meeting(
+                worker=to.worker, incarnation=to.incarnation, address=to.address, secret=to.secret
+            ),
+            epoch=command.epoch,
+            have=command.have,
+            to_attempt=command.to_attempt,
+        )
+    )
+
+
+def _drop_of(command: ev.Drop) -> pb.ToWorker:
+    return pb.ToWorker(
+        drop=pb.Drop(request=command.request, attempt=command.attempt, choice=command.choice)
+    )
+
+
+WRITERS: Mapping[type, Callable[[Any], pb.ToWorker]] = {
+    ev.Submit: submit_of,
+    ev.Yield: _yield_of,
+    ev.Send: _send_of,
+    ev.Drop: _drop_of,
+}
+
+
+def message_of(command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> pb.ToWorker:
+    """A command to a worker, as its message, without a number yet."""
+    return WRITERS[type(command)](command)

@@ -1,0 +1,152 @@
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.loadtests.metrics import Goals
+from penstock.loadtests.options import (
+    Options,
+    Results,
+    Server,
+    Work,
+    WrongOptions,
+    check_results,
+    goals_of,
+    plan_of,
+    read_options,
+    target_of,
+)
+
+MOONCAKE = '{"timestamp": %d, "input_length": 600, "output_length": 9, "hash_ids": [4, %d]}\n'
+
+
+def options(*argv: str) -> Options:
+    return read_options(argv)
+
+
+def test_defaults_are_a_load_over_grpc() -> None:
+    target = target_of(options())
+    assert (target.address, target.api, target.temperature) == ("127.0.0.1:9000", "grpc", 0.0)
+    plan = plan_of(options().work)
+    assert len(plan) == 100
+    assert {(p.due, p.input_len, p.output_len) for p in plan} == {(0.0, 128, 64)}
+
+
+def test_flags_reach_what_they_name(tmp_path: Path) -> None:
+    flags = (
+        "http://h:1/v1/ --api chat --model m --api-key k --timeout 5 --num-requests 7 --rate 3.5"
+        " --concurrency 2 --input-len 3 --output-len 4-6 --seed 9 --temperature 0.5"
+        " --goodput ttft:200 tpot:50 --allow-failures --save-rows --save-json"
+    )
+    read = options(*flags.split(), str(tmp_path / "o.json"))
+    target = target_of(read)
+    assert dataclasses.astuple(target) == ("http://h:1/v1/", "chat", "m", "k", 5.0, 0.5)
+    plan = plan_of(read.work)
+    assert plan[-1].due == pytest.approx(7 / 3.5)
+    assert {p.input_len for p in plan} == {3}
+    assert {p.output_len for p in plan} <= {4, 5, 6}
+    assert goals_of(read.results.goodput) == Goals(200.0, 50.0, None)
+    assert read.results.allow_failures
+    check_results(read.results)
+
+
+@pytest.mark.parametrize(
+    ("address", "api"),
+    [("grpc://h:1", "grpc"), ("http://h:1", "completions"), ("https://h", "completions")],
+)
+def test_the_api_is_seen_from_the_address(address: str, api: str) -> None:
+    assert target_of(Options(server=Server(address))).api == api
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("localhost:9000", "say grpc://HOST:PORT"),
+        ("ftp://h:1", "say grpc://HOST:PORT"),
+        ("grpc://", "say grpc://HOST:PORT"),
+        ("grpc://h:1 --api chat", "does not go with"),
+        ("http://h:1 --api grpc", "does not go with"),
+        ("--timeout 0", "--timeout must be above 0"),
+        ("--timeout nan", "--timeout must be above 0"),
+        ("--temperature -1", "--temperature must not be negative"),
+    ],
+)
+def test_wrong_servers(argv: str, message: str) -> None:
+    with pytest.raises(WrongOptions, match=message):
+        target_of(options(*argv.split()))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--num-requests 0", "--num-requests must be 1"),
+        ("--concurrency 0", "--concurrency must be 1"),
+        ("--num-warmups -1", "--num-warmups must be 0"),
+        ("--rate 0", "--rate must be above 0"),
+        ("--rate nan", "--rate must be above 0"),
+        ("--input-len x", "'x' is no length"),
+        ("--output-len 0", "'0' is no length"),
+        ("--seed -1", "--seed must be from 0"),
+        ("--max-input-len 5", "these need --trace"),
+        ("--trace-speed 2", "these need --trace"),
+        ("--trace x --trace-speed 0", "--trace-speed must be above 0"),
+        ("--trace x --max-output-len 0", "--max-output-len must be 1"),
+    ],
+)
+def test_wrong_work(argv: str, message: str) -> None:
+    with pytest.raises(WrongOptions, match=message):
+        plan_of(options(*argv.split()).work)
+
+
+@pytest.mark.parametrize(
+    "argv", ["--nun 3", "--num-requests x", "--api rest", "a b", "--rate", "--num 3"]
+)
+def test_what_is_no_flag_is_one_line(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        options(*argv.split())
+    assert caught.value.code == 2
+    assert re.fullmatch(r"penstock bench: .*; see penstock bench --help\n", capsys.readouterr().err)
+
+
+def test_help_tells_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        options("--help")
+    assert caught.value.code == 0
+    told = capsys.readouterr().out
+    for record in (Server, Work, Results):
+        for field in dataclasses.fields(record):
+            assert field.name == "address" or f"--{field.name.replace('_', '-')}" in told
+
+
+@pytest.mark.parametrize("pair", ["ttft", "ttft:", "ttft:-1", "ttft:nan", "itl:5", ":5"])
+def test_wrong_goals(pair: str) -> None:
+    with pytest.raises(WrongOptions, match="say ttft:MS"):
+        goals_of([pair])
+
+
+def test_wrong_results(tmp_path: Path) -> None:
+    with pytest.raises(WrongOptions, match="--save-rows needs"):
+        check_results(Results(save_rows=True))
+    for path in (tmp_path, tmp_path / "none" / "o.json"):
+        with pytest.raises(WrongOptions, match="not a file in a folder that exists"):
+            check_results(Results(save_json=path))
+
+
+def test_a_trace_brings_times_lengths_and_prefixes(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(MOONCAKE % (1000 * n, 5 + n) for n in range(4)))
+    plan = plan_of(Work(trace=path, trace_speed=2.0, num_requests=3, max_output_len=5))
+    assert [p.due for p in plan] == [0.0, 0.5, 1.0]
+    assert [p.blocks for p in plan] == [(4, 5), (4, 6), (4, 7)]
+    assert {(p.input_len, p.output_len) for p in plan} == {(600, 5)}
+    assert {p.due for p in plan_of(Work(trace=path, rate=math.inf))} == {0.0}
+    assert plan_of(Work(trace=path, rate=8.0))[-1].due == pytest.approx(4 / 8)
+
+
+def test_a_trace_with_no_requests(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    with pytest.raises(WrongOptions, match="holds no requests"):
+        plan_of(Work(trace=path))

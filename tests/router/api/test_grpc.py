@@ -1,0 +1,286 @@
+"""The gRPC API, by a client that knows only what reflection tells it, and by our own stubs."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+from google.protobuf import descriptor_pool, message_factory
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from penstock.protos import inference_pb2 as pb
+from penstock.protos import inference_pb2_grpc
+from penstock.router.config import RouterConfig
+from tests.support.served_router import Served, serving, until
+from tests.support.stub_worker import StubWorker
+from tests.support.tokenizers import byte_level
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENIZER = byte_level()
+SENTENCE = "the lazy dog, naïve 😀"
+SERVICE = "penstock.v1.Inference"
+
+
+def tokens_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+@pytest.fixture
+def talking(lasting: Served) -> Served:
+    lasting.worker.answer = lambda prompt: tokens_of(SENTENCE)
+    lasting.worker.submits.clear()
+    return lasting
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def channel(talking: Served) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(talking.router.grpc_address) as channel:
+        yield channel
+
+
+def stub_of(channel: grpc.aio.Channel) -> Any:
+    return inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+
+
+async def generate(channel: grpc.aio.Channel, **request: Any) -> list[pb.GenerateReply]:
+    return [reply async for reply in stub_of(channel).Generate(pb.GenerateRequest(**request))]
+
+
+def talk_by_reflection(address: str) -> tuple[str, int]:
+    """A streamed chat with nothing known beforehand but the address and the method's name."""
+    with grpc.insecure_channel(address) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert SERVICE in database.get_services()
+        pool = descriptor_pool.DescriptorPool(database)
+        method = pool.FindServiceByName(SERVICE).FindMethodByName("Generate")
+        ask = message_factory.GetMessageClass(method.input_type)
+        reply = message_factory.GetMessageClass(method.output_type)
+        call = channel.unary_stream(
+            f"/{SERVICE}/Generate",
+            request_serializer=ask.SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        replies = list(call(ask(chat=chat), timeout=30))
+        return "".join(each.text for each in replies), replies[-1].usage.completion_tokens
+
+
+async def test_a_client_made_from_reflection(talking: Served) -> None:
+    address = talking.router.grpc_address
+    text, num_tokens = await asyncio.to_thread(talk_by_reflection, address)
+    assert (text, num_tokens) == (SENTENCE, len(tokens_of(SENTENCE)) + 1)
+
+
+async def test_every_position_comes_once(channel: grpc.aio.Channel, talking: Served) -> None:
+    replies = await generate(channel, text="hi", request_id="mine", echo_prompt_tokens=True)
+    tokens = [token for reply in replies for token in reply.tokens]
+    assert tokens == [*tokens_of(SENTENCE), 2]
+    positions = [reply.position + i for reply in replies for i in range(len(reply.tokens))]
+    assert positions == list(range(len(tokens)))
+    assert [reply.finish_reason for reply in replies] == [""] * (len(replies) - 1) + ["stop"]
+    assert {reply.request_id for reply in replies} == {"mine"}
+    submit = talking.worker.submits[0]
+    assert {reply.seed for reply in replies} == {submit.params.seed}
+    assert replies[0].prompt_tokens == submit.prompt
+    assert all(not reply.prompt_tokens for reply in replies[1:])
+    assert replies[-1].usage.prompt_tokens == len(submit.prompt)
+
+
+async def test_stop_strings_and_logprobs(channel: grpc.aio.Channel) -> None:
+    replies = await generate(channel, text="hi", stop=["y d"], sampling=pb.Sampling(logprobs=2))
+    assert "".join(reply.text for reply in replies) == "the laz"
+    assert replies[-1].stop_reason == "y d"
+    logprobs = [entry for reply in replies for entry in reply.logprobs]
+    assert len(logprobs) == replies[-1].usage.completion_tokens
+    assert all(entry.chosen == -0.25 and len(entry.top) == 2 for entry in logprobs)
+
+
+async def test_parameters_reach_the_worker(channel: grpc.aio.Channel, talking: Served) -> None:
+    sampling = pb.Sampling(
+        temperature=0.0,
+        top_p=0.5,
+        top_k=3,
+        seed=2**64 - 1,
+        max_tokens=2,
+        min_tokens=1,
+        stop_tokens=[9],
+        ignore_eos=True,
+        n=1,
+        logit_bias={5: -1.0},
+    )
+    await generate(channel, tokens=pb.Tokens(ids=[5, 6]), sampling=sampling)
+    params = talking.worker.submits[0].params
+    assert list(talking.worker.submits[0].prompt) == [5, 6]
+    assert (params.temperature, params.top_p, params.top_k) == (0.0, 0.5, 3)
+    assert (params.seed, params.max_tokens, params.min_tokens) == (2**64 - 1, 2, 1)
+    assert (list(params.stop_tokens), params.ignore_eos) == ([9], True)
+    assert dict(params.logit_bias) == {5: -1.0}
+
+
+async def test_text_and_tokens(channel: grpc.aio.Channel) -> None:
+    stub = stub_of(channel)
+    reply = await stub.Tokenize(pb.TokenizeRequest(text=SENTENCE))
+    assert list(reply.tokens) == TOKENIZER.encode(SENTENCE).ids
+    assert reply.max_model_len == 2048
+    bare = await stub.Tokenize(pb.TokenizeRequest(text=SENTENCE, add_special_tokens=False))
+    assert list(bare.tokens) == tokens_of(SENTENCE)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")])
+    assert (await stub.Tokenize(pb.TokenizeRequest(chat=chat))).tokens[0] == 1
+    back = await stub.Detokenize(pb.DetokenizeRequest(tokens=reply.tokens))
+    assert back.text == SENTENCE
+    shown = await stub.Detokenize(
+        pb.DetokenizeRequest(tokens=reply.tokens, keep_special_tokens=True)
+    )
+    assert shown.text == f"<s>{SENTENCE}"
+
+
+async def test_models(channel: grpc.aio.Channel) -> None:
+    stub = stub_of(channel)
+    (model,) = (await stub.ListModels(pb.ListModelsRequest())).models
+    assert model == await stub.GetModel(pb.GetModelRequest(name="stub"))
+    assert (model.name, model.max_model_len, model.has_chat_template) == ("stub", 2048, True)
+
+
+NAN = math.nan
+HI = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({}, "empty"),
+    ({"text": ""}, "empty"),
+    ({"tokens": pb.Tokens()}, "empty"),
+    ({"chat": pb.Chat()}, "messages is empty"),
+    ({"tokens": pb.Tokens(ids=[2**32 - 1])}, "outside the vocabulary"),
+    ({"tokens": pb.Tokens(ids=[5] * 5000)}, "context is 2048"),
+    ({"text": "x", "stop": [""]}, "stop string"),
+    ({"text": "x", "stop": ["a"] * 17}, "stop strings"),
+    ({"text": "x", "timeout_seconds": -1.0}, "timeout"),
+    ({"text": "x", "timeout_seconds": NAN}, "timeout"),
+    ({"text": "x", "sampling": pb.Sampling(temperature=NAN)}, "temperature"),
+    ({"text": "x", "sampling": pb.Sampling(temperature=-0.1)}, "temperature"),
+    ({"text": "x", "sampling": pb.Sampling(top_p=math.inf)}, "top_p"),
+    ({"text": "x", "sampling": pb.Sampling(top_k=2**32 - 1)}, "top_k"),
+    ({"text": "x", "sampling": pb.Sampling(repetition_penalty=0.0)}, "repetition_penalty"),
+    ({"text": "x", "sampling": pb.Sampling(max_tokens=0)}, "max_tokens"),
+    ({"text": "x", "sampling": pb.Sampling(max_tokens=2**31)}, "max_tokens"),
+    ({"text": "x", "sampling": pb.Sampling(min_tokens=2**31)}, "min_tokens"),
+    ({"text": "x", "sampling": pb.Sampling(logprobs=21)}, "logprobs"),
+    ({"text": "x", "sampling": pb.Sampling(n=2)}, "n other than 1"),
+    ({"text": "x", "sampling": pb.Sampling(logit_bias={5: NAN})}, "logit_bias"),
+    ({"text": "x", "sampling": pb.Sampling(stop_tokens=[2**31])}, "stop_token_ids"),
+]
+
+
+@pytest.mark.parametrize(("request_", "words"), INVALID)
+async def test_what_is_wrong_is_told(
+    channel: grpc.aio.Channel, talking: Served, request_: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await generate(channel, **request_)
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in (refusal.value.details() or "")
+    assert talking.worker.submits == []
+
+
+async def test_an_unknown_model_is_not_found(channel: grpc.aio.Channel) -> None:
+    stub = stub_of(channel)
+    calls = [
+        stub.Generate(pb.GenerateRequest(model="x", text="x")).read(),
+        stub.Tokenize(pb.TokenizeRequest(model="x", text="x")),
+        stub.Detokenize(pb.DetokenizeRequest(model="x")),
+        stub.GetModel(pb.GetModelRequest(name="x")),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await call
+        assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_other_refusals(channel: grpc.aio.Channel) -> None:
+    stub = stub_of(channel)
+    calls = [
+        stub.Tokenize(pb.TokenizeRequest()),
+        stub.Detokenize(pb.DetokenizeRequest(tokens=[2**31])),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await call
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize", "GetModel"])
+async def test_bytes_that_are_no_message(channel: grpc.aio.Channel, method: str) -> None:
+    call = channel.unary_stream(f"/{SERVICE}/{method}")
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await call(b"\xff\xff\xff\xff garbage").read()
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "not a valid penstock.v1." in (refusal.value.details() or "")
+
+
+async def test_a_message_that_is_too_large(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await generate(channel, text="x" * (5 << 20))
+    assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_deadlines(channel: grpc.aio.Channel, talking: Served) -> None:
+    talking.worker.go.clear()
+    try:
+        for request, timeout in (
+            (pb.GenerateRequest(text="x", timeout_seconds=0.1), None),
+            (pb.GenerateRequest(text="x"), 0.1),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await stub_of(channel).Generate(request, timeout=timeout).read()
+            assert refusal.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: not talking.worker.holding)
+    finally:
+        talking.worker.go.set()
+
+
+async def test_keys_are_needed_everywhere_but_for_health(config: RouterConfig) -> None:
+    keyed = replace(config, api_keys=("a-key",))
+    methods = [f"/{SERVICE}/{m}" for m in ("Generate", "Tokenize", "Detokenize", "ListModels")]
+    methods += [f"/{SERVICE}/GetModel", "/nobody.knows/It"]
+    methods += ["/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
+    async with (
+        serving(keyed, StubWorker()) as served,
+        grpc.aio.insecure_channel(served.router.grpc_address) as channel,
+    ):
+        for method in methods:
+            for metadata in ([], [("authorization", "Bearer another")]):
+                with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                    await channel.unary_stream(method)(b"", metadata=metadata).read()
+                assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED, method
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
+        metadata = [("authorization", "Bearer a-key")]
+        models = await stub_of(channel).ListModels(pb.ListModelsRequest(), metadata=metadata)
+        assert models.models[0].name == "stub"
+        reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=metadata
+        )
+        names = {each.name for each in (await reflected.read()).list_services_response.service}
+        assert names >= {SERVICE, "grpc.health.v1.Health"}
+
+
+async def test_health_follows_the_workers(config: RouterConfig) -> None:
+    async with (
+        serving(config) as served,
+        grpc.aio.insecure_channel(served.router.grpc_address) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        async with StubWorker() as worker:
+            await served.router.set_workers({worker.name: worker.address})
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING

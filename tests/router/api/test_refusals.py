@@ -1,0 +1,201 @@
+"""Everything wrong that may come over HTTP: one clear line, the right status, no effect."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.support.openai_errors import check_form
+from tests.support.served_router import Served
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+JSON = {"content-type": "application/json"}
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def http(lasting: Served) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=lasting.url, timeout=30) as client:
+        yield client
+
+
+PARAMETERS = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "warm"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 2**40}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": -1}, "repetition_penalty"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -7}, "max_tokens"),
+    ({"max_tokens": 4000}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": "10"}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 2}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"best_of": 4}, "best_of"),
+    ({"seed": 2**70}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": "y" * 257}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop_token_ids": [400_000]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"999999": 1}}, "logit_bias"),
+    ({"logit_bias": {"7": 101}}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": "yes"}, "stream"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params"),
+    ({"priority": 3}, "priority"),
+    ({"model": 7}, "model"),
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("wrong", "param"), PARAMETERS)
+async def test_parameters(
+    http: httpx.AsyncClient, lasting: Served, path: str, wrong: dict[str, Any], param: str
+) -> None:
+    lasting.worker.submits.clear()
+    right = {"prompt": "hi"} if path == COMPLETIONS else {"messages": HI}
+    response = await http.post(path, json={**right, **wrong})
+    assert response.status_code == 400
+    error = check_form(response)
+    assert error["param"] == param
+    assert param in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert lasting.worker.submits == []
+
+
+ONLY_COMPLETIONS = [
+    ({}, "prompt"),
+    ({"prompt": ""}, "empty"),
+    ({"prompt": []}, "empty"),
+    ({"prompt": [[]]}, "empty"),
+    ({"prompt": ["ok", ""]}, "empty"),
+    ({"prompt": 5}, "a list of token ids"),
+    ({"prompt": [1, "x"]}, "a list of token ids"),
+    ({"prompt": [True, 2]}, "a list of token ids"),
+    ({"prompt": {"text": "x"}}, "a list of token ids"),
+    ({"prompt": [-1]}, "outside the vocabulary"),
+    ({"prompt": [10**20]}, "outside the vocabulary"),
+    ({"prompt": [9999]}, "outside the vocabulary"),
+    ({"prompt": [5] * 2048}, "context is 2048"),
+    ({"prompt": "word " * 3000}, "context is 2048"),
+    ({"prompt": ["x"] * 65}, "1 to 64 prompts"),
+    ({"prompt": "x", "echo": True}, "echo is not served"),
+    ({"prompt": "x", "suffix": "y"}, "suffix is not served"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs"),
+    ({"prompt": "x", "logprobs": -1}, "logprobs"),
+    ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+]
+ONLY_CHAT = [
+    ({}, "messages"),
+    ({"messages": []}, "messages is empty"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"content": "x"}]}, "role"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "role must be one of"),
+    ({"messages": [{"role": "user"}]}, "no content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "'image_url' is not served",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool calls"),
+    ({"messages": [{"role": "developer", "content": "x"}]}, "no developers here"),
+    ({"messages": HI, "tools": [{"type": "function"}]}, "tools is not served"),
+    ({"messages": HI, "tool_choice": "required"}, "tool_choice is not served"),
+    ({"messages": HI, "chat_template": "{{ 7 }}"}, "chat_template is not served"),
+    ({"messages": HI, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ({"messages": HI, "top_logprobs": 2}, "needs logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"messages": HI, "logprobs": 3}, "logprobs"),
+    ({"messages": HI, "max_completion_tokens": 0}, "max_tokens"),
+    ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context is 2048"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [(COMPLETIONS, *row) for row in ONLY_COMPLETIONS] + [(CHAT, *row) for row in ONLY_CHAT],
+)
+async def test_bodies(
+    http: httpx.AsyncClient, lasting: Served, path: str, body: dict[str, Any], words: str
+) -> None:
+    lasting.worker.submits.clear()
+    response = await http.post(path, json=body)
+    assert response.status_code == 400
+    assert words in check_form(response)["message"]
+    assert lasting.worker.submits == []
+
+
+RAW = [
+    (b"", "not valid JSON"),
+    (b"{", "not valid JSON"),
+    (b'{"prompt": "x",}', "not valid JSON"),
+    (b'{"prompt": "\\ud800"}', "not valid JSON"),
+    (b'\xff\xfe{"prompt"', "not valid JSON"),
+    (b"[" * 100_000, "JSON"),
+    (b"null", "the body"),
+    (b"[]", "the body"),
+    (b'"prompt"', "the body"),
+    (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+    (b'{"prompt": "x", "temperature": Infinity}', "temperature"),
+    (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+    (b'{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias"),
+    (b'{"prompt": "x", "seed": ' + b"9" * 4000 + b"}", "seed"),
+    (b'{"prompt": [' + b"9" * 5000 + b"]}", ""),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), RAW)
+async def test_raw_bodies(http: httpx.AsyncClient, body: bytes, words: str) -> None:
+    response = await http.post(COMPLETIONS, content=body, headers=JSON)
+    assert response.status_code == 400
+    assert words in check_form(response)["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_an_unknown_model_is_not_found(http: httpx.AsyncClient, path: str) -> None:
+    body = {"model": "../../etc", "prompt": "x", "messages": HI}
+    response = await http.post(path, json=body)
+    assert response.status_code == 404
+    assert "'stub' does" in check_form(response)["message"]
+
+
+async def test_unknown_fields_are_ignored(http: httpx.AsyncClient) -> None:
+    body = {
+        "prompt": "x",
+        "max_tokens": 1,
+        "user": "me",
+        "metadata": {"a": 1},
+        "echo": False,
+        "n": 1,
+        "response_format": {"type": "text"},
+        "tools": [],
+    }
+    assert (await http.post(COMPLETIONS, json=body)).status_code == 200

@@ -1,0 +1,33 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from penstock.router.config import RouterConfig
+from tests.support.served_router import Served, model_folder, serving
+from tests.support.stub_worker import StubWorker
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="session")
+def config(folder: Path) -> RouterConfig:
+    return RouterConfig(folder, "stub")
+
+
+@pytest_asyncio.fixture
+async def served(config: RouterConfig) -> AsyncIterator[Served]:
+    """A router and one mixed worker."""
+    async with serving(config, StubWorker()) as served:
+        yield served
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def lasting(config: RouterConfig) -> AsyncIterator[Served]:
+    """The same for all tests of a file, which run in one loop then."""
+    async with serving(config, StubWorker()) as served:
+        yield served

@@ -1,0 +1,206 @@
+"""The dispatcher against fake workers: whatever happens, in whatever order, every client sees the
+reference's tokens, each position once, or one error at the end, and nothing is left behind."""
+
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from penstock.router.routing.dispatcher import Limits
+from penstock.router.routing.events import Request, WorkerInfo
+from tests.support.router_world import World, info_of
+
+POOLS: dict[str, list[WorkerInfo]] = {
+    "one of each": [info_of("p0", "prefill"), info_of("d0", "decode")],
+    "pools": [
+        info_of("p0", "prefill"),
+        info_of("p1", "prefill"),
+        info_of("d0", "decode"),
+        info_of("d1", "decode"),
+    ],
+    "mixed": [info_of("m0", "mixed"), info_of("m1", "mixed")],
+    "all kinds": [
+        info_of("p0", "prefill"),
+        info_of("d0", "decode", num_blocks=16),
+        info_of("m0", "mixed", layout="M"),
+        info_of("m1", "mixed", max_model_len=24),
+    ],
+    "prefill alone": [info_of("p0", "prefill")],
+    "decode alone": [info_of("d0", "decode"), info_of("d1", "decode")],
+    "nobody": [],
+}
+
+
+def request_of(rng: Random, number: int, now: float) -> Request:
+    num_choices = rng.choice([1, 1, 1, 2, 3])
+    log = [[1, 2]] * num_choices if rng.random() < 0.1 else []
+    return Request(
+        number,
+        [rng.randrange(9973) for _ in range(rng.choice([1, 3, 8, 20]))],
+        params=None,
+        num_choices=num_choices,
+        max_tokens=rng.choice([1, 2, 5, 12]),
+        tenant=rng.choice("abc"),
+        priority=rng.choice([0, 0, 1]),
+        deadline=now + rng.choice([3.0, 30.0]) if rng.random() < 0.3 else float("inf"),
+        log=log,
+    )
+
+
+class Chaos:
+    """Everything that can happen to a world, by name."""
+
+    def __init__(self, world: World, mischief: float) -> None:
+        self.world = world
+        self.mischief = mischief  # how often blocks are lost on their way
+        self.num_requests = 0
+        self.births: list[WorkerInfo] = [worker.info for worker in world.workers.values()]
+
+    def arrive(self, rng: Random) -> None:
+        self.num_requests += 1
+        request = request_of(rng, self.num_requests, self.world.now)
+        cuts = {i: rng.randint(1, 6) for i in range(request.num_choices) if rng.random() < 0.3}
+        self.world.arrive(request, cuts)
+
+    def go_on(self, rng: Random) -> None:
+        if rng.random() < self.mischief:
+            rng.choice([self.reclaim, self.miss, self.tear])(rng)
+        moves = self.world.moves()
+        if moves:
+            rng.choice(moves)()
+
+    def go_on_far(self, rng: Random) -> None:
+        for _ in range(30):
+            self.go_on(rng)
+
+    def leave(self, rng: Random) -> None:
+        if self.num_requests:
+            self.world.leave(rng.randint(1, self.num_requests))
+
+    def wait(self, rng: Random) -> None:
+        names = tuple(self.world.workers)
+        silent = tuple(name for name in names if rng.random() < 0.1)
+        self.world.wait(rng.choice([0.1, 0.5, 1.0, 1.9, 5.0]), silent)
+
+    def kill(self, rng: Random) -> None:
+        if self.world.workers:
+            self.world.kill(rng.choice(list(self.world.workers)))
+
+    def notice(self, rng: Random) -> None:
+        dead = sorted(self.world.linked - set(self.world.workers))
+        if dead:
+            self.world.notice(rng.choice(dead))
+
+    def birth(self, rng: Random) -> None:
+        if self.births:
+            self.world.birth(rng.choice(self.births))
+
+    def drain(self, rng: Random) -> None:
+        if self.world.workers:
+            self.world.drain(rng.choice(list(self.world.workers)))
+
+    def reclaim(self, rng: Random) -> None:
+        for worker in self.world.workers.values():
+            for name in worker.of("leased"):
+                if rng.random() < 0.5:
+                    worker.reclaim(name)
+
+    def miss(self, rng: Random) -> None:
+        for worker in self.world.workers.values():
+            for name in worker.of("reserved"):
+                if rng.random() < 0.5:
+                    worker.miss(name)
+
+    def tear(self, rng: Random) -> None:
+        for worker in self.world.workers.values():
+            for transfer in list(worker.transfers):
+                if rng.random() < 0.5:
+                    self.world.carry_blocks(worker, transfer, whole=False)
+
+    def give_up(self, rng: Random) -> None:
+        for worker in self.world.workers.values():
+            running = worker.of("running")
+            if running and rng.random() < 0.3:
+                worker.give_up(rng.choice(running), "logits were not finite")
+
+
+FAULTS = ["leave", "kill", "notice", "birth", "birth", "drain", "give_up"]
+QUIET = ["arrive", "wait", "go_on", "go_on_far", "go_on_far"]
+
+
+def world_of(pool: str) -> World:
+    limits = Limits(max_queued=6, max_queued_tokens=80, recovering_per_worker=1)
+    return World(POOLS[pool], limits, max_queued=2)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_random_schedules(pool: str) -> None:
+    for seed in range(20):
+        rng = Random(f"{pool} {seed}")
+        chaos = Chaos(world_of(pool), rng.choice([0.0, 0.1, 0.5]))
+        names = QUIET * rng.randint(1, 6) + rng.sample(FAULTS, rng.randint(0, len(FAULTS)))
+        for _ in range(60):
+            getattr(chaos, rng.choice(names))(rng)
+        chaos.world.settle(rng)
+        chaos.world.check_rest()
+
+
+def test_without_faults_blocks_are_handed_over_and_no_prompt_is_computed_twice() -> None:
+    rng = Random(1)
+    world = World(POOLS["pools"], Limits())
+    for number in range(40):
+        world.arrive(Request(number, [number] * 9, None, max_tokens=6), {})
+        for _ in range(rng.randint(0, 6)):
+            if moves := world.moves():
+                rng.choice(moves)()
+    world.settle(rng)
+    world.check_rest()
+    longer = sum(len(client.expected()[0]) > 1 for client in world.clients.values())
+    assert world.dispatcher.counters.num_handovers == longer
+    assert world.dispatcher.counters.num_handovers_failed == 0
+    decoders = [world.workers["d0"], world.workers["d1"]]
+    assert sum(worker.num_computed for worker in decoders) == 0
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    """The same world, driven by Hypothesis, which shrinks what it finds."""
+
+    @initialize(pool=st.sampled_from(sorted(POOLS)))
+    def begin(self, pool: str) -> None:
+        self.chaos = Chaos(world_of(pool), 0.1)
+
+    @rule(rng=st.randoms(use_true_random=False))
+    def arrive(self, rng: Random) -> None:
+        self.chaos.arrive(rng)
+
+    @rule(rng=st.randoms(use_true_random=False))
+    def go_on(self, rng: Random) -> None:
+        self.chaos.go_on(rng)
+
+    @rule(seed=st.integers(0, 1000))
+    def go_on_far(self, seed: int) -> None:
+        self.chaos.go_on_far(Random(seed))
+
+    @rule(rng=st.randoms(use_true_random=False))
+    def wait(self, rng: Random) -> None:
+        self.chaos.wait(rng)
+
+    @rule(fault=st.sampled_from(FAULTS), rng=st.randoms(use_true_random=False))
+    def fault(self, fault: str, rng: Random) -> None:
+        getattr(self.chaos, fault)(rng)
+
+    def teardown(self) -> None:
+        if hasattr(self, "chaos"):
+            self.chaos.world.settle(Random(0))
+            self.chaos.world.check_rest()
+
+
+TestDispatcher = DispatcherMachine.TestCase
+TestDispatcher.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -1,0 +1,98 @@
+import pytest
+
+from penstock.router.answers import Answers, ClientGone, Delta, Track
+from penstock.router.errors import Code, ServingError
+from penstock.router.routing.events import Deliver, Finish
+from penstock.router.text.answer import AnswerText, TextRules
+from penstock.router.text.pieces import Pieces
+from tests.support.tokenizers import byte_level
+
+TOKENIZER = byte_level()
+PIECES = Pieces(TOKENIZER)
+
+
+def delta(position: int, size: int = 1, index: int = 0, finish: str = "") -> Delta:
+    tokens = list(range(position, position + size))
+    text = "".join(map(str, tokens))
+    return Delta(index, 0, position, tokens, text, [None] * size, finish)
+
+
+async def test_what_waits_is_joined() -> None:
+    gone: list[int] = []
+    answers = Answers(100, gone.extend)
+    answers.opened(1, seed=3)
+    answers.opened(2, seed=4)
+    for position in range(3):
+        answers.push(delta(position))
+    answers.push(delta(0, index=1))
+    answers.push(delta(3, finish="stop"))
+    answers.ended(1, None)
+    answers.ended(2, None)
+    taken = [each async for each in answers]
+    assert [(each.index, each.position, list(each.tokens), each.text) for each in taken] == [
+        (0, 0, [0, 1, 2], "012"),
+        (1, 0, [0], "0"),
+        (0, 3, [3], "3"),
+    ]
+    assert taken[-1].finish == "stop"
+    assert answers.seeds == [3, 4]
+    answers.close()
+    assert gone == []
+
+
+async def test_the_reader_gets_what_is_there_before_an_error() -> None:
+    gone: list[int] = []
+    answers = Answers(100, gone.extend)
+    answers.opened(1, 0)
+    answers.opened(2, 0)
+    answers.push(delta(0))
+    answers.ended(1, ServingError(Code.INTERNAL, "broken"))
+    assert gone == [2]  # one of them fails: the call is over
+    assert (await anext(answers)).position == 0
+    with pytest.raises(ServingError, match="broken"):
+        await anext(answers)
+
+
+async def test_too_much_unread_ends_the_call() -> None:
+    gone: list[int] = []
+    answers = Answers(10, gone.extend)
+    answers.opened(1, 0)
+    answers.push(delta(0, size=10))
+    await anext(answers)
+    for position in range(10):
+        answers.push(delta(position))
+    assert gone == []
+    answers.push(delta(10))
+    assert gone == [1]
+    await anext(answers)
+    with pytest.raises(ServingError, match="too slowly"):
+        await anext(answers)
+
+
+async def test_closing_lets_go_once() -> None:
+    gone: list[int] = []
+    answers = Answers(10, gone.extend)
+    answers.opened(1, 0)
+    answers.close()
+    answers.close()
+    assert gone == [1]
+    with pytest.raises(ClientGone):
+        await anext(answers)
+
+
+async def test_after_a_stop_string_nothing_is_delivered() -> None:
+    cuts: list[tuple[int, int]] = []
+    answers = Answers(100, lambda requests: None)
+    answers.opened(1, 0)
+    text = AnswerText(PIECES, TextRules(stops=("b",)))
+    track = Track(answers, 0, text, frozenset(), lambda *cut: cuts.append(cut))
+    tokens = TOKENIZER.encode("a b c d", add_special_tokens=False).ids
+    track.deliver(Deliver(1, 0, 0, tokens[:1], [None], Finish.NONE))
+    track.deliver(Deliver(1, 0, 1, tokens[1:], [None] * (len(tokens) - 1), Finish.LENGTH))
+    track.deliver(Deliver(1, 0, len(tokens), [5], [None], Finish.NONE))
+    answers.ended(1, None)
+    (whole,) = [each async for each in answers]
+    assert whole.text == "a "
+    assert (whole.finish, whole.stop) == ("stop", "b")
+    assert cuts == [(0, len(whole.tokens))]
+    assert len(whole.tokens) == len(whole.logprobs) < len(tokens)

@@ -1,0 +1,138 @@
+"""Whatever numbers a client sends: parameters that a worker can take, or a refusal of the field."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.router.ask import (
+    RANGES,
+    Ask,
+    Model,
+    Sampling,
+    check_prompt,
+    text_rules,
+    trace_of,
+    wire_params,
+)
+from penstock.router.config import Bounds
+from penstock.router.errors import Code, ServingError
+
+MODEL = Model("m", 100, 50)
+BOUNDS = Bounds()
+WHOLE = st.integers() | st.integers(-(10**40), 10**40) | st.sampled_from([2**31, 2**32, 2**64])
+ODD = st.floats() | st.sampled_from([1e-320, 5e-324, 1e308, -0.0]) | st.integers()
+SAMPLINGS = st.builds(
+    Sampling,
+    **{name: ODD for name in RANGES},
+    top_k=WHOLE,
+    seed=st.none() | WHOLE,
+    max_tokens=st.none() | WHOLE,
+    min_tokens=WHOLE,
+    stop_tokens=st.lists(WHOLE, max_size=3),
+    logprobs=st.none() | WHOLE,
+    n=WHOLE,
+    logit_bias=st.dictionaries(WHOLE, ODD, max_size=3),
+)
+
+
+def changed(name: str, value: Any) -> Sampling:
+    return replace(Sampling(), **{name: value})
+
+
+@given(SAMPLINGS, st.lists(WHOLE, max_size=5))
+def test_any_numbers(sampling: Sampling, prompt: list[int]) -> None:
+    refusal: ServingError | None = None
+    try:
+        check_prompt(prompt, MODEL)
+        wire_params(Ask(prompt, sampling), MODEL, BOUNDS)
+    except ServingError as error:
+        refusal = error
+    if refusal is not None:
+        assert refusal.code is Code.INVALID
+        assert refusal.param is not None
+        assert "\n" not in refusal.message
+
+
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308])
+def test_one_wrong_number_is_refused_by_name(name: str, value: float) -> None:
+    ask = Ask([5], changed(name, value))
+    with pytest.raises(ServingError) as refusal:
+        wire_params(ask, MODEL, BOUNDS)
+    assert refusal.value.param == name
+
+
+@pytest.mark.parametrize(("name", "bounds"), RANGES.items())
+def test_the_ends_of_the_ranges_are_good(name: str, bounds: tuple[float, float]) -> None:
+    for value in bounds:
+        params = wire_params(Ask([5], changed(name, value)), MODEL, BOUNDS)
+        assert getattr(params, name) == pytest.approx(value)
+    # What a worker divides by or compares with zero is never rounded to it on the wire.
+    if bounds[0] > 0:
+        params = wire_params(Ask([5], changed(name, bounds[0])), MODEL, BOUNDS)
+        assert getattr(params, name) > 0
+
+
+COUNTS = [
+    ("logprobs", 20, 21),
+    ("logprobs", 0, -1),
+    ("max_tokens", 97, 98),
+    ("max_tokens", 1, 0),
+    ("min_tokens", 97, 98),
+    ("min_tokens", 0, -1),
+    ("top_k", 2**31 - 1, 2**31),
+    ("top_k", -1, -2),
+    ("seed", 2**64 - 1, 2**64),
+    ("seed", -(2**63), -(2**63) - 1),
+    ("n", 1, 2),
+    ("n", 1, 0),
+    ("stop_tokens", [49], [50]),
+    ("stop_tokens", [0], [-1]),
+    ("stop_tokens", [3] * 256, [3] * 257),
+    ("logit_bias", {49: 100.0}, {49: 100.5}),
+    ("logit_bias", {0: -100.0}, {0: -100.5}),
+    ("logit_bias", {49: 1.0}, {50: 1.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "good", "bad"), COUNTS)
+def test_boundaries(name: str, good: object, bad: object) -> None:
+    prompt = [5, 6, 7]
+    wire_params(Ask(prompt, changed(name, good)), MODEL, BOUNDS)
+    with pytest.raises(ServingError):
+        wire_params(Ask(prompt, changed(name, bad)), MODEL, BOUNDS)
+
+
+def test_boundaries_of_prompts() -> None:
+    check_prompt([49] * 99, MODEL)
+    for prompt in ([], [5] * 100, [50], [-1]):
+        with pytest.raises(ServingError):
+            check_prompt(prompt, MODEL)
+
+
+def test_boundaries_of_stop_strings() -> None:
+    good = Ask([5], stops=["x" * 256] * 16)
+    assert len(text_rules(good, BOUNDS).stops) == 16
+    for stops in (["x"] * 17, ["x" * 257], [""]):
+        with pytest.raises(ServingError):
+            text_rules(Ask([5], stops=stops), BOUNDS)
+
+
+def test_defaults_fill_what_the_context_leaves() -> None:
+    assert wire_params(Ask([5] * 10), MODEL, BOUNDS).max_tokens == 90
+    assert wire_params(Ask([5] * 10, default_max_tokens=16), MODEL, BOUNDS).max_tokens == 16
+    assert wire_params(Ask([5] * 95, default_max_tokens=16), MODEL, BOUNDS).max_tokens == 5
+
+
+def test_a_negative_seed_keeps_its_bits() -> None:
+    assert wire_params(Ask([5], Sampling(seed=-1)), MODEL, BOUNDS).seed == 2**64 - 1
+
+
+def test_names_for_log_lines() -> None:
+    assert trace_of("order-66") == "order-66"
+    assert trace_of("two\nlines") == trace_of("ünicode") == ""
+    assert len(trace_of("x" * 1000)) == 128

@@ -1,0 +1,191 @@
+"""Starting, draining and stopping a router."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import grpc.aio
+import httpx
+import pytest
+
+from penstock.protos import inference_pb2, inference_pb2_grpc
+from penstock.router.ask import Ask
+from penstock.router.config import RouterConfig
+from penstock.router.errors import Code, ServingError
+from penstock.router.server import UNBOUNDED, PortTaken, read_limits, serve_router
+from penstock.router.text.tokenizer import TextModel
+from tests.support.served_router import serving, until
+from tests.support.stub_worker import StubWorker
+from tests.support.tokenizers import byte_level, write_folder
+
+LONG = {"prompt": "hi", "max_tokens": 2000}
+
+
+@pytest.mark.parametrize("which", ["http_port", "grpc_port"])
+async def test_a_port_in_use_is_named(config: RouterConfig, which: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        ports = {"http_port": 0, "grpc_port": 0, which: port}
+        with pytest.raises(PortTaken, match=f"port {port}: Address already in use"):
+            await serve_router(replace(config, **ports))
+    assert len(asyncio.all_tasks()) == 1  # nothing is left running
+    router = await serve_router(replace(config, **ports))
+    assert str(port) in (router.http_address + router.grpc_address)
+    await router.stop()
+
+
+async def test_a_second_start_takes_the_same_ports(config: RouterConfig) -> None:
+    async with serving(config, StubWorker()) as served:
+        ports = [
+            int(a.rsplit(":", 1)[1])
+            for a in (served.router.http_address, served.router.grpc_address)
+        ]
+        async with httpx.AsyncClient(base_url=served.url) as http:
+            await http.get("/health")
+    again = await serve_router(replace(config, http_port=ports[0], grpc_port=ports[1]))
+    await again.stop()
+
+
+def write_config(folder: Path, text: str) -> RouterConfig:
+    write_folder(folder, byte_level())
+    (folder / "config.json").write_text(text)
+    return RouterConfig(folder, "m")
+
+
+@pytest.mark.parametrize(
+    ("text", "max_model_len", "vocab_size"),
+    [
+        ('{"max_position_embeddings": 64, "vocab_size": 1000}', 64, 1000),
+        ('{"text_config": {"max_position_embeddings": 32, "vocab_size": 9}}', 32, 9),
+        ("{}", UNBOUNDED, byte_level().get_vocab_size()),
+    ],
+)
+def test_limits_of_the_model(
+    tmp_path: Path, text: str, max_model_len: int, vocab_size: int
+) -> None:
+    config = write_config(tmp_path, text)
+    limits = read_limits(config, TextModel(tmp_path))
+    assert (limits.max_model_len, limits.vocab_size) == (max_model_len, vocab_size)
+    small = read_limits(replace(config, max_model_len=16), TextModel(tmp_path))
+    assert small.max_model_len == 16
+
+
+@pytest.mark.parametrize(("text", "words"), [("{", "not valid JSON"), ("[]", "not a JSON object")])
+async def test_broken_configurations(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        await serve_router(replace(write_config(tmp_path, text), http_port=0, grpc_port=0))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        await serve_router(RouterConfig(tmp_path, "m", http_port=0, grpc_port=0))
+
+
+async def test_the_workers_own_bounds_count(config: RouterConfig) -> None:
+    worker = StubWorker()
+    worker.welcome.max_model_len = 20
+    worker.welcome.vocab_size = 300
+    async with serving(config, worker) as served:
+        model = served.router.frontend.model
+        assert (model.max_model_len, model.vocab_size) == (20, 300)
+        await served.router.set_workers({})
+        await until(lambda: served.router.frontend.model.max_model_len == 2048)
+
+
+async def test_a_worker_of_another_model_is_not_used(config: RouterConfig) -> None:
+    stranger = StubWorker("w1")
+    stranger.welcome.model = "another"
+    async with serving(config, StubWorker()) as served, stranger:
+        addresses = {worker.name: worker.address for worker in (*served.workers, stranger)}
+        await served.router.set_workers(addresses)
+        await until(lambda: len(stranger.hellos) >= 2)
+        assert [view.worker for view in served.router.frontend.workers()] == ["w0"]
+
+
+async def test_drain_lets_run_what_runs(config: RouterConfig) -> None:
+    worker = StubWorker(step_seconds=0.002)
+    async with (
+        serving(config, worker) as served,
+        httpx.AsyncClient(base_url=served.url, timeout=30) as http,
+        grpc.aio.insecure_channel(served.router.grpc_address) as channel,
+    ):
+        body = {"prompt": "hi", "max_tokens": 50}
+        running = asyncio.create_task(http.post("/v1/completions", json=body))
+        await until(lambda: worker.holding)
+        draining = asyncio.create_task(served.router.drain(20))
+        await until(served.router.frontend.why_not_ready)
+        refused = await http.post("/v1/completions", json=body)
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+        assert (await http.get("/health")).json() == {"status": "the router is draining"}
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.Generate(inference_pb2.GenerateRequest(text="x")).read()
+        assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+        await draining
+        answer = await running
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 50
+
+
+async def test_a_drain_has_an_end_and_stop_tells_who_is_left(config: RouterConfig) -> None:
+    worker = StubWorker(step_seconds=0.01)
+    async with (
+        serving(config, worker) as served,
+        httpx.AsyncClient(base_url=served.url, timeout=30) as http,
+    ):
+        whole = asyncio.create_task(http.post("/v1/completions", json=LONG))
+        stream = asyncio.create_task(http.post("/v1/completions", json={**LONG, "stream": True}))
+        await until(lambda: len(worker.holding) == 2)
+        await until(lambda: all(run.num_new > 2 for run in worker.holding.values()))
+        await served.router.drain(0.05)
+        assert served.router.frontend.num_open == 2
+        await served.router.stop()
+        assert (await whole).status_code == 503
+        events = (await stream).text.strip().split("\n\n")
+        assert json.loads(events[-2][6:])["error"]["code"] == 503
+        assert worker.holding == {}
+
+
+async def test_a_lost_worker_costs_no_token(config: RouterConfig) -> None:
+    first, second = StubWorker("w0", step_seconds=0.005), StubWorker("w1", step_seconds=0.005)
+    async with (
+        serving(config, first, second) as served,
+        httpx.AsyncClient(base_url=served.url, timeout=30) as http,
+    ):
+        body = {"prompt": "hi", "max_tokens": 60, "return_token_ids": True, "stream": True}
+        asked = asyncio.create_task(http.post("/v1/completions", json=body))
+        await until(lambda: first.holding or second.holding)
+        busy, spare = (first, second) if first.holding else (second, first)
+        await until(lambda: next(iter(busy.holding.values())).num_new > 5)
+        await busy.stop()
+        served.router.worker_died(busy.name)
+        events = (await asked).text.strip().split("\n\n")[:-1]
+        choices = [json.loads(event[6:])["choices"][0] for event in events]
+        tokens = [token for choice in choices for token in choice["token_ids"]]
+        prompt = choices[0]["prompt_token_ids"]
+        assert tokens == spare.answer(prompt)[:60]
+        assert len(spare.submits[0].log[0].tokens) >= 5
+
+
+async def test_open_refuses_all_or_nothing(config: RouterConfig) -> None:
+    async with serving(config, StubWorker()) as served:
+        frontend = served.router.frontend
+        for bad in (Ask([]), Ask([5], stops=[""]), Ask([5], timeout=0.0)):
+            with pytest.raises(ServingError) as refusal:
+                frontend.open([Ask([5]), bad])
+            assert refusal.value.code is Code.INVALID
+        assert frontend.num_open == 0
+        assert served.worker.submits == []
+
+
+def test_the_router_is_light() -> None:
+    """Started in a second, without the engine's libraries."""
+    heavy = ("torch", "ray", "transformers", "pandas", "numba")
+    code = f"import sys, penstock.router.server; print(sys.modules.keys() & {set(heavy)})"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"

@@ -1,0 +1,84 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from penstock.router.text.pieces import Pieces, UnsupportedTokenizer, read_decoder
+from tests.support.tokenizers import KINDS, id_of
+
+TOKENIZERS = {name: make() for name, make in KINDS.items()}
+PIECES = {name: Pieces(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+
+
+@st.composite
+def some_tokens(draw: st.DrawFn) -> tuple[str, list[int]]:
+    """A kind of tokenizer, and any tokens of it: broken characters included."""
+    name = draw(st.sampled_from(sorted(KINDS)))
+    size = TOKENIZERS[name].get_vocab_size()
+    return name, draw(st.lists(st.integers(0, size - 1), max_size=24))
+
+
+@given(some_tokens(), st.booleans())
+def test_whole_is_what_the_tokenizer_decodes(
+    case: tuple[str, list[int]], keep_special: bool
+) -> None:
+    name, tokens = case
+    expected = TOKENIZERS[name].decode(tokens, skip_special_tokens=not keep_special)
+    text = PIECES[name].whole(tokens, keep_special)
+    if name == "byte-fallback" and "\ufffd" in expected:
+        # The library marks every byte of a broken run, the good ones too: UTF-8 says otherwise.
+        assert 0 < text.count("\ufffd") <= expected.count("\ufffd")
+        return
+    assert text == expected
+
+
+@given(st.sampled_from(["byte-level", "byte-fallback"]), st.text(max_size=40))
+def test_text_comes_back(name: str, text: str) -> None:
+    tokens = TOKENIZERS[name].encode(text).ids
+    if name == "byte-fallback":
+        text = text.removeprefix("▁").replace("▁", " ")
+        if text.startswith(" "):
+            return  # Metaspace adds no second space before one
+    assert PIECES[name].whole(tokens, keep_special=False) == text
+
+
+def test_a_broken_character_is_one_mark_for_each_broken_part() -> None:
+    pieces = PIECES["byte-fallback"]
+    byte = {name: id_of(TOKENIZERS["byte-fallback"], f"<0x{name}>") for name in ("E6", "97")}
+    a = id_of(TOKENIZERS["byte-fallback"], "a")
+    assert pieces.whole([a, byte["E6"], byte["97"], a], keep_special=False) == "a\ufffda"
+
+
+def test_ids_without_a_piece_say_nothing() -> None:
+    pieces = PIECES["byte-level"]
+    assert pieces.of(100_000) == b""
+    assert pieces.whole([100_000], keep_special=True) == ""
+
+
+def test_an_added_token_is_written_as_it_is() -> None:
+    token = id_of(TOKENIZERS["byte-level"], "→plain→")
+    assert PIECES["byte-level"].text_of(token) == "→plain→"
+
+
+@pytest.mark.parametrize(
+    ("decoder", "words"),
+    [
+        (decoders.WordPiece(), "WordPiece"),
+        (decoders.Strip(" ", 0, 1), "Strip"),
+        (decoders.Sequence([decoders.ByteFallback(), decoders.CTC()]), "CTC"),
+        (None, "no decoder"),
+    ],
+)
+def test_other_decoders_are_refused_by_name(decoder: decoders.Decoder | None, words: str) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    with pytest.raises(UnsupportedTokenizer, match=words):
+        Pieces(tokenizer)
+
+
+def test_metaspace_that_prepends_nothing_keeps_the_first_space() -> None:
+    spec = json.loads(decoders.Metaspace(prepend_scheme="never").__getstate__())
+    assert read_decoder(spec).first_token_marker == b""

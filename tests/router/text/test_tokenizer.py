@@ -1,0 +1,95 @@
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.router.errors import ServingError
+from penstock.router.text.pieces import UnsupportedTokenizer
+from penstock.router.text.tokenizer import INLINE_CHARS, TextModel
+from tests.support.tokenizers import TEMPLATE, byte_level, metaspace, write_folder
+
+BOS, EOS = 1, 2
+HELLO = [{"role": "user", "content": "the dog"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"), byte_level())
+
+
+async def test_bos_is_added_as_the_tokenizer_says(folder: Path) -> None:
+    text = TextModel(folder)
+    tokens = await text.encode("the dog")
+    assert tokens[0] == BOS
+    assert await text.encode("the dog", add_special_tokens=False) == tokens[1:]
+
+
+async def test_a_chat_has_one_bos(folder: Path) -> None:
+    tokens = await TextModel(folder).encode_chat(HELLO)
+    assert tokens.count(BOS) == 1
+    assert tokens.count(EOS) == 1
+
+
+async def test_long_texts_give_the_same_tokens_and_leave_the_loop_free(folder: Path) -> None:
+    text = TextModel(folder)
+    part = "the quick brown fox jumps "
+    long = part * (INLINE_CHARS // len(part) + 1)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    tokens = await text.encode(long)
+    counting.cancel()
+    assert tokens == text.tokenizer.encode(long).ids
+    assert turns > 1
+
+
+async def test_a_template_may_lie_beside(folder: Path, tmp_path: Path) -> None:
+    write_folder(tmp_path, byte_level(), template="old")
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    expected = await TextModel(folder).encode_chat(HELLO)
+    assert await TextModel(tmp_path).encode_chat(HELLO) == expected
+
+
+async def test_of_several_templates_the_default_counts(folder: Path, tmp_path: Path) -> None:
+    write_folder(tmp_path, byte_level())
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": TEMPLATE},
+    ]
+    path.write_text(json.dumps(config))
+    expected = await TextModel(folder).encode_chat(HELLO)
+    assert await TextModel(tmp_path).encode_chat(HELLO) == expected
+
+
+async def test_a_model_without_template_says_what_to_do(tmp_path: Path) -> None:
+    text = TextModel(write_folder(tmp_path, metaspace(), template=None))
+    with pytest.raises(ServingError, match="no chat template"):
+        await text.encode_chat(HELLO)
+
+
+async def test_what_the_template_refuses_is_told(folder: Path) -> None:
+    with pytest.raises(ServingError, match="no developers here"):
+        await TextModel(folder).encode_chat([{"role": "developer", "content": "x"}])
+
+
+def test_folders_that_cannot_be_served_say_why(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedTokenizer, match=r"holds no tokenizer\.json"):
+        TextModel(tmp_path)
+    write_folder(tmp_path, byte_level(), template="{% if %}")
+    with pytest.raises(UnsupportedTokenizer, match="not valid"):
+        TextModel(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UnsupportedTokenizer, match="not valid JSON"):
+        TextModel(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
+    with pytest.raises(UnsupportedTokenizer, match="cannot be read"):
+        TextModel(tmp_path)
