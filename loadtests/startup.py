@@ -72,7 +72,7 @@ def _run(
         "stop_seconds": stopping,
         "exit_code": code,
         "left_behind": {
-            "processes": [process.pid for process in processes if process.is_running()],
+            "processes": [process.pid for process in processes if _lives(process)],
             "ports": [port for port in ports if _is_open(port)],
         },
     }
@@ -104,6 +104,12 @@ def _tree(root: int) -> list[psutil.Process]:
         process = psutil.Process(root)
         return [process, *process.children(recursive=True)]
     return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _memory(root: int) -> dict[str, float]:
