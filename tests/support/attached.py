@@ -1,0 +1,144 @@
+"""A router's end of a worker's stream, for tests: says what it is told, keeps what it hears."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from penstock.protos import worker_pb2 as wire
+from penstock.protos import worker_pb2_grpc
+
+PATIENCE = 60.0  # seconds; only ever waited out by a test that fails
+
+
+def greedy(max_tokens: int, **other: Any) -> wire.SamplingParams:
+    """Greedy sampling that no end token stops."""
+    params = {"top_p": 1.0, "repetition_penalty": 1.0, "ignore_eos": True, "n": 1, **other}
+    return wire.SamplingParams(max_tokens=max_tokens, **params)
+
+
+class Attached:
+    """One stream. `answers` and `loads` are kept up to date while it lives."""
+
+    def __init__(self, address: str, token: str | None = None) -> None:
+        self._channel = grpc.aio.insecure_channel(
+            address, options=(("grpc.use_local_subchannel_pool", 1),)
+        )
+        metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
+        stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self.call = stub.Attach(metadata=metadata)
+        self.number = 0
+        self.welcome = wire.Welcome()
+        self.heard: list[wire.ToRouter] = []
+        self.answers: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.positions: dict[tuple[int, int], int] = {}  # the next of each answer
+        self.finishes: dict[tuple[int, int], int] = {}
+        self.load = wire.Load()
+        self.closed: grpc.aio.AioRpcError | None = None
+        self._changed = asyncio.Condition()
+        self._writing = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(
+        self, router: str = "router", protocol: int = 1, beat: float = 0.2
+    ) -> "Attached":
+        """Say Hello and wait for the Welcome; AioRpcError if there is none."""
+        await self.say(hello=wire.Hello(protocol=protocol, router=router, incarnation="i"))
+        first = await self.call.read()
+        assert first is not grpc.aio.EOF
+        self.welcome, self.load = first.welcome, first.welcome.load
+        self.heard.append(first)
+        self._tasks = [asyncio.create_task(self._listen())]
+        if beat:
+            self._tasks.append(asyncio.create_task(self._beat(beat)))
+        return self
+
+    async def say(self, number: int | None = None, **body: Any) -> None:
+        async with self._writing:  # a call takes one write at a time
+            self.number = self.number + 1 if number is None else number
+            await self.call.write(wire.ToWorker(number=self.number, **body))
+
+    async def submit(
+        self, request: int, prompt: list[int], params: wire.SamplingParams, **other: Any
+    ) -> None:
+        other.setdefault("attempt", 1)
+        await self.say(submit=wire.Submit(request=request, prompt=prompt, params=params, **other))
+
+    async def drop(self, request: int, attempt: int = 1) -> None:
+        await self.say(drop=wire.Drop(request=request, attempt=attempt))
+
+    async def until(self, condition: Callable[[], Any]) -> Any:
+        """Wait until that is true of what was heard; returns it."""
+        async with asyncio.timeout(PATIENCE), self._changed:
+            await self._changed.wait_for(lambda: condition() or self.closed)
+        assert condition(), f"the stream ended first: {self.closed}"
+        return condition()
+
+    async def until_closed(self) -> grpc.aio.AioRpcError:
+        async with asyncio.timeout(PATIENCE), self._changed:
+            await self._changed.wait_for(lambda: self.closed)
+        assert self.closed is not None
+        return self.closed
+
+    async def answer(self, request: int, attempt: int = 1) -> list[int]:
+        """All of it, once it has finished."""
+        await self.until(lambda: (request, attempt) in self.finishes)
+        return self.answers[request, attempt]
+
+    async def message(self, kind: str, request: int | None = None) -> Any:
+        """The first message of that kind (of that request)."""
+
+        def find() -> Any:
+            for message in self.heard:
+                body = getattr(message, kind)
+                if message.HasField(kind) and request in (None, getattr(body, "request", None)):
+                    return body
+            return None
+
+        return await self.until(find)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self.call.cancel()
+        await self._channel.close()
+
+    async def _beat(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            await self.say(beat=wire.Beat())
+
+    async def _listen(self) -> None:
+        try:
+            while (message := await self.call.read()) is not grpc.aio.EOF:
+                await self._hear(message)
+        except grpc.aio.AioRpcError as error:
+            self.closed = error
+        else:
+            self.closed = grpc.aio.AioRpcError(grpc.StatusCode.OK, (), ())
+        finally:
+            self.closed = self.closed or grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, (), ())
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _hear(self, message: wire.ToRouter) -> None:
+        async with self._changed:
+            self.heard.append(message)
+            assert message.number == len(self.heard)
+            if message.HasField("step"):
+                self._take(message.step)
+            self._changed.notify_all()
+
+    def _take(self, step: wire.Step) -> None:
+        self.load = step.load
+        columns = (step.request, step.attempt, step.position, step.token, step.finish)
+        for request, attempt, position, token, finish in zip(*columns, strict=True):
+            key = (request, attempt)
+            due = self.positions.get(key, position)  # a log may come first
+            assert position == due, "a position is missing or repeated"
+            self.positions[key] = due + 1
+            self.answers[key].append(token)
+            if finish:
+                self.finishes[request, attempt] = finish

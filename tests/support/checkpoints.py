@@ -1,0 +1,112 @@
+"""Small checkpoints with random weights, one odd shape a family, made with transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 307  # a prime: nothing divides it
+SPECIAL_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+TEXT = [
+    "the water runs down the pipe to the wheel and the wheel turns in the stream",
+    "a gate above lets in as much of the river as the turbine below can take",
+]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 192,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    # Llama 2: as many KV heads as heads.
+    "llama2": lambda: transformers.LlamaConfig(**COMMON | {"num_key_value_heads": 4}),
+    "llama3": lambda: transformers.LlamaConfig(
+        **COMMON | {"head_dim": 20, "rope_parameters": LLAMA3_ROPE, "attention_bias": True}
+    ),
+    "llama32": lambda: transformers.LlamaConfig(
+        **COMMON | {"tie_word_embeddings": True, "num_key_value_heads": 1, "mlp_bias": True}
+    ),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=13, head_dim=8),
+    "qwen2": lambda: transformers.Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "qwen2-window": lambda: transformers.Qwen2Config(
+        **COMMON | {"num_hidden_layers": 3},
+        use_sliding_window=True,
+        sliding_window=21,
+        max_window_layers=1,
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(
+        **COMMON | {"num_attention_heads": 6, "num_key_value_heads": 3}, head_dim=24
+    ),
+}
+
+
+transformers.utils.logging.disable_progress_bar()
+
+
+def make_model(family: str, seed: int = 0) -> Any:
+    """A transformers model in float32 whose every weight, biases and norms too, is random."""
+    config = FAMILIES[family]()
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Wide enough that the next token depends on far ones, and that answers vary.
+            around = 1.0 if "norm" in name else 0.0
+            parameter.normal_(around, 0.1 if "norm" in name else 0.25)
+    return model
+
+
+def make_checkpoint(folder: Path, family: str = "llama2", seed: int = 0, **save: Any) -> Any:
+    """Writes a whole checkpoint folder, tokenizer and chat template too, and returns the model.
+
+    `save` goes to `save_pretrained` (`max_shard_size="40KB"` gives several files).
+    """
+    model = make_model(family, seed)
+    model.save_pretrained(folder, **save)
+    make_tokenizer(folder)
+    return model
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Writes a byte-level BPE of exactly `VOCAB_SIZE` tokens with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=SPECIAL_TOKENS[0],
+        eos_token=SPECIAL_TOKENS[1],
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)

@@ -1,0 +1,263 @@
+"""A small honest model of a worker, as `docs/lifecycle.md` describes one, for tests of the router.
+
+It queues, runs, yields, keeps leases, reserves, receives and rejects. Its blocks are the tokens
+whose KV they would hold, so that a transfer of the wrong blocks is seen.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.router.routing.events import (
+    Command,
+    Drop,
+    Event,
+    Failed,
+    Finish,
+    Load,
+    Meeting,
+    NewToken,
+    Ready,
+    Received,
+    Rejected,
+    Request,
+    Send,
+    Stepped,
+    Submit,
+    WorkerInfo,
+    Yield,
+    Yielded,
+)
+
+STOP_ONE_IN = 13
+"""One token in so many is a stop token."""
+
+
+def next_token(prompt: Sequence[int], answer: Sequence[int], choice: int) -> tuple[int, bool]:
+    """The one right next token, and whether it ends the answer."""
+    token = zlib.crc32(repr((tuple(prompt), tuple(answer), choice)).encode()) % 9973
+    return token, token % STOP_ONE_IN == 0
+
+
+def reference(request: Request) -> list[list[int]]:
+    """What an undisturbed worker would answer, choice by choice."""
+    answers = []
+    for choice in range(request.num_choices):
+        answer = list(request.log[choice]) if choice < len(request.log) else []
+        stop = len(answer) >= request.max_tokens
+        while not stop:
+            token, stop = next_token(request.prompt, answer, choice)
+            answer.append(token)
+            stop = stop or len(answer) >= request.max_tokens
+        answers.append(answer)
+    return answers
+
+
+@dataclass
+class Held:
+    """One submission, in one of the forms: queued, running, reserved, leased."""
+
+    submit: Submit
+    answers: list[list[int]]
+    open: list[bool]
+    form: str = "queued"
+    num_new: int = 0
+    yield_asked: bool = False
+    epoch: int = 0
+    kv: tuple[int, ...] = ()  # of a lease: the tokens whose blocks are kept
+    sending: int = 0  # transfers that read the lease
+
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.submit.request.prompt, *self.answers[0])
+
+
+@dataclass
+class Transfer:
+    """Blocks on their way."""
+
+    send: Send
+    kv: tuple[int, ...] | None  # None: the lease was gone
+
+
+Name = tuple[int, int]  # request, attempt
+
+
+class FakeWorker:
+    def __init__(self, info: WorkerInfo, max_queued: int = 100) -> None:
+        self.info = info
+        self.held: dict[Name, Held] = {}
+        self.inbox: deque[Command] = deque()
+        self.outbox: deque[Event] = deque()
+        self.transfers: list[Transfer] = []  # to this worker
+        self._max_queued = max_queued
+        self._last_epoch = 0
+        self.num_computed = 0  # prompt positions computed rather than received
+
+    @property
+    def name(self) -> str:
+        return self.info.worker
+
+    def of(self, form: str) -> list[Name]:
+        return [name for name, held in self.held.items() if held.form == form]
+
+    def load(self) -> Load:
+        return Load(queued=len(self.of("queued")), running=len(self.of("running")))
+
+    # -------------------------------------------------------------- obeying
+
+    def obey(self) -> Send | None:
+        """Carry out the next command; a Send's bytes are the world's to carry."""
+        command = self.inbox.popleft()
+        match command:
+            case Submit():
+                self._submit(command)
+            case Yield():
+                self._ask_yield((command.request, command.attempt))
+            case Drop():
+                self._drop(command)
+            case Send():
+                return command
+            case _:
+                raise AssertionError(f"not for a worker: {command}")
+        return None
+
+    def _submit(self, submit: Submit) -> None:
+        request = submit.request
+        name = (request.id, submit.attempt)
+        assert name not in self.held, "one attempt submitted twice"
+        tokens = len(request.prompt) + max(map(len, submit.log))
+        if tokens >= self.info.max_model_len:
+            self.outbox.append(Rejected(self.name, *name, "too long", never=True))
+        elif len(self.of("queued")) >= self._max_queued:
+            self.outbox.append(Rejected(self.name, *name, "full"))
+        else:
+            answers = [list(answer) for answer in submit.log]
+            assert len(answers) == request.num_choices
+            self.held[name] = Held(submit, answers, [not ended for ended in submit.finished])
+
+    def _ask_yield(self, name: Name) -> None:
+        held = self.held.get(name)
+        if held is None or held.form == "leased":
+            return
+        if held.form == "running":
+            held.yield_asked = True
+        else:
+            self._yield(name, 0)
+
+    def _drop(self, drop: Drop) -> None:
+        name = (drop.request, drop.attempt)
+        if drop.choice is None:
+            self.held.pop(name, None)
+        elif name in self.held:
+            held = self.held[name]
+            held.open[drop.choice] = False
+            if not any(held.open):
+                del self.held[name]
+
+    # -------------------------------------------------------------- working
+
+    def step(self) -> None:
+        """Admit what has room, give every running choice a token, yield what was asked to."""
+        self._admit()
+        tokens: list[NewToken] = []
+        running = self.of("running")
+        for name in running:
+            tokens.extend(self._advance(name))
+        self.outbox.append(Stepped(self.name, tokens, self.load()))
+        for name in running:
+            held = self.held.get(name)
+            limit = held.submit.yield_after if held else 0
+            if held and (held.yield_asked or (limit and held.num_new >= limit)):
+                # The last token's own KV is not computed; choices apart are not one list.
+                alone = len(held.answers) == 1
+                self._yield(name, len(held.tokens()) - 1 if alone else 0)
+
+    def _admit(self) -> None:
+        for name in self.of("queued"):
+            if len(self.of("running")) + len(self.of("reserved")) >= self.info.max_sequences:
+                break
+            held = self.held[name]
+            if held.submit.source is None:
+                held.form = "running"
+                self.num_computed += len(held.submit.request.prompt)
+                continue
+            held.form = "reserved"
+            self._last_epoch += 1
+            held.epoch = self._last_epoch
+            at = Meeting(self.name, self.info.incarnation, "address", "secret")
+            self.outbox.append(Ready(self.name, *name, held.epoch, 0, at))
+
+    def _advance(self, name: Name) -> list[NewToken]:
+        held = self.held[name]
+        tokens = []
+        for choice, answer in enumerate(held.answers):
+            if not held.open[choice]:
+                continue
+            token, stop = next_token(held.submit.request.prompt, answer, choice)
+            full = len(answer) + 1 >= held.submit.request.max_tokens
+            finish = Finish.STOP if stop else Finish.LENGTH if full else Finish.NONE
+            tokens.append(NewToken(*name, choice, len(answer), token, finish))
+            answer.append(token)
+            held.open[choice] = not finish
+        held.num_new += 1
+        if not any(held.open):
+            del self.held[name]  # finished beats yielded
+        return tokens
+
+    def _yield(self, name: Name, kv_len: int) -> None:
+        held = self.held[name]
+        if kv_len:
+            held.form, held.kv = "leased", held.tokens()[:kv_len]
+        else:
+            del self.held[name]
+        self.outbox.append(Yielded(self.name, *name, kv_len))
+
+    def give_up(self, name: Name, reason: str) -> None:
+        del self.held[name]
+        self.outbox.append(Stepped(self.name, [], None, [(*name, reason)]))
+
+    # -------------------------------------------------------------- blocks
+
+    def reclaim(self, name: Name) -> None:
+        """Pressure: take back a lease that nobody is sending."""
+        if not self.held[name].sending:
+            del self.held[name]
+
+    def read_lease(self, send: Send) -> tuple[int, ...] | None:
+        held = self.held.get((send.request, send.attempt))
+        if held is None or held.form != "leased":
+            epoch = send.epoch
+            gone = Failed(self.name, send.request, send.attempt, epoch, "the lease is gone")
+            self.outbox.append(gone)
+            return None
+        return held.kv
+
+    def arrive(self, transfer: Transfer, whole: bool) -> None:
+        """A transfer ends here, with all its bytes or not."""
+        send = transfer.send
+        name = (send.request, send.to_attempt)
+        held = self.held.get(name)
+        same = send.to.incarnation == self.info.incarnation
+        if not same or held is None or held.form != "reserved" or held.epoch != send.epoch:
+            return  # bytes of a closed or unknown epoch are thrown away
+        if transfer.kv is None or not whole:
+            self.miss(name)
+            return
+        source = held.submit.source
+        assert source is not None
+        assert len(transfer.kv) == source.kv_len, "other blocks than were offered"
+        assert transfer.kv == held.tokens()[: source.kv_len], "blocks of other tokens"
+        held.form = "running"
+        self.outbox.append(Received(self.name, *name, send.epoch))
+
+    def miss(self, name: Name) -> None:
+        """The blocks did not come in time: compute them."""
+        held = self.held[name]
+        held.form = "running"
+        self.num_computed += len(held.submit.request.prompt)
+        self.outbox.append(Failed(self.name, *name, held.epoch, "waited too long"))
+
+    def reborn(self, incarnation: str) -> "FakeWorker":
+        info = replace(self.info, incarnation=incarnation)
+        return FakeWorker(info, self._max_queued)

@@ -1,0 +1,86 @@
+"""A model that is a fold: nothing but the contents of the KV slots it reads decides its tokens.
+
+The value of a position is folded from its token, its number and the value in the slot before it;
+the token drawn is folded from the values of all slots of the sequence, read through the block table
+in order. A wrong block, a stale slot or a misordered write changes the answer.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.workers.scheduling.sequence import Finish, Ints, SamplingParams, StepPlan
+
+_MODULUS = (1 << 61) - 1
+VOCAB = 37
+
+
+def _value(before: int, token: int, position: int) -> int:
+    return ((before ^ 0x9E3779B97F4A7C15) * 6364136223846793 + token * 7919 + position) % _MODULUS
+
+
+def _fold(values: Sequence[int]) -> int:
+    folded = 1
+    for value in values:
+        folded = (folded * 1000003 + value) % _MODULUS
+    return folded
+
+
+class FoldExecutor:
+    """Runs step plans on `num_blocks` blocks of KV."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.kv = [-1] * (num_blocks * block_size)
+
+    def run(self, plan: StepPlan) -> Ints:
+        """Write the step's slots; the tokens [S] drawn for its sampling rows."""
+        drawn = []
+        for b in range(len(plan.rows)):
+            span = range(int(plan.query_starts[b]), int(plan.query_starts[b + 1]))
+            context = self.slots(plan.block_tables[b].tolist(), int(plan.context_lens[b]))
+            for t in span:
+                position = int(plan.positions[t])
+                before = self.kv[context[position - 1]] if position else 0
+                self.kv[int(plan.slots[t])] = _value(before, int(plan.tokens[t]), position)
+            if plan.samples[b]:
+                drawn.append(_fold([self.kv[slot] for slot in context]) % VOCAB)
+        return np.array(drawn, np.int32)
+
+    def slots(self, blocks: Sequence[int], length: int) -> list[int]:
+        size = self.block_size
+        return [blocks[p // size] * size + p % size for p in range(length)]
+
+    def spoil(self, blocks: Ints) -> None:
+        """Fill blocks with what nobody may ever read."""
+        for block in blocks.tolist():
+            start = block * self.block_size
+            self.kv[start : start + self.block_size] = [-2 - block] * self.block_size
+
+    def slots_of(self, blocks: Ints) -> list[int]:
+        return self.slots(blocks.tolist(), len(blocks) * self.block_size)
+
+
+def copy_blocks(source: FoldExecutor, blocks: Ints, to: FoldExecutor, into: Ints) -> None:
+    """What a transfer does."""
+    size = source.block_size
+    for a, b in zip(blocks.tolist(), into.tolist(), strict=True):
+        to.kv[b * size : (b + 1) * size] = source.kv[a * size : (a + 1) * size]
+
+
+def straight_answer(
+    prompt: Sequence[int], params: SamplingParams, max_model_len: int
+) -> tuple[list[int], Finish]:
+    """The answer of a lone sequence, folded over its tokens: no blocks, no batch."""
+    values: list[int] = []
+    for token in prompt:
+        values.append(_value(values[-1] if values else 0, token, len(values)))
+    answer: list[int] = []
+    while True:
+        token = _fold(values) % VOCAB
+        answer.append(token)
+        if token in params.stop_tokens and len(answer) >= params.min_tokens:
+            return answer, Finish.STOP
+        if len(answer) >= params.max_tokens or len(prompt) + len(answer) >= max_model_len:
+            return answer, Finish.LENGTH
+        values.append(_value(values[-1], token, len(values)))

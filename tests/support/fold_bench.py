@@ -1,0 +1,111 @@
+"""One batcher with a fold model under it, run to its end, and short ways to make its input."""
+
+import numpy as np
+
+from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.kv_pool import State
+from penstock.workers.scheduling.sequence import (
+    Finish,
+    Key,
+    NewSequence,
+    SamplingParams,
+    StepPlan,
+    Yielded,
+)
+from tests.support.fold import FoldExecutor, straight_answer
+
+
+def limits(**changes: int | float) -> Limits:
+    settings: dict[str, int | float] = {
+        "num_blocks": 32,
+        "max_model_len": 64,
+        "block_size": 4,
+        "max_sequences": 4,
+        "max_batched_tokens": 16,
+    }
+    return Limits(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def sequence(
+    key: Key,
+    prompt: list[int],
+    max_tokens: int = 4,
+    *,
+    priority: int = 0,
+    yield_after: int = 0,
+    source_len: int = 0,
+    log: tuple[int, ...] = (),
+    stop_tokens: tuple[int, ...] = (),
+    min_tokens: int = 0,
+    salt: bytes = b"",
+) -> NewSequence:
+    params = SamplingParams(max_tokens=max_tokens, stop_tokens=stop_tokens, min_tokens=min_tokens)
+    return NewSequence(
+        key=key,
+        tokens=[*prompt, *log],
+        num_prompt=len(prompt),
+        params=params,
+        priority=priority,
+        yield_after=yield_after,
+        source_len=source_len,
+        salt=salt,
+    )
+
+
+class Bench:
+    """A batcher with a fold model under it; spoils what is free before every step."""
+
+    def __init__(self, **changes: int | float) -> None:
+        self.limits = limits(**changes)
+        self.batcher = Batcher(self.limits)
+        self.model = FoldExecutor(self.limits.num_blocks, self.limits.block_size)
+        self.answers: dict[Key, list[int]] = {}
+        self.finishes: dict[Key, Finish] = {}
+        self.finished: list[Key] = []
+        self.num_tokens = 0
+        self.peak_used = 0
+
+    def step(self) -> StepPlan | None:
+        free = np.flatnonzero(self.batcher.pool.state == State.FREE).astype(np.int32)
+        self.model.spoil(free)
+        plan = self.batcher.plan(0.0)
+        self.peak_used = max(self.peak_used, self.batcher.load().used_blocks)
+        if plan is not None:
+            self.commit(plan)
+        self.batcher.check()
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        output = self.batcher.commit(plan, self.model.run(plan))
+        self.num_tokens += len(plan.tokens)
+        for i, key in enumerate(output.keys):
+            answer = self.answers.setdefault(key, [])
+            answer.append(int(output.tokens[i]))
+            if output.finishes[i]:
+                self.finishes[key] = Finish(int(output.finishes[i]))
+                self.finished.append(key)
+
+    def run(self, most: int = 500) -> None:
+        for _ in range(most):
+            if self.step() is None:
+                return
+        raise AssertionError(f"still busy after {most} steps")
+
+    def expect(self, new: NewSequence) -> None:
+        prompt = new.tokens[: new.num_prompt]
+        answer, finish = straight_answer(prompt, new.params, self.limits.max_model_len)
+        assert self.answers[new.key] == answer[len(new.tokens) - new.num_prompt :]
+        assert self.finishes[new.key] == finish
+
+
+def hand_over(prefill: Bench, decode: Bench, prompt: list[int], max_tokens: int) -> NewSequence:
+    """Prefill, yield, and submit the rest with its source."""
+    prefill.batcher.submit(sequence("p", prompt, max_tokens, yield_after=1))
+    prefill.run()
+    event = prefill.batcher.events()[-1]
+    assert isinstance(event, Yielded)
+    log = tuple(prefill.answers["p"])
+    new = sequence("d", prompt, max_tokens, log=log, source_len=event.kv_len)
+    decode.batcher.submit(new)
+    decode.run()
+    return new

@@ -1,0 +1,314 @@
+"""Two batchers over fold models, and a router's view of what they run for it.
+
+Every answer proves the blocks, slots and caches that it came by; `check` and `close` do the rest.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.kv_pool import State
+from penstock.workers.scheduling.sequence import (
+    Admitted,
+    Finish,
+    Finished,
+    Ints,
+    Key,
+    LeaseGone,
+    NewSequence,
+    Reserved,
+    SamplingParams,
+    SchedulerEvent,
+    StepPlan,
+    Yielded,
+)
+from tests.support.fold import FoldExecutor, copy_blocks, straight_answer
+
+
+@dataclass(eq=False)
+class FoldWorker:
+    batcher: Batcher
+    model: FoldExecutor
+    plan: StepPlan | None = None
+    abandoned: dict[Key, Ints] = field(default_factory=dict)  # still written, and not yet settled
+    dropped: set[Key] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request of one choice, as its router sees it."""
+
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    salt: bytes
+    priority: int
+    answer: list[int]  # what it must become
+    finish: Finish
+    at: FoldWorker
+    log: list[int] = field(default_factory=list)
+    attempt: int = 0
+    state: str = "submitted"  # then receiving, yielded, done
+    lease: tuple[FoldWorker, Key, int] | None = None  # where, under which key, kv_len
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.number, self.attempt
+
+
+@dataclass(eq=False)
+class Transfer:
+    source: FoldWorker
+    lease: Key
+    blocks: Ints
+    read: list[int]  # what they held at its start
+    to: FoldWorker
+    key: Key
+    into: Ints
+
+
+class FoldWorld:
+    """What a router and the shells of two workers may do; asserts whatever must always be true."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.workers = [
+            FoldWorker(Batcher(limits), FoldExecutor(limits.num_blocks, limits.block_size))
+            for _ in "ab"
+        ]
+        self.asked: list[Asked] = []
+        self.transfers: list[Transfer] = []
+        self.num_arrived = 0
+
+    def those(self, *states: str) -> list[Asked]:
+        return [asked for asked in self.asked if asked.state in states]
+
+    def movable(self) -> list[Asked]:
+        return [asked for asked in self.those("yielded") if asked.lease]
+
+    def unsent(self) -> list[Asked]:
+        sent = {transfer.key for transfer in self.transfers}
+        return [asked for asked in self.those("receiving") if asked.key not in sent]
+
+    # ------------------------------------------------------------ the router's part
+
+    def ask(
+        self,
+        at: FoldWorker,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        salt: bytes = b"",
+        priority: int = 0,
+        yield_after: int = 0,
+    ) -> None:
+        answer, finish = straight_answer(prompt, params, self.limits.max_model_len)
+        number = len(self.asked)
+        self.asked.append(Asked(number, prompt, params, salt, priority, answer, finish, at))
+        self._submit(self.asked[-1], at, yield_after, source_len=0)
+
+    def submit_again(self, asked: Asked, at: FoldWorker, yield_after: int) -> None:
+        """Run a yielded one on from its tokens."""
+        asked.attempt += 1
+        self._submit(asked, at, yield_after, source_len=0)
+
+    def move(self, asked: Asked, yield_after: int) -> FoldWorker:
+        """Run a yielded one on at the other worker, from its lease."""
+        assert asked.lease is not None
+        source, _, kv_len = asked.lease
+        asked.attempt += 1
+        to = self.workers[1 - self.workers.index(source)]
+        self._submit(asked, to, yield_after, kv_len)
+        return to
+
+    def ask_to_yield(self, asked: Asked) -> None:
+        asked.at.batcher.ask_yield(asked.key)
+        self._hear(asked.at)
+
+    def drop(self, asked: Asked) -> None:
+        worker = asked.at
+        if asked in self.unsent():
+            worker.abandoned[asked.key] = worker.batcher.receiving(asked.key)
+        worker.batcher.drop(asked.key)
+        worker.dropped.add(asked.key)
+        asked.state = "done"
+
+    def drop_lease(self, asked: Asked) -> None:
+        assert asked.lease is not None
+        asked.lease[0].batcher.drop(asked.lease[1])
+        asked.lease = None
+
+    # ------------------------------------------------------------ the workers' part
+
+    def plan(self, worker: FoldWorker) -> None:
+        if worker.plan is not None:
+            return
+        batcher = worker.batcher
+        worker.model.spoil(np.flatnonzero(batcher.pool.state == State.FREE).astype(np.int32))
+        worker.plan = plan = batcher.plan(0.0)
+        self._hear(worker)
+        if plan is not None:
+            assert 1 <= len(plan.tokens) <= self.limits.max_batched_tokens
+            assert len(set(plan.slots.tolist())) == len(plan.slots)
+            assert (batcher.pool.state[plan.slots // self.limits.block_size] == State.USED).all()
+
+    def commit(self, worker: FoldWorker) -> None:
+        if worker.plan is None:
+            return
+        output = worker.batcher.commit(worker.plan, worker.model.run(worker.plan))
+        worker.plan = None
+        assert not worker.dropped & set(output.keys)
+        for i, key in enumerate(output.keys):
+            asked = self._by_key(key)
+            index, finish = int(output.indices[i]), Finish(int(output.finishes[i]))
+            assert index == len(asked.log), "each index once, in order"
+            assert int(output.tokens[i]) == asked.answer[index]
+            last = index == len(asked.answer) - 1
+            assert finish == (asked.finish if last else Finish.NONE)
+            asked.log.append(int(output.tokens[i]))
+        self._hear(worker)
+
+    def step(self, worker: FoldWorker, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.plan(worker)
+            self.commit(worker)
+
+    def fail(self, worker: FoldWorker, key: Key) -> None:
+        """The logits of a sequence in the step in flight were not finite."""
+        worker.batcher.fail(key)
+        if key not in worker.dropped:
+            worker.dropped.add(key)
+            self._by_key(key).state = "done"
+
+    def send(self, asked: Asked) -> None:
+        """Start the transfer that this receiver waits for, or learn that its lease is gone."""
+        to, size = asked.at, self.limits.block_size
+        into = to.batcher.receiving(asked.key)
+        try:
+            if asked.lease is None:
+                raise LeaseGone(asked.key)
+            source, lease, kv_len = asked.lease
+            blocks = source.batcher.pin(lease, (-(-kv_len // size) - len(into)) * size)
+        except LeaseGone:
+            self.miss(asked)
+            return
+        read = self._content(source, blocks)
+        self.transfers.append(Transfer(source, lease, blocks, read, to, asked.key, into))
+
+    def miss(self, asked: Asked) -> None:
+        asked.state = "submitted"
+        asked.at.batcher.missed(asked.key)
+        self._hear(asked.at)
+
+    def end_transfer(self, transfer: Transfer, complete: bool) -> None:
+        self.transfers.remove(transfer)
+        to, asked = transfer.to, self._by_key(transfer.key)
+        assert self._content(transfer.source, transfer.blocks) == transfer.read
+        if complete:
+            copy_blocks(transfer.source.model, transfer.blocks, to.model, transfer.into)
+        else:
+            to.model.spoil(transfer.into)
+        transfer.source.batcher.unpin(transfer.lease)
+        if transfer.key in to.dropped:
+            to.batcher.settled(transfer.key)
+        elif complete:
+            self.num_arrived += 1
+            asked.state = "submitted"
+            to.batcher.arrived(transfer.key)
+            self._hear(to)
+        else:
+            self.miss(asked)
+
+    def settle(self, worker: FoldWorker) -> None:
+        for key, blocks in worker.abandoned.items():
+            worker.model.spoil(blocks)  # written until now: nobody else may have got them
+            worker.batcher.settled(key)
+        worker.abandoned = {}
+
+    # ------------------------------------------------------------ always, and in the end
+
+    def check(self) -> None:
+        for worker in self.workers:
+            worker.batcher.check()
+            load = worker.batcher.load()
+            held = load.leased_blocks + load.reserved_blocks + load.used_blocks
+            assert load.free_blocks + load.cached_blocks + held == self.limits.num_blocks
+
+    def close(self) -> None:
+        """Without transfers everybody ends within a number of steps, and nothing stays held."""
+        for transfer in list(self.transfers):
+            self.end_transfer(transfer, complete=False)
+        for worker in self.workers:
+            self.settle(worker)
+            self._run_out(worker)
+        assert not self.those("submitted", "receiving")
+        for worker in self.workers:
+            for asked in self.asked:
+                for attempt in range(asked.attempt + 1):
+                    worker.batcher.drop((asked.number, attempt))
+            worker.batcher.check()
+            load = worker.batcher.load()
+            assert load.free_blocks + load.cached_blocks == self.limits.num_blocks
+
+    def _run_out(self, worker: FoldWorker) -> None:
+        # Whoever is first goes on with every step, and may be overtaken once by each other one.
+        most = 2 * sum(len(asked.prompt) + len(asked.answer) + 1 for asked in self.asked) + 2
+        for _ in range(most):
+            for asked in self.those("receiving"):
+                if asked.at is worker:
+                    self.miss(asked)
+            self.commit(worker)
+            self.plan(worker)
+            waiting = any(asked.at is worker for asked in self.those("receiving"))
+            if worker.plan is None and not waiting:
+                return
+        raise AssertionError(f"somebody is still waiting after {most} steps")
+
+    # ------------------------------------------------------------ what is heard
+
+    def _submit(self, asked: Asked, at: FoldWorker, yield_after: int, source_len: int) -> None:
+        asked.at, asked.state = at, "submitted"
+        at.batcher.submit(
+            NewSequence(
+                key=asked.key,
+                tokens=asked.prompt + asked.log,
+                num_prompt=len(asked.prompt),
+                params=asked.params,
+                yield_after=yield_after,
+                priority=asked.priority,
+                salt=asked.salt,
+                source_len=source_len,
+            )
+        )
+
+    def _hear(self, worker: FoldWorker) -> None:
+        for event in worker.batcher.events():
+            assert event.key not in worker.dropped
+            self._obey(worker, self._by_key(event.key), event)
+
+    def _obey(self, worker: FoldWorker, asked: Asked, event: SchedulerEvent) -> None:
+        assert event.key == asked.key
+        match event:
+            case Admitted(key, row):
+                assert worker.batcher.table.keys[row] == key
+            case Reserved(key, have):
+                asked.state = "receiving"
+                blocks = worker.batcher.receiving(key)
+                worker.model.spoil(blocks)
+                size = self.limits.block_size
+                assert asked.lease is None or have + len(blocks) * size >= asked.lease[2]
+            case Yielded(key, kv_len):
+                asked.state = "yielded"
+                asked.lease = (worker, key, kv_len) if kv_len else None
+                assert kv_len < len(asked.prompt) + len(asked.log)
+            case Finished():
+                asked.state = "done"
+                assert asked.log == asked.answer
+
+    def _by_key(self, key: Key) -> Asked:
+        assert isinstance(key, tuple)
+        return self.asked[key[0]]
+
+    def _content(self, worker: FoldWorker, blocks: Ints) -> list[int]:
+        return [worker.model.kv[slot] for slot in worker.model.slots_of(blocks)]

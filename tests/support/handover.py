@@ -1,0 +1,104 @@
+"""A router that runs requests on a prefill worker first and then, from its blocks, on another."""
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from penstock.protos import worker_pb2 as wire
+from tests.support.attached import Attached, greedy
+
+_requests = count(1)
+_salts = count(1)
+
+
+@dataclass
+class HandOvers:
+    prefill: Attached
+    decode: Attached
+
+    @classmethod
+    async def open(cls, prefill: str, decode: str, router: str = "router") -> "HandOvers":
+        return cls(await Attached(prefill).open(router), await Attached(decode).open(router))
+
+    async def close(self) -> None:
+        await self.prefill.close()
+        await self.decode.close()
+
+    async def mixed(self, prompt: list[int], num_tokens: int, **params: Any) -> list[int]:
+        """The answer of one worker alone, from nothing that is cached."""
+        request = next(_requests)
+        given = greedy(num_tokens, **params)
+        await self.decode.submit(request, prompt, given, salt=b"mixed %d" % next(_salts))
+        return await self.decode.answer(request)
+
+    async def prefilled(
+        self, prompt: list[int], num_tokens: int, salt: bytes = b"", **params: Any
+    ) -> "Moving":
+        """Run the prompt on the prefill worker, which yields, and ask the other to go on."""
+        request = next(_requests)
+        given = greedy(num_tokens, **params)
+        salt = salt or b"moved %d" % next(_salts)
+        await self.prefill.submit(request, prompt, given, yield_after=1, salt=salt)
+        yielded = await self.prefill.message("yielded", request)
+        moving = Moving(self, request, prompt, given, salt, yielded.kv_len)
+        return moving
+
+
+@dataclass
+class Moving:
+    """A request that has yielded on the prefill worker, attempt 1; attempt 2 goes on elsewhere."""
+
+    pools: HandOvers
+    request: int
+    prompt: list[int]
+    params: wire.SamplingParams
+    salt: bytes
+    kv_len: int
+
+    async def submit(self, **source: Any) -> None:
+        welcome = self.pools.prefill.welcome
+        given = {
+            "worker": welcome.worker,
+            "incarnation": welcome.incarnation,
+            "attempt": 1,
+            "kv_len": self.kv_len,
+            "layout": welcome.layout,
+        }
+        log = [wire.ChoiceLog(choice=0, tokens=self.first)]
+        await self.pools.decode.submit(
+            self.request,
+            self.prompt,
+            self.params,
+            attempt=2,
+            log=log,
+            salt=self.salt,
+            source=wire.Source(**{**given, **source}),
+        )
+
+    async def ready(self) -> Any:
+        return await self.pools.decode.message("ready", self.request)
+
+    async def send(self, **send: Any) -> None:
+        ready = await self.ready()
+        given = {"attempt": 1, "to": ready.at, "epoch": ready.epoch, "have": ready.have}
+        message = wire.Send(request=self.request, to_attempt=2, **{**given, **send})
+        await self.pools.prefill.say(send=message)
+
+    async def answer(self) -> list[int]:
+        return self.first + await self.pools.decode.answer(self.request, 2)
+
+    @property
+    def first(self) -> list[int]:
+        return self.pools.prefill.answers[self.request, 1]
+
+    async def drop(self) -> None:
+        await self.pools.prefill.drop(self.request, 1)
+        await self.pools.decode.drop(self.request, 2)
+
+    async def whole(self) -> list[int]:
+        """All of it, as it should go."""
+        await self.submit()
+        await self.send()
+        answer = await self.answer()
+        await self.drop()
+        return answer

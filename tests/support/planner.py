@@ -1,0 +1,98 @@
+"""A scheduler of a few lines, to drive the runner without the real one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from penstock.workers.kv_cache import KvCache
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.runner import Runner
+from penstock.workers.scheduling.sequence import StepPlan
+
+BLOCK_SIZE = 16
+
+
+class Planner:
+    """Sequences in scattered blocks of a cache that just holds them, and their steps' plans."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], max_new: int, seed: int = 0) -> None:
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.computed = [0] * len(prompts)
+        most = max(map(len, prompts)) + max_new
+        self.width = -(-most // BLOCK_SIZE)
+        self.num_blocks = self.width * len(prompts) + 3
+        shuffled = np.random.default_rng(seed).permutation(self.num_blocks)
+        used = shuffled[: self.width * len(prompts)]
+        self.tables = used.reshape(len(prompts), self.width).astype(np.int32)
+
+    def plan(self, chunk: int) -> StepPlan:
+        """At most `chunk` tokens of every sequence that has any to compute."""
+        todo = [len(tokens) - done for tokens, done in zip(self.tokens, self.computed, strict=True)]
+        rows = [row for row, left in enumerate(todo) if left]
+        lengths = [min(todo[row], chunk) for row in rows]
+        spans = [
+            (row, np.arange(self.computed[row], self.computed[row] + n))
+            for row, n in zip(rows, lengths, strict=True)
+        ]
+        tables = self.tables[rows]
+        slots = [
+            self.tables[row][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for row, at in spans
+        ]
+        return StepPlan(
+            number=1,
+            rows=np.array(rows, np.int32),
+            tokens=np.concatenate([np.array(self.tokens[row])[at] for row, at in spans]).astype(
+                np.int32
+            ),
+            positions=np.concatenate([at for _, at in spans]).astype(np.int32),
+            query_starts=np.cumsum([0, *lengths]).astype(np.int32),
+            context_lens=np.array([at[-1] + 1 for _, at in spans], np.int32),
+            block_tables=tables,
+            slots=np.concatenate(slots).astype(np.int32),
+            samples=np.array([todo[row] <= chunk for row in rows]),
+        )
+
+    def commit(self, plan: StepPlan, drawn: Sequence[int]) -> None:
+        for row, length in zip(plan.rows, np.diff(plan.query_starts), strict=True):
+            self.computed[row] += int(length)
+        for row, token in zip(plan.rows[plan.samples], drawn, strict=True):
+            self.tokens[row].append(token)
+
+
+def make_cache(decoder: Decoder, num_blocks: int) -> KvCache:
+    spec = decoder.spec
+    return KvCache(
+        spec.num_layers,
+        num_blocks,
+        spec.num_kv_heads,
+        BLOCK_SIZE,
+        spec.head_dim,
+        decoder.dtype,
+        decoder.device,
+    )
+
+
+def generate(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], max_new: int, chunk: int = 10_000
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Greedy answers of `max_new` tokens, and each one's logits [max_new, vocab_size].
+
+    The cache begins full of NaN, as a block that a broken sequence gave back may be.
+    """
+    planner = Planner(prompts, max_new)
+    cache = make_cache(decoder, planner.num_blocks)
+    cache.data.fill_(float("nan"))
+    runner = Runner(decoder, cache)
+    logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+    while any(len(rows) < max_new for rows in logits):
+        plan = planner.plan(chunk)
+        found = runner.run(plan)
+        planner.commit(plan, found.argmax(-1).tolist())
+        for row, values in zip(plan.rows[plan.samples].tolist(), found, strict=True):
+            logits[row].append(values)
+    answers = [
+        tokens[len(prompt) : len(prompt) + max_new]
+        for tokens, prompt in zip(planner.tokens, prompts, strict=True)
+    ]
+    return answers, [torch.stack(rows[:max_new]) for rows in logits]

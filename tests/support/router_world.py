@@ -1,0 +1,266 @@
+"""Clients, fake workers and what lies between them, around one `Dispatcher`, in virtual time.
+
+Streams keep their order; everything else happens in whatever order a test chooses. After every
+event the world checks what must always be true.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from penstock.router.routing.dispatcher import Dispatcher, Limits
+from penstock.router.routing.events import (
+    Arrived,
+    Command,
+    Cut,
+    Deliver,
+    Draining,
+    Drop,
+    End,
+    Event,
+    Gone,
+    Hang,
+    Heard,
+    Request,
+    Send,
+    Status,
+    Submit,
+    Tick,
+    WorkerInfo,
+    WorkerLost,
+    WorkerUp,
+    Yield,
+)
+from penstock.router.routing.policy import LeastLoaded
+from tests.support.fake_worker import FakeWorker, Transfer, reference
+
+
+def info_of(worker: str, role: str, incarnation: str = "1", **changes: object) -> WorkerInfo:
+    fields: dict[str, object] = {
+        "worker": worker,
+        "incarnation": incarnation,
+        "role": role,
+        "layout": "L",
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_model_len": 64,
+        "max_sequences": 4,
+    }
+    return WorkerInfo(**(fields | changes))  # type: ignore[arg-type]
+
+
+@dataclass
+class Client:
+    """What one client has seen, and where its stop strings would match."""
+
+    request: Request
+    cuts: dict[int, int]  # a choice: the length at which it is cut
+    answers: list[list[int]] = field(default_factory=list)
+    ended: End | None = None
+    closed: set[int] = field(default_factory=set)  # choices that got their finish
+
+    def expected(self) -> list[list[int]]:
+        answers = reference(self.request)
+        return [answer[: self.cuts.get(i, len(answer))] for i, answer in enumerate(answers)]
+
+    def deliver(self, deliver: Deliver) -> None:
+        assert self.ended is None, "delivered after the end"
+        assert deliver.choice not in self.closed, "delivered after its finish"
+        answer = self.answers[deliver.choice]
+        assert deliver.position == len(answer), "a position twice, or left out"
+        answer.extend(deliver.tokens)
+        if deliver.finish:
+            self.closed.add(deliver.choice)
+
+    def end(self, end: End) -> None:
+        assert self.ended is None, "ended twice"
+        self.ended = end
+
+    def check(self) -> None:
+        assert self.ended is not None, "never ended"
+        expected = self.expected()
+        if self.ended.status is Status.OK:
+            assert self.answers == expected
+        for answer, right in zip(self.answers, reference(self.request), strict=True):
+            assert answer == right[: len(answer)]
+
+
+class World:
+    def __init__(self, infos: list[WorkerInfo], limits: Limits, max_queued: int = 100) -> None:
+        self._limits = limits
+        self.dispatcher = Dispatcher(LeastLoaded(), limits)
+        self.workers: dict[str, FakeWorker] = {}
+        self.linked: set[str] = set()  # workers whose stream the router thinks open
+        self.clients: dict[int, Client] = {}
+        self.now = 0.0
+        self.history: list[tuple[Event, float, list[Command]]] = []
+        self._num_births = 0
+        for info in infos:
+            self.workers[info.worker] = FakeWorker(info, max_queued)
+            self.tell(WorkerUp(info))
+
+    # -------------------------------------------------------------- the router
+
+    def tell(self, event: Event) -> None:
+        match event:
+            case WorkerUp():
+                self.linked.add(event.info.worker)
+            case WorkerLost():
+                self.linked.discard(event.worker)
+        commands = self.dispatcher.handle(event, self.now)
+        self.history.append((event, self.now, list(commands)))
+        self.dispatcher.check()
+        cuts: list[Cut] = []
+        for command in commands:
+            match command:
+                case Deliver():
+                    cuts.extend(self._deliver(command))
+                case End():
+                    self.clients[command.request].end(command)
+                case Hang():
+                    self._hang(command)
+                case Submit() | Yield() | Send() | Drop():
+                    assert command.worker in self.linked, "told to a worker without a stream"
+                    if command.worker in self.workers:
+                        self.workers[command.worker].inbox.append(command)
+        for cut in cuts:
+            self.tell(cut)
+
+    def _deliver(self, deliver: Deliver) -> list[Cut]:
+        client = self.clients[deliver.request]
+        client.deliver(deliver)
+        answer, length = client.answers[deliver.choice], client.cuts.get(deliver.choice)
+        if length is None or len(answer) < length or deliver.finish:
+            return []
+        del answer[length:]
+        client.closed.add(deliver.choice)
+        return [Cut(deliver.request, deliver.choice, length)]
+
+    def _hang(self, hang: Hang) -> None:
+        self.linked.discard(hang.worker)
+        if hang.worker in self.workers:  # it sees its stream end, and lets go
+            old = self.workers[hang.worker]
+            self.workers[hang.worker] = old.reborn(old.info.incarnation)
+
+    # -------------------------------------------------------------- clients
+
+    def arrive(self, request: Request, cuts: dict[int, int]) -> None:
+        lengths = [len(answer) for answer in reference(request)]
+        cuts = {i: at for i, at in cuts.items() if i < len(lengths) and at < lengths[i]}
+        answers = [list(answer) for answer in request.log]
+        answers += [[] for _ in range(request.num_choices - len(answers))]
+        cuts = {i: at for i, at in cuts.items() if at > len(answers[i])}
+        self.clients[request.id] = Client(request, cuts, answers)
+        self.tell(Arrived(request))
+
+    def leave(self, request: int) -> None:
+        self.tell(Gone(request))
+
+    # -------------------------------------------------------------- what may happen next
+
+    def moves(self) -> list[Callable[[], None]]:
+        """Everything that could happen now without a fault."""
+        moves: list[Callable[[], None]] = []
+        for worker in self.workers.values():
+            if worker.name not in self.linked:
+                continue
+            if worker.inbox:
+                moves.append(lambda w=worker: self.carry_command(w))  # type: ignore[misc]
+            if worker.outbox:
+                moves.append(lambda w=worker: self.carry_event(w))  # type: ignore[misc]
+            if worker.of("queued") or worker.of("running"):
+                moves.append(worker.step)
+            moves.extend(
+                lambda w=worker, t=transfer: self.carry_blocks(w, t, True)  # type: ignore[misc]
+                for transfer in worker.transfers
+            )
+        return moves
+
+    def carry_command(self, worker: FakeWorker) -> None:
+        send = worker.obey()
+        if send is None:
+            return
+        kv = worker.read_lease(send)
+        target = self.workers.get(send.to.worker)
+        if target is not None and target.info.incarnation == send.to.incarnation:
+            target.transfers.append(Transfer(send, kv))
+            if kv is not None:
+                worker.held[(send.request, send.attempt)].sending += 1
+
+    def carry_event(self, worker: FakeWorker) -> None:
+        self.tell(worker.outbox.popleft())
+
+    def carry_blocks(self, worker: FakeWorker, transfer: Transfer, whole: bool) -> None:
+        worker.transfers.remove(transfer)
+        worker.arrive(transfer, whole)
+        source = self.workers.get(transfer.send.worker)
+        lease = (transfer.send.request, transfer.send.attempt)
+        if source is not None and lease in source.held:
+            source.held[lease].sending -= 1
+
+    # -------------------------------------------------------------- faults
+
+    def kill(self, name: str) -> None:
+        """It dies, and nobody knows yet."""
+        del self.workers[name]
+
+    def notice(self, name: str) -> None:
+        self.tell(WorkerLost(name))
+
+    def birth(self, info: WorkerInfo) -> None:
+        """A worker of that name starts; an old one of the name is dead."""
+        self._num_births += 1
+        worker = FakeWorker(info).reborn(f"born {self._num_births}")
+        self.workers[info.worker] = worker
+        self.tell(WorkerUp(worker.info))
+
+    def drain(self, name: str) -> None:
+        self.workers[name].outbox.append(Draining(name))
+
+    def wait(self, seconds: float, silent: tuple[str, ...] = ()) -> None:
+        self.now += seconds
+        for worker in self.workers.values():
+            if worker.name in self.linked and worker.name not in silent:
+                worker.outbox.append(Heard(worker.name))
+        self.tell(Tick())
+
+    # -------------------------------------------------------------- the end
+
+    def settle(self, rng: Random) -> None:
+        """No more faults: let everything happen until nothing more does."""
+        for worker in self.workers.values():
+            if worker.name not in self.linked:
+                self.tell(WorkerUp(worker.info))
+        idle = 0
+        while idle < 200:
+            moves = self.moves()
+            if moves:
+                rng.choice(moves)()
+            if not moves or rng.random() < 0.05:
+                self.wait(0.5)
+            receiving = [w.of("reserved") for w in self.workers.values() if not w.transfers]
+            if not moves and any(receiving):
+                self._wait_out()
+            idle = 0 if self.dispatcher.num_requests else idle + 1
+            assert len(self.history) < 100_000, "it does not come to rest"
+        while moves := self.moves():
+            moves[0]()
+
+    def _wait_out(self) -> None:
+        for worker in self.workers.values():
+            for name in worker.of("reserved"):
+                if not any(t.send.request == name[0] for t in worker.transfers):
+                    worker.miss(name)
+
+    def check_rest(self) -> None:
+        """Everybody has an end, nobody holds anything, and all this happens again the same way."""
+        for client in self.clients.values():
+            client.check()
+        for worker in self.workers.values():
+            if worker.name in self.linked:
+                assert not worker.held, "held for nobody"
+        assert self.dispatcher.num_requests == self.dispatcher.num_queued == 0
+        assert all(status.num_requests == 0 for status in self.dispatcher.workers())
+        again = Dispatcher(LeastLoaded(), self._limits)
+        for event, now, commands in self.history:
+            assert again.handle(event, now) == commands, "the same events gave other commands"

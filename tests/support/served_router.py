@@ -1,0 +1,59 @@
+"""A router that serves over loopback, with stub workers behind it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.router.config import RouterConfig
+from penstock.router.server import RunningRouter, serve_router
+from tests.support.stub_worker import StubWorker
+from tests.support.tokenizers import byte_level, write_folder
+
+BOUND = 20.0
+"""Seconds after which a wait in a test has failed; nothing is expected to take so long."""
+
+
+async def until(holds: Callable[[], object], what: str = "") -> None:
+    """Wait for a condition; AssertionError if it never comes true."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(BOUND):
+            while not holds():
+                await asyncio.sleep(0.002)
+    assert holds(), what or "the condition never came true"
+
+
+def model_folder(parent: Path) -> Path:
+    """A model folder for routers: byte-level tokenizer, chat template, context of 2048."""
+    return write_folder(parent / "model", byte_level())
+
+
+@dataclass(frozen=True)
+class Served:
+    router: RunningRouter
+    workers: Sequence[StubWorker]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.router.http_address}"
+
+    @property
+    def worker(self) -> StubWorker:
+        """The only worker."""
+        (worker,) = self.workers
+        return worker
+
+
+@contextlib.asynccontextmanager
+async def serving(config: RouterConfig, *workers: StubWorker) -> AsyncIterator[Served]:
+    """A router on free ports, ready: every given worker has its stream."""
+    async with contextlib.AsyncExitStack() as stack:
+        for worker in workers:
+            await stack.enter_async_context(worker)
+        router = await serve_router(replace(config, http_port=0, grpc_port=0))
+        stack.push_async_callback(router.stop)
+        await router.set_workers({worker.name: worker.address for worker in workers})
+        views = router.frontend.workers
+        await until(lambda: len(views()) == len(workers), "no stream to some worker")
+        yield Served(router, workers)

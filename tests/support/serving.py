@@ -1,0 +1,139 @@
+"""`penstock serve` as a process of its own, in a process group and a temp folder of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+PATIENCE = 240.0  # seconds; a busy machine is slow
+
+
+def wait_for(happened: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
+    """Returns once `happened`; fails, saying `what` was waited for, when patience is at its end."""
+    deadline = time.monotonic() + patience
+    while not happened():
+        assert time.monotonic() < deadline, f"waited {patience:g} s for {what}"
+        time.sleep(0.05)
+
+
+def free_ports() -> tuple[int, int]:
+    """Two TCP ports of loopback that nobody listens on."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+class Serving:
+    """A running `penstock serve`.
+
+    Args:
+        arguments: of the command, ports aside.
+        ports: of HTTP and gRPC.
+        folder: for its output and its temporary files; a short path, sockets lie below it.
+    """
+
+    def __init__(self, arguments: list[str], ports: tuple[int, int], folder: Path) -> None:
+        self.http, self.grpc = ports
+        self.output = folder / "output"
+        self.temp = folder / "t"
+        self.temp.mkdir(exist_ok=True)
+        self._seen: dict[int, psutil.Process] = {}
+        command = [sys.executable, "-m", "penstock.cli", "serve", *arguments]
+        command += ["--http-port", str(self.http), "--grpc-port", str(self.grpc)]
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": str(self.temp)},
+            )
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def wait_until_said(self, words: str, times: int = 1) -> None:
+        def happened() -> bool:
+            assert self.process.poll() is None, f"it ended:\n{self.said}"
+            return self.said.count(words) >= times
+
+        wait_for(happened, f"{words!r} ({times} times); it said:\n{self.said}")
+
+    def processes(self) -> list[psutil.Process]:
+        """It and everything that it has started so far and that lives."""
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.process.pid)
+            self._seen |= {each.pid: each for each in [root, *root.children(recursive=True)]}
+        return [each for each in self._seen.values() if _lives(each)]
+
+    def find(self, title: str) -> psutil.Process:
+        """The process with that title; waits for it to take the name."""
+        found: list[psutil.Process] = []
+
+        def happened() -> bool:
+            found[:] = [each for each in self.processes() if title in _title(each)]
+            return len(found) == 1
+
+        wait_for(happened, f"one process named {title!r}")
+        return found[0]
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """As a terminal does: the whole group is told."""
+        self.processes()
+        os.killpg(self.process.pid, number)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return self.process.wait(PATIENCE)
+
+    def left_behind(self) -> dict[str, list[object]]:
+        """What there is of it once it has ended."""
+        return {
+            "processes": [each.cmdline() for each in self.processes()],
+            "ports": [port for port in (self.http, self.grpc) if is_open(port)],
+            "files": [path.name for path in self.temp.iterdir()],
+        }
+
+    def end(self) -> None:
+        """Whatever state it is in."""
+        for each in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        self.process.wait(PATIENCE)
+
+
+@contextmanager
+def serving(arguments: list[str], ports: tuple[int, int], folder: Path) -> Iterator[Serving]:
+    """A `penstock serve` that is ended with the block at the latest."""
+    running = Serving(arguments, ports, folder)
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+def is_open(port: int) -> bool:
+    """Whether somebody listens on that port of loopback."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _title(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return " ".join(process.cmdline())
+    return ""

@@ -1,0 +1,222 @@
+"""Small servers that answer as told, in a thread of this process: for the load generator."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from penstock.protos import inference_pb2, inference_pb2_grpc
+
+STARTED_WITHIN = 30.0  # seconds
+
+
+@dataclass
+class Behaviour:
+    """What the stub does, and what it saw."""
+
+    per_message: int = 1  # tokens in a message
+    refuse: int = 0  # every so many requests: one refused; 0: none
+    break_after: int | None = None  # messages, then the answer breaks off
+    crash_after: int | None = None  # messages, then the connection breaks, or near enough
+    end_after: int | None = None  # messages, then it ends as if it were complete, but is not
+    skip: bool = False  # leave a position out
+    shorter_by: int = 0  # tokens fewer than asked for
+    hang: bool = False  # never answer
+    usage: bool = True
+    vocab_size: int = 1000
+    max_model_len: int = 4096
+    prompts: list[Any] = field(default_factory=list)
+    bodies: list[Any] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    under_way: int = 0
+    most_under_way: int = 0
+
+    def refuses(self) -> bool:
+        return bool(self.refuse) and len(self.prompts) % self.refuse == 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+
+    def messages(self, asked: int) -> Iterator[tuple[int, int, bool]]:
+        """Yield (position, tokens, last) of each message of an answer."""
+        length = asked - self.shorter_by
+        for position in range(0, length, self.per_message):
+            count = min(self.per_message, length - position)
+            yield position, count, position + count == length
+
+
+class StubInference(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.Model:
+        if request.name not in ("", "stub"):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.name!r}")
+        return inference_pb2.Model(
+            name="stub",
+            max_model_len=self.behaviour.max_model_len,
+            vocab_size=self.behaviour.vocab_size,
+        )
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateReply]:
+        told = self.behaviour
+        told.prompts.append(list(request.tokens.ids))
+        told.bodies.append(request)
+        told.keys.append(dict(context.invocation_metadata()).get("authorization", ""))
+        with told.counted():
+            if told.refuses():
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+            if told.hang:
+                await asyncio.sleep(3600)
+            asked = request.sampling.max_tokens
+            for sent, (position, count, last) in enumerate(told.messages(asked)):
+                if sent == told.end_after:
+                    return
+                if sent == told.crash_after:
+                    raise RuntimeError("crashed on purpose")
+                if sent == told.break_after:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the server went away")
+                await asyncio.sleep(0.001)
+                reply = inference_pb2.GenerateReply(
+                    position=position + (told.skip and sent > 0), tokens=[7] * count
+                )
+                if last:
+                    reply.finish_reason = "length"
+                if last and told.usage:
+                    reply.usage.prompt_tokens = len(request.tokens.ids)
+                    reply.usage.completion_tokens = position + count
+                yield reply
+
+
+def openai_app(behaviour: Behaviour) -> Starlette:
+    """Return an OpenAI-like application."""
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": "stub", "object": "model"}]})
+
+    async def generate(request: Request) -> Response:
+        body = await request.json()
+        behaviour.bodies.append(body)
+        behaviour.prompts.append(body.get("prompt", body.get("messages")))
+        behaviour.keys.append(request.headers.get("authorization", ""))
+        if behaviour.refuses():
+            return JSONResponse({"error": {"message": "the queue is full"}}, status_code=429)
+        return StreamingResponse(_events(behaviour, body), media_type="text/event-stream")
+
+    return Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/v1/completions", generate, methods=["POST"]),
+            Route("/v1/chat/completions", generate, methods=["POST"]),
+        ]
+    )
+
+
+async def _events(behaviour: Behaviour, body: dict[str, Any]) -> AsyncIterator[str]:
+    chat = "messages" in body
+    prompt = body["messages"][0]["content"].split() if chat else body["prompt"]
+    asked = body["max_completion_tokens"] if chat else body["max_tokens"]
+    with behaviour.counted():
+        if behaviour.hang:
+            await asyncio.sleep(3600)
+        yield ": a comment keeps the connection alive\n\n"
+        if chat:
+            yield _event(delta={"role": "assistant", "content": ""})
+        for sent, (_, count, last) in enumerate(behaviour.messages(asked)):
+            if sent == behaviour.end_after:
+                return
+            if sent == behaviour.crash_after:
+                raise RuntimeError("crashed on purpose")
+            if sent == behaviour.break_after:
+                yield 'data: {"error": {"message": "the server went away"}}\n\n'
+                return
+            await asyncio.sleep(0.001)
+            text = "x " * count
+            answer: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+            yield _event(finish_reason="length" if last and not chat else None, **answer)
+        if chat:
+            yield _event(delta={}, finish_reason="length")
+        if behaviour.usage:
+            usage = {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": asked - behaviour.shorter_by,
+            }
+            yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+def _event(**choice: Any) -> str:
+    return f"data: {json.dumps({'choices': [{'index': 0, **choice}]})}\n\n"
+
+
+@contextmanager
+def grpc_stub(behaviour: Behaviour) -> Iterator[str]:
+    """Serve in a thread; yield the address for the load generator."""
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+    port, done = 0, asyncio.Event()
+
+    async def serve() -> None:
+        nonlocal port
+        server = grpc.aio.server()
+        inference_pb2_grpc.add_InferenceServicer_to_server(  # type: ignore[no-untyped-call]
+            StubInference(behaviour), server
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        ready.set()
+        await done.wait()
+        await server.stop(grace=None)
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(STARTED_WITHIN)
+        yield f"grpc://127.0.0.1:{port}"
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join(STARTED_WITHIN)
+        loop.close()
+
+
+@contextmanager
+def http_stub(behaviour: Behaviour) -> Iterator[str]:
+    """Serve in a thread; yield the address for the load generator."""
+    config = uvicorn.Config(
+        openai_app(behaviour),
+        port=0,
+        log_level="critical",
+        lifespan="off",
+        timeout_graceful_shutdown=0,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    waited = threading.Event()
+    while not server.started and thread.is_alive():
+        waited.wait(0.01)
+    try:
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(STARTED_WITHIN)

@@ -1,0 +1,278 @@
+"""A worker without a model: the router-worker stream for real, tokens from a plain function.
+
+    worker = StubWorker("w0", answer=lambda prompt: [5, 6, 7])
+    await worker.start()        # worker.address is host:port
+    ...
+    await worker.stop()
+
+It answers every prompt with the tokens of `answer`, then an end token, one a step. Hold it with
+`worker.go.clear()`; look at `worker.submits`, `worker.drops`, `worker.holding`.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+
+from penstock.protos import worker_pb2 as pb
+from penstock.protos import worker_pb2_grpc
+
+END_TOKEN = 2
+FIRST_PLAIN_TOKEN = 6
+
+
+def counting(prompt: Sequence[int], vocab_size: int = 1024) -> list[int]:
+    """A long answer that depends on the prompt: each token names its position."""
+    start = sum(prompt)
+    span = vocab_size - FIRST_PLAIN_TOKEN
+    return [FIRST_PLAIN_TOKEN + (start + 7 * index) % span for index in range(4096)]
+
+
+@dataclass
+class Run:
+    """One submission that the stub holds."""
+
+    submit: pb.Submit
+    answer: Sequence[int]
+    position: int  # of the next token
+    num_new: int = 0
+    is_running: bool = True  # False: it waits for a transfer, or is kept under a lease
+
+    def next_token(self, end_token: int) -> tuple[int, pb.Finish]:
+        """The token and its finish."""
+        params = self.submit.params
+        is_out = self.position >= len(self.answer)
+        token = end_token if is_out else self.answer[self.position]
+        stops = {*params.stop_tokens, *(() if params.ignore_eos else (end_token,))}
+        self.position += 1
+        self.num_new += 1
+        if token in stops and self.position >= params.min_tokens:
+            return token, pb.FINISH_STOP
+        if self.position >= params.max_tokens:
+            return token, pb.FINISH_LENGTH
+        return token, pb.FINISH_NONE
+
+
+class StubWorker(worker_pb2_grpc.WorkerServicer):
+    """An in-process worker.
+
+    Args:
+        name: what it calls itself.
+        role: prefill, decode or mixed.
+        answer: the tokens of the answer to a prompt.
+        peers: stubs by name, shared by those that hand over to each other.
+        token: bearer token that a router must show.
+        step_seconds: pause between steps.
+    """
+
+    def __init__(
+        self,
+        name: str = "w0",
+        role: str = "mixed",
+        answer: Callable[[Sequence[int]], Sequence[int]] = counting,
+        peers: dict[str, "StubWorker"] | None = None,
+        token: str | None = None,
+        step_seconds: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.role = role
+        self.answer = answer
+        self.peers = {} if peers is None else peers
+        self.peers[name] = self
+        self.token = token
+        self.step_seconds = step_seconds
+        self.welcome = pb.Welcome(
+            protocol=1,
+            worker=name,
+            incarnation=f"{name}-1",
+            role=role,
+            model="stub",
+            layout="stub",
+            block_size=16,
+            num_blocks=4096,
+            max_model_len=2048,
+            max_sequences=256,
+            eos_tokens=[END_TOKEN],
+            vocab_size=1024,
+        )
+        self.go = asyncio.Event()  # steps are made while it is set
+        self.go.set()
+        self.reject: pb.Rejected | None = None  # answer every Submit with it
+        self.hellos: list[pb.Hello] = []
+        self.submits: list[pb.Submit] = []
+        self.drops: list[pb.Drop] = []
+        self.holding: dict[tuple[int, int], Run] = {}  # by (request, attempt)
+        self.num_beats = 0
+        self.first_number = 2  # of the message after the welcome
+        self.logprobs: Callable[[int], tuple[float, Sequence[tuple[int, float]]]] = _logprobs
+        self._out: asyncio.Queue[pb.ToRouter] = asyncio.Queue()
+        self._epochs: dict[int, tuple[int, int]] = {}
+        self._next_epoch = itertools.count(1)
+        self._changed = asyncio.Event()
+        self._server: grpc.aio.Server | None = None
+        self.address = ""
+
+    async def start(self, port: int = 0) -> str:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await self._server.start()
+        return self.address
+
+    async def stop(self) -> None:
+        """Break every stream at once, as a killed process does."""
+        if self._server is not None:
+            await self._server.stop(grace=None)
+            self._server = None
+
+    async def __aenter__(self) -> "StubWorker":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop()
+
+    def say(self, message: pb.ToRouter) -> None:
+        """Put a message of your own into the stream."""
+        self._out.put_nowait(message)
+
+    # ------------------------------------------------------------ the stream
+
+    async def Attach(
+        self, requests: AsyncIterator[pb.ToWorker], context: grpc.aio.ServicerContext
+    ) -> None:
+        shown = dict(context.invocation_metadata() or ()).get("authorization")
+        if self.token is not None and shown != f"Bearer {self.token}":
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a wrong token")
+        first = await anext(aiter(requests))
+        self.hellos.append(first.hello)
+        self.holding.clear()
+        self._out = asyncio.Queue()
+        await context.write(pb.ToRouter(number=1, welcome=self.welcome))
+        writer = asyncio.create_task(self._write(context))
+        stepper = asyncio.create_task(self._step())
+        try:
+            async for message in requests:
+                self._take(message)
+                self._changed.set()
+        finally:
+            writer.cancel()
+            stepper.cancel()
+            self.holding.clear()
+
+    async def _write(self, context: grpc.aio.ServicerContext) -> None:
+        for number in itertools.count(self.first_number):
+            message = pb.ToRouter(beat=pb.Beat())
+            with contextlib.suppress(TimeoutError):
+                message = await asyncio.wait_for(self._out.get(), 0.5)
+            message.number = number
+            await context.write(message)
+
+    def _take(self, message: pb.ToWorker) -> None:
+        match message.WhichOneof("body"):
+            case "submit":
+                self._submitted(message.submit)
+            case "drop":
+                self.drops.append(message.drop)
+                self.holding.pop((message.drop.request, message.drop.attempt), None)
+            case "yield":
+                self._yield(getattr(message, "yield"))
+            case "send":
+                self._send(message.send)
+            case "beat":
+                self.num_beats += 1
+
+    def _submitted(self, submit: pb.Submit) -> None:
+        self.submits.append(submit)
+        key = (submit.request, submit.attempt)
+        if self.reject is not None:
+            rejected = pb.Rejected(request=key[0], attempt=key[1])
+            rejected.reason, rejected.never = self.reject.reason, self.reject.never
+            self.say(pb.ToRouter(rejected=rejected))
+            return
+        known = len(submit.log[0].tokens) if submit.log else 0
+        run = Run(submit, self.answer(submit.prompt), known)
+        self.holding[key] = run
+        if submit.HasField("source"):
+            run.is_running = False
+            epoch = next(self._next_epoch)
+            self._epochs[epoch] = key
+            at = pb.Meeting(worker=self.name, incarnation=self.welcome.incarnation)
+            ready = pb.Ready(request=key[0], attempt=key[1], epoch=epoch, at=at)
+            self.say(pb.ToRouter(ready=ready))
+
+    def _yield(self, asked: pb.Yield) -> None:
+        run = self.holding.get((asked.request, asked.attempt))
+        if run is not None and run.is_running:
+            self._yielded(run)
+
+    def _yielded(self, run: Run) -> None:
+        run.is_running = False
+        kv_len = len(run.submit.prompt) + run.position - 1 if run.num_new else 0
+        submit = run.submit
+        self.say(
+            pb.ToRouter(
+                yielded=pb.Yielded(request=submit.request, attempt=submit.attempt, kv_len=kv_len)
+            )
+        )
+
+    def _send(self, send: pb.Send) -> None:
+        if (send.request, send.attempt) in self.holding and send.to.worker in self.peers:
+            self.peers[send.to.worker]._received(send.epoch)
+
+    def _received(self, epoch: int) -> None:
+        request, attempt = self._epochs.pop(epoch)
+        run = self.holding.get((request, attempt))
+        if run is not None:
+            run.is_running = True
+            received = pb.Received(request=request, attempt=attempt, epoch=epoch)
+            self.say(pb.ToRouter(received=received))
+            self._changed.set()
+
+    # ------------------------------------------------------------ steps
+
+    async def _step(self) -> None:
+        while True:
+            await self.go.wait()
+            runs = [run for run in self.holding.values() if run.is_running]
+            if not runs:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            self._make_step(runs)
+            await asyncio.sleep(self.step_seconds)
+
+    def _make_step(self, runs: Sequence[Run]) -> None:
+        step = pb.Step(load=pb.Load(running=len(runs), free_blocks=self.welcome.num_blocks))
+        yielded: list[Run] = []
+        for row, run in enumerate(runs):
+            submit = run.submit
+            position = run.position
+            token, finish = run.next_token(END_TOKEN)
+            step.request.append(submit.request)
+            step.attempt.append(submit.attempt)
+            step.choice.append(0)
+            step.position.append(position)
+            step.token.append(token)
+            step.finish.append(finish)
+            if submit.params.HasField("logprobs"):
+                chosen, top = self.logprobs(token)
+                top = top[: submit.params.logprobs]
+                step.logprobs.add(
+                    row=row, chosen=chosen, tokens=[t for t, _ in top], values=[v for _, v in top]
+                )
+            if finish:
+                del self.holding[(submit.request, submit.attempt)]
+            elif submit.yield_after and run.num_new >= submit.yield_after:
+                yielded.append(run)
+        self.say(pb.ToRouter(step=step))
+        for run in yielded:
+            self._yielded(run)
+
+
+def _logprobs(token: int) -> tuple[float, Sequence[tuple[int, float]]]:
+    """The chosen token is the best, its neighbours follow."""
+    return -0.25, [(token, -0.25)] + [(FIRST_PLAIN_TOKEN + i, -1.0 - i) for i in range(20)]

@@ -1,0 +1,166 @@
+"""The house as its plan says: rooms and links, doors that open downward only, no code from data."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("cluster", "kernels", "loadtests", "protos", "router", "workers")
+
+DOORS = {
+    "protos": set(),
+    "kernels": set(),
+    "workers": {"kernels", "protos"},
+    "router": {"protos"},
+    "cluster": {"router", "workers", "protos"},
+    "loadtests": {"kernels", "workers", "router", "cluster", "protos", "cli"},
+    "cli": {"cluster", "router", "workers", "protos", "loadtests"},
+}
+"""Which rooms a room may import, itself aside."""
+
+DECIDING = {
+    "penstock.workers.scheduling": {"numpy"},
+    "penstock.router.routing": {"numpy"},
+    "penstock.cluster.spec": {"yaml"},
+    "penstock.cluster.placement": {"penstock.cluster.spec"},
+    "penstock.cluster.restarts": set(),
+    "penstock.cluster.notices": set(),
+}
+"""What deciding code may import beside the standard library and itself."""
+
+SOURCES = sorted(
+    path
+    for folder in (*ROOMS, "penstock/cli")
+    for path in (ROOT / folder).rglob("*.py")
+    if not path.stem.endswith(("_pb2", "_pb2_grpc"))
+)
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "penstock" else parts
+    return ".".join(("penstock", *(part for part in parts if part != "__init__")))
+
+
+TREES = {name_of(path): ast.parse(path.read_text(), str(path)) for path in SOURCES}
+
+
+def imports(module: str) -> Iterator[str]:
+    """Everything that a module imports, anywhere in it, as full names of modules."""
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively: write penstock.…"
+            for alias in node.names:
+                below = f"{node.module}.{alias.name}"
+                yield below if below in TREES else str(node.module)
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_penstock_holds_exactly_the_links() -> None:
+    links = {
+        path.name: str(path.readlink())
+        for path in (ROOT / "penstock").iterdir()
+        if path.is_symlink()
+    }
+    assert links == {room: f"../{room}" for room in ROOMS}
+    others = {path.name for path in (ROOT / "penstock").iterdir()} - links.keys() - {"__pycache__"}
+    assert others == {"__init__.py", "py.typed", "cli", "models"}
+
+
+def test_no_root_room_is_a_package_of_its_own() -> None:
+    # It would shadow an installed package of that name for whoever runs from the root.
+    assert [str(path) for room in ROOMS for path in (ROOT / room).rglob("__init__.py")] == []
+
+
+def outside(module: str, allowed: set[str]) -> set[str]:
+    """What a module imports that is neither in nor below `allowed`."""
+    return {
+        name
+        for name in imports(module)
+        if not any(name == each or name.startswith(f"{each}.") for each in allowed)
+    }
+
+
+def test_doors_open_downward_only() -> None:
+    wrong = {}
+    for module in TREES:
+        ours = {name for name in imports(module) if name.startswith("penstock.")}
+        rooms = {room_of(name) for name in ours} - {room_of(module)}
+        wrong[module] = rooms - DOORS[room_of(module)]
+    assert not {module: rooms for module, rooms in wrong.items() if rooms}
+
+
+def test_nothing_is_imported_by_its_folder_name() -> None:
+    folders = {*ROOMS, "training", "tests"}
+    tops = {module: {name.split(".")[0] for name in imports(module)} for module in TREES}
+    assert not {module for module, top in tops.items() if top & folders}
+
+
+def test_ray_and_torch_stay_in_their_rooms() -> None:
+    for module in TREES:
+        top = {name.split(".")[0] for name in imports(module)}
+        if room_of(module) != "cluster":
+            assert "ray" not in top, module
+        if room_of(module) in ("router", "cluster", "cli", "protos"):
+            assert not top & {"torch", "triton"}, module
+
+
+def test_deciding_code_imports_nothing_that_acts() -> None:
+    acting = {"asyncio", "threading", "socket", "subprocess", "time", "random", "os", "logging"}
+    for home, others in DECIDING.items():
+        allowed = {*(sys.stdlib_module_names - acting), *others, home}
+        rooms = [name for name in TREES if name == home or name.startswith(f"{home}.")]
+        assert rooms, f"there is no {home}"
+        assert not {name: strange for name in rooms if (strange := outside(name, allowed))}
+
+
+def test_no_import_cycles() -> None:
+    edges = {module: {name for name in imports(module) if name in TREES} for module in TREES}
+    while leaves := {module for module, below in edges.items() if not below & edges.keys()}:
+        for leaf in leaves:
+            del edges[leaf]
+    assert not edges, f"these import each other in a circle: {sorted(edges)}"
+
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle"}
+FORBIDDEN_CALLS = {
+    *("eval", "exec", "compile", "__import__"),
+    *("torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load", "np.load"),
+    *("os.system", "os.popen"),
+}
+
+
+def test_no_code_comes_from_data() -> None:
+    for module, tree in TREES.items():
+        assert not {name.split(".")[0] for name in imports(module)} & FORBIDDEN_MODULES, module
+        calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert not calls & FORBIDDEN_CALLS, module
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("penstock.router.server", ("torch", "ray")),
+        ("penstock.workers.scheduling.batcher", ("torch", "ray", "grpc")),
+        ("penstock.router.routing.dispatcher", ("torch", "ray", "grpc")),
+        ("penstock.workers.models.spec", ("torch", "ray", "numpy")),
+        ("penstock.cluster.supervisor", ("torch",)),
+        ("penstock.cluster.placement", ("torch", "ray")),
+        ("penstock.cli", ("torch", "ray", "grpc", "rich", "yaml")),
+        ("penstock.cli.serve", ("torch", "ray", "grpc", "huggingface_hub")),
+        ("penstock.cli.chat", ("torch", "ray")),
+    ],
+)
+def test_importing_loads_no_more_than_it_should(module: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print([name for name in {absent!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
