@@ -24,12 +24,14 @@ from penstock.router.routing.events import (
     Request,
     Send,
     Status,
+    Stepped,
     Submit,
     Tick,
     WorkerInfo,
     WorkerLost,
     WorkerUp,
     Yield,
+    Yielded,
 )
 from penstock.router.routing.policy import LeastLoaded
 from tests.support.fake_worker import FakeWorker, Transfer, reference
@@ -93,6 +95,8 @@ class World:
         self.linked: set[str] = set()  # workers whose stream the router thinks open
         self.clients: dict[int, Client] = {}
         self.now = 0.0
+        self.over: set[tuple[int, int]] = set()  # attempts of which nothing may be taken any more
+        self.placed: dict[tuple[int, int], str] = {}  # the worker of each attempt
         self.history: list[tuple[Event, float, list[Command]]] = []
         self._num_births = 0
         for info in infos:
@@ -107,6 +111,7 @@ class World:
                 self.linked.add(event.info.worker)
             case WorkerLost():
                 self.linked.discard(event.worker)
+        taken = self._what_may_be_taken(event)
         commands = self.dispatcher.handle(event, self.now)
         self.history.append((event, self.now, list(commands)))
         self.dispatcher.check()
@@ -114,6 +119,8 @@ class World:
         for command in commands:
             match command:
                 case Deliver():
+                    key = (command.request, command.choice, command.position)
+                    assert taken is None or key in taken, "taken from an old attempt"
                     cuts.extend(self._deliver(command))
                 case End():
                     self.clients[command.request].end(command)
@@ -121,10 +128,33 @@ class World:
                     self._hang(command)
                 case Submit() | Yield() | Send() | Drop():
                     assert command.worker in self.linked, "told to a worker without a stream"
+                    self._follow(command)
                     if command.worker in self.workers:
                         self.workers[command.worker].inbox.append(command)
         for cut in cuts:
             self.tell(cut)
+
+    def _what_may_be_taken(self, event: Event) -> set[tuple[int, int, int]] | None:
+        """The request, choice and position of tokens of attempts that count; None: no matter."""
+        match event:
+            case Yielded():
+                self.over.add((event.request, event.attempt))
+            case WorkerLost() | WorkerUp():
+                lost = event.worker if isinstance(event, WorkerLost) else event.info.worker
+                self.over |= {name for name, worker in self.placed.items() if worker == lost}
+            case Stepped():
+                return {
+                    (token.request, token.choice, token.position)
+                    for token in event.tokens
+                    if (token.request, token.attempt) not in self.over
+                }
+        return None
+
+    def _follow(self, command: Submit | Yield | Send | Drop) -> None:
+        if isinstance(command, Submit):
+            self.placed[(command.request.id, command.attempt)] = command.worker
+        elif isinstance(command, Drop) and command.choice is None:
+            self.over.add((command.request, command.attempt))
 
     def _deliver(self, deliver: Deliver) -> list[Cut]:
         client = self.clients[deliver.request]

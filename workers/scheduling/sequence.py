@@ -52,7 +52,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence handed to the scheduler: complete, so that it can always be run from its tokens."""
+    """A sequence handed to the scheduler: complete, it can always be run from its tokens."""
 
     key: Key
     tokens: Sequence[int]  # the prompt, then the answer so far
@@ -85,7 +85,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a committed step gave: one entry a new token, in the order of the plan's sampling rows."""
+    """What a committed step gave: one entry a new token, in the order of the sampling rows."""
 
     keys: list[Key]
     rows: Ints  # [S] rows of the sequence table
@@ -112,7 +112,7 @@ class Yielded:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Blocks for the positions that its source offers are reserved; below `have` they hold already."""
+    """Blocks for what its source offers are reserved; below `have` they hold it already."""
 
     key: Key
     have: int

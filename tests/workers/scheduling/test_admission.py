@@ -1,0 +1,132 @@
+"""Who is served when, and who gives way when blocks run out."""
+
+import pytest
+
+from penstock.workers.scheduling.sequence import LeaseGone
+from tests.support.fold_bench import Bench, hand_over, sequence
+
+
+def test_late_short_request_finishes_before_an_early_long_one() -> None:
+    bench = Bench()
+    bench.batcher.submit(sequence("long", list(range(30)), 30))
+    bench.step()
+    bench.batcher.submit(sequence("short", [1, 2, 3], 2))
+    bench.run()
+    assert bench.finished == ["short", "long"]
+
+
+def test_higher_priority_is_served_first_then_who_came_first() -> None:
+    bench = Bench(max_sequences=1)
+    for key, priority in (("a", 0), ("b", 0), ("c", 2), ("d", 1)):
+        bench.batcher.submit(sequence(key, [1], 1, priority=priority))
+    bench.run()
+    assert bench.finished == ["c", "d", "a", "b"]
+
+
+def test_pressure_preempts_the_youngest_and_changes_no_answer() -> None:
+    bench = Bench(num_blocks=10, watermark=0)
+    sequences = [sequence(i, [i, 2, 3, 4, 5], 20) for i in range(4)]
+    for new in sequences:
+        bench.batcher.submit(new)
+    bench.run()
+    for new in sequences:
+        bench.expect(new)
+    assert bench.batcher.load().preemptions > 0
+    assert bench.finished == [0, 1, 2, 3]
+
+
+def test_preempted_sequences_do_not_thrash() -> None:
+    bench = Bench(num_blocks=16)
+    sequences = [sequence(i, [i, 2, 3, 4, 5], 40) for i in range(8)]
+    for new in sequences:
+        bench.batcher.submit(new)
+    bench.run()
+    for new in sequences:
+        bench.expect(new)
+    assert bench.batcher.load().preemptions > 0
+    needed = sum(5 + 40 - 1 for _ in sequences)
+    assert bench.num_tokens <= 1.5 * needed
+
+
+def test_watermark_stays_free_for_those_who_run() -> None:
+    for watermark, num_admitted in ((0, 2), (2, 1)):
+        bench = Bench(num_blocks=5, watermark=watermark)
+        for key in range(2):
+            bench.batcher.submit(sequence(key, [key] * 8, 2))
+        bench.step()
+        assert bench.batcher.load().running == num_admitted
+        bench.run()
+        assert set(bench.finishes) == {0, 1}
+
+
+def test_lower_priority_gives_way_under_pressure() -> None:
+    bench = Bench(num_blocks=8, watermark=0)
+    bench.batcher.submit(sequence("low", list(range(8)), 20))
+    bench.step()
+    bench.batcher.submit(sequence("high", list(range(20, 28)), 20, priority=1))
+    bench.run()
+    assert bench.finished == ["high", "low"]
+    assert bench.batcher.load().preemptions == 1
+
+
+def test_nobody_gets_a_row_while_the_budget_is_used_up() -> None:
+    bench = Bench()
+    bench.batcher.submit(sequence("long", list(range(32)), 2))
+    bench.batcher.submit(sequence("next", list(range(36)), 2))
+    bench.step()
+    bench.step()
+    assert bench.batcher.load().queued == 1
+    bench.run()
+    assert bench.batcher.load().prompt_tokens_cached == 32
+
+
+def test_oldest_unpinned_lease_gives_way_to_those_who_run() -> None:
+    bench = Bench(num_blocks=16, lease_share=1.0)
+    for key in ("pinned", "old", "young"):
+        bench.batcher.submit(sequence(key, [len(key), *range(11)], 9, yield_after=1))
+        bench.run()
+    bench.batcher.pin("pinned", 0)
+    new = sequence("a", [9] * 20, 17)
+    bench.batcher.submit(new)
+    bench.run()
+    bench.expect(new)
+    with pytest.raises(LeaseGone):
+        bench.batcher.pin("old", 0)
+    assert bench.batcher.pin("young", 0).size == 3
+
+
+def test_leases_give_way_before_anybody_is_preempted() -> None:
+    bench = Bench(num_blocks=10, lease_share=1.0)
+    bench.batcher.submit(sequence("leased", list(range(16)), 9, yield_after=1))
+    bench.run()
+    for key in range(2):
+        bench.batcher.submit(sequence(key, [20 + key], 17))
+    bench.run()
+    assert bench.batcher.load().preemptions == 0
+    with pytest.raises(LeaseGone):
+        bench.batcher.pin("leased", 0)
+
+
+def test_head_of_the_queue_takes_leases_back_when_nobody_else_could_make_room() -> None:
+    bench = Bench(num_blocks=12, lease_share=1.0)
+    for key in range(2):
+        bench.batcher.submit(sequence(key, [key, *range(15)], 9, yield_after=1))
+        bench.run()
+    new = sequence("big", [7] * 40, 3)
+    bench.batcher.submit(new)
+    bench.run()
+    bench.expect(new)
+
+
+def test_receivers_are_not_preempted() -> None:
+    prefill, decode = Bench(), Bench(num_blocks=10)
+    new = hand_over(prefill, decode, list(range(12)), 12)
+    other = sequence("other", list(range(50, 56)), 30)
+    decode.batcher.submit(other)
+    decode.run()  # until `other` has all blocks that are left, and needs one more
+    assert decode.batcher.load().preemptions == 1
+    assert decode.batcher.receiving("d").size == 3
+    decode.batcher.missed("d")
+    decode.run()
+    decode.expect(new)
+    decode.expect(other)

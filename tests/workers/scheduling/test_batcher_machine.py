@@ -1,0 +1,283 @@
+"""Sequences that run, yield and move between two batchers, and all that can interrupt them.
+
+The Hypothesis machine finds small counterexamples; the seeded schedules go deeper.
+"""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.workers.scheduling.batcher import Limits
+from penstock.workers.scheduling.sequence import SamplingParams
+from tests.support.fold_world import FoldWorld
+
+_BASE = list(range(1, 30))  # prompts begin alike, so that caches are hit
+_STOPS = [(), (3,), (5, 11, 19, 23, 29, 31)]
+
+
+def small(
+    num_blocks: int, max_sequences: int, spare_tokens: int, watermark: int, lease_share: float
+) -> Limits:
+    return Limits(
+        num_blocks=num_blocks,
+        max_model_len=40,
+        block_size=4,
+        max_sequences=max_sequences,
+        max_batched_tokens=max_sequences + spare_tokens,
+        lease_share=lease_share,
+        watermark=watermark,
+    )
+
+
+def some(*states: str) -> Callable[["BatcherMachine"], bool]:
+    return lambda machine: bool(machine.world.those(*states))
+
+
+class BatcherMachine(RuleBasedStateMachine):
+    """What the router and the shells of two workers may do, in any order."""
+
+    which = st.integers(0, 1)
+    few = st.integers(0, 3)
+
+    @initialize(
+        limits=st.builds(
+            small,
+            num_blocks=st.integers(10, 14),
+            max_sequences=st.integers(1, 4),
+            spare_tokens=st.integers(0, 12),
+            watermark=st.integers(0, 2),
+            lease_share=st.sampled_from([0.25, 0.5, 1.0]),
+        )
+    )
+    def start(self, limits: Limits) -> None:
+        self.world = FoldWorld(limits)
+
+    @precondition(lambda self: len(self.world.asked) < 12)
+    @rule(
+        which=which,
+        shared=st.integers(0, 20),
+        own=st.lists(st.integers(30, 33), min_size=1, max_size=5),
+        params=st.builds(
+            SamplingParams,
+            max_tokens=st.integers(1, 24),
+            min_tokens=st.integers(0, 4),
+            stop_tokens=st.sampled_from(_STOPS),
+        ),
+        salt=st.sampled_from([b"", b"", b"other"]),
+        priority=st.sampled_from([0, 0, 0, 1, 2]),
+        yield_after=few,
+    )
+    def ask(
+        self,
+        which: int,
+        shared: int,
+        own: list[int],
+        params: SamplingParams,
+        salt: bytes,
+        priority: int,
+        yield_after: int,
+    ) -> None:
+        self.world.ask(
+            self.world.workers[which],
+            _BASE[:shared] + own,
+            params,
+            salt=salt,
+            priority=priority,
+            yield_after=yield_after,
+        )
+
+    @precondition(some("submitted", "receiving"))
+    @rule(data=st.data())
+    def ask_to_yield(self, data: st.DataObject) -> None:
+        among = self.world.those("submitted", "receiving")
+        self.world.ask_to_yield(data.draw(st.sampled_from(among)))
+
+    @precondition(some("yielded"))
+    @rule(data=st.data(), which=which, yield_after=few)
+    def submit_again(self, data: st.DataObject, which: int, yield_after: int) -> None:
+        asked = data.draw(st.sampled_from(self.world.those("yielded")))
+        self.world.submit_again(asked, self.world.workers[which], yield_after)
+
+    @precondition(lambda self: bool(self.world.movable()))
+    @rule(data=st.data(), yield_after=few, steps=few)
+    def move(self, data: st.DataObject, yield_after: int, steps: int) -> None:
+        asked = data.draw(st.sampled_from(self.world.movable()))
+        self.world.step(self.world.move(asked, yield_after), steps)
+
+    @precondition(some("submitted", "receiving"))
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        self.world.drop(data.draw(st.sampled_from(self.world.those("submitted", "receiving"))))
+
+    @precondition(lambda self: any(asked.lease for asked in self.world.asked))
+    @rule(data=st.data())
+    def drop_lease(self, data: st.DataObject) -> None:
+        held = [asked for asked in self.world.asked if asked.lease]
+        self.world.drop_lease(data.draw(st.sampled_from(held)))
+
+    @rule(which=which)
+    def plan(self, which: int) -> None:
+        self.world.plan(self.world.workers[which])
+
+    @rule(which=which)
+    def commit(self, which: int) -> None:
+        self.world.commit(self.world.workers[which])
+
+    @rule(which=which, steps=st.integers(1, 8))
+    def step(self, which: int, steps: int) -> None:
+        self.world.step(self.world.workers[which], steps)
+
+    @precondition(lambda self: any(worker.plan for worker in self.world.workers))
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        busy = [worker for worker in self.world.workers if worker.plan is not None]
+        worker = data.draw(st.sampled_from(busy))
+        assert worker.plan is not None
+        row = data.draw(st.sampled_from(worker.plan.rows.tolist()))
+        self.world.fail(worker, worker.batcher.table.keys[row])
+
+    @precondition(lambda self: bool(self.world.unsent()))
+    @rule(data=st.data())
+    def send(self, data: st.DataObject) -> None:
+        self.world.send(data.draw(st.sampled_from(self.world.unsent())))
+
+    @precondition(lambda self: bool(self.world.transfers))
+    @rule(data=st.data(), complete=st.booleans())
+    def end_transfer(self, data: st.DataObject, complete: bool) -> None:
+        transfer = data.draw(st.sampled_from(self.world.transfers))
+        self.world.end_transfer(transfer, complete)
+
+    @precondition(lambda self: any(worker.abandoned for worker in self.world.workers))
+    @rule(which=which)
+    def settle(self, which: int) -> None:
+        self.world.settle(self.world.workers[which])
+
+    @invariant()
+    def ledgers_balance(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.close()
+
+
+TestBatcherMachine = BatcherMachine.TestCase
+TestBatcherMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+
+class Schedule:
+    """Random verbs, weighted so that much is under way at a time."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.world = FoldWorld(
+            small(
+                rng.randint(10, 13),
+                rng.randint(1, 6),
+                rng.randint(0, 12),
+                rng.choice([0, 0, 1, 2]),
+                rng.choice([0.25, 0.5, 1.0]),
+            )
+        )
+        self.calm = rng.random() < 0.5  # without drops and failures more runs at a time
+
+    def run(self, num_verbs: int) -> None:
+        verbs: list[tuple[Callable[[], None], int]] = [
+            (self.ask, 5),
+            (self.step, 12),
+            (self.move, 4),
+            (self.send, 4),
+            (self.end_transfer, 3),
+            (self.plan, 3),
+            (self.yield_or_resume, 2),
+            (self.disturb, 0 if self.calm else 2),
+        ]
+        functions, weights = zip(*verbs, strict=True)
+        for verb in self.rng.choices(functions, weights, k=num_verbs):
+            verb()
+            self.world.check()
+        self.world.close()
+
+    def ask(self) -> None:
+        rng = self.rng
+        if len(self.world.those("submitted", "receiving", "yielded")) < 8:
+            own = [rng.randint(30, 33) for _ in range(rng.randint(1, 5))]
+            params = SamplingParams(
+                max_tokens=rng.randint(4, 39),
+                min_tokens=rng.randint(0, 4),
+                stop_tokens=rng.choice([(), (), *_STOPS]),
+            )
+            self.world.ask(
+                rng.choice(self.world.workers),
+                _BASE[: rng.randint(0, 20)] + own,
+                params,
+                salt=rng.choice([b"", b"", b"other"]),
+                priority=rng.choice([0, 0, 0, 1, 2]),
+                yield_after=rng.choice([0, 0, 1, 3]),
+            )
+
+    def step(self) -> None:
+        self.world.step(self.rng.choice(self.world.workers), self.rng.randint(1, 4))
+
+    def plan(self) -> None:
+        self.world.plan(self.rng.choice(self.world.workers))
+
+    def move(self) -> None:
+        if movable := self.world.movable():
+            self.world.move(self.rng.choice(movable), self.rng.choice([0, 0, 2]))
+
+    def send(self) -> None:
+        if unsent := self.world.unsent():
+            self.world.send(self.rng.choice(unsent))
+
+    def end_transfer(self) -> None:
+        if self.world.transfers:
+            self.world.end_transfer(self.rng.choice(self.world.transfers), self.rng.random() < 0.8)
+
+    def yield_or_resume(self) -> None:
+        asked = self.rng.choice(self.world.those("submitted", "receiving", "yielded") or [None])
+        if asked is None:
+            return
+        if asked.state == "yielded":
+            self.world.submit_again(asked, self.rng.choice(self.world.workers), 0)
+        else:
+            self.world.ask_to_yield(asked)
+
+    def disturb(self) -> None:
+        rng, world = self.rng, self.world
+        worker = rng.choice(world.workers)
+        world.plan(worker)
+        under_way = world.those("submitted", "receiving")
+        leased = [asked for asked in world.asked if asked.lease]
+        kind = rng.randrange(4)
+        if kind == 0 and under_way:
+            world.drop(rng.choice(under_way))
+        elif kind == 1 and leased:
+            world.drop_lease(rng.choice(leased))
+        elif kind == 2 and worker.plan is not None:
+            row = rng.choice(worker.plan.rows.tolist())
+            world.fail(worker, worker.batcher.table.keys[row])
+        else:
+            world.settle(worker)
+
+
+@pytest.mark.parametrize("first_seed", [0, 30])
+def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> None:
+    num_preempted, num_cached, num_arrived = 0, 0, 0
+    for seed in range(first_seed, first_seed + 30):
+        schedule = Schedule(seed)
+        schedule.run(100)
+        num_arrived += schedule.world.num_arrived
+        for worker in schedule.world.workers:
+            load = worker.batcher.load()
+            num_preempted += load.preemptions
+            num_cached += load.prompt_tokens_cached
+    # Or these schedules would prove little.
+    assert num_preempted > 10
+    assert num_cached > 500
+    assert num_arrived > 5

@@ -1,0 +1,221 @@
+"""BlockPool: hashes, eviction order, and its ledger under every order of verbs."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.workers.scheduling.kv_pool import BlockPool, Hold, State, block_hash, root_hash
+from penstock.workers.scheduling.sequence import Ints
+
+
+def ints(*values: int) -> Ints:
+    return np.array(values, np.int32)
+
+
+def chain(*names: int, salt: bytes = b"") -> list[bytes]:
+    hashes = [root_hash(salt)]
+    for name in names:
+        hashes.append(block_hash(hashes[-1], ints(name, name + 1)))
+    return hashes[1:]
+
+
+def publish(pool: BlockPool, blocks: Ints, hashes: list[bytes]) -> None:
+    pool.publish(blocks.tolist(), hashes)
+
+
+def test_hash_names_tokens_and_all_that_comes_before_them() -> None:
+    hashes = {*chain(1, 2), *chain(2, 2), *chain(1, 2, salt=b"x"), *chain(1, 3)}
+    assert len(hashes) == 7
+    assert all(len(digest) == 16 for digest in hashes)
+    assert chain(1, 2) == chain(1, 2)
+
+
+def test_hash_does_not_depend_on_the_width_of_the_machine_word() -> None:
+    assert block_hash(root_hash(b""), ints(1, 2)).hex() == "27685c26cc8eeeb869410d042fdc7bb2"
+
+
+def test_released_blocks_are_found_again_until_they_are_given_out() -> None:
+    pool = BlockPool(4)
+    blocks = pool.take(3, State.USED)
+    publish(pool, blocks[:2], chain(1, 2))
+    pool.release(blocks, State.USED)
+    assert (pool.num(State.CACHED), pool.num(State.FREE)) == (2, 2)
+    assert pool.match(chain(1, 2, 3)).tolist() == blocks[:2].tolist()
+    assert pool.match(chain(5)).size == 0
+    pool.share(pool.match(chain(1)), State.USED)
+    assert pool.num_available == 3
+    pool.take(3, State.USED)
+    assert pool.match(chain(1, 2)).tolist() == blocks[:1].tolist()
+
+
+def test_deepest_block_of_the_oldest_goes_first() -> None:
+    pool = BlockPool(6)
+    first, second = pool.take(3, State.USED), pool.take(3, State.USED)
+    publish(pool, first, chain(1, 2, 3))
+    publish(pool, second, chain(4, 5, 6))
+    pool.release(first, State.USED)
+    pool.release(second, State.USED)
+    pool.share(first[:1], State.USED)  # used again: now the youngest
+    pool.release(first[:1], State.USED)
+    order = [int(pool.take(1, State.USED)[0]) for _ in range(6)]
+    assert order == [*first[:0:-1].tolist(), *second[::-1].tolist(), int(first[0])]
+
+
+def test_free_blocks_go_before_cached_ones() -> None:
+    pool = BlockPool(2)
+    blocks = pool.take(2, State.USED)
+    publish(pool, blocks[:1], chain(1))
+    pool.release(blocks, State.USED)
+    assert pool.take(1, State.USED).tolist() == blocks[1:].tolist()
+
+
+def test_known_content_keeps_its_first_block() -> None:
+    pool = BlockPool(2)
+    blocks = pool.take(2, State.USED)
+    publish(pool, blocks, chain(1) * 2)
+    assert pool.match(chain(1)).tolist() == blocks[:1].tolist()
+    pool.release(blocks, State.USED)
+    assert (pool.num(State.CACHED), pool.num(State.FREE)) == (1, 1)
+
+
+def test_reserved_blocks_cannot_be_published() -> None:
+    pool = BlockPool(1)
+    blocks = pool.take(1, State.RESERVED)
+    with pytest.raises(ValueError, match="can be published"):
+        publish(pool, blocks, chain(1))
+
+
+def test_shared_block_counts_once_by_its_strongest_holder() -> None:
+    pool = BlockPool(1)
+    block = pool.take(1, State.USED)
+    publish(pool, block, chain(1))
+    pool.share(block, State.LEASED)
+    assert pool.num(State.USED) == 1
+    pool.release(block, State.USED)
+    assert pool.num(State.LEASED) == 1
+    pool.release(block, State.LEASED)
+    assert pool.num(State.CACHED) == 1
+    pool.forget(block)
+    assert pool.num(State.FREE) == 1
+    assert pool.match(chain(1)).size == 0
+
+
+def test_ledger_that_does_not_balance_is_noticed() -> None:
+    pool = BlockPool(2)
+    block = pool.take(1, State.USED)
+    pool.check([block], [], [])
+    with pytest.raises(AssertionError, match="USED"):
+        pool.check([], [], [])
+    with pytest.raises(AssertionError, match="LEASED"):
+        pool.check([block], [block], [])
+
+
+@dataclass(eq=False)
+class Held:
+    """What some holder has: its blocks in order, and the names of those that are published."""
+
+    hold: Hold
+    blocks: Ints
+    names: list[int] = field(default_factory=list)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Holders come, share, turn into others and go; the pool has to agree with a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(10)
+        self.held: list[Held] = []
+        self.content: dict[int, tuple[int, ...]] = {}  # what a published block stands for
+
+    def pick(self, data: st.DataObject, *holds: Hold) -> Held | None:
+        among = [held for held in self.held if held.hold in holds]
+        return data.draw(st.sampled_from(among)) if among else None
+
+    def given_out(self, blocks: Ints) -> None:
+        for block in blocks.tolist():
+            self.content.pop(block, None)
+
+    @precondition(lambda self: self.pool.num_available)
+    @rule(data=st.data(), hold=st.sampled_from([State.USED, State.RESERVED]))
+    def take(self, data: st.DataObject, hold: Hold) -> None:
+        num = data.draw(st.integers(1, self.pool.num_available))
+        cached = np.flatnonzero(self.pool.state == State.CACHED)
+        blocks = self.pool.take(num, hold)
+        assert len(set(blocks.tolist())) == num
+        mine = {block for held in self.held for block in held.blocks.tolist()}
+        assert not mine & set(blocks.tolist())
+        if len(cached):
+            spared = num <= self.pool.num_blocks - len(mine) - len(cached)
+            assert not spared or not set(cached.tolist()) & set(blocks.tolist())
+        self.given_out(blocks)
+        self.held.append(Held(hold, blocks))
+
+    @rule(data=st.data(), name=st.integers(0, 2))
+    def publish(self, data: st.DataObject, name: int) -> None:
+        held = self.pick(data, State.USED)
+        if held is None or len(held.names) == len(held.blocks):
+            return
+        block = int(held.blocks[len(held.names)])
+        held.names.append(name)
+        known = self.pool.match(chain(*held.names)).size == len(held.names)
+        self.pool.publish([block], chain(*held.names)[-1:])
+        if not known and block not in self.content:
+            self.content[block] = tuple(held.names)
+
+    @rule(data=st.data(), names=st.lists(st.integers(0, 2), max_size=4))
+    def match(self, data: st.DataObject, names: list[int]) -> None:
+        found = self.pool.match(chain(*names))
+        for depth, block in enumerate(found.tolist(), start=1):
+            assert self.content[block] == tuple(names[:depth])
+        published = set(self.content.values())
+        assert len(found) == len(names) or tuple(names[: len(found) + 1]) not in published
+        if found.size:
+            self.pool.share(found, State.USED)
+            self.held.append(Held(State.USED, found, names[: len(found)]))
+
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
+        held = self.pick(data, State.USED)
+        if held is not None:
+            self.pool.move(held.blocks, State.USED, State.LEASED)
+            held.hold = State.LEASED
+
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        held = self.pick(data, State.RESERVED)
+        if held is not None:
+            self.pool.move(held.blocks, State.RESERVED, State.USED)
+            held.hold = State.USED
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = self.pick(data, State.USED, State.LEASED, State.RESERVED)
+        if held is not None:
+            self.held.remove(held)
+            self.pool.release(held.blocks, held.hold)
+
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        held = self.pick(data, State.USED)
+        if held is not None:
+            self.pool.forget(held.blocks)
+            self.given_out(held.blocks)
+
+    @invariant()
+    def ledger_balances(self) -> None:
+        def blocks(hold: Hold) -> list[Ints]:
+            return [held.blocks for held in self.held if held.hold == hold]
+
+        self.pool.check(blocks(State.USED), blocks(State.LEASED), blocks(State.RESERVED))
+        assert sum(self.pool.num(state) for state in State) == self.pool.num_blocks
+        held = {block for held in self.held for block in held.blocks.tolist()}
+        assert self.pool.num(State.CACHED) == len(set(self.content) - held)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

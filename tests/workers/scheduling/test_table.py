@@ -1,0 +1,48 @@
+"""SequenceTable: rows are packed, extended and given out again."""
+
+import numpy as np
+
+from penstock.workers.scheduling.sequence import Finish, Ints, NewSequence, SamplingParams
+from penstock.workers.scheduling.table import NEVER, SequenceTable, ragged_arange
+
+
+def ints(*values: int) -> Ints:
+    return np.array(values, np.int32)
+
+
+def add(table: SequenceTable, num_tokens: int, params: SamplingParams) -> int:
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    return table.add(NewSequence("a", tokens.tolist(), num_tokens, params), tokens, NEVER)
+
+
+def test_ragged_arange_counts_each_row_from_zero() -> None:
+    assert ragged_arange(ints(2, 0, 3)).tolist() == [0, 1, 0, 1, 2]
+    assert ragged_arange(ints()).tolist() == []
+    assert ragged_arange(ints(2)).dtype == np.int32
+
+
+def test_row_that_is_used_again_has_nothing_of_its_last_sequence() -> None:
+    table = SequenceTable(1, 16, 4)
+    row = add(table, 9, SamplingParams(stop_tokens=tuple(range(90, 99)), max_tokens=3))
+    table.add_blocks(ints(row), ints(3), ints(7, 8, 9))
+    table.remove(row)
+    assert add(table, 2, SamplingParams(max_tokens=1000)) == row
+    assert table.num_blocks[row] == table.num_computed[row] == 0
+    assert table.max_len[row] == 16
+    assert table.append(ints(row), ints(95)).tolist() == [Finish.NONE]
+    assert table.tokens[row, :3].tolist() == [0, 1, 95]
+
+
+def test_blocks_are_appended_row_by_row() -> None:
+    table = SequenceTable(3, 32, 4)
+    rows = ints(*(add(table, 3, SamplingParams()) for _ in range(3)))
+    table.add_blocks(rows, ints(1, 0, 2), ints(5, 6, 7))
+    table.add_blocks(rows, ints(1, 1, 0), ints(8, 9))
+    assert [table.blocks(row).tolist() for row in rows.tolist()] == [[5, 8], [9], [6, 7]]
+    assert table.num_missing_blocks(rows, ints(9, 4, 4)).tolist() == [1, 0, 0]
+
+
+def test_stop_beats_length() -> None:
+    table = SequenceTable(2, 32, 4)
+    rows = ints(*(add(table, 3, SamplingParams(max_tokens=1, stop_tokens=(5,))) for _ in range(2)))
+    assert table.append(rows, ints(5, 6)).tolist() == [Finish.STOP, Finish.LENGTH]

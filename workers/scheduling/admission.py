@@ -1,0 +1,86 @@
+"""Who gets a row, and who loses it."""
+
+from penstock.workers.scheduling.kv_pool import BlockPool
+from penstock.workers.scheduling.leases import Leases
+from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.seats import Seats
+from penstock.workers.scheduling.sequence import Ints
+from penstock.workers.scheduling.table import SequenceTable
+from penstock.workers.scheduling.waiting import Ticket, WaitingQueue
+
+
+class Admission:
+    """Moves sequences from the queue to the seats and, when blocks run out, back again."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        table: SequenceTable,
+        pool: BlockPool,
+        waiting: WaitingQueue,
+        seats: Seats,
+        leases: Leases,
+    ) -> None:
+        self._limits = limits
+        self._table = table
+        self._pool = pool
+        self._waiting = waiting
+        self._seats = seats
+        self._leases = leases
+        self.num_preempted = 0  # since the start
+
+    def make_room(self, budget: int) -> Ints:
+        """Take back leases, then preempt, until a step of those who run fits.
+
+        Returns [running] how many tokens of the step's budget each of `seats.rows` gets.
+        """
+        seats = self._seats
+        counts = seats.share(budget)
+        while seats.num_missing(seats.rows, counts) > self._pool.num_available:
+            if not self._leases.reclaim():
+                self._waiting.push(seats.preempt())
+                self.num_preempted += 1
+                counts = seats.share(budget)
+        return counts
+
+    def admit(self, budget: int) -> list[Ticket]:
+        """Give rows to who waits, in order, while room and tokens of the step's budget last."""
+        admitted = []
+        while self._table.num_free_rows and (ticket := self._waiting.head()) is not None:
+            if budget <= 0 and not ticket.source_len:
+                break
+            matched = self._room_for(ticket)
+            if matched is None:
+                break
+            self._waiting.remove(ticket)
+            budget -= self._seat(ticket, matched)
+            admitted.append(ticket)
+        return admitted
+
+    def _room_for(self, ticket: Ticket) -> Ints | None:
+        """Blocks found in the cache for it, if there is room for the rest; None: not yet.
+
+        Leases give way only when nobody is seated whose end could make room.
+        """
+        size, seats, pool = self._limits.block_size, self._seats, self._pool
+        num_tokens = len(ticket.tokens)
+        # At least one token must be computed: the next one is drawn from its logits.
+        chain = ticket.chain(ticket.tokens, (num_tokens - 1) // size, size)
+        kept_free = seats.num_claimed() + self._limits.watermark * len(seats)
+        while True:
+            matched = pool.match(chain)
+            needed = -(-num_tokens // size) - len(matched) + pool.num_idle(matched)
+            if needed + kept_free <= pool.num_available:
+                return matched
+            if len(seats) or not self._leases.reclaim():
+                return None
+
+    def _seat(self, ticket: Ticket, matched: Ints) -> int:
+        """Start it, or let it wait for its source; how many tokens it wants computed."""
+        self._seats.seat(ticket, matched)
+        have = len(matched) * self._limits.block_size
+        if ticket.source_len > have:
+            self._seats.reserve(ticket)
+            return 0
+        self._seats.run(ticket)
+        return len(ticket.tokens) - have

@@ -1,0 +1,296 @@
+"""The batcher: what each step computes, and what becomes of a sequence between its steps.
+
+There are no phases: every running sequence has tokens that are not computed yet, one (a decode) or
+more (a prompt, or everything after a preemption); a step computes some of them within one budget.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.workers.scheduling.admission import Admission
+from penstock.workers.scheduling.kv_pool import BlockPool, State
+from penstock.workers.scheduling.leases import Leases
+from penstock.workers.scheduling.limits import Limits, refuse_misfit
+from penstock.workers.scheduling.seats import Seats
+from penstock.workers.scheduling.sequence import (
+    Admitted,
+    Finish,
+    Finished,
+    Ints,
+    Key,
+    NewSequence,
+    PoolLoad,
+    QueueFull,
+    Reserved,
+    SchedulerEvent,
+    StepOutput,
+    StepPlan,
+    Yielded,
+)
+from penstock.workers.scheduling.table import NEVER, SequenceTable
+from penstock.workers.scheduling.waiting import Phase, Ticket, WaitingQueue
+
+__all__ = ["Batcher", "Limits"]
+
+
+class Batcher:
+    """Continuous batching over one block pool; one step is in flight at a time.
+
+    Every verb may be called between `plan` and `commit`: what the step in flight works on keeps
+    its row and blocks until the commit.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks)
+        self.table = SequenceTable(limits.max_sequences, limits.max_model_len, limits.block_size)
+        self._tickets: dict[Key, Ticket] = {}  # all that wait, receive or run
+        self._waiting = WaitingQueue()
+        self._seats = Seats(self.table, self.pool)
+        self._leases = Leases(self.pool, int(limits.num_blocks * limits.lease_share))
+        self._admission = Admission(
+            limits, self.table, self.pool, self._waiting, self._seats, self._leases
+        )
+        self._in_flight: StepPlan | None = None
+        self._gone: list[Ticket] = []  # dropped, but in the step in flight
+        self._events: list[SchedulerEvent] = []
+        self._totals = _Totals()
+
+    # ------------------------------------------------------------ coming and going
+
+    def submit(self, new: NewSequence) -> None:
+        """Put it in the queue; NeverFits, QueueFull, or ValueError for a key that is taken."""
+        if new.key in self._tickets or new.key in self._leases:
+            raise ValueError(f"sequence {new.key!r} is here already")
+        refuse_misfit(new, self.limits)
+        if len(self._waiting) >= self.limits.max_queued:
+            raise QueueFull(f"{len(self._waiting)} sequences are waiting already: try again later")
+        self._totals.submitted += 1
+        ticket = Ticket(
+            new=new,
+            number=self._totals.submitted,
+            tokens=np.array(new.tokens, np.int32),
+            yield_len=min(len(new.tokens) + (new.yield_after or NEVER), NEVER),
+            source_len=new.source_len,
+        )
+        self._tickets[new.key] = ticket
+        self._waiting.push(ticket)
+
+    def drop(self, key: Key) -> None:
+        """Let go of it in whatever form it is held, and never speak of it again; unknown: nothing.
+
+        Blocks that a transfer reads or writes are kept until `unpin` or `settled`.
+        """
+        self._events = [event for event in self._events if event.key != key]
+        ticket = self._tickets.pop(key, None)
+        if ticket is None:
+            self._leases.drop(key)
+        elif ticket.phase is Phase.WAITING:
+            self._waiting.remove(ticket)
+        elif ticket.phase is Phase.RECEIVING:
+            self._leases.abandon(key, self._seats.reserved(ticket))
+            self._seats.leave(ticket)
+        elif self._is_in_flight(ticket):
+            self._gone.append(ticket)
+        else:
+            self._seats.leave(ticket)
+
+    def fail(self, key: Key) -> None:
+        """Drop a running sequence whose logits were not finite: its blocks are not for others."""
+        ticket = self._tickets.get(key)
+        if ticket is not None and ticket.phase is Phase.RUNNING:
+            self.pool.forget(self.table.blocks(ticket.row))
+        self.drop(key)
+
+    def ask_yield(self, key: Key) -> None:
+        """Stop it at its next boundary and lease its blocks; unknown: nothing.
+
+        A waiting one has none; a receiving one yields when its transfer has ended.
+        """
+        ticket = self._tickets.get(key)
+        if ticket is None:
+            return
+        if ticket.phase is Phase.WAITING:
+            self._waiting.remove(ticket)
+            del self._tickets[key]
+            self._events.append(Yielded(key, 0))
+            return
+        self.table.yield_len[ticket.row] = 0
+        self._yield_if_due(ticket)
+
+    # ------------------------------------------------------------ hand-over
+
+    def pin(self, key: Key, have: int) -> Ints:
+        """A lease's blocks of positions [have, kv_len), to be read until `unpin`; LeaseGone."""
+        return self._leases.pin(key, have, self.limits.block_size)
+
+    def unpin(self, key: Key) -> None:
+        """A send of this lease is over."""
+        self._leases.unpin(key)
+
+    def receiving(self, key: Key) -> Ints:
+        """The blocks reserved for positions [have, source_len); KeyError if it does not receive."""
+        ticket = self._tickets[key]
+        if ticket.phase is not Phase.RECEIVING:
+            raise KeyError(key)
+        return self._seats.reserved(ticket)
+
+    def arrived(self, key: Key) -> None:
+        """Every reserved block is written and verified; not receiving (any more): nothing."""
+        self._end_receiving(key, arrived=True)
+
+    def missed(self, key: Key) -> None:
+        """Nobody writes, nor will: compute them; not receiving (any more): nothing."""
+        self._end_receiving(key, arrived=False)
+
+    def settled(self, key: Key) -> None:
+        """Nobody writes the reserved blocks of a dropped receiver any more; unknown: nothing."""
+        self._leases.settle(key)
+
+    # ------------------------------------------------------------ steps
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step; None if there is nothing to compute until something else happens.
+
+        `now` [s] is for policies in which waiting has a price; the order served today has none.
+        """
+        if self._in_flight is not None:
+            raise ValueError("the last step is not committed yet")
+        budget = self.limits.max_batched_tokens
+        counts = self._admission.make_room(budget)
+        if self._admit(budget - int(counts.sum())):
+            counts = self._seats.share(budget)
+        scheduled = counts > 0
+        rows, counts = self._seats.rows[scheduled], counts[scheduled]
+        if not rows.size:
+            return None
+        self._seats.grow(rows, counts)
+        self._totals.steps += 1
+        self._in_flight = self.table.pack(self._totals.steps, rows, counts)
+        return self._in_flight
+
+    def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput:
+        """Book the step in flight; `drawn` [S] are the tokens of its sampling rows, in order."""
+        if plan is not self._in_flight or len(drawn) != np.count_nonzero(plan.samples):
+            raise ValueError("not the step in flight, or not a token for each of its samples")
+        self._in_flight = None
+        table, rows, sampling = self.table, plan.rows, plan.samples
+        drawn = np.asarray(drawn, np.int32)
+        self._totals.computed += self._num_prompt_computed(plan)
+        table.num_computed[rows] = plan.context_lens
+        if self._gone:
+            kept = ~np.isin(rows, [ticket.row for ticket in self._gone])
+            drawn, rows, sampling = drawn[kept[sampling]], rows[kept], sampling[kept]
+            self._release_gone()
+        self._seats.publish(rows)
+        sampled = rows[sampling]
+        indices = table.num_tokens[sampled] - table.num_prompt[sampled]
+        finishes = table.append(sampled, drawn)
+        keys = table.keys[sampled].tolist()
+        for row in sampled[finishes != Finish.NONE].tolist():
+            self._finish(row)
+        for row in rows[table.num_tokens[rows] >= table.yield_len[rows]].tolist():
+            if row in self._seats:  # it has not finished
+                self._yield_if_due(self._seats.ticket(row))
+        return StepOutput(keys, sampled, indices, drawn, finishes)
+
+    # ------------------------------------------------------------ what others see
+
+    def events(self) -> list[SchedulerEvent]:
+        """What has happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def load(self) -> PoolLoad:
+        """How full it is now, and totals since the start."""
+        rows, pool = self._seats.rows, self.pool
+        remaining = self.table.num_tokens[rows] - self.table.num_computed[rows]
+        return PoolLoad(
+            queued=len(self._waiting),
+            queued_tokens=self._waiting.num_tokens + int(remaining[remaining > 1].sum()),
+            running=len(self._seats),
+            free_blocks=pool.num(State.FREE),
+            cached_blocks=pool.num(State.CACHED),
+            leased_blocks=pool.num(State.LEASED),
+            reserved_blocks=pool.num(State.RESERVED),
+            used_blocks=pool.num(State.USED),
+            prompt_tokens_computed=self._totals.computed,
+            prompt_tokens_cached=self._totals.cached,
+            preemptions=self._admission.num_preempted,
+        )
+
+    def check(self) -> None:
+        """AssertionError if the ledger does not balance: every hold on a block has its holder."""
+        used, reserved = self._seats.holders()
+        leased, abandoned = self._leases.holders()
+        self.pool.check(used, leased, reserved + abandoned)
+        table, rows = self.table, self._seats.rows
+        assert len(self._tickets) == len(self._waiting) + len(self._seats) - len(self._gone)
+        assert len(self._seats) == self.limits.max_sequences - table.num_free_rows
+        assert (table.num_computed[rows] < table.num_tokens[rows]).all()
+        assert (table.num_computed[rows] <= table.num_blocks[rows] * table.block_size).all()
+
+    # ------------------------------------------------------------ boundaries
+
+    def _admit(self, budget: int) -> bool:
+        admitted = self._admission.admit(budget)
+        for ticket in admitted:
+            self._events.append(Admitted(ticket.key, ticket.row))
+            have = int(self.table.num_computed[ticket.row])
+            self._totals.cached += min(have, ticket.new.num_prompt)
+            if ticket.phase is Phase.RECEIVING:
+                self._events.append(Reserved(ticket.key, have))
+        return bool(admitted)
+
+    def _is_in_flight(self, ticket: Ticket) -> bool:
+        return self._in_flight is not None and bool((self._in_flight.rows == ticket.row).any())
+
+    def _num_prompt_computed(self, plan: StepPlan) -> int:
+        num_prompt = self.table.num_prompt[plan.rows]
+        before = np.minimum(self.table.num_computed[plan.rows], num_prompt)
+        return int((np.minimum(plan.context_lens, num_prompt) - before).sum())
+
+    def _release_gone(self) -> None:
+        for ticket in self._gone:
+            self._seats.leave(ticket)
+        self._gone = []
+
+    def _finish(self, row: int) -> None:
+        ticket = self._seats.ticket(row)
+        self._seats.leave(ticket)
+        del self._tickets[ticket.key]
+        self._events.append(Finished(ticket.key))
+
+    def _yield_if_due(self, ticket: Ticket) -> None:
+        row, table = ticket.row, self.table
+        if ticket.phase is Phase.RECEIVING or self._is_in_flight(ticket):
+            return
+        if table.num_tokens[row] < table.yield_len[row]:
+            return
+        kv_len = int(table.num_computed[row])
+        blocks = self._seats.leave(ticket, num_kept=-(-kv_len // table.block_size))
+        if kv_len:
+            self._leases.grant(ticket.key, blocks, kv_len)
+        del self._tickets[ticket.key]
+        self._events.append(Yielded(ticket.key, kv_len))
+
+    def _end_receiving(self, key: Key, arrived: bool) -> None:
+        ticket = self._tickets.get(key)
+        if ticket is None or ticket.phase is not Phase.RECEIVING:
+            return
+        if arrived:
+            self.table.num_computed[ticket.row] = ticket.source_len
+        self._seats.run(ticket)
+        self._seats.publish(np.array([ticket.row], np.int32))
+        self._yield_if_due(ticket)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Counted since the start."""
+
+    steps: int = 0
+    submitted: int = 0
+    computed: int = 0  # prompt positions run through the model
+    cached: int = 0  # prompt positions found in the prefix cache

@@ -1,0 +1,179 @@
+"""The pool of KV blocks: who holds each, what it is known to contain, which one is given out next.
+
+A block is held by running sequences (used), by leases, or by a transfer that writes it (reserved).
+One that nobody holds is cached while it is published under its content's hash, and free otherwise.
+Cached blocks are given out again least recently used first, a sequence's deepest block before its
+parents, so that what remains of a prefix can still be reached.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from enum import IntEnum
+from hashlib import blake2b
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.workers.scheduling.sequence import Ints
+
+_HASH_BYTES = 16
+
+
+class State(IntEnum):
+    """What a block counts as; the lower number wins where several hold it."""
+
+    USED = 0
+    LEASED = 1
+    RESERVED = 2
+    CACHED = 3
+    FREE = 4
+
+
+Hold: TypeAlias = Literal[State.USED, State.LEASED, State.RESERVED]
+
+
+def root_hash(salt: bytes) -> bytes:
+    """The parent of every first block under this salt."""
+    return blake2b(salt, digest_size=_HASH_BYTES).digest()
+
+
+def block_hash(parent: bytes, tokens: Ints) -> bytes:
+    """128 bits that name a full block: its tokens [block_size] and all that comes before them."""
+    packed = tokens if sys.byteorder == "little" else tokens.astype("<i4")
+    return blake2b(packed.tobytes(), digest_size=_HASH_BYTES, key=parent).digest()
+
+
+class BlockPool:
+    """Counts and files `num_blocks` blocks; every verb costs O(1) a block.
+
+    Blocks are passed as int32 arrays [n] without repetition, in the order of the sequence.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.state = np.full(num_blocks, State.FREE, np.int8)
+        self._counts = np.zeros(len(State), np.int64)
+        self._counts[State.FREE] = num_blocks
+        self._holders = np.zeros((3, num_blocks), np.int32)  # a row each for USED, LEASED, RESERVED
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack: [0, num free)
+        self._lru: OrderedDict[int, None] = OrderedDict()  # the cached blocks, next to go first
+        self._hashed = np.zeros(num_blocks, np.bool_)
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    def num(self, state: State) -> int:
+        return int(self._counts[state])
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` could give now."""
+        return int(self._counts[State.FREE] + self._counts[State.CACHED])
+
+    def num_idle(self, blocks: Ints) -> int:
+        """How many of these would no longer be available once somebody holds them."""
+        return int(np.count_nonzero(self.state[blocks] >= State.CACHED))
+
+    def take(self, num: int, hold: Hold) -> Ints:
+        """`num` <= `num_available` blocks of undefined content, held once."""
+        num_free = self.num(State.FREE)
+        from_free = min(num, num_free)
+        evicted = [self._evict() for _ in range(num - from_free)]
+        kept = num_free - from_free
+        blocks = np.concatenate([self._free[kept:num_free], np.array(evicted, np.int32)])
+        self._holders[hold, blocks] = 1
+        self.state[blocks] = hold
+        self._counts[hold] += num
+        self._counts[State.FREE] -= from_free
+        self._counts[State.CACHED] -= len(evicted)
+        return blocks
+
+    def share(self, blocks: Ints, hold: Hold) -> None:
+        """One holder more; for blocks that are held or cached."""
+        self._holders[hold, blocks] += 1
+        self._file(blocks)
+
+    def move(self, blocks: Ints, old: Hold, new: Hold) -> None:
+        """A holder of one kind becomes one of another."""
+        self._holders[old, blocks] -= 1
+        self._holders[new, blocks] += 1
+        self._file(blocks)
+
+    def release(self, blocks: Ints, hold: Hold) -> None:
+        """One holder less; the last one's blocks become cached (if published) or free."""
+        self._holders[hold, blocks] -= 1
+        self._file(blocks)
+
+    def match(self, hashes: Sequence[bytes]) -> Ints:
+        """The published blocks of the longest known prefix of this chain."""
+        blocks = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return np.array(blocks, np.int32)
+
+    def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Make used blocks findable; where a content is known already its first block stays."""
+        if (self.state[blocks] != State.USED).any():
+            raise ValueError("only blocks that somebody uses can be published")
+        for block, digest in zip(blocks, hashes, strict=True):
+            if digest not in self._block_of and block not in self._hash_of:
+                self._block_of[digest] = block
+                self._hash_of[block] = digest
+                self._hashed[block] = True
+
+    def forget(self, blocks: Ints) -> None:
+        """What these hold is not to be trusted: nobody new may find them."""
+        for block in blocks[self._hashed[blocks]].tolist():
+            self._unpublish(block)
+        self._file(blocks)
+
+    def check(self, used: list[Ints], leased: list[Ints], reserved: list[Ints]) -> None:
+        """AssertionError if the ledger does not balance; every holder's blocks are given."""
+        for hold, arrays in enumerate((used, leased, reserved)):
+            blocks = np.concatenate([np.zeros(0, np.int32), *arrays])
+            holders = np.bincount(blocks, minlength=self.num_blocks)
+            assert (holders == self._holders[hold]).all(), f"{State(hold).name}: by whom?"
+        written = self._holders[State.RESERVED] > 0
+        others = self._holders[State.USED] + self._holders[State.LEASED] > 0
+        assert not (written & (others | self._hashed)).any(), "a reserved block is readable"
+        assert (self.state == self._states(np.arange(self.num_blocks, dtype=np.int32))).all()
+        assert (self._counts == np.bincount(self.state, minlength=len(State))).all()
+        free = self._free[: self.num(State.FREE)]
+        assert sorted(free.tolist()) == np.flatnonzero(self.state == State.FREE).tolist()
+        assert sorted(self._lru) == np.flatnonzero(self.state == State.CACHED).tolist()
+        assert self._hash_of == {block: digest for digest, block in self._block_of.items()}
+        assert sorted(self._hash_of) == np.flatnonzero(self._hashed).tolist()
+
+    def _evict(self) -> int:
+        block, _ = self._lru.popitem(last=False)
+        self._unpublish(block)
+        return block
+
+    def _unpublish(self, block: int) -> None:
+        del self._block_of[self._hash_of.pop(block)]
+        self._hashed[block] = False
+
+    def _states(self, blocks: Ints) -> npt.NDArray[np.int8]:
+        used, leased, reserved = self._holders[:, blocks] > 0
+        unheld = np.where(self._hashed[blocks], State.CACHED, State.FREE)
+        held = np.where(used, State.USED, np.where(leased, State.LEASED, State.RESERVED))
+        return np.where(used | leased | reserved, held, unheld).astype(np.int8)
+
+    def _file(self, blocks: Ints) -> None:
+        """Bring state, counts, free stack and LRU order up to date with the holders."""
+        blocks = blocks[::-1]  # tail first: the deepest go first
+        old, new = self.state[blocks], self._states(blocks)
+        self.state[blocks] = new
+        for block in blocks[(old == State.CACHED) & (new != State.CACHED)].tolist():
+            del self._lru[block]
+        for block in blocks[(old != State.CACHED) & (new == State.CACHED)].tolist():
+            self._lru[block] = None
+        freed = blocks[(old != State.FREE) & (new == State.FREE)]
+        num_free = self.num(State.FREE)
+        self._free[num_free : num_free + freed.size] = freed
+        self._counts += np.bincount(new, minlength=len(State))
+        self._counts -= np.bincount(old, minlength=len(State))

@@ -1,0 +1,161 @@
+"""The sequences that hold a row of the table, and the blocks that those rows hold."""
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+
+import numpy as np
+
+from penstock.workers.scheduling.kv_pool import BlockPool, State
+from penstock.workers.scheduling.sequence import Ints
+from penstock.workers.scheduling.table import SequenceTable
+from penstock.workers.scheduling.waiting import Phase, Ticket
+
+_order = attrgetter("order")
+
+
+def share_budget(remaining: Ints, budget: int) -> Ints:
+    """How many of its `remaining` [B] tokens each row computes in a step of `budget` tokens.
+
+    Rows with one token left (decodes) come first and all fit; the rest goes down the rows in order.
+    """
+    decodes = remaining == 1
+    if decodes.all():
+        return np.ones(len(remaining), np.int32)
+    wanted = np.where(decodes, 0, remaining)
+    before = np.cumsum(wanted) - wanted
+    left = budget - np.count_nonzero(decodes)
+    chunks = np.minimum(np.maximum(left - before, 0), wanted)
+    return np.where(decodes, 1, chunks).astype(np.int32)
+
+
+class Seats:
+    """Who is seated; `rows` are those that run, in the order in which they are served."""
+
+    def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
+        self._table = table
+        self._pool = pool
+        self._seated: dict[int, Ticket] = {}  # by row
+        self._running: list[Ticket] = []  # in order
+        self.rows: Ints = np.zeros(0, np.int32)
+
+    def __len__(self) -> int:
+        return len(self._seated)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._seated
+
+    def ticket(self, row: int) -> Ticket:
+        return self._seated[row]
+
+    # ------------------------------------------------------------ coming and going
+
+    def seat(self, ticket: Ticket, matched: Ints) -> None:
+        """Give it a row that starts with `matched`, blocks found in the cache."""
+        table = self._table
+        ticket.row = row = table.add(ticket.new, ticket.tokens, ticket.yield_len)
+        self._seated[row] = ticket
+        self._pool.share(matched, State.USED)
+        table.block_table[row, : len(matched)] = matched
+        table.num_blocks[row] = table.num_published[row] = len(matched)
+        table.num_computed[row] = len(matched) * table.block_size
+
+    def reserve(self, ticket: Ticket) -> None:
+        """Blocks for what comes from elsewhere, beside those that it has."""
+        ticket.phase = Phase.RECEIVING
+        rows = np.array([ticket.row], np.int32)
+        counts = self._table.num_missing_blocks(rows, np.array([ticket.source_len], np.int32))
+        blocks = self._pool.take(int(counts[0]), State.RESERVED)
+        self._table.add_blocks(rows, counts, blocks)
+
+    def reserved(self, ticket: Ticket) -> Ints:
+        """The blocks of a receiving sequence that are still to be written."""
+        return self._table.blocks(ticket.row)[self._table.num_published[ticket.row] :]
+
+    def run(self, ticket: Ticket) -> None:
+        """It may be scheduled from now on."""
+        if ticket.phase is Phase.RECEIVING:
+            self._pool.move(self.reserved(ticket), State.RESERVED, State.USED)
+        ticket.phase = Phase.RUNNING
+        ticket.source_len = 0
+        insort(self._running, ticket, key=_order)
+        self._set_rows()
+
+    def leave(self, ticket: Ticket, num_kept: int = 0) -> Ints:
+        """Give up its row and all blocks but the first `num_kept`, which are returned, still held.
+
+        A receiving sequence's reserved blocks are not touched.
+        """
+        table = self._table
+        blocks = table.blocks(ticket.row)
+        if ticket.phase is Phase.RECEIVING:
+            blocks = blocks[: int(table.num_published[ticket.row])]
+        else:
+            del self._running[bisect_left(self._running, ticket.order, key=_order)]
+            self._set_rows()
+        self._pool.release(blocks[num_kept:], State.USED)
+        table.remove(ticket.row)
+        del self._seated[ticket.row]
+        ticket.row = -1
+        return blocks[:num_kept]
+
+    def preempt(self) -> Ticket:
+        """Take row and blocks from the youngest that runs at the lowest priority."""
+        ticket = self._running[-1]
+        ticket.tokens = self._table.tokens[ticket.row, : self._table.num_tokens[ticket.row]].copy()
+        self.leave(ticket)
+        ticket.phase = Phase.WAITING
+        return ticket
+
+    # ------------------------------------------------------------ a step
+
+    def share(self, budget: int) -> Ints:
+        """[running] how many tokens of a step of `budget` each row of `rows` gets."""
+        rows = self.rows
+        return share_budget(self._table.num_tokens[rows] - self._table.num_computed[rows], budget)
+
+    def num_missing(self, rows: Ints, counts: Ints) -> int:
+        """Blocks that a step of the next `counts` tokens of these rows has to take."""
+        ends = self._table.num_computed[rows] + counts
+        return int(self._table.num_missing_blocks(rows, ends).sum())
+
+    def num_claimed(self) -> int:
+        """Blocks that all who are seated still need for the tokens that they have."""
+        rows = np.fromiter(self._seated, np.int32, len(self._seated))
+        return int(self._table.num_missing_blocks(rows, self._table.num_tokens[rows]).sum())
+
+    def grow(self, rows: Ints, counts: Ints) -> None:
+        """Take the blocks for the next `counts` tokens of these rows."""
+        missing = self._table.num_missing_blocks(rows, self._table.num_computed[rows] + counts)
+        num = int(missing.sum())
+        if num:
+            self._table.add_blocks(rows, missing, self._pool.take(num, State.USED))
+
+    def publish(self, rows: Ints) -> None:
+        """Make the full blocks that these rows have computed findable."""
+        table, size = self._table, self._table.block_size
+        full = table.num_computed[rows] // size
+        grown = full > table.num_published[rows]
+        if not grown.any():
+            return
+        blocks: list[int] = []
+        hashes: list[bytes] = []
+        firsts = table.num_published[rows[grown]].tolist()
+        for row, first, end in zip(rows[grown].tolist(), firsts, full[grown].tolist(), strict=True):
+            blocks += table.block_table[row, first:end].tolist()
+            hashes += self._seated[row].chain(table.tokens[row], end, size)[first:]
+        self._pool.publish(blocks, hashes)
+        table.num_published[rows[grown]] = full[grown]
+
+    def holders(self) -> tuple[list[Ints], list[Ints]]:
+        """Used and reserved blocks, an array a row, for the ledger."""
+        used, reserved = [], []
+        for row, ticket in self._seated.items():
+            blocks = self._table.blocks(row)
+            receiving = ticket.phase is Phase.RECEIVING
+            num_used = int(self._table.num_published[row]) if receiving else len(blocks)
+            used.append(blocks[:num_used])
+            reserved.append(blocks[num_used:])
+        return used, reserved
+
+    def _set_rows(self) -> None:
+        self.rows = np.array([ticket.row for ticket in self._running], np.int32)

@@ -1,0 +1,122 @@
+"""The sequences that have a row, as numpy tables: one row a sequence, one array a property."""
+
+import numpy as np
+
+from penstock.workers.scheduling.sequence import Bools, Finish, Ints, NewSequence, StepPlan
+
+NEVER = int(np.iinfo(np.int32).max)
+
+
+class SequenceTable:
+    """R rows of at most L tokens and M = ceil(L / block_size) blocks; everything is int32.
+
+    The arrays are read by the sampler (history) and the runner; only the scheduler writes them.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        num_columns = -(-max_model_len // block_size)
+
+        def column() -> Ints:
+            return np.zeros(num_rows, np.int32)
+
+        self.tokens: Ints = np.zeros((num_rows, max_model_len), np.int32)  # prompt, then answer
+        self.num_tokens = column()
+        self.num_prompt = column()
+        self.num_computed = column()  # positions whose K and V are in the blocks
+        self.num_published = column()  # full blocks that others may find
+        self.min_len = column()  # a stop token ends the sequence from this many tokens on
+        self.max_len = column()  # the sequence ends at this many tokens
+        self.yield_len = column()  # and yields at this many
+        self.stop_tokens: Ints = np.full((num_rows, 4), -1, np.int32)  # [R, S], filled up with -1
+        self.block_table: Ints = np.zeros((num_rows, num_columns), np.int32)
+        self.num_blocks = column()
+        self.keys = np.full(num_rows, None, object)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def add(self, new: NewSequence, tokens: Ints, yield_len: int) -> int:
+        """Give the sequence a row (there must be one); its blocks are set by the caller."""
+        row = self._free_rows.pop()
+        params = new.params
+        self.tokens[row, : len(tokens)] = tokens
+        self.num_tokens[row] = len(tokens)
+        self.num_prompt[row] = new.num_prompt
+        self.num_computed[row] = self.num_published[row] = self.num_blocks[row] = 0
+        self.min_len[row] = min(new.num_prompt + params.min_tokens, self.max_model_len)
+        self.max_len[row] = min(new.num_prompt + params.max_tokens, self.max_model_len)
+        self.yield_len[row] = yield_len
+        self._set_stop_tokens(row, params.stop_tokens)
+        self.keys[row] = new.key
+        return row
+
+    def remove(self, row: int) -> None:
+        self.keys[row] = None
+        self._free_rows.append(row)
+
+    def blocks(self, row: int) -> Ints:
+        """[num_blocks] the row's blocks, in order: a copy."""
+        return self.block_table[row, : self.num_blocks[row]].copy()
+
+    def add_blocks(self, rows: Ints, counts: Ints, blocks: Ints) -> None:
+        """Append `counts[i]` of `blocks` to the blocks of `rows[i]`."""
+        columns = self.num_blocks[rows].repeat(counts) + ragged_arange(counts)
+        self.block_table[rows.repeat(counts), columns] = blocks
+        self.num_blocks[rows] += counts
+
+    def num_missing_blocks(self, rows: Ints, lengths: Ints) -> Ints:
+        """[n] blocks that each row still lacks to hold `lengths` positions."""
+        missing: Ints = np.maximum(-(-lengths // self.block_size) - self.num_blocks[rows], 0)
+        return missing
+
+    def append(self, rows: Ints, drawn: Ints) -> Ints:
+        """Write each row's new token; returns why it ended [n], values of `Finish`."""
+        lengths = self.num_tokens[rows]
+        self.tokens[rows, lengths] = drawn
+        lengths += 1
+        self.num_tokens[rows] = lengths
+        stopped = (self.stop_tokens[rows] == drawn[:, None]).any(axis=1)
+        stopped &= lengths >= self.min_len[rows]
+        limited = np.where(lengths >= self.max_len[rows], Finish.LENGTH, Finish.NONE)
+        return np.where(stopped, Finish.STOP, limited).astype(np.int32)
+
+    def pack(self, number: int, rows: Ints, counts: Ints) -> StepPlan:
+        """One ragged batch of the next `counts[b]` uncomputed tokens of each row."""
+        computed = self.num_computed[rows]
+        query_starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        owners = rows.repeat(counts)
+        positions = computed.repeat(counts) + ragged_arange(counts)
+        blocks = self.block_table[owners, positions // self.block_size]
+        context_lens = computed + counts
+        samples: Bools = context_lens == self.num_tokens[rows]
+        return StepPlan(
+            number=number,
+            rows=rows,
+            tokens=self.tokens[owners, positions],
+            positions=positions,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=self.block_table[rows, : int(self.num_blocks[rows].max())],
+            slots=blocks * self.block_size + positions % self.block_size,
+            samples=samples,
+        )
+
+    def _set_stop_tokens(self, row: int, stop_tokens: tuple[int, ...]) -> None:
+        drawable = [token for token in stop_tokens if 0 <= token <= NEVER]
+        missing = len(drawable) - self.stop_tokens.shape[1]
+        if missing > 0:
+            self.stop_tokens = np.pad(self.stop_tokens, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_tokens[row] = -1
+        self.stop_tokens[row, : len(drawable)] = drawable
+
+
+def ragged_arange(counts: Ints) -> Ints:
+    """[sum(counts)] 0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ..."""
+    ends = np.cumsum(counts, dtype=np.int32)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int32) - (ends - counts).repeat(counts)

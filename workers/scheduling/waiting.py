@@ -1,0 +1,83 @@
+"""Sequences that wait for a row: by priority, then by arrival."""
+
+import heapq
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from penstock.workers.scheduling.kv_pool import block_hash, root_hash
+from penstock.workers.scheduling.sequence import Ints, Key, NewSequence
+
+
+class Phase(Enum):
+    """Where a submitted sequence stands."""
+
+    WAITING = auto()  # in the queue, without a row
+    RECEIVING = auto()  # has a row; its blocks are being written from elsewhere
+    RUNNING = auto()  # has a row and is scheduled
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A submitted sequence: what is known of it beside its row of the table."""
+
+    new: NewSequence
+    number: int  # of arrival; kept when it is preempted, so that it returns to its place
+    tokens: Ints  # [num_tokens] while it waits; the table's from then on
+    yield_len: int
+    source_len: int  # positions that may still come from elsewhere
+    phase: Phase = Phase.WAITING
+    row: int = -1  # while it has one
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as needed yet
+
+    @property
+    def key(self) -> Key:
+        return self.new.key
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first has the smaller one."""
+        return -self.new.priority, self.number
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.source_len
+
+    def chain(self, tokens: Ints, num_blocks: int, block_size: int) -> list[bytes]:
+        """Hashes of the first `num_blocks` full blocks of `tokens`, which are this sequence's."""
+        for start in range(len(self.hashes) * block_size, num_blocks * block_size, block_size):
+            parent = self.hashes[-1] if self.hashes else root_hash(self.new.salt)
+            self.hashes.append(block_hash(parent, tokens[start : start + block_size]))
+        return self.hashes[:num_blocks]
+
+
+class WaitingQueue:
+    """A heap; what is taken out of its middle stays in it as a shadow until it surfaces."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0  # to compute, over all that wait
+        self._heap: list[tuple[tuple[int, int], Ticket]] = []
+        self._waiting: set[int] = set()  # numbers
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, ticket: Ticket) -> None:
+        heapq.heappush(self._heap, (ticket.order, ticket))
+        self._waiting.add(ticket.number)
+        self.num_tokens += ticket.num_uncomputed
+
+    def head(self) -> Ticket | None:
+        """Who is next, left in its place."""
+        while self._heap and self._heap[0][1].number not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def remove(self, ticket: Ticket) -> None:
+        """Take one out, wherever it stands."""
+        if self._heap[0][1] is ticket:
+            heapq.heappop(self._heap)  # only these come back, after a preemption: no shadow of them
+        self._waiting.remove(ticket.number)
+        self.num_tokens -= ticket.num_uncomputed
+        if len(self._heap) > 2 * len(self._waiting) + 16:
+            self._heap = [entry for entry in self._heap if entry[1].number in self._waiting]
+            heapq.heapify(self._heap)
