@@ -1,0 +1,20 @@
+"""RMS normalisation over the last dimension (Zhang and Sennrich, 2019).
+
+y = x / sqrt(mean(x²) + eps) * weight
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalises every row: x [..., D], weight [D], one floating dtype; a new tensor like x."""
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What `rms_norm` means: the mean in float32, whatever the dtype of x."""
+    wide = x.to(torch.float32)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight

@@ -1,0 +1,130 @@
+"""From logits to tokens: penalties, cuts, and the largest of what is left."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Of P rows: each field [P] float32. 1, 0 and 0 change nothing."""
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+def penalize_(
+    logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
+) -> None:
+    """Penalises, in place, what was said before.
+
+    Each token of the prompt or the answer has its logit divided by `repetition` if it is
+    positive, else multiplied (Keskar et al., 2019). Each token of the answer then loses
+    `frequency` for every time that it is there, and `presence` once.
+
+    logits: [P, V] float32; tokens: [P, L] int64, prompt, answer, then anything;
+    num_prompt, num_tokens: [P] int64, num_tokens > 0.
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    said = positions < num_tokens[:, None]
+    answered = said & (positions >= num_prompt[:, None])
+    # Repeats, and the padding with a token that is there, all write the same value.
+    seen = torch.where(said, tokens, tokens[:, :1])
+    scores = logits.gather(1, seen)
+    factor = penalties.repetition[:, None]
+    logits.scatter_(1, seen, torch.where(scores > 0, scores / factor, scores * factor))
+    logits.scatter_add_(1, seen, answered * -penalties.frequency[:, None])
+    first = num_prompt.minimum(num_tokens - 1)[:, None]
+    present = torch.where(answered, tokens, tokens.gather(1, first))
+    has_answer = (num_tokens > num_prompt)[:, None]
+    logits.scatter_(
+        1, present, logits.gather(1, present) - has_answer * penalties.presence[:, None]
+    )
+
+
+def penalize_reference(
+    logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
+) -> Tensor:
+    """What `penalize_` means, token by token; a new tensor."""
+    out = logits.clone()
+    for row, (start, stop) in enumerate(zip(num_prompt.tolist(), num_tokens.tolist(), strict=True)):
+        answer = tokens[row, start:stop].tolist()
+        factor = penalties.repetition[row]
+        for token in set(tokens[row, :stop].tolist()):
+            score = out[row, token]
+            out[row, token] = score / factor if score > 0 else score * factor
+        for token in set(answer):
+            out[row, token] -= penalties.frequency[row] * answer.count(token)
+            out[row, token] -= penalties.presence[row]
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Of R rows: which tokens may be drawn. 0, 1 and 0 cut nothing."""
+
+    top_k: Tensor  # [R] int64: the k likeliest
+    top_p: Tensor  # [R] float32: of these the fewest that hold this much of their probability
+    min_p: Tensor  # [R] float32: of these the ones this likely, measured by the likeliest
+
+
+def cut_(logits: Tensor, cuts: Cuts) -> None:
+    """Sets the logits of tokens that may not be drawn to -inf, in place.
+
+    logits: [R, V] float32, temperature applied; at least one finite a row. Tokens that tie with
+    the last one kept are kept, so that the outcome depends on no order; nor does it depend on
+    the other rows. The likeliest token always stays.
+    """
+    floor = logits.amax(-1) + cuts.min_p.log()
+    vocab_size = logits.shape[1]
+    limits = torch.where(cuts.top_k > 0, cuts.top_k, vocab_size).clamp(max=vocab_size)
+    if bool(((limits < vocab_size) | (cuts.top_p < 1)).any()):
+        floor = torch.maximum(floor, _floor_by_order(logits, limits, cuts.top_p))
+    logits.masked_fill_(logits < floor[:, None], -torch.inf)
+
+
+def _floor_by_order(logits: Tensor, limits: Tensor, top_p: Tensor) -> Tensor:
+    """The least logit that top-k (`limits`) and top-p keep: [R]."""
+    values = _descending(logits)
+    among = values >= values.gather(1, limits[:, None] - 1)
+    # Below e^-80 nothing counts, and denormal numbers would be fifty times slower.
+    mass = (values - values[:, :1]).clamp_(min=-80).exp_() * among
+    through = mass.cumsum(-1)
+    enough = through - mass >= top_p[:, None] * through[:, -1:]
+    kept = among & ~(enough & (top_p < 1)[:, None])
+    return torch.where(kept, values, torch.inf).amin(-1)
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Every row sorted. On a CPU numpy is tens of times faster at it than torch."""
+    if values.device.type != "cpu":
+        return values.sort(-1, descending=True).values
+    return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
+
+
+def argmax(scores: Tensor) -> npt.NDArray[np.integer]:
+    """The place of the largest of each row, the first of equals: [S, V] to [S] on the host."""
+    if scores.device.type != "cpu":
+        return np.asarray(scores.argmax(-1).cpu())
+    return np.asarray(scores.numpy().argmax(-1))  # tens of times faster than torch
+
+
+def cut_reference(logits: Tensor, cuts: Cuts) -> Tensor:
+    """What `cut_` means, row by row with a full sort; a new tensor."""
+    out = logits.clone()
+    for row, values in enumerate(logits.to(torch.float64)):
+        ordered = values.sort(descending=True).values
+        top_k = int(cuts.top_k[row])
+        if top_k:
+            ordered = ordered[ordered >= ordered[min(top_k, len(ordered)) - 1]]
+        chances = ordered.softmax(-1)
+        before = chances.cumsum(-1) - chances
+        if cuts.top_p[row] < 1:
+            ordered = ordered[before < float(cuts.top_p[row])]
+        floor = max(float(ordered[-1]), float(ordered[0] + cuts.min_p[row].log()))
+        out[row, values < floor] = -torch.inf
+    return out

@@ -1,0 +1,35 @@
+"""Writing keys and values, and moving rectangles of blocks."""
+
+import torch
+
+from penstock.kernels.cache import (
+    gather_blocks,
+    scatter_blocks,
+    write_kv,
+    write_kv_reference,
+    write_rows,
+)
+
+
+def test_write_goes_to_the_slots_and_nowhere_else() -> None:
+    layer = torch.randn(2, 7, 3, 4, 5)
+    expected = layer.clone()
+    slots = torch.tensor([0, 27, 13, 14, 3])
+    fused = torch.randn(5, 4 + 6, 5)  # query heads before: the tail is a strided view
+    write_kv(layer, write_rows(slots, layer.shape), fused[:, 4:])
+    write_kv_reference(expected, slots, fused[:, 4:])
+    assert torch.equal(layer, expected)
+
+
+def test_a_rectangle_of_blocks_moves_whole() -> None:
+    source = torch.randn(4, 2, 9, 6, 3, 5)
+    target = torch.zeros(4, 2, 8, 6, 3, 5)
+    layers, heads = slice(1, 3), slice(2, 6)
+    staged = gather_blocks(source, torch.tensor([8, 0, 5]), layers, heads)
+    assert staged.is_contiguous()
+    assert staged.shape == (2, 2, 3, 4, 3, 5)
+    scatter_blocks(target, torch.tensor([1, 7, 2], dtype=torch.int32), layers, heads, staged)
+    expected = torch.zeros_like(target)
+    for to, of in ((1, 8), (7, 0), (2, 5)):
+        expected[1:3, :, to, 2:6] = source[1:3, :, of, 2:6]
+    assert torch.equal(target, expected)

@@ -1,0 +1,44 @@
+"""Norm, rotation and gate against their references."""
+
+import torch
+
+from penstock.kernels.activation import silu_mul, silu_mul_reference
+from penstock.kernels.norm import rms_norm, rms_norm_reference
+from penstock.kernels.rotary import rotary_table, rotate_, rotate_reference
+
+
+def test_rms_norm() -> None:
+    x, weight = torch.randn(5, 3, 24) * 9, torch.randn(24)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+    zero = torch.zeros(1, 24)
+    assert torch.equal(rms_norm(zero, weight, 1e-5), zero)
+
+
+def test_silu_mul() -> None:
+    gate_up = torch.randn(7, 22) * 4
+    expected = silu_mul_reference(gate_up)
+    torch.testing.assert_close(silu_mul(gate_up), expected)
+
+
+def test_rotation_in_place_of_a_view() -> None:
+    frequencies = torch.rand(6)
+    table = rotary_table(frequencies, 300, torch.float32)
+    positions = torch.tensor([0, 299, 17, 17])
+    fused = torch.randn(4, 5, 12)
+    expected = fused.clone()
+    expected[:, 1:4] = rotate_reference(fused[:, 1:4], positions, frequencies)
+    rotate_(fused[:, 1:4], table[positions])
+    torch.testing.assert_close(fused, expected)
+
+
+def test_rotated_products_depend_on_the_distance_only() -> None:
+    table = rotary_table(torch.rand(6), 64, torch.float32)
+    query, key = torch.randn(1, 1, 12), torch.randn(1, 1, 12)
+
+    def product(at: int, other: int) -> torch.Tensor:
+        q, k = query.clone(), key.clone()
+        rotate_(q, table[[at]])
+        rotate_(k, table[[other]])
+        return (q * k).sum()
+
+    torch.testing.assert_close(product(3, 11), product(50, 58), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,108 @@
+"""Penalties and cuts against their references."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.sampling import (
+    Cuts,
+    Penalties,
+    argmax,
+    cut_,
+    cut_reference,
+    penalize_,
+    penalize_reference,
+)
+
+
+def cuts(*rows: tuple[int, float, float]) -> Cuts:
+    top_k, top_p, min_p = zip(*rows, strict=True)
+    return Cuts(torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    spread=st.sampled_from([0.1, 1.0, 5.0, 60.0]),
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from([0, 1, 2, 7, 50, 103, 5000]),
+            st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+            st.sampled_from([0.0, 1e-4, 0.1, 1.0]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_cuts_as_the_reference(
+    seed: int, spread: float, rows: list[tuple[int, float, float]]
+) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(len(rows), 103) * spread
+    logits[:, 5] = logits[:, 80]  # a tie
+    expected = cut_reference(logits, cuts(*rows))
+    found = logits.clone()
+    cut_(found, cuts(*rows))
+    # A nucleus may end one token earlier or later where rounding decides.
+    assert int((found != expected).sum()) <= len(rows)
+    kept = found > -torch.inf
+    assert torch.equal(found[kept], logits[kept])
+    assert bool(kept.gather(1, logits.argmax(-1, keepdim=True)).all())
+    for row, (top_k, _, _) in enumerate(rows):
+        assert not top_k or int(kept[row].sum()) <= top_k + 1  # the tie
+
+
+def test_each_cut_alone() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(6, 1)
+    cut_(
+        logits, cuts((2, 1, 0), (0, 0.8, 0), (0, 0.81, 0), (0, 1, 0.29), (0, 1, 0.31), (3, 0.85, 0))
+    )
+    # The last: of the three likeliest, 0.95 in all, two hold 0.84 of it.
+    assert (logits > -torch.inf).sum(-1).tolist() == [2, 2, 3, 3, 2, 3]
+
+
+def test_a_row_is_cut_alike_in_any_company() -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(6, 5000) * 3
+    rows = [(0, 0.9, 0.0), (40, 0.7, 0.0), (0, 1.0, 0.0), (0, 0.9999, 1e-9), (1, 1, 0), (999, 1, 0)]
+    crowd = logits.clone()
+    cut_(crowd, cuts(*rows))
+    for row, one in enumerate(rows):
+        alone = logits[row : row + 1].clone()
+        cut_(alone, cuts(one))
+        assert torch.equal(alone[0], crowd[row])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.lists(
+        st.tuples(st.integers(1, 12), st.integers(0, 12), st.integers(0, 3)), min_size=1, max_size=4
+    ),
+)
+def test_penalties_as_the_reference(seed: int, rows: list[tuple[int, int, int]]) -> None:
+    numbers = np.random.default_rng(seed)
+    logits = torch.from_numpy(numbers.normal(0, 4, (len(rows), 17)).astype(np.float32))
+    num_prompt = torch.tensor([prompt for prompt, _, _ in rows])
+    num_tokens = num_prompt + torch.tensor([answer for _, answer, _ in rows])
+    tokens = torch.from_numpy(numbers.integers(0, 17, (len(rows), 24)))
+    tokens[torch.arange(24) >= num_tokens[:, None]] = -(10**6)  # never read
+    kinds = torch.tensor([kind for _, _, kind in rows])
+    penalties = Penalties(
+        torch.where(kinds == 1, 1.7, 1.0),
+        torch.where(kinds == 2, 0.6, 0.0),
+        torch.where(kinds == 3, -0.3, 0.0),
+    )
+    expected = penalize_reference(logits, tokens, num_prompt, num_tokens, penalties)
+    found = logits.clone()
+    penalize_(found, tokens, num_prompt, num_tokens, penalties)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found[kinds == 0], logits[kinds == 0])
+
+
+def test_argmax_takes_the_first_of_equals() -> None:
+    assert argmax(torch.tensor([[1.0, 3.0, 3.0], [-torch.inf, -torch.inf, -2.0]])).tolist() == [
+        1,
+        2,
+    ]

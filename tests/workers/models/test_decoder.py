@@ -1,0 +1,73 @@
+"""The decoder against transformers: the same tokens, and the same logits within rounding."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.weights.loading import load_model
+from tests.support.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from tests.support.planner import generate
+
+MAX_NEW = 20  # crosses a block, and every family's window
+LENGTHS = (1, 5, 16, 33, 16, 15, 70)  # shorter than, equal to and longer than a block
+
+Expected = tuple[list[list[int]], list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    reference = make_checkpoint(folder, request.param)
+    _, decoder = load_model(folder, "auto", torch.device("cpu"))
+    return decoder, expected_answers(reference)
+
+
+@cache
+def prompts() -> list[list[int]]:
+    numbers = np.random.default_rng(5)
+    return [numbers.integers(4, VOCAB_SIZE, length).tolist() for length in LENGTHS]
+
+
+def expected_answers(reference: Any) -> Expected:
+    answers, logits = [], []
+    for prompt in prompts():
+        out = reference.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=MAX_NEW,
+            min_new_tokens=MAX_NEW,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        answers.append(out.sequences[0, len(prompt) :].tolist())
+        logits.append(torch.cat(out.logits))
+    return answers, logits
+
+
+def check(found: Expected, expected: Expected) -> None:
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_answers_vary(model: tuple[Decoder, Expected]) -> None:
+    assert len({token for answer in model[1][0] for token in answer}) > 20
+
+
+@pytest.mark.parametrize("index", range(len(LENGTHS)))
+def test_alone(model: tuple[Decoder, Expected], index: int) -> None:
+    decoder, (answers, logits) = model
+    found = generate(decoder, [prompts()[index]], MAX_NEW)
+    check(found, ([answers[index]], [logits[index]]))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 23, 100])
+def test_in_a_crowd_and_in_chunks(model: tuple[Decoder, Expected], chunk: int) -> None:
+    decoder, expected = model
+    check(generate(decoder, prompts(), MAX_NEW, chunk), expected)

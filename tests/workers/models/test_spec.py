@@ -1,0 +1,169 @@
+"""What `config.json` is taken to say, and how a bad one is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.workers.models.spec import BadCheckpoint, RopeSpec, UnsupportedModel, read_spec
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    values = {key: value for key, value in (CONFIG | changes).items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_defaults(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path))
+    assert (spec.family, spec.num_kv_heads, spec.head_dim) == ("llama", 4, 8)
+    assert spec.windows == (0, 0, 0)
+    assert spec.rope == RopeSpec(10000.0)
+    assert spec.eos_tokens == (2,)
+    assert not spec.tie_embeddings
+    assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == (False, False, False)
+    assert spec.kv_bytes_per_token(4) == 2 * 3 * 4 * 8 * 4
+
+
+def test_the_two_ways_of_writing_rope_scaling(tmp_path: Path) -> None:
+    expected = RopeSpec(5e5, "llama3", 8.0, 1.0, 4.0, 64)
+    older = read_spec(write(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3))
+    assert older.rope == expected
+    newer = read_spec(write(tmp_path, rope_parameters=LLAMA3 | {"rope_theta": 5e5}))
+    assert newer.rope == expected
+    oldest = read_spec(write(tmp_path, rope_scaling={"type": "linear", "factor": 2}))
+    assert oldest.rope == RopeSpec(10000.0, "linear", 2.0)
+
+
+def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert read_spec(tmp_path).eos_tokens == (7, 9)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 1}')
+    assert read_spec(tmp_path).eos_tokens == (2,)
+    assert read_spec(write(tmp_path, eos_token_id=None)).eos_tokens == ()
+
+
+def test_windows(tmp_path: Path) -> None:
+    def windows(architecture: str, **changes: Any) -> tuple[int, ...]:
+        folder = write(tmp_path, architectures=[architecture], sliding_window=9, **changes)
+        return read_spec(folder).windows
+
+    upper = {"use_sliding_window": True, "max_window_layers": 1}
+    named = ["sliding_attention", "full_attention", "full_attention"]
+    assert windows("LlamaForCausalLM") == (0, 0, 0)
+    assert windows("MistralForCausalLM") == (9, 9, 9)
+    assert windows("Qwen2ForCausalLM") == (0, 0, 0)
+    assert windows("Qwen2ForCausalLM", **upper) == (0, 9, 9)
+    assert windows("Qwen3ForCausalLM", **upper, layer_types=named) == (9, 0, 0)
+
+
+def test_what_sets_the_families_apart(tmp_path: Path) -> None:
+    qwen2 = read_spec(write(tmp_path, architectures=["Qwen2ForCausalLM"]))
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    qwen3 = read_spec(write(tmp_path, architectures=["Qwen3ForCausalLM"]))
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm) == (False, False, True)
+    assert qwen3.head_dim == 128
+    llama = read_spec(write(tmp_path, attention_bias=True, mlp_bias=True))
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT9LM"]}, "GPT9LM is not served.*Llama.*Mistral.*Qwen2.*Qwen3"),
+        ({"architectures": "absent"}, "no single architecture.*LlamaForCausalLM"),
+        ({"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn.*llama3"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ between layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"dtype": "float8"}, "float8"),
+    ],
+)
+def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        read_spec(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": "absent"}, "vocab_size is None"),
+        ({"hidden_size": -3}, "hidden_size is -3"),
+        ({"hidden_size": 1 << 60}, "hidden_size"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3.*divisor"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+        ({"rope_theta": -1.0}, "rope_theta is -1"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is None"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "9"}, "sliding_window"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"],
+            },
+            "layer_types.*one entry a layer",
+        ),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": 5,
+            },
+            "layer_types",
+        ),
+    ],
+)
+def test_absurd_values_are_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadCheckpoint, match=words):
+        read_spec(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[1]", "no JSON object"),
+    ],
+)
+def test_a_file_that_is_no_json(tmp_path: Path, text: bytes, words: str) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(BadCheckpoint, match=words):
+        read_spec(tmp_path)
+
+
+def test_no_folder_and_no_config(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match="not a folder"):
+        read_spec(tmp_path / "nowhere")
+    with pytest.raises(BadCheckpoint, match=r"no config\.json"):
+        read_spec(tmp_path)

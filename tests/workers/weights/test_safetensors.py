@@ -1,0 +1,128 @@
+"""Headers that lie are refused; sound files are read as the format's own library reads them."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.workers.models.spec import BadCheckpoint
+from penstock.workers.weights import safetensors
+from penstock.workers.weights.safetensors import load_tensor, read_header
+
+
+def write(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def tensor(begin: Any, end: Any, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+def test_reads_what_the_library_writes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    target_dtype: torch.dtype,
+) -> None:
+    monkeypatch.setattr(safetensors, "CHUNK_BYTES", 256)
+    tensors = {
+        "a": torch.randn(7, 33).to(dtype),
+        "empty": torch.empty(0, 3, dtype=dtype),
+        "one": torch.randn(1).to(dtype),
+    }
+    path = tmp_path / "x.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    entries = read_header(path)
+    assert entries.keys() == tensors.keys()
+    pieces: list[int] = []
+    with path.open("rb") as file:
+        for name, expected in tensors.items():
+            assert entries[name].shape == tuple(expected.shape)
+            target = torch.full(expected.shape, torch.nan, dtype=target_dtype)
+            load_tensor(entries[name], target, file, pieces.append)
+            assert torch.equal(target, expected.to(target_dtype))
+    assert sum(pieces) == sum(one.nbytes for one in tensors.values())
+    assert max(pieces) <= 256
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b'{"a": {}, "a": {}}', "twice"),
+        ([], "not a JSON object"),
+        ({"a": 5}, "tensor a"),
+        ({"a": tensor(0, 4, dtype="F9")}, "tensor a.*dtype 'F9'"),
+        ({"a": tensor(0, 4, dtype=["F32"])}, "tensor a.*dtype"),
+        ({"a": tensor(0, 4, shape=None)}, "tensor a"),
+        ({"a": tensor(0, 4, shape=[-1, -1])}, "tensor a"),
+        ({"a": tensor(-4, 0)}, "tensor a"),
+        ({"a": tensor(4, 0)}, "tensor a"),
+        ({"a": tensor(0, 8)}, "tensor a.*does not fit"),
+        ({"a": tensor(0.0, 4.0)}, "tensor a"),
+        ({"a": tensor(0, 4, shape=[10**30])}, "tensor a.*does not fit"),
+        ({"a": tensor(6, 10)}, "8 bytes|has .* of at least"),
+        ({"a": tensor(0, 4), "b": tensor(2, 6)}, "tensor b overlaps"),
+    ],
+)
+def test_headers_that_lie(tmp_path: Path, header: Any, words: str) -> None:
+    path = write(tmp_path / "x.safetensors", header, bytes(8))
+    with pytest.raises(BadCheckpoint, match=f"x.safetensors is corrupt.*({words})"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("length", [101 << 20, 2**64 - 1])
+def test_an_absurd_header_length_takes_no_memory(tmp_path: Path, length: int) -> None:
+    path = write(tmp_path / "x.safetensors", {}, length=length)
+    with pytest.raises(BadCheckpoint, match="length of a header"):
+        read_header(path)
+
+
+def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.randn(30)}, path)
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole), 11), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(BadCheckpoint, match=r"x\.safetensors is corrupt"):
+            read_header(path)
+
+
+def test_any_flipped_header_byte_is_refused_or_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.randn(30), "b": torch.randn(2, 5)}, path)
+    whole = bytearray(path.read_bytes())
+    chance = random.Random(0)
+    for _ in range(400):
+        broken = bytearray(whole)
+        broken[chance.randrange(len(whole) - 160)] = chance.randrange(256)
+        path.write_bytes(broken)
+        try:
+            entries = read_header(path)
+        except BadCheckpoint:
+            continue
+        assert all(e.start + e.num_bytes <= len(whole) for e in entries.values())
+
+
+def test_a_file_that_shrinks_after_its_header_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.randn(30)}, path)
+    entry = read_header(path)["a"]
+    path.write_bytes(path.read_bytes()[:-3])
+    with path.open("rb") as file, pytest.raises(BadCheckpoint, match="inside tensor a"):
+        load_tensor(entry, torch.empty(30), file, lambda num_bytes: None)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=r"x\.safetensors is missing"):
+        read_header(tmp_path / "x.safetensors")

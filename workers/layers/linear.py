@@ -1,0 +1,41 @@
+"""Products of activations with weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = x Wᵀ + b; several products of one x are fused, the rows of W one after another."""
+
+    weight: Tensor  # [sum(sizes), in]
+    bias: Tensor | None  # [sum(sizes)]
+    sizes: tuple[int, ...]  # outputs of each product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Where each product's weight and bias go, by the product's name in the checkpoint."""
+        parts = dict(zip(names, torch.split(self.weight, list(self.sizes)), strict=True))
+        found = {f"{name}.weight": part for name, part in parts.items()}
+        if self.bias is not None:
+            biases = zip(names, torch.split(self.bias, list(self.sizes)), strict=True)
+            found |= {f"{name}.bias": part for name, part in biases}
+        return found
+
+
+def empty_linear(
+    num_inputs: int, sizes: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device
+) -> Linear:
+    """A `Linear` whose weights are yet to be loaded."""
+    num_outputs = sum(sizes)
+    return Linear(
+        torch.empty(num_outputs, num_inputs, dtype=dtype, device=device),
+        torch.empty(num_outputs, dtype=dtype, device=device) if bias else None,
+        tuple(sizes),
+    )

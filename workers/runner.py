@@ -1,0 +1,60 @@
+"""Runs the model once over a step's ragged batch."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention import plan_attention
+from penstock.kernels.cache import write_rows
+from penstock.kernels.rotary import rotary_table
+from penstock.workers.kv_cache import KvCache
+from penstock.workers.layers.attention import StepInputs
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.scheduling.sequence import Ints, StepPlan
+
+FIRST_POSITIONS = 64
+"""Rows of the rotary table at first."""
+
+
+class Runner:
+    """A model with its cache: turns step plans into logits."""
+
+    def __init__(self, decoder: Decoder, cache: KvCache) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self._windows = set(decoder.spec.windows)
+        self._rotary = rotary_table(decoder.frequencies, FIRST_POSITIONS, decoder.dtype)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> Tensor:
+        """Computes the plan's tokens and writes their keys and values.
+
+        Returns [S, vocab_size] float32: logits after the last token of each row of the plan that
+        samples, in the plan's order.
+        """
+        decoder, cache = self.decoder, self.cache.data
+        hidden = decoder(self._put(plan.tokens), self._inputs(plan), cache)
+        last = plan.query_starts[1:][plan.samples] - 1
+        if len(last) < len(hidden):
+            hidden = hidden[self._put(last)]
+        return decoder.logits(hidden)
+
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        layer = self.cache.data[0]
+        batch = (plan.query_starts, plan.context_lens, plan.block_tables)
+        return StepInputs(
+            cos_sin=self._cos_sin(plan.positions),
+            cache_rows=write_rows(self._put(plan.slots), layer.shape),
+            plans={w: plan_attention(*batch, layer, w) for w in self._windows},
+        )
+
+    def _cos_sin(self, positions: Ints) -> Tensor:
+        needed = int(positions.max()) + 1
+        if needed > len(self._rotary):
+            # Made as sequences grow: a table of all positions of a long model takes a gigabyte.
+            size = 1 << (needed - 1).bit_length()
+            self._rotary = rotary_table(self.decoder.frequencies, size, self.decoder.dtype)
+        return self._rotary.index_select(0, self._put(positions))
+
+    def _put(self, array: Ints) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self.decoder.device)

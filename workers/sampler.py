@@ -1,0 +1,231 @@
+"""Draws the next tokens of a whole batch at once.
+
+In this order, each step only for the rows that want it: logit bias, penalties, stop tokens held
+back until `min_tokens`; then the largest is taken (greedy), or the temperature, top-k, top-p and
+min-p are applied and the largest is taken after noise is added.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.kernels.noise import gumbel_noise
+from penstock.kernels.sampling import Cuts, Penalties, argmax, cut_, penalize_
+from penstock.workers.scheduling.sequence import Bools, Ints, SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below it are greedy: dividing by them would leave float32."""
+
+ROW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("top_k", np.int64),
+        ("min_p", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("repetition", np.float32),
+        ("seed", np.uint64),
+        ("choice", np.int64),
+        ("min_tokens", np.int64),
+        ("logprobs", np.int64),  # -1: none
+        ("greedy", np.bool_),
+        ("cut", np.bool_),
+        ("penalized", np.bool_),
+        ("biased", np.bool_),
+        ("stops", np.bool_),  # it has stop tokens
+    ]
+)
+
+
+class History(Protocol):
+    """What was said so far: the scheduler's table of sequences."""
+
+    @property
+    def tokens(self) -> Ints: ...  # [R, L] prompt, then answer
+
+    @property
+    def num_tokens(self) -> Ints: ...  # [R]
+
+    @property
+    def num_prompt(self) -> Ints: ...  # [R]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own chances, before temperature, penalties and cuts."""
+
+    chosen: float
+    tokens: list[int]  # the likeliest, in falling order
+    values: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One drawn token a row of the logits."""
+
+    tokens: Ints  # [S]; 0 where the row is not finite
+    finite: Bools  # [S] whether the row's logits were
+    logprobs: list[TokenLogprobs | None]  # of the rows that asked
+
+
+class Sampler:
+    """Keeps every row's parameters; a draw depends on its row's logits and history alone."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._params = np.zeros(num_rows, ROW)
+        # Of each row, on the device: its stop tokens; the tokens of its bias and their shares.
+        self._stops = [torch.empty(0, dtype=torch.int64)] * num_rows
+        self._biases = [(self._stops[0], torch.empty(0))] * num_rows
+        self._vocab_size = vocab_size
+        self._device = device
+
+    def admit(self, row: int, params: SamplingParams, choice: int) -> None:
+        """A sequence takes the row. The tokens of `logit_bias` are within the vocabulary."""
+        stops = [token for token in params.stop_tokens if 0 <= token < self._vocab_size]
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        self._stops[row] = self._put(np.array(stops, np.int64))
+        bias = params.logit_bias
+        self._biases[row] = (
+            self._put(np.array(list(bias), np.int64)),
+            self._put(np.array(list(bias.values()), np.float32)),
+        )
+        self._params[row] = (
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            params.min_p,
+            *penalties,
+            params.seed,
+            choice,
+            params.min_tokens,
+            -1 if params.logprobs is None else params.logprobs,
+            params.temperature < GREEDY_BELOW,
+            params.top_k > 0 or params.top_p < 1 or params.min_p > 0,
+            penalties != (0, 0, 1),
+            bool(bias),
+            bool(stops),
+        )
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Ints, indices: Ints, history: History) -> Sampled:
+        """Draws a token a row.
+
+        logits: [S, V] float32, left as they are; rows: [S] rows of the table; indices: [S] of the
+        tokens to draw in their answers.
+        """
+        if not len(rows):
+            return Sampled(np.empty(0, np.int32), np.empty(0, np.bool_), [])
+        params = self._params[rows]
+        finite = _finite_rows(logits)
+        shaped = self._shaped(logits, rows, params, indices, history)
+        tokens = np.zeros(len(rows), np.int32)
+        greedy, drawn = np.flatnonzero(params["greedy"]), np.flatnonzero(~params["greedy"])
+        if len(greedy):
+            tokens[greedy] = argmax(_pick(shaped, greedy))
+        if len(drawn):
+            scores = self._noisy(_pick(shaped, drawn), params[drawn], indices[drawn])
+            tokens[drawn] = argmax(scores)
+        tokens[~finite] = 0
+        return Sampled(tokens, finite, self._logprobs(logits, params["logprobs"], tokens))
+
+    def _shaped(
+        self,
+        logits: Tensor,
+        rows: Ints,
+        params: npt.NDArray[np.void],
+        indices: Ints,
+        history: History,
+    ) -> Tensor:
+        """With bias, penalties and the stop tokens that are yet to be allowed."""
+        held_back = np.flatnonzero(params["stops"] & (indices < params["min_tokens"]))
+        biased = np.flatnonzero(params["biased"])
+        penalized = np.flatnonzero(params["penalized"])
+        if not (len(held_back) or len(biased) or len(penalized)):
+            return logits
+        shaped = logits.clone()
+        for at in biased:
+            tokens, values = self._biases[rows[at]]
+            shaped[at, tokens] += values
+        if len(penalized):
+            self._penalize(shaped, rows, params, penalized, history)
+        for at in held_back:
+            shaped[at, self._stops[rows[at]]] = -torch.inf
+        return shaped
+
+    def _penalize(
+        self,
+        shaped: Tensor,
+        rows: Ints,
+        params: npt.NDArray[np.void],
+        at: npt.NDArray[np.intp],
+        history: History,
+    ) -> None:
+        rows, params = rows[at], params[at]
+        num_tokens = history.num_tokens[rows]
+        tokens = history.tokens[rows, : num_tokens.max()].astype(np.int64)
+        picked = _pick(shaped, at)
+        penalties = Penalties(
+            *(self._put(params[name]) for name in ("repetition", "presence", "frequency"))
+        )
+        penalize_(
+            picked,
+            self._put(tokens),
+            self._put(history.num_prompt[rows].astype(np.int64)),
+            self._put(num_tokens.astype(np.int64)),
+            penalties,
+        )
+        if picked is not shaped:
+            shaped[self._put(at)] = picked
+
+    def _noisy(self, logits: Tensor, params: npt.NDArray[np.void], indices: Ints) -> Tensor:
+        """Logits at their temperature, cut, with noise: the largest of a row is its draw."""
+        scaled = logits / self._put(params["temperature"])[:, None]
+        cut = np.flatnonzero(params["cut"])
+        if len(cut):
+            picked = _pick(scaled, cut)
+            cuts = Cuts(*(self._put(params[name][cut]) for name in ("top_k", "top_p", "min_p")))
+            cut_(picked, cuts)
+            if picked is not scaled:
+                scaled[self._put(cut)] = picked
+        noise = gumbel_noise(params["seed"], indices, params["choice"], scaled.shape[1])
+        return scaled.add_(noise.to(self._device))
+
+    def _logprobs(
+        self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
+    ) -> list[TokenLogprobs | None]:
+        found: list[TokenLogprobs | None] = [None] * len(tokens)
+        asking = np.flatnonzero(wanted >= 0)
+        if not len(asking):
+            return found
+        logprobs = _pick(logits, asking).log_softmax(-1)
+        chosen = logprobs.gather(1, self._put(tokens[asking].astype(np.int64))[:, None])[:, 0]
+        best = logprobs.topk(min(int(wanted.max()), self._vocab_size))
+        columns = zip(
+            asking, chosen.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
+        )
+        for at, value, names, values in columns:
+            found[at] = TokenLogprobs(value, names[: wanted[at]], values[: wanted[at]])
+        return found
+
+    def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array.copy()).to(self._device)
+
+
+def _pick(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
+    """Rows of a tensor; the tensor itself if that is all of them."""
+    if len(at) == len(tensor):
+        return tensor
+    return tensor[torch.from_numpy(at).to(tensor.device)]
+
+
+def _finite_rows(logits: Tensor) -> Bools:
+    """Which rows hold neither NaN nor an infinity. The sum of one that does is not finite."""
+    found: Bools = torch.isfinite(logits.sum(-1)).cpu().numpy()
+    if not found.all():
+        found = torch.isfinite(logits).all(-1).cpu().numpy()
+    return found

@@ -1,0 +1,140 @@
+"""From a checkpoint folder to a decoder with its weights."""
+
+import re
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.workers.models.decoder import Decoder, empty_decoder
+from penstock.workers.models.spec import (
+    BadCheckpoint,
+    ModelSpec,
+    UnsupportedModel,
+    read_json,
+    read_spec,
+)
+from penstock.workers.weights.safetensors import DTYPES, Entry, load_tensor, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$")  # older Llama checkpoints carry these
+
+
+def load_model(
+    folder: Path,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[ModelSpec, Decoder]:
+    """Loads a checkpoint folder.
+
+    dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`. `progress` is told the
+    bytes read so far and the bytes in all, from (0, all) on. Raises `BadCheckpoint` or
+    `UnsupportedModel` before memory is taken for anything.
+    """
+    spec = read_spec(folder)
+    entries = find_tensors(folder)
+    chosen = choose_dtype(dtype, spec, device)
+    shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()
+    wanted = _match(folder, spec, shapes, entries)
+    decoder = empty_decoder(spec, chosen, device)
+    _stream(wanted, decoder.tensors(), progress)
+    return spec, decoder
+
+
+def choose_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """What the weights are kept in. "auto" is the checkpoint's own, but float32 on a CPU,
+    where narrower products are several times slower."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else spec.dtype
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype {name!r} is not one of auto, float32, bfloat16, float16")
+    chosen: torch.dtype = getattr(torch, name)
+    return chosen
+
+
+def find_tensors(folder: Path) -> dict[str, Entry]:
+    """All tensors of a checkpoint folder, by name, from one file or the files of an index."""
+    if (folder / INDEX).is_file():
+        return _sharded(folder)
+    if (folder / SINGLE).is_file():
+        return read_header(folder / SINGLE)
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise UnsupportedModel(
+            f"{folder} has pickled weights only, which are never loaded (they can run code): "
+            "convert them to safetensors"
+        )
+    raise BadCheckpoint(f"{folder} has neither {SINGLE} nor {INDEX}: copy or download it again")
+
+
+def _sharded(folder: Path) -> dict[str, Entry]:
+    places = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(_is_name(file) for file in places.values()):
+        raise BadCheckpoint(f"{folder / INDEX} has no sound weight_map: download it again")
+    files = {file: read_header(folder / file) for file in sorted(set(places.values()))}
+    for name, file in places.items():
+        if name not in files[file]:
+            raise BadCheckpoint(f"{folder / file} lacks tensor {name}: download it again")
+    return {name: files[file][name] for name, file in places.items()}
+
+
+def _is_name(file: object) -> bool:
+    """Whether it names a file of the folder itself, and nothing elsewhere."""
+    return isinstance(file, str) and file not in ("", ".", "..") and Path(file).name == file
+
+
+def _match(
+    folder: Path, spec: ModelSpec, shapes: dict[str, Tensor], entries: dict[str, Entry]
+) -> list[Entry]:
+    """The entries to load; checks that they are exactly what the model needs."""
+    tied = {"lm_head.weight"} if spec.tie_embeddings else set()
+    extra = {name for name in entries if not _NOT_WEIGHTS.search(name)} - tied - shapes.keys()
+    problems = (("lacks", shapes.keys() - entries.keys()), ("has the unexpected", extra))
+    for verb, names in problems:
+        if names:
+            raise BadCheckpoint(
+                f"{folder} {verb} {_listed(names)} (config.json says {spec.family}, "
+                f"{spec.num_layers} layers): the files do not belong together or are incomplete"
+            )
+    for name, target in shapes.items():
+        _check(entries[name], target)
+    return sorted((entries[name] for name in shapes), key=lambda entry: (entry.path, entry.start))
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"tensor {first}" + (f" and {len(others)} more" if others else "")
+
+
+def _check(entry: Entry, target: Tensor) -> None:
+    if entry.dtype not in DTYPES:
+        raise UnsupportedModel(
+            f"{entry.path}: tensor {entry.name} is {entry.dtype}; served are {', '.join(DTYPES)}"
+        )
+    if entry.shape != tuple(target.shape):
+        raise BadCheckpoint(
+            f"{entry.path}: tensor {entry.name} has shape {list(entry.shape)}, but config.json "
+            f"makes it {list(target.shape)}: the files do not belong together"
+        )
+
+
+def _stream(
+    entries: list[Entry], targets: dict[str, Tensor], progress: Callable[[int, int], None]
+) -> None:
+    total = sum(entry.num_bytes for entry in entries)
+    done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(done, total)
+
+    progress(0, total)
+    for path, group in groupby(entries, key=lambda entry: entry.path):
+        with path.open("rb") as file:
+            for entry in group:
+                load_tensor(entry, targets[entry.name], file, advance)

@@ -1,0 +1,130 @@
+"""Reading safetensors files: the header checked in full, the bytes streamed into tensors.
+
+A file is 8 bytes (the header's length, little endian), the header (a JSON object: name to dtype,
+shape and byte range) and the data. https://huggingface.co/docs/safetensors
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from penstock.workers.models.spec import BadCheckpoint
+
+MAX_HEADER_BYTES = 100_000_000
+CHUNK_BYTES = 8 << 20
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a file: `num_bytes` from `start`, which counts from the file's beginning."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a file, by name; `BadCheckpoint` if the file is not whole and sound."""
+    try:
+        with path.open("rb") as file:
+            return _read_header(path, file, path.stat().st_size)
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{path} is missing: copy or download it again") from None
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _read_header(path: Path, file: BufferedReader, file_bytes: int) -> dict[str, Entry]:
+    length = int.from_bytes(file.read(8), "little")
+    if file_bytes < 8 or length > MAX_HEADER_BYTES:
+        raise _broken(path, "it does not begin with the length of a header")
+    if 8 + length > file_bytes:
+        raise _broken(path, f"it ends inside its header, at {file_bytes} bytes")
+    try:
+        header = json.loads(file.read(length), object_pairs_hook=_distinct)
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header is not valid JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise _broken(path, "its header is not a JSON object")
+    header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, fields, 8 + length) for name, fields in header.items()}
+    _check_ranges(path, sorted(entries.values(), key=lambda entry: entry.start), file_bytes)
+    return entries
+
+
+def _broken(path: Path, what: str) -> BadCheckpoint:
+    return BadCheckpoint(f"{path} is corrupt or half-copied: {what}. Copy or download it again")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name appears twice")
+    return found
+
+
+def _entry(path: Path, name: str, fields: object, data_start: int) -> Entry:
+    if not isinstance(fields, dict):
+        raise _broken(path, f"tensor {name} is described by {fields!r:.80}")
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise _broken(path, f"tensor {name} has the unknown dtype {dtype!r:.80}")
+    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
+        raise _broken(path, f"tensor {name} has no sound shape and byte range")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise _broken(path, f"tensor {name}'s byte range does not fit its shape")
+    return Entry(path, name, dtype, tuple(shape), data_start + begin, end - begin)
+
+
+def _counts(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _check_ranges(path: Path, entries: list[Entry], file_bytes: int) -> None:
+    end = 0
+    for entry in entries:
+        if entry.start < end:
+            raise _broken(path, f"tensor {entry.name} overlaps another")
+        end = entry.start + entry.num_bytes
+    if end > file_bytes:
+        raise _broken(path, f"it has {file_bytes} of at least {end} bytes")
+
+
+def load_tensor(
+    entry: Entry, target: Tensor, file: BufferedReader, progress: Callable[[int], None]
+) -> None:
+    """Streams one tensor into `target` (contiguous, of the entry's shape; any float dtype).
+
+    `file` is the entry's, open; `progress` is told the bytes of each piece as it is in.
+    """
+    dtype = DTYPES[entry.dtype]
+    flat = target.view(-1)
+    buffer = bytearray(min(CHUNK_BYTES, entry.num_bytes))
+    file.seek(entry.start)
+    for start in range(0, entry.num_bytes, CHUNK_BYTES):
+        piece = memoryview(buffer)[: entry.num_bytes - start]
+        if file.readinto(piece) != len(piece):
+            raise _broken(entry.path, f"it ends inside tensor {entry.name}")
+        values = torch.frombuffer(piece, dtype=dtype)
+        first = start // dtype.itemsize
+        flat[first : first + len(values)].copy_(values)
+        progress(len(piece))
