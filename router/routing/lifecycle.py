@@ -79,8 +79,6 @@ class Life:
         self.unfit: set[str] = set()  # workers on which it can never fit
         self.since = 0.0  # when it arrived
 
-    # -------------------------------------------------------------- looking
-
     @property
     def homeless(self) -> bool:
         """Nobody runs it or is to run it."""

@@ -217,6 +217,16 @@ class FakeWorker:
         del self.held[name]
         self.outbox.append(Stepped(self.name, [], None, [(*name, reason)]))
 
+    def garble(self) -> bool:
+        """A fault: a token on its way says that another came before it. False: none is."""
+        for number, event in enumerate(self.outbox):
+            if isinstance(event, Stepped) and event.tokens:
+                first, *rest = event.tokens
+                wrong = replace(first, position=first.position + 1)
+                self.outbox[number] = replace(event, tokens=[wrong, *rest])
+                return True
+        return False
+
     # -------------------------------------------------------------- blocks
 
     def reclaim(self, name: Name) -> None:

@@ -95,6 +95,7 @@ class World:
         self.linked: set[str] = set()  # workers whose stream the router thinks open
         self.clients: dict[int, Client] = {}
         self.now = 0.0
+        self.num_garbled = 0
         self.over: set[tuple[int, int]] = set()  # attempts of which nothing may be taken any more
         self.placed: dict[tuple[int, int], str] = {}  # the worker of each attempt
         self.history: list[tuple[Event, float, list[Command]]] = []
@@ -247,6 +248,9 @@ class World:
     def drain(self, name: str) -> None:
         self.workers[name].outbox.append(Draining(name))
 
+    def garble(self, name: str) -> None:
+        self.num_garbled += self.workers[name].garble()
+
     def wait(self, seconds: float, silent: tuple[str, ...] = ()) -> None:
         self.now += seconds
         for worker in self.workers.values():
@@ -289,6 +293,7 @@ class World:
         for worker in self.workers.values():
             if worker.name in self.linked:
                 assert not worker.held, "held for nobody"
+        assert self.dispatcher.counters.num_gaps <= self.num_garbled, "a gap that nobody made"
         assert self.dispatcher.num_requests == self.dispatcher.num_queued == 0
         assert all(status.num_requests == 0 for status in self.dispatcher.workers())
         again = Dispatcher(LeastLoaded(), self._limits)

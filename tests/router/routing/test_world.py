@@ -101,6 +101,10 @@ class Chaos:
         if self.world.workers:
             self.world.drain(rng.choice(list(self.world.workers)))
 
+    def garble(self, rng: Random) -> None:
+        if self.world.workers:
+            self.world.garble(rng.choice(list(self.world.workers)))
+
     def reclaim(self, rng: Random) -> None:
         for worker in self.world.workers.values():
             for name in worker.of("leased"):
@@ -126,7 +130,7 @@ class Chaos:
                 worker.give_up(rng.choice(running), "logits were not finite")
 
 
-FAULTS = ["leave", "kill", "notice", "birth", "birth", "drain", "give_up"]
+FAULTS = ["leave", "kill", "notice", "birth", "birth", "drain", "give_up", "garble"]
 QUIET = ["arrive", "wait", "go_on", "go_on_far", "go_on_far"]
 
 

@@ -1,0 +1,113 @@
+"""The life of one request, told event by event, and one in each of its states."""
+
+from collections.abc import Callable
+
+from penstock.router.routing import lifecycle
+from penstock.router.routing.events import (
+    Command,
+    Drop,
+    Finish,
+    Meeting,
+    NewToken,
+    Ready,
+    Request,
+    Source,
+    Submit,
+)
+from penstock.router.routing.lifecycle import Life, Phase, phase_of
+from tests.support.router_world import info_of
+
+W, V, X = info_of("w", "prefill"), info_of("v", "decode"), info_of("x", "decode")
+AT = Meeting("v", "1", "address", "secret")
+PROMPT = [5, 6, 7]
+
+
+class Story:
+    """A life, told event by event; `out` holds what the last event gave."""
+
+    def __init__(self, **request: object) -> None:
+        fields: dict[str, object] = {"id": 1, "prompt": PROMPT, "params": None} | request
+        self.life = Life(Request(**fields))  # type: ignore[arg-type]
+        self.out: list[Command] = []
+
+    def does(self, act: Callable[[list[Command]], object]) -> object:
+        self.out = []
+        result = act(self.out)
+        if self.life.status is None:
+            lifecycle.check(self.life)
+        return result
+
+    def place(self, info: object = W, yield_after: int = 0) -> "Story":
+        self.does(lambda out: self.life.place(info, yield_after, out))  # type: ignore[arg-type]
+        return self
+
+    def token(
+        self,
+        worker: str,
+        attempt: int,
+        position: int,
+        finish: Finish = Finish.NONE,
+        choice: int = 0,
+    ) -> object:
+        token = NewToken(1, attempt, choice, position, 100 + position, finish)
+        return self.does(lambda out: self.life.take(worker, token, out))
+
+    def yielded(self, worker: str = "w", attempt: int = 1, kv_len: int = 3) -> "Story":
+        self.does(lambda out: self.life.yielded(worker, attempt, kv_len, out))
+        return self
+
+    def ready(self, worker: str = "v", attempt: int = 2, epoch: int = 9) -> "Story":
+        event = Ready(worker, 1, attempt, epoch, 2, AT)
+        self.does(lambda out: self.life.ready(event, out))
+        return self
+
+    @property
+    def phase(self) -> Phase:
+        return phase_of(self.life)
+
+
+def running() -> Story:
+    story = Story().place(W, 1)
+    story.token("w", 1, 0)
+    return story
+
+
+def yielded() -> Story:
+    return running().yielded()
+
+
+def waiting() -> Story:
+    return yielded().place(V)
+
+
+def moving() -> Story:
+    return waiting().ready()
+
+
+def asked() -> Story:
+    """w drains, and v was asked to take over."""
+    story = running()
+    story.does(lambda out: story.life.ask(V, out))
+    return story
+
+
+STATES: dict[Phase, Callable[[], Story]] = {
+    Phase.QUEUED: Story,
+    Phase.RUNNING: running,
+    Phase.YIELDED: yielded,
+    Phase.WAITING: waiting,
+    Phase.MOVING: moving,
+}
+HELD: dict[Phase, list[Command]] = {
+    Phase.QUEUED: [],
+    Phase.RUNNING: [Drop("w", 1, 1)],
+    Phase.YIELDED: [Drop("w", 1, 1)],
+    Phase.WAITING: [Drop("v", 1, 2), Drop("w", 1, 1)],
+    Phase.MOVING: [Drop("v", 1, 2), Drop("w", 1, 1)],
+}
+LEASE = Source("w", "1", 1, 3, "L")
+
+
+def submit(worker: str, attempt: int, log: tuple[int, ...], source: Source | None) -> Submit:
+    request = Request(1, PROMPT, None)
+    return Submit(worker, request, attempt, (log,), (False,), source, 0)

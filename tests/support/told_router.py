@@ -1,0 +1,80 @@
+"""A dispatcher with a clock, told event by event."""
+
+from collections.abc import Sequence
+
+from penstock.router.routing.dispatcher import Dispatcher, Limits
+from penstock.router.routing.events import (
+    Arrived,
+    Command,
+    End,
+    Event,
+    Finish,
+    Heard,
+    Meeting,
+    NewToken,
+    Request,
+    Status,
+    Stepped,
+    Submit,
+    Tick,
+    WorkerInfo,
+    WorkerUp,
+)
+from penstock.router.routing.policy import LeastLoaded
+from tests.support.router_world import info_of
+
+P, D, E = info_of("p", "prefill"), info_of("d", "decode"), info_of("e", "decode")
+M, N = info_of("m", "mixed"), info_of("n", "mixed")
+AT = Meeting("d", "1", "address", "secret")
+
+
+class Router:
+    """A dispatcher with a clock; every event is followed by its check."""
+
+    def __init__(self, *infos: WorkerInfo, limits: Limits | None = None) -> None:
+        self.dispatcher = Dispatcher(LeastLoaded(), limits)
+        self.now = 1000.0
+        for info in infos:
+            self(WorkerUp(info))
+
+    def __call__(self, event: Event) -> list[Command]:
+        commands = self.dispatcher.handle(event, self.now)
+        self.dispatcher.check()
+        return commands
+
+    def arrive(self, number: int = 1, num_prompt: int = 3, **fields: object) -> list[Command]:
+        request = Request(number, [7] * num_prompt, None, **fields)  # type: ignore[arg-type]
+        return self(Arrived(request))
+
+    def step(
+        self,
+        worker: str,
+        attempt: int,
+        position: int,
+        finish: Finish = Finish.NONE,
+        number: int = 1,
+    ) -> list[Command]:
+        token = NewToken(number, attempt, 0, position, 50 + position, finish)
+        return self(Stepped(worker, [token]))
+
+    def wait(self, seconds: float, *alive: str) -> list[Command]:
+        """Time passes in small ticks, in which only those workers are heard."""
+        commands: list[Command] = []
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.5
+            for worker in alive:
+                commands += self(Heard(worker))
+            commands += self(Tick())
+        return commands
+
+    def state(self, worker: str) -> str:
+        return next(w.state for w in self.dispatcher.workers() if w.worker == worker)
+
+
+def submits(commands: Sequence[Command]) -> list[tuple[str, int, int]]:
+    return [(c.worker, c.request.id, c.attempt) for c in commands if isinstance(c, Submit)]
+
+
+def ends(commands: Sequence[Command]) -> list[tuple[int, Status]]:
+    return [(c.request, c.status) for c in commands if isinstance(c, End)]
