@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
-def option(default: Any, about: str, positional: bool = False) -> Any:
-    """A field that is a flag, or an argument in its place."""
-    return field(default=default, metadata={"about": about, "positional": positional})
+def option(default: Any, about: str, positional: bool = False, also: Sequence[str] = ()) -> Any:
+    """A field that is a flag, or an argument in its place; `also`: other names of the flag."""
+    metadata = {"about": about, "positional": positional, "also": also}
+    return field(default=default, metadata=metadata)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,7 +47,9 @@ def _add(group: Any, record: type) -> None:
             group.add_argument(each.name, nargs="?", default=each.default, help=about)
         else:
             flag = f"--{each.name.replace('_', '-')}"
-            group.add_argument(flag, default=each.default, help=about, **_form(hints[each.name]))
+            form = _form(hints[each.name])
+            names = (flag, *each.metadata["also"])
+            group.add_argument(*names, dest=each.name, default=each.default, help=about, **form)
 
 
 def _form(kind: Any) -> dict[str, Any]:

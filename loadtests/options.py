@@ -38,12 +38,18 @@ class Server:
 class Work:
     """What is sent, and when."""
 
-    num_requests: int | None = option(None, "how many; by default 100, or all of the trace")
+    num_requests: int | None = option(
+        None, "how many; by default 100, or all of the trace", also=("--num-prompts",)
+    )
     rate: float | None = option(
-        None, "requests a second, as a Poisson process (open loop); inf: all at once"
+        None,
+        "requests a second, as a Poisson process (open loop); inf: all at once",
+        also=("--request-rate",),
     )
     concurrency: int | None = option(
-        None, "requests under way at most; without a rate: always so many (closed loop)"
+        None,
+        "requests under way at most; without a rate: always so many (closed loop)",
+        also=("--max-concurrency",),
     )
     input_len: str = option(
         "128", "prompt tokens: 128, 64-256 (uniform) or lognormal:64-256; over chat: words"

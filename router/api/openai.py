@@ -109,6 +109,7 @@ class OpenAiApi:
             "created": self._started,
             "owned_by": "penstock",
             "max_model_len": model.max_model_len,
+            "vocab_size": model.vocab_size,
         }
 
     async def _tokens(self, body: CompletionBody, prompt: Prompt) -> Sequence[int]:

@@ -35,6 +35,7 @@ class Attached:
         self.answers: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.positions: dict[tuple[int, int], int] = {}  # the next of each answer
         self.finishes: dict[tuple[int, int], int] = {}
+        self.rejected: dict[tuple[int, int], str] = {}  # with the reason
         self.load = wire.Load()
         self.closed: grpc.aio.AioRpcError | None = None
         self._changed = asyncio.Condition()
@@ -84,8 +85,10 @@ class Attached:
 
     async def answer(self, request: int, attempt: int = 1) -> list[int]:
         """All of it, once it has finished."""
-        await self.until(lambda: (request, attempt) in self.finishes)
-        return self.answers[request, attempt]
+        key = (request, attempt)
+        await self.until(lambda: key in self.finishes or key in self.rejected)
+        assert key not in self.rejected, self.rejected[key]
+        return self.answers[key]
 
     async def message(self, kind: str, request: int | None = None) -> Any:
         """The first message of that kind (of that request)."""
@@ -129,6 +132,9 @@ class Attached:
             assert message.number == len(self.heard)
             if message.HasField("step"):
                 self._take(message.step)
+            if message.HasField("rejected"):
+                rejected = message.rejected
+                self.rejected[rejected.request, rejected.attempt] = rejected.reason
             self._changed.notify_all()
 
     def _take(self, step: wire.Step) -> None:

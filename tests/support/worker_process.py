@@ -82,7 +82,7 @@ def slow_down(seconds: float) -> None:
         time.sleep(seconds)
         return gather(staging, blocks, shard)
 
-    KvStaging.gather = slow  # type: ignore[method-assign]
+    KvStaging.gather = slow  # type: ignore[method-assign, assignment]
     source.MESSAGE_BYTES = 1
 
 

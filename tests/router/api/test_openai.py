@@ -48,7 +48,8 @@ async def client(talking: Served) -> AsyncIterator[Any]:
 async def test_models(client: Any) -> None:
     (model,) = (await client.models.list()).data
     assert model.id == "stub"
-    assert (await client.models.retrieve("stub")).model_extra["max_model_len"] == 2048
+    card = (await client.models.retrieve("stub")).model_extra
+    assert (card["max_model_len"], card["vocab_size"]) == (2048, TOKENIZER.get_vocab_size())
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         await client.models.retrieve("gpt")
 

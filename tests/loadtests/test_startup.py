@@ -1,0 +1,32 @@
+"""The measurement of a start: a real one, whose figures make sense."""
+
+import json
+
+import pytest
+
+from penstock.cli.checkpoint import SHIPPED
+from penstock.loadtests import startup
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+def test_a_start_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert startup.main([str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "64"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ready_seconds"] > 0
+    parts = found["pss_mb_by_process"]
+    assert {"penstock serve", "raylet", "gcs_server"} <= parts.keys()
+    assert found["pss_mb"] == pytest.approx(sum(parts.values()), abs=1.0)
+    assert found["left_behind"] == {
+        "processes": [],
+        "ports": [],
+        "shared_memory": [],
+        "temp_files": [],
+    }
+
+
+def test_a_start_that_fails_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert startup.main(["no-such-folder"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ready_seconds"], found["exit_code"]) == (None, 2)
+    assert "is not a folder" in found["output"][0]
