@@ -1,5 +1,8 @@
 """The memory that keys and values live in."""
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,5 +24,12 @@ class KvCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
-        # On a CPU the pages of a zeroed tensor take memory only once they are written.
-        self.data: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.data: Tensor = _zeros(shape, dtype, device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros come from the kernel: a page takes memory only once it is written. torch writes.
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)

@@ -1,0 +1,41 @@
+"""What a worker is told: senseless values are refused in one clear line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.workers.config import WorkerConfig
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", ""),
+        ("role", "both"),
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("host", "0.0.0.0"),
+        ("host", ""),
+        ("port", -1),
+        ("port", 65536),
+        ("block_size", 0),
+        ("max_sequences", 0),
+        ("max_batched_tokens", -5),
+        ("max_queued", 0),
+        ("kv_cache_mib", 0),
+        ("max_model_len", 0),
+        ("threads", 0),
+        ("beat_seconds", 0.0),
+        ("transfer_seconds", -1.0),
+    ],
+)
+def test_senseless_values_are_refused_by_name(field: str, value: Any) -> None:
+    given: dict[str, Any] = {"name": "w", "model": Path("m"), field: value}
+    with pytest.raises(ValueError, match=field if field != "name" else "needs a name") as caught:
+        WorkerConfig(**given)
+    assert "\n" not in str(caught.value)
+
+
+def test_secrets_are_not_shown() -> None:
+    assert "hush" not in repr(WorkerConfig("w", Path("m"), token="hush"))

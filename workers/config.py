@@ -1,0 +1,63 @@
+"""What a worker is told at its start: names, sizes and bounds. Free of torch."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROLES = ("prefill", "decode", "mixed")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+_WILDCARDS = ("", "0.0.0.0", "::", "[::]")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker. `ValueError` with one clear line where a value makes no sense.
+
+    Of the sizes, `None` means: what the model or the machine gives.
+    """
+
+    name: str
+    model: Path  # a checkpoint folder
+    role: str = "mixed"
+    host: str = "127.0.0.1"  # the address bound, which routers and other workers reach it by
+    port: int = 0  # 0: any free one
+    token: str | None = field(default=None, repr=False)  # what routers must show
+    block_size: int = 16  # tokens
+    kv_cache_mib: int | None = None
+    max_sequences: int = 64
+    max_batched_tokens: int = 512  # of one step
+    max_model_len: int | None = None
+    max_queued: int = 1024
+    threads: int | None = None  # of torch, on a CPU
+    dtype: str = "auto"  # float32 on a CPU, bfloat16 on a GPU
+    device: str = "auto"
+    beat_seconds: float = 0.5  # the longest silence of a stream; ten of them end it
+    transfer_seconds: float = 5.0  # the longest silence of a hand-over before it is given up
+
+    def __post_init__(self) -> None:
+        _one_of("role", self.role, ROLES)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("device", self.device, DEVICES)
+        for name in ("block_size", "max_sequences", "max_batched_tokens", "max_queued"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("kv_cache_mib", "max_model_len", "threads"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if not self.name:
+            raise ValueError("a worker needs a name")
+        if self.host in _WILDCARDS:
+            raise ValueError(f"host {self.host!r} is no address that others can reach: name one")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be 0 to 65535, not {self.port}")
+        if min(self.beat_seconds, self.transfer_seconds) <= 0:
+            raise ValueError("beat_seconds and transfer_seconds must be above 0")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")

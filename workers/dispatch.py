@@ -1,0 +1,225 @@
+"""What routers ask of a worker, carried to the engine; what the engine gives, carried to routers.
+
+Belongs to the event loop, which sees commands and results in one order and never waits for a step.
+`docs/lifecycle.md` is the specification of the messages.
+"""
+
+import asyncio
+import logging
+from functools import partial
+
+import grpc
+
+from penstock.protos import worker_pb2 as wire
+from penstock.workers.engine import Engine, EngineLoad, StepResult
+from penstock.workers.loop import EngineLoop
+from penstock.workers.scheduling.sequence import NeverFits
+from penstock.workers.session import Held, Session
+from penstock.workers.transfer.handover import HandOver
+from penstock.workers.transfer.shards import Rectangle
+from penstock.workers.transfer.staging import Identity, KvStaging
+from penstock.workers.wire import (
+    BadSubmit,
+    SequenceKey,
+    Vocabulary,
+    load_message,
+    named,
+    new_sequence,
+    step_messages,
+)
+
+log = logging.getLogger(__name__)
+
+
+_STEP_SECONDS = 10.0  # the longest wait for a last step
+
+
+class BadCommand(ValueError):
+    """A message that makes no sense on this stream: the text says why."""
+
+
+class Dispatch:
+    """The sessions of all routers over one engine, which runs from now on."""
+
+    def __init__(self, engine: Engine, identity: Identity, address: str, seconds: float) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.draining = False
+        self._sessions: dict[int, Session] = {}
+        self._vocabulary = Vocabulary(engine.spec.vocab_size, engine.spec.eos_tokens)
+        self._engine = EngineLoop(engine, self._deliver, self._fail)
+        rectangle = Rectangle(0, engine.spec.num_layers, 0, engine.spec.num_kv_heads)
+        staging = KvStaging(engine.cache.data, rectangle)
+        self.handover = HandOver(identity, address, staging, self._engine, seconds)
+        self.load = self._load_message(engine.load())
+
+    # ------------------------------------------------------------ sessions
+
+    def open(self, session: Session) -> None:
+        """A router's stream begins; an earlier one of the same router ends first."""
+        for earlier in list(self._sessions.values()):
+            if earlier.router == session.router:
+                earlier.end(grpc.StatusCode.ABORTED, "the router has opened another stream")
+                self.close(earlier)
+        self._sessions[session.number] = session
+
+    def close(self, session: Session) -> None:
+        """Its stream has ended: everything that is here for it goes."""
+        self._sessions.pop(session.number, None)
+        self._let_go(session, list(session.held))
+
+    def drain(self) -> None:
+        """Take nothing new, and tell the routers."""
+        self.draining = True
+        for session in self._sessions.values():
+            session.put(wire.ToRouter(draining=wire.Draining()))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held for anybody."""
+        return not any(session.held for session in self._sessions.values())
+
+    def stop(self, code: grpc.StatusCode, reason: str) -> None:
+        """End every stream and the engine."""
+        for session in list(self._sessions.values()):
+            session.end(code, reason)
+        self.handover.stop()
+        self._engine.stop()
+
+    async def stopped(self) -> None:
+        """Wait for the step in flight, if that ends."""
+        await asyncio.to_thread(self._engine.join, _STEP_SECONDS)
+
+    def beat(self, session: Session) -> None:
+        """Say something: the load where it has changed."""
+        if session.told == self.load:
+            session.put(wire.ToRouter(beat=wire.Beat()))
+        else:
+            self._put_step(session, wire.Step())
+
+    # ------------------------------------------------------------ from the router
+
+    def obey(self, session: Session, message: wire.ToWorker) -> None:
+        """Carry out one message; BadCommand if it makes no sense here."""
+        match message.WhichOneof("body"):
+            case "submit":
+                self._submit(session, message.submit)
+            case "yield":
+                asked = getattr(message, "yield")  # a keyword of Python
+                key = session.key(asked.request, asked.attempt)
+                self._engine.post(lambda engine: engine.ask_yield(key))
+            case "send":
+                self.handover.send(session, message.send)
+            case "drop":
+                self._drop(session, message.drop)
+            case "beat":
+                pass
+            case other:
+                raise BadCommand(f"{other or 'an empty message'} is not expected here")
+
+    def _submit(self, session: Session, submit: wire.Submit) -> None:
+        key = session.key(submit.request, submit.attempt)
+        reject = partial(self._reject, session, key)
+        others = [held for held in session.held if held.request == key.request]
+        if any(other.attempt >= key.attempt for other in others):
+            reject(f"attempt {key.attempt} of this request is here already, or a later one", True)
+            return
+        if self.draining:
+            reject("the worker is draining", False)
+            return
+        source_len = self.handover.source_len(submit.source)
+        try:
+            new = new_sequence(submit, key, self._vocabulary, source_len)
+        except BadSubmit as error:
+            reject(str(error), True)
+            return
+        # This attempt replaces what else runs here of the request; a lease may be its source.
+        self._let_go(session, [other for other in others if not session.held[other].kv_len])
+        source = (submit.source.worker, submit.source.incarnation)
+        session.held[key] = Held(source if new.source_len else None)
+        answer = self._engine.call(lambda engine: engine.submit(new))
+        answer.add_done_callback(partial(self._submitted, session, key))
+
+    def _submitted(self, session: Session, key: SequenceKey, answer: asyncio.Future[None]) -> None:
+        error = answer.exception()
+        if error is not None and session.held.pop(key, None) is not None:
+            self._reject(session, key, str(error), never=isinstance(error, NeverFits))
+
+    def _reject(self, session: Session, key: SequenceKey, reason: str, never: bool) -> None:
+        rejected = wire.Rejected(
+            request=key.request, attempt=key.attempt, reason=reason, never=never
+        )
+        session.put(wire.ToRouter(rejected=rejected))
+
+    def _drop(self, session: Session, drop: wire.Drop) -> None:
+        key = session.key(drop.request, drop.attempt)
+        if drop.choice == 0 and key in session.held:
+            self._let_go(session, [key])
+
+    def _let_go(self, session: Session, keys: list[SequenceKey]) -> None:
+        """Drop these, in whatever form they are held; what is being received or sent is cut."""
+        if not keys:
+            return
+        self._engine.post(partial(_drop_all, keys))
+        for key in keys:
+            held = session.held.pop(key)
+            if held.epoch:
+                self.handover.destination.close(held.epoch)
+            for outgoing in held.sends:
+                outgoing.aborted = True
+
+    # ------------------------------------------------------------ from the engine
+
+    def _deliver(self, result: StepResult, load: EngineLoad) -> None:
+        """Spread what a step gave; tokens come before what has become of their sequences."""
+        self.load = self._load_message(load)
+        steps = step_messages(result, self._wanted)
+        for number, step in steps.items():
+            self._put_step(self._sessions[number], step)
+        if result.output is None:
+            # No step will tell the load that the commands have changed.
+            for session in self._sessions.values():
+                self._put_step(session, wire.Step())
+        for key in map(named, (*result.failed, *result.finished)):
+            if self._wanted(key):
+                del self._sessions[key.session].held[key]
+        for yielded in result.yielded:
+            self._yielded(named(yielded.key), yielded.kv_len)
+        for receiving in result.reserved:
+            key = named(receiving.key)
+            self.handover.expect(self._sessions.get(key.session), receiving)
+
+    def _wanted(self, key: SequenceKey) -> bool:
+        session = self._sessions.get(key.session)
+        return session is not None and key in session.held
+
+    def _yielded(self, key: SequenceKey, kv_len: int) -> None:
+        if not self._wanted(key):
+            return
+        session = self._sessions[key.session]
+        if kv_len:
+            session.held[key].kv_len = kv_len
+        else:
+            del session.held[key]
+        message = wire.Yielded(request=key.request, attempt=key.attempt, kv_len=kv_len)
+        session.put(wire.ToRouter(yielded=message))
+
+    def _put_step(self, session: Session, step: wire.Step) -> None:
+        step.load.CopyFrom(self.load)
+        session.told = self.load
+        session.put(wire.ToRouter(step=step))
+
+    def _load_message(self, load: EngineLoad) -> wire.Load:
+        handover = self.handover
+        return load_message(load, handover.destination.bytes_received, handover.source.bytes_sent)
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine is gone, and with it whatever was here for anybody."""
+        reason = f"the engine failed: {type(error).__name__}: {error}"
+        self.stop(grpc.StatusCode.INTERNAL, reason)
+        if not self.failed.done():
+            self.failed.set_exception(RuntimeError(reason))
+
+
+def _drop_all(keys: list[SequenceKey], engine: Engine) -> None:
+    for key in keys:
+        engine.drop(key)

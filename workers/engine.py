@@ -1,0 +1,221 @@
+"""The engine: scheduler, model and sampler as one synchronous object, a step at a time.
+
+It belongs to one thread. A command takes effect between steps; `step` computes and says what came
+of it. One sequence's failure ends that sequence only; an exception of the model ends the engine.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from penstock.workers.config import WorkerConfig
+from penstock.workers.fingerprint import layout_of, model_fingerprint
+from penstock.workers.kv_cache import KvCache
+from penstock.workers.memory import choose_num_blocks
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.runner import Runner
+from penstock.workers.sampler import Sampler, TokenLogprobs
+from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.sequence import (
+    Admitted,
+    Finished,
+    Ints,
+    Key,
+    NewSequence,
+    PoolLoad,
+    Reserved,
+    SamplingParams,
+    SchedulerEvent,
+    StepOutput,
+    StepPlan,
+    Yielded,
+)
+from penstock.workers.weights.loading import load_model
+
+Progress = Callable[[int, int], None]
+"""Told the bytes of weights read so far, and the bytes in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """Blocks [n] of positions [have, stop) wait to be written by a transfer."""
+
+    key: Key
+    have: int
+    stop: int
+    blocks: Ints
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step gave. `logprobs` has an entry for each of the output's tokens."""
+
+    output: StepOutput | None = None  # None: there was nothing to compute
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    failed: list[Key] = field(default_factory=list)  # ended: their logits were not finite
+    yielded: list[Yielded] = field(default_factory=list)
+    reserved: list[Receiving] = field(default_factory=list)
+    finished: list[Key] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return self.output is None and not (self.yielded or self.reserved or self.finished)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy the engine is, and totals since its start."""
+
+    pool: PoolLoad
+    step_seconds: float  # of the last step
+    num_steps: int
+
+
+class Engine:
+    """One model on one device.
+
+    `progress` is told of the weights while they load. Where the engine cannot be, a ValueError says
+    why in one line.
+    """
+
+    def __init__(self, config: WorkerConfig, progress: Progress = lambda done, total: None) -> None:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = choose_device(config.device)
+        self.spec, decoder = load_model(config.model, config.dtype, device, progress)
+        self.limits = _limits(config, self.spec, decoder)
+        self.model = model_fingerprint(config.model)
+        self.layout = layout_of(self.model, self.spec, decoder.dtype, self.limits.block_size)
+        self.cache = _make_cache(self.limits, decoder)
+        self.batcher = Batcher(self.limits)
+        self._runner = Runner(decoder, self.cache)
+        self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
+        self._live: dict[Key, NewSequence] = {}  # all but leases
+        self._step_seconds = 0.0
+        self._num_steps = 0
+
+    # ------------------------------------------------------------ commands
+
+    def submit(self, new: NewSequence) -> None:
+        """Queue a sequence; NeverFits or QueueFull if it is not taken."""
+        self.batcher.submit(new)
+        self._live[new.key] = new
+
+    def drop(self, key: Key) -> None:
+        """Let go of it, in whatever form it is held; unknown: nothing."""
+        self.batcher.drop(key)
+        self._live.pop(key, None)
+
+    def ask_yield(self, key: Key) -> None:
+        """Stop it at the next step boundary and keep its blocks; unknown: nothing."""
+        self.batcher.ask_yield(key)
+
+    # ------------------------------------------------------------ steps
+
+    def step(self) -> StepResult:
+        """Compute one step, if there is anything to compute."""
+        started = time.perf_counter()
+        result = StepResult()
+        plan = self.batcher.plan(started)
+        self._note(self.batcher.events(), result)
+        if plan is not None:
+            self._compute(plan, result)
+            self._note(self.batcher.events(), result)
+            self._num_steps += 1
+            self._step_seconds = time.perf_counter() - started
+        return result
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(self.batcher.load(), self._step_seconds, self._num_steps)
+
+    def warm_up(self) -> None:
+        """Run a prompt and a decode, so that the first request does not pay for what is made once.
+
+        Only before the first submission: the scheduler starts afresh.
+        """
+        num_tokens = min(self.limits.max_batched_tokens, self.limits.max_model_len - 2)
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        tokens = [0] * max(1, num_tokens)
+        self.submit(NewSequence("warm-up", tokens, len(tokens), params))
+        while not self.step().finished:
+            pass
+        self.batcher = Batcher(self.limits)
+        self._num_steps = 0
+
+    def _compute(self, plan: StepPlan, result: StepResult) -> None:
+        logits = self._runner.run(plan)
+        rows = plan.rows[plan.samples]
+        table = self.batcher.table
+        if not rows.size:
+            result.output = self.batcher.commit(plan, np.zeros(0, np.int32))
+            return
+        indices = table.num_tokens[rows] - table.num_prompt[rows]
+        sampled = self._sampler.sample(logits, rows, indices, table)
+        result.failed = table.keys[rows[~sampled.finite]].tolist()
+        for key in result.failed:
+            self.batcher.fail(key)
+            del self._live[key]
+        result.output = self.batcher.commit(plan, sampled.tokens)
+        result.logprobs = [
+            entry for entry, good in zip(sampled.logprobs, sampled.finite, strict=True) if good
+        ]
+
+    def _note(self, events: list[SchedulerEvent], result: StepResult) -> None:
+        for event in events:
+            match event:
+                case Admitted(key, row):
+                    new = self._live[key]
+                    self._sampler.admit(row, new.params, new.choice)
+                case Reserved(key, have):
+                    stop, blocks = self._live[key].source_len, self.batcher.receiving(key)
+                    result.reserved.append(Receiving(key, have, stop, blocks))
+                case Yielded(key, _):
+                    del self._live[key]
+                    result.yielded.append(event)
+                case Finished(key):
+                    del self._live[key]
+                    result.finished.append(key)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that "auto", "cpu" or "cuda" means here; ValueError if there is no GPU."""
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise ValueError("device is cuda, but torch sees no CUDA device here: use cpu or auto")
+    return torch.device("cuda" if there and name != "cpu" else "cpu")
+
+
+def _limits(config: WorkerConfig, spec: ModelSpec, decoder: Decoder) -> Limits:
+    max_model_len = config.max_model_len or spec.max_model_len
+    if max_model_len > spec.max_model_len:
+        raise ValueError(
+            f"max_model_len {max_model_len} is more than the {spec.max_model_len} positions that "
+            "the model has"
+        )
+    return Limits(
+        num_blocks=choose_num_blocks(
+            config, spec, max_model_len, decoder.device, decoder.dtype.itemsize
+        ),
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        max_sequences=config.max_sequences,
+        max_batched_tokens=config.max_batched_tokens,
+        max_queued=config.max_queued,
+    )
+
+
+def _make_cache(limits: Limits, decoder: Decoder) -> KvCache:
+    spec = decoder.spec
+    return KvCache(
+        num_layers=spec.num_layers,
+        num_blocks=limits.num_blocks,
+        num_kv_heads=spec.num_kv_heads,
+        block_size=limits.block_size,
+        head_dim=spec.head_dim,
+        dtype=decoder.dtype,
+        device=decoder.device,
+    )

@@ -1,0 +1,38 @@
+"""What makes two workers' blocks mean the same: short strings that are equal only then."""
+
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from penstock.workers.models.spec import ModelSpec
+
+HAND_OVER = 1  # raised when what travels between workers changes its meaning
+
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+def model_fingerprint(folder: Path) -> str:
+    """Of a checkpoint: its configuration, its files' headers, and samples of their weights.
+
+    The samples tell a model from its fine-tuned siblings without reading all of it.
+    """
+    digest = blake2b(digest_size=16)
+    digest.update((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
+            for sample in range(_NUM_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def layout_of(model: str, spec: ModelSpec, dtype: torch.dtype, block_size: int) -> str:
+    """Of the KV blocks of a worker with that model: blocks travel only where it is the same."""
+    shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size)
+    described = f"{HAND_OVER} {model} {dtype} {shape}"
+    return blake2b(described.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,135 @@
+"""The engine's thread: commands in between steps, results out to the event loop.
+
+Neither waits for the other: a command is a function put in an inbox and applied at the next step
+boundary; what a step gave goes to the event loop in one call.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from penstock.workers.engine import Engine, EngineLoad, StepResult
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    run: Callable[[Engine], Any]
+    answer: asyncio.Future[Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    future: asyncio.Future[Any]
+    value: Any
+    error: Exception | None
+
+    def give(self) -> None:
+        if self.future.done():
+            return
+        if self.error is None:
+            self.future.set_result(self.value)
+        else:
+            self.future.set_exception(self.error)
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own.
+
+    `deliver` gets each step's result and the load after it; `fatal` the exception that ended the
+    engine. Both are called on the event loop.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[StepResult, EngineLoad], None],
+        fatal: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._fatal = fatal
+        self._loop = asyncio.get_running_loop()
+        self._inbox: deque[_Command] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def post(self, run: Callable[[Engine], object]) -> None:
+        """Have that done at the next step boundary; from any thread."""
+        self._put(_Command(run, None))
+
+    def call(self, run: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """The same, with what it returns or raises; from the event loop."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._put(_Command(run, answer))
+        return answer
+
+    def stop(self) -> None:
+        """End after the step in flight; does not wait."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def join(self, seconds: float) -> None:
+        """Wait so long for its end; not on the event loop."""
+        self._thread.join(seconds)
+
+    def _put(self, command: _Command) -> None:
+        with self._changed:
+            self._inbox.append(command)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            busy = False
+            while (commands := self._take(busy)) is not None:
+                self._apply(commands)
+                result = self._engine.step()
+                busy = result.output is not None
+                if commands or not result.empty:
+                    self._tell(self._deliver, result, self._engine.load())
+        except BaseException as error:
+            log.critical("the engine failed and ends this worker", exc_info=True)
+            self._tell(self._fatal, error)
+
+    def _take(self, busy: bool) -> list[_Command] | None:
+        """What is to be done before the next step; waits if the last one found nothing to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: busy or self._inbox or self._stopping)
+            commands = list(self._inbox)
+            self._inbox.clear()
+        return None if self._stopping else commands
+
+    def _apply(self, commands: list[_Command]) -> None:
+        answers = []
+        for command in commands:
+            value, error = None, None
+            try:
+                value = command.run(self._engine)
+            except Exception as raised:
+                if command.answer is None:
+                    raise
+                error = raised
+            if command.answer is not None:
+                answers.append(_Answer(command.answer, value, error))
+        if answers:  # before the step: who asked need not wait for it
+            self._tell(_give_all, answers)
+
+    def _tell(self, function: Callable[..., object], *args: object) -> None:
+        with suppress(RuntimeError):  # the event loop is closed: nobody is there to be told
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+def _give_all(answers: list[_Answer]) -> None:
+    for answer in answers:
+        answer.give()

@@ -1,0 +1,39 @@
+"""How many KV blocks a worker has."""
+
+import psutil
+import torch
+
+from penstock.workers.config import WorkerConfig
+from penstock.workers.models.spec import ModelSpec
+
+_CPU_SHARE = 0.25  # of what is available: other workers and the router live there too
+_GPU_SHARE = 0.85  # of what the weights left: a step's own tensors need the rest
+
+
+def choose_num_blocks(
+    config: WorkerConfig, spec: ModelSpec, max_model_len: int, device: torch.device, itemsize: int
+) -> int:
+    """As many as `config` says, or all sequences could fill twice, as far as memory goes.
+
+    ValueError if not even one sequence of `max_model_len` tokens would fit.
+    """
+    block_bytes = spec.kv_bytes_per_token(itemsize) * config.block_size
+    one = -(-max_model_len // config.block_size)
+    if config.kv_cache_mib is not None:
+        num_blocks = (config.kv_cache_mib << 20) // block_bytes
+    else:
+        num_blocks = min(2 * one * config.max_sequences, _room(device) // block_bytes)
+    if num_blocks < one:
+        needed = -(-one * block_bytes >> 20)
+        raise ValueError(
+            f"too little memory for one sequence of {max_model_len} tokens: its KV takes "
+            f"{needed} MiB and there is room for {num_blocks * block_bytes >> 20} MiB. Lower "
+            "max_model_len, or raise kv_cache_mib if the machine has more"
+        )
+    return num_blocks
+
+
+def _room(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
+    return int(psutil.virtual_memory().available * _CPU_SHARE)

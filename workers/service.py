@@ -1,0 +1,213 @@
+"""A worker's gRPC service: the streams of routers, and what brings a worker up and down."""
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from itertools import count
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from penstock.protos import transfer_pb2_grpc, worker_pb2_grpc
+from penstock.protos import worker_pb2 as wire
+from penstock.workers.config import WorkerConfig
+from penstock.workers.dispatch import BadCommand, Dispatch
+from penstock.workers.engine import Engine, Progress
+from penstock.workers.session import Session
+from penstock.workers.transfer.staging import Identity
+from penstock.workers.wire import MAX_MESSAGE_BYTES, PROTOCOL
+
+log = logging.getLogger(__name__)
+
+_BEATS = 10  # so many beats of silence end a stream
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a second worker on a port is an error, not a partner
+)
+
+Requests = AsyncIterator[wire.ToWorker]
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """One stream a router: introduces, numbers, listens and beats."""
+
+    def __init__(self, config: WorkerConfig, dispatch: Dispatch, welcome: wire.Welcome) -> None:
+        self._beat = config.beat_seconds
+        self._token = config.token
+        self._dispatch = dispatch
+        self._welcome = welcome
+        self._numbers = count(1)
+
+    async def Attach(self, request_iterator: Requests, context: grpc.aio.ServicerContext) -> None:
+        await self._authorize(context)
+        hello = await self._hello(request_iterator, context)
+        session = Session(next(self._numbers), hello)
+        self._dispatch.open(session)
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        log.info("router %s has attached", session.router)
+        try:
+            session.put(wire.ToRouter(welcome=self._introduction()))
+            if self._dispatch.draining:
+                session.put(wire.ToRouter(draining=wire.Draining()))
+            while session.ending is None:
+                message = await session.next(self._beat)
+                if message is not None:
+                    await context.write(message)
+                elif session.ending is None:
+                    self._dispatch.beat(session)
+        finally:
+            reader.cancel()
+            self._dispatch.close(session)
+            log.info("router %s has gone: %s", session.router, session.ending)
+        if session.ending.code is not grpc.StatusCode.OK:
+            await context.abort(session.ending.code, session.ending.reason)
+
+    async def _authorize(self, context: grpc.aio.ServicerContext) -> None:
+        if self._token is None:
+            return
+        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not hmac.compare_digest(str(shown).encode(), f"Bearer {self._token}".encode()):
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "wrong or no cluster token: a router must show it"
+            )
+
+    async def _hello(self, requests: Requests, context: grpc.aio.ServicerContext) -> wire.Hello:
+        try:
+            async with asyncio.timeout(_BEATS * self._beat):
+                first = await anext(requests)
+        except (TimeoutError, StopAsyncIteration):
+            first = wire.ToWorker()
+        problem = ""
+        if first.number != 1 or not first.hello.router:
+            problem = "the first message must be Hello, number 1, with the router's name"
+        elif first.hello.protocol != PROTOCOL:
+            problem = (
+                f"the router speaks worker protocol {first.hello.protocol} and this worker "
+                f"{PROTOCOL}: run the same version of both"
+            )
+        if problem:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
+        return first.hello
+
+    def _introduction(self) -> wire.Welcome:
+        welcome = wire.Welcome()
+        welcome.CopyFrom(self._welcome)
+        welcome.load.CopyFrom(self._dispatch.load)
+        return welcome
+
+    async def _read(self, session: Session, requests: Requests) -> None:
+        """Obey until the router ends the stream, falls silent or says what makes no sense."""
+        try:
+            for number in count(2):
+                async with asyncio.timeout(_BEATS * self._beat):
+                    message = await anext(requests)
+                if message.number != number:
+                    raise BadCommand(f"message {message.number} came where {number} was due")
+                self._dispatch.obey(session, message)
+        except StopAsyncIteration:
+            session.end(grpc.StatusCode.OK, "it closed the stream")
+        except TimeoutError:
+            silence = _BEATS * self._beat
+            session.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard for {silence:g} s")
+        except BadCommand as error:
+            session.end(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except Exception as error:  # the stream cannot be read, or we have a fault here
+            log.exception("the stream of router %s broke", session.router)
+            session.end(grpc.StatusCode.INTERNAL, f"the stream cannot be read: {error}")
+
+
+class RunningWorker:
+    """A worker that serves."""
+
+    def __init__(self, address: str, server: grpc.aio.Server, dispatch: Dispatch) -> None:
+        self.address = address  # host:port
+        self._server = server
+        self._dispatch = dispatch
+
+    async def wait(self) -> None:
+        """Until it is stopped; RuntimeError if its engine fails."""
+        stopped = asyncio.create_task(self._server.wait_for_termination())
+        await asyncio.wait((stopped, self._dispatch.failed), return_when=asyncio.FIRST_COMPLETED)
+        if self._dispatch.failed.done():
+            await self._server.stop(0)
+            self._dispatch.failed.result()
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, and wait so long for what is here to end."""
+        self._dispatch.drain()
+        deadline = time.monotonic() + seconds
+        while not self._dispatch.idle and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """End every stream and the engine, and give the port back."""
+        self._dispatch.stop(grpc.StatusCode.UNAVAILABLE, "the worker stops")
+        await self._server.stop(0)
+        await self._dispatch.stopped()
+
+
+async def serve_worker(
+    config: WorkerConfig, progress: Progress = lambda done, total: None
+) -> RunningWorker:
+    """Load, warm up, serve. ValueError or OSError with one clear line where that cannot be.
+
+    `progress` is called from another thread.
+    """
+    server = grpc.aio.server(options=_OPTIONS)
+    address = _bind(server, config)  # first: a taken port is known before the weights are read
+    engine = await asyncio.to_thread(_warm_engine, config, progress)
+    identity = Identity(
+        worker=config.name,
+        incarnation=secrets.token_hex(8),
+        layout=engine.layout,
+        host=config.host,
+        secret=secrets.token_urlsafe(32),
+    )
+    dispatch = Dispatch(engine, identity, address, config.transfer_seconds)
+    service = WorkerService(config, dispatch, _welcome(config, engine, identity))
+    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    transfer_pb2_grpc.add_TransferServicer_to_server(dispatch.handover.destination, server)  # type: ignore[no-untyped-call]
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    await server.start()
+    return RunningWorker(address, server, dispatch)
+
+
+def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    try:
+        port = server.add_insecure_port(f"{host}:{config.port}")
+    except RuntimeError:
+        raise OSError(
+            f"worker {config.name} cannot listen on {host}:{config.port}: the port is taken, or "
+            "the address is not this machine's"
+        ) from None
+    return f"{host}:{port}"
+
+
+def _warm_engine(config: WorkerConfig, progress: Progress) -> Engine:
+    engine = Engine(config, progress)
+    engine.warm_up()
+    return engine
+
+
+def _welcome(config: WorkerConfig, engine: Engine, identity: Identity) -> wire.Welcome:
+    return wire.Welcome(
+        protocol=PROTOCOL,
+        worker=config.name,
+        incarnation=identity.incarnation,
+        role=config.role,
+        model=engine.model,
+        layout=engine.layout,
+        block_size=engine.limits.block_size,
+        num_blocks=engine.limits.num_blocks,
+        max_model_len=engine.limits.max_model_len,
+        max_sequences=engine.limits.max_sequences,
+        eos_tokens=engine.spec.eos_tokens,
+        vocab_size=engine.spec.vocab_size,
+    )

@@ -1,0 +1,87 @@
+"""One router's stream, as the worker keeps it: what is held for it, what is still to be said."""
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import grpc
+
+from penstock.protos import worker_pb2 as wire
+from penstock.workers.transfer.source import Outgoing
+from penstock.workers.wire import SequenceKey, merge_steps
+
+MAX_TOKENS_WAITING = 1 << 15  # in the Step that a slow reader has not taken
+MAX_MESSAGES_WAITING = 1 << 12
+
+
+@dataclass(slots=True)
+class Held:
+    """A sequence that is here for a router, in whatever form."""
+
+    source: tuple[str, str] | None = None  # the worker that has blocks for it, and its incarnation
+    epoch: int = 0  # of the transfer that brings them, once they are reserved
+    kv_len: int = 0  # of its lease, once it has yielded
+    sends: list[Outgoing] = field(default_factory=list)  # that read the lease
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a stream ends from here."""
+
+    code: grpc.StatusCode
+    reason: str
+
+
+class Session:
+    """Belongs to the event loop."""
+
+    def __init__(self, number: int, hello: wire.Hello) -> None:
+        self.number = number
+        self.router = hello.router
+        self.held: dict[SequenceKey, Held] = {}
+        self.ending: Ending | None = None
+        self.told: wire.Load | None = None  # the last load it was sent
+        self._waiting: deque[wire.ToRouter] = deque()
+        self._changed = asyncio.Event()
+        self._num_sent = 0
+
+    def key(self, request: int, attempt: int) -> SequenceKey:
+        return SequenceKey(self.number, request, attempt)
+
+    def put(self, message: wire.ToRouter) -> None:
+        """Say it, in order. Steps that wait become one; too much that waits ends the stream."""
+        if self.ending is not None:
+            return
+        last = self._waiting[-1] if self._waiting else None
+        if last is not None and last.HasField("step") and message.HasField("step"):
+            merge_steps(last.step, message.step)
+        else:
+            self._waiting.append(message)
+        newest = self._waiting[-1].step
+        if len(newest.token) > MAX_TOKENS_WAITING or len(self._waiting) > MAX_MESSAGES_WAITING:
+            self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router reads too slowly")
+        self._changed.set()
+
+    def end(self, code: grpc.StatusCode, reason: str) -> None:
+        """End the stream; the first reason counts."""
+        if self.ending is None:
+            self.ending = Ending(code, reason)
+        self._changed.set()
+
+    async def next(self, seconds: float) -> wire.ToRouter | None:
+        """What to write now, numbered; None if that long there was nothing, or the stream ends."""
+        if not self._waiting and self.ending is None:
+            await self._wait(seconds)
+        if self.ending is not None or not self._waiting:
+            return None
+        message = self._waiting.popleft()
+        self._num_sent += 1
+        message.number = self._num_sent
+        return message
+
+    async def _wait(self, seconds: float) -> None:
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()

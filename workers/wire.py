@@ -1,0 +1,210 @@
+"""Between the messages of protos/worker.proto and the engine's records: checked once, here."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from penstock.protos import worker_pb2 as wire
+from penstock.workers.engine import EngineLoad, StepResult
+from penstock.workers.sampler import TokenLogprobs
+from penstock.workers.scheduling.sequence import Key, NewSequence, SamplingParams
+
+PROTOCOL = 1  # of protos/worker.proto
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_LOGPROBS = 64
+MAX_STOP_TOKENS = 1024
+MAX_SALT_BYTES = 256
+MAX_COUNT = 1 << 30
+
+
+class SequenceKey(NamedTuple):
+    """A sequence's name in a worker: `session` numbers the router's streams."""
+
+    session: int
+    request: int
+    attempt: int
+
+
+def named(key: Key) -> SequenceKey:
+    """A key of the scheduler, as what it is here."""
+    return cast(SequenceKey, key)
+
+
+class BadSubmit(ValueError):
+    """A submission that no worker of this model could run: the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a submission's tokens are held against."""
+
+    size: int
+    eos_tokens: tuple[int, ...]
+
+    def check(self, name: str, tokens: Iterable[int]) -> None:
+        worst = max(tokens, default=0)
+        if worst >= self.size:
+            raise BadSubmit(f"{name} has token {worst}, but the vocabulary ends at {self.size - 1}")
+
+
+def new_sequence(
+    submit: wire.Submit, key: SequenceKey, vocabulary: Vocabulary, source_len: int
+) -> NewSequence:
+    """The sequence that a Submit asks for; BadSubmit."""
+    prompt, answer = list(submit.prompt), _answer(submit)
+    if not prompt:
+        raise BadSubmit("the prompt is empty")
+    vocabulary.check("the prompt", prompt)
+    vocabulary.check("the answer so far", answer)
+    if len(submit.salt) > MAX_SALT_BYTES:
+        raise BadSubmit(f"the salt is longer than {MAX_SALT_BYTES} bytes")
+    params = _params(submit.params, vocabulary)
+    if len(answer) >= params.max_tokens:
+        raise BadSubmit(
+            f"max_tokens is {params.max_tokens}, and the answer has {len(answer)} tokens already"
+        )
+    tokens = prompt + answer
+    return NewSequence(
+        key=key,
+        tokens=tokens,
+        num_prompt=len(prompt),
+        params=params,
+        yield_after=min(submit.yield_after, MAX_COUNT),
+        priority=submit.priority,
+        salt=submit.salt,
+        source_len=source_len if source_len < len(tokens) else 0,
+    )
+
+
+def _answer(submit: wire.Submit) -> list[int]:
+    if submit.params.n > 1:
+        raise BadSubmit(f"n is {submit.params.n}: this worker runs one choice of a request")
+    if len(submit.log) > 1 or any(entry.choice != 0 for entry in submit.log):
+        raise BadSubmit("the log has choices that the request does not")
+    if any(entry.finished for entry in submit.log):
+        raise BadSubmit("every choice has finished already")
+    return [token for entry in submit.log for token in entry.tokens]
+
+
+def _params(given: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParams:
+    _check_ranges(given)
+    _check_counts(given)
+    vocabulary.check("stop_tokens", given.stop_tokens)
+    vocabulary.check("logit_bias", given.logit_bias)
+    ends = () if given.ignore_eos else vocabulary.eos_tokens
+    return SamplingParams(
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=min(given.top_k, vocabulary.size),
+        min_p=given.min_p,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=given.repetition_penalty,
+        seed=given.seed,
+        max_tokens=min(given.max_tokens, MAX_COUNT),
+        min_tokens=min(given.min_tokens, MAX_COUNT),
+        stop_tokens=tuple(dict.fromkeys((*given.stop_tokens, *ends))),
+        logprobs=given.logprobs if given.HasField("logprobs") else None,
+        logit_bias=dict(given.logit_bias),
+    )
+
+
+def _check_ranges(given: wire.SamplingParams) -> None:
+    largest = math.nextafter(math.inf, 0)
+    ranges = {
+        "temperature": (given.temperature, 0.0, largest),
+        "top_p": (given.top_p, math.ulp(0.0), 1.0),
+        "min_p": (given.min_p, 0.0, 1.0),
+        "presence_penalty": (given.presence_penalty, -largest, largest),
+        "frequency_penalty": (given.frequency_penalty, -largest, largest),
+        "repetition_penalty": (given.repetition_penalty, math.ulp(0.0), largest),
+    }
+    for name, (value, least, most) in ranges.items():
+        if not least <= value <= most:  # so that NaN is refused too
+            raise BadSubmit(f"{name} is {value:g}, which is out of its range")
+    for token, bias in given.logit_bias.items():
+        if not math.isfinite(bias):
+            raise BadSubmit(f"logit_bias of token {token} is {bias:g}")
+
+
+def _check_counts(given: wire.SamplingParams) -> None:
+    if given.max_tokens < 1:
+        raise BadSubmit("max_tokens is 0")
+    if given.logprobs > MAX_LOGPROBS:
+        raise BadSubmit(f"logprobs is {given.logprobs}, more than {MAX_LOGPROBS}")
+    if len(given.stop_tokens) > MAX_STOP_TOKENS:
+        raise BadSubmit(f"there are more than {MAX_STOP_TOKENS} stop_tokens")
+
+
+# ------------------------------------------------------------------ to the router
+
+
+def load_message(load: EngineLoad, bytes_received: int, bytes_sent: int) -> wire.Load:
+    pool = load.pool
+    return wire.Load(
+        queued=pool.queued,
+        queued_tokens=pool.queued_tokens,
+        running=pool.running,
+        free_blocks=pool.free_blocks,
+        cached_blocks=pool.cached_blocks,
+        leased_blocks=pool.leased_blocks,
+        step_micros=min(int(load.step_seconds * 1e6), (1 << 32) - 1),
+        steps=load.num_steps,
+        prompt_tokens_computed=pool.prompt_tokens_computed,
+        prompt_tokens_cached=pool.prompt_tokens_cached,
+        bytes_received=bytes_received,
+        bytes_sent=bytes_sent,
+        preemptions=pool.preemptions,
+    )
+
+
+def step_messages(
+    result: StepResult, wanted: Callable[[SequenceKey], bool]
+) -> dict[int, wire.Step]:
+    """A Step for each session that has something in it; loads are for the caller to set."""
+    steps: dict[int, wire.Step] = defaultdict(wire.Step)
+    output = result.output
+    if output is not None:
+        columns = (output.keys, output.indices.tolist(), output.tokens.tolist())
+        rest = (output.finishes.tolist(), result.logprobs)
+        for name, index, token, finish, logprobs in zip(*columns, *rest, strict=True):
+            key = named(name)
+            if wanted(key):
+                _add_token(steps[key.session], key, (index, token, finish), logprobs)
+    for key in filter(wanted, map(named, result.failed)):
+        reason = "the model's output was not finite for this request"
+        steps[key.session].ended.add(request=key.request, attempt=key.attempt, reason=reason)
+    return steps
+
+
+def _add_token(
+    step: wire.Step,
+    key: SequenceKey,
+    drawn: tuple[int, int, int],
+    logprobs: TokenLogprobs | None,
+) -> None:
+    index, token, finish = drawn
+    if logprobs is not None:
+        step.logprobs.add(
+            row=len(step.token),
+            chosen=logprobs.chosen,
+            tokens=logprobs.tokens,
+            values=logprobs.values,
+        )
+    step.request.append(key.request)
+    step.attempt.append(key.attempt)
+    step.choice.append(0)
+    step.position.append(index)
+    step.token.append(token)
+    step.finish.append(cast(wire.Finish, finish))
+
+
+def merge_steps(earlier: wire.Step, later: wire.Step) -> None:
+    """Append `later` to `earlier`; the load is the later one."""
+    first = len(earlier.token)
+    for logprobs in later.logprobs:
+        logprobs.row += first
+    earlier.MergeFrom(later)
+    earlier.load.CopyFrom(later.load)  # a merge would keep what has become 0
