@@ -1,0 +1,201 @@
+"""What Ray hosts: a router or a worker in a process of its own, on that process's one event loop.
+
+Plain classes, made remote by the supervisor. Ray carries control only: start, stop, news. One call
+of `news` is always under way, and its failure is the notice of death.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import ray.util
+
+# Ray's own: another copy of that library would not find the title that Ray has moved.
+from ray._raylet import setproctitle  # type: ignore[attr-defined]
+
+from penstock.cluster.notices import LogLine, News, Progress
+
+if TYPE_CHECKING:
+    from penstock.router.config import RouterConfig
+    from penstock.router.server import RunningRouter
+    from penstock.workers.config import WorkerConfig
+    from penstock.workers.service import RunningWorker
+
+log = logging.getLogger(__name__)
+
+NEWS_KEPT = 256  # what waits for the driver; the oldest is dropped first
+
+
+class HostFailed(RuntimeError):
+    """What a process was to host did not start; one line, and nothing that cannot be pickled."""
+
+
+class Newsroom:
+    """What a process has to tell its driver. `add` and `fail` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[News] = deque(maxlen=NEWS_KEPT)
+        self._any = asyncio.Event()
+        self._failure: HostFailed | None = None
+
+    def add(self, item: News) -> None:
+        self._loop.call_soon_threadsafe(self._keep, item)
+
+    def fail(self, reason: str) -> None:
+        """The last news there will be: what is hosted here is broken."""
+        self._failure = HostFailed(reason)
+        self._loop.call_soon_threadsafe(self._any.set)
+
+    async def next(self) -> list[News]:
+        """Everything since the last call; waits until there is something. `HostFailed`."""
+        await self._any.wait()
+        if not self._waiting and self._failure is not None:
+            raise self._failure
+        news = list(self._waiting)
+        self._waiting.clear()
+        if self._failure is None:
+            self._any.clear()
+        return news
+
+    def _keep(self, item: News) -> None:
+        # Of a stage's progress only the latest matters.
+        last = self._waiting[-1] if self._waiting else None
+        if isinstance(item, Progress) and isinstance(last, Progress) and last.stage == item.stage:
+            self._waiting.pop()
+        self._waiting.append(item)
+        self._any.set()
+
+
+class _NewsHandler(logging.Handler):
+    """Warnings and worse on their way to the driver, with their process's name on them."""
+
+    def __init__(self, title: str, newsroom: Newsroom) -> None:
+        super().__init__(logging.WARNING)
+        self._newsroom = newsroom
+        self.setFormatter(logging.Formatter(f"{title}: %(levelname)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._newsroom.add(LogLine(self.format(record)))
+
+
+class _Host:
+    """What both kinds of process have in common: a name and news."""
+
+    def __init__(self, title: str) -> None:
+        self._title = f"penstock: {title}"
+        setproctitle(self._title)
+        self._newsroom: Newsroom | None = None
+        self._naming: asyncio.Task[None] | None = None
+
+    async def news(self) -> list[News]:
+        """Waits for news; never returns without any, and fails when the process dies."""
+        return await self._open().next()
+
+    def _open(self) -> Newsroom:
+        # Not in __init__, which does not run on the event loop.
+        if self._newsroom is None:
+            self._newsroom = Newsroom()
+            logging.getLogger().addHandler(_NewsHandler(self._title, self._newsroom))
+            self._naming = asyncio.create_task(self._keep_name())
+        return self._newsroom
+
+    async def _keep_name(self) -> None:
+        # Ray renames the process at every call that it runs.
+        while True:
+            setproctitle(self._title)
+            await asyncio.sleep(0.5)
+
+
+class WorkerActor(_Host):
+    """Hosts one rank of a worker."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__(title)
+        self._worker: RunningWorker | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self, config: "WorkerConfig") -> str:
+        """Load and serve on this node; returns the address, host:port. `HostFailed`."""
+        newsroom = self._open()
+        newsroom.add(Progress("loading libraries"))
+        await asyncio.sleep(0.01)  # let that out before the import holds everything up
+        # Here, not above: the driver knows this class too, and must not load torch.
+        from penstock.workers.service import serve_worker
+
+        def weights(done: int, total: int) -> None:
+            newsroom.add(Progress("weights" if done < total else "warming up", done, total))
+
+        try:
+            config = replace(config, host=ray.util.get_node_ip_address())
+            self._worker = await serve_worker(config, weights)
+        except Exception as error:
+            raise HostFailed(_reason(error)) from None
+        self._watching = asyncio.create_task(self._watch(self._worker, newsroom))
+        return self._worker.address
+
+    async def stop(self) -> None:
+        if self._worker is not None:
+            await self._worker.stop()
+
+    async def _watch(self, worker: "RunningWorker", newsroom: Newsroom) -> None:
+        try:
+            await worker.wait()
+        except Exception as error:
+            newsroom.fail(_reason(error))
+
+
+class RouterActor(_Host):
+    """Hosts a router."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__(title)
+        self._router: RunningRouter | None = None
+
+    async def start(self, config: "RouterConfig") -> tuple[str, str]:
+        """Listen; returns the addresses of HTTP and of gRPC, host:port. `HostFailed`."""
+        self._open().add(Progress("loading libraries"))
+        # Here as in `WorkerActor.start`: the driver needs nothing of it.
+        from penstock.router.server import serve_router
+
+        try:
+            self._router = await serve_router(config)
+        except Exception as error:
+            raise HostFailed(_reason(error)) from None
+        return self._router.http_address, self._router.grpc_address
+
+    async def set_workers(self, addresses: dict[str, str]) -> None:
+        """The workers that there are now: name to host:port."""
+        await self._running.set_workers(addresses)
+
+    async def has_workers(self, count: int) -> None:
+        """Waits until so many workers are connected."""
+        while self._running.frontend.num_workers < count:
+            await asyncio.sleep(0.02)
+
+    async def worker_died(self, name: str) -> None:
+        self._running.worker_died(name)
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, and wait so long for what runs."""
+        await self._running.drain(seconds)
+
+    async def stop(self) -> None:
+        if self._router is not None:
+            await self._router.stop()
+
+    @property
+    def _running(self) -> "RunningRouter":
+        if self._router is None:
+            raise RuntimeError("the router has not been started")
+        return self._router
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line; one that nobody foresaw goes to the log whole."""
+    if isinstance(error, ValueError | OSError | MemoryError):
+        return " ".join(str(error).split()) or type(error).__name__
+    log.exception("not started")
+    return f"{type(error).__name__}: {error}"

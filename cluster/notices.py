@@ -1,0 +1,65 @@
+"""What a supervisor tells of its cluster, for a person or a log to show."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a start has come; the numbers are bytes of weights, 0 of 0 where there are none."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """It serves, `seconds` after its start began."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """It will be started again in `delay` seconds."""
+
+    reason: str
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """It will not be started again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Everything is ready; the addresses are host:port."""
+
+    http: str
+    grpc: str
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """Nothing new is taken; what runs has so many seconds."""
+
+    seconds: float
+
+
+News: TypeAlias = Progress | LogLine
+"""What a process tells of itself."""
+
+Notice: TypeAlias = News | Ready | Died | GivenUp | Serving | Draining
+
+Report: TypeAlias = Callable[[str, Notice], None]
+"""Takes the title of the process that a notice is about ("" for the whole cluster)."""

@@ -1,0 +1,155 @@
+"""Where workers go: from a specification and the nodes' free resources to placement groups.
+
+The plan proves by a packing of its own that everything has a place; Ray then chooses the nodes. A
+worker's ranks stay on one node. CPUs that the specification leaves open are shared out evenly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.cluster.spec import ROLES, ClusterSpec, PoolSpec
+
+ROUTER_CPUS = 0.1  # a node with nothing on it that holds CPUs looks idle to Ray, and is taken away
+MIN_CPUS = 0.1
+
+
+class CannotPlace(ValueError):
+    """Not everything has a place; the message says what was asked and what is free where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What is free on a node."""
+
+    name: str
+    cpus: float
+    gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """A worker to be: who it is, and the bundles of its placement group, one a rank."""
+
+    role: str
+    index: int
+    bundles: tuple[dict[str, float], ...]
+    threads: int
+    gpus: int  # of a rank
+    strategy: str = "STRICT_PACK"
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.role} worker {self.index}"
+
+    @property
+    def cpus(self) -> float:
+        """Of a rank."""
+        return self.bundles[0]["CPU"]
+
+
+@dataclass(slots=True)
+class _Room:
+    """A node while it is being filled."""
+
+    name: str
+    cpus: float
+    gpus: int
+    num_sharing: int = 0  # ranks that take an even share of what is left
+
+    @property
+    def share(self) -> float:
+        return self.cpus / max(1, self.num_sharing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A worker that wants a place; `cpus` None: an even share."""
+
+    pool: PoolSpec
+    role: str
+    index: int
+    ranks: int
+    gpus: int
+    cpus: float | None
+
+
+def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
+    """The workers of `spec`, each with its bundles; `CannotPlace` where they do not fit `nodes`.
+
+    GPUs are used wherever the nodes have any, unless a pool says otherwise.
+    """
+    have_gpus = any(node.gpus for node in nodes)
+    wishes = [
+        _wish(getattr(spec.pools, role), role, index, have_gpus)
+        for role in ROLES
+        for index in range(getattr(spec.pools, role).replicas)
+    ]
+    rooms = [_Room(node.name, node.cpus, node.gpus) for node in nodes]
+    _take_router(rooms, nodes)
+    # Those that ask for most first, then first come: the usual way to pack tightly.
+    for wish in sorted(wishes, key=lambda w: (-w.gpus * w.ranks, -(w.cpus or 0) * w.ranks)):
+        _find_room(wish, rooms, nodes)
+    share = min((room.share for room in rooms if room.num_sharing), default=0.0)
+    return [_as_place(wish, share) for wish in wishes]
+
+
+def _wish(pool: PoolSpec, role: str, index: int, have_gpus: bool) -> _Wish:
+    gpus = pool.gpus if pool.gpus is not None else int(have_gpus)
+    return _Wish(pool, role, index, pool.tp * pool.pp, gpus, pool.cpus)
+
+
+def _take_router(rooms: list[_Room], nodes: Sequence[Node]) -> None:
+    room = max(rooms, key=lambda room: room.cpus, default=None)
+    if room is None or room.cpus < ROUTER_CPUS:
+        raise CannotPlace(f"the router asks {ROUTER_CPUS} CPUs; {free(nodes)}")
+    room.cpus -= ROUTER_CPUS
+
+
+def _find_room(wish: _Wish, rooms: list[_Room], nodes: Sequence[Node]) -> None:
+    fitting = [room for room in rooms if _fits(wish, room)]
+    if not fitting:
+        raise CannotPlace(
+            f"no place for {wish.role} worker {wish.index}, which asks {_asked(wish)} on one node "
+            f"(others were placed before it); {free(nodes)}: ask for less, or for fewer workers"
+        )
+    # The emptiest node first, so that equals spread and shares come out even.
+    room = max(fitting, key=lambda room: (room.gpus, room.cpus / (room.num_sharing + wish.ranks)))
+    room.gpus -= wish.gpus * wish.ranks
+    if wish.cpus is None:
+        room.num_sharing += wish.ranks
+    else:
+        room.cpus -= wish.cpus * wish.ranks
+
+
+def _fits(wish: _Wish, room: _Room) -> bool:
+    if wish.gpus * wish.ranks > room.gpus:
+        return False
+    if wish.cpus is None:
+        return room.cpus >= MIN_CPUS * (room.num_sharing + wish.ranks)
+    return room.cpus - wish.cpus * wish.ranks >= MIN_CPUS * room.num_sharing
+
+
+def _as_place(wish: _Wish, share: float) -> WorkerPlace:
+    # Down to what Ray counts in, with a little left for its rounding.
+    cpus = wish.cpus if wish.cpus is not None else int(share * 100) / 100
+    bundle = {"CPU": cpus} | ({"GPU": float(wish.gpus)} if wish.gpus else {})
+    # What the router holds it seldom uses: two cores and one worker make two threads.
+    usable = cpus if wish.cpus is not None else cpus + ROUTER_CPUS + 1e-9
+    threads = wish.pool.threads or max(1, int(usable))
+    return WorkerPlace(wish.role, wish.index, (bundle,) * wish.ranks, threads, wish.gpus)
+
+
+def _asked(wish: _Wish) -> str:
+    cpus = f"{MIN_CPUS if wish.cpus is None else wish.cpus:g} CPUs"
+    gpus = f", {wish.gpus} GPU" if wish.gpus else ""
+    return f"{cpus}{gpus}" if wish.ranks == 1 else f"{wish.ranks} times ({cpus}{gpus})"
+
+
+def free(nodes: Sequence[Node]) -> str:
+    """What is free where, in words."""
+    places = [f"{n.name}: {n.cpus:g} CPUs, {n.gpus} GPUs" for n in nodes]
+    return "free are " + ("; ".join(places) if places else "no nodes at all")

@@ -1,0 +1,215 @@
+"""What a cluster is made of: a small YAML file, or the same as flags, as frozen records.
+
+Strict: a key that is not known, a value of the wrong type or out of its range is refused by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+
+ROLES = ("prefill", "decode", "mixed")
+
+T = TypeVar("T")
+
+
+class SpecError(ValueError):
+    """The specification makes no sense; the message says where and what to do."""
+
+
+def knob(default: Any, about: str, least: float | None = None, most: float | None = None) -> Any:
+    """A field of a specification: its default, what it is, and its range (both ends allowed)."""
+    return field(default=default, metadata={"about": about, "least": least, "most": most})
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """The front door."""
+
+    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
+    http_port: int = knob(8000, "port of the OpenAI API; 0: any free one", 0, 65535)
+    grpc_port: int = knob(9000, "port of the gRPC API; 0: any free one", 0, 65535)
+    model_name: str | None = knob(None, "what clients call the model; by default its folder's name")
+    api_keys: tuple[str, ...] = knob(
+        (), "keys that clients must show (repeat for more); none: anyone may call"
+    )
+    max_queued: int = knob(1024, "requests that may wait", 1)
+    drain_seconds: float = knob(30.0, "time for running requests when asked to stop", 0, 86400)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What every worker is given."""
+
+    block_size: int = knob(16, "tokens in a KV block", 1, 1024)
+    kv_cache_mib: int | None = knob(None, "MiB of KV cache a worker; by default what fits", 1)
+    max_sequences: int = knob(64, "sequences that run at once on a worker", 1)
+    max_batched_tokens: int = knob(512, "tokens computed in one step of a worker", 1)
+    max_model_len: int | None = knob(None, "longest prompt and answer; by default the model's", 1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob("auto", "of weights and KV")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """A pool of like workers."""
+
+    replicas: int = knob(1, "workers", 0)
+    tp: int = knob(1, "tensor parallel ranks of a worker", 1)
+    pp: int = knob(1, "pipeline stages of a worker", 1)
+    ep: int = knob(1, "expert parallel ranks of a worker", 1)
+    gpus: int | None = knob(None, "GPUs a rank; by default one where the cluster has any", 0)
+    cpus: float | None = knob(
+        None, "CPUs a rank; by default the node's, shared out evenly", 0.01, 4096
+    )
+    threads: int | None = knob(None, "compute threads a rank; by default its whole CPUs", 1, 1024)
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep"):
+            if getattr(self, name) != 1:
+                raise SpecError(f"{name}: only 1 is served yet, not {getattr(self, name)}")
+        if self.gpus is not None and self.gpus > 1:
+            raise SpecError(f"gpus: a rank computes on one GPU at most, not {self.gpus}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Who prefills, who decodes, who does both; by default one worker each of the first two."""
+
+    prefill: PoolSpec = PoolSpec(replicas=0)
+    decode: PoolSpec = PoolSpec(replicas=0)
+    mixed: PoolSpec = PoolSpec(replicas=0)
+
+    def __post_init__(self) -> None:
+        prefill, decode, mixed = (getattr(self, role).replicas for role in ROLES)
+        if not prefill + mixed:
+            raise SpecError("no worker prefills: give prefill or mixed one replica or more")
+        if not decode + mixed:
+            raise SpecError("no worker decodes: give decode or mixed one replica or more")
+
+
+DEFAULT_POOLS = Pools(prefill=PoolSpec(), decode=PoolSpec())
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """A whole cluster."""
+
+    model: str | None = knob(None, "checkpoint folder or hub name; by default the one that ships")
+    ray_address: str | None = knob(None, "a running Ray cluster's; by default one is started here")
+    router: RouterSpec = RouterSpec()
+    engine: EngineSpec = EngineSpec()
+    pools: Pools = DEFAULT_POOLS
+
+    def __post_init__(self) -> None:
+        router = self.router
+        if router.http_port == router.grpc_port != 0:
+            raise SpecError(f"router: HTTP and gRPC cannot share port {router.http_port}")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds; `SpecError` where it holds none."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {_one_line(error)}") from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"{path}: is not YAML: {_one_line(error)}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SpecError(f"{path}: holds no keys; it should begin like `model: NAME`")
+    return content
+
+
+def parse(content: Mapping[str, Any]) -> ClusterSpec:
+    """The specification that nested mappings of plain values give, or `SpecError`."""
+    return _record(ClusterSpec, content, "")
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings as one, nested ones too; where they differ, `over` is right."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            result[key] = merged(below, value)
+        else:
+            result[key] = value
+    return result
+
+
+def knobs(record: type) -> dict[str, tuple[Field[Any], Any]]:
+    """The plain fields of a specification and their types, nested records left out."""
+    hints = get_type_hints(record)
+    return {f.name: (f, hints[f.name]) for f in fields(record) if "about" in f.metadata}
+
+
+def _record(record: type[T], content: Any, where: str) -> T:
+    if not isinstance(content, Mapping):
+        raise SpecError(f"{where or 'the file'}: expected keys, not {content!r}")
+    hints = get_type_hints(record)
+    unknown = [key for key in content if key not in hints]
+    if unknown:
+        name = f"{where}.{unknown[0]}" if where else str(unknown[0])
+        raise SpecError(f"{name}: unknown key; known here: {', '.join(hints)}")
+    metadata = {f.name: f.metadata for f in fields(record)}  # type: ignore[arg-type]
+    values = {}
+    for key, value in content.items():
+        path = f"{where}.{key}" if where else key
+        nested = isinstance(hints[key], type) and hasattr(hints[key], "__dataclass_fields__")
+        if nested:
+            values[key] = _record(hints[key], value, path)
+        else:
+            values[key] = _checked(value, hints[key], metadata[key], path)
+    try:
+        return record(**values)
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _checked(value: Any, kind: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    result = _typed(value, kind)
+    if result is _WRONG:
+        raise SpecError(f"{where}: expected {_spelled(kind)}, not {value!r}")
+    least, most = metadata["least"], metadata["most"]
+    numbers = isinstance(result, (int, float))
+    if numbers and not ((least is None or result >= least) and (most is None or result <= most)):
+        bounds = f"{least} or more" if most is None else f"from {least} to {most}"
+        raise SpecError(f"{where}: expected {bounds}, not {value!r}")
+    return result
+
+
+_WRONG = object()
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """`value` as a `kind`, or `_WRONG`; nothing but int to float and list to tuple is converted."""
+    if get_origin(kind) is UnionType:
+        return next((r for k in get_args(kind) if (r := _typed(value, k)) is not _WRONG), _WRONG)
+    if get_origin(kind) is Literal:
+        return value if value in get_args(kind) else _WRONG
+    if get_origin(kind) is tuple:
+        fits = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        return tuple(value) if fits else _WRONG
+    if kind is float and type(value) is int:
+        return float(value)
+    # Not isinstance: True is no number.
+    return value if type(value) is kind else _WRONG
+
+
+def _spelled(kind: Any) -> str:
+    """A type in words."""
+    if get_origin(kind) is UnionType:
+        return " or ".join(_spelled(part) for part in get_args(kind) if part is not NoneType)
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    if get_origin(kind) is tuple:
+        return "a list of strings"
+    return {int: "a whole number", float: "a number", str: "a string"}[kind]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

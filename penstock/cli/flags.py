@@ -1,0 +1,135 @@
+"""Flags, made from the records of the specification: what a file can say, a flag can."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from penstock.cluster.spec import (
+    DEFAULT_POOLS,
+    ROLES,
+    ClusterSpec,
+    EngineSpec,
+    PoolSpec,
+    RouterSpec,
+    knobs,
+    merged,
+    parse,
+    read_file,
+)
+
+ALSO = {
+    "api_keys": ["--api-key"],
+    "http_port": ["--port"],
+    "model_name": ["--served-model-name"],
+    "max_sequences": ["--max-num-seqs"],
+    "max_batched_tokens": ["--max-num-batched-tokens"],
+    "tp": ["--tensor-parallel-size"],
+    "pp": ["--pipeline-parallel-size"],
+}
+"""Other names of a flag; most are those of vLLM."""
+
+EVERY_POOL = "pools.*"
+UNSAID = argparse.SUPPRESS
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+
+def read_spec(arguments: Sequence[str]) -> ClusterSpec:
+    """The specification that `penstock serve` is given: the file's, and over it the flags'.
+
+    `SpecError` where it makes no sense; exits where the flags are no flags.
+    """
+    given = vars(_parser().parse_args(arguments))
+    path = given.pop("config", None)
+    content = read_file(path) if path is not None else {}
+    ranks = {}
+    for name, value in given.items():
+        where, _, key = name.rpartition(".")
+        if where == EVERY_POOL:
+            ranks[key] = value
+        else:
+            content = merged(content, _nested(name, value))
+    return parse(_over_pools(content, ranks))
+
+
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    """`a.b` and 1 as {"a": {"b": 1}}."""
+    for key in reversed(name.split(".")):
+        value = {key: value}
+    return dict(value)
+
+
+def _over_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
+    """What flags say of every pool, said of each pool that there is."""
+    default: dict[str, Any] = {role: {} for role in ROLES if getattr(DEFAULT_POOLS, role).replicas}
+    pools = content.get("pools", default)
+    if not ranks or not isinstance(pools, dict):
+        return content  # which is for `parse` to judge
+    over = {role: ranks for role, pool in pools.items() if isinstance(pool, dict)}
+    return merged(content, {"pools": merged(pools, over)})
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="penstock serve",
+        description="Serve a model on a Ray cluster of prefill and decode workers.",
+        epilog="Of several workers give either prefill and decode pools, or a mixed one, or both.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", nargs="?", default=UNSAID, metavar="MODEL", help=_help("model"))
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the specification as YAML; flags go over it"
+    )
+    parser.add_argument(
+        "--ray-address", default=UNSAID, metavar="HOST:PORT", help=_help("ray_address")
+    )
+    _add(parser.add_argument_group("router"), RouterSpec, "router")
+    _add(parser.add_argument_group("every worker"), EngineSpec, "engine")
+    pools = parser.add_argument_group("pools")
+    for role in ROLES:
+        about = f"{role} workers ({getattr(DEFAULT_POOLS, role).replicas} if no pool is named)"
+        dest = f"pools.{role}.replicas"
+        pools.add_argument(
+            f"--{role}", type=int, default=UNSAID, dest=dest, metavar="N", help=about
+        )
+    _add(pools, PoolSpec, EVERY_POOL, without=("replicas",))
+    return parser
+
+
+def _add(group: Any, record: type, where: str, without: Sequence[str] = ()) -> None:
+    for name, (field, kind) in knobs(record).items():
+        if name in without:
+            continue
+        default = "" if field.default in (None, ()) else f" ({field.default})"
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            *ALSO.get(name, ()),
+            dest=f"{where}.{name}",
+            default=UNSAID,
+            help=field.metadata["about"] + default,
+            **_form(kind),
+        )
+
+
+def _form(kind: Any) -> dict[str, Any]:
+    """How argparse reads a value of a type."""
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if get_origin(kind) is tuple:
+        return {"action": "append", "metavar": "TEXT"}
+    first = get_args(kind)[0] if get_args(kind) else kind
+    metavar = {int: "N", float: "X", str: "TEXT"}[first]
+    return {"type": first, "metavar": metavar}
+
+
+def _help(name: str) -> str:
+    field, _ = knobs(ClusterSpec)[name]
+    return str(field.metadata["about"])

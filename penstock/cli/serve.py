@@ -1,0 +1,237 @@
+"""`penstock serve`: looks everything through, starts the cluster, and ends it without a trace."""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from penstock.cli import checkpoint, flags
+from penstock.cli.view import Bars, Lines, make_view
+from penstock.cluster import notices
+from penstock.cluster.spec import ClusterSpec, SpecError
+from penstock.workers.models.spec import BadCheckpoint, UnsupportedModel, read_json
+
+if TYPE_CHECKING:
+    from penstock.cluster.session import RaySession
+
+QUESTION = "What is 17 plus 25?"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPED_BY_SIGNAL = 130
+SECONDS_TO_CONNECT = 5.0
+SECONDS_BETWEEN_LOOKS = 0.5
+ECHO_SECONDS = 0.5  # a signal to the process and one to its group are one wish
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code: 2 where nothing was started, 1 where something failed later."""
+    try:
+        spec = flags.read_spec(arguments)
+        folder = checkpoint.find(spec.model)
+        checkpoint.check(folder)
+        # In a cluster that runs already the router may come to live on another machine.
+        if spec.ray_address is None:
+            check_ports(spec)
+        else:
+            check_ray(spec.ray_address)
+    except (SpecError, checkpoint.NoModel, BadCheckpoint, UnsupportedModel, BadAddress) as error:
+        print(f"penstock serve: {error}", file=sys.stderr)
+        return 2
+    return serve(spec, folder, make_view())
+
+
+class BadAddress(ValueError):
+    """Something cannot be listened on or called; the message says what."""
+
+
+def check_ports(spec: ClusterSpec) -> None:
+    """That the router's ports are free now. `BadAddress`."""
+    host = spec.router.host
+    for flag, port in (("http", spec.router.http_port), ("grpc", spec.router.grpc_port)):
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise BadAddress(
+                f"cannot listen on {host} port {port} ({error.strerror}): stop what does, "
+                f"or give another --{flag}-port or --host"
+            ) from None
+
+
+def check_ray(address: str) -> None:
+    """That somebody listens at a cluster's address; Ray would try for minutes. `BadAddress`."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "://" in host:
+        raise BadAddress(
+            f"--ray-address {address}: give HOST:PORT of the cluster's head (its port is 6379 "
+            "unless it was told otherwise), or auto on one of its machines"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_CONNECT).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadAddress(f"--ray-address {address}: nothing answers there ({reason})") from None
+
+
+class Interrupts:
+    """SIGINT, SIGTERM and SIGHUP: the first ends in order, the second at once.
+
+    Args:
+        abandon: kills everything that was started.
+    """
+
+    def __init__(self, abandon: Callable[[], None]) -> None:
+        self.first: Callable[[], object] = _interrupt
+        self._abandon = abandon
+        self._first_seen: float | None = None
+
+    def install(self) -> None:
+        for number in SIGNALS:
+            # nohup asks to outlive the terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first_seen is None:
+            self._first_seen = now
+            self.first()
+        elif now - self._first_seen > ECHO_SECONDS:
+            for each in SIGNALS:  # a third one must not cut this short
+                signal.signal(each, signal.SIG_IGN)
+            self._abandon()
+            os._exit(STOPPED_BY_SIGNAL)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def serve(spec: ClusterSpec, folder: Path, view: Lines | Bars) -> int:
+    """Serve until told to stop; returns the exit code."""
+    # Here, not above: Ray takes a second to import, and mistakes should be told before it.
+    from penstock.cluster.member import StartFailed
+    from penstock.cluster.placement import CannotPlace
+    from penstock.cluster.session import RayFailed, RaySession
+    from penstock.cluster.supervisor import Supervisor
+
+    run = _Run(spec, folder, view, RaySession(spec.ray_address))
+    try:
+        run.start_ray()
+        with run.session:
+            run.supervise(lambda stop: Supervisor(spec, folder, run.show).run(stop))
+    except (RayFailed, CannotPlace, StartFailed) as error:
+        view.close()
+        print(f"penstock serve: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, SystemExit):
+        code = STOPPED_BY_SIGNAL
+    else:
+        code = 0
+    view.close()
+    view.say("stopped")
+    return code
+
+
+class _Run:
+    """One run of the command, from Ray's start to its end."""
+
+    def __init__(
+        self, spec: ClusterSpec, folder: Path, view: Lines | Bars, session: "RaySession"
+    ) -> None:
+        self.session = session
+        self._spec = spec
+        self._folder = folder
+        self._view = view
+        self._began = time.monotonic()
+        self._interrupts = Interrupts(session.abandon)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def start_ray(self) -> None:
+        """What comes before the session is entered."""
+        self._interrupts.install()
+        self._view("Ray", notices.Progress("connecting" if self._spec.ray_address else "starting"))
+
+    def supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+        """Do the work, which ends in order once the event that it is given is set."""
+        self._interrupts.install()  # Ray has put a handler of its own in
+        self._view("Ray", notices.Ready(self._seconds))
+        asyncio.run(self._supervise(work))
+
+    async def _supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        self._interrupts.first = lambda: loop.call_soon_threadsafe(stop.set)
+        watching = asyncio.create_task(self._watch_ray())
+        try:
+            await work(stop)
+        finally:
+            self._interrupts.first = lambda: None  # it is ending already
+            watching.cancel()
+
+    async def _watch_ray(self) -> None:
+        while self.session.is_alive():
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+        # Every call of Ray would now hang for a minute, its own farewell too.
+        self._view.close()
+        print("penstock serve: Ray died, and with it everything", file=sys.stderr, flush=True)
+        self.session.abandon()
+        os._exit(1)
+
+    def show(self, title: str, notice: notices.Notice) -> None:
+        """To the person at the terminal."""
+        self._view(title, notice)
+        if isinstance(notice, notices.Serving):
+            for line in greeting(self._spec, self._folder, notice, self._seconds):
+                self._view.say(line)
+
+
+def greeting(
+    spec: ClusterSpec, folder: Path, serving: notices.Serving, seconds: float
+) -> list[str]:
+    """What to do with a cluster that is ready: addresses, and lines to paste."""
+    name = spec.router.model_name or folder.name
+    http, grpc = (_reachable(address) for address in (serving.http, serving.grpc))
+    body: dict[str, object] = {"model": name, "temperature": 0}
+    if _chats(folder):
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": QUESTION}]
+    else:
+        path, body["prompt"] = "completions", QUESTION
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if spec.router.api_keys else ""
+    return [
+        "",
+        f"{name} is served after {seconds:.1f} s: HTTP (OpenAI API) on http://{serving.http}, "
+        f"gRPC on {serving.grpc}",
+        "",
+        f"  curl http://{http}/v1/{path} {key}-H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}",
+        f"  penstock chat --address {grpc}" + (" --api-key YOUR_KEY" if key else ""),
+        "",
+        "Ctrl-C drains and stops.",
+    ]
+
+
+def _reachable(address: str) -> str:
+    """An address to call: one that stands for all of a machine's is none."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "::", "[::]") else address
+
+
+def _chats(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and bool(read_json(path).get("chat_template"))

@@ -1,0 +1,139 @@
+"""What `penstock serve` shows: bars while things start, lines where nobody looks at a terminal."""
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
+
+from penstock.cluster import notices
+
+MB = 1e6
+
+
+def sentence(title: str, notice: notices.Notice) -> str:
+    """A notice in words; empty where there is nothing to say."""
+    match notice:
+        case notices.Progress(stage, _, total):
+            return f"{title}: {stage}" + (f" ({total / MB:.1f} MB)" if total else "")
+        case notices.Ready(seconds):
+            return f"{title}: ready after {seconds:.1f} s"
+        case notices.Died(reason, delay):
+            when = f"in {delay:.1f} s" if delay else "at once"
+            return f"{title}: {reason}; it is started again {when}"
+        case notices.GivenUp(reason):
+            return f"{title}: {reason}; it is given up, the others go on"
+        case notices.Draining(seconds):
+            return f"draining: what runs has {seconds:g} s; Ctrl-C again ends it at once"
+        case notices.LogLine(text):
+            return text
+    return ""
+
+
+class Lines:
+    """A line whenever something changes.
+
+    Args:
+        say: takes a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self._stages: dict[str, str] = {}
+
+    def __call__(self, title: str, notice: notices.Notice) -> None:
+        if isinstance(notice, notices.Progress):
+            # Bytes come many times a second: one line a stage is enough.
+            if self._stages.get(title) == notice.stage:
+                return
+            self._stages[title] = notice.stage
+        text = sentence(title, notice)
+        if text:
+            self.say(text)
+
+    def close(self) -> None:
+        pass
+
+
+class _Bytes(ProgressColumn):
+    """Bytes of weights, where there are any."""
+
+    def render(self, task: Task) -> Text:
+        if not task.total or not task.fields["weights"]:
+            return Text("")
+        return Text(f"{task.completed / MB:.1f} of {task.total / MB:.1f} MB")
+
+
+class _Seconds(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        seconds = task.finished_time if task.finished else task.elapsed
+        return Text(f"{seconds or 0.0:5.1f} s", style="progress.elapsed")
+
+
+class Bars:
+    """A line of its own for every process, rewritten until all are ready; then as `Lines`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lines = Lines(self.say)
+        self._tasks: dict[str, int] = {}
+        self._open = True
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("[cyan]{task.fields[stage]}"),
+            _Bytes(),
+            _Seconds(),
+            console=console,
+        )
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def __call__(self, title: str, notice: notices.Notice) -> None:
+        if self._open and isinstance(notice, notices.Progress | notices.Ready):
+            self._move(title, notice)
+            return
+        if isinstance(notice, notices.Serving | notices.Draining):
+            self.close()
+        self._lines(title, notice)
+
+    def refresh(self) -> None:
+        """Draw now, not at the next tick."""
+        self._progress.refresh()
+
+    def close(self) -> None:
+        """Leave the bars as they are; what comes later is lines."""
+        if self._open:
+            self._open = False
+            self._progress.stop()
+
+    def _move(self, title: str, notice: notices.Progress | notices.Ready) -> None:
+        if title not in self._tasks:
+            self._tasks[title] = self._progress.add_task(title, total=None, stage="", weights=False)
+        task = self._progress.tasks[self._tasks[title]]
+        if isinstance(notice, notices.Ready):
+            total = task.total or 1
+            self._progress.update(task.id, total=total, completed=total, stage="ready")
+        elif notice.total and notice.done < notice.total:
+            self._progress.update(
+                task.id,
+                total=notice.total,
+                completed=notice.done,
+                stage=notice.stage,
+                weights=True,
+            )
+        else:
+            self._progress.update(task.id, stage=notice.stage)
+
+
+def make_view() -> Lines | Bars:
+    """The view that suits where standard output goes."""
+    console = Console()
+    return Bars(console) if console.is_terminal else Lines(_print)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)

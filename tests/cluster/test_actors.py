@@ -1,0 +1,89 @@
+"""What a hosted process tells: the news, without Ray."""
+
+import asyncio
+import logging
+
+import pytest
+
+from penstock.cluster.actors import NEWS_KEPT, HostFailed, Newsroom, RouterActor, WorkerActor
+from penstock.cluster.notices import LogLine, Progress
+from penstock.router.config import RouterConfig
+
+
+async def test_news_wait_for_whoever_asks() -> None:
+    room = Newsroom()
+    asking = asyncio.create_task(room.next())
+    await asyncio.sleep(0)
+    assert not asking.done()
+    room.add(LogLine("one"))
+    room.add(LogLine("two"))
+    assert await asking == [LogLine("one"), LogLine("two")]
+
+
+async def test_of_a_stage_only_the_latest_is_told() -> None:
+    room = Newsroom()
+    for done in range(10):
+        room.add(Progress("weights", done, 10))
+    room.add(Progress("warming up"))
+    assert await room.next() == [Progress("weights", 9, 10), Progress("warming up")]
+
+
+async def test_news_are_told_from_any_thread() -> None:
+    room = Newsroom()
+    await asyncio.to_thread(room.add, LogLine("from afar"))
+    assert await room.next() == [LogLine("from afar")]
+
+
+async def test_the_oldest_are_dropped_where_nobody_asks() -> None:
+    room = Newsroom()
+    for number in range(NEWS_KEPT + 5):
+        room.add(LogLine(str(number)))
+    news = await room.next()
+    assert len(news) == NEWS_KEPT
+    assert news[-1] == LogLine(str(NEWS_KEPT + 4))
+
+
+async def test_a_failure_is_the_last_news() -> None:
+    room = Newsroom()
+    room.add(LogLine("before"))
+    room.fail("the engine broke")
+    assert await room.next() == [LogLine("before")]
+    for _ in range(2):
+        with pytest.raises(HostFailed, match="the engine broke"):
+            await room.next()
+
+
+@pytest.fixture
+def quiet_root() -> object:
+    """Takes off the handlers that an actor puts on."""
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield root
+    root.handlers[:] = before
+
+
+async def test_warnings_reach_the_driver_with_a_name_on_them(
+    quiet_root: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cluster.actors.setproctitle", lambda title: None)
+    actor = WorkerActor("decode worker 0, rank 0")
+    asking = asyncio.create_task(actor.news())
+    await asyncio.sleep(0)
+    logging.getLogger("anything").warning("mind the gap")
+    logging.getLogger("anything").info("nothing to see")
+    assert await asking == [LogLine("penstock: decode worker 0, rank 0: WARNING: mind the gap")]
+
+
+async def test_a_router_that_cannot_start_says_why_in_one_line(
+    quiet_root: object, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setattr("penstock.cluster.actors.setproctitle", lambda title: None)
+    actor = RouterActor("router 0")
+    config = RouterConfig(model=tmp_path, served_name="none")  # type: ignore[arg-type]
+    with pytest.raises(HostFailed) as failure:
+        await actor.start(config)
+    assert str(tmp_path) in str(failure.value)
+    assert "\n" not in str(failure.value)
+    with pytest.raises(RuntimeError, match="not been started"):
+        await actor.drain(0.0)
+    await actor.stop()

@@ -1,0 +1,148 @@
+"""Placement: everything has its place within what is free, or it is said what was asked."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from penstock.cluster.placement import (
+    MIN_CPUS,
+    ROUTER_CPUS,
+    CannotPlace,
+    Node,
+    WorkerPlace,
+    place,
+)
+from penstock.cluster.spec import ROLES, ClusterSpec, Pools, PoolSpec
+
+
+def spec(**pools: PoolSpec) -> ClusterSpec:
+    empty = dict.fromkeys(ROLES, PoolSpec(replicas=0))
+    return ClusterSpec(pools=Pools(**{**empty, **pools}))
+
+
+def test_two_cores_are_shared_by_two_workers() -> None:
+    places = place(ClusterSpec(), [Node("here", 2.0)])
+    assert [(each.name, each.title) for each in places] == [
+        ("prefill-0", "prefill worker 0"),
+        ("decode-0", "decode worker 0"),
+    ]
+    assert [each.bundles for each in places] == [({"CPU": 0.95},)] * 2
+    assert [(each.threads, each.gpus) for each in places] == [(1, 0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "threads"), [(1, 1, 1), (2, 1, 2), (8, 2, 4), (8, 3, 2), (2, 8, 1)]
+)
+def test_cores_become_threads(cores: int, workers: int, threads: int) -> None:
+    places = place(spec(mixed=PoolSpec(replicas=workers)), [Node("here", float(cores))])
+    assert {each.threads for each in places} == {threads}
+
+
+def test_what_a_pool_says_counts() -> None:
+    pool = PoolSpec(replicas=1, cpus=3.0)
+    (one,) = place(spec(mixed=pool), [Node("here", 8.0)])
+    assert (one.cpus, one.threads) == (3.0, 3)
+    (one,) = place(spec(mixed=PoolSpec(threads=5)), [Node("here", 8.0)])
+    assert one.threads == 5
+
+
+def test_gpus_are_used_where_there_are_any() -> None:
+    places = place(ClusterSpec(), [Node("one", 8.0, 1), Node("two", 8.0, 1)])
+    assert [each.bundles[0]["GPU"] for each in places] == [1.0, 1.0]
+    places = place(spec(mixed=PoolSpec(gpus=0)), [Node("one", 8.0, 1)])
+    assert "GPU" not in places[0].bundles[0]
+
+
+@pytest.mark.parametrize(
+    ("pools", "nodes", "said"),
+    [
+        (spec(mixed=PoolSpec()), [], "the router asks 0.1 CPUs; free are no nodes at all"),
+        (
+            spec(mixed=PoolSpec(replicas=2, gpus=1)),
+            [Node("one", 4.0, 1)],
+            "no place for mixed worker 1, which asks 0.1 CPUs, 1 GPU on one node (others were "
+            "placed before it); free are one: 4 CPUs, 1 GPUs",
+        ),
+        (
+            spec(mixed=PoolSpec(cpus=4.0)),
+            [Node("one", 2.0), Node("two", 3.0)],
+            "no place for mixed worker 0, which asks 4 CPUs on one node (others were placed "
+            "before it); free are one: 2 CPUs, 0 GPUs; two: 3 CPUs, 0 GPUs",
+        ),
+        (spec(mixed=PoolSpec()), [Node("one", 0.15)], "no place for mixed worker 0"),
+    ],
+)
+def test_what_has_no_place_is_said(pools: ClusterSpec, nodes: list[Node], said: str) -> None:
+    with pytest.raises(CannotPlace) as refusal:
+        place(pools, nodes)
+    assert str(refusal.value).startswith(said)
+
+
+POOLS = st.builds(
+    PoolSpec,
+    replicas=st.integers(0, 4),
+    gpus=st.none() | st.integers(0, 1),
+    cpus=st.none() | st.sampled_from([0.5, 1.0, 2.0]),
+)
+NODES = st.lists(
+    st.builds(Node, st.uuids().map(str), st.sampled_from([0.0, 1.0, 2.0, 7.5]), st.integers(0, 3)),
+    max_size=4,
+)
+
+
+def placed_or_refused(asked: ClusterSpec, nodes: list[Node]) -> list[WorkerPlace] | str:
+    try:
+        return place(asked, nodes)
+    except CannotPlace as refusal:
+        return str(refusal)
+
+
+def fill(places: list[WorkerPlace], nodes: list[Node]) -> bool:
+    """Whether some order of first fit, widest first, packs the bundles into the nodes."""
+    free = {node.name: [node.cpus, node.gpus] for node in nodes}
+    max(free.values(), key=lambda room: room[0])[0] -= ROUTER_CPUS
+    for each in sorted(places, key=lambda p: (-p.gpus, -p.cpus)):
+        room = next(
+            (r for r in free.values() if r[0] >= each.cpus - 1e-6 and r[1] >= each.gpus), None
+        )
+        if room is None:
+            return False
+        room[0] -= each.cpus
+        room[1] -= each.gpus
+    return True
+
+
+@given(POOLS, POOLS, POOLS, NODES)
+def test_places_are_within_what_is_free(
+    prefill: PoolSpec, decode: PoolSpec, mixed: PoolSpec, nodes: list[Node]
+) -> None:
+    assume(prefill.replicas + mixed.replicas and decode.replicas + mixed.replicas)
+    asked = spec(prefill=prefill, decode=decode, mixed=mixed)
+    places = placed_or_refused(asked, nodes)
+    if isinstance(places, str):
+        assert "\n" not in places
+        return
+    assert Counter(each.role for each in places) == Counter(
+        {role: n for role in ROLES if (n := getattr(asked.pools, role).replicas)}
+    )
+    assert sum(each.cpus for each in places) + ROUTER_CPUS <= sum(n.cpus for n in nodes) + 1e-6
+    assert sum(each.gpus for each in places) <= sum(n.gpus for n in nodes)
+    assert all(each.cpus >= min(MIN_CPUS, 0.1) and each.threads >= 1 for each in places)
+    assert len({each.name for each in places}) == len(places)
+
+
+@given(st.integers(1, 6), st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=1, max_size=3))
+def test_even_shares_can_be_packed_by_anybody(replicas: int, cores: list[float]) -> None:
+    nodes = [Node(str(index), cpus) for index, cpus in enumerate(cores)]
+    places = place(spec(mixed=PoolSpec(replicas=replicas)), nodes)
+    assert len({each.cpus for each in places}) == 1
+    assert fill(places, nodes)
+
+
+@given(POOLS, NODES)
+def test_the_same_question_has_the_same_answer(pool: PoolSpec, nodes: list[Node]) -> None:
+    assume(pool.replicas)
+    asked = spec(mixed=pool)
+    assert placed_or_refused(asked, nodes) == placed_or_refused(asked, nodes)

@@ -1,0 +1,200 @@
+"""One real `penstock serve`: ready, answering, surviving a worker, and gone without a trace."""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.cli.checkpoint import SHIPPED
+from tests.support.serving import PATIENCE, Serving, free_ports, is_open, serving, wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+MODEL = SHIPPED.parent / "demo-small"
+ARGUMENTS = [str(MODEL), "--kv-cache-mib", "64", "--drain-seconds", "20"]
+READY = "is served after"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    # Not pytest's own: its paths are too long for the sockets that lie below.
+    with tempfile.TemporaryDirectory(prefix="pk-") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def ports() -> tuple[int, int]:
+    return free_ports()
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path, ports: tuple[int, int]) -> Iterator[Serving]:
+    with serving(ARGUMENTS, ports, folder) as running:
+        running.wait_until_said(READY)
+        yield running
+
+
+def complete(running: Serving, **more: Any) -> dict[str, Any]:
+    body = {"model": "demo-small", "prompt": "What is 2 plus 2?", "max_tokens": 8, **more}
+    url = f"http://127.0.0.1:{running.http}/v1/completions"
+    reply = httpx.post(url, json={"temperature": 0, **body}, timeout=PATIENCE)
+    reply.raise_for_status()
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+@contextmanager
+def stream(running: Serving, **more: Any) -> Iterator[Iterator[str]]:
+    """The events of a long streamed answer."""
+    body = {"model": "demo-small", "prompt": "Tell me a story.", "max_tokens": 1500, **more}
+    body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+    url = f"http://127.0.0.1:{running.http}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=PATIENCE) as reply:
+        assert reply.status_code == 200
+        yield (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+
+
+def test_it_tells_what_it_does_and_what_to_do_next(first: Serving) -> None:
+    for who in ("router 0", "prefill worker 0", "decode worker 0"):
+        assert f"{who}: ready after" in first.said
+        assert first.find(f"penstock: {who}")
+    assert "decode worker 0: weights (" in first.said
+    assert f"curl http://127.0.0.1:{first.http}/v1/chat/completions" in first.said
+    assert f"penstock chat --address 127.0.0.1:{first.grpc}" in first.said
+
+
+def test_the_line_to_paste_works(first: Serving) -> None:
+    (line,) = (line for line in first.said.splitlines() if line.startswith("  curl "))
+    body = json.loads(line[line.index("{") : line.rindex("}") + 1])
+    url = f"http://127.0.0.1:{first.http}/v1/chat/completions"
+    reply = httpx.post(url, json=body, timeout=PATIENCE)
+    assert reply.status_code == 200
+    assert reply.json()["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_completions_are_repeatable(first: Serving) -> None:
+    one, other = complete(first), complete(first)
+    assert one["choices"][0]["text"] == other["choices"][0]["text"]
+    assert one["usage"]["completion_tokens"] > 0
+
+
+def test_chat_answers_a_line_a_question(first: Serving) -> None:
+    command = [sys.executable, "-m", "penstock.cli", "chat", "--max-tokens", "8"]
+    result = subprocess.run(
+        [*command, "--address", f"127.0.0.1:{first.grpc}"],
+        input="What is 2 plus 2?\n\nAnd 3 plus 3?\n",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("\n") >= 2
+
+
+def test_a_killed_worker_is_replaced_and_its_stream_ends_well(first: Serving) -> None:
+    victim = first.find("penstock: decode worker 0")
+    with stream(first) as events:
+        seen = [next(events)]
+        victim.kill()
+        seen += events
+    ends = [json.loads(event) for event in seen if event != "[DONE]"]
+    finished = any(end.get("choices") and end["choices"][0]["finish_reason"] for end in ends)
+    refused = [end["error"]["message"] for end in ends if "error" in end]
+    assert finished or (refused and all(refused))
+    first.wait_until_said("decode worker 0: its process died")
+    first.wait_until_said("decode worker 0: ready after", times=2)
+    assert first.find("penstock: decode worker 0").pid != victim.pid
+    assert complete(first)["usage"]["completion_tokens"] > 0
+
+
+def test_a_killed_router_is_replaced_at_the_same_ports(first: Serving) -> None:
+    first.find("penstock: router 0").kill()
+    first.wait_until_said("router 0: its process died")
+    first.wait_until_said("router 0: ready after", times=2)
+    wait_for(lambda: is_open(first.http), "its port")
+
+    def answers() -> bool:
+        with suppress(httpx.HTTPStatusError):
+            return bool(complete(first)["usage"]["completion_tokens"])
+        return False
+
+    wait_for(answers, "an answer of the new router")
+
+
+def test_ctrl_c_leaves_nothing_and_a_second_start_works_at_once(
+    first: Serving, folder: Path, ports: tuple[int, int]
+) -> None:
+    shared = set(Path("/dev/shm").iterdir())
+    first.interrupt()
+    assert first.wait() == 0
+    assert "draining" in first.said
+    assert first.said.endswith("stopped\n")
+    assert first.left_behind() == {"processes": [], "ports": [], "files": []}
+    assert set(Path("/dev/shm").iterdir()) <= shared
+    with serving(ARGUMENTS, ports, folder) as second:
+        second.wait_until_said(READY)
+        assert complete(second)["usage"]["completion_tokens"] > 0
+        hurried(second)
+        assert second.left_behind() == {"processes": [], "ports": [], "files": []}
+
+
+def hurried(running: Serving) -> None:
+    """Told twice while a stream holds its drain up, it takes no leave."""
+    with stream(running, prompt=["Tell me a story."] * 16) as events:
+        next(events)
+        running.interrupt(signal.SIGTERM)
+        running.wait_until_said("draining")
+
+        def ended() -> bool:
+            with suppress(ProcessLookupError):
+                running.process.send_signal(signal.SIGTERM)
+            return running.process.poll() is not None
+
+        wait_for(ended, "its end")
+    assert running.wait() == 130
+
+
+@pytest.mark.parametrize("when", ["Ray: starting", "loading libraries"])
+def test_ctrl_c_while_it_starts(folder: Path, ports: tuple[int, int], when: str) -> None:
+    with serving(ARGUMENTS, ports, folder) as running:
+        running.wait_until_said(when)
+        running.interrupt()
+        assert running.wait() in (0, 130)
+        assert running.said.endswith("stopped\n")
+        assert running.left_behind() == {"processes": [], "ports": [], "files": []}
+
+
+def test_without_its_ray_it_ends_and_says_so(folder: Path, ports: tuple[int, int]) -> None:
+    with serving(ARGUMENTS, ports, folder) as running:
+        running.wait_until_said("loading libraries")
+        running.find("gcs_server").kill()
+        assert running.wait() == 1
+        assert "penstock serve: Ray died" in running.said
+        assert running.left_behind() == {"processes": [], "ports": [], "files": []}
+
+
+def test_what_has_no_place_is_said(folder: Path, ports: tuple[int, int]) -> None:
+    arguments = [str(MODEL), "--mixed", "1", "--gpus", "1"]
+    with serving(arguments, ports, folder) as running:
+        assert running.wait() == 1
+        last = running.said.splitlines()[-1]
+        assert last.startswith("penstock serve: no place for mixed worker 0, which asks")
+        assert running.left_behind() == {"processes": [], "ports": [], "files": []}
+
+
+def test_a_worker_that_cannot_start_ends_it_with_the_reason(
+    folder: Path, ports: tuple[int, int]
+) -> None:
+    with serving([str(MODEL), "--kv-cache-mib", "1", "--mixed", "1"], ports, folder) as running:
+        assert running.wait() == 1
+        last = running.said.splitlines()[-1]
+        assert last.startswith("penstock serve: mixed worker 0 did not start: too little memory")
+        assert running.left_behind() == {"processes": [], "ports": [], "files": []}

@@ -1,0 +1,171 @@
+"""The specification: what is taken, and that everything else is refused by name."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cluster.spec import (
+    ROLES,
+    ClusterSpec,
+    EngineSpec,
+    PoolSpec,
+    RouterSpec,
+    SpecError,
+    knobs,
+    merged,
+    parse,
+    read_file,
+)
+
+WHOLE = """
+model: some/where
+ray_address: 10.0.0.1:6379
+router: {host: 0.0.0.0, http_port: 80, grpc_port: 90, api_keys: [a, b], drain_seconds: 5}
+engine: {block_size: 32, kv_cache_mib: 100, max_model_len: 4096, dtype: bfloat16}
+pools:
+  prefill: {replicas: 2, gpus: 1}
+  decode: {replicas: 3, cpus: 1.5, threads: 4}
+"""
+
+
+def test_a_whole_file() -> None:
+    spec = parse(yaml.safe_load(WHOLE))
+    assert spec.model == "some/where"
+    assert spec.router.api_keys == ("a", "b")
+    assert (spec.router.drain_seconds, type(spec.router.drain_seconds)) == (5.0, float)
+    assert spec.engine == EngineSpec(
+        block_size=32, kv_cache_mib=100, max_model_len=4096, dtype="bfloat16"
+    )
+    assert spec.pools.prefill == PoolSpec(replicas=2, gpus=1)
+    assert spec.pools.decode == PoolSpec(replicas=3, cpus=1.5, threads=4)
+    assert spec.pools.mixed.replicas == 0
+
+
+def test_an_empty_file_is_one_prefill_and_one_decode_worker() -> None:
+    spec = parse({})
+    assert spec == ClusterSpec()
+    assert [getattr(spec.pools, role).replicas for role in ROLES] == [1, 1, 0]
+
+
+def test_naming_a_pool_leaves_the_others_empty() -> None:
+    pools = parse({"pools": {"mixed": {}}}).pools
+    assert [getattr(pools, role).replicas for role in ROLES] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"modle": "x"}, "modle: unknown key; known here: model, ray_address, router, engine"),
+        ({"engine": {"block_sise": 1}}, "engine.block_sise: unknown key; known here: block_size"),
+        ({"pools": {"decoder": {}}}, "pools.decoder: unknown key; known here: prefill, decode"),
+        ({"engine": {"block_size": "16"}}, "engine.block_size: expected a whole number, not '16'"),
+        ({"engine": {"block_size": 1.5}}, "engine.block_size: expected a whole number, not 1.5"),
+        ({"engine": {"block_size": True}}, "engine.block_size: expected a whole number, not True"),
+        ({"engine": {"block_size": None}}, "engine.block_size: expected a whole number, not None"),
+        ({"engine": {"block_size": 0}}, "engine.block_size: expected from 1 to 1024, not 0"),
+        ({"engine": {"max_sequences": 0}}, "engine.max_sequences: expected 1 or more, not 0"),
+        ({"engine": {"dtype": "int4"}}, "engine.dtype: expected one of auto, float32, bfloat16"),
+        ({"engine": 3}, "engine: expected keys, not 3"),
+        ({"engine": None}, "engine: expected keys, not None"),
+        ({"model": 3}, "model: expected a string, not 3"),
+        ({"router": {"api_keys": "a"}}, "router.api_keys: expected a list of strings, not 'a'"),
+        ({"router": {"api_keys": [1]}}, "router.api_keys: expected a list of strings, not [1]"),
+        ({"router": {"http_port": 65536}}, "router.http_port: expected from 0 to 65535, not 65536"),
+        ({"router": {"drain_seconds": float("nan")}}, "router.drain_seconds: expected from 0"),
+        ({"router": {"drain_seconds": float("inf")}}, "router.drain_seconds: expected from 0"),
+        ({"router": {"http_port": 9000}}, "router: HTTP and gRPC cannot share port 9000"),
+        ({"pools": {}}, "pools: no worker prefills: give prefill or mixed one replica or more"),
+        ({"pools": {"decode": {"replicas": 1}}}, "pools: no worker prefills"),
+        ({"pools": {"prefill": {"replicas": 1}}}, "pools: no worker decodes"),
+        ({"pools": {"mixed": {"replicas": 0}}}, "pools: no worker prefills"),
+        ({"pools": {"mixed": {"replicas": -1}}}, "pools.mixed.replicas: expected 0 or more"),
+        ({"pools": {"mixed": {"tp": 2}}}, "pools.mixed: tp: only 1 is served yet, not 2"),
+        ({"pools": {"mixed": {"pp": 4}}}, "pools.mixed: pp: only 1 is served yet, not 4"),
+        ({"pools": {"mixed": {"ep": 2}}}, "pools.mixed: ep: only 1 is served yet, not 2"),
+        ({"pools": {"mixed": {"gpus": 2}}}, "pools.mixed: gpus: a rank computes on one GPU"),
+        ({1: 2}, "1: unknown key"),
+    ],
+)
+def test_refused_by_name(content: dict[Any, Any], said: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        parse(content)
+    assert str(refusal.value).startswith(said)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "is not YAML"),
+        ("- a\n- b", "holds no keys"),
+        ("just words", "holds no keys"),
+        ("!!python/object/apply:os.system ['true']", "is not YAML"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ],
+)
+def test_files_that_are_none(tmp_path: Path, text: str | bytes, said: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SpecError) as refusal:
+        read_file(path)
+    assert said in str(refusal.value)
+    assert str(refusal.value).startswith(str(path))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_file_and_an_empty_one(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="cannot be read"):
+        read_file(tmp_path / "none.yaml")
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert read_file(tmp_path / "empty.yaml") == {}
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(
+    [f.name for record in (ClusterSpec, RouterSpec, EngineSpec, PoolSpec) for f in fields(record)]
+    + list(ROLES)
+)
+NEARLY = st.recursive(JUNK, lambda inner: st.dictionaries(KEYS, inner, max_size=4), max_leaves=12)
+
+
+def parsed_or_refused(content: dict[str, Any]) -> ClusterSpec | str:
+    try:
+        return parse(content)
+    except SpecError as refusal:
+        return str(refusal)
+
+
+@given(st.dictionaries(KEYS, NEARLY, max_size=4))
+def test_nonsense_is_refused_in_one_line_or_makes_sense(content: dict[str, Any]) -> None:
+    spec = parsed_or_refused(content)
+    if isinstance(spec, str):
+        assert "\n" not in spec
+        return
+    for record in (spec.router, spec.engine, *(getattr(spec.pools, role) for role in ROLES)):
+        for name, (field, _) in knobs(type(record)).items():
+            value = getattr(record, name)
+            if isinstance(value, int | float) and field.metadata["least"] is not None:
+                assert value >= field.metadata["least"]
+
+
+@given(NEARLY, NEARLY)
+def test_merging_keeps_what_only_one_side_says(base: Any, over: Any) -> None:
+    base, over = ({"a": base}, {"b": over})
+    assert merged(base, over) == {**base, **over}
+    assert merged(base, {}) == base
+    assert merged(over, over) == over
+
+
+def test_no_more_than_thirty_knobs() -> None:
+    assert (
+        sum(len(knobs(record)) for record in (ClusterSpec, RouterSpec, EngineSpec, PoolSpec)) < 31
+    )

@@ -1,0 +1,523 @@
+"""The command line without a cluster: what it refuses, in one line, before anything starts."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from io import BytesIO, StringIO, TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from rich.console import Console
+
+from penstock import __version__
+from penstock.cli import checkpoint, flags, main, serve
+from penstock.cli.chat import ChatFailed, Conversation, show
+from penstock.cli.view import Bars, Lines
+from penstock.cluster import notices
+from penstock.cluster.spec import SpecError, parse
+from penstock.protos import inference_pb2, inference_pb2_grpc
+from penstock.workers.models.spec import BadCheckpoint, UnsupportedModel
+from tests.support.serving import PATIENCE
+
+SMALL = checkpoint.SHIPPED.parent / "demo-small"
+
+
+def run(*arguments: str, given: str = "") -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "penstock.cli", *arguments]
+    return subprocess.run(command, input=given, capture_output=True, text=True, timeout=PATIENCE)
+
+
+# ------------------------------------------------------------------ the command itself
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == main(["--help"]) == 0
+    assert "serve" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"penstock {__version__}\n"
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sevre"]) == 2
+    error = capsys.readouterr().err
+    assert error == "penstock: there is no command 'sevre'; known are serve, chat, bench\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "bench"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"penstock {command}" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ serve: what is refused
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of a checkpoint, to be broken."""
+    return Path(shutil.copytree(SMALL, tmp_path / "model"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a serve with these arguments is refused with."""
+    try:
+        code: object = main(["serve", *arguments])
+    except SystemExit as end:
+        code = end.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("penstock serve: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--http-prot", "1"], "unrecognized arguments: --http-prot"),
+        (["--http-port", "x"], "invalid int value: 'x'"),
+        (["--http-port"], "expected one argument"),
+        (["--http-port", "70000"], "router.http_port: expected from 0 to 65535, not 70000"),
+        (["--http-port", "9000"], "HTTP and gRPC cannot share port 9000"),
+        (["--dtype", "int4"], "invalid choice: 'int4'"),
+        (["--decode", "2"], "no worker prefills"),
+        (["--prefill", "0", "--decode", "0"], "no worker prefills"),
+        (["--tensor-parallel-size", "2"], "tp: only 1 is served yet, not 2"),
+        (["--config", "none.yaml"], "none.yaml: cannot be read"),
+        (["a", "b"], "unrecognized arguments: b"),
+        (["no-such-folder"], "is not a folder"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["--host", "192.0.2.77"], "cannot listen on 192.0.2.77"),
+        (["--ray-address", "127.0.0.1:1"], "--ray-address 127.0.0.1:1: nothing answers"),
+        (["--ray-address", "127.0.0.1:99999"], "nothing answers there"),
+        (["--ray-address", "ray://127.0.0.1:1"], "give HOST:PORT of the cluster's head"),
+        (["--ray-address", "somewhere"], "give HOST:PORT of the cluster's head"),
+    ],
+)
+def test_bad_flags(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, *arguments)
+
+
+def test_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("engine: {block_sise: 16}\n")
+    assert "engine.block_sise: unknown key" in refused(capsys, "--config", str(path))
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refused(capsys, str(SMALL), "--http-port", str(port), "--grpc-port", "0")
+        assert f"cannot listen on 127.0.0.1 port {port}" in said
+        assert "--http-port" in said
+        assert "--grpc-port" in refused(capsys, "--grpc-port", str(port), "--http-port", "0")
+
+
+def test_a_port_that_was_just_used_is_free() -> None:
+    with socket.socket() as server, socket.socket() as client:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        client.connect(("127.0.0.1", port))
+        server.accept()[0].close()
+    serve.check_ports(parse({"router": {"http_port": port, "grpc_port": 0}}))
+
+
+def test_checkpoints_that_ship_are_whole() -> None:
+    checkpoint.check(checkpoint.find(None))
+    checkpoint.check(SMALL)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file(model: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / name).unlink()
+    assert name in refused(capsys, str(model), "--http-port", "0", "--grpc-port", "0")
+
+
+@pytest.mark.parametrize("size", [0, 4, 1000, -1])
+def test_half_copied_weights(model: Path, size: int) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(BadCheckpoint, match="corrupt or half-copied") as refusal:
+        checkpoint.check(model)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_shard(model: Path) -> None:
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (model / "model.safetensors").rename(model / "one.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadCheckpoint, match=r"two\.safetensors is missing"):
+        checkpoint.check(model)
+
+
+def test_an_index_that_makes_no_sense(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    with pytest.raises(BadCheckpoint, match="weight_map"):
+        checkpoint.check(model)
+
+
+def test_an_unknown_architecture(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["FooModel"]}))
+    with pytest.raises(UnsupportedModel, match=r"FooModel.*LlamaForCausalLM"):
+        checkpoint.check(model)
+
+
+@pytest.mark.parametrize(("status", "said"), [(404, "refuses it (404)"), (None, "be reached")])
+def test_a_hub_that_does_not_give_it(
+    status: int | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    def snapshot_download(*_: object, **__: object) -> str:
+        if status is None:
+            raise LocalEntryNotFoundError("a long story\nof many lines")
+        error = HfHubHTTPError.__new__(HfHubHTTPError)
+        error.response = type("Response", (), {"status_code": status})()
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(checkpoint.NoModel) as refusal:
+        checkpoint.find("some/model")
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_hub_name_becomes_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: f"/cache/{name}")
+    assert checkpoint.find("some/model") == Path("/cache/some/model")
+
+
+def test_refusals_come_before_ray_and_without_a_traceback() -> None:
+    result = run("serve", "--decode", "2")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------ serve: flags
+
+
+def test_flags_go_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("router: {host: 0.0.0.0, http_port: 1}\npools: {mixed: {replicas: 2}}\n")
+    spec = flags.read_spec(["--config", str(path), "--http-port", "2", "--threads", "3"])
+    assert (spec.router.host, spec.router.http_port) == ("0.0.0.0", 2)
+    assert (spec.pools.mixed.replicas, spec.pools.mixed.threads) == (2, 3)
+    assert spec.pools.prefill.replicas == 0
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert flags.read_spec([]) == parse({})
+
+
+def test_flags_of_every_pool_reach_the_default_pools() -> None:
+    pools = flags.read_spec(["--threads", "3"]).pools
+    assert [(pools.prefill.replicas, pools.prefill.threads)] == [(1, 3)]
+    assert [(pools.decode.replicas, pools.decode.threads)] == [(1, 3)]
+    assert pools.mixed.replicas == 0
+
+
+def test_names_that_others_use() -> None:
+    given = """
+        some/model --port 1 --served-model-name m --api-key a --api-key b --max-num-seqs 2
+        --max-num-batched-tokens 3 --max-model-len 4 --block-size 5 --dtype float32
+        --tensor-parallel-size 1 --pipeline-parallel-size 1 --mixed 1
+    """
+    spec = flags.read_spec(given.split())
+    assert (spec.model, spec.router.http_port, spec.router.model_name) == ("some/model", 1, "m")
+    assert spec.router.api_keys == ("a", "b")
+    engine = spec.engine
+    assert (engine.max_sequences, engine.max_batched_tokens, engine.max_model_len) == (2, 3, 4)
+    assert (engine.block_size, engine.dtype) == (5, "float32")
+
+
+def test_a_pool_that_is_no_mapping_is_refused_with_flags_too(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    for text in ("pools: 3", "pools: {mixed: 3}", "pools: [mixed]"):
+        path.write_text(text)
+        with pytest.raises(SpecError):
+            flags.read_spec(["--config", str(path), "--threads", "1"])
+
+
+# ------------------------------------------------------------------ serve: what it shows
+
+
+def test_the_greeting_can_be_pasted() -> None:
+    spec = parse({"router": {"host": "0.0.0.0", "api_keys": ["k"]}})
+    lines = serve.greeting(spec, SMALL, notices.Serving("0.0.0.0:80", "0.0.0.0:90"), 1.25)
+    text = "\n".join(lines)
+    assert "demo-small is served after 1.2 s" in text
+    assert "curl http://127.0.0.1:80/v1/chat/completions -H 'Authorization: Bearer" in text
+    assert "penstock chat --address 127.0.0.1:90 --api-key" in text
+
+
+def test_a_model_without_a_chat_template_is_greeted_with_a_completion(model: Path) -> None:
+    (model / "tokenizer_config.json").unlink()
+    lines = serve.greeting(parse({}), model, notices.Serving("127.0.0.1:80", "127.0.0.1:90"), 1.0)
+    assert any("http://127.0.0.1:80/v1/completions" in line for line in lines)
+
+
+STORY: list[tuple[str, notices.Notice]] = [
+    ("Ray", notices.Progress("starting")),
+    ("Ray", notices.Ready(5.0)),
+    ("decode worker 0", notices.Progress("weights", 0, 2_000_000)),
+    ("decode worker 0", notices.Progress("weights", 1_000_000, 2_000_000)),
+    ("decode worker 0", notices.Progress("warming up", 2_000_000, 2_000_000)),
+    ("decode worker 0", notices.Ready(3.0)),
+    ("decode worker 0", notices.LogLine("something [bold]odd")),
+    ("", notices.Serving("a", "b")),
+    ("decode worker 0", notices.Died("its process died", 0.5)),
+    ("decode worker 0", notices.GivenUp("no such folder")),
+    ("", notices.Draining(30.0)),
+]
+
+
+def test_lines_say_each_stage_once() -> None:
+    said: list[str] = []
+    lines = Lines(said.append)
+    for title, notice in STORY:
+        lines(title, notice)
+    assert said == [
+        "Ray: starting",
+        "Ray: ready after 5.0 s",
+        "decode worker 0: weights (2.0 MB)",
+        "decode worker 0: warming up (2.0 MB)",
+        "decode worker 0: ready after 3.0 s",
+        "something [bold]odd",
+        "decode worker 0: its process died; it is started again in 0.5 s",
+        "decode worker 0: no such folder; it is given up, the others go on",
+        "draining: what runs has 30 s; Ctrl-C again ends it at once",
+    ]
+
+
+def test_bars_show_bytes_and_seconds_and_then_lines() -> None:
+    screen = StringIO()
+    bars = Bars(Console(file=screen, force_terminal=True, width=100, color_system=None))
+    try:
+        for title, notice in STORY[:4]:
+            bars(title, notice)
+        bars.refresh()
+        assert "1.0 of 2.0 MB" in screen.getvalue()
+        for title, notice in STORY[4:]:
+            bars(title, notice)
+    finally:
+        bars.close()
+    shown = screen.getvalue()
+    assert "✓" in shown
+    assert "something [bold]odd" in shown
+    assert "decode worker 0: its process died" in shown
+
+
+# ------------------------------------------------------------------ signals
+
+
+def test_the_first_signal_is_a_wish_and_the_second_an_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[object] = []
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "_exit", lambda code: happened.append(code))
+    interrupts = serve.Interrupts(lambda: happened.append("abandoned"))
+    before = [signal.getsignal(each) for each in serve.SIGNALS]
+    try:
+        interrupts.install()
+        interrupts.first = lambda: happened.append("first")
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert happened == ["first"], "one press of Ctrl-C may arrive twice"
+        now[0] += 2 * serve.ECHO_SECONDS
+        signal.raise_signal(signal.SIGINT)
+        assert happened == ["first", "abandoned", serve.STOPPED_BY_SIGNAL]
+    finally:
+        for number, handler in zip(serve.SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_before_anything_runs_a_signal_interrupts() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        serve.Interrupts(lambda: None).first()
+
+
+# ------------------------------------------------------------------ chat
+
+
+@dataclass
+class Talker(inference_pb2_grpc.InferenceServicer):
+    """Answers with how many messages it was sent, then with what they were."""
+
+    requests: list[Any] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)
+    refuse: bool = False
+
+    def ListModels(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
+        return inference_pb2.ListModelsReply(models=[inference_pb2.Model(name="parrot")])
+
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        self.requests.append(request)
+        if self.refuse:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the prompt is\ntoo long")
+        yield inference_pb2.GenerateReply(text=f"{len(request.chat.messages)} ")
+        yield inference_pb2.GenerateReply(text="heard", finish_reason="stop")
+
+
+@pytest.fixture
+def talker() -> Iterator[tuple[Talker, str]]:
+    server, servicer = grpc.server(ThreadPoolExecutor(2)), Talker()
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+def chat(arguments: list[str], given: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "stdin", StringIO(given))
+    return main(["chat", *arguments])
+
+
+def test_chat_keeps_what_was_said(
+    talker: tuple[Talker, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    servicer, address = talker
+    given = ["--address", f"grpc://{address}", "--system", "be brief", "--api-key", "k"]
+    assert chat([*given, "--max-tokens", "7"], "one\n\n  two \n", monkeypatch) == 0
+    assert capsys.readouterr().out == "2 heard\n4 heard\n"
+    said = [(each.role, each.content) for each in servicer.requests[1].chat.messages]
+    assert said == [
+        ("system", "be brief"),
+        ("user", "one"),
+        ("assistant", "2 heard"),
+        ("user", "two"),
+    ]
+    assert servicer.requests[0].sampling.max_tokens == 7
+
+
+def test_chat_with_nobody(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        assert chat(["--address", address], "hello\n", monkeypatch) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"penstock chat: {address}: no server answers there")
+    assert error.count("\n") == 1
+
+
+def test_chat_with_bytes_that_are_no_text(
+    talker: tuple[Talker, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b"\xff\n"), encoding="utf-8"))
+    assert main(["chat", "--address", talker[1]]) == 2
+    assert capsys.readouterr().err == "penstock chat: standard input is not UTF-8 text\n"
+
+
+def test_chat_says_why_it_was_refused_in_one_line(
+    talker: tuple[Talker, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    servicer, address = talker
+    servicer.refuse = True
+    assert chat(["--address", address], "hello\n", monkeypatch) == 1
+    assert capsys.readouterr().err == f"penstock chat: {address}: the prompt is too long\n"
+
+
+def test_a_refused_question_was_never_said(talker: tuple[Talker, str]) -> None:
+    servicer, address = talker
+    servicer.refuse = True
+    with grpc.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        talk = Conversation(stub, [], "", inference_pb2.Sampling())
+        with pytest.raises(ChatFailed, match="the prompt is too long"):
+            list(talk.ask("hello"))
+        assert talk.said == []
+        servicer.refuse = False
+        pieces = talk.ask("hello")
+        assert next(pieces) == "1 "
+        pieces.close()
+        assert [each.content for each in talk.said] == ["hello", "1 "]
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_chat_with_a_person(
+    talker: tuple[Talker, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    servicer, address = talker
+    typed = iter(["one", "", "two", "/new", "three"])
+
+    def read(*_: object) -> str:
+        for line in typed:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert main(["chat", "--address", address]) == 0
+    shown = capsys.readouterr().out
+    assert "parrot" in shown
+    assert shown.count("heard") == 3
+    assert [len(each.chat.messages) for each in servicer.requests] == [1, 3, 1]
+
+
+def test_a_person_may_stop_an_answer_and_hear_of_failures(
+    talker: tuple[Talker, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer, address = talker
+    screen = StringIO()
+    with grpc.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        talk = Conversation(stub, [], "", inference_pb2.Sampling())
+        console = Console(file=screen, highlight=False)
+        monkeypatch.setattr(console, "out", interrupted)
+        show(talk, "hello", console)
+        assert "(stopped)" in screen.getvalue()
+        assert [each.content for each in talk.said] == ["hello", "1 "]
+        servicer.refuse = True
+        show(talk, "hello", console)
+        assert "the prompt is too long" in screen.getvalue()
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--adress", "x"], ["--max-tokens", "many"], ["--max-tokens", "-1"]]
+)
+def test_bad_flags_of_chat(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["chat", *arguments])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
