@@ -13,7 +13,7 @@ _GPU_SHARE = 0.85  # of what the weights left: a step's own tensors need the res
 def choose_num_blocks(
     config: WorkerConfig, spec: ModelSpec, max_model_len: int, device: torch.device, itemsize: int
 ) -> int:
-    """As many as `config` says, or all sequences could fill twice, as far as memory goes.
+    """As many as `config` says, or as memory allows: on a CPU no more than all sequences could fill.
 
     ValueError if not even one sequence of `max_model_len` tokens would fit.
     """
@@ -22,7 +22,9 @@ def choose_num_blocks(
     if config.kv_cache_mib is not None:
         num_blocks = (config.kv_cache_mib << 20) // block_bytes
     else:
-        num_blocks = min(2 * one * config.max_sequences, _room(device) // block_bytes)
+        num_blocks = _room(device) // block_bytes
+        if device.type == "cpu":  # whose memory is everybody's
+            num_blocks = min(num_blocks, one * config.max_sequences)
     if num_blocks < one:
         needed = -(-one * block_bytes >> 20)
         raise ValueError(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -218,10 +219,18 @@ def greeting(
         "",
         f"  curl http://{http}/v1/{path} {key}-H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}",
-        f"  penstock chat --address {grpc}" + (" --api-key YOUR_KEY" if key else ""),
+        f"  {_program()} chat --address {grpc}" + (" --api-key YOUR_KEY" if key else ""),
         "",
         "Ctrl-C drains and stops.",
     ]
+
+
+def _program() -> str:
+    """How this program is called from where it was started."""
+    here = Path(sys.executable).with_name("penstock")
+    if shutil.which("penstock") is not None or not here.exists():
+        return "penstock"
+    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
 
 
 def _reachable(address: str) -> str:
