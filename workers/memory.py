@@ -13,7 +13,7 @@ _GPU_SHARE = 0.85  # of what the weights left: a step's own tensors need the res
 def choose_num_blocks(
     config: WorkerConfig, spec: ModelSpec, max_model_len: int, device: torch.device, itemsize: int
 ) -> int:
-    """As many as `config` says, or as memory allows: on a CPU no more than all sequences could fill.
+    """As many as `config` says or memory allows; on a CPU no more than all sequences could fill.
 
     ValueError if not even one sequence of `max_model_len` tokens would fit.
     """
