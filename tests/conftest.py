@@ -2,6 +2,14 @@
 
 import os
 
+from hypothesis import HealthCheck, settings
+
 # Small products gain nothing from threads, and threads that wait for each other on a busy machine
 # cost tenfold. Set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A busy machine is slow, which is no fault of what is tested.
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
