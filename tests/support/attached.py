@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -109,9 +110,10 @@ class Attached:
         await self._channel.close()
 
     async def _beat(self, seconds: float) -> None:
-        while True:
-            await asyncio.sleep(seconds)
-            await self.say(beat=wire.Beat())
+        with suppress(asyncio.InvalidStateError):  # the worker has ended the stream
+            while True:
+                await asyncio.sleep(seconds)
+                await self.say(beat=wire.Beat())
 
     async def _listen(self) -> None:
         try:
