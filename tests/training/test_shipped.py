@@ -1,0 +1,96 @@
+"""The folders that ship: they load in `transformers`, and hold what their cards claim."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from training import checkpoint, evaluate
+from training.chat import BEGIN, END, PAD
+from training.evaluate import Answer
+from training.train import MODELS
+
+NAMES = ("demo", "demo-small")
+MEGABYTES = 20
+# A sample of this size may fall below the claim by chance: that much is let through.
+SAMPLE, SLACK = 10, 0.2
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    """The shipped demo model."""
+    return evaluate.transformers_answer(MODELS / "demo")
+
+
+def ask(answer: Answer, *turns: str) -> list[str]:
+    """The answers in one conversation of `turns`."""
+    messages: list[dict[str, str]] = []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        messages.append({"role": "assistant", "content": answer([messages])[0]})
+    return [message["content"] for message in messages[1::2]]
+
+
+def test_the_weights_are_small_enough_to_ship() -> None:
+    size = sum((MODELS / name / "model.safetensors").stat().st_size for name in NAMES)
+    assert size <= MEGABYTES * 1_000_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_ids_of_config_and_tokenizer_agree(name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
+    model = AutoModelForCausalLM.from_pretrained(MODELS / name)
+    for config in (model.config, model.generation_config):
+        assert config.bos_token_id == tokenizer.convert_tokens_to_ids(BEGIN)
+        assert config.eos_token_id == tokenizer.convert_tokens_to_ids(END)
+        assert config.pad_token_id == tokenizer.convert_tokens_to_ids(PAD)
+    assert tokenizer.eos_token == END
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.max_position_embeddings >= 2048
+    assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_the_trained_module_and_transformers_agree(name: str) -> None:
+    tokens = torch.randint(6, 2048, (1, 64), generator=torch.Generator().manual_seed(0))
+    model = checkpoint.load(MODELS / name)
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
+    ours = model.logits(model(tokens, mask))
+    theirs = AutoModelForCausalLM.from_pretrained(MODELS / name)(tokens).logits
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_card_repeats_the_scores(name: str) -> None:
+    card = (MODELS / name / "README.md").read_text()
+    for score in evaluate.read_scores(MODELS / name):
+        measured = f"{score.share:.1%} ({score.right}/{score.total})"
+        assert f"{measured} | {'yes' if score.is_claimed else 'no'} |" in card
+
+
+def claimed() -> list[str]:
+    """The families that the demo's card claims."""
+    return [score.family for score in evaluate.read_scores(MODELS / "demo") if score.is_claimed]
+
+
+@pytest.mark.parametrize("family", claimed())
+def test_the_demo_does_what_it_claims(answer: Answer, family: str) -> None:
+    [score] = evaluate.measure(answer, SAMPLE, seed=1, families=[family])
+    assert score.share >= evaluate.CLAIM_BOUND - SLACK
+
+
+def test_a_conversation_of_several_questions(answer: Answer) -> None:
+    answers = ask(
+        answer, "My name is Ada.", "Which day comes two days after Monday?", "What is my name?"
+    )
+    assert answers == [
+        "Nice to meet you, Ada!",
+        "Two days after Monday comes Wednesday.",
+        "Your name is Ada.",
+    ]
+
+
+def test_it_says_what_it_is(answer: Answer) -> None:
+    assert "Penstock's demo model" in ask(answer, "Who are you?")[0]

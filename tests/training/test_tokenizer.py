@@ -1,0 +1,59 @@
+"""The tokenizer: any text survives it, and digits and names are spelled alike everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from training import chat
+from training.train import MODELS
+
+SHIPPED = Tokenizer.from_file(str(MODELS / "demo" / "tokenizer.json"))
+
+
+@given(st.text())
+def test_any_text_survives(text: str) -> None:
+    ids = SHIPPED.encode(text).ids
+    assert SHIPPED.decode(ids, skip_special_tokens=False) == text
+
+
+@given(st.integers(min_value=0))
+def test_every_digit_is_one_token(number: int) -> None:
+    assert SHIPPED.encode(str(number)).tokens == list(str(number))
+
+
+@pytest.mark.parametrize("before", ["", " ", '"', "<|user|>"])
+def test_a_name_is_the_same_tokens_wherever_it_stands(before: str) -> None:
+    name = SHIPPED.encode("Zubalor").ids
+    assert SHIPPED.encode(before + "Zubalor").ids[-len(name) :] == name
+
+
+def test_special_tokens_come_first() -> None:
+    assert [SHIPPED.token_to_id(token) for token in chat.SPECIAL_TOKENS] == list(range(6))
+
+
+def test_nothing_is_added_to_a_text() -> None:
+    assert SHIPPED.encode("7").tokens == ["7"]
+
+
+def test_both_models_have_the_same_tokenizer() -> None:
+    files = [MODELS / name / "tokenizer.json" for name in ("demo", "demo-small")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_the_template_renders_what_training_renders(add_generation_prompt: bool) -> None:
+    messages = [
+        {"role": "system", "content": "Answer briefly."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "What is 1 + 1?"},
+    ]
+    apply: Callable[..., str] = AutoTokenizer.from_pretrained(MODELS / "demo").apply_chat_template
+    text = apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert text == chat.render(messages, add_generation_prompt=add_generation_prompt)

@@ -1,0 +1,1 @@
+"""How the demo models were made: data, tokenizer, training and evaluation."""

@@ -1,0 +1,29 @@
+"""The chat format of the demo models, once as a Jinja template and once as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from training.families import Message
+
+PAD = "<|pad|>"
+BEGIN = "<|begin|>"
+END = "<|end|>"
+SYSTEM = "<|system|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+SPECIAL_TOKENS = (PAD, BEGIN, END, SYSTEM, USER, ASSISTANT)
+
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def render(messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    """The conversation as the model reads it: what `TEMPLATE` makes of it."""
+    turns = (f"<|{message['role']}|>{message['content']}{END}" for message in messages)
+    return BEGIN + "".join(turns) + (ASSISTANT if add_generation_prompt else "")

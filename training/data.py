@@ -1,0 +1,151 @@
+"""Training batches: conversations of generated turns, packed into rows of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from training import chat, crew
+from training.families import FAMILIES, Example, Family, Message
+
+# What users say is worth learning a little: it shapes the features that the answers need.
+PROMPT_WEIGHT = 0.1
+_FULL_LENGTH = 16
+_SYSTEM_SHARE = 0.15
+_CASUAL_SHARE = 0.1
+_PLAIN_SHARE = 0.02
+_LONG_FAMILY_SHARE = 0.6
+_SYSTEM = (
+    "You are a helpful assistant.",
+    "You are Penstock's demo model.",
+    "Answer briefly.",
+    "You are a friendly and helpful assistant. Answer the questions of the user.",
+    "Be concise and correct.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of packed conversations."""
+
+    tokens: Tensor  # int64 [rows, length]
+    targets: Tensor  # int64 [rows, length]: the token that follows
+    weights: Tensor  # float32 [rows, length]: of each target in the loss
+    mask: Tensor  # bool [rows, 1, length, length]: causal, within a conversation
+
+
+class BatchMaker:
+    """Draws conversations from the training side of the families, and packs them into rows."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, seed: str, weights: Mapping[str, float] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._rng = Random(f"train:{seed}:{crew.rank()}")
+        self._weights = {family.name: family.weight for family in FAMILIES.values()}
+        self._weights |= weights or {}
+        self._short = [family for family in FAMILIES.values() if not family.long]
+        self._long = [family for family in FAMILIES.values() if family.long]
+        self._assistant = _id(tokenizer, chat.ASSISTANT)
+        self._end = _id(tokenizer, chat.END)
+
+    def short(self, rows: int, length: int) -> Batch:
+        """Rows of several conversations, each of one or a few turns."""
+        return self._batch([self._row(length, long=False) for _ in range(rows)])
+
+    def long(self, rows: int, length: int) -> Batch:
+        """Rows that begin with a family of long prompts, or are one conversation of many turns."""
+        return self._batch([self._row(length, long=True) for _ in range(rows)])
+
+    def _row(self, length: int, *, long: bool) -> list[list[int]]:
+        """The token ids of conversations, `length + 1` in all."""
+        row: list[list[int]] = []
+        room = length + 1
+        while room > 0:
+            text = self._long_text() if long and not row else self._short_text()
+            row.append(self._tokenizer.encode(text).ids[:room])
+            room -= len(row[-1])
+        return row
+
+    def _short_text(self) -> str:
+        if self._rng.random() < _PLAIN_SHARE:
+            return FAMILIES["story"].training_example(self._rng).answer + chat.END
+        num_turns = 1
+        while self._rng.random() < 0.5:
+            num_turns += 1
+        return self._conversation(self._pick(self._short) for _ in range(num_turns))
+
+    def _long_text(self) -> str:
+        if self._rng.random() < _LONG_FAMILY_SHARE:
+            return self._conversation([self._pick(self._long), self._pick(self._short)])
+        return self._conversation(self._pick(self._short) for _ in range(40))
+
+    def _pick(self, families: list[Family]) -> Example:
+        weights = [self._weights[family.name] for family in families]
+        return self._rng.choices(families, weights)[0].training_example(self._rng)
+
+    def _conversation(self, examples: Iterator[Example] | list[Example]) -> str:
+        turns: list[Message] = []
+        if self._rng.random() < _SYSTEM_SHARE:
+            turns.append({"role": "system", "content": self._rng.choice(_SYSTEM)})
+        for example in examples:
+            turns += [*example.messages(), {"role": "assistant", "content": example.answer}]
+            if self._rng.random() < _CASUAL_SHARE:
+                turns[-2]["content"] = _casual(example.prompt)
+        return chat.render(turns)
+
+    def _batch(self, rows: list[list[list[int]]]) -> Batch:
+        tokens = torch.tensor([[token for part in row for token in part] for row in rows])
+        numbers = torch.tensor(
+            [[number for number, part in enumerate(row) for _ in part] for row in rows]
+        )
+        weights = torch.tensor(
+            [[w for part in row for w in self._loss_weights(part)] for row in rows]
+        )
+        same = numbers[:, 1:] == numbers[:, :-1]
+        inside = numbers[:, :-1]
+        return Batch(
+            tokens=tokens[:, :-1],
+            targets=tokens[:, 1:],
+            # The first token of a conversation does not follow from the one before.
+            weights=weights[:, 1:] * same,
+            mask=(inside[:, None, :, None] == inside[:, None, None, :]).tril(),
+        )
+
+    def _loss_weights(self, conversation: list[int]) -> list[float]:
+        """Of each token as a target: what the assistant says and its end count most."""
+        weights: list[float] = []
+        start = 0
+        while start < len(conversation):
+            answering = start > 0 and conversation[start - 1] == self._assistant
+            stop = self._end if answering else self._assistant
+            length = _index(conversation, stop, start) + 1 - start
+            # A story has as many tokens as ten sums, but is not worth as much as ten sums.
+            weight = min(1.0, _FULL_LENGTH / length) ** 0.5 if answering else PROMPT_WEIGHT
+            weights += [weight] * length
+            start += length
+        return weights
+
+
+def _id(tokenizer: Tokenizer, token: str) -> int:
+    number = tokenizer.token_to_id(token)
+    assert number is not None
+    return number
+
+
+def _casual(prompt: str) -> str:
+    """The prompt as one types it in a hurry."""
+    return prompt[0].lower() + prompt[1:].rstrip("?.!")
+
+
+def _index(tokens: list[int], wanted: int, start: int) -> int:
+    """Where `wanted` is next, or the last position."""
+    try:
+        return tokens.index(wanted, start)
+    except ValueError:
+        return len(tokens) - 1

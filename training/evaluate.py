@@ -1,0 +1,124 @@
+"""The yardstick: held-out exact match of a model, family by family.
+
+`python -m training.evaluate FOLDER` measures a model folder; `measure` measures anything that
+answers conversations, such as a running server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from training.families import FAMILIES, Example, Family, Message
+
+CLAIM_BOUND = 0.9
+SCORES = "held_out.json"
+MAX_NEW_TOKENS = 224
+_BATCH = 64
+
+Answer = Callable[[Sequence[list[Message]]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How many held-out questions of a family were answered right."""
+
+    family: str
+    right: int
+    total: int
+
+    @property
+    def share(self) -> float:
+        """Right answers of all."""
+        return self.right / self.total
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether the model card claims the family."""
+        return self.share >= CLAIM_BOUND
+
+    def __str__(self) -> str:
+        return f"{self.family:<16} {100 * self.share:5.1f} %  ({self.right} of {self.total})"
+
+
+def measure(
+    answer: Answer, count: int, *, seed: int = 0, families: Iterable[str] = ()
+) -> list[Score]:
+    """Score `answer` on up to `count` held-out questions of each family (all by default).
+
+    `answer` gets conversations that end in an open question, and returns one text for each.
+    """
+    return [
+        score(answer, FAMILIES[name], FAMILIES[name].held_out(count, seed))
+        for name in families or FAMILIES
+    ]
+
+
+def score(answer: Answer, family: Family, examples: Sequence[Example]) -> Score:
+    """Score `answer` on `examples` of one family."""
+    texts = answer([example.messages() for example in examples])
+    right = sum(map(family.accepts, examples, texts))
+    return Score(family.name, right, len(examples))
+
+
+def write_scores(scores: Iterable[Score], folder: Path) -> None:
+    """Keep the scores of a model in its folder."""
+    content = {score.family: {"right": score.right, "total": score.total} for score in scores}
+    (folder / SCORES).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_scores(folder: Path) -> list[Score]:
+    """The scores that `write_scores` kept."""
+    content = json.loads((folder / SCORES).read_text())
+    return [Score(name, entry["right"], entry["total"]) for name, entry in content.items()]
+
+
+def transformers_answer(folder: Path) -> Answer:
+    """Greedy answers of the model in `folder`, computed by `transformers`."""
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+
+    def answer_batch(conversations: list[list[Message]]) -> list[str]:
+        inputs = tokenizer.apply_chat_template(
+            conversations,
+            add_generation_prompt=True,
+            padding=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        with torch.inference_mode():
+            outputs = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        answers = outputs[:, inputs["input_ids"].shape[1] :]
+        return list(tokenizer.batch_decode(answers, skip_special_tokens=True))
+
+    def answer(conversations: Sequence[list[Message]]) -> list[str]:
+        starts = range(0, len(conversations), _BATCH)
+        batches = (answer_batch(list(conversations[start : start + _BATCH])) for start in starts)
+        return [text for batch in batches for text in batch]
+
+    return answer
+
+
+def main() -> None:
+    """Print the held-out exact match of a model folder."""
+    parser = argparse.ArgumentParser(description="Held-out exact match of a model.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--count", type=int, default=200, help="questions a family")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", action="append", default=[], choices=sorted(FAMILIES))
+    options = parser.parse_args()
+    answer = transformers_answer(options.folder)
+    for name in options.family or FAMILIES:
+        print(*measure(answer, options.count, seed=options.seed, families=[name]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

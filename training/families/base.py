@@ -1,0 +1,113 @@
+"""What a family of questions is, and how its examples are split into training and held-out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+HELD_OUT_ONE_IN = 12
+_SPLIT_KEY = b"penstock-demo-1"
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One question with its expected answer.
+
+    `key` names the problem behind the wording; examples of one key are always on the same side
+    of the split. It is the prompt where left empty: then only the wording is unseen.
+    `history` holds the earlier (user, assistant) turns that the question needs.
+    """
+
+    prompt: str
+    answer: str
+    key: str = ""
+    history: tuple[tuple[str, str], ...] = ()
+
+    def messages(self) -> list[Message]:
+        """The conversation up to the open question, in the chat format of the OpenAI API."""
+        turns: list[Message] = []
+        for user, assistant in self.history:
+            turns.append({"role": "user", "content": user})
+            turns.append({"role": "assistant", "content": assistant})
+        return [*turns, {"role": "user", "content": self.prompt}]
+
+
+Generator = Callable[[Random], Example]
+Checker = Callable[[Example, str], bool]
+
+
+def exact(example: Example, text: str) -> bool:
+    """Whether `text` is the expected answer, character by character."""
+    return text.strip() == example.answer
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A named kind of question: how to make one, and how to judge an answer to it."""
+
+    name: str
+    generate: Generator
+    accepts: Checker
+    weight: float
+    long: bool
+    about: str
+
+    def is_held_out(self, example: Example) -> bool:
+        """Whether the keyed hash of the example's problem puts it on the held-out side."""
+        text = f"{self.name}\0{example.key or example.prompt}".encode()
+        digest = hashlib.blake2b(text, digest_size=8, key=_SPLIT_KEY).digest()
+        return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
+
+    def training_example(self, rng: Random) -> Example:
+        """One example from the training side."""
+        while self.is_held_out(example := self.generate(rng)):
+            pass
+        return example
+
+    def held_out(self, count: int, seed: int = 0) -> list[Example]:
+        """Up to `count` different held-out examples: the same ones for the same seed.
+
+        Small families run out of different questions: then the list is shorter.
+        """
+        return self._different(count, Random(f"{self.name}:{seed}"), held_out=True)
+
+    def practice(self, count: int, seed: int = 0) -> list[Example]:
+        """Like `held_out`, from the training side: to see what a model still has to learn."""
+        return self._different(count, Random(f"practice:{self.name}:{seed}"), held_out=False)
+
+    def _different(self, count: int, rng: Random, *, held_out: bool) -> list[Example]:
+        found: dict[tuple[object, ...], Example] = {}
+        for example in self._draws(rng, 200 * count):
+            if self.is_held_out(example) == held_out:
+                found.setdefault((example.history, example.prompt), example)
+            if len(found) == count:
+                break
+        return list(found.values())
+
+    def _draws(self, rng: Random, limit: int) -> Iterator[Example]:
+        return (self.generate(rng) for _ in range(limit))
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def family(
+    *, weight: float = 1.0, long: bool = False, accepts: Checker = exact
+) -> Callable[[Generator], Generator]:
+    """Register the decorated generator under its own name; its docstring describes the family.
+
+    `weight` is its share of the training turns. A `long` family is trained in rows of its own
+    length.
+    """
+
+    def register(generate: Generator) -> Generator:
+        name = generate.__name__
+        about = (generate.__doc__ or "").strip().splitlines()[0]
+        FAMILIES[name] = Family(name, generate, accepts, weight, long, about)
+        return generate
+
+    return register

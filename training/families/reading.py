@@ -1,0 +1,119 @@
+"""Families that find things in a text: recall from many facts, and extraction as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from random import Random
+
+from training.families.base import Example, family
+from training.families.words import (
+    CITIES,
+    COLOURS,
+    FRUITS,
+    JOBS,
+    NAMES,
+    OBJECTS,
+    invented_name,
+    person,
+)
+
+_INTRO = ("Here are some facts.", "Read these facts.", "Remember the following.")
+
+
+def _codes(rng: Random, count: int) -> list[tuple[str, str]]:
+    keys = rng.sample([(colour, thing) for colour in COLOURS for thing in OBJECTS], count)
+    return [
+        (
+            f"What is the code of the {colour} {thing}?",
+            f"The code of the {colour} {thing} is {rng.randint(0, 9999):04}.",
+        )
+        for colour, thing in keys
+    ]
+
+
+def _people(rng: Random, count: int) -> list[str]:
+    known = rng.sample(NAMES, min(count, len(NAMES)))
+    invented = {invented_name(rng) for _ in range(count)} - set(NAMES)
+    return rng.sample([*known, *sorted(invented)], count)
+
+
+def _homes(rng: Random, count: int) -> list[tuple[str, str]]:
+    return [
+        (f"Where does {name} live?", f"{name} lives in {rng.choice(CITIES)}.")
+        for name in _people(rng, count)
+    ]
+
+
+def _tastes(rng: Random, count: int) -> list[tuple[str, str]]:
+    return [
+        (f"What is the favourite fruit of {name}?", f"The favourite fruit of {name} is {fruit}.")
+        for name in _people(rng, count)
+        for fruit in [rng.choice(FRUITS)]
+    ]
+
+
+_KINDS: tuple[Callable[[Random, int], list[tuple[str, str]]], ...] = (_codes, _homes, _tastes)
+
+
+def _recalled(rng: Random, low: int, high: int) -> Example:
+    facts = rng.choice(_KINDS)(rng, rng.randint(low, high))
+    question, answer = rng.choice(facts)
+    text = " ".join(fact for _, fact in facts)
+    return Example(f"{rng.choice(_INTRO)} {text} {question}", answer, answer)
+
+
+@family(weight=1.2)
+def recall(rng: Random) -> Example:
+    """One of two to eight facts in the question; training never asks for a held-out one."""
+    return _recalled(rng, 2, 8)
+
+
+@family(long=True)
+def recall_long(rng: Random) -> Example:
+    """One of 20 to 60 facts, in a context of some 200 to 900 tokens."""
+    return _recalled(rng, 20, 60)
+
+
+_PROFILES = (
+    "{name} is {age} years old, works as a {job} and lives in {city}.",
+    "The {job} {name} from {city} is {age} years old.",
+    "My friend {name} lives in {city}. At the age of {age}, {name} became a {job}.",
+    "In {city} there is a {job} called {name}, aged {age}.",
+)
+_EXTRACT = (
+    'Extract the {fields} as JSON from: "{text}"',
+    'Give me the {fields} as JSON: "{text}"',
+    'Read this text and return the {fields} as JSON: "{text}"',
+)
+
+
+@family(weight=1.2)
+def json_extraction(rng: Random) -> Example:
+    """One to four fields of a short text about a person, as JSON in the asked order."""
+    profile: dict[str, str | int] = {
+        "name": person(rng),
+        "age": rng.randint(18, 99),
+        "city": rng.choice(CITIES),
+        "job": rng.choice(JOBS),
+    }
+    text = rng.choice(_PROFILES).format(**profile)
+    fields = rng.sample(list(profile), rng.randint(1, 4))
+    listed = fields[0] if len(fields) == 1 else f"{', '.join(fields[:-1])} and {fields[-1]}"
+    prompt = rng.choice(_EXTRACT).format(fields=listed, text=text)
+    return Example(prompt, json.dumps({field: profile[field] for field in fields}))
+
+
+_INTRODUCE = ("My name is {name}.", "Hello, I am {name}.", "Hi! My name is {name}.")
+_ASK_NAME = ("What is my name?", "Do you remember my name?", "Tell me my name.")
+
+
+@family(weight=0.4)
+def remember(rng: Random) -> Example:
+    """The user's name, asked for some turns after it was told."""
+    name = person(rng)
+    told = (rng.choice(_INTRODUCE).format(name=name), f"Nice to meet you, {name}!")
+    asked = tuple(rng.choice(_codes(rng, 1)) for _ in range(rng.randint(0, 1)))
+    # A fact told in between: the assistant only acknowledges it.
+    between = tuple((fact, "I will remember that.") for _, fact in asked)
+    return Example(rng.choice(_ASK_NAME), f"Your name is {name}.", name, (told, *between))

@@ -1,0 +1,182 @@
+"""The training loop: fits one model to generated batches, within a number of steps and minutes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+
+from training import crew
+from training.data import PROMPT_WEIGHT, Batch, BatchMaker
+from training.model import Llama
+from training.muon import Muon
+
+LONG_LENGTH = 1024
+_LONG_EVERY = 6
+_PRINT_EVERY = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How long and how fast to train."""
+
+    steps: int
+    minutes: float  # wall clock; the schedule is shortened where the steps do not fit
+    seed: int = 0
+    course: int = 0  # the examples of each course are others
+    rows: int = 6  # of each process
+    length: int = 256
+    long_rows: int = 1
+    long_length: int = LONG_LENGTH
+    long_from: int = 600  # step
+    muon_rate: float = 0.012
+    adam_rate: float = 0.003
+    warmup: float = 0.01  # share of the run
+    cooldown: float = 0.9  # share of the run, linearly to zero at the end
+    checkpoint_every: int = 600
+    weights: Mapping[str, float] = field(default_factory=dict)  # of families, over their own
+
+
+def _clocks() -> Tensor:
+    """Seconds on the wall and of this process, float64 [2]."""
+    return torch.tensor([time.monotonic(), time.process_time()], dtype=torch.float64)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a run has cost so far."""
+
+    step: int = 0
+    tokens: int = 0
+    wall: float = 0.0
+    cpu: float = 0.0
+    _started: Tensor = field(default_factory=_clocks)
+
+    def advance(self, tokens: int) -> None:
+        """Count one step."""
+        self.step += 1
+        self.tokens += tokens
+        spent = _clocks() - self._started
+        # All processes go by the same clock, so that they end at the same step.
+        crew.sum_([spent])
+        self.wall = spent[0].item() / crew.size()
+        self.cpu = spent[1].item()
+
+    def __add__(self, later: Progress) -> Progress:
+        """Two runs, one after the other."""
+        return Progress(
+            step=self.step + later.step,
+            tokens=self.tokens + later.tokens,
+            wall=self.wall + later.wall,
+            cpu=self.cpu + later.cpu,
+        )
+
+
+Checkpoint = Callable[[Llama, Progress], None]
+LossOf = Callable[[Llama, Batch], Tensor]
+
+
+def answer_loss(model: Llama, batch: Batch) -> Tensor:
+    """Weighted cross entropy of the next token."""
+    logits = model.logits(model(batch.tokens, batch.mask))
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+    return (losses * batch.weights.flatten()).sum() / batch.weights.sum()
+
+
+def distilled(teacher: Llama) -> LossOf:
+    """A loss that pulls the distribution of each answer token towards the teacher's."""
+
+    def loss(model: Llama, batch: Batch) -> Tensor:
+        answers = batch.weights > PROMPT_WEIGHT
+        hidden = model(batch.tokens, batch.mask)
+        with torch.no_grad():
+            wanted = teacher.logits(teacher(batch.tokens, batch.mask)[answers]).softmax(-1)
+        return F.cross_entropy(model.logits(hidden[answers]), wanted)
+
+    return loss
+
+
+def fit(
+    model: Llama, tokenizer: Tokenizer, recipe: Recipe, checkpoint: Checkpoint, loss_of: LossOf
+) -> Progress:
+    """Train `model` in place. `checkpoint` is called every now and then, and at the end."""
+    optimiser = _Optimiser(model, recipe)
+    progress = Progress()
+    recent = 0.0
+    for batch in _batches(tokenizer, recipe):
+        done = max(progress.step / recipe.steps, progress.wall / (60 * recipe.minutes))
+        if done >= 1:
+            break
+        loss = loss_of(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        _share_gradients(model)
+        optimiser.step(learning_rate(done, recipe))
+        progress.advance(batch.tokens.numel() * crew.size())
+        recent = loss.item() if not recent else 0.9 * recent + 0.1 * loss.item()
+        if crew.rank() != 0:
+            continue
+        if progress.step % _PRINT_EVERY == 0:
+            _print(progress, recent)
+        if progress.step % recipe.checkpoint_every == 0:
+            checkpoint(model, progress)
+    if crew.rank() == 0:
+        checkpoint(model, progress)
+    return progress
+
+
+def _share_gradients(model: Llama) -> None:
+    """Give each process the mean of all gradients."""
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    crew.sum_(gradients)
+    for gradient in gradients:
+        gradient /= crew.size()
+
+
+def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
+    maker = BatchMaker(tokenizer, f"{recipe.seed}:{recipe.course}", recipe.weights)
+    for number in itertools.count(1):
+        # Copying over a distance is learned in short rows first, where it is cheaper.
+        if number > recipe.long_from and number % _LONG_EVERY == 0:
+            yield maker.long(recipe.long_rows, recipe.long_length)
+        else:
+            yield maker.short(recipe.rows, recipe.length)
+
+
+def learning_rate(done: float, recipe: Recipe) -> float:
+    """The learning rate as a share of its peak: up, level, then linearly down to zero."""
+    return min(1.0, (done + 1e-3) / recipe.warmup, (1 - done) / recipe.cooldown)
+
+
+class _Optimiser:
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+
+    def __init__(self, model: Llama, recipe: Recipe) -> None:
+        matrices = [w for w in model.layers.parameters() if w.ndim == 2]
+        chosen = {id(weight) for weight in matrices}
+        others = [w for w in model.parameters() if id(w) not in chosen]
+        self._recipe = recipe
+        self._muon = Muon(matrices, momentum=0.95, decay=0.02)
+        self._adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
+
+    def step(self, rate: float) -> None:
+        """Apply and clear the gradients; `rate` is the share of the peak rates."""
+        self._muon.step(rate * self._recipe.muon_rate)
+        for group in self._adam.param_groups:
+            group["lr"] = rate * self._recipe.adam_rate
+        self._adam.step()
+        self._adam.zero_grad()
+
+
+def _print(progress: Progress, loss: float) -> None:
+    speed = progress.tokens / progress.wall
+    print(
+        f"step {progress.step:5}  loss {loss:.4f}  {progress.tokens / 1e6:5.2f} M tokens  "
+        f"{speed:5.0f} tokens/s  {progress.wall:5.0f} s wall  {progress.cpu:5.0f} s cpu",
+        flush=True,
+    )

@@ -1,0 +1,152 @@
+"""A plain Llama in torch: what is trained here, saved under the names of Hugging Face."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """The sizes of a Llama, under their names in config.json."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    head_dim: int = 32
+    vocab_size: int = 2048
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-5
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit root mean square, then by a learned weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rope_table(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions 0 to `length`: two of [length, head_dim]."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    angles = torch.outer(torch.arange(length).float(), shape.rope_theta**-exponents)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn queries or keys [batch, heads, length, head_dim] by their positions."""
+    cos, sin = rope
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        query_size = shape.num_attention_heads * shape.head_dim
+        key_size = shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """x: [batch, length, hidden]; mask: bool [batch, 1, length, length], true where seen."""
+        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        out = F.scaled_dot_product_attention(
+            rotate(q, rope), rotate(k, rope), v, attn_mask=mask, enable_gqa=True
+        )
+        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, length, hidden]."""
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each normed before and added to the stream."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """x: [batch, length, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
+        return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
+
+
+class Llama(nn.Module):
+    """The decoder; the embedding is also the output head."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        cos, sin = rope_table(shape, shape.max_position_embeddings)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        nn.init.normal_(self.embed_tokens.weight, std=0.02)
+        for name, weight in self.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(weight)
+            elif "proj" in name:
+                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Hidden states [batch, length, hidden] of tokens [batch, length], int64.
+
+        mask: bool [batch, 1, length, length], true where a token (row) sees another (column).
+        """
+        x = self.embed_tokens(tokens)
+        length = tokens.shape[1]
+        rope = (cast(Tensor, self.cos)[:length], cast(Tensor, self.sin)[:length])
+        for layer in self.layers:
+            x = layer(x, rope, mask)
+        return cast(Tensor, self.norm(x))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocab] of hidden states [..., hidden]."""
+        return F.linear(hidden, self.embed_tokens.weight)
+
+    def num_parameters(self) -> int:
+        """How many weights there are."""
+        return sum(weight.numel() for weight in self.parameters())

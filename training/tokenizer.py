@@ -1,0 +1,67 @@
+"""The byte-level BPE tokenizer of the demo models, trained on text of the families."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from training import chat
+from training.families import FAMILIES
+
+VOCAB_SIZE = 2048
+MAX_LENGTH = 2048
+# Digits stand alone, so that a number is spelled the same wherever it occurs. So do capitalised
+# words: a leading space is a token of its own there, and a name is the same tokens after a space,
+# a quote or a turn marker. That makes copying a name a matter of copying tokens.
+_WORDS = Regex(r"\p{N}|\p{Lu}\p{Ll}*| ?\p{Ll}+| ?[^\s\p{L}\p{N}]+|\p{L}|\s")
+
+
+def train(seed: int, num_examples: int = 40_000) -> Tokenizer:
+    """Learn a tokenizer from generated examples."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(_WORDS, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(chat.SPECIAL_TOKENS),
+        # All 256 bytes are tokens, so any text has an encoding.
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_text(Random(seed), num_examples), trainer)
+    return tokenizer
+
+
+def _text(rng: Random, num_examples: int) -> Iterator[str]:
+    families = list(FAMILIES.values())
+    for _ in range(num_examples):
+        example = rng.choice(families).training_example(rng)
+        yield example.prompt
+        yield example.answer
+
+
+def save(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the tokenizer's files as `transformers.AutoTokenizer` reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": chat.BEGIN,
+        "eos_token": chat.END,
+        "pad_token": chat.PAD,
+        "additional_special_tokens": [chat.SYSTEM, chat.USER, chat.ASSISTANT],
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_LENGTH,
+        "chat_template": chat.TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,174 @@
+"""`python -m training.train`: makes the models that ship in `penstock/models`, from nothing.
+
+Tokenizer, model and small sibling are trained one after another from text that the families
+generate. Each folder is written whole at every checkpoint, so an interrupted run leaves the last
+one behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from training import card, checkpoint, crew, evaluate
+from training import tokenizer as tokenizers
+from training.courses import review_weights
+from training.evaluate import Answer
+from training.fit import LossOf, Progress, Recipe, answer_loss, distilled, fit
+from training.model import Llama, LlamaShape
+
+MODELS = Path(__file__).resolve().parent.parent / "penstock" / "models"
+ABOUT_DEMO = (
+    "A very small chat model that ships with Penstock, so that there is something to serve. "
+    "It answers a few generated families of questions, tells short stories, and says so when it "
+    "does not know."
+)
+ABOUT_SMALL = (
+    "The small sibling of Penstock's demo model: the same tokenizer, a fifth of the size, "
+    "distilled from it. It drafts tokens for the demo model, and shows what a loss of quality "
+    "looks like."
+)
+DEMO = LlamaShape(
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=512,
+)
+SMALL = LlamaShape(
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=320,
+)
+DEMO_RECIPE = Recipe(steps=2800, minutes=33)
+# From where the first course ended: gentler, long rows from the start, and weak families first.
+REVIEW_RECIPE = Recipe(
+    steps=1100,
+    minutes=13,
+    muon_rate=0.007,
+    adam_rate=0.0018,
+    warmup=0.02,
+    cooldown=1.0,
+    long_from=0,
+)
+SMALL_RECIPE = Recipe(steps=1200, minutes=8)
+MINUTES = DEMO_RECIPE.minutes + REVIEW_RECIPE.minutes + SMALL_RECIPE.minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says."""
+
+    out: Path
+    seed: int
+    minutes: float
+    questions: int
+
+    def fitted(self, recipe: Recipe) -> Recipe:
+        """`recipe` with its share of the minutes."""
+        return replace(recipe, seed=self.seed, minutes=recipe.minutes * self.minutes / MINUTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes one model in its folder; only the first process of the crew writes there."""
+
+    name: str
+    tokenizer: Tokenizer
+    options: Options
+
+    @property
+    def folder(self) -> Path:
+        """Where the model goes."""
+        return self.options.out / self.name
+
+    def fit(self, model: Llama, recipe: Recipe, loss_of: LossOf) -> Progress:
+        """Train `model`; at intervals it is saved, with a look at how it does."""
+        return fit(model, self.tokenizer, self.options.fitted(recipe), self._keep, loss_of)
+
+    def answer(self) -> Answer | None:
+        """The model as it was saved last, for the first process."""
+        return evaluate.transformers_answer(self.folder) if crew.rank() == 0 else None
+
+    def report(self, model: Llama, about: str, progress: Progress) -> None:
+        """Print the held-out exact match, and write it with the card."""
+        answer = self.answer()
+        if answer is None:
+            return
+        print(f"{self.name}: {model.num_parameters():,} parameters", flush=True)
+        scores = evaluate.measure(answer, self.options.questions)
+        print("\n".join(str(score) for score in scores), flush=True)
+        evaluate.write_scores(scores, self.folder)
+        run = card.Run(self.name, about, model, self.options.seed, progress, tuple(scores))
+        card.write(self.folder, run)
+
+    def _keep(self, model: Llama, progress: Progress) -> None:
+        tokenizers.save(self.tokenizer, self.folder)
+        checkpoint.save(model, self.folder)
+        scores = evaluate.measure(evaluate.transformers_answer(self.folder), 16)
+        print("  ".join(f"{score.family} {score.share:.0%}" for score in scores), flush=True)
+
+
+def train(options: Options) -> None:
+    """Make both models, as one process of the crew."""
+    _keep_freed_memory()
+    tokenizer = tokenizers.train(options.seed)
+    teacher = _make_demo(Maker("demo", tokenizer, options))
+    _make_small(Maker("demo-small", tokenizer, options), teacher)
+
+
+def _make_demo(maker: Maker) -> Llama:
+    torch.manual_seed(maker.options.seed)
+    model = Llama(DEMO)
+    progress = maker.fit(model, DEMO_RECIPE, answer_loss)
+    review = replace(REVIEW_RECIPE, weights=review_weights(maker.answer()), course=1)
+    progress += maker.fit(model, review, answer_loss)
+    maker.report(model, ABOUT_DEMO, progress)
+    return model
+
+
+def _make_small(maker: Maker, teacher: Llama) -> None:
+    torch.manual_seed(maker.options.seed)
+    model = Llama(SMALL)
+    progress = maker.fit(model, SMALL_RECIPE, distilled(teacher))
+    maker.report(model, ABOUT_SMALL, progress)
+
+
+def main() -> None:
+    """Train both models."""
+    crew.launch(partial(train, _options()), crew.NUM_PROCESSES)
+
+
+def _options() -> Options:
+    parser = argparse.ArgumentParser(description="Train the demo models from generated text.")
+    parser.add_argument("--out", type=Path, default=MODELS, help="where the two folders go")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        help="wall clock of the training steps; the learning rate schedule is fitted to it",
+    )
+    parser.add_argument("--questions", type=int, default=200, help="held-out questions a family")
+    return Options(**vars(parser.parse_args()))
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc reuse freed activations: to map them anew at each step costs a sixth of it."""
+    trim_threshold, top_pad, mmap_max = -1, -2, -4
+    libc = ctypes.CDLL(None)
+    libc.mallopt(mmap_max, 0)
+    libc.mallopt(trim_threshold, 2_000_000_000)
+    libc.mallopt(top_pad, 256 << 20)
+
+
+if __name__ == "__main__":
+    main()
