@@ -99,6 +99,34 @@ def _floor_by_order(logits: Tensor, limits: Tensor, top_p: Tensor) -> Tensor:
     return torch.where(kept, values, torch.inf).amin(-1)
 
 
+def typical_(logits: Tensor, typical_p: Tensor) -> None:
+    """Keeps the fewest typical tokens that hold `typical_p` of the probability, in place.
+
+    A token is the more typical, the closer its surprise, -log p, is to the distribution's entropy
+    (Meister et al., "Locally typical sampling", 2022). The others' logits become -inf. Tokens as
+    typical as the last one kept are kept.
+
+    logits: [R, V] float32, where -inf is a token cut before; typical_p: [R] float32.
+    """
+    shifted = logits - logits.amax(-1, keepdim=True)
+    mass = shifted.clamp(min=-80).exp_().masked_fill_(shifted == -torch.inf, 0)
+    # A running sum is the same whatever the number of rows; torch's plain sum is not.
+    total = mass.cumsum(-1)[:, -1:]
+    entropy = total.log() - (mass * shifted.clamp(min=-80)).cumsum(-1)[:, -1:] / total
+    oddity = (total.log() - shifted - entropy).abs_()
+    order = _ascending_order(oddity)
+    before = mass.gather(1, order).cumsum(-1) < typical_p[:, None] * total
+    last = before.sum(-1, keepdim=True).clamp_(max=logits.shape[1] - 1)
+    limit = oddity.gather(1, order.gather(1, last))
+    logits.masked_fill_(oddity > limit, -torch.inf)
+
+
+def _ascending_order(values: Tensor) -> Tensor:
+    if values.device.type != "cpu":
+        return values.argsort(-1)
+    return torch.from_numpy(np.argsort(values.numpy(), axis=-1))
+
+
 def _descending(values: Tensor) -> Tensor:
     """Every row sorted. On a CPU numpy is tens of times faster at it than torch."""
     if values.device.type != "cpu":
@@ -127,4 +155,23 @@ def cut_reference(logits: Tensor, cuts: Cuts) -> Tensor:
             ordered = ordered[before < float(cuts.top_p[row])]
         floor = max(float(ordered[-1]), float(ordered[0] + cuts.min_p[row].log()))
         out[row, values < floor] = -torch.inf
+    return out
+
+
+def typical_reference(logits: Tensor, typical_p: Tensor) -> Tensor:
+    """What `typical_` means, row by row; a new tensor."""
+    out = logits.clone()
+    for row, values in enumerate(logits.to(torch.float64)):
+        surprise = -values.log_softmax(-1)
+        chances = (-surprise).exp()
+        oddity = (surprise - torch.where(chances > 0, chances * surprise, 0).sum()).abs()
+        held = 0.0
+        kept: list[int] = []
+        for token in oddity.argsort().tolist():
+            if held >= float(typical_p[row]) and oddity[token] > oddity[kept[-1]]:
+                break
+            held += float(chances[token])
+            kept.append(token)
+        out[row] = -torch.inf
+        out[row, kept] = logits[row, kept]
     return out

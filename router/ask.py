@@ -16,6 +16,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
     "top_p": (1e-6, 1.0),
     "min_p": (0.0, 1.0),
+    "typical_p": (1e-6, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 10.0),
@@ -44,6 +45,9 @@ class Sampling:
     logprobs: int | None = None
     n: int = 1
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    typical_p: float = 1.0
+    bad_words: Sequence[Sequence[int]] = ()  # as their tokens
+    allowed_tokens: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,18 @@ def check_vocabulary(tokens: Collection[int], model: Model, name: str) -> None:
         )
 
 
+def check_bad_words(words: Sequence[str], bounds: Bounds) -> None:
+    """Refuse bad words, still as text, that are too many or too long to be looked at."""
+    if len(words) > bounds.max_bad_words:
+        raise invalid(f"bad_words takes at most {bounds.max_bad_words} words", "bad_words")
+    if any(not word.strip() or len(word) > bounds.max_bad_word_chars for word in words):
+        raise invalid(
+            f"a word of bad_words must have 1 to {bounds.max_bad_word_chars} characters, "
+            "not only spaces",
+            "bad_words",
+        )
+
+
 def text_rules(ask: Ask, bounds: Bounds) -> TextRules:
     """The checked rules for an answer's text."""
     if len(ask.stops) > bounds.max_stop_strings:
@@ -111,6 +127,7 @@ def wire_params(ask: Ask, model: Model, bounds: Bounds) -> worker_pb2.SamplingPa
     sampling = ask.sampling
     _check_numbers(sampling)
     _check_lists(sampling, model, bounds)
+    _check_choice(sampling, model, bounds)
     max_tokens = _max_tokens(ask, model)
     _check_count("min_tokens", sampling.min_tokens, 0, max_tokens)
     if sampling.n != 1:
@@ -131,6 +148,9 @@ def wire_params(ask: Ask, model: Model, bounds: Bounds) -> worker_pb2.SamplingPa
         logprobs=sampling.logprobs,
         n=sampling.n,
         logit_bias=sampling.logit_bias,
+        typical_p=sampling.typical_p,
+        bad_words=[worker_pb2.BadWord(tokens=word) for word in sampling.bad_words],
+        allowed_tokens=sampling.allowed_tokens,
     )
 
 
@@ -157,6 +177,24 @@ def _check_lists(sampling: Sampling, model: Model, bounds: Bounds) -> None:
     values = sampling.logit_bias.values()
     if any(not math.isfinite(value) or abs(value) > MAX_BIAS for value in values):
         raise invalid(f"logit_bias values must be from -{MAX_BIAS:g} to {MAX_BIAS:g}", "logit_bias")
+
+
+def _check_choice(sampling: Sampling, model: Model, bounds: Bounds) -> None:
+    """The allowed tokens and the bad words must leave something to draw."""
+    words, most = sampling.bad_words, bounds.max_bad_word_tokens
+    if any(not 0 < len(word) <= most for word in words):
+        raise invalid(f"a word of bad_words must have 1 to {most} tokens", "bad_words")
+    for word in words:
+        check_vocabulary(word, model, "bad_words")
+    allowed = sampling.allowed_tokens
+    if allowed is None:
+        return
+    name = "allowed_token_ids"
+    if not 0 < len(allowed) <= model.vocab_size:
+        raise invalid(f"{name} takes 1 to {model.vocab_size} entries", name)
+    check_vocabulary(allowed, model, name)
+    if {word[0] for word in words if len(word) == 1}.issuperset(allowed):
+        raise invalid("bad_words ban every token of allowed_token_ids: leave one", "bad_words")
 
 
 def _check_count(name: str, value: int, low: int, high: int) -> None:

@@ -16,6 +16,9 @@ class Bounds:
     max_stop_chars: int = 256  # of one stop string
     max_stop_tokens: int = 256
     max_logit_bias: int = 1024  # entries
+    max_bad_words: int = 64
+    max_bad_word_chars: int = 256
+    max_bad_word_tokens: int = 32
     max_logprobs: int = 20
     max_unread_tokens: int = 8192  # made, but not yet taken by a slow reader
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.router.answers import Answers, Track
-from penstock.router.ask import Ask, Model, check_prompt, text_rules, wire_params
+from penstock.router.ask import Ask, Model, check_bad_words, check_prompt, text_rules, wire_params
 from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.links import Links
@@ -133,6 +133,11 @@ class Frontend:
                 changed(why)
 
     # ------------------------------------------------------------ what clients do
+
+    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Bad words as the token sequences that spell them."""
+        check_bad_words(words, self.config.bounds)
+        return await self.text.bad_words(words)
 
     def open(self, asks: Sequence[Ask]) -> Answers:
         """Take a call: check every ask, then send them all on their way.

@@ -1,12 +1,13 @@
 """Draws the next tokens of a whole batch at once.
 
-In this order, each step only for the rows that want it: logit bias, penalties, stop tokens held
-back until `min_tokens`; then the largest is taken (greedy), or the temperature, top-k, top-p and
-min-p are applied and the largest is taken after noise is added.
+In this order, each step only for the rows that want it: logit bias, penalties, allowed tokens, bad
+words, stop tokens held back until `min_tokens`; then the largest is taken (greedy), or the
+temperature, top-k, top-p, min-p and typical-p are applied and the largest is taken after noise is
+added.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.noise import gumbel_noise
-from penstock.kernels.sampling import Cuts, Penalties, argmax, cut_, penalize_
+from penstock.kernels.sampling import Cuts, Penalties, argmax, cut_, penalize_, typical_
+from penstock.workers.bans import Bans, History
 from penstock.workers.scheduling.sequence import Bools, Ints, SamplingParams
 
 GREEDY_BELOW = 1e-5
@@ -26,6 +28,7 @@ ROW = np.dtype(
         ("top_p", np.float32),
         ("top_k", np.int64),
         ("min_p", np.float32),
+        ("typical_p", np.float32),
         ("presence", np.float32),
         ("frequency", np.float32),
         ("repetition", np.float32),
@@ -35,24 +38,14 @@ ROW = np.dtype(
         ("logprobs", np.int64),  # -1: none
         ("greedy", np.bool_),
         ("cut", np.bool_),
+        ("typical", np.bool_),
         ("penalized", np.bool_),
         ("biased", np.bool_),
+        ("choosy", np.bool_),  # it has allowed tokens or bad words
+        ("shaped", np.bool_),  # any of these three
         ("stops", np.bool_),  # it has stop tokens
     ]
 )
-
-
-class History(Protocol):
-    """What was said so far: the scheduler's table of sequences."""
-
-    @property
-    def tokens(self) -> Ints: ...  # [R, L] prompt, then answer
-
-    @property
-    def num_tokens(self) -> Ints: ...  # [R]
-
-    @property
-    def num_prompt(self) -> Ints: ...  # [R]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +61,8 @@ class TokenLogprobs:
 class Sampled:
     """One drawn token a row of the logits."""
 
-    tokens: Ints  # [S]; 0 where the row is not finite
-    finite: Bools  # [S] whether the row's logits were
+    tokens: Ints  # [S]; 0 where there was nothing to draw
+    finite: Bools  # [S] whether the row's logits were, and some token may be drawn
     logprobs: list[TokenLogprobs | None]  # of the rows that asked
 
 
@@ -78,27 +71,32 @@ class Sampler:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._params = np.zeros(num_rows, ROW)
-        # Of each row, on the device: its stop tokens; the tokens of its bias and their shares.
-        self._stops = [torch.empty(0, dtype=torch.int64)] * num_rows
-        self._biases = [(self._stops[0], torch.empty(0))] * num_rows
+        self._bans = Bans(num_rows, vocab_size, device)
+        # Of each row, on the device: the tokens of its bias and their shares.
+        self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
         self._vocab_size = vocab_size
         self._device = device
 
     def admit(self, row: int, params: SamplingParams, choice: int) -> None:
-        """A sequence takes the row. The tokens of `logit_bias` are within the vocabulary."""
-        stops = [token for token in params.stop_tokens if 0 <= token < self._vocab_size]
+        """A sequence takes the row. All tokens but stop tokens are within the vocabulary."""
+        self._bans.admit(row, params)
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-        self._stops[row] = self._put(np.array(stops, np.int64))
         bias = params.logit_bias
         self._biases[row] = (
             self._put(np.array(list(bias), np.int64)),
             self._put(np.array(list(bias.values()), np.float32)),
+        )
+        changes = (
+            penalties != (0, 0, 1),
+            bool(bias),
+            bool(params.allowed_tokens or params.bad_words),
         )
         self._params[row] = (
             params.temperature,
             params.top_p,
             params.top_k,
             params.min_p,
+            params.typical_p,
             *penalties,
             params.seed,
             choice,
@@ -106,9 +104,10 @@ class Sampler:
             -1 if params.logprobs is None else params.logprobs,
             params.temperature < GREEDY_BELOW,
             params.top_k > 0 or params.top_p < 1 or params.min_p > 0,
-            penalties != (0, 0, 1),
-            bool(bias),
-            bool(stops),
+            params.typical_p < 1,
+            *changes,
+            any(changes),
+            self._bans.can_stop(row),
         )
 
     @torch.inference_mode()
@@ -123,6 +122,9 @@ class Sampler:
         params = self._params[rows]
         finite = _finite_rows(logits)
         shaped = self._shaped(logits, rows, params, indices, history)
+        choosy = np.flatnonzero(params["choosy"])
+        if len(choosy):
+            finite[choosy] &= torch.isfinite(_pick(shaped, choosy).amax(-1)).cpu().numpy()
         tokens = np.zeros(len(rows), np.int32)
         greedy, drawn = np.flatnonzero(params["greedy"]), np.flatnonzero(~params["greedy"])
         if len(greedy):
@@ -141,20 +143,21 @@ class Sampler:
         indices: Ints,
         history: History,
     ) -> Tensor:
-        """With bias, penalties and the stop tokens that are yet to be allowed."""
+        """With bias and penalties, without the tokens that may not be drawn, ever or yet."""
         held_back = np.flatnonzero(params["stops"] & (indices < params["min_tokens"]))
-        biased = np.flatnonzero(params["biased"])
-        penalized = np.flatnonzero(params["penalized"])
-        if not (len(held_back) or len(biased) or len(penalized)):
+        if not (len(held_back) or params["shaped"].any()):
             return logits
         shaped = logits.clone()
-        for at in biased:
+        for at in np.flatnonzero(params["biased"]):
             tokens, values = self._biases[rows[at]]
             shaped[at, tokens] += values
+        penalized, choosy = np.flatnonzero(params["penalized"]), np.flatnonzero(params["choosy"])
         if len(penalized):
             self._penalize(shaped, rows, params, penalized, history)
-        for at in held_back:
-            shaped[at, self._stops[rows[at]]] = -torch.inf
+        if len(choosy):
+            self._bans.choose_(shaped, rows, choosy, history)
+        if len(held_back):
+            self._bans.hold_back_(shaped, rows, held_back)
         return shaped
 
     def _penalize(
@@ -168,30 +171,24 @@ class Sampler:
         rows, params = rows[at], params[at]
         num_tokens = history.num_tokens[rows]
         tokens = history.tokens[rows, : num_tokens.max()].astype(np.int64)
-        picked = _pick(shaped, at)
+        said = self._put(tokens)
+        starts = self._put(history.num_prompt[rows].astype(np.int64))
+        ends = self._put(num_tokens.astype(np.int64))
         penalties = Penalties(
             *(self._put(params[name]) for name in ("repetition", "presence", "frequency"))
         )
-        penalize_(
-            picked,
-            self._put(tokens),
-            self._put(history.num_prompt[rows].astype(np.int64)),
-            self._put(num_tokens.astype(np.int64)),
-            penalties,
-        )
-        if picked is not shaped:
-            shaped[self._put(at)] = picked
+        self._change_(shaped, at, lambda picked: penalize_(picked, said, starts, ends, penalties))
 
     def _noisy(self, logits: Tensor, params: npt.NDArray[np.void], indices: Ints) -> Tensor:
         """Logits at their temperature, cut, with noise: the largest of a row is its draw."""
         scaled = logits / self._put(params["temperature"])[:, None]
-        cut = np.flatnonzero(params["cut"])
+        cut, typical = np.flatnonzero(params["cut"]), np.flatnonzero(params["typical"])
         if len(cut):
-            picked = _pick(scaled, cut)
             cuts = Cuts(*(self._put(params[name][cut]) for name in ("top_k", "top_p", "min_p")))
-            cut_(picked, cuts)
-            if picked is not scaled:
-                scaled[self._put(cut)] = picked
+            self._change_(scaled, cut, lambda picked: cut_(picked, cuts))
+        if len(typical):
+            share = self._put(params["typical_p"][typical])
+            self._change_(scaled, typical, lambda picked: typical_(picked, share))
         noise = gumbel_noise(params["seed"], indices, params["choice"], scaled.shape[1])
         return scaled.add_(noise.to(self._device))
 
@@ -211,6 +208,15 @@ class Sampler:
         for at, value, names, values in columns:
             found[at] = TokenLogprobs(value, names[: wanted[at]], values[: wanted[at]])
         return found
+
+    def _change_(
+        self, tensor: Tensor, at: npt.NDArray[np.intp], change_: Callable[[Tensor], None]
+    ) -> None:
+        """Changes some rows of a tensor in place."""
+        picked = _pick(tensor, at)
+        change_(picked)
+        if picked is not tensor:
+            tensor[self._put(at)] = picked
 
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array.copy()).to(self._device)

@@ -15,6 +15,8 @@ PROTOCOL = 1  # of protos/worker.proto
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_LOGPROBS = 64
 MAX_STOP_TOKENS = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 128
 MAX_SALT_BYTES = 256
 MAX_COUNT = 1 << 30
 
@@ -93,6 +95,9 @@ def _params(given: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParam
     _check_counts(given)
     vocabulary.check("stop_tokens", given.stop_tokens)
     vocabulary.check("logit_bias", given.logit_bias)
+    vocabulary.check("allowed_tokens", given.allowed_tokens)
+    for word in given.bad_words:
+        vocabulary.check("bad_words", word.tokens)
     ends = () if given.ignore_eos else vocabulary.eos_tokens
     return SamplingParams(
         temperature=given.temperature,
@@ -108,6 +113,9 @@ def _params(given: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParam
         stop_tokens=tuple(dict.fromkeys((*given.stop_tokens, *ends))),
         logprobs=given.logprobs if given.HasField("logprobs") else None,
         logit_bias=dict(given.logit_bias),
+        typical_p=given.typical_p or 1.0,
+        bad_words=tuple(tuple(word.tokens) for word in given.bad_words),
+        allowed_tokens=tuple(given.allowed_tokens),
     )
 
 
@@ -117,6 +125,7 @@ def _check_ranges(given: wire.SamplingParams) -> None:
         "temperature": (given.temperature, 0.0, largest),
         "top_p": (given.top_p, math.ulp(0.0), 1.0),
         "min_p": (given.min_p, 0.0, 1.0),
+        "typical_p": (given.typical_p, 0.0, 1.0),
         "presence_penalty": (given.presence_penalty, -largest, largest),
         "frequency_penalty": (given.frequency_penalty, -largest, largest),
         "repetition_penalty": (given.repetition_penalty, math.ulp(0.0), largest),
@@ -136,6 +145,10 @@ def _check_counts(given: wire.SamplingParams) -> None:
         raise BadSubmit(f"logprobs is {given.logprobs}, more than {MAX_LOGPROBS}")
     if len(given.stop_tokens) > MAX_STOP_TOKENS:
         raise BadSubmit(f"there are more than {MAX_STOP_TOKENS} stop_tokens")
+    if len(given.bad_words) > MAX_BAD_WORDS:
+        raise BadSubmit(f"there are more than {MAX_BAD_WORDS} bad_words")
+    if any(not 0 < len(word.tokens) <= MAX_BAD_WORD_TOKENS for word in given.bad_words):
+        raise BadSubmit(f"a word of bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
 
 
 # ------------------------------------------------------------------ to the router
@@ -174,7 +187,10 @@ def step_messages(
             if wanted(key):
                 _add_token(steps[key.session], key, (index, token, finish), logprobs)
     for key in filter(wanted, map(named, result.failed)):
-        reason = "the model's output was not finite for this request"
+        reason = (
+            "no next token: the model's output was not finite for this request, or its bad words "
+            "and allowed tokens left nothing to draw"
+        )
         steps[key.session].ended.add(request=key.request, attempt=key.attempt, reason=reason)
     return steps
 

@@ -42,6 +42,7 @@ SAMPLING_FIELDS = (
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -207,7 +208,9 @@ class InferenceApi:
         """Write replies to the call as tokens come."""
         self._frontend.check_model(request.model)
         tenant = self._keys.tenant(_authorization(context.invocation_metadata()))
-        ask = ask_of(request, await self._prompt(request), context.time_remaining(), tenant)
+        bad_words = await self._frontend.bad_words(request.sampling.bad_words)
+        prompt = await self._prompt(request)
+        ask = ask_of(request, prompt, bad_words, context.time_remaining(), tenant)
         answers = self._frontend.open([ask])
         try:
             await self._send(request, ask, answers, context)
@@ -287,7 +290,11 @@ class InferenceApi:
 
 
 def ask_of(
-    request: pb.GenerateRequest, prompt: Sequence[int], time_left: float | None, tenant: str
+    request: pb.GenerateRequest,
+    prompt: Sequence[int],
+    bad_words: Sequence[Sequence[int]],
+    time_left: float | None,
+    tenant: str,
 ) -> Ask:
     """What a request asks for; what it leaves out is left to the defaults."""
     wire = request.sampling
@@ -296,6 +303,8 @@ def ask_of(
     }
     given["stop_tokens"] = list(wire.stop_tokens)
     given["logit_bias"] = dict(wire.logit_bias)
+    given["bad_words"] = bad_words
+    given["allowed_tokens"] = list(wire.allowed_tokens) or None
     bounds = [] if time_left is None else [max(time_left, 0.001)]
     if request.timeout_seconds:
         bounds.append(request.timeout_seconds)

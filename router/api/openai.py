@@ -35,7 +35,7 @@ from penstock.router.api.openai_form import (
     dumps,
 )
 from penstock.router.api.openai_schema import ChatBody, Common, CompletionBody, Prompt, parse
-from penstock.router.ask import Ask, trace_of
+from penstock.router.ask import Ask, Sampling, trace_of
 from penstock.router.errors import ServingError
 from penstock.router.frontend import Frontend
 
@@ -93,13 +93,13 @@ class OpenAiApi:
         body = parse(CompletionBody, await read_body(request, self._frontend.config.bounds))
         self._frontend.check_model(body.model)
         prompts = [await self._tokens(body, prompt) for prompt in body.prompts()]
-        return self._answer(request, body, prompts)
+        return await self._answer(request, body, prompts)
 
     async def chat(self, request: Request) -> Response:
         body = parse(ChatBody, await read_body(request, self._frontend.config.bounds))
         self._frontend.check_model(body.model)
         prompt = await self._frontend.text.encode_chat(body.conversation())
-        return self._answer(request, body, [prompt])
+        return await self._answer(request, body, [prompt])
 
     def _card(self) -> Json:
         model = self._frontend.model
@@ -117,7 +117,10 @@ class OpenAiApi:
             return prompt
         return await self._frontend.text.encode(prompt, body.add_special_tokens is not False)
 
-    def _answer(self, request: Request, body: Common, prompts: Sequence[Sequence[int]]) -> Response:
+    async def _answer(
+        self, request: Request, body: Common, prompts: Sequence[Sequence[int]]
+    ) -> Response:
+        sampling = body.sampling(await self._frontend.bad_words(body.bad_words or ()))
         is_chat = isinstance(body, ChatBody)
         name = ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12)
         call = Call(
@@ -132,15 +135,16 @@ class OpenAiApi:
         )
         form: Form = ChatForm(call) if is_chat else CompletionForm(call)
         trace = trace_of(request.headers.get("x-request-id", "")) or name
-        asks = [_ask(body, prompt, request.state.tenant, trace) for prompt in prompts]
+        tenant = request.state.tenant
+        asks = [_ask(body, prompt, sampling, tenant, trace) for prompt in prompts]
         answers = self._frontend.open(asks)
         return AnswerResponse(answers, form, len(prompts), trace, bool(body.stream))
 
 
-def _ask(body: Common, prompt: Sequence[int], tenant: str, trace: str) -> Ask:
+def _ask(body: Common, prompt: Sequence[int], sampling: Sampling, tenant: str, trace: str) -> Ask:
     return Ask(
         prompt,
-        body.sampling(),
+        sampling,
         stops=body.stops(),
         include_stop=bool(body.include_stop_str_in_output),
         keep_special=body.skip_special_tokens is False,

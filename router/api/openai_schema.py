@@ -31,9 +31,6 @@ REFUSED: Mapping[str, Sequence[Any]] = {
     "suffix": (None, ""),
     "best_of": (None, 1),
     "use_beam_search": (None, False),
-    "typical_p": (None, 1),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None, []),
     "logprob_token_ids": (None,),
     "prompt_logprobs": (None,),
     "prompt_embeds": (None,),
@@ -88,9 +85,13 @@ class Common(Strict):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    # what transformers and TGI add
+    typical_p: float | None = None
 
     def limit(self) -> int | None:
         """The most tokens that the answer may have, if the client said so."""
@@ -100,7 +101,8 @@ class Common(Strict):
         """How many alternatives each token comes with; None: no logprobs at all."""
         raise NotImplementedError
 
-    def sampling(self) -> Sampling:
+    def sampling(self, bad_words: Sequence[Sequence[int]]) -> Sampling:
+        """How to draw; the bad words come as their tokens."""
         named = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -117,6 +119,9 @@ class Common(Strict):
             "logprobs": self.num_logprobs(),
             "n": self.n,
             "logit_bias": _bias(self.logit_bias),
+            "typical_p": self.typical_p,
+            "bad_words": bad_words,
+            "allowed_tokens": self.allowed_token_ids,
         }
         given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
         return Sampling(**given)

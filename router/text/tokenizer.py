@@ -40,8 +40,26 @@ class TextModel:
         """Token ids of `text`; the special tokens that are added are those of tokenizer.json."""
         if len(text) <= INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._aside, self._encode_long, text, add_special_tokens)
+        (tokens,) = await self._encode_aside([text], add_special_tokens)
+        return tokens
+
+    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Token sequences that spell the words, at the start of a text and after a space.
+
+        As vLLM does it: the form after a space counts if it begins with another token and has as
+        many; then it is a token's own form for the middle of a sentence.
+        """
+        texts = [lead + word.lstrip() for word in words for lead in ("", " ")]
+        if sum(map(len, texts)) <= INLINE_CHARS:
+            forms = [await self.encode(text, add_special_tokens=False) for text in texts]
+        else:
+            forms = await self._encode_aside(texts, False)
+        found = []
+        for bare, spaced in zip(forms[::2], forms[1::2], strict=True):
+            found.append(bare)
+            if len(spaced) == len(bare) and spaced[:1] != bare[:1]:
+                found.append(spaced)
+        return found
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation. The template writes its own BOS, so none is added."""
@@ -63,12 +81,13 @@ class TextModel:
     def close(self) -> None:
         self._aside.shutdown(wait=False, cancel_futures=True)
 
-    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The batch form keeps no offsets and lets go of the interpreter lock.
-        (encoding,) = self.tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
-        return encoding.ids
+    async def _encode_aside(self, texts: list[str], special: bool) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            # The batch form keeps no offsets and lets go of the interpreter lock.
+            batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=special)
+            return [encoding.ids for encoding in batch]
+
+        return await asyncio.get_running_loop().run_in_executor(self._aside, encode)
 
 
 def _load(folder: Path) -> Tokenizer:

@@ -1,9 +1,11 @@
 """Penalties and cuts against their references."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TypicalLogitsWarper
 
 from penstock.kernels.sampling import (
     Cuts,
@@ -13,6 +15,8 @@ from penstock.kernels.sampling import (
     cut_reference,
     penalize_,
     penalize_reference,
+    typical_,
+    typical_reference,
 )
 
 
@@ -72,6 +76,67 @@ def test_a_row_is_cut_alike_in_any_company() -> None:
         alone = logits[row : row + 1].clone()
         cut_(alone, cuts(one))
         assert torch.equal(alone[0], crowd[row])
+
+
+MASSES = [0.05, 0.2, 0.5, 0.9, 0.99]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    spread=st.sampled_from([0.1, 1.0, 5.0, 60.0]),
+    masses=st.lists(st.sampled_from(MASSES), min_size=1, max_size=5),
+    cut_before=st.integers(0, 100),
+)
+def test_typical_as_the_reference(
+    seed: int, spread: float, masses: list[float], cut_before: int
+) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(len(masses), 103) * spread
+    logits[:, 5] = logits[:, 80]  # a tie
+    logits.scatter_(1, torch.rand(logits.shape).topk(cut_before).indices, -torch.inf)
+    found = logits.clone()
+    typical_(found, torch.tensor(masses))
+    expected = typical_reference(logits, torch.tensor(masses))
+    # It may end one token, or two that tie, earlier or later where rounding decides.
+    assert int((found != expected).sum(-1).max()) <= 2
+    kept = found > -torch.inf
+    assert kept.any(-1).all()
+    assert torch.equal(found[kept], logits[kept])
+
+
+@pytest.mark.parametrize("mass", MASSES)
+@pytest.mark.parametrize("spread", [0.3, 2.0, 10.0])
+def test_typical_as_transformers(mass: float, spread: float) -> None:
+    torch.manual_seed(7)
+    logits = torch.randn(40, 997) * spread
+    logits[:, ::3] = -torch.inf
+    expected = TypicalLogitsWarper(mass)(torch.empty(0, dtype=torch.long), logits.double())
+    found = logits.clone()
+    typical_(found, torch.full((40,), mass))
+    same = (found == expected).all(-1)
+    assert int(same.sum()) >= 39  # one row at most where rounding decides
+    assert int((found != expected).sum()) <= 1
+
+
+def test_typical_may_leave_out_the_likeliest() -> None:
+    chances = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]])  # of entropy 1.47: 0.2 is 0.14 away from it
+    logits = chances.log()
+    typical_(logits, torch.tensor([0.3]))
+    assert (logits > -torch.inf).tolist() == [[False, True, True, False, False]]
+
+
+def test_a_row_is_as_typical_in_any_company() -> None:
+    torch.manual_seed(3)
+    for vocab_size in (1001, 40_003):  # beyond 32768 torch would share a lone row's sum out
+        logits = torch.randn(7, vocab_size) * 3
+        masses = torch.tensor([0.9, 0.2, 0.95, 0.5, 0.999, 0.1, 0.7])
+        crowd = logits.clone()
+        typical_(crowd, masses)
+        for row in range(len(logits)):
+            alone = logits[row : row + 1].clone()
+            typical_(alone, masses[row : row + 1])
+            assert torch.equal(alone[0], crowd[row])
 
 
 @settings(max_examples=60, deadline=None)

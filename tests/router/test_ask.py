@@ -13,6 +13,7 @@ from penstock.router.ask import (
     Ask,
     Model,
     Sampling,
+    check_bad_words,
     check_prompt,
     text_rules,
     trace_of,
@@ -36,6 +37,8 @@ SAMPLINGS = st.builds(
     logprobs=st.none() | WHOLE,
     n=WHOLE,
     logit_bias=st.dictionaries(WHOLE, ODD, max_size=3),
+    bad_words=st.lists(st.lists(WHOLE, max_size=3), max_size=3),
+    allowed_tokens=st.none() | st.lists(WHOLE, max_size=3),
 )
 
 
@@ -96,6 +99,14 @@ COUNTS = [
     ("logit_bias", {49: 100.0}, {49: 100.5}),
     ("logit_bias", {0: -100.0}, {0: -100.5}),
     ("logit_bias", {49: 1.0}, {50: 1.0}),
+    ("bad_words", [[49]], [[50]]),
+    ("bad_words", [[4, 0]], [[4, -1]]),
+    ("bad_words", [[3] * 32], [[3] * 33]),
+    ("bad_words", [[3]], [[]]),
+    ("allowed_tokens", [0, 49], [0, 50]),
+    ("allowed_tokens", [0], [-1]),
+    ("allowed_tokens", [3] * 50, [3] * 51),
+    ("allowed_tokens", None, []),
 ]
 
 
@@ -120,6 +131,22 @@ def test_boundaries_of_stop_strings() -> None:
     for stops in (["x"] * 17, ["x" * 257], [""]):
         with pytest.raises(ServingError):
             text_rules(Ask([5], stops=stops), BOUNDS)
+
+
+def test_boundaries_of_bad_words() -> None:
+    check_bad_words(["x" * 256] * 64, BOUNDS)
+    for words in (["x"] * 65, ["x" * 257], [""], [" \t"]):
+        with pytest.raises(ServingError) as refusal:
+            check_bad_words(words, BOUNDS)
+        assert refusal.value.param == "bad_words"
+
+
+def test_bad_words_must_leave_an_allowed_token() -> None:
+    words = [[3], [4, 5], [6]]
+    wire_params(Ask([5], Sampling(bad_words=words, allowed_tokens=[3, 5, 6])), MODEL, BOUNDS)
+    with pytest.raises(ServingError) as refusal:
+        wire_params(Ask([5], Sampling(bad_words=words, allowed_tokens=[3, 6])), MODEL, BOUNDS)
+    assert refusal.value.param == "bad_words"
 
 
 def test_defaults_fill_what_the_context_leaves() -> None:

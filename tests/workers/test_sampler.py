@@ -1,39 +1,23 @@
 """The sampler: draws follow the distribution, and depend on nothing but their own row."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from penstock.workers.sampler import Sampler, TokenLogprobs
-from penstock.workers.scheduling.sequence import Ints, SamplingParams
+from penstock.workers.scheduling.sequence import SamplingParams
+from tests.support import histories
+from tests.support.histories import Table, said
 
 VOCAB_SIZE = 101
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@dataclass
-class Table:
-    """What was said before, a row a sequence."""
-
-    tokens: Ints
-    num_tokens: Ints
-    num_prompt: Ints
-
-
-def table(num_rows: int, seed: int = 0) -> Table:
-    numbers = np.random.default_rng(seed)
-    num_prompt = numbers.integers(1, 9, num_rows).astype(np.int32)
-    answers = numbers.integers(0, 9, num_rows).astype(np.int32)
-    tokens = numbers.integers(0, VOCAB_SIZE, (num_rows, 20)).astype(np.int32)
-    return Table(tokens, num_prompt + answers, num_prompt)
-
-
-def said(prompt: list[int], answer: list[int]) -> Table:
-    tokens = np.array([prompt + answer], np.int32)
-    return Table(tokens, *(np.array([n], np.int32) for n in (tokens.size, len(prompt))))
+def table(num_rows: int) -> Table:
+    return histories.table(num_rows, VOCAB_SIZE)
 
 
 def draw(
@@ -74,6 +58,11 @@ def test_nothing_to_draw() -> None:
         (SamplingParams(top_k=2), [4 / 7, 3 / 7, 0, 0]),
         (SamplingParams(top_p=0.8), [4 / 9, 3 / 9, 2 / 9, 0]),
         (SamplingParams(min_p=0.6), [4 / 7, 3 / 7, 0, 0]),
+        # The entropy is 1.28; the surprises are 0.36, 0.08, 0.33 and 1.02 away from it.
+        (SamplingParams(typical_p=0.45), [0, 0.6, 0.4, 0]),
+        (SamplingParams(typical_p=0.2, top_k=2), [1, 0, 0, 0]),
+        (SamplingParams(allowed_tokens=(3, 1)), [0, 3 / 4, 0, 1 / 4]),
+        (SamplingParams(bad_words=((0,),), top_k=2), [0, 3 / 5, 2 / 5, 0]),
         (SamplingParams(logit_bias={3: float(np.log(4))}), [4 / 13, 3 / 13, 2 / 13, 4 / 13]),
     ],
 )
@@ -105,6 +94,10 @@ CROWD = [
     SamplingParams(seed=4, temperature=1.3, min_p=0.02, logit_bias={4: 2.5, 9: -100.0}),
     SamplingParams(seed=5, temperature=5.0, stop_tokens=(3, 80), min_tokens=50),
     SamplingParams(seed=6, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=0.5),
+    SamplingParams(seed=7, temperature=2.0, typical_p=0.4),
+    SamplingParams(seed=8, typical_p=0.9, top_k=60, bad_words=((3,), (40, 7), (1, 2, 3))),
+    SamplingParams(seed=9, allowed_tokens=(80, 3, 3, 41, 7, 99), stop_tokens=(3,), min_tokens=20),
+    SamplingParams(temperature=0.0, allowed_tokens=tuple(range(50)), bad_words=((2,), (9, 5))),
 ]
 
 

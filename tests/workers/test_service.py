@@ -284,6 +284,37 @@ async def test_yield_on_command(router: Attached, reference: Reference) -> None:
     await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
 
 
+async def test_allowed_tokens_and_bad_words(router: Attached, reference: Reference) -> None:
+    whole = reference(PROMPT, 20)
+    word = wire.BadWord(tokens=whole[2:5])
+    await router.submit(1, PROMPT, greedy(20, bad_words=[word]))
+    await router.submit(2, PROMPT, greedy(20, allowed_tokens=[whole[0], 7, 9]))
+    answer = await router.answer(1)
+    assert answer[:4] == whole[:4]
+    assert answer[4] != whole[4]
+    others = await router.answer(2)
+    assert others[0] == whole[0]
+    assert set(others) <= {whole[0], 7, 9}
+
+
+async def test_nothing_left_to_draw_ends_that_request_alone(
+    router: Attached, reference: Reference
+) -> None:
+    strict = greedy(9, allowed_tokens=[7], bad_words=[wire.BadWord(tokens=[7, 7])])
+    await router.submit(1, PROMPT, greedy(30))
+    await router.submit(2, PROMPT, strict)
+    assert await router.answer(1) == reference(PROMPT, 30)
+
+    def ended() -> list[tuple[int, str]]:
+        steps = [message.step for message in router.heard if message.HasField("step")]
+        return [(entry.request, entry.reason) for step in steps for entry in step.ended]
+
+    await router.until(ended)
+    ((number, reason),) = ended()
+    assert (number, router.answers[2, 1]) == (2, [7])
+    assert "bad words and allowed tokens left nothing to draw" in reason
+
+
 @pytest.mark.parametrize(
     ("submit", "reason"),
     [
@@ -303,6 +334,11 @@ async def test_yield_on_command(router: Attached, reference: Reference) -> None:
         ({"params": greedy(5, stop_tokens=[VOCAB_SIZE])}, "stop_tokens"),
         ({"params": greedy(5, logit_bias={VOCAB_SIZE: 1.0})}, "logit_bias"),
         ({"params": greedy(5, logit_bias={3: float("nan")})}, "logit_bias"),
+        ({"params": greedy(5, typical_p=1.5)}, "typical_p"),
+        ({"params": greedy(5, allowed_tokens=[VOCAB_SIZE])}, "allowed_tokens"),
+        ({"params": greedy(5, bad_words=[wire.BadWord(tokens=[VOCAB_SIZE])])}, "bad_words"),
+        ({"params": greedy(5, bad_words=[wire.BadWord()])}, "1 to 128 tokens"),
+        ({"params": greedy(5, bad_words=[wire.BadWord(tokens=[3])] * 1025)}, "1024 bad_words"),
         ({"log": [wire.ChoiceLog(choice=0, tokens=[3] * 5)]}, "5 tokens already"),
         ({"log": [wire.ChoiceLog(choice=0, tokens=[VOCAB_SIZE])]}, "answer so far"),
         ({"log": [wire.ChoiceLog(choice=1, tokens=[3])]}, "choices"),

@@ -48,6 +48,9 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
+    typical_p: float = 1.0
+    bad_words: tuple[tuple[int, ...], ...] = ()  # none is empty
+    allowed_tokens: tuple[int, ...] = ()  # empty: all
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ KEYS = [
     *("model", "prompt", "messages", "stream", "stream_options", "n", "max_tokens", "temperature"),
     *("top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty", "logit_bias", "seed"),
     *("stop", "logprobs", "top_logprobs", "min_tokens", "ignore_eos", "stop_token_ids", "tools"),
+    *("typical_p", "bad_words", "allowed_token_ids"),
     *("return_token_ids", "include_stop_str_in_output", "skip_special_tokens", "best_of"),
 ]
 VALUES = st.recursive(

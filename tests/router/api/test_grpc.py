@@ -117,6 +117,9 @@ async def test_parameters_reach_the_worker(channel: grpc.aio.Channel, talking: S
         ignore_eos=True,
         n=1,
         logit_bias={5: -1.0},
+        typical_p=0.25,
+        bad_words=["dog"],
+        allowed_tokens=[5, 300],
     )
     await generate(channel, tokens=pb.Tokens(ids=[5, 6]), sampling=sampling)
     params = talking.worker.submits[0].params
@@ -125,6 +128,9 @@ async def test_parameters_reach_the_worker(channel: grpc.aio.Channel, talking: S
     assert (params.seed, params.max_tokens, params.min_tokens) == (2**64 - 1, 2, 1)
     assert (list(params.stop_tokens), params.ignore_eos) == ([9], True)
     assert dict(params.logit_bias) == {5: -1.0}
+    assert params.typical_p == 0.25
+    assert list(params.bad_words[0].tokens) == tokens_of("dog")
+    assert list(params.allowed_tokens) == [5, 300]
 
 
 async def test_text_and_tokens(channel: grpc.aio.Channel) -> None:
@@ -176,6 +182,10 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "sampling": pb.Sampling(n=2)}, "n other than 1"),
     ({"text": "x", "sampling": pb.Sampling(logit_bias={5: NAN})}, "logit_bias"),
     ({"text": "x", "sampling": pb.Sampling(stop_tokens=[2**31])}, "stop_token_ids"),
+    ({"text": "x", "sampling": pb.Sampling(typical_p=0.0)}, "typical_p"),
+    ({"text": "x", "sampling": pb.Sampling(bad_words=["x"] * 65)}, "at most 64 words"),
+    ({"text": "x", "sampling": pb.Sampling(bad_words=[""])}, "1 to 256 characters"),
+    ({"text": "x", "sampling": pb.Sampling(allowed_tokens=[2**31])}, "allowed_token_ids"),
 ]
 
 

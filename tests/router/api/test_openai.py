@@ -263,6 +263,9 @@ async def test_every_parameter_reaches_the_worker(client: Any, talking: Served) 
             "min_tokens": 3,
             "ignore_eos": True,
             "stop_token_ids": [300],
+            "typical_p": 0.25,
+            "bad_words": ["dog"],
+            "allowed_token_ids": [5, 300, 5],
         },
     )
     params = talking.worker.submits[0].params
@@ -274,6 +277,9 @@ async def test_every_parameter_reaches_the_worker(client: Any, talking: Served) 
     assert params.ignore_eos
     assert list(params.stop_tokens) == [300]
     assert dict(params.logit_bias) == {7: 1.5}
+    assert params.typical_p == 0.25
+    assert list(params.bad_words[0].tokens) == tokens_of("dog")
+    assert list(params.allowed_tokens) == [5, 300, 5]
     assert not params.HasField("logprobs")
 
 
@@ -283,6 +289,7 @@ async def test_what_is_left_out_has_defaults(client: Any, talking: Served) -> No
     first, second = (submit.params for submit in talking.worker.submits)
     assert (first.temperature, first.top_p, first.repetition_penalty) == (1, 1, 1)
     assert first.seed != second.seed
+    assert (first.typical_p, len(first.bad_words), len(first.allowed_tokens)) == (1, 0, 0)
 
 
 async def test_special_tokens_are_shown_on_request(client: Any, talking: Served) -> None:

@@ -1,13 +1,15 @@
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from penstock.router.errors import ServingError
 from penstock.router.text.pieces import UnsupportedTokenizer
 from penstock.router.text.tokenizer import INLINE_CHARS, TextModel
-from tests.support.tokenizers import TEMPLATE, byte_level, metaspace, write_folder
+from tests.support.tokenizers import TEMPLATE, byte_fallback, byte_level, metaspace, write_folder
 
 BOS, EOS = 1, 2
 HELLO = [{"role": "user", "content": "the dog"}]
@@ -48,6 +50,38 @@ async def test_long_texts_give_the_same_tokens_and_leave_the_loop_free(folder: P
     counting.cancel()
     assert tokens == text.tokenizer.encode(long).ids
     assert turns > 1
+
+
+def bad_words_of_vllm(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for word in words:
+        bare, spaced = (
+            tokenizer.encode(lead + word.lstrip(), add_special_tokens=False).ids
+            for lead in ("", " ")
+        )
+        found.append(bare)
+        if spaced[0] != bare[0] and len(spaced) == len(bare):
+            found.append(spaced)
+    return found
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace])
+async def test_bad_words_with_and_without_a_space(
+    make: Callable[[], Tokenizer], tmp_path: Path
+) -> None:
+    text = TextModel(write_folder(tmp_path, make()))
+    words = ["the", " dog", "the end of", "q", "日本", "\tx", "zq"]
+    expected = bad_words_of_vllm(text.tokenizer, words)
+    assert await text.bad_words(words) == expected
+    many = words * (INLINE_CHARS // 10)
+    assert await text.bad_words(many) == expected * (INLINE_CHARS // 10)
+
+
+async def test_a_bad_word_has_a_form_for_the_middle_of_a_sentence(folder: Path) -> None:
+    text = TextModel(folder)
+    name = text.tokenizer.token_to_id
+    assert await text.bad_words(["the"]) == [[name("the")], [name("Ġthe")]]
+    assert await text.bad_words([]) == []
 
 
 async def test_a_template_may_lie_beside(folder: Path, tmp_path: Path) -> None:

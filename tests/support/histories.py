@@ -1,0 +1,31 @@
+"""What was said before, as the sampler is shown it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.workers.scheduling.sequence import Ints
+
+
+@dataclass
+class Table:
+    """A row a sequence."""
+
+    tokens: Ints
+    num_tokens: Ints
+    num_prompt: Ints
+
+
+def table(num_rows: int, vocab_size: int, seed: int = 0) -> Table:
+    """Short prompts and answers of random tokens."""
+    numbers = np.random.default_rng(seed)
+    num_prompt = numbers.integers(1, 9, num_rows).astype(np.int32)
+    answers = numbers.integers(0, 9, num_rows).astype(np.int32)
+    tokens = numbers.integers(0, vocab_size, (num_rows, 20)).astype(np.int32)
+    return Table(tokens, num_prompt + answers, num_prompt)
+
+
+def said(prompt: list[int], answer: list[int]) -> Table:
+    """One sequence."""
+    tokens = np.array([prompt + answer], np.int32)
+    return Table(tokens, *(np.array([n], np.int32) for n in (tokens.size, len(prompt))))
