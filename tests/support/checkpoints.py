@@ -58,6 +58,29 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=21,
         max_window_layers=1,
     ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **COMMON | {"num_hidden_layers": 3},
+        head_dim=14,
+        num_experts=7,
+        num_experts_per_tok=3,
+        moe_intermediate_size=22,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **COMMON | {"num_hidden_layers": 3},
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=26,
+        shared_expert_intermediate_size=34,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=19,
+        max_window_layers=2,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **COMMON, num_local_experts=5, num_experts_per_tok=2, sliding_window=17
+    ),
     "qwen3": lambda: transformers.Qwen3Config(
         **COMMON | {"num_attention_heads": 6, "num_key_value_heads": 3}, head_dim=24
     ),
@@ -71,7 +94,9 @@ def make_model(family: str, seed: int = 0) -> Any:
     """A transformers model in float32 whose every weight, biases and norms too, is random."""
     config = FAMILIES[family]()
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # Its grouped product of experts takes no odd shapes.
+    kinds = {"dtype": torch.float32, "experts_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_config(config, **kinds).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Wide enough that the next token depends on far ones, and that answers vary.

@@ -1,6 +1,7 @@
-"""RMS normalisation with its weight."""
+"""Normalisations with their weights."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -14,3 +15,10 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Where its weights go, by their names in the checkpoint."""
+        return {f"{name}.weight": self.weight}
+
+
+Norm: TypeAlias = RmsNorm

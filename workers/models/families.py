@@ -4,11 +4,11 @@ A family is named in `config.json` by its architecture. To add one, add a row (a
 what no family had, a field here and its meaning in the decoder).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-Config: TypeAlias = Mapping[str, Any]
+from penstock.workers.models.config import Config
+from penstock.workers.models.names import Names
 
 
 def _no_window(config: Config) -> list[int]:
@@ -32,8 +32,29 @@ def _upper_layers(config: Config) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
+def _every_layer_if_used(config: Config) -> list[int]:
+    return _every_layer(config) if config.get("use_sliding_window") else _no_window(config)
+
+
+def _alternate_lower_layers(config: Config) -> list[int]:
+    """The layers named in `layer_types` or, without that, every other one of the lower layers."""
+    if not config.get("use_sliding_window"):
+        return _no_window(config)
+    window = config.get("sliding_window", 4096) or 0
+    kinds = config.get("layer_types")
+    if kinds is None:
+        last = config.get("max_window_layers", 28)
+        layers = range(config["num_hidden_layers"])
+        return [window if layer % 2 == 0 and layer < last else 0 for layer in layers]
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
 def _if_configured(config: Config) -> bool:
     return bool(config.get("attention_bias", False))
+
+
+def _if_not_denied(config: Config) -> bool:
+    return bool(config.get("qkv_bias", True))
 
 
 def _always(config: Config) -> bool:
@@ -44,6 +65,23 @@ def _never(config: Config) -> bool:
     return False
 
 
+def _sparse_layers(config: Config) -> list[bool]:
+    """Every `decoder_sparse_step`th layer that `mlp_only_layers` does not name."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    layers = range(config["num_hidden_layers"])
+    return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Where a mixture of experts has its numbers in `config.json`."""
+
+    inner_size: str
+    normalise: bool | None = None  # None: as `norm_topk_prob` says
+    shared_size: str | None = None
+    layers: Callable[[Config], list[bool]] = _sparse_layers
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """How one family reads its `config.json`."""
@@ -52,9 +90,12 @@ class Family:
     qkv_bias: Callable[[Config], bool] = _never
     output_bias: Callable[[Config], bool] = _never  # of the attention's output projection
     mlp_bias: bool = False  # whether `mlp_bias` is looked at
-    qk_norm: bool = False  # queries and keys are normalised head by head
+    qk_norm: str = ""  # queries and keys are normalised: "head" by head, or "whole"
+    norm_place: str = "before"  # attention and feed-forward, or "after" them, or "both"
     windows: Callable[[Config], list[int]] = _no_window  # positions seen, a layer; 0: all
     head_dim: int | None = None  # where the configuration is silent; None: hidden / heads
+    experts: Experts | None = None
+    names: Names = field(default_factory=Names)
 
 
 FAMILIES: dict[str, Family] = {
@@ -67,9 +108,29 @@ FAMILIES: dict[str, Family] = {
         "qwen3",
         qkv_bias=_if_configured,
         output_bias=_if_configured,
-        qk_norm=True,
+        qk_norm="head",
         windows=_upper_layers,
         head_dim=128,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3-moe",
+        qkv_bias=_if_configured,
+        output_bias=_if_configured,
+        qk_norm="head",
+        windows=_every_layer_if_used,
+        experts=Experts("moe_intermediate_size"),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2-moe",
+        qkv_bias=_if_not_denied,
+        windows=_alternate_lower_layers,
+        experts=Experts("moe_intermediate_size", shared_size="shared_expert_intermediate_size"),
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        windows=_every_layer,
+        experts=Experts("intermediate_size", normalise=True),
+        names=Names(experts="block_sparse_moe", expert_gate_up=("w1", "w3"), expert_down="w2"),
     ),
 }
 """By the architecture's name in `config.json`."""

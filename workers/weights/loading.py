@@ -8,14 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
-from penstock.workers.models.spec import (
-    BadCheckpoint,
-    ModelSpec,
-    UnsupportedModel,
-    read_json,
-    read_spec,
-)
+from penstock.workers.models.spec import ModelSpec, read_spec
 from penstock.workers.weights.safetensors import DTYPES, Entry, load_tensor, read_header
 
 SINGLE = "model.safetensors"

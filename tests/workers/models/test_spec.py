@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from penstock.workers.models.spec import BadCheckpoint, RopeSpec, UnsupportedModel, read_spec
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
+from penstock.workers.models.rope import RopeSpec
+from penstock.workers.models.spec import ExpertsSpec, read_spec
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,12 +81,28 @@ def test_windows(tmp_path: Path) -> None:
 
 def test_what_sets_the_families_apart(tmp_path: Path) -> None:
     qwen2 = read_spec(write(tmp_path, architectures=["Qwen2ForCausalLM"]))
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, "")
     qwen3 = read_spec(write(tmp_path, architectures=["Qwen3ForCausalLM"]))
-    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm) == (False, False, True)
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm) == (False, False, "head")
     assert qwen3.head_dim == 128
     llama = read_spec(write(tmp_path, attention_bias=True, mlp_bias=True))
     assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+def test_experts(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, **MOE, mlp_only_layers=[0], norm_topk_prob=True))
+    assert spec.experts == ExpertsSpec(8, 2, 16, True, 0, (False, True, True))
+    renamed = MOE | {"num_experts": "absent", "num_local_experts": 6}
+    spec = read_spec(write(tmp_path, **renamed, decoder_sparse_step=2))
+    assert spec.experts == ExpertsSpec(6, 2, 16, False, 0, (False, True, False))
 
 
 @pytest.mark.parametrize(
@@ -109,6 +127,10 @@ def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        (MOE | {"num_experts": "absent"}, "num_local_experts is None"),
+        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*experts .8."),
+        (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (MOE | {"moe_intermediate_size": "absent"}, "moe_intermediate_size"),
         ({"vocab_size": "absent"}, "vocab_size is None"),
         ({"hidden_size": -3}, "hidden_size is -3"),
         ({"hidden_size": 1 << 60}, "hidden_size"),

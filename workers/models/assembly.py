@@ -1,0 +1,85 @@
+"""Blocks built as a `ModelSpec` says, their weights yet to be loaded."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.workers.layers.attention import Attention
+from penstock.workers.layers.block import Block
+from penstock.workers.layers.experts import Experts, SharedExpert
+from penstock.workers.layers.linear import Linear, empty_linear
+from penstock.workers.layers.mlp import Mlp
+from penstock.workers.layers.norm import Norm, RmsNorm
+from penstock.workers.models.spec import ExpertsSpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Makes the parts of one model in one place."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def linear(self, num_inputs: int, sizes: tuple[int, ...], bias: bool = False) -> Linear:
+        return empty_linear(num_inputs, sizes, bias, self.dtype, self.device)
+
+    def norm(self, size: int) -> Norm:
+        return RmsNorm(self.empty(size), self.spec.norm_eps)
+
+    def block(self, number: int) -> Block:
+        spec = self.spec
+        before, after = spec.norm_place != "after", spec.norm_place != "before"
+        experts = spec.experts if spec.experts and spec.experts.layers[number] else None
+        return Block(
+            attention_norm=self.norm(spec.hidden_size) if before else None,
+            attention=self.attention(spec.windows[number]),
+            attention_post_norm=self.norm(spec.hidden_size) if after else None,
+            mlp_norm=self.norm(spec.hidden_size) if before else None,
+            mlp=self.experts(experts) if experts else self.mlp(spec.intermediate_size),
+            mlp_post_norm=self.norm(spec.hidden_size) if after else None,
+        )
+
+    def attention(self, window: int) -> Attention:
+        spec = self.spec
+        query_size = spec.num_heads * spec.head_dim
+        kv_size = spec.num_kv_heads * spec.head_dim
+        q_norm, k_norm = {
+            "": (None, None),
+            "head": (self.norm(spec.head_dim), self.norm(spec.head_dim)),
+            "whole": (self.norm(query_size), self.norm(kv_size)),
+        }[spec.qk_norm]
+        return Attention(
+            qkv=self.linear(spec.hidden_size, (query_size, kv_size, kv_size), spec.qkv_bias),
+            output=self.linear(query_size, (spec.hidden_size,), spec.output_bias),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            window=window,
+        )
+
+    def mlp(self, inner: int) -> Mlp:
+        hidden, bias = self.spec.hidden_size, self.spec.mlp_bias
+        return Mlp(
+            gate_up=self.linear(hidden, (inner, inner), bias),
+            down=self.linear(inner, (hidden,), bias),
+        )
+
+    def experts(self, experts: ExpertsSpec) -> Experts:
+        hidden = self.spec.hidden_size
+        shared = None
+        if experts.shared_size:
+            shared = SharedExpert(self.mlp(experts.shared_size), self.linear(hidden, (1,)))
+        return Experts(
+            router=self.linear(hidden, (experts.num_experts,)),
+            experts=tuple(self.mlp(experts.inner_size) for _ in range(experts.num_experts)),
+            top_k=experts.top_k,
+            normalise=experts.normalise,
+            shared=shared,
+        )
