@@ -41,6 +41,19 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 48,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 300.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.2, 2.0, 4.0, 9.0],
+}
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     # Llama 2: as many KV heads as heads.
     "llama2": lambda: transformers.LlamaConfig(**COMMON | {"num_key_value_heads": 4}),
@@ -80,6 +93,22 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "mixtral": lambda: transformers.MixtralConfig(
         **COMMON, num_local_experts=5, num_experts_per_tok=2, sliding_window=17
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(
+        **COMMON | {"num_attention_heads": 6}, rope_parameters=YARN_ROPE
+    ),
+    "phi3": lambda: transformers.Phi3Config(
+        **COMMON | {"num_attention_heads": 6, "num_key_value_heads": 3}, sliding_window=30
+    ),
+    "phi3-short": lambda: transformers.Phi3Config(
+        **COMMON,
+        original_max_position_embeddings=192,
+        rope_parameters=LONG_ROPE | {"partial_rotary_factor": 0.67},
+    ),
+    "phi3-long": lambda: transformers.Phi3Config(
+        **COMMON,
+        original_max_position_embeddings=3,
+        rope_parameters=LONG_ROPE | {"partial_rotary_factor": 0.67},
     ),
     "qwen3": lambda: transformers.Qwen3Config(
         **COMMON | {"num_attention_heads": 6, "num_key_value_heads": 3}, head_dim=24

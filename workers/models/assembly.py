@@ -62,6 +62,8 @@ class Assembly:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             window=window,
+            rotary=1 if window and spec.local_rope else 0,
+            rotary_dim=int(spec.head_dim * spec.rope.share),
         )
 
     def mlp(self, inner: int) -> Mlp:

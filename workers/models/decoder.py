@@ -10,7 +10,7 @@ from penstock.workers.layers.attention import StepInputs
 from penstock.workers.layers.block import Block
 from penstock.workers.layers.norm import Norm
 from penstock.workers.models.assembly import Assembly
-from penstock.workers.models.rotary import rotary_frequencies
+from penstock.workers.models.rotary import Rotary, make_rotary
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tensors import block_tensors
 
@@ -24,7 +24,7 @@ class Decoder:
     layers: tuple[Block, ...]
     norm: Norm
     head: Tensor  # [vocab_size, hidden_size]; the embeddings themselves where they are tied
-    frequencies: Tensor  # [head_dim / 2] float32: radians a position of the rotary embedding
+    rotaries: tuple[Rotary, ...]  # the layers name theirs by number
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,13 +64,11 @@ def empty_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     """A decoder whose weights are yet to be loaded (on the `meta` device: shapes only)."""
     assembly = Assembly(spec, dtype, device)
     embeddings = assembly.empty(spec.vocab_size, spec.hidden_size)
-    # On the host: arithmetic on `meta` tensors makes torch load its compiler, which takes seconds.
-    frequencies = rotary_frequencies(spec.rope, spec.head_dim)
     return Decoder(
         spec=spec,
         embeddings=embeddings,
         layers=tuple(assembly.block(number) for number in range(spec.num_layers)),
         norm=assembly.norm(spec.hidden_size),
         head=embeddings if spec.tie_embeddings else torch.empty_like(embeddings),
-        frequencies=frequencies.to(device),
+        rotaries=tuple(make_rotary(rope, spec.head_dim, device) for rope in spec.ropes),
     )

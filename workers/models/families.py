@@ -95,6 +95,7 @@ class Family:
     windows: Callable[[Config], list[int]] = _no_window  # positions seen, a layer; 0: all
     head_dim: int | None = None  # where the configuration is silent; None: hidden / heads
     experts: Experts | None = None
+    partial_rotary: bool = False  # whether `partial_rotary_factor` is looked at
     names: Names = field(default_factory=Names)
 
 
@@ -125,6 +126,23 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=_if_not_denied,
         windows=_alternate_lower_layers,
         experts=Experts("moe_intermediate_size", shared_size="shared_expert_intermediate_size"),
+    ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        qkv_bias=_if_configured,
+        output_bias=_if_configured,
+        qk_norm="whole",
+        norm_place="after",
+        names=Names(
+            attention_post_norm="post_attention_layernorm",
+            mlp_post_norm="post_feedforward_layernorm",
+        ),
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        windows=_every_layer,
+        partial_rotary=True,
+        names=Names(qkv=("self_attn.qkv_proj",), gate_up=("gate_up_proj",)),
     ),
     "MixtralForCausalLM": Family(
         "mixtral",

@@ -44,10 +44,15 @@ class ModelSpec:
     norm_place: str  # "before", "after" or "both"
     norm_eps: float
     rope: RopeSpec
+    local_rope: RopeSpec | None  # of the layers with a window, where it differs
     windows: tuple[int, ...]  # positions that a layer's token sees, itself included; 0: all
     experts: ExpertsSpec | None
     names: Names
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one position takes, all layers together."""
@@ -114,12 +119,22 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         qk_norm=family.qk_norm,
         norm_place=family.norm_place,
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=read_rope(config),
+        rope=_checked_rope(config, read_rope(config, family.partial_rotary), head_dim),
+        local_rope=None,
         windows=_windows(config, family),
         experts=_experts(config, family),
         names=family.names,
         dtype=_dtype(config),
     )
+
+
+def _checked_rope(config: Fields, rope: RopeSpec, head_dim: int) -> RopeSpec:
+    num_features = int(head_dim * rope.share)
+    if num_features % 2 or not 0 < num_features <= head_dim:
+        raise config.bad("partial_rotary_factor", "a share that makes an even number of features")
+    if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
+        raise config.bad("rope_scaling", f"one with {num_features // 2} factors each")
+    return rope
 
 
 def _experts(config: Fields, family: Family) -> ExpertsSpec | None:

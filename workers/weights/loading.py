@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -24,14 +25,18 @@ def load_model(
     dtype: str,
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    max_model_len: int | None = None,
 ) -> tuple[ModelSpec, Decoder]:
     """Loads a checkpoint folder.
 
     dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`. `progress` is told the
-    bytes read so far and the bytes in all, from (0, all) on. Raises `BadCheckpoint` or
-    `UnsupportedModel` before memory is taken for anything.
+    bytes read so far and the bytes in all, from (0, all) on. `max_model_len`: the positions that
+    will be used, where these are fewer than the model has (longrope has factors for that).
+    Raises `BadCheckpoint` or `UnsupportedModel` before memory is taken for anything.
     """
     spec = read_spec(folder)
+    if max_model_len is not None:
+        spec = replace(spec, rope=spec.rope.within(max_model_len))
     entries = find_tensors(folder)
     chosen = choose_dtype(dtype, spec, device)
     shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()

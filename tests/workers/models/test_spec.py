@@ -27,6 +27,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONG = {
+    "type": "su",
+    "short_factor": [1.0, 2.0, 3.0, 4.0],
+    "long_factor": [2.0, 4.0, 6.0, 8.0],
+    "original_max_position_embeddings": 64,
+}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 
 
 def write(folder: Path, **changes: Any) -> Path:
@@ -54,6 +61,15 @@ def test_the_two_ways_of_writing_rope_scaling(tmp_path: Path) -> None:
     assert newer.rope == expected
     oldest = read_spec(write(tmp_path, rope_scaling={"type": "linear", "factor": 2}))
     assert oldest.rope == RopeSpec(10000.0, "linear", 2.0)
+
+
+def test_longrope_has_divisors_for_short_use(tmp_path: Path) -> None:
+    rope = read_spec(write(tmp_path, **PHI3, rope_scaling=LONG)).rope
+    assert (rope.kind, rope.factor, rope.divisors) == ("longrope", 2.0, (2.0, 4.0, 6.0, 8.0))
+    assert rope.within(65) == rope
+    assert rope.within(64).divisors == (1.0, 2.0, 3.0, 4.0)
+    short = read_spec(write(tmp_path, **PHI3, rope_scaling=LONG, max_position_embeddings=64))
+    assert short.rope.divisors == (1.0, 2.0, 3.0, 4.0)
 
 
 def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
@@ -113,7 +129,7 @@ def test_experts(tmp_path: Path) -> None:
         ({"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn.*llama3"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 4}}, "spiral.*llama3.*yarn"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ between layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"dtype": "float8"}, "float8"),
@@ -144,6 +160,11 @@ def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], wo
         ({"rope_scaling": [1]}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is None"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_scaling": LONG | {"long_factor": [1, "x", 3]}}, "long_factor is .*numbers"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0] * 3}}, "rope_scaling .*4 factors"),
+        ({"rope_scaling": LONG | {"factor": -1}}, "factor is -1"),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 0}}, "beta_fast is 0"),
+        (PHI3 | {"partial_rotary_factor": 0.4}, "partial_rotary_factor is 0.4.*even"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": "9"}, "sliding_window"),
         (
