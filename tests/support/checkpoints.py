@@ -110,6 +110,26 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         original_max_position_embeddings=3,
         rope_parameters=LONG_ROPE | {"partial_rotary_factor": 0.67},
     ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **COMMON | {"num_hidden_layers": 3},
+        head_dim=14,
+        sliding_window=19,
+        query_pre_attn_scalar=30,
+        attn_logit_softcapping=2.5,
+        final_logit_softcapping=5.0,
+        tie_word_embeddings=False,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **COMMON | {"num_hidden_layers": 3},
+        head_dim=14,
+        sliding_window=19,
+        query_pre_attn_scalar=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
     "qwen3": lambda: transformers.Qwen3Config(
         **COMMON | {"num_attention_heads": 6, "num_key_value_heads": 3}, head_dim=24
     ),

@@ -7,6 +7,7 @@ from torch import Tensor
 from penstock.kernels.attention import AttentionPlan, paged_attention
 from penstock.kernels.cache import write_kv
 from penstock.kernels.rotary import rotate_
+from penstock.kernels.scores import Scores
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.norm import Norm
 
@@ -30,6 +31,7 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     window: int
+    scores: Scores
     rotary: int  # which of the rotary tables
     rotary_dim: int  # features that are turned, the first ones of a head
 
@@ -46,7 +48,7 @@ class Attention:
             turned = turned[:, :, : self.rotary_dim]
         rotate_(turned, step.cos_sin[self.rotary])
         write_kv(layer, step.cache_rows, kv)
-        out = paged_attention(query, layer, step.plans[self.window])
+        out = paged_attention(query, layer, step.plans[self.window], self.scores)
         return self.output(out.flatten(1))
 
     def _normalise(self, heads: Tensor, norm: Norm) -> None:

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from penstock.kernels.norm import rms_norm
+from penstock.kernels.norm import rms_norm, rms_norm_above_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,4 +21,18 @@ class RmsNorm:
         return {f"{name}.weight": self.weight}
 
 
-Norm: TypeAlias = RmsNorm
+@dataclass(frozen=True, slots=True)
+class RmsNormAboveOne:
+    """Its weight counts from one."""
+
+    weight: Tensor  # [D]
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm_above_one(x, self.weight, self.eps)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return {f"{name}.weight": self.weight}
+
+
+Norm: TypeAlias = RmsNorm | RmsNormAboveOne

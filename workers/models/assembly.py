@@ -1,17 +1,27 @@
 """Blocks built as a `ModelSpec` says, their weights yet to be loaded."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.activation import gelu_mul, silu_mul
+from penstock.kernels.scores import Scores
 from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.block import Block
 from penstock.workers.layers.experts import Experts, SharedExpert
 from penstock.workers.layers.linear import Linear, empty_linear
 from penstock.workers.layers.mlp import Mlp
-from penstock.workers.layers.norm import Norm, RmsNorm
+from penstock.workers.layers.norm import Norm, RmsNorm, RmsNormAboveOne
 from penstock.workers.models.spec import ExpertsSpec, ModelSpec
+
+NORMS: dict[str, Callable[[Tensor, float], Norm]] = {
+    "rms": RmsNorm,
+    "rms_above_one": RmsNormAboveOne,
+}
+
+ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +39,7 @@ class Assembly:
         return empty_linear(num_inputs, sizes, bias, self.dtype, self.device)
 
     def norm(self, size: int) -> Norm:
-        return RmsNorm(self.empty(size), self.spec.norm_eps)
+        return NORMS[self.spec.norm_kind](self.empty(size), self.spec.norm_eps)
 
     def block(self, number: int) -> Block:
         spec = self.spec
@@ -62,6 +72,7 @@ class Assembly:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             window=window,
+            scores=Scores(spec.attention_scale, spec.attention_cap),
             rotary=1 if window and spec.local_rope else 0,
             rotary_dim=int(spec.head_dim * spec.rope.share),
         )
@@ -71,6 +82,7 @@ class Assembly:
         return Mlp(
             gate_up=self.linear(hidden, (inner, inner), bias),
             down=self.linear(inner, (hidden,), bias),
+            activation=ACTIVATIONS[self.spec.activation],
         )
 
     def experts(self, experts: ExpertsSpec) -> Experts:

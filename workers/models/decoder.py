@@ -21,6 +21,7 @@ class Decoder:
 
     spec: ModelSpec
     embeddings: Tensor  # [vocab_size, hidden_size]
+    embedding_scale: float  # as it is in the embeddings' dtype
     layers: tuple[Block, ...]
     norm: Norm
     head: Tensor  # [vocab_size, hidden_size]; the embeddings themselves where they are tied
@@ -41,13 +42,17 @@ class Decoder:
         the last norm.
         """
         hidden = functional.embedding(tokens, self.embeddings)
+        if self.embedding_scale != 1:
+            hidden *= self.embedding_scale
         for layer, layer_cache in zip(self.layers, cache.unbind(0), strict=True):
             layer(hidden, step, layer_cache)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] of chosen tokens to [S, vocab_size] float32."""
-        return functional.linear(self.norm(hidden), self.head).to(torch.float32)
+        logits = functional.linear(self.norm(hidden), self.head).to(torch.float32)
+        cap = self.spec.logit_cap
+        return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
 
     def tensors(self) -> dict[str, Tensor]:
         """Where each tensor of the checkpoint goes: views of the weights, by its name there."""
@@ -67,6 +72,7 @@ def empty_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     return Decoder(
         spec=spec,
         embeddings=embeddings,
+        embedding_scale=float(torch.tensor(spec.embedding_scale, dtype=dtype)),
         layers=tuple(assembly.block(number) for number in range(spec.num_layers)),
         norm=assembly.norm(spec.hidden_size),
         head=embeddings if spec.tie_embeddings else torch.empty_like(embeddings),

@@ -6,6 +6,7 @@ what no family had, a field here and its meaning in the decoder).
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.workers.models.config import Config
 from penstock.workers.models.names import Names
@@ -30,6 +31,21 @@ def _upper_layers(config: Config) -> list[int]:
         first = config.get("max_window_layers", 28)
         return [window if layer >= first else 0 for layer in range(num_layers)]
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def _alternating(period: int) -> Callable[[Config], list[int]]:
+    """The layers named in `layer_types` or, without that, all but every `period`th one."""
+
+    def windows(config: Config) -> list[int]:
+        window = config.get("sliding_window") or 0
+        kinds = config.get("layer_types")
+        if kinds is None:
+            every = config.get("sliding_window_pattern", period)
+            layers = range(1, config["num_hidden_layers"] + 1)
+            return [window if layer % every else 0 for layer in layers]
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+    return windows
 
 
 def _every_layer_if_used(config: Config) -> list[int]:
@@ -95,9 +111,34 @@ class Family:
     windows: Callable[[Config], list[int]] = _no_window  # positions seen, a layer; 0: all
     head_dim: int | None = None  # where the configuration is silent; None: hidden / heads
     experts: Experts | None = None
+    norm_kind: str = "rms"  # or "rms_above_one": the weight counts from one
+    activation: str = "silu"  # or "gelu_pytorch_tanh"
+    activation_key: str = "hidden_act"  # in `config.json`
+    scaled_embeddings: bool = False  # by the square root of their size
+    soft_caps: bool = False  # and a scale of the scores that is configured
+    local_theta: float | None = None  # of the layers with a window, if theirs is another
+    absent: Config = field(default_factory=dict)  # what a key means that is not there
     partial_rotary: bool = False  # whether `partial_rotary_factor` is looked at
     names: Names = field(default_factory=Names)
 
+
+GEMMA: dict[str, Any] = {
+    "qkv_bias": _if_configured,
+    "output_bias": _if_configured,
+    "head_dim": 256,
+    "norm_kind": "rms_above_one",
+    "norm_place": "both",
+    "activation": "gelu_pytorch_tanh",
+    "activation_key": "hidden_activation",
+    "scaled_embeddings": True,
+    "soft_caps": True,
+    "names": Names(
+        attention_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    ),
+}
+GEMMA_ABSENT: dict[str, Any] = {"tie_word_embeddings": True, "sliding_window": 4096}
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -143,6 +184,20 @@ FAMILIES: dict[str, Family] = {
         windows=_every_layer,
         partial_rotary=True,
         names=Names(qkv=("self_attn.qkv_proj",), gate_up=("gate_up_proj",)),
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        windows=_alternating(2),
+        absent=GEMMA_ABSENT | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        **GEMMA,
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3",
+        qk_norm="head",
+        windows=_alternating(6),
+        local_theta=10000.0,
+        absent=GEMMA_ABSENT | {"rope_theta": 1e6},
+        **GEMMA,
     ),
     "MixtralForCausalLM": Family(
         "mixtral",

@@ -36,6 +36,25 @@ class RopeSpec:
         return replace(self, divisors=self.short_divisors)
 
 
+def read_ropes(
+    config: Fields, partial: bool, local_theta: float | None
+) -> tuple[RopeSpec, RopeSpec | None]:
+    """Of all layers and, where the family has a `local_theta`, of the layers with a window."""
+    if local_theta is None:
+        return read_rope(config, partial), None
+    values = dict(config.values)
+    found = values.get("rope_parameters")
+    if isinstance(found, dict) and "full_attention" in found:
+        shared = {key: value for key, value in values.items() if not key.startswith("rope_")}
+        full, local = (
+            Fields({**shared, "rope_parameters": found.get(key)}, config.path)
+            for key in ("full_attention", "sliding_attention")
+        )
+        return read_rope(full, partial), read_rope(local, partial)
+    theta = config.number("rope_local_base_freq", local_theta)
+    return read_rope(config, partial), RopeSpec(theta)
+
+
 def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
     """Both ways of writing it: `rope_parameters`, and the older `rope_theta` + `rope_scaling`.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.workers.models.config import BadCheckpoint, Fields, read_json
 from penstock.workers.models.families import FAMILIES, Family
 from penstock.workers.models.names import Names
-from penstock.workers.models.rope import RopeSpec, read_rope
+from penstock.workers.models.rope import RopeSpec, read_ropes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,13 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: str  # "", "head" or "whole"
     norm_place: str  # "before", "after" or "both"
+    norm_kind: str  # "rms", or "rms_above_one": its weight counts from one
     norm_eps: float
+    activation: str  # of the feed-forward layer's gate: "silu" or "gelu_pytorch_tanh"
+    embedding_scale: float
+    attention_scale: float | None  # of the scores; None: 1 / sqrt(head_dim)
+    attention_cap: float  # soft cap of the scores; 0: none
+    logit_cap: float  # soft cap of the logits; 0: none
     rope: RopeSpec
     local_rope: RopeSpec | None  # of the layers with a window, where it differs
     windows: tuple[int, ...]  # positions that a layer's token sees, itself included; 0: all
@@ -87,12 +93,17 @@ def _family(config: Fields) -> Family:
         method = values["quantization_config"]
         name = method.get("quant_method") if isinstance(method, Mapping) else method
         raise config.unsupported(f"weights quantized by {name} are not served: take the original")
-    if values.get("hidden_act", "silu") != "silu":
-        raise config.unsupported(f"hidden_act {values['hidden_act']!r} is not served, only 'silu'")
+    key = family.activation_key
+    if values.get(key, family.activation) != family.activation:
+        raise config.unsupported(f"{key} {values[key]!r} is not served, only {family.activation!r}")
+    if values.get("use_bidirectional_attention"):
+        raise config.unsupported("use_bidirectional_attention is not served")
     return family
 
 
 def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> ModelSpec:
+    if family.absent:
+        config = Fields({**family.absent, **config.values}, config.path)
     values = config.values
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_kv_heads = config.size("num_key_value_heads", num_heads)
@@ -101,6 +112,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
     head_dim = config.size("head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise config.bad("head_dim", "even, which rotary embedding needs")
+    rope, local_rope = read_ropes(config, family.partial_rotary, family.local_theta)
     return ModelSpec(
         family=family.name,
         vocab_size=config.size("vocab_size"),
@@ -118,14 +130,32 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         mlp_bias=family.mlp_bias and config.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         norm_place=family.norm_place,
+        norm_kind=family.norm_kind,
+        activation=family.activation,
+        embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
+        attention_scale=_attention_scale(config, family),
+        attention_cap=_cap(config, "attn_logit_softcapping", family),
+        logit_cap=_cap(config, "final_logit_softcapping", family),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_checked_rope(config, read_rope(config, family.partial_rotary), head_dim),
-        local_rope=None,
+        rope=_checked_rope(config, rope, head_dim),
+        local_rope=local_rope,
         windows=_windows(config, family),
         experts=_experts(config, family),
         names=family.names,
         dtype=_dtype(config),
     )
+
+
+def _attention_scale(config: Fields, family: Family) -> float | None:
+    if not family.soft_caps:
+        return None
+    return float(config.number("query_pre_attn_scalar", 256) ** -0.5)
+
+
+def _cap(config: Fields, key: str, family: Family) -> float:
+    if not family.soft_caps or config.values.get(key) is None:
+        return 0.0
+    return config.number(key, 1.0)
 
 
 def _checked_rope(config: Fields, rope: RopeSpec, head_dim: int) -> RopeSpec:

@@ -72,6 +72,33 @@ def test_longrope_has_divisors_for_short_use(tmp_path: Path) -> None:
     assert short.rope.divisors == (1.0, 2.0, 3.0, 4.0)
 
 
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 9}
+
+
+def test_what_gemma_leaves_out(tmp_path: Path) -> None:
+    gemma2 = read_spec(write(tmp_path, architectures=["Gemma2ForCausalLM"]))
+    assert (gemma2.attention_cap, gemma2.logit_cap, gemma2.head_dim) == (50.0, 30.0, 256)
+    assert gemma2.windows == (4096, 0, 4096)
+    assert gemma2.tie_embeddings
+    gemma3 = read_spec(write(tmp_path, **GEMMA3))
+    assert (gemma3.attention_cap, gemma3.logit_cap) == (0.0, 0.0)
+    assert gemma3.windows == (9, 9, 9, 9, 9, 0)
+    assert gemma3.attention_scale == 256**-0.5
+
+
+def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    older = read_spec(
+        write(tmp_path, **GEMMA3, rope_theta=1e6, rope_local_base_freq=500.0, rope_scaling=scaling)
+    )
+    assert older.ropes == (RopeSpec(1e6, "linear", 8.0), RopeSpec(500.0))
+    both = {
+        "full_attention": scaling | {"rope_theta": 1e6},
+        "sliding_attention": {"rope_theta": 500.0},
+    }
+    assert read_spec(write(tmp_path, **GEMMA3, rope_parameters=both)).ropes == older.ropes
+
+
 def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
@@ -132,6 +159,8 @@ def test_experts(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "spiral", "factor": 4}}, "spiral.*llama3.*yarn"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ between layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (GEMMA3 | {"hidden_activation": "relu"}, "relu.*gelu_pytorch_tanh"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"dtype": "float8"}, "float8"),
     ],
 )
