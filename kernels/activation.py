@@ -35,3 +35,13 @@ def gelu_mul_reference(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     return 0.5 * gate * (1 + inner.tanh()) * up
+
+
+def clamped_silu_mul(gate_up: Tensor, gain: float, limit: float) -> Tensor:
+    """The gate of gpt-oss, its columns in turns (gate 0, up 0, gate 1, ...): [T, 2 I] to [T, I].
+
+    y = gate sigmoid(gain gate) (up + 1), with gate <= limit and -limit <= up <= limit.
+    """
+    gate = gate_up[:, ::2].clamp(max=limit)
+    up = gate_up[:, 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * (gate * gain).sigmoid()

@@ -1,8 +1,16 @@
 """Norm, rotation and gate against their references."""
 
+import math
+
 import torch
 
-from penstock.kernels.activation import gelu_mul, gelu_mul_reference, silu_mul, silu_mul_reference
+from penstock.kernels.activation import (
+    clamped_silu_mul,
+    gelu_mul,
+    gelu_mul_reference,
+    silu_mul,
+    silu_mul_reference,
+)
 from penstock.kernels.norm import rms_norm, rms_norm_above_one, rms_norm_reference
 from penstock.kernels.rotary import rotary_table, rotate_, rotate_reference
 
@@ -23,6 +31,14 @@ def test_silu_mul() -> None:
 def test_gelu_mul() -> None:
     gate_up = torch.randn(7, 22) * 4
     torch.testing.assert_close(gelu_mul(gate_up), gelu_mul_reference(gate_up))
+
+
+def test_clamped_silu_mul() -> None:
+    gate_up = torch.tensor([[9.0, 0.5, -1.0, 8.0, 2.0, -9.0]])
+    found = clamped_silu_mul(gate_up, 1.5, 7.0)
+    pairs = [(7.0, 0.5), (-1.0, 7.0), (2.0, -7.0)]
+    expected = [(up + 1) * gate / (1 + math.exp(-1.5 * gate)) for gate, up in pairs]
+    torch.testing.assert_close(found, torch.tensor([expected]))
 
 
 def test_rms_norm_above_one() -> None:

@@ -130,6 +130,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
         },
     ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **COMMON | {"num_hidden_layers": 3},
+        head_dim=14,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=19,
+        swiglu_limit=1.5,
+        rope_parameters=YARN_ROPE | {"truncate": False},
+    ),
     "qwen3": lambda: transformers.Qwen3Config(
         **COMMON | {"num_attention_heads": 6, "num_key_value_heads": 3}, head_dim=24
     ),

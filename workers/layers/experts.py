@@ -27,6 +27,7 @@ class Experts:
     top_k: int
     normalise: bool  # whether the weights of the chosen sum to one
     shared: SharedExpert | None
+    stacks: dict[str, Tensor] | None  # where the checkpoint has all experts in one: [E, in, out]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, hidden]."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.activation import gelu_mul, silu_mul
+from penstock.kernels.activation import clamped_silu_mul, gelu_mul, silu_mul
 from penstock.kernels.scores import Scores
 from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.block import Block
@@ -63,6 +64,7 @@ class Assembly:
             "head": (self.norm(spec.head_dim), self.norm(spec.head_dim)),
             "whole": (self.norm(query_size), self.norm(kv_size)),
         }[spec.qk_norm]
+        sinks = self.empty(spec.num_heads) if spec.sinks else None
         return Attention(
             qkv=self.linear(spec.hidden_size, (query_size, kv_size, kv_size), spec.qkv_bias),
             output=self.linear(query_size, (spec.hidden_size,), spec.output_bias),
@@ -72,7 +74,7 @@ class Assembly:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             window=window,
-            scores=Scores(spec.attention_scale, spec.attention_cap),
+            scores=Scores(spec.attention_scale, spec.attention_cap, sinks),
             rotary=1 if window and spec.local_rope else 0,
             rotary_dim=int(spec.head_dim * spec.rope.share),
         )
@@ -90,10 +92,38 @@ class Assembly:
         shared = None
         if experts.shared_size:
             shared = SharedExpert(self.mlp(experts.shared_size), self.linear(hidden, (1,)))
+        if experts.clamp is None:
+            stacks = None
+            mlps = tuple(self.mlp(experts.inner_size) for _ in range(experts.num_experts))
+        else:
+            stacks = self.stacks(experts)
+            mlps = _unstacked(stacks, *experts.clamp)
         return Experts(
-            router=self.linear(hidden, (experts.num_experts,)),
-            experts=tuple(self.mlp(experts.inner_size) for _ in range(experts.num_experts)),
+            router=self.linear(hidden, (experts.num_experts,), bias=stacks is not None),
+            experts=mlps,
+            stacks=stacks,
             top_k=experts.top_k,
             normalise=experts.normalise,
             shared=shared,
         )
+
+    def stacks(self, experts: ExpertsSpec) -> dict[str, Tensor]:
+        count, inner, hidden = experts.num_experts, experts.inner_size, self.spec.hidden_size
+        return {
+            "gate_up_proj": self.empty(count, hidden, 2 * inner),
+            "gate_up_proj_bias": self.empty(count, 2 * inner),
+            "down_proj": self.empty(count, inner, hidden),
+            "down_proj_bias": self.empty(count, hidden),
+        }
+
+
+def _unstacked(stacks: dict[str, Tensor], gain: float, limit: float) -> tuple[Mlp, ...]:
+    """Experts whose weights are views of the stacks."""
+    activation = partial(clamped_silu_mul, gain=gain, limit=limit)
+
+    def linears(name: str) -> list[Linear]:
+        weights, biases = stacks[name].transpose(1, 2), stacks[f"{name}_bias"]
+        return [Linear(w, b, (len(b),)) for w, b in zip(weights, biases, strict=True)]
+
+    pairs = zip(linears("gate_up_proj"), linears("down_proj"), strict=True)
+    return tuple(Mlp(gate_up, down, activation) for gate_up, down in pairs)

@@ -96,6 +96,7 @@ class Experts:
     normalise: bool | None = None  # None: as `norm_topk_prob` says
     shared_size: str | None = None
     layers: Callable[[Config], list[bool]] = _sparse_layers
+    clamped: bool = False  # all in one tensor, with biases and a clamped gate: gpt-oss
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class Family:
     activation: str = "silu"  # or "gelu_pytorch_tanh"
     activation_key: str = "hidden_act"  # in `config.json`
     scaled_embeddings: bool = False  # by the square root of their size
+    sinks: bool = False  # each head has a score that takes probability and gives nothing
     soft_caps: bool = False  # and a scale of the scores that is configured
     local_theta: float | None = None  # of the layers with a window, if theirs is another
     absent: Config = field(default_factory=dict)  # what a key means that is not there
@@ -198,6 +200,17 @@ FAMILIES: dict[str, Family] = {
         local_theta=10000.0,
         absent=GEMMA_ABSENT | {"rope_theta": 1e6},
         **GEMMA,
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt-oss",
+        qkv_bias=_if_configured,
+        output_bias=_if_configured,
+        windows=_alternating(2),
+        head_dim=64,
+        experts=Experts("intermediate_size", normalise=True, clamped=True),
+        sinks=True,
+        absent={"attention_bias": True, "sliding_window": 128},
+        names=Names(router="router"),
     ),
     "MixtralForCausalLM": Family(
         "mixtral",

@@ -18,6 +18,7 @@ class Names:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"  # the whole name
     output: str = "self_attn.o_proj"
     mlp: str = "mlp"  # what follows is relative to this, or to an expert
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")

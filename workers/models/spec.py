@@ -20,6 +20,7 @@ class ExpertsSpec:
     normalise: bool  # whether the weights of a token's experts sum to one
     shared_size: int  # of the expert that every token goes through; 0: there is none
     layers: tuple[bool, ...]  # which layers have experts
+    clamp: tuple[float, float] | None = None  # gain and limit of the gate, as gpt-oss has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: str  # "", "head" or "whole"
     norm_place: str  # "before", "after" or "both"
+    sinks: bool  # whether each head has a score that takes probability and gives nothing
     norm_kind: str  # "rms", or "rms_above_one": its weight counts from one
     norm_eps: float
     activation: str  # of the feed-forward layer's gate: "silu" or "gelu_pytorch_tanh"
@@ -130,6 +132,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         mlp_bias=family.mlp_bias and config.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         norm_place=family.norm_place,
+        sinks=family.sinks,
         norm_kind=family.norm_kind,
         activation=family.activation,
         embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
@@ -187,7 +190,12 @@ def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
         normalise=config.flag("norm_topk_prob") if found.normalise is None else found.normalise,
         shared_size=config.size(found.shared_size) if found.shared_size else 0,
         layers=layers,
+        clamp=_clamp(config) if found.clamped else None,
     )
+
+
+def _clamp(config: Fields) -> tuple[float, float]:
+    return config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
 
 
 def _windows(config: Fields, family: Family) -> tuple[int, ...]:

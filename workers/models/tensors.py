@@ -33,6 +33,8 @@ def _attention_tensors(attention: Attention, names: Names) -> dict[str, Tensor]:
     if attention.q_norm is not None and attention.k_norm is not None:
         found |= attention.q_norm.tensors(names.q_norm)
         found |= attention.k_norm.tensors(names.k_norm)
+    if attention.scores.sinks is not None:
+        found[names.sinks] = attention.scores.sinks
     return found
 
 
@@ -46,6 +48,9 @@ def _mlp_tensors(mlp: Mlp, prefix: str, gate_up: tuple[str, ...], down: str) -> 
 def _experts_tensors(experts: Experts, names: Names) -> dict[str, Tensor]:
     prefix = names.experts
     found = experts.router.tensors([f"{prefix}.{names.router}"])
+    if experts.stacks is not None:
+        stacks = experts.stacks.items()
+        return found | {f"{prefix}.experts.{name}": tensor for name, tensor in stacks}
     for number, expert in enumerate(experts.experts):
         place = f"{prefix}.experts.{number}"
         found |= _mlp_tensors(expert, place, names.expert_gate_up, names.expert_down)

@@ -72,6 +72,20 @@ def test_longrope_has_divisors_for_short_use(tmp_path: Path) -> None:
     assert short.rope.divisors == (1.0, 2.0, 3.0, 4.0)
 
 
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, **GPT_OSS))
+    assert spec.experts == ExpertsSpec(8, 2, 64, True, 0, (True,) * 3, (1.702, 7.0))
+    assert (spec.sinks, spec.head_dim, spec.windows) == (True, 64, (128, 0, 128))
+    assert (spec.qkv_bias, spec.output_bias) == (True, True)
+
+
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 9}
 
 
@@ -155,6 +169,7 @@ def test_experts(tmp_path: Path) -> None:
         ({"architectures": "absent"}, "no single architecture.*LlamaForCausalLM"),
         ({"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 4}}, "spiral.*llama3.*yarn"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ between layers"),
