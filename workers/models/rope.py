@@ -79,7 +79,7 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
         rope.number("rope_theta", 10000.0), share=rope.number("partial_rotary_factor", 1.0)
     )
     kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "su":  # as longrope was called first
+    if kind == "su" or (kind == "yarn" and "long_factor" in found):  # its first names
         kind = "longrope"
     if kind not in KINDS:
         raise config.unsupported(

@@ -66,6 +66,8 @@ def test_the_two_ways_of_writing_rope_scaling(tmp_path: Path) -> None:
 def test_longrope_has_divisors_for_short_use(tmp_path: Path) -> None:
     rope = read_spec(write(tmp_path, **PHI3, rope_scaling=LONG)).rope
     assert (rope.kind, rope.factor, rope.divisors) == ("longrope", 2.0, (2.0, 4.0, 6.0, 8.0))
+    yarn = write(tmp_path, **PHI3, rope_scaling=LONG | {"type": "yarn"})
+    assert read_spec(yarn).rope == rope
     assert rope.within(65) == rope
     assert rope.within(64).divisors == (1.0, 2.0, 3.0, 4.0)
     short = read_spec(write(tmp_path, **PHI3, rope_scaling=LONG, max_position_embeddings=64))
