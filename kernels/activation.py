@@ -1,7 +1,9 @@
-"""The gated activation of a feed-forward layer (SwiGLU; Shazeer, 2020).
+"""The activation of a feed-forward layer, gated (Shazeer, 2020).
 
-y = silu(gate) * up
+y = f(gate) * up, with f = silu (SwiGLU) or gelu in its tanh form (GeGLU)
 """
+
+import math
 
 from torch import Tensor
 from torch.nn import functional
@@ -20,3 +22,26 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
     """What `silu_mul` means; leaves its input alone."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gate * gate.sigmoid() * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """As `silu_mul`, with the tanh form of gelu: [T, 2 I] to a new [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def gelu_mul_reference(gate_up: Tensor) -> Tensor:
+    """What `gelu_mul` means."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + inner.tanh()) * up
+
+
+def clamped_silu_mul(gate_up: Tensor, gain: float, limit: float) -> Tensor:
+    """The gate of gpt-oss, its columns in turns (gate 0, up 0, gate 1, ...): [T, 2 I] to [T, I].
+
+    y = gate sigmoid(gain gate) (up + 1), with gate <= limit and -limit <= up <= limit.
+    """
+    gate = gate_up[:, ::2].clamp(max=limit)
+    up = gate_up[:, 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * (gate * gain).sigmoid()

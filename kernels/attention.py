@@ -16,14 +16,15 @@ of a KV head packed as rows; a longer chunk runs by itself.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from penstock.kernels.scores import PLAIN, Scores, attend
 
 Ints: TypeAlias = npt.NDArray[np.integer]
 
@@ -185,16 +186,18 @@ class _Planner:
         return torch.from_numpy(mask).to(self.device, self.dtype)
 
 
-def paged_attention(query: Tensor, layer: Tensor, plan: AttentionPlan) -> Tensor:
+def paged_attention(
+    query: Tensor, layer: Tensor, plan: AttentionPlan, scores: Scores = PLAIN
+) -> Tensor:
     """Attends: query [T, Hq, D], layer [2, N, H, S, D] contiguous, one dtype; [T, Hq, D]."""
     if len(plan.decodes) == 1 and plan.decodes[0].tokens is None:
-        return _decode(query, layer, plan.decodes[0], plan.gathered)
+        return _decode(query, layer, plan.decodes[0], plan.gathered, scores)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for group in plan.decodes:
         picked = query[group.tokens]
-        out[group.tokens] = _decode(picked, layer, group, plan.gathered)
+        out[group.tokens] = _decode(picked, layer, group, plan.gathered, scores)
     for chunk in plan.chunks:
-        out[chunk.tokens] = _prefill(query[chunk.tokens], layer, chunk, plan.gathered)
+        out[chunk.tokens] = _prefill(query[chunk.tokens], layer, chunk, plan.gathered, scores)
     return out
 
 
@@ -204,7 +207,9 @@ def _gather(layer: Tensor, blocks: Tensor, gathered: Tensor) -> Tensor:
     return torch.index_select(rows, 0, blocks, out=gathered[: len(blocks)])
 
 
-def _decode(query: Tensor, layer: Tensor, group: _Decodes, gathered: Tensor) -> Tensor:
+def _decode(
+    query: Tensor, layer: Tensor, group: _Decodes, gathered: Tensor, scores: Scores
+) -> Tensor:
     batch, num_query_heads, head_dim = query.shape
     num_heads = layer.shape[2]
     kv = _gather(layer, group.blocks, gathered)
@@ -212,20 +217,24 @@ def _decode(query: Tensor, layer: Tensor, group: _Decodes, gathered: Tensor) -> 
     kv.view(-1, head_dim).index_fill_(0, group.unseen, 0.0)
     keys, values = kv.view(2, batch, num_heads, -1, head_dim)
     packed = query.view(batch, num_heads, num_query_heads // num_heads, head_dim)
-    out = functional.scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask)
+    if scores.sinks is not None:
+        scores = replace(scores, sinks=scores.sinks.view(num_heads, -1, 1))
+    out = attend(packed, keys, values, group.mask, scores)
     return out.reshape(query.shape)
 
 
-def _prefill(query: Tensor, layer: Tensor, chunk: _Chunk, gathered: Tensor) -> Tensor:
+def _prefill(
+    query: Tensor, layer: Tensor, chunk: _Chunk, gathered: Tensor, scores: Scores
+) -> Tensor:
     length, num_query_heads, head_dim = query.shape
     num_heads = layer.shape[2]
     kv = _gather(layer, chunk.blocks, gathered).view(2, num_heads, 1, -1, head_dim)
     group = num_query_heads // num_heads
     keys, values = kv[:, :, :, chunk.context].expand(-1, -1, group, -1, -1)
     packed = query.view(length, num_heads, group, head_dim).permute(1, 2, 0, 3)
-    out = functional.scaled_dot_product_attention(
-        packed, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None
-    )
+    if scores.sinks is not None:
+        scores = replace(scores, sinks=scores.sinks.view(num_heads, group, 1, 1))
+    out = attend(packed, keys, values, chunk.mask, scores)
     return out.permute(2, 0, 1, 3).reshape(query.shape)
 
 
@@ -236,6 +245,7 @@ def paged_attention_reference(
     context_lens: Ints,
     block_tables: Ints,
     window: int = 0,
+    scores: Scores = PLAIN,
 ) -> Tensor:
     """What `plan_attention` and `paged_attention` mean, token by token and head by head."""
     _, num_query_heads, head_dim = query.shape
@@ -251,6 +261,14 @@ def paged_attention_reference(
             offsets = torch.from_numpy(seen % block_size)
             for head in range(num_query_heads):
                 keys, values = layer[:, blocks, head * num_heads // num_query_heads, offsets]
-                scores = (keys @ query[token, head]) / head_dim**0.5
-                out[token, head] = scores.softmax(0) @ values
+                raw = keys @ query[token, head] * (scores.scale or head_dim**-0.5)
+                out[token, head] = _shares_reference(raw, scores, head) @ values
     return out
+
+
+def _shares_reference(raw: Tensor, scores: Scores, head: int) -> Tensor:
+    if scores.cap:
+        raw = scores.cap * (raw / scores.cap).tanh()
+    if scores.sinks is None:
+        return raw.softmax(0)
+    return torch.cat((raw, scores.sinks[head : head + 1])).softmax(0)[:-1]

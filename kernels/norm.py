@@ -18,3 +18,12 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.float32)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
+
+
+def rms_norm_above_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """With a weight that counts from one (Gemma): y = x / sqrt(mean(x²) + eps) * (1 + weight).
+
+    In float32 all through, whatever the dtype: 1 + weight would lose small weights.
+    """
+    wide = functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps)
+    return wide.to(x.dtype)

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 
-def rotary_table(frequencies: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
+def rotary_table(
+    frequencies: Tensor, num_positions: int, dtype: torch.dtype, scale: float = 1.0
+) -> Tensor:
     """Cosines and sines of every position, in the form that `rotate_` reads.
 
     frequencies: [D/2] float32. The result: [num_positions, 2, D]; row 0 holds the cosines of both
-    halves, row 1 the sines with the sign that their half takes.
+    halves, row 1 the sines with the sign that their half takes, both times `scale`.
     """
     positions = torch.arange(num_positions, dtype=torch.float32, device=frequencies.device)
     angles = positions[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     both = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
-    return both.to(dtype)
+    return (both * scale).to(dtype)
 
 
 def rotate_(x: Tensor, cos_sin: Tensor) -> None:

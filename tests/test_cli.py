@@ -26,7 +26,7 @@ from penstock.cli.view import Bars, Lines
 from penstock.cluster import notices
 from penstock.cluster.spec import SpecError, parse
 from penstock.protos import inference_pb2, inference_pb2_grpc
-from penstock.workers.models.spec import BadCheckpoint, UnsupportedModel
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
 from tests.support.serving import PATIENCE
 
 SMALL = checkpoint.SHIPPED.parent / "demo-small"

@@ -86,7 +86,9 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = choose_device(config.device)
-        self.spec, decoder = load_model(config.model, config.dtype, device, progress)
+        self.spec, decoder = load_model(
+            config.model, config.dtype, device, progress, config.max_model_len
+        )
         self.limits = _limits(config, self.spec, decoder)
         self.model = model_fingerprint(config.model)
         self.layout = layout_of(self.model, self.spec, decoder.dtype, self.limits.block_size)

@@ -23,7 +23,7 @@ class Runner:
         self.decoder = decoder
         self.cache = cache
         self._windows = set(decoder.spec.windows)
-        self._rotary = rotary_table(decoder.frequencies, FIRST_POSITIONS, decoder.dtype)
+        self._rotary = self._tables(FIRST_POSITIONS)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
@@ -48,13 +48,21 @@ class Runner:
             plans={w: plan_attention(*batch, layer, w) for w in self._windows},
         )
 
-    def _cos_sin(self, positions: Ints) -> Tensor:
+    def _cos_sin(self, positions: Ints) -> tuple[Tensor, ...]:
         needed = int(positions.max()) + 1
-        if needed > len(self._rotary):
+        if needed > len(self._rotary[0]):
             # Made as sequences grow: a table of all positions of a long model takes a gigabyte.
             size = 1 << (needed - 1).bit_length()
-            self._rotary = rotary_table(self.decoder.frequencies, size, self.decoder.dtype)
-        return self._rotary.index_select(0, self._put(positions))
+            self._rotary = self._tables(size)
+        rows = self._put(positions)
+        return tuple(table.index_select(0, rows) for table in self._rotary)
+
+    def _tables(self, size: int) -> tuple[Tensor, ...]:
+        decoder = self.decoder
+        return tuple(
+            rotary_table(rotary.frequencies, size, decoder.dtype, rotary.scale)
+            for rotary in decoder.rotaries
+        )
 
     def _put(self, array: Ints) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.decoder.device)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from penstock.workers.models.spec import BadCheckpoint, read_json, read_spec
+from penstock.workers.models.config import BadCheckpoint, read_json
+from penstock.workers.models.spec import read_spec
 
 SHIPPED = Path(__file__).resolve().parent.parent / "models" / "demo"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

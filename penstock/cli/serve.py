@@ -18,7 +18,7 @@ from penstock.cli import checkpoint, flags
 from penstock.cli.view import Bars, Lines, make_view
 from penstock.cluster import notices
 from penstock.cluster.spec import ClusterSpec, SpecError
-from penstock.workers.models.spec import BadCheckpoint, UnsupportedModel, read_json
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 
 if TYPE_CHECKING:
     from penstock.cluster.session import RaySession

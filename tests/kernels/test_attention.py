@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.attention import paged_attention, paged_attention_reference, plan_attention
+from penstock.kernels.scores import PLAIN, Scores
 
 Ints = npt.NDArray[np.int32]
 Batch = tuple[Ints, Ints, Ints]
@@ -38,7 +39,11 @@ def poison(layer: torch.Tensor, batch: Batch) -> None:
 
 
 def check(
-    lengths: list[tuple[int, int]], heads: tuple[int, int, int], block_size: int, window: int
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    block_size: int,
+    window: int,
+    scores: Scores = PLAIN,
 ) -> None:
     num_heads, group, head_dim = heads
     batch, num_blocks = make_batch(lengths, block_size, seed=len(lengths))
@@ -47,8 +52,8 @@ def check(
     poison(layer, batch)
     query = torch.randn(int(batch[0][-1]), num_heads * group, head_dim)
     plan = plan_attention(*batch, layer, window)
-    found = paged_attention(query, layer, plan)
-    expected = paged_attention_reference(query, layer, *batch, window)
+    found = paged_attention(query, layer, plan, scores)
+    expected = paged_attention_reference(query, layer, *batch, window, scores)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -75,6 +80,21 @@ def test_any_ragged_batch(
 @pytest.mark.parametrize("window", [0, 5, 40])
 def test_decodes_alone(window: int) -> None:
     check([(1, 1), (1, 16), (1, 17), (1, 90)], (2, 3, 8), 16, window)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        Scores(scale=0.4),
+        Scores(scale=0.9, cap=1.5),
+        Scores(sinks=torch.tensor([0.3, -2.0, 4.0, 0.0, 1.0, -torch.inf])),
+        Scores(cap=0.7, sinks=torch.arange(6.0)),
+    ],
+)
+def test_bent_scores(scores: Scores, window: int) -> None:
+    lengths = [(1, 1), (7, 7), (1, 30), (5, 21), (1, 17)]
+    check(lengths, (2, 3, 8), 4, window, scores)
 
 
 def test_unlike_lengths_are_padded_apart() -> None:

@@ -1,9 +1,17 @@
 """Norm, rotation and gate against their references."""
 
+import math
+
 import torch
 
-from penstock.kernels.activation import silu_mul, silu_mul_reference
-from penstock.kernels.norm import rms_norm, rms_norm_reference
+from penstock.kernels.activation import (
+    clamped_silu_mul,
+    gelu_mul,
+    gelu_mul_reference,
+    silu_mul,
+    silu_mul_reference,
+)
+from penstock.kernels.norm import rms_norm, rms_norm_above_one, rms_norm_reference
 from penstock.kernels.rotary import rotary_table, rotate_, rotate_reference
 
 
@@ -18,6 +26,29 @@ def test_silu_mul() -> None:
     gate_up = torch.randn(7, 22) * 4
     expected = silu_mul_reference(gate_up)
     torch.testing.assert_close(silu_mul(gate_up), expected)
+
+
+def test_gelu_mul() -> None:
+    gate_up = torch.randn(7, 22) * 4
+    torch.testing.assert_close(gelu_mul(gate_up), gelu_mul_reference(gate_up))
+
+
+def test_clamped_silu_mul() -> None:
+    gate_up = torch.tensor([[9.0, 0.5, -1.0, 8.0, 2.0, -9.0]])
+    found = clamped_silu_mul(gate_up, 1.5, 7.0)
+    pairs = [(7.0, 0.5), (-1.0, 7.0), (2.0, -7.0)]
+    expected = [(up + 1) * gate / (1 + math.exp(-1.5 * gate)) for gate, up in pairs]
+    torch.testing.assert_close(found, torch.tensor([expected]))
+
+
+def test_rms_norm_above_one() -> None:
+    x, weight = torch.randn(5, 24) * 9, torch.randn(24)
+    expected = rms_norm_reference(x, 1 + weight, 1e-5)
+    torch.testing.assert_close(rms_norm_above_one(x, weight, 1e-5), expected)
+    tiny = torch.full((24,), 2.0**-12, dtype=torch.bfloat16)  # 1 + tiny is 1 in bfloat16
+    rows = torch.randn(500, 24).to(torch.bfloat16)
+    found, plain = rms_norm_above_one(rows, tiny, 1e-5), rms_norm(rows, 1 + tiny, 1e-5)
+    assert not torch.equal(found, plain)
 
 
 def test_rotation_in_place_of_a_view() -> None:

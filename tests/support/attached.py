@@ -47,7 +47,8 @@ class Attached:
         self, router: str = "router", protocol: int = 1, beat: float = 0.2
     ) -> "Attached":
         """Say Hello and wait for the Welcome; AioRpcError if there is none."""
-        await self.say(hello=wire.Hello(protocol=protocol, router=router, incarnation="i"))
+        with suppress(asyncio.InvalidStateError):  # refused already: reading tells why
+            await self.say(hello=wire.Hello(protocol=protocol, router=router, incarnation="i"))
         first = await self.call.read()
         assert first is not grpc.aio.EOF
         self.welcome, self.load = first.welcome, first.welcome.load

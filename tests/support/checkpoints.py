@@ -41,6 +41,19 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 48,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 300.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.2, 2.0, 4.0, 9.0],
+}
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     # Llama 2: as many KV heads as heads.
     "llama2": lambda: transformers.LlamaConfig(**COMMON | {"num_key_value_heads": 4}),
@@ -58,6 +71,74 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=21,
         max_window_layers=1,
     ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **COMMON | {"num_hidden_layers": 3},
+        head_dim=14,
+        num_experts=7,
+        num_experts_per_tok=3,
+        moe_intermediate_size=22,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **COMMON | {"num_hidden_layers": 3},
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=26,
+        shared_expert_intermediate_size=34,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=19,
+        max_window_layers=2,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **COMMON, num_local_experts=5, num_experts_per_tok=2, sliding_window=17
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(
+        **COMMON | {"num_attention_heads": 6}, rope_parameters=YARN_ROPE
+    ),
+    "phi3": lambda: transformers.Phi3Config(
+        **COMMON | {"num_attention_heads": 6, "num_key_value_heads": 3}, sliding_window=30
+    ),
+    "phi3-short": lambda: transformers.Phi3Config(
+        **COMMON,
+        original_max_position_embeddings=192,
+        rope_parameters=LONG_ROPE | {"partial_rotary_factor": 0.67},
+    ),
+    "phi3-long": lambda: transformers.Phi3Config(
+        **COMMON,
+        original_max_position_embeddings=3,
+        rope_parameters=LONG_ROPE | {"partial_rotary_factor": 0.67},
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **COMMON | {"num_hidden_layers": 3},
+        head_dim=14,
+        sliding_window=19,
+        query_pre_attn_scalar=30,
+        attn_logit_softcapping=2.5,
+        final_logit_softcapping=5.0,
+        tie_word_embeddings=False,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **COMMON | {"num_hidden_layers": 3},
+        head_dim=14,
+        sliding_window=19,
+        query_pre_attn_scalar=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **COMMON | {"num_hidden_layers": 3},
+        head_dim=14,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=19,
+        swiglu_limit=1.5,
+        rope_parameters=YARN_ROPE | {"truncate": False},
+    ),
     "qwen3": lambda: transformers.Qwen3Config(
         **COMMON | {"num_attention_heads": 6, "num_key_value_heads": 3}, head_dim=24
     ),
@@ -71,7 +152,9 @@ def make_model(family: str, seed: int = 0) -> Any:
     """A transformers model in float32 whose every weight, biases and norms too, is random."""
     config = FAMILIES[family]()
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # Its grouped product of experts takes no odd shapes.
+    kinds = {"dtype": torch.float32, "experts_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_config(config, **kinds).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Wide enough that the next token depends on far ones, and that answers vary.

@@ -7,15 +7,16 @@ from torch import Tensor
 from penstock.kernels.attention import AttentionPlan, paged_attention
 from penstock.kernels.cache import write_kv
 from penstock.kernels.rotary import rotate_
+from penstock.kernels.scores import Scores
 from penstock.workers.layers.linear import Linear
-from penstock.workers.layers.norm import RmsNorm
+from penstock.workers.layers.norm import Norm
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """What the layers share of one step: T tokens. The runner makes it once a step."""
 
-    cos_sin: Tensor  # [T, 2, D] rows of the rotary table
+    cos_sin: tuple[Tensor, ...]  # [T, 2, R] rows of each rotary table
     cache_rows: Tensor  # [T, 2 H] where this step's keys and values go
     plans: dict[int, AttentionPlan]  # by window
 
@@ -24,12 +25,15 @@ class StepInputs:
 class Attention:
     qkv: Linear
     output: Linear
-    q_norm: RmsNorm | None
-    k_norm: RmsNorm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int
+    scores: Scores
+    rotary: int  # which of the rotary tables
+    rotary_dim: int  # features that are turned, the first ones of a head
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         """x: [T, hidden]; layer: this layer's cache, [2, N, H, S, D], which is written."""
@@ -37,9 +41,17 @@ class Attention:
         query, kv = heads[:, : self.num_heads], heads[:, self.num_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             keys = kv[:, : self.num_kv_heads]
-            query.copy_(self.q_norm(query))
-            keys.copy_(self.k_norm(keys))
-        rotate_(heads[:, : self.num_heads + self.num_kv_heads], step.cos_sin)
+            self._normalise(query, self.q_norm)
+            self._normalise(keys, self.k_norm)
+        turned = heads[:, : self.num_heads + self.num_kv_heads]
+        if self.rotary_dim < self.head_dim:
+            turned = turned[:, :, : self.rotary_dim]
+        rotate_(turned, step.cos_sin[self.rotary])
         write_kv(layer, step.cache_rows, kv)
-        out = paged_attention(query, layer, step.plans[self.window])
+        out = paged_attention(query, layer, step.plans[self.window], self.scores)
         return self.output(out.flatten(1))
+
+    def _normalise(self, heads: Tensor, norm: Norm) -> None:
+        """In place, head by head or all heads together, as long as the norm's weight is."""
+        rows = heads.view(len(heads), -1, norm.weight.shape[0])
+        rows.copy_(norm(rows))

@@ -20,11 +20,15 @@ class Linear:
         return functional.linear(x, self.weight, self.bias)
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Where each product's weight and bias go, by the product's name in the checkpoint."""
-        parts = dict(zip(names, torch.split(self.weight, list(self.sizes)), strict=True))
+        """Where each product's weight and bias go, by the product's name in the checkpoint.
+
+        With a single name: the checkpoint has them fused too, in the same order.
+        """
+        sizes = list(self.sizes) if len(names) > 1 else [sum(self.sizes)]
+        parts = dict(zip(names, torch.split(self.weight, sizes), strict=True))
         found = {f"{name}.weight": part for name, part in parts.items()}
         if self.bias is not None:
-            biases = zip(names, torch.split(self.bias, list(self.sizes)), strict=True)
+            biases = zip(names, torch.split(self.bias, sizes), strict=True)
             found |= {f"{name}.bias": part for name, part in biases}
         return found
 

@@ -1,10 +1,10 @@
 """The gated feed-forward layer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.activation import silu_mul
 from penstock.workers.layers.linear import Linear
 
 
@@ -12,6 +12,7 @@ from penstock.workers.layers.linear import Linear
 class Mlp:
     gate_up: Linear
     down: Linear
+    activation: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x)))
+        return self.down(self.activation(self.gate_up(x)))

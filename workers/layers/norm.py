@@ -1,10 +1,11 @@
-"""RMS normalisation with its weight."""
+"""Normalisations with their weights."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
-from penstock.kernels.norm import rms_norm
+from penstock.kernels.norm import rms_norm, rms_norm_above_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +15,24 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Where its weights go, by their names in the checkpoint."""
+        return {f"{name}.weight": self.weight}
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNormAboveOne:
+    """Its weight counts from one."""
+
+    weight: Tensor  # [D]
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm_above_one(x, self.weight, self.eps)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return {f"{name}.weight": self.weight}
+
+
+Norm: TypeAlias = RmsNorm | RmsNormAboveOne

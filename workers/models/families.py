@@ -4,11 +4,12 @@ A family is named in `config.json` by its architecture. To add one, add a row (a
 what no family had, a field here and its meaning in the decoder).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-Config: TypeAlias = Mapping[str, Any]
+from penstock.workers.models.config import Config
+from penstock.workers.models.names import Names
 
 
 def _no_window(config: Config) -> list[int]:
@@ -32,8 +33,44 @@ def _upper_layers(config: Config) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
+def _alternating(period: int) -> Callable[[Config], list[int]]:
+    """The layers named in `layer_types` or, without that, all but every `period`th one."""
+
+    def windows(config: Config) -> list[int]:
+        window = config.get("sliding_window") or 0
+        kinds = config.get("layer_types")
+        if kinds is None:
+            every = config.get("sliding_window_pattern", period)
+            layers = range(1, config["num_hidden_layers"] + 1)
+            return [window if layer % every else 0 for layer in layers]
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+    return windows
+
+
+def _every_layer_if_used(config: Config) -> list[int]:
+    return _every_layer(config) if config.get("use_sliding_window") else _no_window(config)
+
+
+def _alternate_lower_layers(config: Config) -> list[int]:
+    """The layers named in `layer_types` or, without that, every other one of the lower layers."""
+    if not config.get("use_sliding_window"):
+        return _no_window(config)
+    window = config.get("sliding_window", 4096) or 0
+    kinds = config.get("layer_types")
+    if kinds is None:
+        last = config.get("max_window_layers", 28)
+        layers = range(config["num_hidden_layers"])
+        return [window if layer % 2 == 0 and layer < last else 0 for layer in layers]
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
 def _if_configured(config: Config) -> bool:
     return bool(config.get("attention_bias", False))
+
+
+def _if_not_denied(config: Config) -> bool:
+    return bool(config.get("qkv_bias", True))
 
 
 def _always(config: Config) -> bool:
@@ -44,6 +81,24 @@ def _never(config: Config) -> bool:
     return False
 
 
+def _sparse_layers(config: Config) -> list[bool]:
+    """Every `decoder_sparse_step`th layer that `mlp_only_layers` does not name."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    layers = range(config["num_hidden_layers"])
+    return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Where a mixture of experts has its numbers in `config.json`."""
+
+    inner_size: str
+    normalise: bool | None = None  # None: as `norm_topk_prob` says
+    shared_size: str | None = None
+    layers: Callable[[Config], list[bool]] = _sparse_layers
+    clamped: bool = False  # all in one tensor, with biases and a clamped gate: gpt-oss
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """How one family reads its `config.json`."""
@@ -52,10 +107,40 @@ class Family:
     qkv_bias: Callable[[Config], bool] = _never
     output_bias: Callable[[Config], bool] = _never  # of the attention's output projection
     mlp_bias: bool = False  # whether `mlp_bias` is looked at
-    qk_norm: bool = False  # queries and keys are normalised head by head
+    qk_norm: str = ""  # queries and keys are normalised: "head" by head, or "whole"
+    norm_place: str = "before"  # attention and feed-forward, or "after" them, or "both"
     windows: Callable[[Config], list[int]] = _no_window  # positions seen, a layer; 0: all
     head_dim: int | None = None  # where the configuration is silent; None: hidden / heads
+    experts: Experts | None = None
+    norm_kind: str = "rms"  # or "rms_above_one": the weight counts from one
+    activation: str = "silu"  # or "gelu_pytorch_tanh"
+    activation_key: str = "hidden_act"  # in `config.json`
+    scaled_embeddings: bool = False  # by the square root of their size
+    sinks: bool = False  # each head has a score that takes probability and gives nothing
+    soft_caps: bool = False  # and a scale of the scores that is configured
+    local_theta: float | None = None  # of the layers with a window, if theirs is another
+    absent: Config = field(default_factory=dict)  # what a key means that is not there
+    partial_rotary: bool = False  # whether `partial_rotary_factor` is looked at
+    names: Names = field(default_factory=Names)
 
+
+GEMMA: dict[str, Any] = {
+    "qkv_bias": _if_configured,
+    "output_bias": _if_configured,
+    "head_dim": 256,
+    "norm_kind": "rms_above_one",
+    "norm_place": "both",
+    "activation": "gelu_pytorch_tanh",
+    "activation_key": "hidden_activation",
+    "scaled_embeddings": True,
+    "soft_caps": True,
+    "names": Names(
+        attention_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    ),
+}
+GEMMA_ABSENT: dict[str, Any] = {"tie_word_embeddings": True, "sliding_window": 4096}
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -67,9 +152,71 @@ FAMILIES: dict[str, Family] = {
         "qwen3",
         qkv_bias=_if_configured,
         output_bias=_if_configured,
-        qk_norm=True,
+        qk_norm="head",
         windows=_upper_layers,
         head_dim=128,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3-moe",
+        qkv_bias=_if_configured,
+        output_bias=_if_configured,
+        qk_norm="head",
+        windows=_every_layer_if_used,
+        experts=Experts("moe_intermediate_size"),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2-moe",
+        qkv_bias=_if_not_denied,
+        windows=_alternate_lower_layers,
+        experts=Experts("moe_intermediate_size", shared_size="shared_expert_intermediate_size"),
+    ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        qkv_bias=_if_configured,
+        output_bias=_if_configured,
+        qk_norm="whole",
+        norm_place="after",
+        names=Names(
+            attention_post_norm="post_attention_layernorm",
+            mlp_post_norm="post_feedforward_layernorm",
+        ),
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        windows=_every_layer,
+        partial_rotary=True,
+        names=Names(qkv=("self_attn.qkv_proj",), gate_up=("gate_up_proj",)),
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        windows=_alternating(2),
+        absent=GEMMA_ABSENT | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        **GEMMA,
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3",
+        qk_norm="head",
+        windows=_alternating(6),
+        local_theta=10000.0,
+        absent=GEMMA_ABSENT | {"rope_theta": 1e6},
+        **GEMMA,
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt-oss",
+        qkv_bias=_if_configured,
+        output_bias=_if_configured,
+        windows=_alternating(2),
+        head_dim=64,
+        experts=Experts("intermediate_size", normalise=True, clamped=True),
+        sinks=True,
+        absent={"attention_bias": True, "sliding_window": 128},
+        names=Names(router="router"),
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        windows=_every_layer,
+        experts=Experts("intermediate_size", normalise=True),
+        names=Names(experts="block_sparse_moe", expert_gate_up=("w1", "w3"), expert_down="w2"),
     ),
 }
 """By the architecture's name in `config.json`."""

@@ -1,35 +1,26 @@
 """What a checkpoint folder says of its model: read from `config.json`, without torch."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from penstock.workers.models.families import FAMILIES, Config, Family
-
-MAX_JSON_BYTES = 64 << 20
-MAX_SIZE = 1 << 24  # of any one dimension; what is beyond is not a model
-
-
-class BadCheckpoint(ValueError):
-    """The folder is not a whole and sound checkpoint; the message says what to do."""
-
-
-class UnsupportedModel(ValueError):
-    """A sound checkpoint of something that is not served; the message names it."""
+from penstock.workers.models.config import BadCheckpoint, Fields, read_json
+from penstock.workers.models.families import FAMILIES, Family
+from penstock.workers.models.names import Names
+from penstock.workers.models.rope import RopeSpec, read_ropes
 
 
 @dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding: its base, and how frequencies are stretched for longer contexts."""
+class ExpertsSpec:
+    """A feed-forward layer of experts."""
 
-    theta: float
-    kind: str = "default"  # "default", "linear" or "llama3"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # this and what follows: llama3
-    high_freq_factor: float = 4.0
-    original_max_len: int = 8192
+    num_experts: int
+    top_k: int  # experts a token
+    inner_size: int  # of each expert
+    normalise: bool  # whether the weights of a token's experts sum to one
+    shared_size: int  # of the expert that every token goes through; 0: there is none
+    layers: tuple[bool, ...]  # which layers have experts
+    clamp: tuple[float, float] | None = None  # gain and limit of the gate, as gpt-oss has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +41,30 @@ class ModelSpec:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: str  # "", "head" or "whole"
+    norm_place: str  # "before", "after" or "both"
+    sinks: bool  # whether each head has a score that takes probability and gives nothing
+    norm_kind: str  # "rms", or "rms_above_one": its weight counts from one
     norm_eps: float
+    activation: str  # of the feed-forward layer's gate: "silu" or "gelu_pytorch_tanh"
+    embedding_scale: float
+    attention_scale: float | None  # of the scores; None: 1 / sqrt(head_dim)
+    attention_cap: float  # soft cap of the scores; 0: none
+    logit_cap: float  # soft cap of the logits; 0: none
     rope: RopeSpec
+    local_rope: RopeSpec | None  # of the layers with a window, where it differs
     windows: tuple[int, ...]  # positions that a layer's token sees, itself included; 0: all
+    experts: ExpertsSpec | None
+    names: Names
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one position takes, all layers together."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size; `BadCheckpoint` if it is not one."""
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise BadCheckpoint(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB: not read")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, BadCheckpoint):
-            raise
-        raise BadCheckpoint(f"{path} is not valid JSON ({error}): download it again") from None
-    if not isinstance(value, dict):
-        raise BadCheckpoint(f"{path} holds no JSON object: download it again")
-    return value
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -87,46 +76,11 @@ def read_spec(folder: Path) -> ModelSpec:
         raise BadCheckpoint(f"{folder} is not a folder: give the path of a checkpoint folder")
     if not (folder / "config.json").is_file():
         raise BadCheckpoint(f"{folder} has no config.json: give the path of a checkpoint folder")
-    config = _Fields(read_json(folder / "config.json"), folder / "config.json")
+    config = Fields(read_json(folder / "config.json"), folder / "config.json")
     return _build(config, _family(config), _eos_tokens(folder, config))
 
 
-class _Fields:
-    """A configuration whose values are checked as they are read."""
-
-    def __init__(self, values: dict[str, Any], path: Path) -> None:
-        self.values: Config = values
-        self.path = path
-
-    def bad(self, key: str, wanted: str) -> BadCheckpoint:
-        return BadCheckpoint(f"{self.path}: {key} is {self.values.get(key)!r}, not {wanted}")
-
-    def unsupported(self, what: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self.path}: {what}")
-
-    def size(self, key: str, default: int | None = None) -> int:
-        """A positive whole number; null counts as absent."""
-        value = self.values.get(key)
-        if value is None:
-            value = default
-        if type(value) is not int or not 0 < value <= MAX_SIZE:
-            raise self.bad(key, "a positive whole number")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.values.get(key, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise self.bad(key, "a positive number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key, False)
-        if type(value) is not bool:
-            raise self.bad(key, "true or false")
-        return value
-
-
-def _family(config: _Fields) -> Family:
+def _family(config: Fields) -> Family:
     values = config.values
     known = ", ".join(sorted(FAMILIES))
     architectures = values.get("architectures")
@@ -141,12 +95,17 @@ def _family(config: _Fields) -> Family:
         method = values["quantization_config"]
         name = method.get("quant_method") if isinstance(method, Mapping) else method
         raise config.unsupported(f"weights quantized by {name} are not served: take the original")
-    if values.get("hidden_act", "silu") != "silu":
-        raise config.unsupported(f"hidden_act {values['hidden_act']!r} is not served, only 'silu'")
+    key = family.activation_key
+    if values.get(key, family.activation) != family.activation:
+        raise config.unsupported(f"{key} {values[key]!r} is not served, only {family.activation!r}")
+    if values.get("use_bidirectional_attention"):
+        raise config.unsupported("use_bidirectional_attention is not served")
     return family
 
 
-def _build(config: _Fields, family: Family, eos_tokens: tuple[int, ...]) -> ModelSpec:
+def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> ModelSpec:
+    if family.absent:
+        config = Fields({**family.absent, **config.values}, config.path)
     values = config.values
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_kv_heads = config.size("num_key_value_heads", num_heads)
@@ -155,6 +114,7 @@ def _build(config: _Fields, family: Family, eos_tokens: tuple[int, ...]) -> Mode
     head_dim = config.size("head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise config.bad("head_dim", "even, which rotary embedding needs")
+    rope, local_rope = read_ropes(config, family.partial_rotary, family.local_theta)
     return ModelSpec(
         family=family.name,
         vocab_size=config.size("vocab_size"),
@@ -171,46 +131,74 @@ def _build(config: _Fields, family: Family, eos_tokens: tuple[int, ...]) -> Mode
         output_bias=family.output_bias(values),
         mlp_bias=family.mlp_bias and config.flag("mlp_bias"),
         qk_norm=family.qk_norm,
+        norm_place=family.norm_place,
+        sinks=family.sinks,
+        norm_kind=family.norm_kind,
+        activation=family.activation,
+        embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
+        attention_scale=_attention_scale(config, family),
+        attention_cap=_cap(config, "attn_logit_softcapping", family),
+        logit_cap=_cap(config, "final_logit_softcapping", family),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_rope(config),
+        rope=_checked_rope(config, rope, head_dim),
+        local_rope=local_rope,
         windows=_windows(config, family),
+        experts=_experts(config, family),
+        names=family.names,
         dtype=_dtype(config),
     )
 
 
-def _rope(config: _Fields) -> RopeSpec:
-    """Both ways of writing it: `rope_parameters`, and the older `rope_theta` + `rope_scaling`."""
-    values = config.values
-    found = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    if not isinstance(found, dict):
-        raise config.bad("rope_scaling", "an object")
-    if any(isinstance(value, dict) for value in found.values()):
-        raise config.unsupported("rope parameters that differ between layers are not served")
-    merged = {"rope_theta": values.get("rope_theta") or 10000.0, **found}
-    rope = _Fields(merged, config.path)
-    kind = found.get("rope_type", found.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise config.unsupported(
-            f"rope scaling {kind!r} is not served; served are default, linear and llama3"
-        )
-    if merged.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise config.unsupported("partial_rotary_factor other than 1 is not served")
-    theta = rope.number("rope_theta", 10000.0)
-    if kind == "default":
-        return RopeSpec(theta)
-    if "factor" not in merged:
-        raise rope.bad("factor", f"given, which rope scaling {kind!r} needs")
-    factor = rope.number("factor", 1.0)
-    if kind == "linear":
-        return RopeSpec(theta, kind, factor)
-    low, high = rope.number("low_freq_factor", 1.0), rope.number("high_freq_factor", 4.0)
-    if low >= high:
-        raise rope.bad("low_freq_factor", f"below high_freq_factor ({high:g})")
-    original = rope.size("original_max_position_embeddings", config.size("max_position_embeddings"))
-    return RopeSpec(theta, kind, factor, low, high, original)
+def _attention_scale(config: Fields, family: Family) -> float | None:
+    if not family.soft_caps:
+        return None
+    return float(config.number("query_pre_attn_scalar", 256) ** -0.5)
 
 
-def _windows(config: _Fields, family: Family) -> tuple[int, ...]:
+def _cap(config: Fields, key: str, family: Family) -> float:
+    if not family.soft_caps or config.values.get(key) is None:
+        return 0.0
+    return config.number(key, 1.0)
+
+
+def _checked_rope(config: Fields, rope: RopeSpec, head_dim: int) -> RopeSpec:
+    num_features = int(head_dim * rope.share)
+    if num_features % 2 or not 0 < num_features <= head_dim:
+        raise config.bad("partial_rotary_factor", "a share that makes an even number of features")
+    if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
+        raise config.bad("rope_scaling", f"one with {num_features // 2} factors each")
+    return rope
+
+
+def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
+    found = family.experts
+    if found is None:
+        return None
+    key = "num_experts" if "num_experts" in config.values else "num_local_experts"
+    num_experts = config.size(key)
+    top_k = config.size("num_experts_per_tok")
+    if top_k > num_experts:
+        raise config.bad("num_experts_per_tok", f"at most the number of experts ({num_experts})")
+    try:
+        layers = tuple(found.layers(config.values))
+    except (TypeError, ZeroDivisionError):
+        raise config.bad("decoder_sparse_step", "a positive whole number, every so many") from None
+    return ExpertsSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        inner_size=config.size(found.inner_size),
+        normalise=config.flag("norm_topk_prob") if found.normalise is None else found.normalise,
+        shared_size=config.size(found.shared_size) if found.shared_size else 0,
+        layers=layers,
+        clamp=_clamp(config) if found.clamped else None,
+    )
+
+
+def _clamp(config: Fields) -> tuple[float, float]:
+    return config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
+
+
+def _windows(config: Fields, family: Family) -> tuple[int, ...]:
     try:
         windows = tuple(family.windows(config.values))
     except TypeError:
@@ -222,7 +210,7 @@ def _windows(config: _Fields, family: Family) -> tuple[int, ...]:
     return windows
 
 
-def _dtype(config: _Fields) -> str:
+def _dtype(config: Fields) -> str:
     values = config.values
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
     if name not in ("float32", "bfloat16", "float16"):
@@ -230,7 +218,7 @@ def _dtype(config: _Fields) -> str:
     return name
 
 
-def _eos_tokens(folder: Path, config: _Fields) -> tuple[int, ...]:
+def _eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
     """Of `generation_config.json` where it names some, else of `config.json`."""
     found = None
     path = folder / "generation_config.json"

@@ -2,20 +2,16 @@
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
-from penstock.workers.models.spec import (
-    BadCheckpoint,
-    ModelSpec,
-    UnsupportedModel,
-    read_json,
-    read_spec,
-)
+from penstock.workers.models.spec import ModelSpec, read_spec
 from penstock.workers.weights.safetensors import DTYPES, Entry, load_tensor, read_header
 
 SINGLE = "model.safetensors"
@@ -29,14 +25,18 @@ def load_model(
     dtype: str,
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    max_model_len: int | None = None,
 ) -> tuple[ModelSpec, Decoder]:
     """Loads a checkpoint folder.
 
     dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`. `progress` is told the
-    bytes read so far and the bytes in all, from (0, all) on. Raises `BadCheckpoint` or
-    `UnsupportedModel` before memory is taken for anything.
+    bytes read so far and the bytes in all, from (0, all) on. `max_model_len`: the positions that
+    will be used, where these are fewer than the model has (longrope has factors for that).
+    Raises `BadCheckpoint` or `UnsupportedModel` before memory is taken for anything.
     """
     spec = read_spec(folder)
+    if max_model_len is not None:
+        spec = replace(spec, rope=spec.rope.within(max_model_len))
     entries = find_tensors(folder)
     chosen = choose_dtype(dtype, spec, device)
     shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()

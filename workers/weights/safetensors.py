@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from penstock.workers.models.spec import BadCheckpoint
+from penstock.workers.models.config import BadCheckpoint
 
 MAX_HEADER_BYTES = 100_000_000
 CHUNK_BYTES = 8 << 20

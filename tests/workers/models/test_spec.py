@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from penstock.workers.models.spec import BadCheckpoint, RopeSpec, UnsupportedModel, read_spec
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
+from penstock.workers.models.rope import RopeSpec
+from penstock.workers.models.spec import ExpertsSpec, read_spec
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,6 +27,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONG = {
+    "type": "su",
+    "short_factor": [1.0, 2.0, 3.0, 4.0],
+    "long_factor": [2.0, 4.0, 6.0, 8.0],
+    "original_max_position_embeddings": 64,
+}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 
 
 def write(folder: Path, **changes: Any) -> Path:
@@ -54,6 +63,58 @@ def test_the_two_ways_of_writing_rope_scaling(tmp_path: Path) -> None:
     assert oldest.rope == RopeSpec(10000.0, "linear", 2.0)
 
 
+def test_longrope_has_divisors_for_short_use(tmp_path: Path) -> None:
+    rope = read_spec(write(tmp_path, **PHI3, rope_scaling=LONG)).rope
+    assert (rope.kind, rope.factor, rope.divisors) == ("longrope", 2.0, (2.0, 4.0, 6.0, 8.0))
+    yarn = write(tmp_path, **PHI3, rope_scaling=LONG | {"type": "yarn"})
+    assert read_spec(yarn).rope == rope
+    assert rope.within(65) == rope
+    assert rope.within(64).divisors == (1.0, 2.0, 3.0, 4.0)
+    short = read_spec(write(tmp_path, **PHI3, rope_scaling=LONG, max_position_embeddings=64))
+    assert short.rope.divisors == (1.0, 2.0, 3.0, 4.0)
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, **GPT_OSS))
+    assert spec.experts == ExpertsSpec(8, 2, 64, True, 0, (True,) * 3, (1.702, 7.0))
+    assert (spec.sinks, spec.head_dim, spec.windows) == (True, 64, (128, 0, 128))
+    assert (spec.qkv_bias, spec.output_bias) == (True, True)
+
+
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 9}
+
+
+def test_what_gemma_leaves_out(tmp_path: Path) -> None:
+    gemma2 = read_spec(write(tmp_path, architectures=["Gemma2ForCausalLM"]))
+    assert (gemma2.attention_cap, gemma2.logit_cap, gemma2.head_dim) == (50.0, 30.0, 256)
+    assert gemma2.windows == (4096, 0, 4096)
+    assert gemma2.tie_embeddings
+    gemma3 = read_spec(write(tmp_path, **GEMMA3))
+    assert (gemma3.attention_cap, gemma3.logit_cap) == (0.0, 0.0)
+    assert gemma3.windows == (9, 9, 9, 9, 9, 0)
+    assert gemma3.attention_scale == 256**-0.5
+
+
+def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    older = read_spec(
+        write(tmp_path, **GEMMA3, rope_theta=1e6, rope_local_base_freq=500.0, rope_scaling=scaling)
+    )
+    assert older.ropes == (RopeSpec(1e6, "linear", 8.0), RopeSpec(500.0))
+    both = {
+        "full_attention": scaling | {"rope_theta": 1e6},
+        "sliding_attention": {"rope_theta": 500.0},
+    }
+    assert read_spec(write(tmp_path, **GEMMA3, rope_parameters=both)).ropes == older.ropes
+
+
 def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
@@ -79,12 +140,28 @@ def test_windows(tmp_path: Path) -> None:
 
 def test_what_sets_the_families_apart(tmp_path: Path) -> None:
     qwen2 = read_spec(write(tmp_path, architectures=["Qwen2ForCausalLM"]))
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, "")
     qwen3 = read_spec(write(tmp_path, architectures=["Qwen3ForCausalLM"]))
-    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm) == (False, False, True)
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm) == (False, False, "head")
     assert qwen3.head_dim == 128
     llama = read_spec(write(tmp_path, attention_bias=True, mlp_bias=True))
     assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+def test_experts(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, **MOE, mlp_only_layers=[0], norm_topk_prob=True))
+    assert spec.experts == ExpertsSpec(8, 2, 16, True, 0, (False, True, True))
+    renamed = MOE | {"num_experts": "absent", "num_local_experts": 6}
+    spec = read_spec(write(tmp_path, **renamed, decoder_sparse_step=2))
+    assert spec.experts == ExpertsSpec(6, 2, 16, False, 0, (False, True, False))
 
 
 @pytest.mark.parametrize(
@@ -94,10 +171,13 @@ def test_what_sets_the_families_apart(tmp_path: Path) -> None:
         ({"architectures": "absent"}, "no single architecture.*LlamaForCausalLM"),
         ({"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn.*llama3"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 4}}, "spiral.*llama3.*yarn"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ between layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (GEMMA3 | {"hidden_activation": "relu"}, "relu.*gelu_pytorch_tanh"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"dtype": "float8"}, "float8"),
     ],
 )
@@ -109,6 +189,10 @@ def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        (MOE | {"num_experts": "absent"}, "num_local_experts is None"),
+        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*experts .8."),
+        (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (MOE | {"moe_intermediate_size": "absent"}, "moe_intermediate_size"),
         ({"vocab_size": "absent"}, "vocab_size is None"),
         ({"hidden_size": -3}, "hidden_size is -3"),
         ({"hidden_size": 1 << 60}, "hidden_size"),
@@ -122,6 +206,11 @@ def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], wo
         ({"rope_scaling": [1]}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is None"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_scaling": LONG | {"long_factor": [1, "x", 3]}}, "long_factor is .*numbers"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0] * 3}}, "rope_scaling .*4 factors"),
+        ({"rope_scaling": LONG | {"factor": -1}}, "factor is -1"),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 0}}, "beta_fast is 0"),
+        (PHI3 | {"partial_rotary_factor": 0.4}, "partial_rotary_factor is 0.4.*even"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": "9"}, "sliding_window"),
         (

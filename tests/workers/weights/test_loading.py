@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.workers.models.spec import BadCheckpoint, UnsupportedModel
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
 from penstock.workers.weights.loading import INDEX, SINGLE, choose_dtype, load_model
 from tests.support.checkpoints import make_checkpoint
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.workers.models.spec import BadCheckpoint
+from penstock.workers.models.config import BadCheckpoint
 from penstock.workers.weights import safetensors
 from penstock.workers.weights.safetensors import load_tensor, read_header
 

@@ -1,0 +1,30 @@
+"""One layer of the decoder: attention, then feed-forward, on the residual stream."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.workers.layers.attention import Attention, StepInputs
+from penstock.workers.layers.experts import Experts
+from penstock.workers.layers.mlp import Mlp
+from penstock.workers.layers.norm import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Each half normalised before, after or both, as the family has it, and added to the stream."""
+
+    attention_norm: Norm | None
+    attention: Attention
+    attention_post_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp | Experts
+    mlp_post_norm: Norm | None
+
+    def __call__(self, hidden: Tensor, step: StepInputs, layer_cache: Tensor) -> None:
+        """hidden: [T, hidden_size], changed in place."""
+        x = hidden if self.attention_norm is None else self.attention_norm(hidden)
+        x = self.attention(x, step, layer_cache)
+        hidden += x if self.attention_post_norm is None else self.attention_post_norm(x)
+        x = self.mlp(hidden if self.mlp_norm is None else self.mlp_norm(hidden))
+        hidden += x if self.mlp_post_norm is None else self.mlp_post_norm(x)

@@ -1,0 +1,129 @@
+"""Blocks built as a `ModelSpec` says, their weights yet to be loaded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.activation import clamped_silu_mul, gelu_mul, silu_mul
+from penstock.kernels.scores import Scores
+from penstock.workers.layers.attention import Attention
+from penstock.workers.layers.block import Block
+from penstock.workers.layers.experts import Experts, SharedExpert
+from penstock.workers.layers.linear import Linear, empty_linear
+from penstock.workers.layers.mlp import Mlp
+from penstock.workers.layers.norm import Norm, RmsNorm, RmsNormAboveOne
+from penstock.workers.models.spec import ExpertsSpec, ModelSpec
+
+NORMS: dict[str, Callable[[Tensor, float], Norm]] = {
+    "rms": RmsNorm,
+    "rms_above_one": RmsNormAboveOne,
+}
+
+ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Makes the parts of one model in one place."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def linear(self, num_inputs: int, sizes: tuple[int, ...], bias: bool = False) -> Linear:
+        return empty_linear(num_inputs, sizes, bias, self.dtype, self.device)
+
+    def norm(self, size: int) -> Norm:
+        return NORMS[self.spec.norm_kind](self.empty(size), self.spec.norm_eps)
+
+    def block(self, number: int) -> Block:
+        spec = self.spec
+        before, after = spec.norm_place != "after", spec.norm_place != "before"
+        experts = spec.experts if spec.experts and spec.experts.layers[number] else None
+        return Block(
+            attention_norm=self.norm(spec.hidden_size) if before else None,
+            attention=self.attention(spec.windows[number]),
+            attention_post_norm=self.norm(spec.hidden_size) if after else None,
+            mlp_norm=self.norm(spec.hidden_size) if before else None,
+            mlp=self.experts(experts) if experts else self.mlp(spec.intermediate_size),
+            mlp_post_norm=self.norm(spec.hidden_size) if after else None,
+        )
+
+    def attention(self, window: int) -> Attention:
+        spec = self.spec
+        query_size = spec.num_heads * spec.head_dim
+        kv_size = spec.num_kv_heads * spec.head_dim
+        q_norm, k_norm = {
+            "": (None, None),
+            "head": (self.norm(spec.head_dim), self.norm(spec.head_dim)),
+            "whole": (self.norm(query_size), self.norm(kv_size)),
+        }[spec.qk_norm]
+        sinks = self.empty(spec.num_heads) if spec.sinks else None
+        return Attention(
+            qkv=self.linear(spec.hidden_size, (query_size, kv_size, kv_size), spec.qkv_bias),
+            output=self.linear(query_size, (spec.hidden_size,), spec.output_bias),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            window=window,
+            scores=Scores(spec.attention_scale, spec.attention_cap, sinks),
+            rotary=1 if window and spec.local_rope else 0,
+            rotary_dim=int(spec.head_dim * spec.rope.share),
+        )
+
+    def mlp(self, inner: int) -> Mlp:
+        hidden, bias = self.spec.hidden_size, self.spec.mlp_bias
+        return Mlp(
+            gate_up=self.linear(hidden, (inner, inner), bias),
+            down=self.linear(inner, (hidden,), bias),
+            activation=ACTIVATIONS[self.spec.activation],
+        )
+
+    def experts(self, experts: ExpertsSpec) -> Experts:
+        hidden = self.spec.hidden_size
+        shared = None
+        if experts.shared_size:
+            shared = SharedExpert(self.mlp(experts.shared_size), self.linear(hidden, (1,)))
+        if experts.clamp is None:
+            stacks = None
+            mlps = tuple(self.mlp(experts.inner_size) for _ in range(experts.num_experts))
+        else:
+            stacks = self.stacks(experts)
+            mlps = _unstacked(stacks, *experts.clamp)
+        return Experts(
+            router=self.linear(hidden, (experts.num_experts,), bias=stacks is not None),
+            experts=mlps,
+            stacks=stacks,
+            top_k=experts.top_k,
+            normalise=experts.normalise,
+            shared=shared,
+        )
+
+    def stacks(self, experts: ExpertsSpec) -> dict[str, Tensor]:
+        count, inner, hidden = experts.num_experts, experts.inner_size, self.spec.hidden_size
+        return {
+            "gate_up_proj": self.empty(count, hidden, 2 * inner),
+            "gate_up_proj_bias": self.empty(count, 2 * inner),
+            "down_proj": self.empty(count, inner, hidden),
+            "down_proj_bias": self.empty(count, hidden),
+        }
+
+
+def _unstacked(stacks: dict[str, Tensor], gain: float, limit: float) -> tuple[Mlp, ...]:
+    """Experts whose weights are views of the stacks."""
+    activation = partial(clamped_silu_mul, gain=gain, limit=limit)
+
+    def linears(name: str) -> list[Linear]:
+        weights, biases = stacks[name].transpose(1, 2), stacks[f"{name}_bias"]
+        return [Linear(w, b, (len(b),)) for w, b in zip(weights, biases, strict=True)]
+
+    pairs = zip(linears("gate_up_proj"), linears("down_proj"), strict=True)
+    return tuple(Mlp(gate_up, down, activation) for gate_up, down in pairs)

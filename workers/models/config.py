@@ -1,0 +1,71 @@
+"""Reading `config.json` with care: every value is checked, every error names its key."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Config: TypeAlias = Mapping[str, Any]
+
+MAX_JSON_BYTES = 64 << 20
+MAX_SIZE = 1 << 24  # of any one dimension; what is beyond is not a model
+
+
+class BadCheckpoint(ValueError):
+    """The folder is not a whole and sound checkpoint; the message says what to do."""
+
+
+class UnsupportedModel(ValueError):
+    """A sound checkpoint of something that is not served; the message names it."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size; `BadCheckpoint` if it is not one."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise BadCheckpoint(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB: not read")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, BadCheckpoint):
+            raise
+        raise BadCheckpoint(f"{path} is not valid JSON ({error}): download it again") from None
+    if not isinstance(value, dict):
+        raise BadCheckpoint(f"{path} holds no JSON object: download it again")
+    return value
+
+
+class Fields:
+    """A configuration whose values are checked as they are read."""
+
+    def __init__(self, values: dict[str, Any], path: Path) -> None:
+        self.values: Config = values
+        self.path = path
+
+    def bad(self, key: str, wanted: str) -> BadCheckpoint:
+        return BadCheckpoint(f"{self.path}: {key} is {self.values.get(key)!r}, not {wanted}")
+
+    def unsupported(self, what: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.path}: {what}")
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive whole number; null counts as absent."""
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if type(value) is not int or not 0 < value <= MAX_SIZE:
+            raise self.bad(key, "a positive whole number")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.values.get(key, default)
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise self.bad(key, "a positive number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key, False)
+        if type(value) is not bool:
+            raise self.bad(key, "true or false")
+        return value

@@ -1,0 +1,163 @@
+"""Rotary embedding as a configuration describes it, without torch."""
+
+import math
+from dataclasses import dataclass, replace
+
+from penstock.workers.models.config import Fields
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding: its base, and how frequencies are stretched for longer contexts.
+
+    "dynamic" stretches nothing within the positions that a model has, so it is "default" here.
+    """
+
+    theta: float
+    kind: str = "default"  # "default", "linear", "llama3", "yarn" or "longrope"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # this and the next: llama3
+    high_freq_factor: float = 4.0
+    original_max_len: int = 8192  # positions the model was first trained on
+    share: float = 1.0  # of a head's features that are rotated, the first ones
+    scale: float = 1.0  # of what is rotated
+    beta_fast: float = 32.0  # this and the next two: yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()  # of each pair's frequency: longrope
+    short_divisors: tuple[float, ...] = ()  # the same within `original_max_len`
+
+    def within(self, num_positions: int) -> "RopeSpec":
+        """For a model that is used for so many positions only."""
+        if num_positions > self.original_max_len or not self.short_divisors:
+            return self
+        return replace(self, divisors=self.short_divisors)
+
+
+def read_ropes(
+    config: Fields, partial: bool, local_theta: float | None
+) -> tuple[RopeSpec, RopeSpec | None]:
+    """Of all layers and, where the family has a `local_theta`, of the layers with a window."""
+    if local_theta is None:
+        return read_rope(config, partial), None
+    values = dict(config.values)
+    found = values.get("rope_parameters")
+    if isinstance(found, dict) and "full_attention" in found:
+        shared = {key: value for key, value in values.items() if not key.startswith("rope_")}
+        full, local = (
+            Fields({**shared, "rope_parameters": found.get(key)}, config.path)
+            for key in ("full_attention", "sliding_attention")
+        )
+        return read_rope(full, partial), read_rope(local, partial)
+    theta = config.number("rope_local_base_freq", local_theta)
+    return read_rope(config, partial), RopeSpec(theta)
+
+
+def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
+    """Both ways of writing it: `rope_parameters`, and the older `rope_theta` + `rope_scaling`.
+
+    `partial`: whether the family looks at `partial_rotary_factor`.
+    """
+    values = config.values
+    found = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise config.bad("rope_scaling", "an object")
+    if any(isinstance(value, dict) for value in found.values()):
+        raise config.unsupported("rope parameters that differ between layers are not served")
+    share = values.get("partial_rotary_factor")
+    merged = {
+        "rope_theta": values.get("rope_theta") or 10000.0,
+        "partial_rotary_factor": 1.0 if share is None else share,
+        **found,
+    }
+    rope = Fields(merged, config.path)
+    if merged["partial_rotary_factor"] != 1.0 and not partial:
+        raise config.unsupported("partial_rotary_factor other than 1 is not served")
+    plain = RopeSpec(
+        rope.number("rope_theta", 10000.0), share=rope.number("partial_rotary_factor", 1.0)
+    )
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "su" or (kind == "yarn" and "long_factor" in found):  # its first names
+        kind = "longrope"
+    if kind not in KINDS:
+        raise config.unsupported(
+            f"rope scaling {kind!r} is not served; served are {', '.join(KINDS)}"
+        )
+    if kind in ("default", "dynamic"):
+        return plain
+    return _stretched(config, rope, replace(plain, kind=kind))
+
+
+def _stretched(config: Fields, rope: Fields, plain: RopeSpec) -> RopeSpec:
+    kind, longest = plain.kind, config.size("max_position_embeddings")
+    # Beside the rope's own parameters (Phi-3 keeps it there) it goes before them.
+    holder = config if config.values.get("original_max_position_embeddings") else rope
+    original = holder.size("original_max_position_embeddings", longest)
+    factor = rope.values.get("factor")
+    if factor is None and kind in ("yarn", "longrope"):
+        factor = longest / original
+    if factor is None:
+        raise rope.bad("factor", f"given, which rope scaling {kind!r} needs")
+    if type(factor) not in (int, float) or not 0 < factor < float("inf"):
+        raise rope.bad("factor", "a positive number")
+    spec = replace(plain, factor=float(factor))
+    if kind == "linear":
+        return spec
+    spec = replace(spec, original_max_len=original)
+    return {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind](rope, spec, longest)
+
+
+def _llama3(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
+    low, high = rope.number("low_freq_factor", 1.0), rope.number("high_freq_factor", 4.0)
+    if low >= high:
+        raise rope.bad("low_freq_factor", f"below high_freq_factor ({high:g})")
+    return replace(spec, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
+    """Peng et al., 2023; `mscale` and `mscale_all_dim` are DeepSeek's."""
+    scale = _yarn_scale(spec.factor, 1.0)
+    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        scale = _yarn_scale(spec.factor, rope.number("mscale", 1.0)) / _yarn_scale(
+            spec.factor, rope.number("mscale_all_dim", 1.0)
+        )
+    return replace(
+        spec,
+        scale=_attention_factor(rope, scale),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=bool(rope.values.get("truncate", True)),
+    )
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
+    """Ding et al., 2024. All sequences share one set of divisors, so that their keys agree."""
+    scale = 1.0
+    if spec.factor > 1:
+        scale = math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_max_len))
+    return replace(
+        spec,
+        scale=_attention_factor(rope, scale),
+        divisors=_divisors(rope, "long_factor"),
+        short_divisors=_divisors(rope, "short_factor"),
+    ).within(longest)
+
+
+def _divisors(rope: Fields, key: str) -> tuple[float, ...]:
+    found = rope.values.get(key)
+    if not isinstance(found, list) or not all(
+        type(value) in (int, float) and value > 0 for value in found
+    ):
+        raise rope.bad(key, "a list of positive numbers, one a pair of rotated features")
+    return tuple(found)
+
+
+def _attention_factor(rope: Fields, default: float) -> float:
+    given = rope.values.get("attention_factor")
+    return default if given is None else rope.number("attention_factor", default)

@@ -1,0 +1,65 @@
+"""The frequencies of rotary embedding, as its kinds stretch them."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.workers.models.rope import RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """What turns the heads of some layers."""
+
+    frequencies: Tensor  # [R / 2] float32: radians a position; the first R features are turned
+    scale: float  # of what is turned
+
+
+def make_rotary(rope: RopeSpec, head_dim: int, device: torch.device) -> Rotary:
+    # On the host: arithmetic on `meta` tensors makes torch load its compiler, which takes seconds.
+    frequencies = rotary_frequencies(rope, int(head_dim * rope.share))
+    return Rotary(frequencies.to(device), rope.scale)
+
+
+def rotary_frequencies(rope: RopeSpec, num_features: int) -> Tensor:
+    """Radians a position of each feature pair: [num_features / 2] float32."""
+    exponents = torch.arange(0, num_features, 2, dtype=torch.float32) / num_features
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, frequencies)
+    if rope.kind == "yarn":
+        return _yarn(rope, frequencies)
+    if rope.kind == "longrope":
+        return frequencies / torch.tensor(rope.divisors, dtype=torch.float32)
+    return frequencies
+
+
+def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
+    """Long waves are stretched, short ones kept, those between blended linearly."""
+    turns = rope.original_max_len * frequencies / (2 * math.pi)
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
+    """As `_llama3`, but blended by the pair's number between two numbers of turns."""
+    num_features = 2 * len(frequencies)
+    low = _pair_that_turns(rope, num_features, rope.beta_fast)
+    high = _pair_that_turns(rope, num_features, rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, num_features - 1)
+    pairs = torch.arange(len(frequencies), dtype=torch.float32)
+    stretched = ((pairs - low) / (high - low if high != low else 0.001)).clamp(0.0, 1.0)
+    return (1 - stretched) * frequencies + stretched * frequencies / rope.factor
+
+
+def _pair_that_turns(rope: RopeSpec, num_features: int, turns: float) -> float:
+    """The pair that makes so many turns in the positions first trained on."""
+    ratio = rope.original_max_len / (turns * 2 * math.pi)
+    return num_features * math.log(ratio) / (2 * math.log(rope.theta))
