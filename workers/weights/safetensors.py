@@ -1,7 +1,7 @@
 """Reading safetensors files: the header checked in full, the bytes streamed into tensors.
 
 A file is 8 bytes (the header's length, little endian), the header (a JSON object: name to dtype,
-shape and byte range) and the data. https://huggingface.co/docs/safetensors
+shape and byte range) and the data. The format is that of the `safetensors` project's README.
 """
 
 import json
