@@ -24,6 +24,12 @@ def shown(text: str, label: str) -> float:
     return float(found[1])
 
 
+def told_of(errors: str) -> str:
+    """What was said beside the figures; a busy machine makes the client late, and it says so."""
+    lines = errors.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("this client was late"))
+
+
 @pytest.mark.parametrize("api", ["grpc", "completions", "chat"])
 def test_a_load_is_sent_and_shown(
     api: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -34,7 +40,7 @@ def test_a_load_is_sent_and_shown(
     with (grpc_stub if api == "grpc" else http_stub)(told) as address:
         assert main([address, *flags]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""  # no terminal, no progress bar
+    assert told_of(captured.err) == ""  # no terminal, no progress bar
     assert shown(captured.out, "Successful requests:") == 12
     assert shown(captured.out, "Failed requests:") == 0
     assert shown(captured.out, "Maximum request concurrency:") == 3
@@ -60,7 +66,7 @@ def test_failures_are_counted_shown_and_fail_the_command(
         assert main([address, *SMALL, "--num-warmups", "0", "--allow-failures"]) == 0
     assert shown(captured.out, "Successful requests:") == 8
     assert shown(captured.out, "Failed requests:") == 4
-    assert captured.err == "failed, 4 times: RESOURCE_EXHAUSTED: the queue is full\n"
+    assert told_of(captured.err) == "failed, 4 times: RESOURCE_EXHAUSTED: the queue is full\n"
 
 
 @pytest.mark.parametrize("kind", ["grpc", "http"])
@@ -71,7 +77,7 @@ def test_a_server_that_dies(kind: str, capsys: pytest.CaptureFixture[str]) -> No
     captured = capsys.readouterr()
     assert shown(captured.out, "Successful requests:") == 0
     assert shown(captured.out, "Mean TTFT (ms):") == 0
-    assert captured.err.count("\n") == 1
+    assert told_of(captured.err).count("\n") == 1
     assert "12 times" in captured.err
     assert "the server went away" in captured.err
 
