@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 
 PATIENCE = 240.0  # seconds; a busy machine is slow
-SECONDS_TO_BURY = 5.0
 
 
 def wait_for(happened: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
@@ -97,13 +96,7 @@ class Serving:
         return self.process.wait(PATIENCE)
 
     def left_behind(self) -> dict[str, list[object]]:
-        """What there is of it once it has ended; the kernel is given a moment to bury the dead."""
-        deadline = time.monotonic() + SECONDS_TO_BURY
-        while any((found := self._remains()).values()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return found
-
-    def _remains(self) -> dict[str, list[object]]:
+        """What there is of it once it has ended."""
         return {
             "processes": [each.cmdline() for each in self.processes()],
             "ports": [port for port in (self.http, self.grpc) if is_open(port)],
