@@ -32,6 +32,14 @@ def rotate_(x: Tensor, cos_sin: Tensor) -> None:
     x.mul_(cos_sin[:, :1]).addcmul_(swapped, cos_sin[:, 1:])
 
 
+def pairs_to_halves_(x: Tensor) -> None:
+    """From feature pairs (2i, 2i + 1), as DeepSeek has them, to those of `rotate_`, in place.
+
+    x: [..., D]. Scores do not change where queries and keys both are so reordered.
+    """
+    x.copy_(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1))
+
+
 def rotate_reference(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     """What `rotate_` means: x [T, H, D], positions [T], frequencies [D/2]; a new tensor."""
     angles = positions.to(torch.float32)[:, None, None] * frequencies

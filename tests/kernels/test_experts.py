@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from penstock.kernels.experts import mix_experts, mix_experts_reference, route
+from penstock.kernels.experts import (
+    Routing,
+    mix_experts,
+    mix_experts_reference,
+    route,
+)
 
 NUM_EXPERTS = 5
 
@@ -11,7 +16,7 @@ NUM_EXPERTS = 5
 @pytest.mark.parametrize("normalise", [False, True])
 def test_the_likeliest_are_chosen(normalise: bool) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 3.5]])
-    experts, weights = route(logits, 2, normalise)
+    experts, weights = route(logits, Routing(2, normalise))
     assert experts.tolist() == [[1, 2], [2, 0]]
     expected = logits.softmax(-1).gather(1, experts)
     if normalise:
@@ -23,7 +28,7 @@ def test_the_likeliest_are_chosen(normalise: bool) -> None:
 def test_mixing(top_k: int) -> None:
     torch.manual_seed(top_k)
     x, matrices = torch.randn(11, 6), torch.randn(NUM_EXPERTS, 6, 6)
-    experts, weights = route(torch.randn(11, NUM_EXPERTS), top_k, True)
+    experts, weights = route(torch.randn(11, NUM_EXPERTS), Routing(top_k, True))
 
     def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
         return rows @ matrices[expert]
@@ -37,6 +42,6 @@ def test_a_neighbour_that_is_not_finite_harms_nobody() -> None:
     torch.manual_seed(0)
     x, matrices = torch.randn(4, 6), torch.randn(NUM_EXPERTS, 6, 6)
     x[2] = torch.nan
-    experts, weights = route(torch.randn(4, NUM_EXPERTS), 2, False)
+    experts, weights = route(torch.randn(4, NUM_EXPERTS), Routing(2))
     out = mix_experts(x, experts, weights, NUM_EXPERTS, lambda e, rows: rows @ matrices[e])
     assert torch.isfinite(out).all(-1).tolist() == [True, True, False, True]
