@@ -50,7 +50,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 def _outside(merits: Tensor, routing: Routing) -> Tensor:
     """Which experts are not of a token's best groups: [T, E]."""
-    groups = merits.unflatten(1, (routing.num_groups, -1))
+    groups = merits.view(len(merits), routing.num_groups, -1)
     worth = groups.topk(routing.group_best).values.sum(-1)
     best = worth.topk(routing.top_groups).indices
     outside = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)

@@ -10,10 +10,10 @@ query [T, H, Q + P], every head's q before its r; up [H, Q + V, R], every head's
 Uv [V, R]. The cache already holds this step's rows. Slots that no token may see can hold anything,
 NaN included.
 
-The sum has two forms, and a sequence takes the one with fewer products. **Absorbed**: q goes
-through Uk and the sum through Uv, so that the cached rows themselves are keys and values; 2 R + P
-products a head, query and key, which suits a decoded token. **Expanded**: the keys and values of
-the whole context are made for this step; Q + P + V a head, query and key, which suits a chunk.
+The sum has two forms. Absorbed: q goes through Uk and the sum through Uv, so that the cached rows
+themselves are keys and values; 2 R + P products a head, query and key. A decoded token takes it.
+Expanded: the keys and values of the whole context are made for this step; Q + P + V a head, query
+and key. A chunk takes whichever has fewer products.
 """
 
 from collections.abc import Iterator
@@ -69,15 +69,16 @@ def plan_latent_attention(
     """
     _check_layer(layer, rank)
     block_size, width = layer.shape[3:]
-    absorbed, expanded = [], []
+    absorbed: list[_Span] = []
+    expanded: list[_Span] = []
     for b, context in enumerate(context_lens.tolist()):
         tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
         query_len = tokens.stop - tokens.start
         table = block_tables[b, : -(-context // block_size)].astype(np.int64)
         blocks = torch.from_numpy(table).to(layer.device)
         span = _Span(tokens, blocks, context, _mask(query_len, context, layer))
-        fewer = _absorbed_is_less(query_len, context, rank, width - rank, head_dim)
-        (absorbed if fewer else expanded).append(span)
+        sizes = (query_len, context, rank, width - rank, head_dim)
+        (absorbed if query_len == 1 or _absorbed_is_less(*sizes) else expanded).append(span)
     rows = None
     if expanded:
         ranges = [np.arange(span.tokens.start, span.tokens.stop) for span in absorbed]

@@ -48,7 +48,9 @@ class Runner:
             cos_sin=self._cos_sin(plan.positions),
             cache_rows=write_rows(self._put(plan.slots), layer.shape),
             plans={w: plan_attention(*batch, layer, w) for w in self._windows},
-            latent=latent and plan_latent_attention(*batch, layer, latent.rank, latent.up_dim),
+            latent=(
+                plan_latent_attention(*batch, layer, latent.rank, latent.up_dim) if latent else None
+            ),
         )
 
     def _cos_sin(self, positions: Ints) -> tuple[Tensor, ...]:
@@ -63,7 +65,7 @@ class Runner:
     def _tables(self, size: int) -> tuple[Tensor, ...]:
         decoder = self.decoder
         return tuple(
-            rotary_table(rotary.frequencies, size, decoder.dtype, rotary.scale)
+            rotary_table(rotary.frequencies, size, decoder.dtype, rotary.scale, rotary.neighbours)
             for rotary in decoder.rotaries
         )
 

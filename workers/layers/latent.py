@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.cache import write_kv
 from penstock.kernels.latent_attention import latent_attention
-from penstock.kernels.rotary import pairs_to_halves_, rotate_
+from penstock.kernels.rotary import rotate_
 from penstock.workers.layers.attention import StepInputs
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.norm import Norm
@@ -23,26 +24,21 @@ class LatentAttention:
     up: Tensor  # [H, Q + V, R]
     output: Linear
     rope_dim: int  # P
-    interleaved: bool  # whether the features to be rotated are pairs of neighbours
+    neighbours: bool  # whether pairs of rotated features are neighbours
     scale: float
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         """x: [T, hidden]; layer: this layer's cache, [1, N, 1, S, R + P], which is written."""
         assert step.latent is not None
-        query, row = self.down(x).split(self.down.sizes, dim=-1)
+        query, row = torch.split(self.down(x), self.down.sizes, dim=-1)
         if self.query_up is not None and self.query_norm is not None:
             query = self.query_up(self.query_norm(query))
-        heads = query.unflatten(-1, (len(self.up), -1))
-        self._rotate(heads, step)
+        heads = query.view(len(x), len(self.up), -1)
+        cos_sin = step.cos_sin[0]
+        rotate_(heads[:, :, -self.rope_dim :], cos_sin, self.neighbours)
         latent = row[:, : self.up.shape[2]]
         latent.copy_(self.row_norm(latent))
-        self._rotate(row[:, None], step)
+        rotate_(row[:, None, -self.rope_dim :], cos_sin, self.neighbours)
         write_kv(layer, step.cache_rows, row[:, None])
         out = latent_attention(heads, layer, self.up, step.latent, self.scale)
         return self.output(out.flatten(1))
-
-    def _rotate(self, heads: Tensor, step: StepInputs) -> None:
-        turned = heads[:, :, -self.rope_dim :]
-        if self.interleaved:
-            pairs_to_halves_(turned)
-        rotate_(turned, step.cos_sin[0])

@@ -102,7 +102,7 @@ class Assembly:
                 spec.num_heads * latent.value_dim, (spec.hidden_size,), spec.output_bias
             ),
             rope_dim=latent.rope_dim,
-            interleaved=latent.interleaved,
+            neighbours=spec.rope.neighbours,
             scale=spec.attention_scale,
         )
 

@@ -14,7 +14,6 @@ class LatentSpec:
     plain_dim: int  # features of a head's query and key that are not rotated
     rope_dim: int  # and that are
     value_dim: int  # features of a head's value
-    interleaved: bool  # whether rotated features are pairs of neighbours
 
     @property
     def head_dim(self) -> int:
@@ -50,7 +49,6 @@ def read_latent(config: Fields) -> LatentSpec:
         plain_dim=config.size("qk_nope_head_dim"),
         rope_dim=rope_dim,
         value_dim=config.size("v_head_dim"),
-        interleaved=config.flag("rope_interleave", True),
     )
 
 

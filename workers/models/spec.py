@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.workers.models.config import BadCheckpoint, Fields, read_json
@@ -112,12 +112,10 @@ def _family(config: Fields) -> Family:
     family = FAMILIES.get(str(architectures[0]))
     if family is None:
         raise config.unsupported(f"{architectures[0]} is not served; served are {known}")
-    if values.get("auto_map"):
-        raise config.unsupported("auto_map asks for code from the checkpoint, which is never run")
     if values.get("quantization_config"):
         method = values["quantization_config"]
         name = method.get("quant_method") if isinstance(method, Mapping) else method
-        raise config.unsupported(f"weights quantized by {name} are not served: take the original")
+        raise config.unsupported(f"weights quantized by {name} are not served: take bfloat16")
     key = family.activation_key
     if values.get(key, family.activation) != family.activation:
         raise config.unsupported(f"{key} {values[key]!r} is not served, only {family.activation!r}")
@@ -159,7 +157,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         attention_cap=_cap(config, "attn_logit_softcapping", family),
         logit_cap=_cap(config, "final_logit_softcapping", family),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_checked_rope(config, rope, latent.rope_dim if latent else head_dim),
+        rope=_checked_rope(config, family, rope, latent.rope_dim if latent else head_dim),
         local_rope=local_rope,
         windows=_windows(config, family),
         experts=_experts(config, family),
@@ -199,13 +197,14 @@ def _cap(config: Fields, key: str, family: Family) -> float:
     return config.number(key, 1.0)
 
 
-def _checked_rope(config: Fields, rope: RopeSpec, head_dim: int) -> RopeSpec:
+def _checked_rope(config: Fields, family: Family, rope: RopeSpec, head_dim: int) -> RopeSpec:
     num_features = int(head_dim * rope.share)
     if num_features % 2 or not 0 < num_features <= head_dim:
         raise config.bad("partial_rotary_factor", "a share that makes an even number of features")
     if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
         raise config.bad("rope_scaling", f"one with {num_features // 2} factors each")
-    return rope
+    neighbours = family.latent and config.flag("rope_interleave", True)
+    return replace(rope, neighbours=neighbours) if neighbours else rope
 
 
 def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
