@@ -30,7 +30,7 @@ class LatentAttention:
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         """x: [T, hidden]; layer: this layer's cache, [1, N, 1, S, R + P], which is written."""
         assert step.latent is not None
-        query, row = torch.split(self.down(x), self.down.sizes, dim=-1)
+        query, row = torch.split(self.down(x), list(self.down.sizes), dim=-1)
         if self.query_up is not None and self.query_norm is not None:
             query = self.query_up(self.query_norm(query))
         heads = query.view(len(x), len(self.up), -1)
