@@ -3,8 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from penstock.protos import worker_pb2
 from penstock.router.errors import Code, ServingError
@@ -18,8 +17,7 @@ class ClientGone(Exception):
     """Nobody is there to take the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """Some new tokens of one answer and what they add to its text."""
 
     index: int  # of the ask in its call
