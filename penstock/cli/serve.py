@@ -89,7 +89,7 @@ class Interrupts:
     """SIGINT, SIGTERM and SIGHUP: the first ends in order, the second at once.
 
     At first the first one raises KeyboardInterrupt. An exception out of nowhere can be lost in
-    somebody else's code, Ray's above all, so it stays in `wanted` for whoever comes later.
+    somebody else's code while Ray starts, so it stays in `wanted` for whoever comes later.
     """
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class _Run:
     async def _supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self._interrupts.first = lambda: loop.call_soon_threadsafe(stop.set)
-        if self._interrupts.wanted:  # while Ray started, which has lost it
+        if self._interrupts.wanted:  # while Ray started, and the exception was lost
             raise KeyboardInterrupt
         watching = asyncio.create_task(self._watch_ray())
         try:
