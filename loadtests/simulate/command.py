@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 KINDS = {
+    "load": "play a cluster under a load: latencies, worker hours, a page of charts",
     "faults": "play seeded fault schedules and check every answer and every block",
 }
 
