@@ -75,6 +75,10 @@ class BlockPool:
         """How many of these would no longer be available once somebody holds them."""
         return int(np.count_nonzero(self.state[blocks] >= State.CACHED))
 
+    def is_findable(self, blocks: Ints) -> npt.NDArray[np.bool_]:
+        """Which of these `match` may give to somebody else."""
+        return self._hashed[blocks]
+
     def take(self, num: int, hold: Hold) -> Ints:
         """`num` <= `num_available` blocks of undefined content, held once."""
         num_free = self.num(State.FREE)
