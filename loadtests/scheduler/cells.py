@@ -23,6 +23,7 @@ class Cell:
     first_len: int = 0  # of the first that arrives, if it is another
     shared: int = 0  # their first tokens, which the prefix cache holds
     arriving_output_len: int = 1
+    max_model_len: int = 2048
     max_sequences: int = 1024
     max_batched_tokens: int = 2048
     num_blocks: int = 65536
@@ -46,6 +47,7 @@ CELLS = (
         "16 prompts of 8,192 tokens, in chunks of up to 2,048",
         arriving=16,
         arriving_len=8192,
+        max_model_len=16_384,
     ),
     Cell(
         "prefix 90%",
@@ -53,6 +55,7 @@ CELLS = (
         arriving=64,
         arriving_len=4096,
         shared=3680,
+        max_model_len=8192,
         arriving_output_len=8,
     ),
     Cell(
@@ -83,6 +86,7 @@ CELLS = (
         arriving=10_000,
         arriving_len=128,
         first_len=32_768,
+        max_model_len=65_536,
         max_sequences=512,
         max_batched_tokens=40_000,
         num_blocks=256 * 34 + 1500,

@@ -17,7 +17,7 @@ class Side:
         self._batcher = Batcher(
             Limits(
                 num_blocks=cell["num_blocks"],
-                max_model_len=65_536,
+                max_model_len=cell["max_model_len"],
                 block_size=BLOCK_SIZE,
                 max_sequences=cell["max_sequences"],
                 max_batched_tokens=cell["max_batched_tokens"],

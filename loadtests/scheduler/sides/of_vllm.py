@@ -110,14 +110,14 @@ class Side:
 
 def _config(cell: dict[str, Any]) -> VllmConfig:
     model = ModelConfig(
-        model=_FOLDER, dtype="float32", skip_tokenizer_init=True, max_model_len=MAX_LEN
+        model=_FOLDER, dtype="float32", skip_tokenizer_init=True, max_model_len=cell["max_model_len"]
     )
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
     cache.num_gpu_blocks = cell["num_blocks"] + 1
     scheduler = SchedulerConfig(
         max_num_seqs=cell["max_sequences"],
         max_num_batched_tokens=cell["max_batched_tokens"],
-        max_model_len=MAX_LEN,
+        max_model_len=cell["max_model_len"],
         is_encoder_decoder=False,
         enable_chunked_prefill=True,
         async_scheduling=False,
