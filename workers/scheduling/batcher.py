@@ -4,6 +4,7 @@ There are no phases: every running sequence has tokens that are not computed yet
 more (a prompt, or everything after a preemption); a step computes some of them within one budget.
 """
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +74,7 @@ class Batcher:
         ticket = Ticket(
             new=new,
             number=self._totals.submitted,
-            tokens=np.array(new.tokens, np.int32),
+            tokens=np.frombuffer(array("i", new.tokens), np.int32),  # faster than from a list
             yield_len=min(len(new.tokens) + (new.yield_after or NEVER), NEVER),
             source_len=new.source_len,
         )

@@ -83,9 +83,7 @@ class Steady:
         table.num_computed[rows] = lengths
         table.tokens[rows, lengths] = drawn
         table.num_tokens[rows] = lengths + 1
-        return StepOutput(
-            self._keys, rows, lengths - self._num_prompt, drawn, self._nobody
-        )
+        return StepOutput(self._keys, rows, lengths - self._num_prompt, drawn, self._nobody)
 
     def _gather(self, last: StepPlan) -> None:
         table, rows = self._table, last.rows
@@ -106,6 +104,8 @@ class Steady:
         """Blocks for these positions, where they are not there yet; False: there are too few."""
         table = self._table
         missing = rows[positions // table.block_size >= table.num_blocks[rows]]
+        if not missing.size:
+            return True
         if missing.size > self._pool.num_available:
             return False
         blocks = self._pool.take(missing.size, State.USED)

@@ -110,7 +110,10 @@ class Side:
 
 def _config(cell: dict[str, Any]) -> VllmConfig:
     model = ModelConfig(
-        model=_FOLDER, dtype="float32", skip_tokenizer_init=True, max_model_len=cell["max_model_len"]
+        model=_FOLDER,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=cell["max_model_len"],
     )
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
     cache.num_gpu_blocks = cell["num_blocks"] + 1
