@@ -192,6 +192,7 @@ class Batcher:
         if len(drawn) != np.count_nonzero(plan.samples):
             raise ValueError("not a token for each of its samples")
         del self._in_flight[0]
+        self.pool.check_total()
         if not self._gone and (output := self._steady.commit(plan, drawn)) is not None:
             self._seats.publish(plan.rows, plan.context_lens)
             return output
