@@ -120,10 +120,10 @@ def test_withdrawn_step_is_planned_again_with_whoever_has_come() -> None:
     bench.batcher.withdraw(behind)
     assert bench.batcher.plan(0.0) is None
     bench.commit(plan)
-    plan = bench.batcher.plan(0.0)
-    assert plan is not None
-    assert len(plan.rows) == 3
-    bench.commit(plan)
+    again = bench.batcher.plan(0.0)
+    assert again is not None
+    assert len(again.rows) == 3
+    bench.commit(again)
     bench.run()
     for length in (3, 4):
         bench.expect(sequence(length, list(range(length, 2 * length)), 40))
