@@ -11,7 +11,7 @@ from penstock.loadtests.peers.record import Record
 from penstock.loadtests.peers.summary import PHASES, UNITS, Row, limit, value
 
 _TITLES = {
-    "throughput": "Throughput: {requests} prompts of {input_len} tokens at once, {output_len} more each",
+    "throughput": "Throughput: {requests} prompts of {input_len} tokens, {output_len} more each",
     "tpot": "Time a token at batch 1, after {input_len} tokens of prompt",
     "ttft": "Time to the first token of a prompt of {long_len} tokens, alone",
 }

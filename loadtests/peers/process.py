@@ -43,7 +43,8 @@ class EngineProcess:
     def __init__(self, engine: Engine, python: Path, options: dict[str, Any]) -> None:
         self.engine = engine
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
-        asked = {**options, "quantization": engine.quantization}
+        own = {"quantization": engine.quantization, "paused": not engine.fresh}
+        asked = {**options, **own}
         command = [str(python), str(_ADAPTERS / "host.py"), engine.adapter, json.dumps(asked)]
         # A session of its own: a Ctrl-C in the terminal reaches the one who asks only.
         self._process = subprocess.Popen(
