@@ -49,7 +49,7 @@ class EngineProcess:
         # A session of its own: a Ctrl-C in the terminal reaches the one who asks only.
         self._process = subprocess.Popen(
             command,
-            env=_variables(engine, options["threads"]),
+            env=_variables(engine),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
@@ -132,9 +132,10 @@ class EngineProcess:
         return self._words.read().decode(errors="replace").strip()
 
 
-def _variables(engine: Engine, threads: int) -> dict[str, str]:
-    variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    variables.pop("PYTHONPATH", None)
+def _variables(engine: Engine) -> dict[str, str]:
+    """Its environment: threads are told in its options, so no variable tells other ones."""
+    dropped = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    variables = {name: value for name, value in os.environ.items() if name not in dropped}
     if engine.is_ours:  # this very tree, not another that is installed
         variables["PYTHONPATH"] = str(Path(penstock.__file__).parent.parent)
     return variables
