@@ -1,11 +1,11 @@
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.loadtests.peers import environments
 from penstock.loadtests.peers.engines import HERE, Environment
 from penstock.loadtests.peers.environments import NotInstalled, cache_folder, python_of
 
@@ -21,8 +21,8 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str]]:
         told.append((command[2:], options["env"].get("CMAKE_ARGS", "")))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(environments.venv, "create", lambda folder, **_: folder.mkdir())
-    monkeypatch.setattr(environments.subprocess, "run", run)
+    monkeypatch.setattr(venv, "create", lambda folder, **_: folder.mkdir())
+    monkeypatch.setattr(subprocess, "run", run)
     return told
 
 
@@ -46,7 +46,7 @@ def test_what_cannot_be_installed_is_said_and_leaves_nothing(
     tmp_path: Path, pip: list[tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = subprocess.CompletedProcess([], 1, "", "no such version")
-    monkeypatch.setattr(environments.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(NotInstalled, match=r"peer could not be installed[\s\S]*no such version"):
         python_of(PEER, tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
