@@ -6,8 +6,9 @@ import select
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,10 @@ class EngineProcess:
 
     def close(self, at_once: bool = False) -> None:
         """End it and all that it started; `at_once`: even while it computes."""
+        with _undisturbed():
+            self._close(at_once)
+
+    def _close(self, at_once: bool) -> None:
         tree = self.tree()
         self.resume()
         assert self._process.stdin is not None
@@ -130,6 +135,20 @@ class EngineProcess:
     def _said(self) -> str:
         self._words.seek(max(0, self._words.seek(0, os.SEEK_END) - _LAST_WORDS))
         return self._words.read().decode(errors="replace").strip()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """An impatient second Ctrl-C must not leave processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _variables(engine: Engine) -> dict[str, str]:
