@@ -35,7 +35,7 @@ def test_a_page_names_all_and_loads_nothing() -> None:
     text = page(record([turn("penstock"), turn("transformers"), turn("openvino-int8")]))
     assert "a &lt;fast&gt; one" in text
     assert "OpenVINO GenAI, INT8 weights" in text
-    assert "Not measured: vLLM: left out by a flag." in text
+    assert "Not measured: vLLM (left out by a flag)." in text
     assert "http" not in text
     assert "<script" not in text
     assert text.count("<svg") == 3
