@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _ADAPTERS = Path(__file__).parent / "adapters"
 _START_SECONDS = 300.0  # an export or a compilation may be part of it
 _ANSWER_SECONDS = 600.0
 _END_SECONDS = 90.0  # a cluster drains
+_PAUSE_SECONDS = 5.0
 _LAST_WORDS = 500  # characters
 
 
@@ -80,9 +82,13 @@ class EngineProcess:
         return answer
 
     def pause(self) -> None:
+        """Returns when all of it has stopped: on a busy machine that takes a moment."""
         for process in self.tree():
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
+                deadline = time.monotonic() + _PAUSE_SECONDS
+                while process.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+                    time.sleep(0.001)
 
     def resume(self) -> None:
         for process in self.tree():
