@@ -8,6 +8,7 @@ import dataclasses
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -156,12 +157,12 @@ def _progress(total: int) -> Iterator[Any]:
     with Progress(
         *columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task("", total=total)
+        task, began = progress.add_task("", total=total), time.monotonic()
 
         def tell(what: str) -> None:
             progress.update(task, description=what)
             if not console.is_terminal:
-                print(what, file=sys.stderr, flush=True)
+                print(f"{time.monotonic() - began:5.0f} s  {what}", file=sys.stderr, flush=True)
 
         yield tell, lambda _: progress.advance(task)
 
