@@ -50,6 +50,8 @@ def test_plan_that_follows_is_the_one_that_the_tables_give() -> None:
         assert fresh is not None
         other = fresh
         assert_same(plan, other, 4)
+        published = [bench.batcher.table.num_published.tolist() for bench in (ahead, afresh)]
+        assert published[0] == published[1]
 
 
 def test_one_that_ends_has_a_row_in_the_step_behind_whose_token_is_thrown_away() -> None:
