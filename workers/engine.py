@@ -107,6 +107,10 @@ class Engine:
         self.batcher.submit(new)
         self._live[new.key] = new
 
+    def drop_choice(self, key: Key, choice: int) -> None:
+        """Let go of one of its choices; unknown: nothing."""
+        self.batcher.drop_choice(key, choice)
+
     def drop(self, key: Key) -> None:
         """Let go of it, in whatever form it is held; unknown: nothing."""
         self.batcher.drop(key)
@@ -150,28 +154,26 @@ class Engine:
 
     def _compute(self, plan: StepPlan, result: StepResult) -> None:
         logits = self._runner.run(plan)
-        rows = plan.rows[plan.samples]
+        rows = plan.drawing
         table = self.batcher.table
         if not rows.size:
             result.output = self.batcher.commit(plan, np.zeros(0, np.int32))
             return
         indices = table.num_tokens[rows] - table.num_prompt[rows]
         sampled = self._sampler.sample(logits, rows, indices, table)
-        result.failed = table.keys[rows[~sampled.finite]].tolist()
+        result.failed = list(dict.fromkeys(table.keys[rows[~sampled.finite]].tolist()))
         for key in result.failed:
             self.batcher.fail(key)
             del self._live[key]
         result.output = self.batcher.commit(plan, sampled.tokens)
-        result.logprobs = [
-            entry for entry, good in zip(sampled.logprobs, sampled.finite, strict=True) if good
-        ]
+        logprobs = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
+        result.logprobs = [logprobs[row] for row in result.output.rows.tolist()]
 
     def _note(self, events: list[SchedulerEvent], result: StepResult) -> None:
         for event in events:
             match event:
-                case Admitted(key, row):
-                    new = self._live[key]
-                    self._sampler.admit(row, new.params, new.choice)
+                case Admitted(key, row, choice):
+                    self._sampler.admit(row, self._live[key].params, choice)
                 case Reserved(key, have):
                     stop, blocks = self._live[key].source_len, self.batcher.receiving(key)
                     result.reserved.append(Receiving(key, have, stop, blocks))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import plan_attention
-from penstock.kernels.cache import write_rows
+from penstock.kernels.cache import copy_blocks, write_rows
 from penstock.kernels.rotary import rotary_table
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.layers.attention import StepInputs
@@ -27,17 +27,21 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
-        """Computes the plan's tokens and writes their keys and values.
+        """Copies the plan's blocks, computes its tokens and writes their keys and values.
 
-        Returns [S, vocab_size] float32: logits after the last token of each row of the plan that
-        samples, in the plan's order.
+        Returns [S, vocab_size] float32: the logits that each of the plan's drawing rows draws from.
         """
         decoder, cache = self.decoder, self.cache.data
+        if len(plan.copies):
+            copy_blocks(cache, self._put(plan.copies[:, 0]), self._put(plan.copies[:, 1]))
         hidden = decoder(self._put(plan.tokens), self._inputs(plan), cache)
         last = plan.query_starts[1:][plan.samples] - 1
         if len(last) < len(hidden):
             hidden = hidden[self._put(last)]
-        return decoder.logits(hidden)
+        logits = decoder.logits(hidden)
+        if len(plan.forks):
+            logits = torch.cat((logits, logits[self._put(plan.forks[:, 0])]))
+        return logits
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         layer = self.cache.data[0]

@@ -2,17 +2,20 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
+
+import numpy as np
 
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.engine import EngineLoad, StepResult
 from penstock.workers.sampler import TokenLogprobs
-from penstock.workers.scheduling.sequence import Key, NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import Key, NewSequence, SamplingParams, Sibling
 
 PROTOCOL = 1  # of protos/worker.proto
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_CHOICES = 256
 MAX_LOGPROBS = 64
 MAX_STOP_TOKENS = 1024
 MAX_BAD_WORDS = 1024
@@ -55,39 +58,56 @@ def new_sequence(
     submit: wire.Submit, key: SequenceKey, vocabulary: Vocabulary, source_len: int
 ) -> NewSequence:
     """The sequence that a Submit asks for; BadSubmit."""
-    prompt, answer = list(submit.prompt), _answer(submit)
+    prompt, answers = list(submit.prompt), _answers(submit)
     if not prompt:
         raise BadSubmit("the prompt is empty")
     vocabulary.check("the prompt", prompt)
-    vocabulary.check("the answer so far", answer)
+    for answer in answers.values():
+        vocabulary.check("the answer so far", answer)
     if len(submit.salt) > MAX_SALT_BYTES:
         raise BadSubmit(f"the salt is longer than {MAX_SALT_BYTES} bytes")
     params = _params(submit.params, vocabulary)
-    if len(answer) >= params.max_tokens:
+    longest = max(map(len, answers.values()))
+    if longest >= params.max_tokens:
         raise BadSubmit(
-            f"max_tokens is {params.max_tokens}, and the answer has {len(answer)} tokens already"
+            f"max_tokens is {params.max_tokens}, and the answer has {longest} tokens already"
         )
-    tokens = prompt + answer
+    first, *others = [Sibling(choice, prompt + answer) for choice, answer in answers.items()]
+    # Choices have only their prompt in common, and each needs a token to compute.
+    usable = len(prompt) + min(map(len, answers.values())) - 1
+    if others:
+        usable = min(usable, len(prompt))
     return NewSequence(
         key=key,
-        tokens=tokens,
+        tokens=first.tokens,
         num_prompt=len(prompt),
         params=params,
         yield_after=min(submit.yield_after, MAX_COUNT),
         priority=submit.priority,
         salt=submit.salt,
-        source_len=source_len if source_len < len(tokens) else 0,
+        source_len=source_len if source_len <= usable else 0,
+        choice=first.choice,
+        siblings=tuple(others),
     )
 
 
-def _answer(submit: wire.Submit) -> list[int]:
-    if submit.params.n > 1:
-        raise BadSubmit(f"n is {submit.params.n}: this worker runs one choice of a request")
-    if len(submit.log) > 1 or any(entry.choice != 0 for entry in submit.log):
+def _answers(submit: wire.Submit) -> dict[int, list[int]]:
+    """The answer so far of every choice that has not finished."""
+    num_choices = max(submit.params.n, 1)
+    if num_choices > MAX_CHOICES:
+        raise BadSubmit(f"n is {num_choices}, more than {MAX_CHOICES}")
+    answers: dict[int, list[int]] = {choice: [] for choice in range(num_choices)}
+    if len({entry.choice for entry in submit.log}) < len(submit.log):
+        raise BadSubmit("the log has a choice twice")
+    if any(entry.choice not in answers for entry in submit.log):
         raise BadSubmit("the log has choices that the request does not")
-    if any(entry.finished for entry in submit.log):
+    for entry in submit.log:
+        answers[entry.choice] = list(entry.tokens)
+        if entry.finished:
+            del answers[entry.choice]
+    if not answers:
         raise BadSubmit("every choice has finished already")
-    return [token for entry in submit.log for token in entry.tokens]
+    return answers
 
 
 def _params(given: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParams:
@@ -180,12 +200,12 @@ def step_messages(
     steps: dict[int, wire.Step] = defaultdict(wire.Step)
     output = result.output
     if output is not None:
-        columns = (output.keys, output.indices.tolist(), output.tokens.tolist())
-        rest = (output.finishes.tolist(), result.logprobs)
-        for name, index, token, finish, logprobs in zip(*columns, *rest, strict=True):
+        arrays = (output.choices, output.indices, output.tokens, output.finishes)
+        drawn = np.stack(arrays, axis=1).tolist()
+        for name, token, logprobs in zip(output.keys, drawn, result.logprobs, strict=True):
             key = named(name)
             if wanted(key):
-                _add_token(steps[key.session], key, (index, token, finish), logprobs)
+                _add_token(steps[key.session], key, token, logprobs)
     for key in filter(wanted, map(named, result.failed)):
         reason = (
             "no next token: the model's output was not finite for this request, or its bad words "
@@ -198,10 +218,10 @@ def step_messages(
 def _add_token(
     step: wire.Step,
     key: SequenceKey,
-    drawn: tuple[int, int, int],
+    drawn: Sequence[int],
     logprobs: TokenLogprobs | None,
 ) -> None:
-    index, token, finish = drawn
+    choice, index, token, finish = drawn
     if logprobs is not None:
         step.logprobs.add(
             row=len(step.token),
@@ -211,7 +231,7 @@ def _add_token(
         )
     step.request.append(key.request)
     step.attempt.append(key.attempt)
-    step.choice.append(0)
+    step.choice.append(choice)
     step.position.append(index)
     step.token.append(token)
     step.finish.append(cast(wire.Finish, finish))

@@ -54,8 +54,19 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Sibling:
+    """Another choice of the same request: the same prompt and parameters, its own answer."""
+
+    choice: int
+    tokens: Sequence[int]  # the prompt, then this choice's answer so far
+
+
+@dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence handed to the scheduler: complete, it can always be run from its tokens."""
+    """A sequence handed to the scheduler: complete, it can always be run from its tokens.
+
+    With siblings it is several: the prompt is computed once, for all of them.
+    """
 
     key: Key
     tokens: Sequence[int]  # the prompt, then the answer so far
@@ -66,13 +77,18 @@ class NewSequence:
     priority: int = 0  # higher first
     salt: bytes = b""  # sequences share cached blocks only under the same salt
     source_len: int = 0  # KV positions that can be had from elsewhere; 0: none
+    siblings: tuple[Sibling, ...] = ()
+
+
+NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One ragged batch: B sequences, T tokens, in the same order in every array.
 
-    Sequence b owns tokens `[query_starts[b], query_starts[b + 1])`.
+    Sequence b owns tokens `[query_starts[b], query_starts[b + 1])`. All `copies` are made at once,
+    before anything is written.
     """
 
     number: int  # of the step, from 1
@@ -84,13 +100,23 @@ class StepPlan:
     block_tables: Ints  # [B, M] blocks of each sequence; entries past its blocks are meaningless
     slots: Ints  # [T] where each token's K and V go: block * block_size + offset
     samples: Bools  # [B] whether the sequence's last token here draws a new one
+    copies: Ints = field(default_factory=NO_PAIRS.copy)  # [C, 2] blocks: from, to
+    # [F, 2] a place among the samples, and the row that draws from its logits too
+    forks: Ints = field(default_factory=NO_PAIRS.copy)
+
+    @property
+    def drawing(self) -> Ints:
+        """[S] the rows that draw a token: those that sample, then those of the forks."""
+        rows = self.rows[self.samples]
+        return np.concatenate((rows, self.forks[:, 1])) if len(self.forks) else rows
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a committed step gave: one entry a new token, in the order of the sampling rows."""
+    """What a committed step gave: one entry a new token, in the order of the drawing rows."""
 
     keys: list[Key]
+    choices: Ints  # [S]
     rows: Ints  # [S] rows of the sequence table
     indices: Ints  # [S] in the answer
     tokens: Ints  # [S]
@@ -103,6 +129,7 @@ class Admitted:
 
     key: Key
     row: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +150,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The sequence has ended by itself and let go of everything."""
+    """Every choice of it has ended by itself and let go of everything."""
 
     key: Key
 

@@ -14,6 +14,7 @@ class Phase(Enum):
     WAITING = auto()  # in the queue, without a row
     RECEIVING = auto()  # has a row; its blocks are being written from elsewhere
     RUNNING = auto()  # has a row and is scheduled
+    FOLLOWING = auto()  # goes on from another choice's prompt, once that is computed
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,9 @@ class Ticket:
     phase: Phase = Phase.WAITING
     row: int = -1  # while it has one
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as needed yet
+    choice: int = 0
+    followers: list["Ticket"] = field(default_factory=list)  # they wait for its prompt
+    unwanted: bool = False  # dropped, but others follow it
 
     @property
     def key(self) -> Key:
@@ -40,7 +44,8 @@ class Ticket:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.tokens) - self.source_len
+        own = sum(len(follower.tokens) - self.new.num_prompt for follower in self.followers)
+        return len(self.tokens) - self.source_len + own
 
     def chain(self, tokens: Ints, num_blocks: int, block_size: int) -> list[bytes]:
         """Hashes of the first `num_blocks` full blocks of `tokens`, which are this sequence's."""

@@ -12,7 +12,7 @@ def ints(*values: int) -> Ints:
 
 def add(table: SequenceTable, num_tokens: int, params: SamplingParams) -> int:
     tokens = np.arange(num_tokens, dtype=np.int32)
-    return table.add(NewSequence("a", tokens.tolist(), num_tokens, params), tokens, NEVER)
+    return table.add(NewSequence("a", tokens.tolist(), num_tokens, params), 0, tokens, NEVER)
 
 
 def test_ragged_arange_counts_each_row_from_zero() -> None:
