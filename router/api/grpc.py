@@ -52,6 +52,7 @@ SAMPLING_FIELDS = (
     "ignore_eos",
     "logprobs",
     "n",
+    "best_of",
 )
 
 
@@ -220,7 +221,7 @@ class InferenceApi:
     async def _send(
         self, request: pb.GenerateRequest, ask: Ask, answers: Answers, context: Context
     ) -> None:
-        num_tokens = 0
+        num_tokens, num_open = 0, ask.sampling.n
         (seed,) = answers.seeds
         echo: Sequence[int] = ask.prompt if request.echo_prompt_tokens else ()
         async for delta in answers:
@@ -231,7 +232,8 @@ class InferenceApi:
             if echo:
                 reply.prompt_tokens.extend(echo)
                 echo = ()
-            if delta.finish:
+            num_open -= bool(delta.finish)
+            if not num_open:
                 reply.usage.prompt_tokens = len(ask.prompt)
                 reply.usage.completion_tokens = num_tokens
             await context.write(reply)

@@ -29,9 +29,14 @@ class Call:
     model: str
     prompts: Sequence[Sequence[int]]
     pieces: Pieces
+    num_choices: int = 1  # of each prompt
     num_logprobs: int | None = None
     return_token_ids: bool = False
     wants_usage: bool = False
+
+    def place(self, delta: Delta) -> int:
+        """The number of a delta's answer among all of the call."""
+        return delta.index * self.num_choices + delta.choice
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -49,7 +54,7 @@ class Form(Protocol):
     """One of OpenAI's two forms."""
 
     def whole(self, deltas: Sequence[Delta]) -> Mapping[str, Any]:
-        """The complete answers, one delta each, in order."""
+        """The complete answers, one delta each, in order of prompts and choices."""
         ...
 
     def chunk(self, delta: Delta) -> str:
@@ -66,14 +71,14 @@ class Progress:
     """How far the answers of a stream have come."""
 
     num_tokens: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)  # characters, for each choice begun
+    lengths: dict[int, int] = field(default_factory=dict)  # characters, for each answer begun
 
-    def begins(self, index: int) -> bool:
-        return index not in self.lengths
+    def begins(self, place: int) -> bool:
+        return place not in self.lengths
 
-    def add(self, delta: Delta, num_chars: int) -> None:
+    def add(self, place: int, delta: Delta, num_chars: int) -> None:
         self.num_tokens += len(delta.tokens)
-        self.lengths[delta.index] = self.lengths.get(delta.index, 0) + num_chars
+        self.lengths[place] = self.lengths.get(place, 0) + num_chars
 
 
 class CompletionForm:
@@ -104,8 +109,9 @@ class CompletionForm:
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         call, progress = self._call, self._progress
+        place = call.place(delta)
         choice: dict[str, Any] = {
-            "index": delta.index,
+            "index": place,
             "text": delta.text,
             "logprobs": None,
             "finish_reason": delta.finish or None,
@@ -113,14 +119,14 @@ class CompletionForm:
         }
         num_chars = 0
         if call.num_logprobs is not None:
-            logprobs = self._logprobs(delta, progress.lengths.get(delta.index, 0))
+            logprobs = self._logprobs(delta, progress.lengths.get(place, 0))
             choice["logprobs"] = logprobs
             num_chars = sum(map(len, logprobs["tokens"]))
         if call.return_token_ids:
-            if progress.begins(delta.index):
+            if progress.begins(place):
                 choice["prompt_token_ids"] = list(call.prompts[delta.index])
             choice["token_ids"] = list(delta.tokens)
-        progress.add(delta, num_chars)
+        progress.add(place, delta, num_chars)
         return choice
 
     def _logprobs(self, delta: Delta, offset: int) -> dict[str, list[Any]]:
@@ -157,7 +163,8 @@ class ChatForm:
         choices = []
         for delta in deltas:
             message = {"role": "assistant", "content": delta.text, "refusal": None}
-            choices.append({"index": delta.index, "message": message} | self._rest(delta))
+            place = self._call.place(delta)
+            choices.append({"index": place, "message": message} | self._rest(delta))
         answer = {
             **self._call.head("chat.completion"),
             "choices": choices,
@@ -168,10 +175,11 @@ class ChatForm:
         return answer
 
     def chunk(self, delta: Delta) -> str:
-        first = self._opening(delta.index) if self._progress.begins(delta.index) else ""
-        self._progress.add(delta, 0)
+        place = self._call.place(delta)
+        first = self._opening(place) if self._progress.begins(place) else ""
+        self._progress.add(place, delta, 0)
         new = {"content": delta.text} if delta.text or not delta.finish else {}
-        return first + self._event({"index": delta.index, "delta": new} | self._rest(delta))
+        return first + self._event({"index": place, "delta": new} | self._rest(delta))
 
     def closing(self) -> str:
         if not self._call.wants_usage:
@@ -219,9 +227,12 @@ class ChatForm:
         }
 
 
-def collect(deltas: Sequence[Delta], num_answers: int) -> list[Delta]:
-    """All deltas of each answer as one, in the order of the prompts."""
-    return [join([d for d in deltas if d.index == index]) for index in range(num_answers)]
+def collect(deltas: Sequence[Delta]) -> list[Delta]:
+    """All deltas of each answer as one, in order of prompts and choices."""
+    answers: dict[tuple[int, int], list[Delta]] = {}
+    for delta in deltas:
+        answers.setdefault((delta.index, delta.choice), []).append(delta)
+    return [join(answers[name]) for name in sorted(answers)]
 
 
 def _finite(value: float) -> float:

@@ -29,7 +29,6 @@ REFUSED: Mapping[str, Sequence[Any]] = {
     "web_search_options": (None,),
     "echo": (None, False),
     "suffix": (None, ""),
-    "best_of": (None, 1),
     "use_beam_search": (None, False),
     "logprob_token_ids": (None,),
     "prompt_logprobs": (None,),
@@ -70,6 +69,7 @@ class Common(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -118,6 +118,7 @@ class Common(Strict):
             "ignore_eos": self.ignore_eos,
             "logprobs": self.num_logprobs(),
             "n": self.n,
+            "best_of": self.best_of,
             "logit_bias": _bias(self.logit_bias),
             "typical_p": self.typical_p,
             "bad_words": bad_words,

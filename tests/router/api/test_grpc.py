@@ -179,7 +179,11 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "sampling": pb.Sampling(max_tokens=2**31)}, "max_tokens"),
     ({"text": "x", "sampling": pb.Sampling(min_tokens=2**31)}, "min_tokens"),
     ({"text": "x", "sampling": pb.Sampling(logprobs=21)}, "logprobs"),
-    ({"text": "x", "sampling": pb.Sampling(n=2)}, "n other than 1"),
+    ({"text": "x", "sampling": pb.Sampling(n=10**9)}, "n must be a whole number from 1 to 64"),
+    (
+        {"text": "x", "sampling": pb.Sampling(n=3, best_of=2)},
+        "best_of must be a whole number from 3",
+    ),
     ({"text": "x", "sampling": pb.Sampling(logit_bias={5: NAN})}, "logit_bias"),
     ({"text": "x", "sampling": pb.Sampling(stop_tokens=[2**31])}, "stop_token_ids"),
     ({"text": "x", "sampling": pb.Sampling(typical_p=0.0)}, "typical_p"),

@@ -147,7 +147,7 @@ def test_choices_yield_together_and_their_prompt_is_handed_over() -> None:
 
 
 def test_more_choices_than_rows_never_fit() -> None:
-    with pytest.raises(NeverFits, match="5 choices .* at most 4"):
+    with pytest.raises(NeverFits, match=r"5 choices .* at most 4"):
         Bench().batcher.submit(sequence("a", [1], num_choices=5))
 
 
