@@ -293,16 +293,18 @@ class PromptLogprobs(_message.Message):
     def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
-    __slots__ = ("row", "chosen", "tokens", "values")
+    __slots__ = ("row", "chosen", "tokens", "values", "rank")
     ROW_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     row: int
     chosen: float
     tokens: _containers.RepeatedScalarFieldContainer[int]
     values: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, row: _Optional[int] = ..., chosen: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ...) -> None: ...
+    rank: int
+    def __init__(self, row: _Optional[int] = ..., chosen: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("request", "attempt", "reason")

@@ -8,7 +8,7 @@ from typing import Self
 
 from penstock.protos import worker_pb2
 from penstock.router.errors import Code, ServingError
-from penstock.router.routing.events import Deliver, Finish
+from penstock.router.routing.events import Deliver, DeliverPrompt, Finish
 from penstock.router.text.answer import AnswerText
 
 FINISH_NAMES = {Finish.NONE: "", Finish.STOP: "stop", Finish.LENGTH: "length"}
@@ -60,6 +60,8 @@ class Answers:
 
     def __init__(self, max_unread: int, gone: Callable[[Sequence[int]], None]) -> None:
         self.seeds: list[int] = []  # of each ask
+        # Of each ask's prompt, from its second token on: complete before its first delta.
+        self.prompts: dict[int, list[worker_pb2.TokenLogprobs]] = {}
         self._max_unread = max_unread
         self._gone = gone
         self._open: set[int] = set()  # requests that have not ended
@@ -197,6 +199,11 @@ class Track:
         self._cut = cut
         self._ranking = ranking
         self._ended = [False] * len(texts)
+
+    def deliver_prompt(self, what: DeliverPrompt) -> None:
+        """Logprobs of the next prompt tokens: they wait for the first delta."""
+        known = self.answers.prompts.setdefault(self._index, [])
+        known.extend(what.logprobs)  # type: ignore[arg-type]  # carried in the wire's form
 
     def deliver(self, what: Deliver) -> None:
         """New tokens; at a stop string the rest is left out and the choice is cut."""

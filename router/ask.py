@@ -44,6 +44,7 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    prompt_logprobs: int | None = None
     best_of: int | None = None  # so many are drawn, and the n likeliest given; None: n
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     typical_p: float = 1.0
@@ -161,6 +162,7 @@ def wire_params(ask: Ask, model: Model, bounds: Bounds) -> worker_pb2.SamplingPa
         typical_p=sampling.typical_p,
         bad_words=[worker_pb2.BadWord(tokens=word) for word in sampling.bad_words],
         allowed_tokens=sampling.allowed_tokens,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -177,8 +179,10 @@ def _check_numbers(sampling: Sampling, bounds: Bounds) -> None:
 
 
 def _check_lists(sampling: Sampling, model: Model, bounds: Bounds) -> None:
-    if sampling.logprobs is not None:
-        _check_count("logprobs", sampling.logprobs, 0, bounds.max_logprobs)
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(sampling, name)
+        if count is not None:
+            _check_count(name, count, 0, bounds.max_logprobs)
     lists: Sequence[tuple[str, Collection[int], int]] = (
         ("stop_token_ids", sampling.stop_tokens, bounds.max_stop_tokens),
         ("logit_bias", sampling.logit_bias, bounds.max_logit_bias),

@@ -233,6 +233,10 @@ class Frontend:
                 track = self._tracks.get(command.request)
                 if track is not None:
                     track.deliver(command)
+            case ev.DeliverPrompt():
+                track = self._tracks.get(command.request)
+                if track is not None:
+                    track.deliver_prompt(command)
             case ev.End():
                 self._end(command)
             case ev.Hang():

@@ -50,12 +50,22 @@ class Receiving:
     blocks: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of a prompt's tokens from `position` on."""
+
+    key: Key
+    position: int
+    entries: list[TokenLogprobs | None]  # every one is there
+
+
 @dataclass(slots=True)
 class StepResult:
     """What one step gave. `logprobs` has an entry for each of the output's tokens."""
 
     output: StepOutput | None = None  # None: there was nothing to compute
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
     failed: list[Key] = field(default_factory=list)  # ended: their logits were not finite
     yielded: list[Yielded] = field(default_factory=list)
     reserved: list[Receiving] = field(default_factory=list)
@@ -154,6 +164,9 @@ class Engine:
 
     def _compute(self, plan: StepPlan, result: StepResult) -> None:
         logits = self._runner.run(plan)
+        if len(plan.scored):
+            result.prompts = self._score(plan, logits[len(logits) - len(plan.scored) :])
+            logits = logits[: len(logits) - len(plan.scored)]
         rows = plan.drawing
         table = self.batcher.table
         if not rows.size:
@@ -168,6 +181,24 @@ class Engine:
         result.output = self.batcher.commit(plan, sampled.tokens)
         logprobs = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
         result.logprobs = [logprobs[row] for row in result.output.rows.tolist()]
+
+    def _score(self, plan: StepPlan, logits: torch.Tensor) -> list[PromptLogprobs]:
+        """Logprobs of prompt tokens; those of one row stand together."""
+        table, positions = self.batcher.table, plan.positions[plan.scored] + 1
+        at = np.searchsorted(plan.query_starts, plan.scored, side="right") - 1
+        rows, starts = np.unique(plan.rows[at], return_index=True)
+        order = np.argsort(starts)
+        rows, starts = rows[order], starts[order]
+        ends = [*starts[1:].tolist(), len(plan.scored)]
+        live = [self._live.get(key) for key in table.keys[rows].tolist()]
+        counts = [-1 if new is None else new.params.prompt_logprobs or 0 for new in live]
+        wanted = np.array(counts, np.int64).repeat(np.diff([*starts, len(plan.scored)]))
+        entries = self._sampler.score(logits, wanted, table.tokens[plan.rows[at], positions])
+        return [
+            PromptLogprobs(new.key, int(positions[start]), entries[start:end])
+            for new, start, end in zip(live, starts.tolist(), ends, strict=True)
+            if new is not None
+        ]
 
     def _note(self, events: list[SchedulerEvent], result: StepResult) -> None:
         for event in events:

@@ -29,18 +29,21 @@ class Runner:
     def run(self, plan: StepPlan) -> Tensor:
         """Copies the plan's blocks, computes its tokens and writes their keys and values.
 
-        Returns [S, vocab_size] float32: the logits that each of the plan's drawing rows draws from.
+        Returns [S + P, vocab_size] float32: the logits that each of the plan's drawing rows draws
+        from, then those after each of its scored tokens.
         """
         decoder, cache = self.decoder, self.cache.data
         if len(plan.copies):
             copy_blocks(cache, self._put(plan.copies[:, 0]), self._put(plan.copies[:, 1]))
         hidden = decoder(self._put(plan.tokens), self._inputs(plan), cache)
         last = plan.query_starts[1:][plan.samples] - 1
-        if len(last) < len(hidden):
-            hidden = hidden[self._put(last)]
+        wanted = np.concatenate((last, plan.scored))
+        if len(last) < len(hidden) or len(plan.scored):
+            hidden = hidden[self._put(wanted)]
         logits = decoder.logits(hidden)
         if len(plan.forks):
-            logits = torch.cat((logits, logits[self._put(plan.forks[:, 0])]))
+            forked = logits[self._put(plan.forks[:, 0])]
+            logits = torch.cat((logits[: len(last)], forked, logits[len(last) :]))
         return logits
 
     def _inputs(self, plan: StepPlan) -> StepInputs:

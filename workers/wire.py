@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -74,6 +74,8 @@ def new_sequence(
         )
     first, *others = [Sibling(choice, prompt + answer) for choice, answer in answers.items()]
     # Choices have only their prompt in common, and each needs a token to compute.
+    known = max(submit.prompt_known, 1)
+    scored = params.prompt_logprobs is not None and known < len(prompt)
     usable = len(prompt) + min(map(len, answers.values())) - 1
     if others:
         usable = min(usable, len(prompt))
@@ -85,7 +87,8 @@ def new_sequence(
         yield_after=min(submit.yield_after, MAX_COUNT),
         priority=submit.priority,
         salt=submit.salt,
-        source_len=source_len if source_len <= usable else 0,
+        source_len=source_len if source_len <= usable and not scored else 0,
+        prompt_known=known,
         choice=first.choice,
         siblings=tuple(others),
     )
@@ -136,6 +139,7 @@ def _params(given: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParam
         typical_p=given.typical_p or 1.0,
         bad_words=tuple(tuple(word.tokens) for word in given.bad_words),
         allowed_tokens=tuple(given.allowed_tokens),
+        prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
     )
 
 
@@ -161,8 +165,9 @@ def _check_ranges(given: wire.SamplingParams) -> None:
 def _check_counts(given: wire.SamplingParams) -> None:
     if given.max_tokens < 1:
         raise BadSubmit("max_tokens is 0")
-    if given.logprobs > MAX_LOGPROBS:
-        raise BadSubmit(f"logprobs is {given.logprobs}, more than {MAX_LOGPROBS}")
+    for name, count in (("logprobs", given.logprobs), ("prompt_logprobs", given.prompt_logprobs)):
+        if count > MAX_LOGPROBS:
+            raise BadSubmit(f"{name} is {count}, more than {MAX_LOGPROBS}")
     if len(given.stop_tokens) > MAX_STOP_TOKENS:
         raise BadSubmit(f"there are more than {MAX_STOP_TOKENS} stop_tokens")
     if len(given.bad_words) > MAX_BAD_WORDS:
@@ -206,6 +211,14 @@ def step_messages(
             key = named(name)
             if wanted(key):
                 _add_token(steps[key.session], key, token, logprobs)
+    for prompt in result.prompts:
+        key = named(prompt.key)
+        if wanted(key):
+            added = steps[key.session].prompts.add(
+                request=key.request, attempt=key.attempt, position=prompt.position
+            )
+            for entry in filter(None, prompt.entries):
+                added.entries.add(**asdict(entry))
     for key in filter(wanted, map(named, result.failed)):
         reason = (
             "no next token: the model's output was not finite for this request, or its bad words "
@@ -226,6 +239,7 @@ def _add_token(
         step.logprobs.add(
             row=len(step.token),
             chosen=logprobs.chosen,
+            rank=logprobs.rank,
             tokens=logprobs.tokens,
             values=logprobs.values,
         )

@@ -127,7 +127,16 @@ class OpenAiApi:
                 "best_of",
             )
         is_chat = isinstance(body, ChatBody)
+        if body.stream and body.prompt_logprobs is not None:
+            raise invalid(
+                "prompt_logprobs are not streamed: leave out stream, or use echo with logprobs",
+                "prompt_logprobs",
+            )
         name = ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12)
+        trace = trace_of(request.headers.get("x-request-id", "")) or name
+        tenant = request.state.tenant
+        asks = [_ask(body, prompt, sampling, tenant, trace) for prompt in prompts]
+        answers = self._frontend.open(asks)
         call = Call(
             id=name,
             created=int(time.time()),
@@ -138,13 +147,24 @@ class OpenAiApi:
             num_logprobs=body.num_logprobs(),
             return_token_ids=bool(body.return_token_ids),
             wants_usage=body.wants_usage,
+            prompt_logprobs=answers.prompts,
+            num_prompt_logprobs=body.prompt_logprobs,
+            echo=self._echo(body, prompts),
+            only_echo=isinstance(body, CompletionBody) and body.only_echo,
         )
         form: Form = ChatForm(call) if is_chat else CompletionForm(call)
-        trace = trace_of(request.headers.get("x-request-id", "")) or name
-        tenant = request.state.tenant
-        asks = [_ask(body, prompt, sampling, tenant, trace) for prompt in prompts]
-        answers = self._frontend.open(asks)
         return AnswerResponse(answers, form, trace, bool(body.stream))
+
+    def _echo(self, body: Common, prompts: Sequence[Sequence[int]]) -> Sequence[str] | None:
+        """The prompts' texts, where the client wants them before the answers."""
+        if not isinstance(body, CompletionBody) or not body.echo:
+            return None
+        keep_special = body.skip_special_tokens is False
+        whole = self._frontend.text.pieces.whole
+        return [
+            given if isinstance(given, str) else whole(tokens, keep_special)
+            for given, tokens in zip(body.prompts(), prompts, strict=True)
+        ]
 
 
 def _ask(body: Common, prompt: Sequence[int], sampling: Sampling, tenant: str, trace: str) -> Ask:

@@ -263,11 +263,22 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             self._make_step(runs)
             await asyncio.sleep(self.step_seconds)
 
+    def _score(self, submit: pb.Submit, step: pb.Step) -> None:
+        params, known = submit.params, max(submit.prompt_known, 1)
+        if params.HasField("prompt_logprobs") and known < len(submit.prompt):
+            scored = pb.PromptLogprobs(
+                request=submit.request, attempt=submit.attempt, position=known
+            )
+            scored.entries.extend(map(prompt_logprobs, submit.prompt[known:]))
+            step.prompts.append(scored)
+
     def _make_step(self, runs: Sequence[Run]) -> None:
         step = pb.Step(load=pb.Load(running=len(runs), free_blocks=self.welcome.num_blocks))
         yielded: list[Run] = []
         for row, run in enumerate(runs):
             submit = run.submit
+            if run.num_new == run.choice == 0:
+                self._score(submit, step)
             position = run.position
             token, finish = run.next_token(END_TOKEN)
             step.request.append(submit.request)
@@ -291,6 +302,11 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self.say(pb.ToRouter(step=step))
         for run in yielded:
             self._yielded(run)
+
+
+def prompt_logprobs(token: int) -> pb.TokenLogprobs:
+    """What a stub says of a prompt's token."""
+    return pb.TokenLogprobs(chosen=-token / 8, rank=3, tokens=[7, 8, 9], values=[-1, -2, -3])
 
 
 def _logprobs(token: int) -> tuple[float, Sequence[tuple[int, float]]]:

@@ -69,8 +69,7 @@ class Admission:
         """
         size, seats, pool = self._limits.block_size, self._seats, self._pool
         num_tokens = len(ticket.tokens)
-        # At least one token must be computed: the next one is drawn from its logits.
-        chain = ticket.chain(ticket.tokens, (num_tokens - 1) // size, size)
+        chain = ticket.chain(ticket.tokens, ticket.num_reusable(size), size)
         kept_free = seats.num_claimed() + self._limits.watermark * len(seats)
         if len(seats):
             # Alone they need not all fit: what runs out of blocks later waits for the others.

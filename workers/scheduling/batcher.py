@@ -14,6 +14,8 @@ from penstock.workers.scheduling.leases import Leases
 from penstock.workers.scheduling.limits import Limits, refuse_misfit
 from penstock.workers.scheduling.seats import Seats
 from penstock.workers.scheduling.sequence import (
+    NEVER,
+    NO_TOKENS,
     Admitted,
     Finish,
     Finished,
@@ -29,12 +31,10 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
-from penstock.workers.scheduling.table import NEVER, SequenceTable
+from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import Phase, Ticket, WaitingQueue
 
 __all__ = ["Batcher", "Limits"]
-
-NO_TOKENS: Ints = np.zeros(0, np.int32)
 
 
 class Batcher:
@@ -75,6 +75,8 @@ class Batcher:
         )
         group = self._groups[new.key] = [self._ticket(new, sibling) for sibling in siblings]
         leader, *leader.followers = group
+        if new.params.prompt_logprobs is not None and new.prompt_known < new.num_prompt:
+            leader.prompt_known = new.prompt_known
         for follower in leader.followers:
             follower.phase = Phase.FOLLOWING
         self._waiting.push(leader)
@@ -206,6 +208,10 @@ class Batcher:
         drawn = np.asarray(drawn, np.int32)
         self._totals.computed += self._num_prompt_computed(plan)
         table.num_computed[rows] = plan.context_lens
+        if len(plan.scored):
+            asking = table.prompt_known[rows] != NEVER
+            known, asking = plan.context_lens[asking] + 1, rows[asking]
+            table.prompt_known[asking] = np.where(known < table.num_prompt[asking], known, NEVER)
         if self._gone:
             gone = [ticket.row for ticket in self._gone]
             kept = ~np.isin(drawing, gone)

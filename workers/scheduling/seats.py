@@ -59,6 +59,7 @@ class Seats:
         table = self._table
         for one in (ticket, *ticket.followers):
             one.row = table.add(one.new, one.choice, one.tokens, one.yield_len)
+            table.prompt_known[one.row] = one.prompt_known
             self._seated[one.row] = one
         if ticket.followers:
             self.leading.append(ticket)
@@ -156,6 +157,7 @@ class Seats:
         Those who follow it wait with it.
         """
         ticket = self._running[-1]
+        ticket.prompt_known = int(self._table.prompt_known[ticket.row])
         ticket.tokens = self._table.tokens[ticket.row, : self._table.num_tokens[ticket.row]].copy()
         for follower in ticket.followers:
             self.leave(follower)

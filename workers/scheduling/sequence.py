@@ -19,6 +19,10 @@ Ints: TypeAlias = npt.NDArray[np.int32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
+NEVER = int(np.iinfo(np.int32).max)
+"""A position that no sequence reaches."""
+
+
 class Finish(IntEnum):
     """Why a choice ended; the numbers are those of the wire."""
 
@@ -51,6 +55,7 @@ class SamplingParams:
     typical_p: float = 1.0
     bad_words: tuple[tuple[int, ...], ...] = ()  # none is empty
     allowed_tokens: tuple[int, ...] = ()  # empty: all
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +83,10 @@ class NewSequence:
     salt: bytes = b""  # sequences share cached blocks only under the same salt
     source_len: int = 0  # KV positions that can be had from elsewhere; 0: none
     siblings: tuple[Sibling, ...] = ()
+    prompt_known: int = 1  # prompt positions below it need no logprobs; the first has none
 
 
+NO_TOKENS: Ints = np.zeros(0, np.int32)
 NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 
 
@@ -103,6 +110,8 @@ class StepPlan:
     copies: Ints = field(default_factory=NO_PAIRS.copy)  # [C, 2] blocks: from, to
     # [F, 2] a place among the samples, and the row that draws from its logits too
     forks: Ints = field(default_factory=NO_PAIRS.copy)
+    # [P] prompt tokens (places in `tokens`) whose successors' logprobs are wanted
+    scored: Ints = field(default_factory=NO_TOKENS.copy)
 
     @property
     def drawing(self) -> Ints:

@@ -3,15 +3,15 @@
 import numpy as np
 
 from penstock.workers.scheduling.sequence import (
+    NEVER,
     NO_PAIRS,
+    NO_TOKENS,
     Bools,
     Finish,
     Ints,
     NewSequence,
     StepPlan,
 )
-
-NEVER = int(np.iinfo(np.int32).max)
 
 
 class SequenceTable:
@@ -33,6 +33,7 @@ class SequenceTable:
         self.num_prompt = column()
         self.num_computed = column()  # positions whose K and V are in the blocks
         self.num_published = column()  # full blocks that others may find
+        self.prompt_known = column()  # prompt positions from here on want logprobs
         self.min_len = column()  # a stop token ends the sequence from this many tokens on
         self.max_len = column()  # the sequence ends at this many tokens
         self.yield_len = column()  # and yields at this many
@@ -98,6 +99,15 @@ class SequenceTable:
         limited = np.where(lengths >= self.max_len[rows], Finish.LENGTH, Finish.NONE)
         return np.where(stopped, Finish.STOP, limited).astype(np.int32)
 
+    def scored(self, owners: Ints, positions: Ints) -> Ints:
+        """[P] of a step's tokens [T], the places of those whose successor, of the prompt, wants
+        its logprobs."""
+        wanted = positions + 1 >= self.prompt_known[owners]
+        if not wanted.any():
+            return NO_TOKENS
+        wanted &= positions + 1 < self.num_prompt[owners]
+        return np.flatnonzero(wanted).astype(np.int32)
+
     def pack(self, number: int, rows: Ints, counts: Ints, copies: Ints = NO_PAIRS) -> StepPlan:
         """One ragged batch of the next `counts[b]` uncomputed tokens of each row."""
         computed = self.num_computed[rows]
@@ -119,6 +129,7 @@ class SequenceTable:
             slots=blocks * self.block_size + positions % self.block_size,
             samples=samples,
             copies=copies,
+            scored=self.scored(owners, positions),
         )
 
     def _set_stop_tokens(self, row: int, stop_tokens: tuple[int, ...]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from penstock.workers.scheduling.kv_pool import block_hash, root_hash
-from penstock.workers.scheduling.sequence import Ints, Key, NewSequence
+from penstock.workers.scheduling.sequence import NEVER, Ints, Key, NewSequence
 
 
 class Phase(Enum):
@@ -30,6 +30,7 @@ class Ticket:
     row: int = -1  # while it has one
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as needed yet
     choice: int = 0
+    prompt_known: int = NEVER  # prompt positions from here on want logprobs
     followers: list["Ticket"] = field(default_factory=list)  # they wait for its prompt
     unwanted: bool = False  # dropped, but others follow it
 
@@ -46,6 +47,14 @@ class Ticket:
     def num_uncomputed(self) -> int:
         own = sum(len(follower.tokens) - self.new.num_prompt for follower in self.followers)
         return len(self.tokens) - self.source_len + own
+
+    def num_reusable(self, block_size: int) -> int:
+        """Blocks that may be found in the cache: what must be computed is not read from there.
+
+        At least the last token must be: the next one is drawn from its logits. So must be every
+        prompt token whose successor's logprobs are wanted.
+        """
+        return (min(len(self.tokens), self.prompt_known) - 1) // block_size
 
     def chain(self, tokens: Ints, num_blocks: int, block_size: int) -> list[bytes]:
         """Hashes of the first `num_blocks` full blocks of `tokens`, which are this sequence's."""

@@ -298,3 +298,23 @@ async def test_health_follows_the_workers(config: RouterConfig) -> None:
             await served.router.set_workers({worker.name: worker.address})
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_prompt_logprobs_come_before_the_answer(
+    channel: grpc.aio.Channel, talking: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.router.api.grpc.PROMPT_TOKENS_A_REPLY", 3)
+    prompt = [9, 40, 30, 20, 10, 11]
+    replies = await generate(
+        channel,
+        tokens=pb.Tokens(ids=prompt),
+        sampling=pb.Sampling(prompt_logprobs=2, max_tokens=4, n=2),
+    )
+    scored = [list(reply.prompt_logprobs) for reply in replies]
+    assert list(map(len, scored[:3])) == [3, 2, 0]
+    assert not any(reply.tokens for reply in replies[:2])
+    entries = scored[0] + scored[1]
+    assert [entry.chosen for entry in entries] == [-token / 8 for token in prompt[1:]]
+    assert [(entry.rank, len(entry.top)) for entry in entries] == [(3, 3)] * 5
+    assert {reply.choice for reply in replies[2:]} == {0, 1}
+    assert [reply.HasField("usage") for reply in replies].count(True) == 1

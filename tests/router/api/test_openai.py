@@ -370,3 +370,49 @@ async def test_the_best_of_several_choices(client: Any, talking: Served) -> None
     assert SENTENCE.endswith(choice.text)
     assert choice.text != SENTENCE
     assert talking.worker.submits[0].params.n == 2
+
+
+async def test_echo_puts_the_prompt_before_the_answer(client: Any, talking: Served) -> None:
+    answer = await client.completions.create(
+        model="stub", prompt=PROMPT, max_tokens=3, echo=True, logprobs=1, n=2
+    )
+    prompt = list(talking.worker.submits[0].prompt)
+    for choice in answer.choices:
+        assert choice.text.startswith(PROMPT)
+        assert len(choice.text) > len(PROMPT)
+        told = choice.logprobs
+        assert len(told.tokens) == len(prompt) + 3
+        assert told.token_logprobs[: len(prompt)] == [None, *(-t / 8 for t in prompt[1:])]
+        assert told.top_logprobs[0] is None
+        assert len(told.top_logprobs[1]) == 2  # the prompt's own, and the likeliest
+        assert told.text_offset[0] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_only_the_prompt(client: Any, talking: Served, stream: bool) -> None:
+    answer = await client.completions.create(
+        model="stub", prompt=PROMPT, max_tokens=0, echo=True, logprobs=0, stream=stream
+    )
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    (choice,) = chunks[0].choices
+    assert (choice.text, choice.finish_reason) == (PROMPT, "length")
+    assert len(choice.logprobs.tokens) == len(talking.worker.submits[0].prompt)
+
+
+async def test_prompt_logprobs_are_told_as_by_vllm(client: Any, talking: Served) -> None:
+    more = {"prompt_logprobs": 2}
+    plain = await client.completions.create(model="stub", prompt=PROMPT, extra_body=more)
+    hello = [{"role": "user", "content": PROMPT}]
+    chat = await client.chat.completions.create(model="stub", messages=hello, extra_body=more)
+    tables = [plain.choices[0].model_extra["prompt_logprobs"], chat.model_extra["prompt_logprobs"]]
+    for table, submit in zip(tables, talking.worker.submits, strict=True):
+        assert len(table) == len(submit.prompt)
+        assert table[0] is None
+        token = submit.prompt[1]
+        own = {"logprob": -token / 8, "rank": 3, "decoded_token": TOKENIZER.decode([token])}
+        assert {name: entry["rank"] for name, entry in table[1].items()} == {
+            str(token): 3,
+            "7": 1,
+            "8": 2,
+        }
+        assert table[1][str(token)]["logprob"] == own["logprob"]

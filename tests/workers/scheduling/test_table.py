@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from penstock.workers.scheduling.sequence import Finish, Ints, NewSequence, SamplingParams
-from penstock.workers.scheduling.table import NEVER, SequenceTable, ragged_arange
+from penstock.workers.scheduling.sequence import NEVER, Finish, Ints, NewSequence, SamplingParams
+from penstock.workers.scheduling.table import SequenceTable, ragged_arange
 
 
 def ints(*values: int) -> Ints:
