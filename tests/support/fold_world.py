@@ -49,6 +49,7 @@ class Asked:
     at: FoldWorker
     logs: list[list[int]]
     ended: list[bool]
+    known: int = 1  # prompt positions below it have their logprobs
     attempt: int = 0
     state: str = "submitted"  # then receiving, yielded, done
     lease: tuple[FoldWorker, Key, int] | None = None  # where, under which key, kv_len
@@ -86,6 +87,7 @@ class FoldWorld:
         self.asked: list[Asked] = []
         self.transfers: list[Transfer] = []
         self.num_arrived = 0
+        self.num_scored = 0  # prompt tokens
         self.num_copies = 0  # of blocks that several held
         self.num_forks = 0  # rows that drew their first token from another's logits
 
@@ -178,6 +180,7 @@ class FoldWorld:
         if worker.plan is None:
             return
         drawn = worker.model.run(worker.plan, worker.batcher.table.choices)
+        self._score(worker, worker.plan)
         output = worker.batcher.commit(worker.plan, drawn)
         self.num_copies += len(worker.plan.copies)
         self.num_forks += len(worker.plan.forks)
@@ -187,6 +190,7 @@ class FoldWorld:
             asked, choice = self._by_key(key), int(output.choices[i])
             answer, ending = asked.answers[choice]
             index, finish = int(output.indices[i]), Finish(int(output.finishes[i]))
+            assert asked.params.prompt_logprobs is None or asked.known >= len(asked.prompt)
             assert not asked.ended[choice], "a choice that is over"
             assert index == len(asked.logs[choice]), "each index once, in order"
             assert int(output.tokens[i]) == answer[index]
@@ -194,6 +198,18 @@ class FoldWorld:
             assert finish == (ending if asked.ended[choice] else Finish.NONE)
             asked.logs[choice].append(int(output.tokens[i]))
         self._hear(worker)
+
+    def _score(self, worker: FoldWorker, plan: StepPlan) -> None:
+        """Each position of a prompt that wants logprobs once, in order, whatever happens to it."""
+        owners = np.searchsorted(plan.query_starts, plan.scored, side="right") - 1
+        keys = worker.batcher.table.keys[plan.rows[owners]]
+        for key, position in zip(keys, plan.positions[plan.scored].tolist(), strict=True):
+            if key not in worker.dropped:
+                asked = self._by_key(key)
+                assert asked.params.prompt_logprobs is not None
+                assert position + 1 == asked.known < len(asked.prompt)
+                asked.known += 1
+                self.num_scored += 1
 
     def step(self, worker: FoldWorker, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -304,6 +320,8 @@ class FoldWorld:
             for choice, log in enumerate(asked.logs)
             if choice in asked.open
         ]
+        if asked.params.prompt_logprobs is not None and asked.known < len(asked.prompt):
+            source_len = 0  # its blocks would be of no use
         at.batcher.submit(
             NewSequence(
                 key=asked.key,
@@ -316,6 +334,7 @@ class FoldWorld:
                 priority=asked.priority,
                 salt=asked.salt,
                 source_len=source_len,
+                prompt_known=asked.known,
             )
         )
 

@@ -66,6 +66,7 @@ class BatcherMachine(RuleBasedStateMachine):
             max_tokens=st.integers(1, 24),
             min_tokens=st.integers(0, 4),
             stop_tokens=st.sampled_from(_STOPS),
+            prompt_logprobs=st.sampled_from([None, None, 0]),
         ),
         salt=st.sampled_from([b"", b"", b"other"]),
         priority=st.sampled_from([0, 0, 0, 1, 2]),
@@ -221,6 +222,7 @@ class Schedule:
                 max_tokens=rng.randint(4, 39),
                 min_tokens=rng.randint(0, 4),
                 stop_tokens=rng.choice([(), (), *_STOPS]),
+                prompt_logprobs=rng.choice([None, None, 0]),
             )
             self.world.ask(
                 rng.choice(self.world.workers),
@@ -282,13 +284,14 @@ class Schedule:
 
 @pytest.mark.parametrize("first_seed", [0, 30])
 def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> None:
-    num_preempted, num_cached, num_arrived, num_copies, num_forks = 0, 0, 0, 0, 0
+    num_preempted, num_cached, num_arrived, num_copies, num_forks, num_scored = [0] * 6
     for seed in range(first_seed, first_seed + 30):
         schedule = Schedule(seed)
         schedule.run(100)
         num_arrived += schedule.world.num_arrived
         num_copies += schedule.world.num_copies
         num_forks += schedule.world.num_forks
+        num_scored += schedule.world.num_scored
         for worker in schedule.world.workers:
             load = worker.batcher.load()
             num_preempted += load.preemptions
@@ -299,3 +302,4 @@ def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> 
     assert num_arrived > 5
     assert num_copies > 20
     assert num_forks > 20
+    assert num_scored > 100
