@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,12 +52,30 @@ class Receiving:
     blocks: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of a prompt's tokens from `position` on."""
+
+    key: Key
+    position: int
+    entries: list[TokenLogprobs | None]  # every one is there
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step's logits gave: a token a row that draws, and logprobs of prompts."""
+
+    sampled: Sampled
+    prompts: list[PromptLogprobs]
+
+
 @dataclass(slots=True)
 class StepResult:
     """What one step gave. `logprobs` has an entry for each of the output's tokens."""
 
     output: StepOutput | None = None  # None: there was nothing to compute
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
     failed: list[Key] = field(default_factory=list)  # ended: their logits were not finite
     yielded: list[Yielded] = field(default_factory=list)
     reserved: list[Receiving] = field(default_factory=list)
@@ -112,6 +131,10 @@ class Engine:
         self.batcher.submit(new)
         self._live[new.key] = new
 
+    def drop_choice(self, key: Key, choice: int) -> None:
+        """Let go of one of its choices; unknown: nothing."""
+        self.batcher.drop_choice(key, choice)
+
     def drop(self, key: Key) -> None:
         """Let go of it, in whatever form it is held; unknown: nothing."""
         self.batcher.drop(key)
@@ -129,8 +152,8 @@ class Engine:
         result = StepResult()
         plan = self.plan(result)
         if plan is not None:
-            sampled = self.draw(plan, self.compute(plan))
-            self.book(plan, sampled, time.perf_counter() - started, result)
+            drawn = self.draw(plan, self.compute(plan))
+            self.book(plan, drawn, time.perf_counter() - started, result)
         return result
 
     def plan(self, result: StepResult) -> StepPlan | None:
@@ -144,24 +167,26 @@ class Engine:
         return self.batcher.plan(time.perf_counter())
 
     def compute(self, plan: StepPlan) -> Tensor:
-        """Run the model; the logits [S, vocab_size] of the rows that sample."""
+        """Run the model; the logits that `draw` takes, as `Runner.run` returns them."""
         self._gap_seconds = time.perf_counter() - self._drawn_at
         return self._runner.run(plan)
 
-    def draw(self, plan: StepPlan, logits: Tensor) -> Sampled:
+    def draw(self, plan: StepPlan, logits: Tensor) -> Drawn:
         """Draw the tokens, once every step before is booked."""
-        rows, table = plan.rows[plan.samples], self.batcher.table
+        rows, table = plan.drawing, self.batcher.table
         indices = table.num_tokens[rows] - table.num_prompt[rows]
-        sampled = self._sampler.sample(logits, rows, indices, table)
+        prompts = self._score(plan, logits[len(rows) :]) if len(plan.scored) else []
+        sampled = self._sampler.sample(logits[: len(rows)], rows, indices, table)
         self._drawn_at = time.perf_counter()
-        return sampled
+        return Drawn(sampled, prompts)
 
-    def book(self, plan: StepPlan, sampled: Sampled, seconds: float, result: StepResult) -> None:
+    def book(self, plan: StepPlan, drawn: Drawn, seconds: float, result: StepResult) -> None:
         """Take up what a step gave; it took `seconds`."""
-        rows = plan.rows[plan.samples]
+        rows, sampled = plan.drawing, drawn.sampled
+        result.prompts = drawn.prompts
         if not sampled.finite.all():
             keys = self.batcher.table.keys[rows[~sampled.finite]].tolist()
-            # One that has ended meanwhile is in the step still.
+            # One that has ended meanwhile is in the step still; one with several choices is once.
             result.failed = [key for key in keys if self._live.pop(key, None) is not None]
             for key in result.failed:
                 self.batcher.fail(key)
@@ -198,11 +223,28 @@ class Engine:
         self.batcher = Batcher(self.limits)
         self._num_steps = 0
 
+    def _score(self, plan: StepPlan, logits: Tensor) -> list[PromptLogprobs]:
+        """Logprobs of prompt tokens; those of one row stand together."""
+        table, positions = self.batcher.table, plan.positions[plan.scored] + 1
+        at = np.searchsorted(plan.query_starts, plan.scored, side="right") - 1
+        rows, starts = np.unique(plan.rows[at], return_index=True)
+        order = np.argsort(starts)
+        rows, starts = rows[order], starts[order]
+        ends = [*starts[1:].tolist(), len(plan.scored)]
+        live = [self._live.get(key) for key in table.keys[rows].tolist()]
+        counts = [-1 if new is None else new.params.prompt_logprobs or 0 for new in live]
+        wanted = np.array(counts, np.int64).repeat(np.diff([*starts, len(plan.scored)]))
+        entries = self._sampler.score(logits, wanted, table.tokens[plan.rows[at], positions])
+        return [
+            PromptLogprobs(new.key, int(positions[start]), entries[start:end])
+            for new, start, end in zip(live, starts.tolist(), ends, strict=True)
+            if new is not None
+        ]
+
     def _obey(self, event: SchedulerEvent, result: StepResult) -> None:
         match event:
-            case Admitted(key, row):
-                new = self._live[key]
-                self._sampler.admit(row, new.params, new.choice)
+            case Admitted(key, row, choice):
+                self._sampler.admit(row, self._live[key].params, choice)
             case Reserved(key, have):
                 stop, blocks = self._live[key].source_len, self.batcher.receiving(key)
                 result.reserved.append(Receiving(key, have, stop, blocks))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import plan_attention
-from penstock.kernels.cache import write_rows
+from penstock.kernels.cache import copy_blocks, write_rows
 from penstock.kernels.latent_attention import plan_latent_attention
 from penstock.kernels.rotary import rotary_table
 from penstock.workers.kv_cache import KvCache
@@ -29,17 +29,24 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
-        """Computes the plan's tokens and writes their keys and values.
+        """Copies the plan's blocks, computes its tokens and writes their keys and values.
 
-        Returns [S, vocab_size] float32: logits after the last token of each row of the plan that
-        samples, in the plan's order.
+        Returns [S + P, vocab_size] float32: the logits that each of the plan's drawing rows draws
+        from, then those after each of its scored tokens.
         """
         decoder, cache = self.decoder, self.cache.data
+        if len(plan.copies):
+            copy_blocks(cache, self._put(plan.copies[:, 0]), self._put(plan.copies[:, 1]))
         hidden = decoder(self._put(plan.tokens), self._inputs(plan), cache)
         last = plan.query_starts[1:][plan.samples] - 1
-        if len(last) < len(hidden):
-            hidden = hidden[self._put(last)]
-        return decoder.logits(hidden)
+        wanted = np.concatenate((last, plan.scored))
+        if len(last) < len(hidden) or len(plan.scored):
+            hidden = hidden[self._put(wanted)]
+        logits = decoder.logits(hidden)
+        if len(plan.forks):
+            forked = logits[self._put(plan.forks[:, 0])]
+            logits = torch.cat((logits[: len(last)], forked, logits[len(last) :]))
+        return logits
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         layer, latent = self.cache.data[0], self._latent
