@@ -60,7 +60,7 @@ class Runner:
     def _tables(self, size: int) -> tuple[Tensor, ...]:
         decoder = self.decoder
         return tuple(
-            rotary_table(rotary.frequencies, size, decoder.dtype, rotary.scale)
+            rotary_table(rotary.frequencies, size, decoder.dtype, rotary.scale, rotary.neighbours)
             for rotary in decoder.rotaries
         )
 

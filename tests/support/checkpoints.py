@@ -32,6 +32,10 @@ COMMON = {
     "pad_token_id": None,
 }
 
+OLDER = {
+    key: COMMON[key] for key in COMMON if key not in ("intermediate_size", "num_key_value_heads")
+}
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -139,6 +143,33 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         swiglu_limit=1.5,
         rope_parameters=YARN_ROPE | {"truncate": False},
     ),
+    # Falcon 7B: one KV head, one norm.
+    "falcon-7b": lambda: transformers.FalconConfig(**OLDER, multi_query=True),
+    # Falcon 40B: several KV heads, two norms.
+    "falcon-40b": lambda: transformers.FalconConfig(
+        **OLDER | {"num_attention_heads": 6},
+        new_decoder_architecture=True,
+        num_kv_heads=3,
+        bias=True,
+        ffn_hidden_size=76,
+        tie_word_embeddings=False,
+    ),
+    "falcon-11b": lambda: transformers.FalconConfig(
+        **OLDER, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+    ),
+    "falcon-in-turn": lambda: transformers.FalconConfig(
+        **OLDER, multi_query=False, parallel_attn=False, bias=True
+    ),
+    "gpt-j": lambda: transformers.GPTJConfig(
+        vocab_size=VOCAB_SIZE,
+        n_embd=52,
+        n_head=2,
+        n_layer=2,
+        n_positions=192,
+        n_inner=70,
+        rotary_dim=6,
+        eos_token_id=1,
+    ),
     "qwen3": lambda: transformers.Qwen3Config(
         **COMMON | {"num_attention_heads": 6, "num_key_value_heads": 3}, head_dim=24
     ),
@@ -158,8 +189,9 @@ def make_model(family: str, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Wide enough that the next token depends on far ones, and that answers vary.
-            around = 1.0 if "norm" in name else 0.0
-            parameter.normal_(around, 0.1 if "norm" in name else 0.25)
+            norm = "norm" in name or ".ln_" in name
+            around = 1.0 if norm and name.endswith("weight") else 0.0
+            parameter.normal_(around, 0.1 if norm else 0.25)
     return model
 
 

@@ -23,6 +23,7 @@ class RopeSpec:
     original_max_len: int = 8192  # positions the model was first trained on
     share: float = 1.0  # of a head's features that are rotated, the first ones
     scale: float = 1.0  # of what is rotated
+    neighbours: bool = False  # pairs are neighbours, not half a head apart
     beta_fast: float = 32.0  # this and the next two: yarn
     beta_slow: float = 1.0
     truncate: bool = True

@@ -1,7 +1,7 @@
 """What a checkpoint folder says of its model: read from `config.json`, without torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.workers.models.config import BadCheckpoint, Fields, read_json
@@ -38,15 +38,19 @@ class ModelSpec:
     max_model_len: int  # positions
     eos_tokens: tuple[int, ...]
     tie_embeddings: bool
+    head_bias: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: str  # "", "head" or "whole"
-    norm_place: str  # "before", "after" or "both"
+    norm_place: str  # "before", "after" or "both"; "once": before, one for both halves
+    parallel: bool  # whether attention and feed-forward read the same stream
+    qkv_grouped: bool  # in the checkpoint: each KV head's query heads, its key, its value
+    gated: bool  # the feed-forward layer
     sinks: bool  # whether each head has a score that takes probability and gives nothing
-    norm_kind: str  # "rms", or "rms_above_one": its weight counts from one
+    norm_kind: str  # "rms", "layer", or "rms_above_one": its weight counts from one
     norm_eps: float
-    activation: str  # of the feed-forward layer's gate: "silu" or "gelu_pytorch_tanh"
+    activation: str  # of the gate "silu" or "gelu_pytorch_tanh", without one "gelu" or "gelu_new"
     embedding_scale: float
     attention_scale: float | None  # of the scores; None: 1 / sqrt(head_dim)
     attention_cap: float  # soft cap of the scores; 0: none
@@ -77,7 +81,10 @@ def read_spec(folder: Path) -> ModelSpec:
     if not (folder / "config.json").is_file():
         raise BadCheckpoint(f"{folder} has no config.json: give the path of a checkpoint folder")
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
-    return _build(config, _family(config), _eos_tokens(folder, config))
+    family = _family(config)
+    values = {**family.absent, **config.values, **family.usual(config.values)}
+    family = replace(family, **family.variant(values))
+    return _build(Fields(values, config.path), family, _eos_tokens(folder, config))
 
 
 def _family(config: Fields) -> Family:
@@ -89,8 +96,6 @@ def _family(config: Fields) -> Family:
     family = FAMILIES.get(str(architectures[0]))
     if family is None:
         raise config.unsupported(f"{architectures[0]} is not served; served are {known}")
-    if values.get("auto_map"):
-        raise config.unsupported("auto_map asks for code from the checkpoint, which is never run")
     if values.get("quantization_config"):
         method = values["quantization_config"]
         name = method.get("quant_method") if isinstance(method, Mapping) else method
@@ -98,14 +103,13 @@ def _family(config: Fields) -> Family:
     key = family.activation_key
     if values.get(key, family.activation) != family.activation:
         raise config.unsupported(f"{key} {values[key]!r} is not served, only {family.activation!r}")
-    if values.get("use_bidirectional_attention"):
-        raise config.unsupported("use_bidirectional_attention is not served")
+    for key in ("use_bidirectional_attention", *family.refused):
+        if values.get(key):
+            raise config.unsupported(f"{key} is not served")
     return family
 
 
 def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> ModelSpec:
-    if family.absent:
-        config = Fields({**family.absent, **config.values}, config.path)
     values = config.values
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_kv_heads = config.size("num_key_value_heads", num_heads)
@@ -127,11 +131,15 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         max_model_len=config.size("max_position_embeddings"),
         eos_tokens=eos_tokens,
         tie_embeddings=config.flag("tie_word_embeddings"),
+        head_bias=family.head_bias,
         qkv_bias=family.qkv_bias(values),
         output_bias=family.output_bias(values),
         mlp_bias=family.mlp_bias and config.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         norm_place=family.norm_place,
+        parallel=family.parallel,
+        qkv_grouped=family.qkv_grouped,
+        gated=family.gated,
         sinks=family.sinks,
         norm_kind=family.norm_kind,
         activation=family.activation,
@@ -140,7 +148,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         attention_cap=_cap(config, "attn_logit_softcapping", family),
         logit_cap=_cap(config, "final_logit_softcapping", family),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_checked_rope(config, rope, head_dim),
+        rope=replace(_checked_rope(config, rope, head_dim), neighbours=family.neighbours),
         local_rope=local_rope,
         windows=_windows(config, family),
         experts=_experts(config, family),

@@ -17,7 +17,8 @@ from penstock.workers.weights.safetensors import DTYPES, Entry, load_tensor, rea
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$")  # older Llama checkpoints carry these
+_NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
+"""Tables that older checkpoints of Llama and GPT-J carry."""
 
 
 def load_model(
@@ -43,6 +44,7 @@ def load_model(
     wanted = _match(folder, spec, shapes, entries)
     decoder = empty_decoder(spec, chosen, device)
     _stream(wanted, decoder.tensors(), progress)
+    decoder.settle()
     return spec, decoder
 
 
@@ -91,7 +93,7 @@ def _match(
     folder: Path, spec: ModelSpec, shapes: dict[str, Tensor], entries: dict[str, Entry]
 ) -> list[Entry]:
     """The entries to load; checks that they are exactly what the model needs."""
-    tied = {"lm_head.weight"} if spec.tie_embeddings else set()
+    tied = {f"{spec.names.head}.weight"} if spec.tie_embeddings else set()
     extra = {name for name in entries if not _NOT_WEIGHTS.search(name)} - tied - shapes.keys()
     problems = (("lacks", shapes.keys() - entries.keys()), ("has the unexpected", extra))
     for verb, names in problems:
