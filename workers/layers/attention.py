@@ -17,6 +17,7 @@ from penstock.workers.layers.norm import Norm
 class StepInputs:
     """What the layers share of one step: T tokens. The runner makes it once a step."""
 
+    positions: Tensor  # [T]
     cos_sin: tuple[Tensor, ...]  # [T, 2, R] rows of each rotary table
     cache_rows: Tensor  # [T, 2 H] where this step's keys and values go
     plans: dict[int, AttentionPlan]  # by window

@@ -71,8 +71,8 @@ class ModelSpec:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """What the folder's `config.json` (and `generation_config.json`, for the end tokens) says.
+def read_config(folder: Path) -> Fields:
+    """The folder's `config.json`, of a single architecture and not quantized.
 
     Raises `BadCheckpoint` or `UnsupportedModel`, each with a line for the user.
     """
@@ -81,25 +81,44 @@ def read_spec(folder: Path) -> ModelSpec:
     if not (folder / "config.json").is_file():
         raise BadCheckpoint(f"{folder} has no config.json: give the path of a checkpoint folder")
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
+    architectures = config.values.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise config.unsupported(f"names no single architecture; {served()}")
+    method = config.values.get("quantization_config")
+    if method:
+        name = method.get("quant_method") if isinstance(method, Mapping) else method
+        raise config.unsupported(f"weights quantized by {name} are not served: take the original")
+    return config
+
+
+def served() -> str:
+    """The architectures that are ours, for a message."""
+    return f"served are {', '.join(sorted(FAMILIES))}"
+
+
+def is_ours(config: Fields) -> bool:
+    """Whether our own decoder computes it."""
+    return config.values["architectures"][0] in FAMILIES
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """What the folder's `config.json` (and `generation_config.json`, for the end tokens) says.
+
+    Raises `BadCheckpoint` or `UnsupportedModel`, each with a line for the user.
+    """
+    config = read_config(folder)
     family = _family(config)
     values = {**family.absent, **config.values, **family.usual(config.values)}
     family = replace(family, **family.variant(values))
-    return _build(Fields(values, config.path), family, _eos_tokens(folder, config))
+    return _build(Fields(values, config.path), family, read_eos_tokens(folder, config))
 
 
 def _family(config: Fields) -> Family:
     values = config.values
-    known = ", ".join(sorted(FAMILIES))
-    architectures = values.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1:
-        raise config.unsupported(f"names no single architecture; served are {known}")
-    family = FAMILIES.get(str(architectures[0]))
+    architecture = str(values["architectures"][0])
+    family = FAMILIES.get(architecture)
     if family is None:
-        raise config.unsupported(f"{architectures[0]} is not served; served are {known}")
-    if values.get("quantization_config"):
-        method = values["quantization_config"]
-        name = method.get("quant_method") if isinstance(method, Mapping) else method
-        raise config.unsupported(f"weights quantized by {name} are not served: take the original")
+        raise config.unsupported(f"{architecture} is not served; {served()}")
     key = family.activation_key
     if values.get(key, family.activation) != family.activation:
         raise config.unsupported(f"{key} {values[key]!r} is not served, only {family.activation!r}")
@@ -153,7 +172,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         windows=_windows(config, family),
         experts=_experts(config, family),
         names=family.names,
-        dtype=_dtype(config),
+        dtype=read_dtype(config),
     )
 
 
@@ -218,7 +237,7 @@ def _windows(config: Fields, family: Family) -> tuple[int, ...]:
     return windows
 
 
-def _dtype(config: Fields) -> str:
+def read_dtype(config: Fields) -> str:
     values = config.values
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
     if name not in ("float32", "bfloat16", "float16"):
@@ -226,7 +245,7 @@ def _dtype(config: Fields) -> str:
     return name
 
 
-def _eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
+def read_eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
     """Of `generation_config.json` where it names some, else of `config.json`."""
     found = None
     path = folder / "generation_config.json"
