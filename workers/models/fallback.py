@@ -6,7 +6,6 @@ been looked over (see `survey`). Slower than our own: its layers are not fused.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from penstock.workers.models.config import BadCheckpoint, Fields
 from penstock.workers.models.interface import NAME, Paged, handled_by, register
 from penstock.workers.models.rope import RopeSpec
 from penstock.workers.models.rotary import Rotary
+from penstock.workers.models.spec import require_transformers, served
 from penstock.workers.models.survey import Call, Recorder, Refused, look_over
 
 
@@ -122,6 +122,7 @@ def load_fallback(
 
     `num_bytes`: of its weights, for `progress`. Raises `BadCheckpoint` or `UnsupportedModel`.
     """
+    require_transformers(config)
     folder, architecture = config.path.parent, config.values["architectures"][0]
     try:
         theirs = _their_config(architecture, folder)
@@ -132,17 +133,12 @@ def load_fallback(
         with torch.inference_mode():
             model.spec = _look_over(model, theirs, longest, eos_tokens, architecture)
     except Refused as reason:
-        raise config.unsupported(f"{architecture} is not served: {reason}") from None
+        raise config.unsupported(f"{architecture} is not served: {reason}; {served()}") from None
     return model.spec, model
 
 
 def _their_config(architecture: str, folder: Path) -> Any:
     """Its configuration, if `transformers` has such a decoder, and it uses the interface."""
-    if find_spec("transformers") is None:
-        raise Refused(
-            "it is none of ours, and transformers, which may have it, is not here: "
-            "pip install 'penstock[transformers]'"
-        )
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

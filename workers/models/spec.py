@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.workers.models.config import BadCheckpoint, Fields, read_json
@@ -99,6 +100,25 @@ def served() -> str:
 def is_ours(config: Fields) -> bool:
     """Whether our own decoder computes it."""
     return config.values["architectures"][0] in FAMILIES
+
+
+def check_config(folder: Path) -> None:
+    """That the folder's model may be served, as far as its configuration tells. Raises as
+    `read_config` does."""
+    config = read_config(folder)
+    if is_ours(config):
+        read_spec(folder)
+    else:
+        require_transformers(config)
+
+
+def require_transformers(config: Fields) -> None:
+    """`UnsupportedModel` where only `transformers` could have it, and that is not installed."""
+    if find_spec("transformers") is None:
+        raise config.unsupported(
+            f"{config.values['architectures'][0]} is none of ours; {served()}. transformers may "
+            "have it: pip install 'penstock[transformers]'"
+        )
 
 
 def read_spec(folder: Path) -> ModelSpec:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.workers.models.interface import IGNORED, Heads, handled_by, scores_of
 
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}
 
 
 class Refused(Exception):
@@ -105,7 +105,7 @@ def read_window(options: dict[str, Any], max_model_len: int) -> int:
     """
     from transformers.masking_utils import sdpa_mask
 
-    def seen(position: int) -> Tensor:
+    def row_of(position: int) -> Tensor:
         row = sdpa_mask(
             batch_size=1,
             q_length=1,
@@ -115,15 +115,16 @@ def read_window(options: dict[str, Any], max_model_len: int) -> int:
             allow_is_causal_skip=False,
             use_vmap=options.get("use_vmap", False),
         )
-        return row[0, 0, 0]
+        seen: Tensor = row[0, 0, 0]
+        return seen
 
     last = max_model_len - 1
-    window = int(seen(last).sum())
+    window = int(row_of(last).sum())
     positions = torch.arange(max_model_len)
     for position in {0, 1, window - 1, window, window + 1, last // 2, last - 1, last}:
         if 0 <= position <= last:
             expected = (positions <= position) & (positions > position - window)
-            if not torch.equal(seen(position), expected):
+            if not torch.equal(row_of(position), expected):
                 raise Refused("its masks are neither causal nor sliding windows")
     return window if window < max_model_len else 0
 
@@ -135,12 +136,18 @@ Run = Callable[[Tensor, Tensor], Tensor]
 def look_over(run: Run, num_layers: int, max_model_len: int, device: torch.device) -> list[Call]:
     """How each layer attends; `Refused` where the paged cache and the batcher cannot serve it.
 
-    Three tokens run alone and then side by side, as tokens of three sequences do. If that changes
-    anything, they meet elsewhere than in attention (in a convolution, a recurrence, ...), or the
-    model counts positions by itself.
+    Three tokens run alone and then side by side, first as tokens of three sequences do, then as
+    those of one. If that changes anything, they meet elsewhere than in attention (in a
+    convolution, a recurrence, ...), or the model counts positions by itself.
     """
-    tokens = torch.arange(3, 6, device=device)
-    positions = torch.tensor([max_model_len - 1, 0, max_model_len // 2], device=device)
+    last = max_model_len - 1
+    for places in ([last, 0, last // 2], [last - 2, last - 1, last]):
+        calls = _look_over(run, torch.tensor(places, device=device), max_model_len)
+    return _uniform(calls, num_layers)
+
+
+def _look_over(run: Run, positions: Tensor, max_model_len: int) -> dict[int, Call]:
+    tokens = torch.arange(3, 6, device=positions.device)
     alone = []
     for one in range(3):
         recorder = Recorder(max_model_len, check_masks=True)
@@ -154,7 +161,7 @@ def look_over(run: Run, num_layers: int, max_model_len: int, device: torch.devic
             "its tokens meet outside of attention (as in a convolution or a recurrence), or it "
             "does not take their positions as given"
         )
-    return _uniform(recorder.calls, num_layers)
+    return recorder.calls
 
 
 def _uniform(calls: dict[int, Call], num_layers: int) -> list[Call]:

@@ -16,8 +16,8 @@ from tests.support.checkpoints import OTHERS, VOCAB_SIZE, make_checkpoint
 from tests.support.planner import generate
 
 CPU = torch.device("cpu")
-MAX_NEW = 10
-LENGTHS = (1, 16, 37, 15, 70)
+MAX_NEW = 8
+LENGTHS = (12, 16, 61)  # answers that cross a block and a window
 OURS = ("gemma2", "gpt-oss")  # whose soft caps, windows and sinks pass through the interface too
 
 Model = tuple[ServedModel, list[list[int]], Expected]
@@ -45,7 +45,6 @@ def test_alone(model: Model) -> None:
         check(generate(computed, [prompt], MAX_NEW), ([answer], [rows]))
 
 
-@pytest.mark.parametrize("chunk", [3, 100])
-def test_in_a_crowd_and_in_chunks(model: Model, chunk: int) -> None:
+def test_in_a_crowd_and_in_chunks(model: Model) -> None:
     computed, prompts, expected = model
-    check(generate(computed, prompts, MAX_NEW, chunk), expected)
+    check(generate(computed, prompts, MAX_NEW, chunk=21), expected)
