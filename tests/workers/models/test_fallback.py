@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine import Engine
 from penstock.workers.models.fallback import FallbackModel, load_fallback
 from penstock.workers.models.served import ServedModel
 from penstock.workers.models.spec import read_config
 from penstock.workers.weights.loading import load
 from tests.support.answers import Expected, check, expected_answers
 from tests.support.checkpoints import OTHERS, VOCAB_SIZE, make_checkpoint
+from tests.support.engines import greedy_sequence, run_out
 from tests.support.planner import generate
 
 CPU = torch.device("cpu")
@@ -48,3 +51,16 @@ def test_alone(model: Model) -> None:
 def test_in_a_crowd_and_in_chunks(model: Model) -> None:
     computed, prompts, expected = model
     check(generate(computed, prompts, MAX_NEW, chunk=21), expected)
+
+
+def test_the_engine_serves_it(tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, "gpt-bigcode")
+    sizes: dict[str, Any] = {"kv_cache_mib": 1, "max_sequences": 8, "max_batched_tokens": 32}
+    engine = Engine(WorkerConfig("w", tmp_path, **sizes))
+    engine.warm_up()
+    prompts = [list(range(4, 4 + length)) for length in (5, 50)]
+    expected, _ = expected_answers(reference, prompts, MAX_NEW)
+    for number, prompt in enumerate(prompts):
+        engine.submit(greedy_sequence(number, prompt, MAX_NEW))
+    assert run_out(engine) == dict(enumerate(expected))
+    engine.batcher.check()
