@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.workers.layers.attention import StepInputs
+from penstock.workers.layers.attention import Attention, StepInputs
 from penstock.workers.layers.block import Block
 from penstock.workers.layers.norm import Norm
 from penstock.workers.models.assembly import Assembly
@@ -39,7 +39,7 @@ class Decoder:
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
         """Runs T tokens and writes their keys and values.
 
-        tokens: [T] integers; cache: [layers, 2, N, H, S, D]. Returns [T, hidden_size], before
+        tokens: [T] integers; cache: the data of a `KvCache`. Returns [T, hidden_size], before
         the last norm.
         """
         hidden = functional.embedding(tokens, self.embeddings)
@@ -69,8 +69,8 @@ class Decoder:
 
     def settle(self) -> None:
         """Puts what was loaded as the checkpoint has it into our order; once."""
-        if self.spec.qkv_grouped:
-            for block in self.layers:
+        for block in self.layers:
+            if self.spec.qkv_grouped and isinstance(block.attention, Attention):
                 block.attention.ungroup()
 
 
@@ -86,5 +86,5 @@ def empty_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
         norm=assembly.norm(spec.hidden_size),
         head=embeddings if spec.tie_embeddings else torch.empty_like(embeddings),
         head_bias=assembly.empty(spec.vocab_size) if spec.head_bias else None,
-        rotaries=tuple(make_rotary(rope, spec.head_dim, device) for rope in spec.ropes),
+        rotaries=tuple(make_rotary(rope, spec.rotated_dim, device) for rope in spec.ropes),
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.workers.layers.attention import StepInputs
 from penstock.workers.models.config import BadCheckpoint, Fields
+from penstock.workers.models.deepseek import LatentSpec
 from penstock.workers.models.interface import NAME, Paged, handled_by, register
 from penstock.workers.models.rope import RopeSpec
 from penstock.workers.models.rotary import Rotary
@@ -34,6 +35,12 @@ class FallbackSpec:
     eos_tokens: tuple[int, ...]
     windows: tuple[int, ...]
     rope: RopeSpec = RopeSpec(1.0)  # noqa: RUF009 (frozen); nothing is turned by us
+
+    latent: LatentSpec | None = None
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        return 2, self.num_kv_heads, self.head_dim
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes

@@ -137,6 +137,17 @@ def _yarn_scale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def stretched_scores(config: Fields) -> float:
+    """What DeepSeek multiplies scores by where rope is stretched, beside the rope's own scale."""
+    found = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default" or not found.get("mscale_all_dim"):
+        return 1.0
+    rope = Fields(found, config.path)
+    factor, weight = rope.number("factor", 1.0), rope.number("mscale_all_dim", 1.0)
+    return _yarn_scale(factor, weight) ** 2
+
+
 def _longrope(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
     """Ding et al., 2024. All sequences share one set of divisors, so that their keys agree."""
     scale = 1.0

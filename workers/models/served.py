@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.workers.layers.attention import StepInputs
+from penstock.workers.models.deepseek import LatentSpec
 from penstock.workers.models.rope import RopeSpec
 from penstock.workers.models.rotary import Rotary
 
@@ -18,9 +19,9 @@ class ServedSpec(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
+    def kv_shape(self) -> tuple[int, int, int]: ...
     @property
-    def head_dim(self) -> int: ...
+    def latent(self) -> LatentSpec | None: ...
     @property
     def max_model_len(self) -> int: ...
     @property
