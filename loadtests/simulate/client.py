@@ -16,41 +16,43 @@ class FoldClient:
     def __init__(self, plan: RequestPlan, max_model_len: int) -> None:
         self.plan = plan
         self.number = plan.number
-        self.answer: list[int] = []
+        self.answers: list[list[int]] = [[] for _ in range(plan.num_choices)]
         self.how = ""  # it ended; empty while it has not
         self.at: tuple[Router, int] | None = None  # where it asks, and its number there
-        self._finished = False
+        self._finished = [False] * plan.num_choices
         params = SamplingParams(max_tokens=plan.max_tokens, stop_tokens=plan.stop_tokens)
-        self._right, _ = straight_answer(plan.prompt, params, max_model_len)
-        if 0 < plan.cut < len(self._right):
-            self._right = self._right[: plan.cut]
-        else:
-            self._right = list(self._right)
+        answers = [
+            straight_answer(plan.prompt, params, max_model_len, choice)[0]
+            for choice in range(plan.num_choices)
+        ]
+        self._right = [answer[: plan.cut or len(answer)] for answer in answers]
 
     @property
     def over(self) -> bool:
         return bool(self.how)
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.answers))
+
     def deliver(self, deliver: Deliver) -> Cut | None:
         """Take tokens; AssertionError for a position twice, out of order or wrong."""
-        number, here = self.number, len(self.answer)
         if self.how == LEFT:
             return None  # its router has not noticed yet
-        assert not self.over, f"client {number}: tokens after the end"
-        assert not self._finished or not deliver.tokens, f"client {number}: more after the last"
-        assert deliver.position == here, (
-            f"client {number}: position {deliver.position} came where {here} was due"
-        )
-        self.answer.extend(deliver.tokens)
-        plan = self.plan
-        cut = 0 < plan.cut <= len(self.answer) and not deliver.finish
+        choice, cut_at = deliver.choice, self.plan.cut
+        answer, who = self.answers[choice], f"client {self.number}, choice {choice}"
+        here = len(answer)
+        assert not self.over, f"{who}: tokens after the end"
+        assert not self._finished[choice], f"{who}: more after the last"
+        assert deliver.position == here, f"{who}: position {deliver.position}, not {here}"
+        answer.extend(deliver.tokens)
+        cut = 0 < cut_at <= len(answer) and not deliver.finish
         if cut:
-            del self.answer[plan.cut :]
-        assert self.answer == self._right[: len(self.answer)], (
-            f"client {number}: position {here} is {deliver.tokens}, not the reference's"
-        )
-        self._finished = cut or deliver.finish is not Finish.NONE
-        return Cut(deliver.request, deliver.choice, plan.cut) if cut else None
+            del answer[cut_at:]
+        right = self._right[choice][: len(answer)]
+        assert answer == right, f"{who}: {deliver.tokens} at {here} is not the reference's"
+        self._finished[choice] = cut or deliver.finish is not Finish.NONE
+        return Cut(deliver.request, choice, cut_at) if cut else None
 
     def end(self, end: End) -> None:
         if self.how == LEFT:
@@ -58,7 +60,7 @@ class FoldClient:
         assert not self.over, f"client {self.number}: ended twice"
         self.how = end.status.value
         if end.status is Status.OK:
-            assert self.answer == self._right, f"client {self.number}: OK, but not the whole answer"
+            assert self.answers == self._right, f"client {self.number}: OK, but not all of it"
 
     def leave(self) -> None:
         """It goes, and hears nothing more."""

@@ -16,8 +16,8 @@ class Executor(Protocol):
         """How long that step takes."""
         ...
 
-    def run(self, plan: StepPlan) -> Ints:
-        """What its sampling rows draw, in order."""
+    def run(self, plan: StepPlan, choices: Ints) -> Ints:
+        """What its drawing rows draw, in order; `choices` are those of every row of the table."""
         ...
 
     def read(self, blocks: Ints) -> Sequence[int]:
@@ -47,8 +47,8 @@ class TimedFold:
     def seconds(self, plan: StepPlan) -> float:
         return self.slowness * (self._step_seconds + self._token_seconds * len(plan.tokens))
 
-    def run(self, plan: StepPlan) -> Ints:
-        return self._fold.run(plan)
+    def run(self, plan: StepPlan, choices: Ints) -> Ints:
+        return self._fold.run(plan, choices)
 
     def read(self, blocks: Ints) -> Sequence[int]:
         return [self._fold.kv[slot] for slot in self._fold.slots_of(blocks)]

@@ -46,6 +46,7 @@ class RequestPlan:
     prompt: tuple[int, ...]
     max_tokens: int
     stop_tokens: tuple[int, ...]
+    num_choices: int
     salt: bytes
     tenant: str
     priority: int
@@ -140,6 +141,7 @@ def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
     rng = Random(f"request {seed} {number}")
     stem = Random(rng.choice("ab")).choices(range(37), k=rng.choice((0, 4, 9, 20)))
     own = [rng.randrange(37) for _ in range(rng.choice((1, 3, 8, 20)))]
+    num_choices = rng.choice((1, 1, 1, 1, 2, 3))
     return RequestPlan(
         number=number,
         at=rng.uniform(0.0, rng.choice((1.0, 5.0))) if rng.random() < 0.7 else 0.5,
@@ -147,6 +149,7 @@ def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
         prompt=(*stem, *own),
         max_tokens=rng.choice((1, 5, 12, 23, 23)),
         stop_tokens=(rng.randrange(37),) if rng.random() < 0.4 else (),
+        num_choices=num_choices,
         salt=rng.choice((b"", b"", b"t")),
         tenant=rng.choice("ab"),
         priority=rng.choice((0, 0, 0, 1)),
@@ -156,7 +159,8 @@ def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
         if rng.random() < 0.25
         else float("inf"),
         leaves_moving=rng.choice((0.01, 0.1, 0.4)) if rng.random() < 0.15 else float("inf"),
-        resumes=rng.random() < 0.7,
+        # Which of several choices had ended is more than a client can tell another router.
+        resumes=rng.random() < 0.7 and num_choices == 1,
     )
 
 

@@ -94,8 +94,8 @@ class TimedModel:
     def seconds(self, plan: StepPlan) -> float:
         return self.slowness * self._timing.step(plan)
 
-    def run(self, plan: StepPlan) -> Ints:
-        return np.zeros(int(np.count_nonzero(plan.samples)), np.int32)
+    def run(self, plan: StepPlan, choices: Ints) -> Ints:
+        return np.zeros(len(plan.drawing), np.int32)
 
     def read(self, blocks: Ints) -> tuple[int, ...]:
         return ()

@@ -237,9 +237,7 @@ class Worker:
             case Send():
                 self._post(partial(self._send, session, command))
             case Drop(_, request, attempt, choice):
-                key = Key(session.number, request, attempt)
-                if choice in (None, 0) and key in session.held:
-                    self._let_go(session, [key])
+                self._let_go_of(session, Key(session.number, request, attempt), choice)
 
     def _submit(self, session: Session, submit: Submit) -> None:
         key = Key(session.number, submit.request.id, submit.attempt)
@@ -259,22 +257,31 @@ class Worker:
         self._post(lambda: self._enter(session, new))
 
     def _sequence(self, key: Key, submit: Submit) -> seq.NewSequence:
+        """As `workers/wire` makes it."""
         request, source = submit.request, submit.source
-        tokens = [*request.prompt, *submit.log[0]]
-        useful = source is not None and source.layout == self.info.layout
-        if source is None or not useful or (source.worker, source.incarnation) == self._name:
-            source_len = 0
-        else:
-            source_len = source.kv_len if source.kv_len < len(tokens) else 0
+        first, *others = [
+            seq.Sibling(choice, [*request.prompt, *answer])
+            for choice, answer in enumerate(submit.log)
+            if not submit.finished[choice]
+        ]
+        own = source is not None and (source.worker, source.incarnation) == self._name
+        usable = min(len(one.tokens) for one in (first, *others)) - 1
+        if others:
+            usable = min(usable, len(request.prompt))
+        source_len = 0
+        if source is not None and not own and source.layout == self.info.layout:
+            source_len = source.kv_len if source.kv_len <= usable else 0
         return seq.NewSequence(
             key=key,
-            tokens=tokens,
+            tokens=first.tokens,
             num_prompt=len(request.prompt),
             params=cast(seq.SamplingParams, request.params),
+            choice=first.choice,
             yield_after=submit.yield_after,
             priority=request.priority,
             salt=request.salt,
             source_len=source_len,
+            siblings=tuple(others),
         )
 
     def _enter(self, session: Session, new: seq.NewSequence) -> None:
@@ -289,6 +296,14 @@ class Worker:
     def _reject(self, session: Session, key: Key, reason: str, never: bool) -> None:
         rejected = Rejected(self.info.worker, key.request, key.attempt, reason, never)
         session.put(rejected, self.clock.now)
+
+    def _let_go_of(self, session: Session, key: Key, choice: int | None) -> None:
+        if key not in session.held:
+            return
+        if choice is None:
+            self._let_go(session, [key])
+        else:
+            self._post(lambda: self.batcher.drop_choice(key, choice))
 
     def _let_go(self, session: Session, keys: list[Key]) -> None:
         """Drop these, in whatever form they are held; what is being received or sent is cut."""
@@ -391,7 +406,7 @@ class Worker:
         self.process.after(seconds, lambda: self._commit(plan, seconds))
 
     def _commit(self, plan: seq.StepPlan, seconds: float) -> None:
-        output = self.batcher.commit(plan, self.executor.run(plan))
+        output = self.batcher.commit(plan, self.executor.run(plan, self.batcher.table.choices))
         self.num_steps += 1
         self.num_tokens += len(output.keys)
         self.busy_seconds += seconds
@@ -405,16 +420,15 @@ class Worker:
 
     def _spread(self, output: seq.StepOutput) -> None:
         tokens: dict[int, list[NewToken]] = {}
-        columns = (output.indices.tolist(), output.tokens.tolist(), output.finishes.tolist())
-        for name, index, token, finish in zip(output.keys, *columns, strict=True):
+        columns = (output.choices, output.indices, output.tokens, output.finishes)
+        rows = zip(output.keys, *(column.tolist() for column in columns), strict=True)
+        for name, choice, index, token, finish in rows:
             key = cast(Key, name)
             session = self.sessions.get(key.session)
             if session is None or key not in session.held:
                 continue
-            new = NewToken(key.request, key.attempt, 0, index, token, FINISHES[finish])
+            new = NewToken(key.request, key.attempt, choice, index, token, FINISHES[finish])
             tokens.setdefault(key.session, []).append(new)
-            if finish:
-                del session.held[key]
         for number, mine in tokens.items():
             self._put_step(self.sessions[number], mine, [])
 
@@ -436,6 +450,9 @@ class Worker:
                     self._yielded(key, kv_len)
                 case seq.Finished():
                     self._new.pop(key, None)
+                    session = self.sessions.get(key.session)
+                    if session is not None:
+                        session.held.pop(key, None)
 
     def _yielded(self, key: Key, kv_len: int) -> None:
         session = self.sessions.get(key.session)

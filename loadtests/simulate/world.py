@@ -117,7 +117,7 @@ class World:
         for client in self.clients:
             client.check(undisturbed=not self.schedule.faults)
             self.tally.ends[client.how] += 1
-            self.tally.tokens += len(client.answer)
+            self.tally.tokens += client.num_tokens
         for worker in self._workers.values():
             if worker.process.alive:
                 worker.check_rest()
@@ -209,7 +209,8 @@ class World:
             priority=plan.priority,
             salt=plan.salt,
             deadline=self.clock.now + plan.deadline,
-            log=(tuple(client.answer),) if client.answer else (),
+            num_choices=plan.num_choices,
+            log=tuple(map(tuple, client.answers)) if client.num_tokens else (),
         )
         self.note(f"client {plan.number} asks {router.name} as {request.id}")
         router.process.take(lambda: router.open(request, client))
