@@ -14,8 +14,9 @@ from penstock.loadtests.simulate.loads import prompt_of
 from penstock.loadtests.simulate.network import Network
 from penstock.loadtests.simulate.router import Router
 from penstock.loadtests.simulate.scalers import INTERVAL_SECONDS, PoolSight, Scaler
+from penstock.loadtests.simulate.session import Shape
 from penstock.loadtests.simulate.timing import TimedModel, Timing
-from penstock.loadtests.simulate.worker import Shape, Worker
+from penstock.loadtests.simulate.worker import Worker
 from penstock.loadtests.workload import Planned
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Limits as RouterLimits

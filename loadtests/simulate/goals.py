@@ -54,8 +54,11 @@ def figures(cluster: Cluster, plan: ClusterPlan) -> Figures:
     hours = cluster.clock.now / 3600
     counts = [one.serving + one.pending + one.draining for one in cluster.samples]
     return Figures(
-        kept / max(len(cluster.calls), 1),
-        *(float(value) for value in (*ttft, *tpot)),
+        kept=kept / max(len(cluster.calls), 1),
+        ttft_p50=float(ttft[0]),
+        ttft_p99=float(ttft[1]),
+        tpot_p50=float(tpot[0]),
+        tpot_p99=float(tpot[1]),
         worker_hours=cluster.worker_seconds / 3600,
         most_workers=max(counts, default=0),
         busy=cluster.busy_seconds / max(cluster.worker_seconds, 1e-9),

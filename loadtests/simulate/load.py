@@ -220,7 +220,8 @@ def _play(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> int:
 
 def _compare(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> int:
     peak = static_peak(load, plan, serving.most)
-    rows, clusters, started = [], {}, time.monotonic()
+    rows, started = [], time.monotonic()
+    clusters: dict[str, Cluster] = {}
     for kind in KINDS:
         start = replace(plan, pools={"mixed": peak}) if kind == "static" else plan
         clusters[kind], of = simulate(kind, load, start, serving.most)

@@ -106,7 +106,8 @@ def _axes(span: float, top: float, unit: str) -> str:
     for part in range(7):
         at = span * part / 6
         x, label = _x(at, span), _time(at)
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{label}</text>')
+        anchor = "end" if part == 6 else "middle"
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{label}</text>')
     return "".join(parts)
 
 

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from penstock.loadtests.simulate.clock import Process
 from penstock.loadtests.simulate.network import Network, Stream
-from penstock.loadtests.simulate.worker import BEAT_SECONDS, Session, Worker
+from penstock.loadtests.simulate.session import Session
+from penstock.loadtests.simulate.worker import BEAT_SECONDS, Worker
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Dispatcher, Limits
 from penstock.router.routing.policy import Policy
@@ -228,7 +229,7 @@ class Router:
             case ev.Hang():
                 if command.worker in self._links:
                     self._links[command.worker].hang()
-            case _:
+            case ev.Submit() | ev.Yield() | ev.Send() | ev.Drop():
                 if command.worker in self._links:
                     self._links[command.worker].send(command)
 

@@ -6,12 +6,12 @@ effect at step boundaries, what is held for a router's stream goes when that str
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 
+from penstock.loadtests.simulate.checks import check, check_rest
 from penstock.loadtests.simulate.clock import Act, Clock, Process
 from penstock.loadtests.simulate.executors import Executor
 from penstock.loadtests.simulate.handover import (
@@ -19,10 +19,10 @@ from penstock.loadtests.simulate.handover import (
     Expected,
     Name,
     Outgoing,
-    Pace,
     Source,
 )
 from penstock.loadtests.simulate.network import Network, Stream
+from penstock.loadtests.simulate.session import Held, Key, Session, Shape
 from penstock.router.routing.events import (
     Draining as SaysDraining,
 )
@@ -40,13 +40,12 @@ from penstock.router.routing.events import (
     Send,
     Stepped,
     Submit,
-    WorkerInfo,
     Yield,
     Yielded,
 )
 from penstock.router.routing.events import Finish as WireFinish
 from penstock.workers.scheduling import sequence as seq
-from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.transfer.shards import BlockShape
 
@@ -55,52 +54,6 @@ BEATS = 10
 """So many beats of silence end a stream."""
 
 FINISHES = tuple(WireFinish)
-
-
-class Key(NamedTuple):
-    """A sequence's name: `session` numbers the routers' streams."""
-
-    session: int
-    request: int
-    attempt: int
-
-
-@dataclass(slots=True)
-class Held:
-    source: Name | None = None
-    epoch: int = 0
-    kv_len: int = 0
-    sends: list[Outgoing] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One router's stream."""
-
-    number: int
-    router: str
-    stream: Stream
-    tell: Callable[[Event], None]  # at the router
-    ended: Act  # at the router
-    heard: float
-    told: float  # when something was last said
-    load: Load | None = None  # as it was last told
-    held: dict[Key, Held] = field(default_factory=dict)
-
-    def put(self, event: Event, now: float) -> None:
-        self.told = now
-        tell = self.tell
-        self.stream.up.send(lambda: tell(event))
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a worker is made of."""
-
-    info: WorkerInfo
-    limits: Limits
-    bytes_per_block: int = 1 << 20
-    pace: Pace = field(default_factory=Pace)
 
 
 Find = Callable[[Name], "Worker | None"]
@@ -391,7 +344,7 @@ class Worker:
         plan = batcher.plan(self.clock.now)
         self._note()
         if self._check_every and self.num_steps % self._check_every == 0:
-            self._check(plan)
+            check(self.batcher, plan)
         if plan is None:
             self._in_step = False
             if told:
@@ -467,22 +420,6 @@ class Worker:
 
     # ------------------------------------------------------------ always true
 
-    def _check(self, plan: seq.StepPlan | None) -> None:
-        """AssertionError unless the ledger balances and nobody else reads what a step writes."""
-        self.batcher.check()
-        load, limits = self.batcher.load(), self.batcher.limits
-        held = load.used_blocks + load.leased_blocks + load.reserved_blocks
-        assert held + load.free_blocks + load.cached_blocks == limits.num_blocks, "blocks are lost"
-        if plan is None:
-            return
-        table, pool = self.batcher.table, self.batcher.pool
-        written = np.unique(plan.slots // limits.block_size)
-        assert (pool.state[written] == State.USED).all(), "a step writes what it does not use"
-        seated = np.flatnonzero(table.keys != None)  # noqa: E711
-        owned = np.concatenate([table.blocks(row) for row in seated.tolist()])
-        owners = np.bincount(owned, minlength=limits.num_blocks)
-        assert (owners[written] == 1).all(), "a block that is written has two readers"
-
     def _write(self, blocks: seq.Ints, content: Sequence[int]) -> None:
         """For a transfer: nobody else may hold what it writes."""
         states = self.batcher.pool.state[blocks]
@@ -497,9 +434,6 @@ class Worker:
 
     def check_rest(self) -> None:
         """AssertionError if anything is held for somebody now that all have ended."""
-        self.batcher.check()
-        load, total = self.batcher.load(), self.batcher.limits.num_blocks
+        check_rest(self.batcher, self.info.worker)
         assert self.idle, f"{self.info.worker} holds something for nobody"
         assert not self.destination.transfers, f"{self.info.worker} waits for a transfer"
-        assert load.free_blocks + load.cached_blocks == total, f"{self.info.worker} leaks blocks"
-        assert load.running == load.queued == 0, f"{self.info.worker} runs for nobody"

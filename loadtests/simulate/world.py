@@ -21,7 +21,8 @@ from penstock.loadtests.simulate.schedules import (
     Schedule,
     WorkerPlan,
 )
-from penstock.loadtests.simulate.worker import Shape, Worker
+from penstock.loadtests.simulate.session import Shape
+from penstock.loadtests.simulate.worker import Worker
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Limits as RouterLimits
 from penstock.router.routing.policy import LeastLoaded

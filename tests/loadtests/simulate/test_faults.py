@@ -11,8 +11,9 @@ import pytest
 from penstock.cli import main
 from penstock.loadtests.simulate import faults, handover, network
 from penstock.loadtests.simulate.schedules import KINDS, schedule_of
+from penstock.loadtests.simulate.session import Session
 from penstock.loadtests.simulate.shrink import command_of, failure_of, shrunk
-from penstock.loadtests.simulate.worker import Session, Worker
+from penstock.loadtests.simulate.worker import Worker
 from penstock.router.routing import log
 from penstock.router.routing.events import Command, Deliver, NewToken
 from penstock.workers.scheduling import leases
