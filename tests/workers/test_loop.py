@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,28 +13,49 @@ from penstock.workers.engine import Engine, EngineLoad, StepResult
 from penstock.workers.loop import EngineLoop
 
 
+@dataclass
+class StubPlan:
+    ahead: bool = False
+
+    def fill(self, drawn: object) -> None:
+        raise AssertionError("nothing is planned ahead here")
+
+
 class StubEngine:
     """Counts; a step takes until it is let go, while there is work."""
 
     def __init__(self) -> None:
         self.work = 0
-        self.num_steps = 0
+        self.num_plans = 0
         self.log: list[str] = []
         self.gate = threading.Semaphore(0)
         self.stepping = threading.Event()
 
-    def step(self) -> StepResult:
-        self.num_steps += 1
-        if not self.work:
-            return StepResult()
+    def plan(self, result: StepResult) -> StubPlan | None:
+        self.num_plans += 1
+        return StubPlan() if self.work else None
+
+    def plan_ahead(self) -> None:
+        return None
+
+    def note(self, result: StepResult) -> None:
+        pass
+
+    def compute(self, plan: StubPlan) -> str:
         self.stepping.set()
         assert self.gate.acquire(timeout=60)
+        return "logits"
+
+    def draw(self, plan: StubPlan, logits: str) -> Any:
+        return SimpleNamespace(tokens=None)
+
+    def book(self, plan: StubPlan, sampled: object, seconds: float, result: StepResult) -> None:
         self.work -= 1
         self.log.append("step")
-        return StepResult(output=cast(Any, "output"))
+        result.output = cast(Any, "output")
 
     def load(self) -> EngineLoad:
-        return cast(EngineLoad, self.num_steps)
+        return cast(EngineLoad, self.num_plans)
 
 
 class Heard:
@@ -70,18 +93,17 @@ def add_work(amount: int) -> Callable[[Any], None]:
     return add
 
 
-async def test_commands_are_applied_in_order_at_the_next_boundary() -> None:
+async def test_commands_are_applied_in_order_and_do_not_wait_for_the_step() -> None:
     engine, heard, loop = started()
     loop.post(add_work(3))
     await asyncio.to_thread(engine.stepping.wait, 60)
     for name in "ab":
         loop.post(lambda _, name=name: engine.log.append(name))  # type: ignore[misc]
-    assert engine.log == []  # a step is under way, and nobody waits for it
-    engine.gate.release()
-    await heard.until(lambda: len(heard.results) == 1)
-    engine.gate.release(2)
-    await heard.until(lambda: len(heard.results) == 3)
-    assert engine.log == ["step", "a", "b", "step", "step"]
+    await loop.call(lambda _: None)
+    assert engine.log == ["a", "b"]  # a step is under way
+    engine.gate.release(3)
+    await heard.until(lambda: engine.log.count("step") == 3)
+    assert engine.log == ["a", "b", "step", "step", "step"]
     loop.stop()
     await asyncio.to_thread(loop.join, 60)
 
@@ -108,11 +130,11 @@ async def test_an_idle_engine_is_left_alone() -> None:
     engine, heard, loop = started()
     await loop.call(lambda _: None)
     await heard.until(lambda: len(heard.results) == 1)
-    num_steps = engine.num_steps
-    assert num_steps <= 2
+    num_plans = engine.num_plans
+    assert num_plans == 1
     await loop.call(lambda _: None)
     await heard.until(lambda: len(heard.results) == 2)
-    assert engine.num_steps == num_steps + 1
+    assert engine.num_plans == num_plans + 1
     loop.stop()
     await asyncio.to_thread(loop.join, 60)
 

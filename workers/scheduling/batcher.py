@@ -4,6 +4,7 @@ There are no phases: every running sequence has tokens that are not computed yet
 more (a prompt, or everything after a preemption); a step computes some of them within one budget.
 """
 
+from array import array
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +32,7 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
+from penstock.workers.scheduling.steady import Steady
 from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import Phase, Ticket, WaitingQueue
 
@@ -38,10 +40,11 @@ __all__ = ["Batcher", "Limits"]
 
 
 class Batcher:
-    """Continuous batching over one block pool; one step is in flight at a time.
+    """Continuous batching over one block pool.
 
-    Every verb may be called between `plan` and `commit`: what the step in flight works on keeps
-    its row and blocks until the commit.
+    One step is in flight, and a second one may be planned behind it where that needs none of the
+    first one's tokens. Every verb may be called between `plan` and `commit`: what a step in flight
+    works on keeps its row and blocks until that step's commit.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -55,8 +58,9 @@ class Batcher:
         self._admission = Admission(
             limits, self.table, self.pool, self._waiting, self._seats, self._leases
         )
-        self._in_flight: StepPlan | None = None
-        self._gone: list[Ticket] = []  # dropped, but in the step in flight
+        self._steady = Steady(self.table, self.pool)
+        self._in_flight: list[StepPlan] = []  # two at most, in order
+        self._gone: list[Ticket] = []  # dropped or ended, but in a step in flight
         self._events: list[SchedulerEvent] = []
         self._totals = _Totals()
 
@@ -86,7 +90,7 @@ class Batcher:
         return Ticket(
             new=new,
             number=self._totals.submitted,
-            tokens=np.array(sibling.tokens, np.int32),
+            tokens=np.frombuffer(array("i", sibling.tokens), np.int32),  # faster than from a list
             yield_len=min(len(sibling.tokens) + (new.yield_after or NEVER), NEVER),
             source_len=new.source_len,
             choice=sibling.choice,
@@ -140,6 +144,7 @@ class Batcher:
             ticket.yield_len = 0
             if ticket.row >= 0:
                 self.table.yield_len[ticket.row] = 0
+        self._steady.forget()
         if group:
             self._yield_if_due(key)
 
@@ -177,56 +182,96 @@ class Batcher:
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None if there is nothing to compute until something else happens.
 
+        Behind a step in flight, None also where the next one needs that step's commit first. What
+        is planned behind it may be taken back by `withdraw`.
         `now` [s] is for policies in which waiting has a price; the order served today has none.
         """
-        if self._in_flight is not None:
-            raise ValueError("the last step is not committed yet")
+        if len(self._in_flight) > 1:
+            raise ValueError("two steps are not committed yet")
+        ahead, number = bool(self._in_flight), self._totals.steps + 1
+        plan, rows = None, self._seats.rows
+        if self._steady.holds(rows) and not self._admit(self.limits.max_batched_tokens - len(rows)):
+            plan = self._steady.next(number, ahead)
+        if plan is None and not ahead:
+            plan = self._plan_from_tables(number)
+        if plan is not None:
+            self._totals.steps = number
+            self._in_flight.append(plan)
+        return plan
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """Forget the newest step in flight, which nobody has begun to compute."""
+        if not self._in_flight or plan is not self._in_flight[-1]:
+            raise ValueError("not the newest step in flight")
+        if len(plan.copies):
+            raise ValueError("it makes copies that are counted on: it has to run")
+        self._in_flight.pop()
+        self._steady.forget()
+        self._release_gone()
+
+    def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput:
+        """Book the first step in flight; `drawn` [S] are the tokens of its sampling rows, in order.
+
+        What has ended or was dropped meanwhile is left out: its token is thrown away.
+        """
+        if not self._in_flight or plan is not self._in_flight[0]:
+            raise ValueError("not the first step in flight")
+        drawn = np.asarray(drawn, np.int32)
+        if len(drawn) != len(plan.drawing):
+            raise ValueError("not a token for each row that draws")
+        del self._in_flight[0]
+        if not self._gone and (output := self._steady.commit(plan, drawn)) is not None:
+            self._seats.publish(plan.rows, plan.context_lens)
+            return output
+        return self._commit_to_tables(plan, drawn)
+
+    def _plan_from_tables(self, number: int) -> StepPlan | None:
         budget = self.limits.max_batched_tokens
         counts = self._admission.make_room(budget)
         if self._admit(budget - int(counts.sum())):
             # Choices that fork from cached blocks may want more at once than there was room for.
             counts = self._admission.make_room(budget)
-        scheduled = counts > 0
-        rows, counts = self._seats.rows[scheduled], counts[scheduled]
+        rows = self._seats.rows
+        if not counts.all():
+            scheduled = counts > 0
+            rows, counts = rows[scheduled], counts[scheduled]
         if not rows.size:
             return None
         copies = self._seats.grow(rows, counts)
-        self._totals.steps += 1
-        plan = self.table.pack(self._totals.steps, rows, counts, copies)
+        plan = self.table.pack(number, rows, counts, copies)
         if self._seats.leading:
-            plan = replace(plan, forks=self._seats.forks(plan))
-        self._in_flight = plan
+            self._steady.forget()  # those who follow will run after one of the next steps
+            return replace(plan, forks=self._seats.forks(plan))
+        self._steady.start(plan, self._seats.rows)
         return plan
 
-    def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput:
-        """Book the step in flight; `drawn` [S] are the tokens of its drawing rows, in order."""
-        drawing = plan.drawing
-        if plan is not self._in_flight or len(drawn) != len(drawing):
-            raise ValueError("not the step in flight, or not a token for each row that draws")
-        self._in_flight = None
-        table, rows = self.table, plan.rows
-        drawn = np.asarray(drawn, np.int32)
+    def _commit_to_tables(self, plan: StepPlan, drawn: Ints) -> StepOutput:
+        table, rows, drawing, lengths = self.table, plan.rows, plan.drawing, plan.context_lens
         self._totals.computed += self._num_prompt_computed(plan)
-        table.num_computed[rows] = plan.context_lens
-        if len(plan.scored):
-            asking = table.prompt_known[rows] != NEVER
-            known, asking = plan.context_lens[asking] + 1, rows[asking]
-            table.prompt_known[asking] = np.where(known < table.num_prompt[asking], known, NEVER)
         if self._gone:
             gone = [ticket.row for ticket in self._gone]
-            kept = ~np.isin(drawing, gone)
-            drawn, drawing, rows = drawn[kept], drawing[kept], rows[~np.isin(rows, gone)]
+            kept, drawn_kept = ~np.isin(rows, gone), ~np.isin(drawing, gone)
+            rows, lengths = rows[kept], lengths[kept]
+            drawn, drawing = drawn[drawn_kept], drawing[drawn_kept]
             self._release_gone()
-        self._seats.publish(rows)
+        table.num_computed[rows] = lengths
+        if len(plan.scored):
+            table.note_scored(rows, lengths)
+        self._seats.publish(rows, lengths)
         if self._seats.leading:
             drawn, drawing = self._fork(drawn, drawing)
         indices = table.num_tokens[drawing] - table.num_prompt[drawing]
         finishes = table.append(drawing, drawn)
         keys, choices = table.keys[drawing].tolist(), table.choices[drawing]
-        for row in drawing[finishes != Finish.NONE].tolist():
+        due = np.concatenate((rows, drawing)) if len(plan.forks) else rows
+        due = due[table.num_tokens[due] >= table.yield_len[due]]
+        ended = drawing[finishes != Finish.NONE].tolist()
+        for row in ended:
             self._finish(row)
-        for key in self._due(np.concatenate((rows, drawing))):
-            self._yield_if_due(key)
+        for row in due.tolist():
+            # With one choice of a sequence the others yield.
+            if row not in ended and row in self._seats:
+                self._yield_if_due(self._seats.ticket(row).key)
         return StepOutput(keys, choices, drawing, indices, drawn, finishes)
 
     # ------------------------------------------------------------ what others see
@@ -252,6 +297,7 @@ class Batcher:
             prompt_tokens_computed=self._totals.computed,
             prompt_tokens_cached=self._totals.cached,
             preemptions=self._admission.num_preempted,
+            unwritten_slots=self._seats.num_unwritten(),
         )
 
     def check(self) -> None:
@@ -282,8 +328,18 @@ class Batcher:
         return bool(admitted)
 
     def _is_in_flight(self, ticket: Ticket) -> bool:
-        plan = self._in_flight
-        return plan is not None and (ticket.row in plan.rows or ticket.row in plan.forks[:, 1])
+        return any(
+            (plan.rows == ticket.row).any() or (plan.forks[:, 1] == ticket.row).any()
+            for plan in self._in_flight
+        )
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Give up its row and blocks, now or with the commit of the last step that it is in."""
+        if self._is_in_flight(ticket):
+            self._gone.append(ticket)
+            self._steady.forget()
+        else:
+            self._seats.leave(ticket)
 
     def _num_prompt_computed(self, plan: StepPlan) -> int:
         num_prompt = self.table.num_prompt[plan.rows]
@@ -291,13 +347,13 @@ class Batcher:
         return int((np.minimum(plan.context_lens, num_prompt) - before).sum())
 
     def _release_gone(self) -> None:
-        for ticket in self._gone:
-            self._seats.leave(ticket)
-        self._gone = []
+        gone, self._gone = self._gone, []
+        for ticket in gone:
+            self._leave(ticket)
 
     def _finish(self, row: int) -> None:
         ticket = self._seats.ticket(row)
-        self._seats.leave(ticket)
+        self._leave(ticket)
         self._ended(ticket)
 
     def _ended(self, ticket: Ticket) -> None:
@@ -317,10 +373,8 @@ class Batcher:
         elif ticket.phase is Phase.RECEIVING:
             self._leases.abandon(ticket.key, self._seats.reserved(ticket))
             self._seats.leave(ticket)
-        elif self._is_in_flight(ticket):
-            self._gone.append(ticket)
         else:
-            self._seats.leave(ticket)
+            self._leave(ticket)
 
     def _fork(self, drawn: Ints, drawing: Ints) -> tuple[Ints, Ints]:
         """Let those who follow go on where their prompt is computed; what is still to be drawn."""
@@ -331,11 +385,6 @@ class Batcher:
                 self._seats.leave(leader)
                 self._ended(leader)
         return drawn, drawing
-
-    def _due(self, rows: Ints) -> list[Key]:
-        """Those among the rows' sequences that have not ended and are to yield."""
-        due = rows[self.table.num_tokens[rows] >= self.table.yield_len[rows]].tolist()
-        return list({self._seats.ticket(row).key: None for row in due if row in self._seats})
 
     def _yield_if_due(self, key: Key) -> None:
         group, table = self._groups[key], self.table
@@ -370,7 +419,8 @@ class Batcher:
         if arrived:
             self.table.num_computed[ticket.row] = ticket.source_len
         self._seats.run(ticket)
-        self._seats.publish(np.array([ticket.row], np.int32))
+        rows = np.array([ticket.row], np.int32)
+        self._seats.publish(rows, self.table.num_computed[rows])
         if ticket.followers:
             self._fork(NO_TOKENS, NO_TOKENS)
         if key in self._groups:

@@ -112,6 +112,11 @@ class StepPlan:
     forks: Ints = field(default_factory=NO_PAIRS.copy)
     # [P] prompt tokens (places in `tokens`) whose successors' logprobs are wanted
     scored: Ints = field(default_factory=NO_TOKENS.copy)
+    ahead: bool = False  # `tokens` are not drawn yet: `fill` it before it runs
+
+    def fill(self, drawn: Ints) -> None:
+        """Set the tokens of a plan made ahead: what the step before it drew, in order."""
+        self.tokens[:] = drawn
 
     @property
     def drawing(self) -> Ints:
@@ -182,6 +187,7 @@ class PoolLoad:
     prompt_tokens_computed: int
     prompt_tokens_cached: int
     preemptions: int
+    unwritten_slots: int  # of the used blocks
 
 
 class NeverFits(ValueError):

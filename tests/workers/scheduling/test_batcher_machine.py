@@ -135,6 +135,14 @@ class BatcherMachine(RuleBasedStateMachine):
         self.world.plan(self.world.workers[which])
 
     @rule(which=which)
+    def withdraw(self, which: int) -> None:
+        self.world.withdraw(self.world.workers[which])
+
+    @rule(which=which, steps=st.integers(1, 8))
+    def step_ahead(self, which: int, steps: int) -> None:
+        self.world.step_ahead(self.world.workers[which], steps)
+
+    @rule(which=which)
     def commit(self, which: int) -> None:
         self.world.commit(self.world.workers[which])
 
@@ -205,6 +213,8 @@ class Schedule:
             (self.send, 4),
             (self.end_transfer, 3),
             (self.plan, 3),
+            (self.step_ahead, 8),
+            (self.withdraw, 1),
             (self.yield_or_resume, 2),
             (self.disturb, 0 if self.calm else 2),
         ]
@@ -239,6 +249,12 @@ class Schedule:
 
     def plan(self) -> None:
         self.world.plan(self.rng.choice(self.world.workers))
+
+    def step_ahead(self) -> None:
+        self.world.step_ahead(self.rng.choice(self.world.workers), self.rng.randint(1, 6))
+
+    def withdraw(self) -> None:
+        self.world.withdraw(self.rng.choice(self.world.workers))
 
     def move(self) -> None:
         if movable := self.world.movable():
@@ -284,7 +300,8 @@ class Schedule:
 
 @pytest.mark.parametrize("first_seed", [0, 30])
 def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> None:
-    num_preempted, num_cached, num_arrived, num_copies, num_forks, num_scored = [0] * 6
+    num_preempted, num_cached, num_arrived, num_ahead = 0, 0, 0, 0
+    num_copies, num_forks, num_scored = 0, 0, 0
     for seed in range(first_seed, first_seed + 30):
         schedule = Schedule(seed)
         schedule.run(100)
@@ -292,6 +309,7 @@ def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> 
         num_copies += schedule.world.num_copies
         num_forks += schedule.world.num_forks
         num_scored += schedule.world.num_scored
+        num_ahead += schedule.world.num_ahead
         for worker in schedule.world.workers:
             load = worker.batcher.load()
             num_preempted += load.preemptions
@@ -303,3 +321,4 @@ def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> 
     assert num_copies > 20
     assert num_forks > 20
     assert num_scored > 100
+    assert num_ahead > 100
