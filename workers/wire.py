@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, cast
 
-import numpy as np
-
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.engine import EngineLoad, StepResult
 from penstock.workers.sampler import TokenLogprobs
-from penstock.workers.scheduling.sequence import Key, NewSequence, SamplingParams, Sibling
+from penstock.workers.scheduling.sequence import (
+    Key,
+    NewSequence,
+    SamplingParams,
+    Sibling,
+    StepOutput,
+)
 
 PROTOCOL = 1  # of protos/worker.proto
 MAX_MESSAGE_BYTES = 16 << 20
@@ -205,12 +209,12 @@ def step_messages(
     steps: dict[int, wire.Step] = defaultdict(wire.Step)
     output = result.output
     if output is not None:
-        arrays = (output.choices, output.indices, output.tokens, output.finishes)
-        drawn = np.stack(arrays, axis=1).tolist()
-        for name, token, logprobs in zip(output.keys, drawn, result.logprobs, strict=True):
-            key = named(name)
+        rows: dict[int, list[int]] = defaultdict(list)
+        for row, key in enumerate(map(named, output.keys)):
             if wanted(key):
-                _add_token(steps[key.session], key, token, logprobs)
+                rows[key.session].append(row)
+        for session, taken in rows.items():
+            _add_tokens(steps[session], taken, output, result.logprobs)
     for prompt in result.prompts:
         key = named(prompt.key)
         if wanted(key):
@@ -228,27 +232,24 @@ def step_messages(
     return steps
 
 
-def _add_token(
+def _add_tokens(
     step: wire.Step,
-    key: SequenceKey,
-    drawn: Sequence[int],
-    logprobs: TokenLogprobs | None,
+    rows: list[int],
+    output: StepOutput,
+    logprobs: Sequence[TokenLogprobs | None],
 ) -> None:
-    choice, index, token, finish = drawn
-    if logprobs is not None:
-        step.logprobs.add(
-            row=len(step.token),
-            chosen=logprobs.chosen,
-            rank=logprobs.rank,
-            tokens=logprobs.tokens,
-            values=logprobs.values,
-        )
-    step.request.append(key.request)
-    step.attempt.append(key.attempt)
-    step.choice.append(choice)
-    step.position.append(index)
-    step.token.append(token)
-    step.finish.append(cast(wire.Finish, finish))
+    """Those rows of the output, a column at a time: this runs while the engine waits for Python."""
+    keys = [named(output.keys[row]) for row in rows]
+    step.request.extend([key.request for key in keys])
+    step.attempt.extend([key.attempt for key in keys])
+    step.choice.extend(output.choices[rows].tolist())
+    step.position.extend(output.indices[rows].tolist())
+    step.token.extend(output.tokens[rows].tolist())
+    step.finish.extend(output.finishes[rows].tolist())
+    for column, row in enumerate(rows):
+        entry = logprobs[row]
+        if entry is not None:
+            step.logprobs.add(row=column, **asdict(entry))
 
 
 def merge_steps(earlier: wire.Step, later: wire.Step) -> None:
