@@ -96,7 +96,8 @@ class EngineLoop:
             while (commands := self._take(pipeline)) is not None:
                 self._apply(commands)
                 result = pipeline.advance(bool(commands))
-                if commands or not result.empty:
+                # The end of a step that computes will tell of the load.
+                if not result.empty or (commands and not pipeline.busy):
                     self._tell(self._deliver, result, self._engine.load())
                 pipeline.look_ahead()
         except BaseException as error:

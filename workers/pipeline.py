@@ -45,6 +45,11 @@ class Pipeline:
         """Whether `advance` has something to do. Under `changed`."""
         return bool(self._computed) or self._error is not None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step computes or will, without another command."""
+        return self._num_unbooked() > 0
+
     def advance(self, commanded: bool) -> StepResult:
         """Book what has been computed and see to it that something computes.
 
@@ -63,7 +68,7 @@ class Pipeline:
             with self._changed:
                 self._computed.popleft()
                 self._changed.notify_all()
-        if not self._num_unbooked():
+        if not self.busy:
             self._give(self._engine.plan(result))
         return result
 

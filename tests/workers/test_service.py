@@ -436,10 +436,10 @@ async def test_an_engine_that_fails_ends_the_worker_plainly(
     running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1))
     attached = await Attached(running.address).open()
 
-    def broken(engine: Engine) -> None:
+    def broken(engine: Engine, plan: StepPlan) -> None:
         raise MemoryError("out of everything")
 
-    monkeypatch.setattr(Engine, "step", broken)
+    monkeypatch.setattr(Engine, "compute", broken)
     await attached.submit(1, PROMPT, greedy(5))
     error = await attached.until_closed()
     assert error.code() is grpc.StatusCode.INTERNAL

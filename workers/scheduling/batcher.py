@@ -220,6 +220,7 @@ class Batcher:
         if len(drawn) != len(plan.drawing):
             raise ValueError("not a token for each row that draws")
         del self._in_flight[0]
+        self.pool.check_total()
         if not self._gone and (output := self._steady.commit(plan, drawn)) is not None:
             self._seats.publish(plan.rows, plan.context_lens)
             return output

@@ -173,6 +173,11 @@ class BlockPool:
             self._unpublish(block)
         self._file(blocks)
 
+    def check_total(self) -> None:
+        """AssertionError if blocks were lost or made: cheap enough for every step."""
+        if int(self._counts.sum()) != self.num_blocks or self._counts.min() < 0:
+            raise AssertionError(f"{self._counts.tolist()} are not {self.num_blocks} blocks")
+
     def check(self, used: list[Ints], leased: list[Ints], reserved: list[Ints]) -> None:
         """AssertionError if the ledger does not balance; every holder's blocks are given."""
         for hold, arrays in enumerate((used, leased, reserved)):

@@ -43,7 +43,7 @@ def test_what_arrives_is_run_to_its_end_and_finds_the_cached_prefix() -> None:
 
 
 def test_blocks_that_lack_make_it_preempt() -> None:
-    cell = Cell("c", "", running=8, running_len=32, output_len=99, num_blocks=28, num_steps=12)
+    cell = Cell("c", "", running=8, running_len=32, output_len=99, num_blocks=28, num_steps=24)
     assert driven(cell)["preempted"] > 0
 
 
