@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
+from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.service import RunningWorker, serve_worker
 from tests.support.attached import Attached, greedy
 from tests.support.engines import run_greedy
