@@ -100,6 +100,7 @@ class Engine:
         self.batcher = Batcher(self.limits)
         self._runner = Runner(decoder, self.cache)
         self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
+        self.plans_ahead = config.plan_ahead
         self._live: dict[Key, NewSequence] = {}  # all but leases
         self._step_seconds = 0.0
         self._num_steps = 0

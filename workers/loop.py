@@ -1,7 +1,7 @@
 """The engine's thread: commands in, results out to the event loop.
 
-Neither waits for the other, nor for the step that computes: a command is a function put in an inbox
-and applied at once; what a step gave goes to the event loop in one call.
+Neither waits for the other: a command is a function put in an inbox and applied before the next
+step; what a step gave goes to the event loop in one call.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.workers.engine import Engine, EngineLoad, StepResult
-from penstock.workers.pipeline import Pipeline
+from penstock.workers.pipeline import OneByOne, Pipeline
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class EngineLoop:
         self._thread.start()
 
     def post(self, run: Callable[[Engine], object]) -> None:
-        """Have that done soon; it bears on the next step. From any thread."""
+        """Have that done before the next step; from any thread."""
         self._put(_Command(run, None))
 
     def call(self, run: Callable[[Engine], T]) -> asyncio.Future[T]:
@@ -91,25 +91,26 @@ class EngineLoop:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        pipeline = Pipeline(self._engine, self._changed)
+        ahead = self._engine.plans_ahead
+        steps = Pipeline(self._engine, self._changed) if ahead else OneByOne(self._engine)
         try:
-            while (commands := self._take(pipeline)) is not None:
+            while (commands := self._take(steps)) is not None:
                 self._apply(commands)
-                result = pipeline.advance(bool(commands))
+                result = steps.advance(bool(commands))
                 # The end of a step that computes will tell of the load.
-                if not result.empty or (commands and not pipeline.busy):
+                if not result.empty or (commands and not steps.busy):
                     self._tell(self._deliver, result, self._engine.load())
-                pipeline.look_ahead()
+                steps.look_ahead()
         except BaseException as error:
             log.critical("the engine failed and ends this worker", exc_info=True)
             self._tell(self._fatal, error)
         finally:
-            pipeline.stop()
+            steps.stop()
 
-    def _take(self, pipeline: Pipeline) -> list[_Command] | None:
+    def _take(self, steps: OneByOne | Pipeline) -> list[_Command] | None:
         """What is to be done now; waits while there is nothing, and no step to be booked."""
         with self._changed:
-            self._changed.wait_for(lambda: pipeline.due or self._inbox or self._stopping)
+            self._changed.wait_for(lambda: steps.due or self._inbox or self._stopping)
             commands = list(self._inbox)
             self._inbox.clear()
         return None if self._stopping else commands

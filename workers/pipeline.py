@@ -1,9 +1,9 @@
-"""Steps of an engine one after another without a gap: the next is planned while one computes.
+"""How the engine's thread runs steps: one by one, or the next planned while one computes.
 
-Two threads. The computing one runs the model and draws; the engine's own plans, books, and applies
-commands. A step planned ahead begins as soon as the one before it has drawn its tokens, whatever
-the engine's thread does then; it draws its own once that one is booked, since penalties and the
-like read the answer so far.
+In a pipeline there are two threads. The computing one runs the model and draws; the engine's own
+plans, books, and applies commands. A step planned ahead begins as soon as the one before it has
+drawn its tokens, whatever the engine's thread does then; it draws its own once that one is booked,
+since penalties and the like read the answer so far.
 """
 
 import threading
@@ -21,6 +21,28 @@ class _Computed:
     plan: StepPlan
     sampled: Sampled
     seconds: float
+
+
+class OneByOne:
+    """Computes each step where it is asked for."""
+
+    busy = False
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.due = False  # whether the last step may be followed by another
+
+    def advance(self, commanded: bool) -> StepResult:
+        """One step, if there is anything to compute."""
+        result = self._engine.step()
+        self.due = result.output is not None
+        return result
+
+    def look_ahead(self) -> None:
+        """Nothing computes now that could be planned behind."""
+
+    def stop(self) -> None:
+        """Nothing computes."""
 
 
 class Pipeline:

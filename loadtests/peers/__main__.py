@@ -6,7 +6,9 @@ once), makes the model, gives every engine the same work in turns, and writes JS
 
 import dataclasses
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -93,39 +95,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
     try:
-        record = merged([read(Path(name)) for name in run.merge]) if run.merge else None
-        record = record or _measured(run, work)
+        interrupted = False
+        if run.merge:
+            record = merged([read(Path(name)) for name in run.merge])
+        else:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            record = _begun(run, work)
+            interrupted = not _measure(run, record)
         output.show(record)
         output.save(record, run.stem)
     except (EngineFailed, NotInstalled, NoCheckpoint, BadRecord, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: nothing is written", file=sys.stderr)
+        print("interrupted before the first whole round: nothing is written", file=sys.stderr)
         return 130
-    return 0
+    return 130 if interrupted else 0
 
 
-def _measured(run: Run, work: Work) -> Record:
-    cache, engines = cache_folder(), run.chosen()
-    model = checkpoint(run.model, cache)
-    record = Record(
+def _begun(run: Run, work: Work) -> Record:
+    """A record without a round yet. Installs nothing, but makes the model."""
+    return Record(
         model=run.model,
         threads=run.num_threads,
         work=work,
-        cost=Cost.of(model),
+        cost=Cost.of(checkpoint(run.model, cache_folder())),
         machine=machine(),
         dates=[datetime.now(UTC).isoformat(timespec="seconds")],
         commits=[commit()],
         left_out=run.left_out(),
     )
-    with (
-        Rounds(engines, model, run.num_threads, work, cache, run.one_at_a_time) as rounds,
-        _progress(run.rounds * len(engines)) as (tell, done),
-    ):
-        record.rounds += rounds.run(run.rounds, tell, done)
-        record.about = rounds.about
-    return record
+
+
+def _measure(run: Run, record: Record) -> bool:
+    """Add the rounds; False where it was interrupted after whole ones."""
+    cache, engines = cache_folder(), run.chosen()
+    model = checkpoint(run.model, cache)
+    try:
+        with (
+            Rounds(
+                engines, model, run.num_threads, record.work, cache, run.one_at_a_time
+            ) as rounds,
+            _progress(run.rounds * len(engines)) as (tell, done),
+        ):
+            record.about = rounds.about
+            for turns in rounds.run(run.rounds, tell, done):
+                record.rounds.append(turns)
+    except KeyboardInterrupt:
+        if not record.rounds:
+            raise
+        print(f"interrupted: {len(record.rounds)} whole rounds count", file=sys.stderr)
+        return False
+    return True
 
 
 @contextmanager
@@ -136,12 +157,12 @@ def _progress(total: int) -> Iterator[Any]:
     with Progress(
         *columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task("", total=total)
+        task, began = progress.add_task("", total=total), time.monotonic()
 
         def tell(what: str) -> None:
             progress.update(task, description=what)
             if not console.is_terminal:
-                print(what, file=sys.stderr, flush=True)
+                print(f"{time.monotonic() - began:5.0f} s  {what}", file=sys.stderr, flush=True)
 
         yield tell, lambda _: progress.advance(task)
 

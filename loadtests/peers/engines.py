@@ -39,7 +39,7 @@ HERE = Environment("penstock")
 _OPENVINO = Environment("openvino", OPENVINO, VISION)
 _LLAMA_CPP = Environment(
     "llama.cpp",
-    ("llama-cpp-python==0.3.36", "gguf==0.21.0", "safetensors==0.8.0"),
+    ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0"),
     build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
 )
 REFERENCE = Environment("transformers", TRANSFORMERS)

@@ -75,5 +75,6 @@ def _run(environment: Environment, command: list[str], variables: dict[str, str]
         command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     if done.returncode:
-        words = done.stderr.strip()[-_LAST_WORDS:]
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+        words = "\n".join(lines).strip()[-_LAST_WORDS:]
         raise NotInstalled(f"{environment.name} could not be installed; pip said:\n{words}")

@@ -11,7 +11,7 @@ from penstock.loadtests.peers.record import Record
 from penstock.loadtests.peers.summary import PHASES, UNITS, Row, limit, value
 
 _TITLES = {
-    "throughput": "Throughput: {requests} prompts of {input_len} tokens at once, {output_len} more each",
+    "throughput": "Throughput: {requests} prompts of {input_len} tokens, {output_len} more each",
     "tpot": "Time a token at batch 1, after {input_len} tokens of prompt",
     "ttft": "Time to the first token of a prompt of {long_len} tokens, alone",
 }
@@ -64,15 +64,14 @@ def _body(record: Record) -> Iterator[str]:
         yield f"<figure>{_chart(record, rows, phase)}<figcaption>A dot a turn, a bar to their "
         yield f"median; {_BETTER[phase]}. The upright mark is the machine's own limit, measured "
         yield "just before each turn (its median).</figcaption></figure>"
-    yield "<h2>Figures</h2>"
-    yield _figures(rows)
-    yield "<p class=dim>Median (where 80% of the turns lie). “Ours to it”: how many times faster "
+        yield _figures(rows, phase)
+    yield "<p class=dim>Medians (where 80% of the turns lie). “Ours to it”: how many times faster "
     yield "ours is, taken within each round; below 1 it is slower. Seconds of different rounds "
     yield "are not compared: the machine changes.</p>"
     yield "<h2>The same tokens?</h2>"
     yield _agreement(rows)
     yield "<h2>What each was</h2>"
-    yield _abouts(record)
+    yield _abouts(record, rows)
     yield from _left_out(record)
     yield "<h2>The machine while it was measured</h2>"
     yield _limits(record)
@@ -112,21 +111,17 @@ def _cell(text: str) -> str:
     return f"<td{words}>{escape(text.strip())}</td>"
 
 
-def _figures(rows: Sequence[Row]) -> str:
-    heads = ["engine"]
-    for phase in PHASES:
-        heads += [f"{phase}, {UNITS[phase]}", "of limit", "ours to it"]
+def _figures(rows: Sequence[Row], phase: str) -> str:
     return _table(
-        [*heads, "memory, MiB"],
-        [(_kind(row), [row.engine.title, *_cells(row), f"{row.memory_mib:.0f}"]) for row in rows],
+        ["engine", UNITS[phase], "share of the limit", "ours to it"],
+        [(_kind(row), [row.engine.title, *_cells(row, phase)]) for row in rows],
     )
 
 
-def _cells(row: Row) -> Iterator[str]:
-    for phase in PHASES:
-        yield brief(row.values[phase])
-        yield f"{100 * row.reached[phase].median:.0f}%"
-        yield brief(row.ahead[phase]) if row.ahead else ""
+def _cells(row: Row, phase: str) -> Iterator[str]:
+    yield brief(row.values[phase])
+    yield f"{100 * row.reached[phase].median:.0f}%"
+    yield brief(row.ahead[phase]) if row.ahead else ""
 
 
 def brief(spread: Spread) -> str:
@@ -161,12 +156,13 @@ def _agreement(rows: Sequence[Row]) -> str:
     )
 
 
-def _abouts(record: Record) -> str:
-    rows = []
-    for name, about in record.about.items():
+def _abouts(record: Record, rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        about = record.about.get(row.engine.name, {})
         said = ", ".join(f"{key.replace('_', ' ')}: {_plain(each)}" for key, each in about.items())
-        rows.append(("", [BY_NAME[name].title, "\t" + said]))
-    return _table(["engine", ""], rows)
+        lines.append((_kind(row), [row.engine.title, f"{row.memory_mib:.0f}", "\t" + said]))
+    return _table(["engine", "memory, MiB", ""], lines)
 
 
 def _plain(each: Any) -> str:
@@ -174,8 +170,9 @@ def _plain(each: Any) -> str:
 
 
 def _left_out(record: Record) -> Iterator[str]:
-    for name, why in record.left_out.items():
-        yield f"<p>Not measured: {escape(BY_NAME[name].title)}: {escape(why)}.</p>"
+    said = [f"{BY_NAME[name].title} ({why})" for name, why in record.left_out.items()]
+    if said:
+        yield f"<p>Not measured: {escape('; '.join(said))}.</p>"
 
 
 def _limits(record: Record) -> str:
@@ -183,7 +180,7 @@ def _limits(record: Record) -> str:
     cells = [
         [
             f"{number + 1}",
-            BY_NAME[turn.engine].title,
+            "\t" + BY_NAME[turn.engine].title,
             f"{turn.limits['gflops']:.0f}",
             f"{turn.limits['int8_gops']:.0f}",
             f"{turn.limits['memory_gbs']:.1f}",

@@ -6,8 +6,10 @@ import select
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ _ADAPTERS = Path(__file__).parent / "adapters"
 _START_SECONDS = 300.0  # an export or a compilation may be part of it
 _ANSWER_SECONDS = 600.0
 _END_SECONDS = 90.0  # a cluster drains
+_PAUSE_SECONDS = 5.0
 _LAST_WORDS = 500  # characters
 
 
@@ -43,12 +46,13 @@ class EngineProcess:
     def __init__(self, engine: Engine, python: Path, options: dict[str, Any]) -> None:
         self.engine = engine
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
-        asked = {**options, "quantization": engine.quantization}
+        own = {"quantization": engine.quantization, "paused": not engine.fresh}
+        asked = {**options, **own}
         command = [str(python), str(_ADAPTERS / "host.py"), engine.adapter, json.dumps(asked)]
         # A session of its own: a Ctrl-C in the terminal reaches the one who asks only.
         self._process = subprocess.Popen(
             command,
-            env=_variables(engine, options["threads"]),
+            env=_variables(engine),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
@@ -78,9 +82,13 @@ class EngineProcess:
         return answer
 
     def pause(self) -> None:
+        """Returns when all of it has stopped: on a busy machine that takes a moment."""
         for process in self.tree():
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
+                deadline = time.monotonic() + _PAUSE_SECONDS
+                while process.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+                    time.sleep(0.001)
 
     def resume(self) -> None:
         for process in self.tree():
@@ -97,6 +105,10 @@ class EngineProcess:
 
     def close(self, at_once: bool = False) -> None:
         """End it and all that it started; `at_once`: even while it computes."""
+        with _undisturbed():
+            self._close(at_once)
+
+    def _close(self, at_once: bool) -> None:
         tree = self.tree()
         self.resume()
         assert self._process.stdin is not None
@@ -131,9 +143,24 @@ class EngineProcess:
         return self._words.read().decode(errors="replace").strip()
 
 
-def _variables(engine: Engine, threads: int) -> dict[str, str]:
-    variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    variables.pop("PYTHONPATH", None)
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """An impatient second Ctrl-C must not leave processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _variables(engine: Engine) -> dict[str, str]:
+    """Its environment: threads are told in its options, so no variable tells other ones."""
+    dropped = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    variables = {name: value for name, value in os.environ.items() if name not in dropped}
     if engine.is_ours:  # this very tree, not another that is installed
         variables["PYTHONPATH"] = str(Path(penstock.__file__).parent.parent)
     return variables

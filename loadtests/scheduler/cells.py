@@ -60,7 +60,7 @@ CELLS = (
     ),
     Cell(
         "preemption",
-        "512 sequences decode and every step lacks the blocks of about eight",
+        "512 sequences decode and every step lacks the blocks of about five",
         running=512,
         running_len=48,
         max_sequences=512,

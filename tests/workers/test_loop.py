@@ -24,12 +24,20 @@ class StubPlan:
 class StubEngine:
     """Counts; a step takes until it is let go, while there is work."""
 
-    def __init__(self) -> None:
+    def __init__(self, plans_ahead: bool) -> None:
+        self.plans_ahead = plans_ahead
         self.work = 0
         self.num_plans = 0
         self.log: list[str] = []
         self.gate = threading.Semaphore(0)
         self.stepping = threading.Event()
+
+    def step(self) -> StepResult:
+        result = StepResult()
+        plan = self.plan(result)
+        if plan is not None:
+            self.book(plan, self.draw(plan, self.compute(plan)), 0.0, result)
+        return result
 
     def plan(self, result: StepResult) -> StubPlan | None:
         self.num_plans += 1
@@ -81,9 +89,12 @@ class Heard:
                 await self._changed.wait()
 
 
-def started() -> tuple[StubEngine, Heard, EngineLoop]:
-    engine, heard = StubEngine(), Heard()
+def started(ahead: bool) -> tuple[StubEngine, Heard, EngineLoop]:
+    engine, heard = StubEngine(ahead), Heard()
     return engine, heard, EngineLoop(cast(Engine, engine), heard.deliver, heard.fatal)
+
+
+AHEAD = pytest.mark.parametrize("ahead", [False, True])
 
 
 def add_work(amount: int) -> Callable[[Any], None]:
@@ -93,8 +104,24 @@ def add_work(amount: int) -> Callable[[Any], None]:
     return add
 
 
-async def test_commands_are_applied_in_order_and_do_not_wait_for_the_step() -> None:
-    engine, heard, loop = started()
+async def test_commands_are_applied_in_order_at_the_next_boundary() -> None:
+    engine, heard, loop = started(ahead=False)
+    loop.post(add_work(3))
+    await asyncio.to_thread(engine.stepping.wait, 60)
+    for name in "ab":
+        loop.post(lambda _, name=name: engine.log.append(name))  # type: ignore[misc]
+    assert engine.log == []  # a step is under way, and nobody waits for it
+    engine.gate.release()
+    await heard.until(lambda: len(heard.results) == 1)
+    engine.gate.release(2)
+    await heard.until(lambda: len(heard.results) == 3)
+    assert engine.log == ["step", "a", "b", "step", "step"]
+    loop.stop()
+    await asyncio.to_thread(loop.join, 60)
+
+
+async def test_planning_ahead_commands_do_not_wait_for_the_step() -> None:
+    engine, heard, loop = started(ahead=True)
     loop.post(add_work(3))
     await asyncio.to_thread(engine.stepping.wait, 60)
     for name in "ab":
@@ -108,8 +135,9 @@ async def test_commands_are_applied_in_order_and_do_not_wait_for_the_step() -> N
     await asyncio.to_thread(loop.join, 60)
 
 
-async def test_an_answer_does_not_wait_for_the_step_that_follows() -> None:
-    engine, _, loop = started()
+@AHEAD
+async def test_an_answer_does_not_wait_for_the_step_that_follows(ahead: bool) -> None:
+    engine, _, loop = started(ahead)
     loop.post(add_work(1))
     answer = loop.call(lambda _: 42)
 
@@ -126,8 +154,9 @@ async def test_an_answer_does_not_wait_for_the_step_that_follows() -> None:
     await asyncio.to_thread(loop.join, 60)
 
 
-async def test_an_idle_engine_is_left_alone() -> None:
-    engine, heard, loop = started()
+@AHEAD
+async def test_an_idle_engine_is_left_alone(ahead: bool) -> None:
+    engine, heard, loop = started(ahead)
     await loop.call(lambda _: None)
     await heard.until(lambda: len(heard.results) == 1)
     num_plans = engine.num_plans
@@ -139,8 +168,9 @@ async def test_an_idle_engine_is_left_alone() -> None:
     await asyncio.to_thread(loop.join, 60)
 
 
-async def test_what_a_command_raises_without_an_answer_is_fatal() -> None:
-    _, heard, loop = started()
+@AHEAD
+async def test_what_a_command_raises_without_an_answer_is_fatal(ahead: bool) -> None:
+    _, heard, loop = started(ahead)
 
     def broken(_: Engine) -> None:
         raise RuntimeError("a ledger that does not balance")

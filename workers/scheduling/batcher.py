@@ -222,7 +222,8 @@ class Batcher:
         del self._in_flight[0]
         self.pool.check_total()
         if not self._gone and (output := self._steady.commit(plan, drawn)) is not None:
-            self._seats.publish(plan.rows, plan.context_lens)
+            if self._steady.fills(plan):
+                self._seats.publish(plan.rows, plan.context_lens)
             return output
         return self._commit_to_tables(plan, drawn)
 

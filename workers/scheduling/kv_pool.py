@@ -69,8 +69,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.state = np.full(num_blocks, State.FREE, np.int8)
-        self._counts = np.zeros(len(State), np.int64)
-        self._counts[State.FREE] = num_blocks
+        self._counts = [0, 0, 0, 0, num_blocks]  # by state
         self._holders = np.zeros((3, num_blocks), np.int32)  # a row each for USED, LEASED, RESERVED
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack: [0, num free)
         self._lru: OrderedDict[int, None] = OrderedDict()  # the cached blocks, next to go first
@@ -79,12 +78,12 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
 
     def num(self, state: State) -> int:
-        return int(self._counts[state])
+        return self._counts[state]
 
     @property
     def num_available(self) -> int:
         """Blocks that `take` could give now."""
-        return int(self._counts[_FREE] + self._counts[_CACHED])
+        return self._counts[_FREE] + self._counts[_CACHED]
 
     def num_idle(self, blocks: Ints) -> int:
         """How many of these would no longer be available once somebody holds them."""
@@ -96,7 +95,7 @@ class BlockPool:
 
     def take(self, num: int, hold: Hold) -> Ints:
         """`num` <= `num_available` blocks of undefined content, held once."""
-        num_free = int(self._counts[_FREE])
+        num_free = self._counts[_FREE]
         from_free = min(num, num_free)
         blocks = self._free[num_free - from_free : num_free].copy()
         num_evicted = num - from_free
@@ -175,8 +174,8 @@ class BlockPool:
 
     def check_total(self) -> None:
         """AssertionError if blocks were lost or made: cheap enough for every step."""
-        if int(self._counts.sum()) != self.num_blocks or self._counts.min() < 0:
-            raise AssertionError(f"{self._counts.tolist()} are not {self.num_blocks} blocks")
+        if sum(self._counts) != self.num_blocks or min(self._counts) < 0:
+            raise AssertionError(f"{self._counts} are not {self.num_blocks} blocks")
 
     def check(self, used: list[Ints], leased: list[Ints], reserved: list[Ints]) -> None:
         """AssertionError if the ledger does not balance; every holder's blocks are given."""
@@ -188,7 +187,7 @@ class BlockPool:
         others = self._holders[State.USED] + self._holders[State.LEASED] > 0
         assert not (written & (others | self._hashed)).any(), "a reserved block is readable"
         assert (self.state == self._states(np.arange(self.num_blocks, dtype=np.int32))).all()
-        assert (self._counts == np.bincount(self.state, minlength=len(State))).all()
+        assert self._counts == np.bincount(self.state, minlength=len(State)).tolist()
         free = self._free[: self.num(State.FREE)]
         assert sorted(free.tolist()) == np.flatnonzero(self.state == State.FREE).tolist()
         assert sorted(self._lru) == np.flatnonzero(self.state == State.CACHED).tolist()
@@ -225,7 +224,9 @@ class BlockPool:
         for block in blocks[is_cached & ~was_cached].tolist():
             self._lru[block] = None
         freed = blocks[(old != _FREE) & (new == _FREE)]
-        num_free = int(self._counts[_FREE])
+        num_free = self._counts[_FREE]
         self._free[num_free : num_free + freed.size] = freed
-        self._counts += np.bincount(new, minlength=_NUM_STATES)
-        self._counts -= np.bincount(old, minlength=_NUM_STATES)
+        more = np.bincount(new, minlength=_NUM_STATES) - np.bincount(old, minlength=_NUM_STATES)
+        self._counts = [
+            num + change for num, change in zip(self._counts, more.tolist(), strict=True)
+        ]

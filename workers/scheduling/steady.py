@@ -21,6 +21,8 @@ class Steady:
         self._gathered = False  # whether what is below belongs to the rows of the last plan
         self._first = 0  # number of the first plan made here
         self._until = 0  # number of the plan whose tokens may reach a sequence's limit
+        self._crossing = 0  # number of the next plan in which a sequence enters a new block
+        self._filling: set[int] = set()  # numbers of plans that fill a block
         self._keys: list[object] = []
         self._choices: Ints = np.zeros(0, np.int32)  # [B]
         self._num_prompt: Ints = np.zeros(0, np.int32)  # [B]
@@ -54,12 +56,13 @@ class Steady:
         if last.number >= self._until:
             return None
         slots = last.slots + 1
-        crossing = np.flatnonzero(slots % self._table.block_size == 0)
         tables = last.block_tables
-        if crossing.size:
+        if last.number + 1 == self._crossing:
+            (crossing,) = (slots % self._table.block_size == 0).nonzero()
             if not self._grow(last.rows[crossing], last.context_lens[crossing]):
                 return None
             tables = self._cross(last, crossing, slots)
+            self._look_for_crossing(number, slots)
         self._last = StepPlan(
             number=number,
             rows=last.rows,
@@ -73,6 +76,13 @@ class Steady:
             ahead=ahead,
         )
         return self._last
+
+    def fills(self, plan: StepPlan) -> bool:
+        """Whether a plan made here may fill a block. To be asked once."""
+        if plan.number not in self._filling:
+            return False
+        self._filling.remove(plan.number)
+        return True
 
     def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput | None:
         """Book a plan made here; None, and nothing done, if a sequence may end by it."""
@@ -98,6 +108,14 @@ class Steady:
         self._stops = table.stop_tokens[rows]
         self._nobody = np.zeros_like(rows)
         self._gathered = True
+        self._filling = set()
+        self._look_for_crossing(last.number, last.slots)
+
+    def _look_for_crossing(self, number: int, slots: Ints) -> None:
+        """When it comes, if plan `number` writes these."""
+        size = self._table.block_size
+        self._crossing = number + size - int((slots % size).max())
+        self._filling.add(self._crossing - 1)
 
     def _drawn(self, last: StepPlan) -> Ints:
         drawn: Ints = self._table.tokens[last.rows, last.context_lens]
@@ -106,13 +124,15 @@ class Steady:
     def _grow(self, rows: Ints, positions: Ints) -> bool:
         """Blocks for these positions, where they are not there yet; False: there are too few."""
         table = self._table
-        missing = rows[positions // table.block_size >= table.num_blocks[rows]]
-        if not missing.size:
-            return True
-        if missing.size > self._pool.num_available:
+        columns = positions // table.block_size
+        missing = columns >= table.num_blocks[rows]
+        num = int(np.count_nonzero(missing))
+        if num > self._pool.num_available:
             return False
-        blocks = self._pool.take(missing.size, State.USED)
-        table.add_blocks(missing, np.ones_like(missing), blocks)
+        if num:
+            rows, columns = rows[missing], columns[missing]
+            table.block_table[rows, columns] = self._pool.take(num, State.USED)
+            table.num_blocks[rows] = columns + 1
         return True
 
     def _cross(self, last: StepPlan, crossing: Ints, slots: Ints) -> Ints:

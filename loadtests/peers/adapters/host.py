@@ -11,16 +11,23 @@ are, and nothing is kept between calls that would make a later one cheaper. `abo
 of the figures must know: versions, number formats. The time taken is that of `generate`.
 """
 
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main() -> int:
     adapter, options = sys.argv[1], json.loads(sys.argv[2])
+    if options["paused"] and sys.platform == "linux":
+        # Asleep it would not see that nobody is left to wake it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Engines print what they like; only answers go to the real stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -61,7 +61,8 @@ def drive(side: Any, cell: dict[str, Any]) -> dict[str, Any]:
 
 def measured(side: Any, num_steps: int) -> tuple[list[int], int]:
     """Nanoseconds of each step, and the tokens that all of them computed."""
-    steps, tokens, left = [], 0, 1
+    steps: list[int] = []
+    tokens, left = 0, 1
     while len(steps) < num_steps or (not num_steps and left):
         spent, computed, left = side.step()
         steps.append(spent)

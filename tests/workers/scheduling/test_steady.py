@@ -50,6 +50,8 @@ def test_plan_that_follows_is_the_one_that_the_tables_give() -> None:
         assert fresh is not None
         other = fresh
         assert_same(plan, other, 4)
+        published = [bench.batcher.table.num_published.tolist() for bench in (ahead, afresh)]
+        assert published[0] == published[1]
 
 
 def test_one_that_ends_has_a_row_in_the_step_behind_whose_token_is_thrown_away() -> None:
@@ -120,10 +122,10 @@ def test_withdrawn_step_is_planned_again_with_whoever_has_come() -> None:
     bench.batcher.withdraw(behind)
     assert bench.batcher.plan(0.0) is None
     bench.commit(plan)
-    plan = bench.batcher.plan(0.0)
-    assert plan is not None
-    assert len(plan.rows) == 3
-    bench.commit(plan)
+    again = bench.batcher.plan(0.0)
+    assert again is not None
+    assert len(again.rows) == 3
+    bench.commit(again)
     bench.run()
     for length in (3, 4):
         bench.expect(sequence(length, list(range(length, 2 * length)), 40))
