@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.kernels.in_place import prepare
+from penstock.workers.layers.packing import check_quantization, pack
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.spec import ModelSpec, read_spec
@@ -26,13 +28,16 @@ def load_model(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
     max_model_len: int | None = None,
+    quantization: str = "none",
 ) -> tuple[ModelSpec, Decoder]:
     """Loads a checkpoint folder.
 
     dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`. `progress` is told the
     bytes read so far and the bytes in all, from (0, all) on. `max_model_len`: the positions that
     will be used, where these are fewer than the model has (longrope has factors for that).
-    Raises `BadCheckpoint` or `UnsupportedModel` before memory is taken for anything.
+    quantization: "none" or "int8", of what is computed (`packing`).
+    Raises `BadCheckpoint`, `UnsupportedModel`, or ValueError where it cannot be quantized, before
+    memory is taken for anything.
     """
     spec = read_spec(folder)
     if max_model_len is not None:
@@ -41,8 +46,12 @@ def load_model(
     chosen = choose_dtype(dtype, spec, device)
     shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()
     wanted = _match(folder, spec, shapes, entries)
+    check_quantization(quantization, device, chosen)
+    preparing = prepare(device, chosen)
     decoder = empty_decoder(spec, chosen, device)
     _stream(wanted, decoder.tensors(), progress)
+    pack(decoder, quantization)
+    preparing.join()
     return spec, decoder
 
 
