@@ -198,4 +198,5 @@ def paged_decode(*arguments: Any, num_threads: int) -> None:
     num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
     if numba.get_num_threads() != num_threads:
         numba.set_num_threads(num_threads)
-    _paged_decode(*arguments, num_threads)
+    kernel: Any = _paged_decode
+    kernel(*arguments, num_threads)
