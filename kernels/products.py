@@ -10,6 +10,7 @@ x [T, K] and W [N, K] give [T, N]. Weights are packed once, as a CPU's fast form
 """
 
 import platform
+import warnings
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,7 +86,10 @@ def int8_product(weight: Tensor, bias: Tensor | None) -> Int8Product:
     """weight: [N, K] float32, of which nothing is kept."""
     scales, levels = _quantized_rows(weight)
     zeros = torch.zeros(len(weight), dtype=torch.int64)
-    quantized = torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0)
+    with warnings.catch_warnings():
+        # Such tensors are to leave torch one day; the version is pinned, and nothing else packs.
+        warnings.simplefilter("ignore", UserWarning)
+        quantized = torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0)
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"
     try:

@@ -149,8 +149,14 @@ async def _measure(options: Options) -> dict[str, Any]:
         raise ValueError("--cpu-time counts one thread's: give --threads 1")
     with tempfile.TemporaryDirectory() as folder:
         model = write_random_llama(Path(folder) / "llama")
-        sizes = {"threads": options.threads, "quantization": options.quantization}
-        engine = Engine(WorkerConfig("engine", model, max_sequences=options.batch, **sizes))
+        config = WorkerConfig(
+            "engine",
+            model,
+            max_sequences=options.batch,
+            threads=options.threads,
+            quantization=options.quantization,
+        )
+        engine = Engine(config)
     engine.warm_up()
     figures = Figures()
     for number in range(options.rounds + 1):

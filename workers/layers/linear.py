@@ -10,7 +10,7 @@ from torch.nn import functional
 from penstock.kernels.products import Product, blocked_product, can_block, int8_product
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Linear:
     """y = x Wᵀ + b; several products of one x are fused, the rows of W one after another."""
 
