@@ -89,10 +89,11 @@ class InPlace:
 def _kernel() -> Any:
     import numba
 
-    if not numba.config.CACHE_DIR:
-        numba.config.CACHE_DIR = str(_cache_folder())
+    settings: Any = numba.config
+    if not settings.CACHE_DIR:
+        settings.CACHE_DIR = str(_cache_folder())
     # OpenMP is what torch computes with: one pool of threads for both.
-    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+    settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
     from penstock.kernels.paged_decode import paged_decode
 
     return paged_decode

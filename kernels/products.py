@@ -49,7 +49,7 @@ def blocked_product(weight: Tensor, bias: Tensor | None) -> BlockedProduct:
 def can_block(weight: Tensor) -> bool:
     """Whether `blocked_product` takes these weights."""
     return (
-        torch.backends.mkldnn.is_available()
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.is_contiguous()
