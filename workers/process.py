@@ -6,8 +6,8 @@ import sys
 
 SPINS = "1000"
 """Turns that an OpenMP thread waits for the next piece of work before it sleeps. By default it is
-300,000, some milliseconds, all of them taken from whoever else wants the core: a step on a machine
-that was busy with other work took six times as long and six times the CPU (docs/performance.md)."""
+300,000, some milliseconds, all of them taken from whoever else wants the core
+(docs/performance.md). What the shorter wait costs on a quiet machine has not been measured."""
 
 KEPT_BYTES = 1 << 30
 """Of freed memory; a step's tensors would else be asked of the kernel, page by page, every time."""
