@@ -47,7 +47,8 @@ class Dispatch:
         self._sessions: dict[int, Session] = {}
         self._vocabulary = Vocabulary(engine.spec.vocab_size, engine.spec.eos_tokens)
         self._engine = EngineLoop(engine, self._deliver, self._fail)
-        rectangle = Rectangle(0, engine.spec.num_layers, 0, engine.spec.num_kv_heads)
+        _, num_heads, _ = engine.spec.kv_shape
+        rectangle = Rectangle(0, engine.spec.num_layers, 0, num_heads)
         staging = KvStaging(engine.cache.data, rectangle)
         self.handover = HandOver(identity, address, staging, self._engine, seconds)
         self.load = self._load_message(engine.load())

@@ -220,9 +220,8 @@ def _make_cache(limits: Limits, decoder: Decoder) -> KvCache:
     return KvCache(
         num_layers=spec.num_layers,
         num_blocks=limits.num_blocks,
-        num_kv_heads=spec.num_kv_heads,
         block_size=limits.block_size,
-        head_dim=spec.head_dim,
+        kv_shape=spec.kv_shape,
         dtype=decoder.dtype,
         device=decoder.device,
     )

@@ -33,6 +33,6 @@ def model_fingerprint(folder: Path) -> str:
 
 def layout_of(model: str, spec: ModelSpec, dtype: torch.dtype, block_size: int) -> str:
     """Of the KV blocks of a worker with that model: blocks travel only where it is the same."""
-    shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, spec.rope.divisors)
+    shape = (spec.num_layers, *spec.kv_shape, block_size, spec.rope.divisors)
     described = f"{HAND_OVER} {model} {dtype} {shape}"
     return blake2b(described.encode(), digest_size=16).hexdigest()

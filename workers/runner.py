@@ -6,6 +6,7 @@ from torch import Tensor
 
 from penstock.kernels.attention import plan_attention
 from penstock.kernels.cache import write_rows
+from penstock.kernels.latent_attention import plan_latent_attention
 from penstock.kernels.rotary import rotary_table
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.layers.attention import StepInputs
@@ -22,7 +23,8 @@ class Runner:
     def __init__(self, decoder: Decoder, cache: KvCache) -> None:
         self.decoder = decoder
         self.cache = cache
-        self._windows = set(decoder.spec.windows)
+        self._latent = decoder.spec.latent
+        self._windows = set() if self._latent else set(decoder.spec.windows)
         self._rotary = self._tables(FIRST_POSITIONS)
 
     @torch.inference_mode()
@@ -40,12 +42,15 @@ class Runner:
         return decoder.logits(hidden)
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
-        layer = self.cache.data[0]
+        layer, latent = self.cache.data[0], self._latent
         batch = (plan.query_starts, plan.context_lens, plan.block_tables)
         return StepInputs(
             cos_sin=self._cos_sin(plan.positions),
             cache_rows=write_rows(self._put(plan.slots), layer.shape),
             plans={w: plan_attention(*batch, layer, w) for w in self._windows},
+            latent=(
+                plan_latent_attention(*batch, layer, latent.rank, latent.up_dim) if latent else None
+            ),
         )
 
     def _cos_sin(self, positions: Ints) -> tuple[Tensor, ...]:
@@ -60,7 +65,7 @@ class Runner:
     def _tables(self, size: int) -> tuple[Tensor, ...]:
         decoder = self.decoder
         return tuple(
-            rotary_table(rotary.frequencies, size, decoder.dtype, rotary.scale)
+            rotary_table(rotary.frequencies, size, decoder.dtype, rotary.scale, rotary.neighbours)
             for rotary in decoder.rotaries
         )
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,9 +14,7 @@ from hypothesis import strategies as st
 from penstock.kernels import attention
 from penstock.kernels.attention import paged_attention, paged_attention_reference, plan_attention
 from penstock.kernels.scores import PLAIN, Scores
-
-Ints = npt.NDArray[np.int32]
-Batch = tuple[Ints, Ints, Ints]
+from tests.support.batches import Batch, make_batch, poison
 
 
 @contextmanager
@@ -27,30 +24,6 @@ def form(in_place: bool) -> Iterator[None]:
         yield
 
 
-def make_batch(lengths: list[tuple[int, int]], block_size: int, seed: int) -> tuple[Batch, int]:
-    """(query tokens, context) of each sequence to a batch over scattered blocks; their number."""
-    contexts = np.array([context for _, context in lengths], np.int32)
-    starts = np.cumsum([0, *(query for query, _ in lengths)]).astype(np.int32)
-    width = -(-int(contexts.max()) // block_size)
-    num_blocks = width * len(lengths) + 2
-    order = np.random.default_rng(seed).permutation(num_blocks)[: width * len(lengths)]
-    tables = order.reshape(len(lengths), width).astype(np.int32)
-    # Entries past a sequence's blocks mean nothing: they may be any number.
-    tables[np.arange(width) >= -(-contexts[:, None] // block_size)] = 10**6
-    return (starts, contexts, tables), num_blocks
-
-
-def poison(layer: torch.Tensor, batch: Batch) -> None:
-    """NaN in every slot that holds no position of a sequence."""
-    _, contexts, tables = batch
-    block_size = layer.shape[3]
-    used = torch.zeros(layer.shape[1], block_size, dtype=torch.bool)
-    for context, table in zip(contexts.tolist(), tables, strict=True):
-        at = np.arange(context)
-        used[table[at // block_size], at % block_size] = True
-    layer.masked_fill_(~used[None, :, None, :, None], torch.nan)
-
-
 def check(
     lengths: list[tuple[int, int]],
     heads: tuple[int, int, int],
@@ -58,30 +31,21 @@ def check(
     window: int,
     scores: Scores = PLAIN,
 ) -> None:
-    for in_place in (False, True):
-        with form(in_place):
-            check_form(lengths, heads, block_size, window, scores)
-
-
-def check_form(
-    lengths: list[tuple[int, int]],
-    heads: tuple[int, int, int],
-    block_size: int,
-    window: int,
-    scores: Scores,
-) -> None:
     num_heads, group, head_dim = heads
     batch, num_blocks = make_batch(lengths, block_size, seed=len(lengths))
     torch.manual_seed(0)
     layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
     poison(layer, batch)
     query = torch.randn(int(batch[0][-1]), num_heads * group, head_dim)
-    plan = plan_attention(*batch, layer, window)
-    found = paged_attention(query, layer, plan, scores)
+    wide = scores
     if scores.sinks is not None:
-        scores = replace(scores, sinks=scores.sinks.double())
-    exact = paged_attention_reference(query.double(), layer.double(), *batch, window, scores)
-    torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
+        wide = replace(scores, sinks=scores.sinks.double())
+    exact = paged_attention_reference(query.double(), layer.double(), *batch, window, wide)
+    for in_place in (False, True):
+        with form(in_place):
+            plan = plan_attention(*batch, layer, window)
+        found = paged_attention(query, layer, plan, scores)
+        torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
 
 
 lengths = st.lists(

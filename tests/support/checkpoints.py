@@ -54,6 +54,19 @@ LONG_ROPE = {
     "long_factor": [1.2, 2.0, 4.0, 9.0],
 }
 
+DEEPSEEK = {
+    **{key: value for key, value in COMMON.items() if "heads" not in key},
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 22,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+}
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     # Llama 2: as many KV heads as heads.
     "llama2": lambda: transformers.LlamaConfig(**COMMON | {"num_key_value_heads": 4}),
@@ -139,6 +152,46 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         swiglu_limit=1.5,
         rope_parameters=YARN_ROPE | {"truncate": False},
     ),
+    # As V2-Lite: no latent of the query, no groups.
+    "deepseek-v2-lite": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK,
+        num_attention_heads=2,
+        q_lora_rank=None,
+        n_routed_experts=5,
+        rope_parameters=YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.4},
+    ),
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK,
+        num_attention_heads=6,
+        q_lora_rank=18,
+        n_routed_experts=12,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=3.0,
+        attention_bias=True,
+        rms_norm_eps=0.03,
+    ),
+    # And R1.
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK,
+        num_attention_heads=3,
+        q_lora_rank=26,
+        n_routed_experts=15,
+        n_group=5,
+        topk_group=3,
+        rope_parameters=YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "deepseek-v3-plain": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK | {"v_head_dim": 26, "first_k_dense_replace": 0},
+        num_attention_heads=3,
+        q_lora_rank=None,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        rope_interleave=False,
+    ),
     "qwen3": lambda: transformers.Qwen3Config(
         **COMMON | {"num_attention_heads": 6, "num_key_value_heads": 3}, head_dim=24
     ),
@@ -160,6 +213,9 @@ def make_model(family: str, seed: int = 0) -> Any:
             # Wide enough that the next token depends on far ones, and that answers vary.
             around = 1.0 if "norm" in name else 0.0
             parameter.normal_(around, 0.1 if "norm" in name else 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.25)
     return model
 
 

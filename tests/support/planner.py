@@ -65,9 +65,8 @@ def make_cache(decoder: Decoder, num_blocks: int) -> KvCache:
     return KvCache(
         spec.num_layers,
         num_blocks,
-        spec.num_kv_heads,
         BLOCK_SIZE,
-        spec.head_dim,
+        spec.kv_shape,
         decoder.dtype,
         decoder.device,
     )

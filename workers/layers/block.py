@@ -6,6 +6,7 @@ from torch import Tensor
 
 from penstock.workers.layers.attention import Attention, StepInputs
 from penstock.workers.layers.experts import Experts
+from penstock.workers.layers.latent import LatentAttention
 from penstock.workers.layers.mlp import Mlp
 from penstock.workers.layers.norm import Norm
 
@@ -15,7 +16,7 @@ class Block:
     """Each half normalised before, after or both, as the family has it, and added to the stream."""
 
     attention_norm: Norm | None
-    attention: Attention
+    attention: Attention | LatentAttention
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | Experts

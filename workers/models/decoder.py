@@ -39,7 +39,7 @@ class Decoder:
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
         """Runs T tokens and writes their keys and values.
 
-        tokens: [T] integers; cache: [layers, 2, N, H, S, D]. Returns [T, hidden_size], before
+        tokens: [T] integers; cache: the data of a `KvCache`. Returns [T, hidden_size], before
         the last norm.
         """
         hidden = functional.embedding(tokens, self.embeddings)
@@ -78,5 +78,5 @@ def empty_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
         layers=tuple(assembly.block(number) for number in range(spec.num_layers)),
         norm=assembly.norm(spec.hidden_size),
         head=Linear(head, None, (spec.vocab_size,)),
-        rotaries=tuple(make_rotary(rope, spec.head_dim, device) for rope in spec.ropes),
+        rotaries=tuple(make_rotary(rope, spec.rotated_dim, device) for rope in spec.ropes),
     )

@@ -88,6 +88,11 @@ def _sparse_layers(config: Config) -> list[bool]:
     return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
 
 
+def _after_the_first(config: Config) -> list[bool]:
+    first = config.get("first_k_dense_replace") or 0
+    return [layer >= first for layer in range(config["num_hidden_layers"])]
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Where a mixture of experts has its numbers in `config.json`."""
@@ -97,6 +102,8 @@ class Experts:
     shared_size: str | None = None
     layers: Callable[[Config], list[bool]] = _sparse_layers
     clamped: bool = False  # all in one tensor, with biases and a clamped gate: gpt-oss
+    shared_count: str | None = None  # of shared experts as large as the others, without a gate
+    methods: tuple[str, ...] = ()  # the values of `topk_method`, DeepSeek's, the usual one first
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,7 @@ class Family:
     local_theta: float | None = None  # of the layers with a window, if theirs is another
     absent: Config = field(default_factory=dict)  # what a key means that is not there
     partial_rotary: bool = False  # whether `partial_rotary_factor` is looked at
+    latent: bool = False  # keys and values are cached compressed
     names: Names = field(default_factory=Names)
 
 
@@ -141,6 +149,25 @@ GEMMA: dict[str, Any] = {
     ),
 }
 GEMMA_ABSENT: dict[str, Any] = {"tie_word_embeddings": True, "sliding_window": 4096}
+
+DEEPSEEK: dict[str, Any] = {
+    "qkv_bias": _if_configured,
+    "output_bias": _if_configured,
+    "latent": True,
+    "names": Names(qkv=("self_attn.q_proj",), shared="shared_experts"),
+}
+DEEPSEEK_EXPERTS: dict[str, Any] = {
+    "inner_size": "moe_intermediate_size",
+    "layers": _after_the_first,
+    "shared_count": "n_shared_experts",
+}
+DEEPSEEK_ABSENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -211,6 +238,30 @@ FAMILIES: dict[str, Family] = {
         sinks=True,
         absent={"attention_bias": True, "sliding_window": 128},
         names=Names(router="router"),
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek-v2",
+        experts=Experts(
+            normalise=False,  # whatever `norm_topk_prob` says, as transformers does
+            methods=("greedy", "group_limited_greedy"),
+            **DEEPSEEK_EXPERTS,
+        ),
+        absent=DEEPSEEK_ABSENT | {"n_shared_experts": 2},
+        **DEEPSEEK,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek-v3",
+        experts=Experts(methods=("noaux_tc",), **DEEPSEEK_EXPERTS),
+        absent=DEEPSEEK_ABSENT
+        | {
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+        },
+        **DEEPSEEK,
     ),
     "MixtralForCausalLM": Family(
         "mixtral",

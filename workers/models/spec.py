@@ -1,13 +1,20 @@
 """What a checkpoint folder says of its model: read from `config.json`, without torch."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.workers.models.config import BadCheckpoint, Fields, read_json
+from penstock.workers.models.deepseek import (
+    LatentSpec,
+    RoutingSpec,
+    read_latent,
+    read_routing,
+)
 from penstock.workers.models.families import FAMILIES, Family
 from penstock.workers.models.names import Names
-from penstock.workers.models.rope import RopeSpec, read_ropes
+from penstock.workers.models.rope import RopeSpec, read_ropes, stretched_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +28,8 @@ class ExpertsSpec:
     shared_size: int  # of the expert that every token goes through; 0: there is none
     layers: tuple[bool, ...]  # which layers have experts
     clamp: tuple[float, float] | None = None  # gain and limit of the gate, as gpt-oss has it
+    shared_gate: bool = True  # whether the shared expert has a weight of its own
+    routing: RoutingSpec | None = None  # None: the likeliest, no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +66,28 @@ class ModelSpec:
     experts: ExpertsSpec | None
     names: Names
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
+    latent: LatentSpec | None
+    num_mtp_layers: int  # that predict further tokens: in the checkpoint, and not used
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
+    @property
+    def rotated_dim(self) -> int:
+        """Features of a head that rope may turn."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """What one position has in a layer's cache: sides (keys and values), heads, features."""
+        if self.latent is None:
+            return 2, self.num_kv_heads, self.head_dim
+        return 1, 1, self.latent.rank + self.latent.rope_dim
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one position takes, all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        return self.num_layers * math.prod(self.kv_shape) * dtype_bytes
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -89,12 +112,10 @@ def _family(config: Fields) -> Family:
     family = FAMILIES.get(str(architectures[0]))
     if family is None:
         raise config.unsupported(f"{architectures[0]} is not served; served are {known}")
-    if values.get("auto_map"):
-        raise config.unsupported("auto_map asks for code from the checkpoint, which is never run")
     if values.get("quantization_config"):
         method = values["quantization_config"]
         name = method.get("quant_method") if isinstance(method, Mapping) else method
-        raise config.unsupported(f"weights quantized by {name} are not served: take the original")
+        raise config.unsupported(f"weights quantized by {name} are not served: take bfloat16")
     key = family.activation_key
     if values.get(key, family.activation) != family.activation:
         raise config.unsupported(f"{key} {values[key]!r} is not served, only {family.activation!r}")
@@ -108,12 +129,8 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         config = Fields({**family.absent, **config.values}, config.path)
     values = config.values
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    num_kv_heads = config.size("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
-    head_dim = config.size("head_dim", family.head_dim or hidden_size // num_heads)
-    if head_dim % 2:
-        raise config.bad("head_dim", "even, which rotary embedding needs")
+    latent = read_latent(config) if family.latent else None
+    num_kv_heads, head_dim = _heads(config, family, latent)
     rope, local_rope = read_ropes(config, family.partial_rotary, family.local_theta)
     return ModelSpec(
         family=family.name,
@@ -136,20 +153,39 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         norm_kind=family.norm_kind,
         activation=family.activation,
         embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
-        attention_scale=_attention_scale(config, family),
+        attention_scale=_attention_scale(config, family, head_dim),
         attention_cap=_cap(config, "attn_logit_softcapping", family),
         logit_cap=_cap(config, "final_logit_softcapping", family),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_checked_rope(config, rope, head_dim),
+        rope=_checked_rope(config, family, rope, latent.rope_dim if latent else head_dim),
         local_rope=local_rope,
         windows=_windows(config, family),
         experts=_experts(config, family),
         names=family.names,
         dtype=_dtype(config),
+        latent=latent,
+        num_mtp_layers=config.count("num_nextn_predict_layers"),
     )
 
 
-def _attention_scale(config: Fields, family: Family) -> float | None:
+def _heads(config: Fields, family: Family, latent: LatentSpec | None) -> tuple[int, int]:
+    """The number of KV heads, and the features of a query's head."""
+    if latent is not None:
+        return 1, latent.head_dim
+    num_heads = config.size("num_attention_heads")
+    num_kv_heads = config.size("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    default = family.head_dim or config.size("hidden_size") // num_heads
+    head_dim = config.size("head_dim", default)
+    if head_dim % 2:
+        raise config.bad("head_dim", "even, which rotary embedding needs")
+    return num_kv_heads, head_dim
+
+
+def _attention_scale(config: Fields, family: Family, head_dim: int) -> float | None:
+    if family.latent:
+        return float(head_dim**-0.5 * stretched_scores(config))
     if not family.soft_caps:
         return None
     return float(config.number("query_pre_attn_scalar", 256) ** -0.5)
@@ -161,20 +197,22 @@ def _cap(config: Fields, key: str, family: Family) -> float:
     return config.number(key, 1.0)
 
 
-def _checked_rope(config: Fields, rope: RopeSpec, head_dim: int) -> RopeSpec:
+def _checked_rope(config: Fields, family: Family, rope: RopeSpec, head_dim: int) -> RopeSpec:
     num_features = int(head_dim * rope.share)
     if num_features % 2 or not 0 < num_features <= head_dim:
         raise config.bad("partial_rotary_factor", "a share that makes an even number of features")
     if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
         raise config.bad("rope_scaling", f"one with {num_features // 2} factors each")
-    return rope
+    neighbours = family.latent and config.flag("rope_interleave", True)
+    return replace(rope, neighbours=neighbours) if neighbours else rope
 
 
 def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
     found = family.experts
     if found is None:
         return None
-    key = "num_experts" if "num_experts" in config.values else "num_local_experts"
+    keys = ("n_routed_experts", "num_experts")
+    key = next((key for key in keys if key in config.values), "num_local_experts")
     num_experts = config.size(key)
     top_k = config.size("num_experts_per_tok")
     if top_k > num_experts:
@@ -183,14 +221,20 @@ def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
         layers = tuple(found.layers(config.values))
     except (TypeError, ZeroDivisionError):
         raise config.bad("decoder_sparse_step", "a positive whole number, every so many") from None
+    shared_size = config.size(found.shared_size) if found.shared_size else 0
+    if found.shared_count:
+        shared_size = config.size(found.shared_count) * config.size(found.inner_size)
+    routing = read_routing(config, found.methods, num_experts, top_k) if found.methods else None
     return ExpertsSpec(
         num_experts=num_experts,
         top_k=top_k,
         inner_size=config.size(found.inner_size),
         normalise=config.flag("norm_topk_prob") if found.normalise is None else found.normalise,
-        shared_size=config.size(found.shared_size) if found.shared_size else 0,
+        shared_size=shared_size,
         layers=layers,
         clamp=_clamp(config) if found.clamped else None,
+        shared_gate=not found.shared_count,
+        routing=routing,
     )
 
 

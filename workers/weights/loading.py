@@ -101,7 +101,7 @@ def _match(
 ) -> list[Entry]:
     """The entries to load; checks that they are exactly what the model needs."""
     tied = {"lm_head.weight"} if spec.tie_embeddings else set()
-    extra = {name for name in entries if not _NOT_WEIGHTS.search(name)} - tied - shapes.keys()
+    extra = {name for name in entries if not _is_unused(spec, name)} - tied - shapes.keys()
     problems = (("lacks", shapes.keys() - entries.keys()), ("has the unexpected", extra))
     for verb, names in problems:
         if names:
@@ -112,6 +112,13 @@ def _match(
     for name, target in shapes.items():
         _check(entries[name], target)
     return sorted((entries[name] for name in shapes), key=lambda entry: (entry.path, entry.start))
+
+
+def _is_unused(spec: ModelSpec, name: str) -> bool:
+    """Whether it may be there and is not loaded."""
+    further = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
+    prefixes = tuple(f"{spec.names.layers}.{number}." for number in further)
+    return bool(_NOT_WEIGHTS.search(name)) or name.startswith(prefixes)
 
 
 def _listed(names: Iterable[str]) -> str:
