@@ -107,7 +107,12 @@ class Engine:
             torch.set_num_threads(config.threads)
         device = choose_device(config.device)
         self.spec, decoder = load(
-            config.model, config.dtype, device, progress, config.max_model_len
+            config.model,
+            config.dtype,
+            device,
+            progress,
+            config.max_model_len,
+            config.quantization,
         )
         self.limits = _limits(config, self.spec, decoder)
         self.model = model_fingerprint(config.model)
