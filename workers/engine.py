@@ -139,8 +139,8 @@ class Engine:
         result = StepResult()
         plan = self.plan(result)
         if plan is not None:
-            drawn = self.draw(plan, self.compute(plan))
-            self.book(plan, drawn, time.perf_counter() - started, result)
+            sampled = self.draw(plan, self.compute(plan))
+            self.book(plan, sampled, time.perf_counter() - started, result)
         return result
 
     def plan(self, result: StepResult) -> StepPlan | None:
@@ -159,7 +159,7 @@ class Engine:
         self._gap_seconds = time.perf_counter() - self._drawn_at
         return self._runner.run(plan)
 
-    def draw(self, plan: StepPlan, logits: Tensor) -> Drawn:
+    def draw(self, plan: StepPlan, logits: Tensor) -> Sampled:
         """Draw the tokens, once every step before is booked."""
         rows, table = plan.drawing, self.batcher.table
         indices = table.num_tokens[rows] - table.num_prompt[rows]
@@ -167,9 +167,9 @@ class Engine:
         if len(plan.scored):
             sampled = replace(sampled, prompts=self._score(plan, logits[len(rows) :]))
         self._drawn_at = time.perf_counter()
-        return Drawn(sampled, prompts)
+        return sampled
 
-    def book(self, plan: StepPlan, drawn: Drawn, seconds: float, result: StepResult) -> None:
+    def book(self, plan: StepPlan, sampled: Sampled, seconds: float, result: StepResult) -> None:
         """Take up what a step gave; it took `seconds`."""
         rows = plan.drawing
         if not sampled.finite.all():

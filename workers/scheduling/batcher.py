@@ -146,7 +146,6 @@ class Batcher:
                 self.table.yield_len[ticket.row] = 0
         self._steady.forget()
         if group:
-            self._steady.forget()
             self._yield_if_due(key)
 
     # ------------------------------------------------------------ hand-over
@@ -251,10 +250,6 @@ class Batcher:
     def _commit_to_tables(self, plan: StepPlan, drawn: Ints) -> StepOutput:
         table, rows, drawing, lengths = self.table, plan.rows, plan.drawing, plan.context_lens
         self._totals.computed += self._num_prompt_computed(plan)
-        if len(plan.scored):
-            asking = table.prompt_known[rows] != NEVER
-            known, asking = lengths[asking] + 1, rows[asking]
-            table.prompt_known[asking] = np.where(known < table.num_prompt[asking], known, NEVER)
         if self._gone:
             gone = [ticket.row for ticket in self._gone]
             kept, drawn_kept = ~np.isin(rows, gone), ~np.isin(drawing, gone)
@@ -389,7 +384,7 @@ class Batcher:
             if self._seats.fork_if_due(leader) and leader.unwanted:
                 kept = drawing != leader.row
                 drawn, drawing = drawn[kept], drawing[kept]
-                self._leave(leader)
+                self._seats.leave(leader)
                 self._ended(leader)
         return drawn, drawing
 

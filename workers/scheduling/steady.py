@@ -7,7 +7,7 @@ additions, and does not need its tokens: it can be made while the last one still
 import numpy as np
 
 from penstock.workers.scheduling.kv_pool import BlockPool, State
-from penstock.workers.scheduling.sequence import Ints, Key, StepOutput, StepPlan
+from penstock.workers.scheduling.sequence import Ints, StepOutput, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 
 
@@ -36,9 +36,6 @@ class Steady:
     def start(self, plan: StepPlan, rows: Ints) -> None:
         """`plan` was made from the tables, while `rows` run."""
         self.forget()
-        if len(plan.forks) or len(plan.scored):
-            return
-        # What several held of a block that is written now, this plan has copied.
         if plan.rows is rows and len(plan.tokens) == len(rows) and plan.samples.all():
             self._last = plan
 
