@@ -17,8 +17,7 @@ from penstock.workers.config import WorkerConfig
 from penstock.workers.fingerprint import layout_of, model_fingerprint
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.memory import choose_num_blocks
-from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.served import ServedModel, ServedSpec
 from penstock.workers.runner import Runner
 from penstock.workers.sampler import PromptLogprobs, Sampled, Sampler, TokenLogprobs
 from penstock.workers.scheduling.batcher import Batcher, Limits
@@ -36,7 +35,7 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
-from penstock.workers.weights.loading import load_model
+from penstock.workers.weights.loading import load
 
 Progress = Callable[[int, int], None]
 """Told the bytes of weights read so far, and the bytes in all."""
@@ -90,8 +89,13 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = choose_device(config.device)
-        self.spec, decoder = load_model(
-            config.model, config.dtype, device, progress, config.max_model_len
+        self.spec, decoder = load(
+            config.model,
+            config.dtype,
+            device,
+            progress,
+            config.max_model_len,
+            config.quantization,
         )
         self.limits = _limits(config, self.spec, decoder)
         self.model = model_fingerprint(config.model)
@@ -170,7 +174,7 @@ class Engine:
         rows = plan.drawing
         if not sampled.finite.all():
             keys = self.batcher.table.keys[rows[~sampled.finite]].tolist()
-            # One that has ended meanwhile is in the step still.
+            # One that has ended meanwhile is in the step still; one with several choices is once.
             result.failed = [key for key in keys if self._live.pop(key, None) is not None]
             for key in result.failed:
                 self.batcher.fail(key)
@@ -248,7 +252,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if there and name != "cpu" else "cpu")
 
 
-def _limits(config: WorkerConfig, spec: ModelSpec, decoder: Decoder) -> Limits:
+def _limits(config: WorkerConfig, spec: ServedSpec, decoder: ServedModel) -> Limits:
     max_model_len = config.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
         raise ValueError(
@@ -267,7 +271,7 @@ def _limits(config: WorkerConfig, spec: ModelSpec, decoder: Decoder) -> Limits:
     )
 
 
-def _make_cache(limits: Limits, decoder: Decoder) -> KvCache:
+def _make_cache(limits: Limits, decoder: ServedModel) -> KvCache:
     spec = decoder.spec
     return KvCache(
         num_layers=spec.num_layers,
