@@ -88,10 +88,10 @@ class FoldWorld:
         self.asked: list[Asked] = []
         self.transfers: list[Transfer] = []
         self.num_arrived = 0
-        self.num_ahead = 0  # steps planned while another was in flight
         self.num_scored = 0  # prompt tokens
         self.num_copies = 0  # of blocks that several held
         self.num_forks = 0  # rows that drew their first token from another's logits
+        self.num_ahead = 0  # steps planned while another was in flight
 
     def those(self, *states: str) -> list[Asked]:
         return [asked for asked in self.asked if asked.state in states]
