@@ -182,7 +182,7 @@ def test_pools_with_nodes_of_their_own_say_what_a_rank_has() -> None:
         del pool[missing]
         with pytest.raises(SpecError, match=rf"^pools\.mixed\.{missing}: say how many a rank has"):
             parse({"pool_nodes": True, "pools": {"mixed": pool}})
-    with pytest.raises(SpecError, match="^pool_nodes: expected true or false, not 'yes'"):
+    with pytest.raises(SpecError, match=r"^pool_nodes: expected true or false, not 'yes'"):
         parse({"pool_nodes": "yes"})
 
 

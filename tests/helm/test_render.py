@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
 pytest.importorskip("kubernetes_validate", reason="it is in the dependency group chart")
@@ -24,6 +25,18 @@ def test_every_example_is_sound_in_both_modes(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", chart.MODES)
 def test_the_defaults_are_sound(mode: str) -> None:
     assert chart.problems(chart.objects(chart.render(chart.of_mode(mode)))) == []
+
+
+@pytest.mark.parametrize("mode", chart.MODES)
+def test_what_the_kind_job_installs_is_sound(mode: str) -> None:
+    path = chart.ROOT / ".github" / "workflows" / "kind-values.yaml"
+    values = chart.merged(yaml.safe_load(path.read_text()), chart.of_mode(mode))
+    assert chart.problems(chart.objects(chart.render(values))) == []
+
+
+def test_the_image_is_nobody_that_the_pods_are_not() -> None:
+    user = chart.one(chart.objects(chart.render({})), "Deployment")["spec"]["template"]["spec"]
+    assert f"USER {user['securityContext']['runAsUser']}:" in (chart.ROOT / "Dockerfile").read_text()
 
 
 @pytest.mark.skipif(not chart.CRDS.is_dir(), reason="the schemas of custom resources are not here")
