@@ -1,15 +1,16 @@
-"""The engine: scheduler, model and sampler as one synchronous object, a step at a time.
+"""The engine: scheduler, model and sampler as one object.
 
-It belongs to one thread. A command takes effect between steps; `step` computes and says what came
-of it. One sequence's failure ends that sequence only; an exception of the model ends the engine.
+It belongs to one thread; `step` runs one step and says what came of it. A pipeline runs the parts
+of a step itself, of which `compute` and `draw` may belong to another thread. One sequence's failure
+ends that sequence only; an exception of the model ends the engine.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.workers.config import WorkerConfig
 from penstock.workers.fingerprint import layout_of, model_fingerprint
@@ -18,7 +19,7 @@ from penstock.workers.memory import choose_num_blocks
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.runner import Runner
-from penstock.workers.sampler import Sampler, TokenLogprobs
+from penstock.workers.sampler import Sampled, Sampler, TokenLogprobs
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.sequence import (
     Admitted,
@@ -73,6 +74,7 @@ class EngineLoad:
     pool: PoolLoad
     step_seconds: float  # of the last step
     num_steps: int
+    gap_seconds: float  # from the newest step's begin back to the end of the one before
 
 
 class Engine:
@@ -96,9 +98,12 @@ class Engine:
         self.batcher = Batcher(self.limits)
         self._runner = Runner(decoder, self.cache)
         self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
+        self.plans_ahead = config.plan_ahead
         self._live: dict[Key, NewSequence] = {}  # all but leases
         self._step_seconds = 0.0
         self._num_steps = 0
+        self._drawn_at = time.perf_counter()
+        self._gap_seconds = 0.0
 
     # ------------------------------------------------------------ commands
 
@@ -119,20 +124,65 @@ class Engine:
     # ------------------------------------------------------------ steps
 
     def step(self) -> StepResult:
-        """Compute one step, if there is anything to compute."""
+        """Plan, compute and book one step, if there is anything to compute."""
         started = time.perf_counter()
         result = StepResult()
-        plan = self.batcher.plan(started)
-        self._note(self.batcher.events(), result)
+        plan = self.plan(result)
         if plan is not None:
-            self._compute(plan, result)
-            self._note(self.batcher.events(), result)
-            self._num_steps += 1
-            self._step_seconds = time.perf_counter() - started
+            sampled = self.draw(plan, self.compute(plan))
+            self.book(plan, sampled, time.perf_counter() - started, result)
         return result
 
+    def plan(self, result: StepResult) -> StepPlan | None:
+        """What the next step computes; None if there is nothing to compute."""
+        plan = self.batcher.plan(time.perf_counter())
+        self.note(result)
+        return plan
+
+    def plan_ahead(self) -> StepPlan | None:
+        """What the step after the one that computes will compute; None if that must end first."""
+        return self.batcher.plan(time.perf_counter())
+
+    def compute(self, plan: StepPlan) -> Tensor:
+        """Run the model; the logits [S, vocab_size] of the rows that sample."""
+        self._gap_seconds = time.perf_counter() - self._drawn_at
+        return self._runner.run(plan)
+
+    def draw(self, plan: StepPlan, logits: Tensor) -> Sampled:
+        """Draw the tokens, once every step before is booked."""
+        rows, table = plan.rows[plan.samples], self.batcher.table
+        indices = table.num_tokens[rows] - table.num_prompt[rows]
+        sampled = self._sampler.sample(logits, rows, indices, table)
+        self._drawn_at = time.perf_counter()
+        return sampled
+
+    def book(self, plan: StepPlan, sampled: Sampled, seconds: float, result: StepResult) -> None:
+        """Take up what a step gave; it took `seconds`."""
+        rows = plan.rows[plan.samples]
+        if not sampled.finite.all():
+            keys = self.batcher.table.keys[rows[~sampled.finite]].tolist()
+            # One that has ended meanwhile is in the step still.
+            result.failed = [key for key in keys if self._live.pop(key, None) is not None]
+            for key in result.failed:
+                self.batcher.fail(key)
+        result.output = output = self.batcher.commit(plan, sampled.tokens)
+        result.logprobs = sampled.logprobs
+        if len(output.rows) < len(rows):
+            of_row = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
+            result.logprobs = [of_row[row] for row in output.rows.tolist()]
+        self.note(result)
+        self._num_steps += 1
+        self._step_seconds = seconds
+
+    def note(self, result: StepResult) -> None:
+        """Take up what has happened in the scheduler since the last call."""
+        for event in self.batcher.events():
+            self._obey(event, result)
+
     def load(self) -> EngineLoad:
-        return EngineLoad(self.batcher.load(), self._step_seconds, self._num_steps)
+        return EngineLoad(
+            self.batcher.load(), self._step_seconds, self._num_steps, self._gap_seconds
+        )
 
     def warm_up(self) -> None:
         """Run a prompt and a decode, so that the first request does not pay for what is made once.
@@ -148,39 +198,20 @@ class Engine:
         self.batcher = Batcher(self.limits)
         self._num_steps = 0
 
-    def _compute(self, plan: StepPlan, result: StepResult) -> None:
-        logits = self._runner.run(plan)
-        rows = plan.rows[plan.samples]
-        table = self.batcher.table
-        if not rows.size:
-            result.output = self.batcher.commit(plan, np.zeros(0, np.int32))
-            return
-        indices = table.num_tokens[rows] - table.num_prompt[rows]
-        sampled = self._sampler.sample(logits, rows, indices, table)
-        result.failed = table.keys[rows[~sampled.finite]].tolist()
-        for key in result.failed:
-            self.batcher.fail(key)
-            del self._live[key]
-        result.output = self.batcher.commit(plan, sampled.tokens)
-        result.logprobs = [
-            entry for entry, good in zip(sampled.logprobs, sampled.finite, strict=True) if good
-        ]
-
-    def _note(self, events: list[SchedulerEvent], result: StepResult) -> None:
-        for event in events:
-            match event:
-                case Admitted(key, row):
-                    new = self._live[key]
-                    self._sampler.admit(row, new.params, new.choice)
-                case Reserved(key, have):
-                    stop, blocks = self._live[key].source_len, self.batcher.receiving(key)
-                    result.reserved.append(Receiving(key, have, stop, blocks))
-                case Yielded(key, _):
-                    del self._live[key]
-                    result.yielded.append(event)
-                case Finished(key):
-                    del self._live[key]
-                    result.finished.append(key)
+    def _obey(self, event: SchedulerEvent, result: StepResult) -> None:
+        match event:
+            case Admitted(key, row):
+                new = self._live[key]
+                self._sampler.admit(row, new.params, new.choice)
+            case Reserved(key, have):
+                stop, blocks = self._live[key].source_len, self.batcher.receiving(key)
+                result.reserved.append(Receiving(key, have, stop, blocks))
+            case Yielded(key, _):
+                del self._live[key]
+                result.yielded.append(event)
+            case Finished(key):
+                del self._live[key]
+                result.finished.append(key)
 
 
 def choose_device(name: str) -> torch.device:

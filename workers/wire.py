@@ -2,14 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.engine import EngineLoad, StepResult
 from penstock.workers.sampler import TokenLogprobs
-from penstock.workers.scheduling.sequence import Key, NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import Key, NewSequence, SamplingParams, StepOutput
 
 PROTOCOL = 1  # of protos/worker.proto
 MAX_MESSAGE_BYTES = 16 << 20
@@ -180,12 +180,12 @@ def step_messages(
     steps: dict[int, wire.Step] = defaultdict(wire.Step)
     output = result.output
     if output is not None:
-        columns = (output.keys, output.indices.tolist(), output.tokens.tolist())
-        rest = (output.finishes.tolist(), result.logprobs)
-        for name, index, token, finish, logprobs in zip(*columns, *rest, strict=True):
-            key = named(name)
+        rows: dict[int, list[int]] = defaultdict(list)
+        for row, key in enumerate(map(named, output.keys)):
             if wanted(key):
-                _add_token(steps[key.session], key, (index, token, finish), logprobs)
+                rows[key.session].append(row)
+        for session, taken in rows.items():
+            _add_tokens(steps[session], taken, output, result.logprobs)
     for key in filter(wanted, map(named, result.failed)):
         reason = (
             "no next token: the model's output was not finite for this request, or its bad words "
@@ -195,26 +195,26 @@ def step_messages(
     return steps
 
 
-def _add_token(
+def _add_tokens(
     step: wire.Step,
-    key: SequenceKey,
-    drawn: tuple[int, int, int],
-    logprobs: TokenLogprobs | None,
+    rows: list[int],
+    output: StepOutput,
+    logprobs: Sequence[TokenLogprobs | None],
 ) -> None:
-    index, token, finish = drawn
-    if logprobs is not None:
-        step.logprobs.add(
-            row=len(step.token),
-            chosen=logprobs.chosen,
-            tokens=logprobs.tokens,
-            values=logprobs.values,
-        )
-    step.request.append(key.request)
-    step.attempt.append(key.attempt)
-    step.choice.append(0)
-    step.position.append(index)
-    step.token.append(token)
-    step.finish.append(cast(wire.Finish, finish))
+    """Those rows of the output, a column at a time: this runs while the engine waits for Python."""
+    keys = [named(output.keys[row]) for row in rows]
+    step.request.extend([key.request for key in keys])
+    step.attempt.extend([key.attempt for key in keys])
+    step.choice.extend([0] * len(rows))
+    step.position.extend(output.indices[rows].tolist())
+    step.token.extend(output.tokens[rows].tolist())
+    step.finish.extend(output.finishes[rows].tolist())
+    for column, row in enumerate(rows):
+        entry = logprobs[row]
+        if entry is not None:
+            step.logprobs.add(
+                row=column, chosen=entry.chosen, tokens=entry.tokens, values=entry.values
+            )
 
 
 def merge_steps(earlier: wire.Step, later: wire.Step) -> None:

@@ -7,7 +7,7 @@ commands out. `docs/lifecycle.md` is the specification.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 
 class Finish(IntEnum):
@@ -84,9 +84,8 @@ class Meeting:
     secret: str
 
 
-@dataclass(frozen=True, slots=True)
-class NewToken:
-    """One generated token, as a worker's step tells it."""
+class NewToken(NamedTuple):
+    """One generated token, as a worker's step tells it. A tuple, like `Deliver`: one a token."""
 
     request: int
     attempt: int
@@ -272,8 +271,7 @@ class Drop:
     choice: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(NamedTuple):
     """New tokens for the client: each position of each choice exactly once, in order."""
 
     request: int

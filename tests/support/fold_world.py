@@ -30,7 +30,8 @@ from tests.support.fold import FoldExecutor, copy_blocks, straight_answer
 class FoldWorker:
     batcher: Batcher
     model: FoldExecutor
-    plan: StepPlan | None = None
+    plan: StepPlan | None = None  # in flight; it reads and writes its slots at the commit
+    next: StepPlan | None = None  # planned behind it
     abandoned: dict[Key, Ints] = field(default_factory=dict)  # still written, and not yet settled
     dropped: set[Key] = field(default_factory=set)
 
@@ -80,6 +81,7 @@ class FoldWorld:
         self.asked: list[Asked] = []
         self.transfers: list[Transfer] = []
         self.num_arrived = 0
+        self.num_ahead = 0  # steps planned while another was in flight
 
     def those(self, *states: str) -> list[Asked]:
         return [asked for asked in self.asked if asked.state in states]
@@ -142,22 +144,36 @@ class FoldWorld:
     # ------------------------------------------------------------ the workers' part
 
     def plan(self, worker: FoldWorker) -> None:
-        if worker.plan is not None:
+        """Plan a step, behind the one in flight if there is one."""
+        if worker.next is not None:
             return
         batcher = worker.batcher
         worker.model.spoil(np.flatnonzero(batcher.pool.state == State.FREE).astype(np.int32))
-        worker.plan = plan = batcher.plan(0.0)
+        plan = batcher.plan(0.0)
+        if worker.plan is None:
+            worker.plan = plan
+        else:
+            worker.next = plan
+            self.num_ahead += plan is not None
         self._hear(worker)
         if plan is not None:
             assert 1 <= len(plan.tokens) <= self.limits.max_batched_tokens
             assert len(set(plan.slots.tolist())) == len(plan.slots)
-            assert (batcher.pool.state[plan.slots // self.limits.block_size] == State.USED).all()
+
+    def withdraw(self, worker: FoldWorker) -> None:
+        if worker.next is not None:
+            worker.batcher.withdraw(worker.next)
+            worker.next = None
 
     def commit(self, worker: FoldWorker) -> None:
+        """The step in flight computes now, however long ago it was planned."""
         if worker.plan is None:
             return
-        output = worker.batcher.commit(worker.plan, worker.model.run(worker.plan))
-        worker.plan = None
+        drawn = worker.model.run(worker.plan)
+        if worker.next is not None:
+            worker.next.fill(drawn)
+        output = worker.batcher.commit(worker.plan, drawn)
+        worker.plan, worker.next = worker.next, None
         assert not worker.dropped & set(output.keys)
         for i, key in enumerate(output.keys):
             asked = self._by_key(key)
@@ -171,6 +187,13 @@ class FoldWorld:
 
     def step(self, worker: FoldWorker, num_steps: int) -> None:
         for _ in range(num_steps):
+            self.plan(worker)
+            self.commit(worker)
+
+    def step_ahead(self, worker: FoldWorker, num_steps: int) -> None:
+        """The same, each step planned before the one in flight is committed."""
+        for _ in range(num_steps):
+            self.plan(worker)
             self.plan(worker)
             self.commit(worker)
 
@@ -232,6 +255,10 @@ class FoldWorld:
         for worker in self.workers:
             worker.batcher.check()
             load = worker.batcher.load()
+            for plan in filter(None, (worker.plan, worker.next)):
+                written = plan.slots // self.limits.block_size
+                assert (worker.batcher.pool.state[written] == State.USED).all()
+                assert not worker.batcher.pool.is_findable(written).any()
             held = load.leased_blocks + load.reserved_blocks + load.used_blocks
             assert load.free_blocks + load.cached_blocks + held == self.limits.num_blocks
 
@@ -259,7 +286,8 @@ class FoldWorld:
                 if asked.at is worker:
                     self.miss(asked)
             self.commit(worker)
-            self.plan(worker)
+            if worker.plan is None:
+                self.plan(worker)
             waiting = any(asked.at is worker for asked in self.those("receiving"))
             if worker.plan is None and not waiting:
                 return

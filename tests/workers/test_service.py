@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
+from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.service import RunningWorker, serve_worker
 from tests.support.attached import Attached, greedy
 from tests.support.engines import run_greedy
@@ -408,10 +409,10 @@ async def test_an_engine_that_fails_ends_the_worker_plainly(
     running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1))
     attached = await Attached(running.address).open()
 
-    def broken(engine: Engine) -> None:
+    def broken(engine: Engine, plan: StepPlan) -> None:
         raise MemoryError("out of everything")
 
-    monkeypatch.setattr(Engine, "step", broken)
+    monkeypatch.setattr(Engine, "compute", broken)
     await attached.submit(1, PROMPT, greedy(5))
     error = await attached.until_closed()
     assert error.code() is grpc.StatusCode.INTERNAL

@@ -28,6 +28,7 @@ class Admission:
         self._seats = seats
         self._leases = leases
         self.num_preempted = 0  # since the start
+        self._blocked: tuple[Ticket, int] | None = None  # and how many of its blocks were known
 
     def make_room(self, budget: int) -> Ints:
         """Take back leases, then preempt, until a step of those who run fits.
@@ -66,6 +67,8 @@ class Admission:
         num_tokens = len(ticket.tokens)
         # At least one token must be computed: the next one is drawn from its logits.
         chain = ticket.chain(ticket.tokens, (num_tokens - 1) // size, size)
+        if len(seats) and self._is_still_blocked(ticket, chain):
+            return None
         kept_free = seats.num_claimed() + self._limits.watermark * len(seats)
         while True:
             matched = pool.match(chain)
@@ -73,7 +76,19 @@ class Admission:
             if needed + kept_free <= pool.num_available:
                 return matched
             if len(seats) or not self._leases.reclaim():
+                self._blocked = ticket, len(matched)
                 return None
+
+    def _is_still_blocked(self, ticket: Ticket, chain: list[bytes]) -> bool:
+        """It was, and no more of its blocks are known than then: without matching them again."""
+        if self._blocked is None or self._blocked[0] is not ticket:
+            return False
+        num_matched = self._blocked[1]
+        if num_matched < len(chain) and self._pool.knows(chain[num_matched]):
+            return False
+        least = -(-len(ticket.tokens) // self._limits.block_size) - num_matched
+        kept_free = self._limits.watermark * len(self._seats)
+        return least + kept_free > self._pool.num_available
 
     def _seat(self, ticket: Ticket, matched: Ints) -> int:
         """Start it, or let it wait for its source; how many tokens it wants computed."""

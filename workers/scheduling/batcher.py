@@ -4,6 +4,7 @@ There are no phases: every running sequence has tokens that are not computed yet
 more (a prompt, or everything after a preemption); a step computes some of them within one budget.
 """
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,7 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
+from penstock.workers.scheduling.steady import Steady
 from penstock.workers.scheduling.table import NEVER, SequenceTable
 from penstock.workers.scheduling.waiting import Phase, Ticket, WaitingQueue
 
@@ -35,10 +37,11 @@ __all__ = ["Batcher", "Limits"]
 
 
 class Batcher:
-    """Continuous batching over one block pool; one step is in flight at a time.
+    """Continuous batching over one block pool.
 
-    Every verb may be called between `plan` and `commit`: what the step in flight works on keeps
-    its row and blocks until the commit.
+    One step is in flight, and a second one may be planned behind it where that needs none of the
+    first one's tokens. Every verb may be called between `plan` and `commit`: what a step in flight
+    works on keeps its row and blocks until that step's commit.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -52,8 +55,9 @@ class Batcher:
         self._admission = Admission(
             limits, self.table, self.pool, self._waiting, self._seats, self._leases
         )
-        self._in_flight: StepPlan | None = None
-        self._gone: list[Ticket] = []  # dropped, but in the step in flight
+        self._steady = Steady(self.table, self.pool)
+        self._in_flight: list[StepPlan] = []  # two at most, in order
+        self._gone: list[Ticket] = []  # dropped or ended, but in a step in flight
         self._events: list[SchedulerEvent] = []
         self._totals = _Totals()
 
@@ -70,7 +74,7 @@ class Batcher:
         ticket = Ticket(
             new=new,
             number=self._totals.submitted,
-            tokens=np.array(new.tokens, np.int32),
+            tokens=np.frombuffer(array("i", new.tokens), np.int32),  # faster than from a list
             yield_len=min(len(new.tokens) + (new.yield_after or NEVER), NEVER),
             source_len=new.source_len,
         )
@@ -91,10 +95,8 @@ class Batcher:
         elif ticket.phase is Phase.RECEIVING:
             self._leases.abandon(key, self._seats.reserved(ticket))
             self._seats.leave(ticket)
-        elif self._is_in_flight(ticket):
-            self._gone.append(ticket)
         else:
-            self._seats.leave(ticket)
+            self._leave(ticket)
 
     def fail(self, key: Key) -> None:
         """Drop a running sequence whose logits were not finite: its blocks are not for others."""
@@ -117,6 +119,7 @@ class Batcher:
             self._events.append(Yielded(key, 0))
             return
         self.table.yield_len[ticket.row] = 0
+        self._steady.forget()
         self._yield_if_due(ticket)
 
     # ------------------------------------------------------------ hand-over
@@ -153,45 +156,85 @@ class Batcher:
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None if there is nothing to compute until something else happens.
 
+        Behind a step in flight, None also where the next one needs that step's commit first. What
+        is planned behind it may be taken back by `withdraw`.
         `now` [s] is for policies in which waiting has a price; the order served today has none.
         """
-        if self._in_flight is not None:
-            raise ValueError("the last step is not committed yet")
+        if len(self._in_flight) > 1:
+            raise ValueError("two steps are not committed yet")
+        ahead, number = bool(self._in_flight), self._totals.steps + 1
+        plan, rows = None, self._seats.rows
+        if self._steady.holds(rows) and not self._admit(self.limits.max_batched_tokens - len(rows)):
+            plan = self._steady.next(number, ahead)
+        if plan is None and not ahead:
+            plan = self._plan_from_tables(number)
+        if plan is not None:
+            self._totals.steps = number
+            self._in_flight.append(plan)
+        return plan
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """Forget the newest step in flight, which nobody has begun to compute."""
+        if not self._in_flight or plan is not self._in_flight[-1]:
+            raise ValueError("not the newest step in flight")
+        self._in_flight.pop()
+        self._steady.forget()
+        self._release_gone()
+
+    def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput:
+        """Book the first step in flight; `drawn` [S] are the tokens of its sampling rows, in order.
+
+        What has ended or was dropped meanwhile is left out: its token is thrown away.
+        """
+        if not self._in_flight or plan is not self._in_flight[0]:
+            raise ValueError("not the first step in flight")
+        drawn = np.asarray(drawn, np.int32)
+        if len(drawn) != np.count_nonzero(plan.samples):
+            raise ValueError("not a token for each of its samples")
+        del self._in_flight[0]
+        self.pool.check_total()
+        if not self._gone and (output := self._steady.commit(plan, drawn)) is not None:
+            if self._steady.fills(plan):
+                self._seats.publish(plan.rows, plan.context_lens)
+            return output
+        return self._commit_to_tables(plan, drawn)
+
+    def _plan_from_tables(self, number: int) -> StepPlan | None:
         budget = self.limits.max_batched_tokens
         counts = self._admission.make_room(budget)
         if self._admit(budget - int(counts.sum())):
             counts = self._seats.share(budget)
-        scheduled = counts > 0
-        rows, counts = self._seats.rows[scheduled], counts[scheduled]
+        rows = self._seats.rows
+        if not counts.all():
+            scheduled = counts > 0
+            rows, counts = rows[scheduled], counts[scheduled]
         if not rows.size:
             return None
         self._seats.grow(rows, counts)
-        self._totals.steps += 1
-        self._in_flight = self.table.pack(self._totals.steps, rows, counts)
-        return self._in_flight
+        plan = self.table.pack(number, rows, counts)
+        self._steady.start(plan, self._seats.rows)
+        return plan
 
-    def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput:
-        """Book the step in flight; `drawn` [S] are the tokens of its sampling rows, in order."""
-        if plan is not self._in_flight or len(drawn) != np.count_nonzero(plan.samples):
-            raise ValueError("not the step in flight, or not a token for each of its samples")
-        self._in_flight = None
-        table, rows, sampling = self.table, plan.rows, plan.samples
-        drawn = np.asarray(drawn, np.int32)
+    def _commit_to_tables(self, plan: StepPlan, drawn: Ints) -> StepOutput:
+        table, rows, sampling, lengths = self.table, plan.rows, plan.samples, plan.context_lens
         self._totals.computed += self._num_prompt_computed(plan)
-        table.num_computed[rows] = plan.context_lens
         if self._gone:
             kept = ~np.isin(rows, [ticket.row for ticket in self._gone])
-            drawn, rows, sampling = drawn[kept[sampling]], rows[kept], sampling[kept]
+            drawn, lengths = drawn[kept[sampling]], lengths[kept]
+            rows, sampling = rows[kept], sampling[kept]
             self._release_gone()
-        self._seats.publish(rows)
+        table.num_computed[rows] = lengths
+        self._seats.publish(rows, lengths)
         sampled = rows[sampling]
         indices = table.num_tokens[sampled] - table.num_prompt[sampled]
         finishes = table.append(sampled, drawn)
         keys = table.keys[sampled].tolist()
-        for row in sampled[finishes != Finish.NONE].tolist():
+        due = rows[table.num_tokens[rows] >= table.yield_len[rows]].tolist()
+        ended = sampled[finishes != Finish.NONE].tolist()
+        for row in ended:
             self._finish(row)
-        for row in rows[table.num_tokens[rows] >= table.yield_len[rows]].tolist():
-            if row in self._seats:  # it has not finished
+        for row in due:
+            if row not in ended:
                 self._yield_if_due(self._seats.ticket(row))
         return StepOutput(keys, sampled, indices, drawn, finishes)
 
@@ -218,6 +261,7 @@ class Batcher:
             prompt_tokens_computed=self._totals.computed,
             prompt_tokens_cached=self._totals.cached,
             preemptions=self._admission.num_preempted,
+            unwritten_slots=self._seats.num_unwritten(),
         )
 
     def check(self) -> None:
@@ -244,7 +288,15 @@ class Batcher:
         return bool(admitted)
 
     def _is_in_flight(self, ticket: Ticket) -> bool:
-        return self._in_flight is not None and bool((self._in_flight.rows == ticket.row).any())
+        return any((plan.rows == ticket.row).any() for plan in self._in_flight)
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Give up its row and blocks, now or with the commit of the last step that it is in."""
+        if self._is_in_flight(ticket):
+            self._gone.append(ticket)
+            self._steady.forget()
+        else:
+            self._seats.leave(ticket)
 
     def _num_prompt_computed(self, plan: StepPlan) -> int:
         num_prompt = self.table.num_prompt[plan.rows]
@@ -252,13 +304,13 @@ class Batcher:
         return int((np.minimum(plan.context_lens, num_prompt) - before).sum())
 
     def _release_gone(self) -> None:
-        for ticket in self._gone:
-            self._seats.leave(ticket)
-        self._gone = []
+        gone, self._gone = self._gone, []
+        for ticket in gone:
+            self._leave(ticket)
 
     def _finish(self, row: int) -> None:
         ticket = self._seats.ticket(row)
-        self._seats.leave(ticket)
+        self._leave(ticket)
         del self._tickets[ticket.key]
         self._events.append(Finished(ticket.key))
 
@@ -282,7 +334,8 @@ class Batcher:
         if arrived:
             self.table.num_computed[ticket.row] = ticket.source_len
         self._seats.run(ticket)
-        self._seats.publish(np.array([ticket.row], np.int32))
+        rows = np.array([ticket.row], np.int32)
+        self._seats.publish(rows, self.table.num_computed[rows])
         self._yield_if_due(ticket)
 
 

@@ -29,14 +29,21 @@ def share_budget(remaining: Ints, budget: int) -> Ints:
 
 
 class Seats:
-    """Who is seated; `rows` are those that run, in the order in which they are served."""
+    """Who is seated, and who of them runs."""
 
     def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
         self._table = table
         self._pool = pool
         self._seated: dict[int, Ticket] = {}  # by row
         self._running: list[Ticket] = []  # in order
-        self.rows: Ints = np.zeros(0, np.int32)
+        self._rows: Ints | None = None
+
+    @property
+    def rows(self) -> Ints:
+        """[running] rows in the order in which they are served; another array once they change."""
+        if self._rows is None:
+            self._rows = np.array([ticket.row for ticket in self._running], np.int32)
+        return self._rows
 
     def __len__(self) -> int:
         return len(self._seated)
@@ -78,7 +85,7 @@ class Seats:
         ticket.phase = Phase.RUNNING
         ticket.source_len = 0
         insort(self._running, ticket, key=_order)
-        self._set_rows()
+        self._rows = None
 
     def leave(self, ticket: Ticket, num_kept: int = 0) -> Ints:
         """Give up its row and all blocks but the first `num_kept`, which are returned, still held.
@@ -91,7 +98,7 @@ class Seats:
             blocks = blocks[: int(table.num_published[ticket.row])]
         else:
             del self._running[bisect_left(self._running, ticket.order, key=_order)]
-            self._set_rows()
+            self._rows = None
         self._pool.release(blocks[num_kept:], State.USED)
         table.remove(ticket.row)
         del self._seated[ticket.row]
@@ -123,6 +130,11 @@ class Seats:
         rows = np.fromiter(self._seated, np.int32, len(self._seated))
         return int(self._table.num_missing_blocks(rows, self._table.num_tokens[rows]).sum())
 
+    def num_unwritten(self) -> int:
+        """Slots of used blocks that hold nothing yet."""
+        rows, table = self.rows, self._table
+        return int((table.num_blocks[rows] * table.block_size - table.num_computed[rows]).sum())
+
     def grow(self, rows: Ints, counts: Ints) -> None:
         """Take the blocks for the next `counts` tokens of these rows."""
         missing = self._table.num_missing_blocks(rows, self._table.num_computed[rows] + counts)
@@ -130,21 +142,22 @@ class Seats:
         if num:
             self._table.add_blocks(rows, missing, self._pool.take(num, State.USED))
 
-    def publish(self, rows: Ints) -> None:
-        """Make the full blocks that these rows have computed findable."""
+    def publish(self, rows: Ints, lengths: Ints) -> None:
+        """Make the full blocks findable that these rows have, with `lengths` positions computed."""
         table, size = self._table, self._table.block_size
-        full = table.num_computed[rows] // size
-        grown = full > table.num_published[rows]
-        if not grown.any():
+        full = lengths // size
+        (grown,) = (full > table.num_published[rows]).nonzero()
+        if not grown.size:
             return
+        rows, full = rows[grown], full[grown]
         blocks: list[int] = []
         hashes: list[bytes] = []
-        firsts = table.num_published[rows[grown]].tolist()
-        for row, first, end in zip(rows[grown].tolist(), firsts, full[grown].tolist(), strict=True):
+        firsts = table.num_published[rows].tolist()
+        for row, first, end in zip(rows.tolist(), firsts, full.tolist(), strict=True):
             blocks += table.block_table[row, first:end].tolist()
             hashes += self._seated[row].chain(table.tokens[row], end, size)[first:]
         self._pool.publish(blocks, hashes)
-        table.num_published[rows[grown]] = full[grown]
+        table.num_published[rows] = full
 
     def holders(self) -> tuple[list[Ints], list[Ints]]:
         """Used and reserved blocks, an array a row, for the ledger."""
@@ -156,6 +169,3 @@ class Seats:
             used.append(blocks[:num_used])
             reserved.append(blocks[num_used:])
         return used, reserved
-
-    def _set_rows(self) -> None:
-        self.rows = np.array([ticket.row for ticket in self._running], np.int32)

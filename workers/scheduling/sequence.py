@@ -84,6 +84,11 @@ class StepPlan:
     block_tables: Ints  # [B, M] blocks of each sequence; entries past its blocks are meaningless
     slots: Ints  # [T] where each token's K and V go: block * block_size + offset
     samples: Bools  # [B] whether the sequence's last token here draws a new one
+    ahead: bool = False  # `tokens` are not drawn yet: `fill` it before it runs
+
+    def fill(self, drawn: Ints) -> None:
+        """Set the tokens of a plan made ahead: what the step before it drew, in order."""
+        self.tokens[:] = drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,7 @@ class PoolLoad:
     prompt_tokens_computed: int
     prompt_tokens_cached: int
     preemptions: int
+    unwritten_slots: int  # of the used blocks
 
 
 class NeverFits(ValueError):

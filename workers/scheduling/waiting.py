@@ -4,7 +4,7 @@ import heapq
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from penstock.workers.scheduling.kv_pool import block_hash, root_hash
+from penstock.workers.scheduling.kv_pool import extend_chain
 from penstock.workers.scheduling.sequence import Ints, Key, NewSequence
 
 
@@ -44,9 +44,9 @@ class Ticket:
 
     def chain(self, tokens: Ints, num_blocks: int, block_size: int) -> list[bytes]:
         """Hashes of the first `num_blocks` full blocks of `tokens`, which are this sequence's."""
-        for start in range(len(self.hashes) * block_size, num_blocks * block_size, block_size):
-            parent = self.hashes[-1] if self.hashes else root_hash(self.new.salt)
-            self.hashes.append(block_hash(parent, tokens[start : start + block_size]))
+        if len(self.hashes) < num_blocks:
+            prefix = tokens[: num_blocks * block_size]
+            extend_chain(self.hashes, self.new.salt, prefix, block_size)
         return self.hashes[:num_blocks]
 
 

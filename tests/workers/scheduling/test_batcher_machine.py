@@ -124,6 +124,14 @@ class BatcherMachine(RuleBasedStateMachine):
         self.world.plan(self.world.workers[which])
 
     @rule(which=which)
+    def withdraw(self, which: int) -> None:
+        self.world.withdraw(self.world.workers[which])
+
+    @rule(which=which, steps=st.integers(1, 8))
+    def step_ahead(self, which: int, steps: int) -> None:
+        self.world.step_ahead(self.world.workers[which], steps)
+
+    @rule(which=which)
     def commit(self, which: int) -> None:
         self.world.commit(self.world.workers[which])
 
@@ -194,6 +202,8 @@ class Schedule:
             (self.send, 4),
             (self.end_transfer, 3),
             (self.plan, 3),
+            (self.step_ahead, 8),
+            (self.withdraw, 1),
             (self.yield_or_resume, 2),
             (self.disturb, 0 if self.calm else 2),
         ]
@@ -226,6 +236,12 @@ class Schedule:
 
     def plan(self) -> None:
         self.world.plan(self.rng.choice(self.world.workers))
+
+    def step_ahead(self) -> None:
+        self.world.step_ahead(self.rng.choice(self.world.workers), self.rng.randint(1, 6))
+
+    def withdraw(self) -> None:
+        self.world.withdraw(self.rng.choice(self.world.workers))
 
     def move(self) -> None:
         if movable := self.world.movable():
@@ -268,11 +284,12 @@ class Schedule:
 
 @pytest.mark.parametrize("first_seed", [0, 30])
 def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> None:
-    num_preempted, num_cached, num_arrived = 0, 0, 0
+    num_preempted, num_cached, num_arrived, num_ahead = 0, 0, 0, 0
     for seed in range(first_seed, first_seed + 30):
         schedule = Schedule(seed)
         schedule.run(100)
         num_arrived += schedule.world.num_arrived
+        num_ahead += schedule.world.num_ahead
         for worker in schedule.world.workers:
             load = worker.batcher.load()
             num_preempted += load.preemptions
@@ -281,3 +298,4 @@ def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> 
     assert num_preempted > 10
     assert num_cached > 500
     assert num_arrived > 5
+    assert num_ahead > 100
