@@ -20,7 +20,8 @@ CASES = [(name, mode) for name in chart.EXAMPLES for mode in chart.MODES]
 
 
 def driver(found: list[chart.Object]) -> chart.Object:
-    return chart.one(found, "Deployment", "-driver")["spec"]["template"]["spec"]
+    spec: chart.Object = chart.one(found, "Deployment", "-driver")["spec"]["template"]["spec"]
+    return spec
 
 
 def config(found: list[chart.Object]) -> str:

@@ -36,7 +36,9 @@ def test_what_the_kind_job_installs_is_sound(mode: str) -> None:
 
 def test_the_image_is_nobody_that_the_pods_are_not() -> None:
     user = chart.one(chart.objects(chart.render({})), "Deployment")["spec"]["template"]["spec"]
-    assert f"USER {user['securityContext']['runAsUser']}:" in (chart.ROOT / "Dockerfile").read_text()
+    assert (
+        f"USER {user['securityContext']['runAsUser']}:" in (chart.ROOT / "Dockerfile").read_text()
+    )
 
 
 @pytest.mark.skipif(not chart.CRDS.is_dir(), reason="the schemas of custom resources are not here")

@@ -30,8 +30,10 @@ def merged(*layers: Mapping[str, Any]) -> Object:
     for layer in layers:
         for key, value in layer.items():
             below = result.get(key)
-            both = isinstance(below, Mapping) and isinstance(value, Mapping)
-            result[key] = merged(below, value) if both else copy.deepcopy(value)
+            if isinstance(below, Mapping) and isinstance(value, Mapping):
+                result[key] = merged(below, value)
+            else:
+                result[key] = copy.deepcopy(value)
     return result
 
 
@@ -50,7 +52,9 @@ def render(values: Mapping[str, Any], chart: Path = CHART) -> dict[str, str]:
     """The chart's templates by path; the engine's own errors where it refuses."""
     from helm_python import Chart
 
-    return Chart.load(chart).render(dict(values), name="rel", namespace="apps")
+    loaded = Chart.load(chart)
+    rendered: dict[str, str] = loaded.render(dict(values), name="rel", namespace="apps")
+    return rendered
 
 
 def objects(rendered: Mapping[str, str]) -> list[Object]:
@@ -98,7 +102,7 @@ def schema_problems(found: Sequence[Object], version: str) -> list[str]:
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role}, "spec": pod["spec"]}
         for role, pod in pods(found)
     ]
-    problems = []
+    problems: list[str] = []
     for each in [*found, *loose]:
         text = json.dumps(each, sort_keys=True)
         problems += _refusals(text, version)
