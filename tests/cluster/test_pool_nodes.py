@@ -35,10 +35,13 @@ class Nodes:
         common = ["--node-ip-address=127.0.0.1", "--object-store-memory=83886080"]
         command = [str(Path(sys.executable).with_name("ray")), "start", *arguments, *common]
         more = {"TMPDIR": str(self._folder / "t"), leave.FOLDER: str(self.leaving)}
-        done = subprocess.run(
-            command, env={**os.environ, **more}, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        for _ in range(3):  # Ray gives a node 30 s to start, which on a busy machine may be little
+            done = subprocess.run(
+                command, env={**os.environ, **more}, capture_output=True, text=True, check=False
+            )
+            if done.returncode == 0:
+                return
+        raise AssertionError(done.stdout + done.stderr)
 
     def add_head(self) -> None:
         own = [f"--port={self.port}", f"--ray-client-server-port={self._client}"]
