@@ -172,7 +172,10 @@ def test_an_index_that_makes_no_sense(model: Path) -> None:
         checkpoint.check(model)
 
 
-def test_an_unknown_architecture(model: Path) -> None:
+def test_an_unknown_architecture_without_transformers(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.workers.models.spec.find_spec", lambda name: None)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["FooModel"]}))
     with pytest.raises(UnsupportedModel, match=r"FooModel.*LlamaForCausalLM"):
