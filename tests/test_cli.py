@@ -50,7 +50,8 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
     error = capsys.readouterr().err
-    assert error == "penstock: there is no command 'sevre'; known are serve, chat, bench\n"
+    known = "serve, chat, bench, simulate"
+    assert error == f"penstock: there is no command 'sevre'; known are {known}\n"
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "bench"])

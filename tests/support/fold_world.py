@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.loadtests.simulate.fold import FoldExecutor, copy_blocks, straight_answer
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import (
@@ -24,7 +25,6 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
-from tests.support.fold import FoldExecutor, copy_blocks, straight_answer
 
 
 @dataclass(eq=False)
