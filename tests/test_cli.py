@@ -50,10 +50,10 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
     error = capsys.readouterr().err
-    assert error == "penstock: there is no command 'sevre'; known are serve, chat, bench\n"
+    assert error == "penstock: there is no command 'sevre'; known are serve, chat, status, bench\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "bench"])
+@pytest.mark.parametrize("command", ["serve", "chat", "status", "bench"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
