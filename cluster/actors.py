@@ -123,6 +123,9 @@ class WorkerActor(_Host):
         newsroom.add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # let that out before the import holds everything up
         # Here, not above: the driver knows this class too, and must not load torch.
+        from penstock.workers.process import settle
+
+        settle()
         from penstock.workers.service import serve_worker
 
         def weights(done: int, total: int) -> None:

@@ -50,6 +50,9 @@ class EngineSpec:
     max_batched_tokens: int = knob(512, "tokens computed in one step of a worker", 1)
     max_model_len: int | None = knob(None, "longest prompt and answer; by default the model's", 1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob("auto", "of weights and KV")
+    quantization: Literal["none", "int8"] = knob(
+        "none", "of weights; int8 also quantizes activations, token by token (CPU)"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,5 +123,6 @@ def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace
         max_model_len=spec.engine.max_model_len,
         threads=where.threads,
         dtype=spec.engine.dtype,
+        quantization=spec.engine.quantization,
         device="cuda" if where.gpus else "cpu",
     )

@@ -47,6 +47,14 @@ def gather_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice) -> Te
     return kv[layers, :, :, heads].index_select(2, blocks)
 
 
+def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copies whole blocks, all at once: what is overwritten is read before.
+
+    kv: [L, 2, N, H, S, D]; sources, targets: [n] int64 on its device, no target twice.
+    """
+    kv.index_copy_(2, targets, kv.index_select(2, sources))
+
+
 def scatter_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, staged: Tensor) -> None:
     """Copies what `gather_blocks` gave into the same rectangle of other blocks, in place."""
     kv[layers, :, :, heads].index_copy_(2, blocks.to(torch.int64), staged)

@@ -153,7 +153,11 @@ class Dispatch:
 
     def _drop(self, session: Session, drop: wire.Drop) -> None:
         key = session.key(drop.request, drop.attempt)
-        if drop.choice == 0 and key in session.held:
+        if key not in session.held:
+            return
+        if drop.HasField("choice"):
+            self._engine.post(lambda engine: engine.drop_choice(key, drop.choice))
+        else:
             self._let_go(session, [key])
 
     def _let_go(self, session: Session, keys: list[SequenceKey]) -> None:

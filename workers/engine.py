@@ -7,8 +7,9 @@ ends that sequence only; an exception of the model ends the engine.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,10 +17,9 @@ from penstock.workers.config import WorkerConfig
 from penstock.workers.fingerprint import layout_of, model_fingerprint
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.memory import choose_num_blocks
-from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.served import ServedModel, ServedSpec
 from penstock.workers.runner import Runner
-from penstock.workers.sampler import Sampled, Sampler, TokenLogprobs
+from penstock.workers.sampler import PromptLogprobs, Sampled, Sampler, TokenLogprobs
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.sequence import (
     Admitted,
@@ -36,7 +36,7 @@ from penstock.workers.scheduling.sequence import (
     Yielded,
 )
 from penstock.workers.step_times import StepTimes
-from penstock.workers.weights.loading import load_model
+from penstock.workers.weights.loading import load
 
 Progress = Callable[[int, int], None]
 """Told the bytes of weights read so far, and the bytes in all."""
@@ -58,6 +58,7 @@ class StepResult:
 
     output: StepOutput | None = None  # None: there was nothing to compute
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
     failed: list[Key] = field(default_factory=list)  # ended: their logits were not finite
     yielded: list[Yielded] = field(default_factory=list)
     reserved: list[Receiving] = field(default_factory=list)
@@ -91,8 +92,13 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = choose_device(config.device)
-        self.spec, decoder = load_model(
-            config.model, config.dtype, device, progress, config.max_model_len
+        self.spec, decoder = load(
+            config.model,
+            config.dtype,
+            device,
+            progress,
+            config.max_model_len,
+            config.quantization,
         )
         self.limits = _limits(config, self.spec, decoder)
         self.model = model_fingerprint(config.model)
@@ -115,6 +121,10 @@ class Engine:
         """Queue a sequence; NeverFits or QueueFull if it is not taken."""
         self.batcher.submit(new)
         self._live[new.key] = new
+
+    def drop_choice(self, key: Key, choice: int) -> None:
+        """Let go of one of its choices; unknown: nothing."""
+        self.batcher.drop_choice(key, choice)
 
     def drop(self, key: Key) -> None:
         """Let go of it, in whatever form it is held; unknown: nothing."""
@@ -148,29 +158,32 @@ class Engine:
         return self.batcher.plan(time.perf_counter())
 
     def compute(self, plan: StepPlan) -> Tensor:
-        """Run the model; the logits [S, vocab_size] of the rows that sample."""
+        """Run the model; the logits [S + P, vocab_size] of the rows that draw, and of the prompt
+        tokens that are scored."""
         self._gap_seconds = time.perf_counter() - self._drawn_at
         return self._runner.run(plan)
 
     def draw(self, plan: StepPlan, logits: Tensor) -> Sampled:
         """Draw the tokens, once every step before is booked."""
-        rows, table = plan.rows[plan.samples], self.batcher.table
+        rows, table = plan.drawing, self.batcher.table
         indices = table.num_tokens[rows] - table.num_prompt[rows]
-        sampled = self._sampler.sample(logits, rows, indices, table)
+        sampled = self._sampler.sample(logits[: len(rows)], rows, indices, table)
+        if len(plan.scored):
+            sampled = replace(sampled, prompts=self._score(plan, logits[len(rows) :]))
         self._drawn_at = time.perf_counter()
         return sampled
 
     def book(self, plan: StepPlan, sampled: Sampled, seconds: float, result: StepResult) -> None:
         """Take up what a step gave; it took `seconds`."""
-        rows = plan.rows[plan.samples]
+        rows = plan.drawing
         if not sampled.finite.all():
             keys = self.batcher.table.keys[rows[~sampled.finite]].tolist()
-            # One that has ended meanwhile is in the step still.
+            # One that has ended meanwhile is in the step still; one with several choices is once.
             result.failed = [key for key in keys if self._live.pop(key, None) is not None]
             for key in result.failed:
                 self.batcher.fail(key)
         result.output = output = self.batcher.commit(plan, sampled.tokens)
-        result.logprobs = sampled.logprobs
+        result.logprobs, result.prompts = sampled.logprobs, sampled.prompts
         if len(output.rows) < len(rows):
             of_row = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
             result.logprobs = [of_row[row] for row in output.rows.tolist()]
@@ -209,11 +222,28 @@ class Engine:
         self._num_steps = 0
         self._times = StepTimes()
 
+    def _score(self, plan: StepPlan, logits: Tensor) -> list[PromptLogprobs]:
+        """Logprobs of prompt tokens; those of one row stand together."""
+        table, positions = self.batcher.table, plan.positions[plan.scored] + 1
+        at = np.searchsorted(plan.query_starts, plan.scored, side="right") - 1
+        rows, starts = np.unique(plan.rows[at], return_index=True)
+        order = np.argsort(starts)
+        rows, starts = rows[order], starts[order]
+        ends = [*starts[1:].tolist(), len(plan.scored)]
+        live = [self._live.get(key) for key in table.keys[rows].tolist()]
+        counts = [-1 if new is None else new.params.prompt_logprobs or 0 for new in live]
+        wanted = np.array(counts, np.int64).repeat(np.diff([*starts, len(plan.scored)]))
+        entries = self._sampler.score(logits, wanted, table.tokens[plan.rows[at], positions])
+        return [
+            PromptLogprobs(new.key, int(positions[start]), entries[start:end])
+            for new, start, end in zip(live, starts.tolist(), ends, strict=True)
+            if new is not None
+        ]
+
     def _obey(self, event: SchedulerEvent, result: StepResult) -> None:
         match event:
-            case Admitted(key, row):
-                new = self._live[key]
-                self._sampler.admit(row, new.params, new.choice)
+            case Admitted(key, row, choice):
+                self._sampler.admit(row, self._live[key].params, choice)
             case Reserved(key, have):
                 stop, blocks = self._live[key].source_len, self.batcher.receiving(key)
                 result.reserved.append(Receiving(key, have, stop, blocks))
@@ -233,7 +263,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if there and name != "cpu" else "cpu")
 
 
-def _limits(config: WorkerConfig, spec: ModelSpec, decoder: Decoder) -> Limits:
+def _limits(config: WorkerConfig, spec: ServedSpec, decoder: ServedModel) -> Limits:
     max_model_len = config.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
         raise ValueError(
@@ -252,7 +282,7 @@ def _limits(config: WorkerConfig, spec: ModelSpec, decoder: Decoder) -> Limits:
     )
 
 
-def _make_cache(limits: Limits, decoder: Decoder) -> KvCache:
+def _make_cache(limits: Limits, decoder: ServedModel) -> KvCache:
     spec = decoder.spec
     return KvCache(
         num_layers=spec.num_layers,

@@ -119,10 +119,11 @@ class Pipeline:
                 self._changed.notify_all()
 
     def _take_back(self) -> None:
-        """Whatever has not begun."""
+        """Whatever has not begun, newest first, but what makes copies that are counted on."""
+        plans = []
         with self._changed:
-            plans = list(reversed(self._given))
-            self._given.clear()
+            while self._given and not len(self._given[-1].copies):
+                plans.append(self._given.pop())
         for plan in plans:
             self._engine.batcher.withdraw(plan)
 

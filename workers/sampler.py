@@ -7,7 +7,7 @@ added.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.kernels.noise import gumbel_noise
 from penstock.kernels.sampling import Cuts, Penalties, argmax, cut_, penalize_, typical_
 from penstock.workers.bans import Bans, History
-from penstock.workers.scheduling.sequence import Bools, Ints, SamplingParams
+from penstock.workers.scheduling.sequence import Bools, Ints, Key, SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy: dividing by them would leave float32."""
@@ -53,8 +53,18 @@ class TokenLogprobs:
     """Natural logarithms of the model's own chances, before temperature, penalties and cuts."""
 
     chosen: float
+    rank: int  # of the chosen token: 1 is the likeliest
     tokens: list[int]  # the likeliest, in falling order
     values: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of a prompt's tokens from `position` on."""
+
+    key: Key
+    position: int
+    entries: list[TokenLogprobs | None]  # every one is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,7 @@ class Sampled:
     tokens: Ints  # [S]; 0 where there was nothing to draw
     finite: Bools  # [S] whether the row's logits were, and some token may be drawn
     logprobs: list[TokenLogprobs | None]  # of the rows that asked
+    prompts: list[PromptLogprobs] = field(default_factory=list)
 
 
 class Sampler:
@@ -135,6 +146,13 @@ class Sampler:
         tokens[~finite] = 0
         return Sampled(tokens, finite, self._logprobs(logits, params["logprobs"], tokens))
 
+    @torch.inference_mode()
+    def score(
+        self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
+    ) -> list[TokenLogprobs | None]:
+        """Logprobs of given tokens [P] under logits [P, V], with so many of the likeliest [P]."""
+        return self._logprobs(logits, wanted, tokens)
+
     def _shaped(
         self,
         logits: Tensor,
@@ -201,12 +219,12 @@ class Sampler:
             return found
         logprobs = _pick(logits, asking).log_softmax(-1)
         chosen = logprobs.gather(1, self._put(tokens[asking].astype(np.int64))[:, None])[:, 0]
+        ranks = (logprobs > chosen[:, None]).sum(-1) + 1
         best = logprobs.topk(min(int(wanted.max()), self._vocab_size))
-        columns = zip(
-            asking, chosen.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
-        )
-        for at, value, names, values in columns:
-            found[at] = TokenLogprobs(value, names[: wanted[at]], values[: wanted[at]])
+        lists = (chosen, ranks, best.indices, best.values)
+        columns = zip(asking, *(column.tolist() for column in lists), strict=True)
+        for at, value, rank, names, values in columns:
+            found[at] = TokenLogprobs(value, rank, names[: wanted[at]], values[: wanted[at]])
         return found
 
     def _change_(

@@ -96,6 +96,16 @@ class NewToken(NamedTuple):
     logprobs: object = None  # in the wire's form: carried, never read
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """Logprobs of consecutive prompt tokens, as a worker's step tells them."""
+
+    request: int
+    attempt: int
+    position: int  # of the first, in the prompt
+    logprobs: Sequence[object]  # in the wire's form: carried, never read
+
+
 # ------------------------------------------------------------------ events
 
 
@@ -153,6 +163,7 @@ class Stepped:
     tokens: Sequence[NewToken]
     load: Load | None = None
     ended: Sequence[tuple[int, int, str]] = ()  # (request, attempt, reason): given up by the worker
+    prompts: Sequence[ScoredPrompt] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +255,7 @@ class Submit:
     finished: Sequence[bool]  # which choices have ended
     source: Source | None
     yield_after: int
+    prompt_known: int = 1  # prompt positions below it have their logprobs, where they are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +296,14 @@ class Deliver(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class DeliverPrompt:
+    """Logprobs of the next prompt tokens: each position once, in order, from the second on."""
+
+    request: int
+    logprobs: Sequence[object]
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The request is over; the last thing that is ever said of it."""
 
@@ -301,4 +321,4 @@ class Hang:
     reason: str
 
 
-Command: TypeAlias = Submit | Yield | Send | Drop | Deliver | End | Hang
+Command: TypeAlias = Submit | Yield | Send | Drop | Deliver | DeliverPrompt | End | Hang

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from penstock.workers.kv_cache import KvCache
-from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.served import ServedModel
 from penstock.workers.runner import Runner
 from penstock.workers.scheduling.sequence import StepPlan
 
@@ -60,7 +60,7 @@ class Planner:
             self.tokens[row].append(token)
 
 
-def make_cache(decoder: Decoder, num_blocks: int) -> KvCache:
+def make_cache(decoder: ServedModel, num_blocks: int) -> KvCache:
     spec = decoder.spec
     return KvCache(
         spec.num_layers,
@@ -73,7 +73,7 @@ def make_cache(decoder: Decoder, num_blocks: int) -> KvCache:
 
 
 def generate(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], max_new: int, chunk: int = 10_000
+    decoder: ServedModel, prompts: Sequence[Sequence[int]], max_new: int, chunk: int = 10_000
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Greedy answers of `max_new` tokens, and each one's logits [max_new, vocab_size].
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.kernels.activation import clamped_silu_mul, gelu_mul, silu_mul
 from penstock.kernels.experts import Routing
@@ -16,18 +17,18 @@ from penstock.workers.layers.experts import Experts, SharedExpert
 from penstock.workers.layers.latent import LatentAttention
 from penstock.workers.layers.linear import Linear, empty_linear
 from penstock.workers.layers.mlp import Mlp
-from penstock.workers.layers.norm import Norm, RmsNorm, RmsNormAboveOne
+from penstock.workers.layers.norm import LayerNorm, Norm, RmsNorm, RmsNormAboveOne
 from penstock.workers.models.deepseek import LatentSpec
 from penstock.workers.models.spec import ExpertsSpec, ModelSpec
 
-NORMS: dict[str, Callable[[Tensor, float], Norm]] = {
-    "rms": RmsNorm,
-    "rms_above_one": RmsNormAboveOne,
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_new": partial(functional.gelu, approximate="tanh"),
 }
+"""Activations, without a gate."""
 
 LATENT_NORM_EPS = 1e-6  # whatever the configuration says of the others
-
-ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,18 @@ class Assembly:
         return empty_linear(num_inputs, sizes, bias, self.dtype, self.device)
 
     def norm(self, size: int) -> Norm:
-        return NORMS[self.spec.norm_kind](self.empty(size), self.spec.norm_eps)
+        weight, eps = self.empty(size), self.spec.norm_eps
+        match self.spec.norm_kind:
+            case "layer":
+                return LayerNorm(weight, self.empty(size), eps)
+            case "rms_above_one":
+                return RmsNormAboveOne(weight, eps)
+            case _:
+                return RmsNorm(weight, eps)
 
     def block(self, number: int) -> Block:
         spec = self.spec
-        before, after = spec.norm_place != "after", spec.norm_place != "before"
+        before, after = spec.norm_place != "after", spec.norm_place in ("after", "both")
         experts = spec.experts if spec.experts and spec.experts.layers[number] else None
         return Block(
             attention_norm=self.norm(spec.hidden_size) if before else None,
@@ -57,9 +65,10 @@ class Assembly:
                 self.latent(spec.latent) if spec.latent else self.attention(spec.windows[number])
             ),
             attention_post_norm=self.norm(spec.hidden_size) if after else None,
-            mlp_norm=self.norm(spec.hidden_size) if before else None,
+            mlp_norm=self.norm(spec.hidden_size) if before and spec.norm_place != "once" else None,
             mlp=self.experts(experts) if experts else self.mlp(spec.intermediate_size),
             mlp_post_norm=self.norm(spec.hidden_size) if after else None,
+            parallel=spec.parallel,
         )
 
     def attention(self, window: int) -> Attention:
@@ -84,6 +93,7 @@ class Assembly:
             scores=Scores(spec.attention_scale, spec.attention_cap, sinks),
             rotary=1 if window and spec.local_rope else 0,
             rotary_dim=int(spec.head_dim * spec.rope.share),
+            neighbours=spec.rope.neighbours,
         )
 
     def latent(self, latent: LatentSpec) -> LatentAttention:
@@ -110,11 +120,11 @@ class Assembly:
         return RmsNorm(self.empty(size), LATENT_NORM_EPS)
 
     def mlp(self, inner: int) -> Mlp:
-        hidden, bias = self.spec.hidden_size, self.spec.mlp_bias
+        spec, hidden, bias = self.spec, self.spec.hidden_size, self.spec.mlp_bias
         return Mlp(
-            gate_up=self.linear(hidden, (inner, inner), bias),
+            gate_up=self.linear(hidden, (inner, inner) if spec.gated else (inner,), bias),
             down=self.linear(inner, (hidden,), bias),
-            activation=ACTIVATIONS[self.spec.activation],
+            activation=(GATES if spec.gated else PLAIN)[spec.activation],
         )
 
     def experts(self, experts: ExpertsSpec) -> Experts:

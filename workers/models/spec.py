@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.workers.models.config import BadCheckpoint, Fields, read_json
@@ -47,15 +48,19 @@ class ModelSpec:
     max_model_len: int  # positions
     eos_tokens: tuple[int, ...]
     tie_embeddings: bool
+    head_bias: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: str  # "", "head" or "whole"
-    norm_place: str  # "before", "after" or "both"
+    norm_place: str  # "before", "after" or "both"; "once": before, one for both halves
+    parallel: bool  # whether attention and feed-forward read the same stream
+    qkv_grouped: bool  # in the checkpoint: each KV head's query heads, its key, its value
+    gated: bool  # the feed-forward layer
     sinks: bool  # whether each head has a score that takes probability and gives nothing
-    norm_kind: str  # "rms", or "rms_above_one": its weight counts from one
+    norm_kind: str  # "rms", "layer", or "rms_above_one": its weight counts from one
     norm_eps: float
-    activation: str  # of the feed-forward layer's gate: "silu" or "gelu_pytorch_tanh"
+    activation: str  # of the gate "silu" or "gelu_pytorch_tanh", without one "gelu" or "gelu_new"
     embedding_scale: float
     attention_scale: float | None  # of the scores; None: 1 / sqrt(head_dim)
     attention_cap: float  # soft cap of the scores; 0: none
@@ -90,8 +95,8 @@ class ModelSpec:
         return self.num_layers * math.prod(self.kv_shape) * dtype_bytes
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """What the folder's `config.json` (and `generation_config.json`, for the end tokens) says.
+def read_config(folder: Path) -> Fields:
+    """The folder's `config.json`, of a single architecture and not quantized.
 
     Raises `BadCheckpoint` or `UnsupportedModel`, each with a line for the user.
     """
@@ -100,33 +105,73 @@ def read_spec(folder: Path) -> ModelSpec:
     if not (folder / "config.json").is_file():
         raise BadCheckpoint(f"{folder} has no config.json: give the path of a checkpoint folder")
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
-    return _build(config, _family(config), _eos_tokens(folder, config))
+    architectures = config.values.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise config.unsupported(f"names no single architecture; {served()}")
+    method = config.values.get("quantization_config")
+    if method:
+        name = method.get("quant_method") if isinstance(method, Mapping) else method
+        raise config.unsupported(f"weights quantized by {name} are not served: take bfloat16")
+    return config
+
+
+def served() -> str:
+    """The architectures that are ours, for a message."""
+    return f"served are {', '.join(sorted(FAMILIES))}"
+
+
+def is_ours(config: Fields) -> bool:
+    """Whether our own decoder computes it."""
+    return config.values["architectures"][0] in FAMILIES
+
+
+def check_config(folder: Path) -> None:
+    """That the folder's model may be served, as far as its configuration tells. Raises as
+    `read_config` does."""
+    config = read_config(folder)
+    if is_ours(config):
+        read_spec(folder)
+    else:
+        require_transformers(config)
+
+
+def require_transformers(config: Fields) -> None:
+    """`UnsupportedModel` where only `transformers` could have it, and that is not installed."""
+    if find_spec("transformers") is None:
+        raise config.unsupported(
+            f"{config.values['architectures'][0]} is none of ours; {served()}. transformers may "
+            "have it: pip install 'penstock[transformers]'"
+        )
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """What the folder's `config.json` (and `generation_config.json`, for the end tokens) says.
+
+    Raises `BadCheckpoint` or `UnsupportedModel`, each with a line for the user.
+    """
+    config = read_config(folder)
+    family = _family(config)
+    values = {**family.absent, **config.values, **family.usual(config.values)}
+    family = replace(family, **family.variant(values))
+    return _build(Fields(values, config.path), family, read_eos_tokens(folder, config))
 
 
 def _family(config: Fields) -> Family:
     values = config.values
-    known = ", ".join(sorted(FAMILIES))
-    architectures = values.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1:
-        raise config.unsupported(f"names no single architecture; served are {known}")
-    family = FAMILIES.get(str(architectures[0]))
+    architecture = str(values["architectures"][0])
+    family = FAMILIES.get(architecture)
     if family is None:
-        raise config.unsupported(f"{architectures[0]} is not served; served are {known}")
-    if values.get("quantization_config"):
-        method = values["quantization_config"]
-        name = method.get("quant_method") if isinstance(method, Mapping) else method
-        raise config.unsupported(f"weights quantized by {name} are not served: take bfloat16")
+        raise config.unsupported(f"{architecture} is not served; {served()}")
     key = family.activation_key
     if values.get(key, family.activation) != family.activation:
         raise config.unsupported(f"{key} {values[key]!r} is not served, only {family.activation!r}")
-    if values.get("use_bidirectional_attention"):
-        raise config.unsupported("use_bidirectional_attention is not served")
+    for key in ("use_bidirectional_attention", *family.refused):
+        if values.get(key):
+            raise config.unsupported(f"{key} is not served")
     return family
 
 
 def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> ModelSpec:
-    if family.absent:
-        config = Fields({**family.absent, **config.values}, config.path)
     values = config.values
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     latent = read_latent(config) if family.latent else None
@@ -144,11 +189,15 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         max_model_len=config.size("max_position_embeddings"),
         eos_tokens=eos_tokens,
         tie_embeddings=config.flag("tie_word_embeddings"),
+        head_bias=family.head_bias,
         qkv_bias=family.qkv_bias(values),
         output_bias=family.output_bias(values),
         mlp_bias=family.mlp_bias and config.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         norm_place=family.norm_place,
+        parallel=family.parallel,
+        qkv_grouped=family.qkv_grouped,
+        gated=family.gated,
         sinks=family.sinks,
         norm_kind=family.norm_kind,
         activation=family.activation,
@@ -162,7 +211,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         windows=_windows(config, family),
         experts=_experts(config, family),
         names=family.names,
-        dtype=_dtype(config),
+        dtype=read_dtype(config),
         latent=latent,
         num_mtp_layers=config.count("num_nextn_predict_layers"),
     )
@@ -203,8 +252,8 @@ def _checked_rope(config: Fields, family: Family, rope: RopeSpec, head_dim: int)
         raise config.bad("partial_rotary_factor", "a share that makes an even number of features")
     if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
         raise config.bad("rope_scaling", f"one with {num_features // 2} factors each")
-    neighbours = family.latent and config.flag("rope_interleave", True)
-    return replace(rope, neighbours=neighbours) if neighbours else rope
+    told = family.latent and config.flag("rope_interleave", True)
+    return replace(rope, neighbours=told or family.neighbours)
 
 
 def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
@@ -254,7 +303,7 @@ def _windows(config: Fields, family: Family) -> tuple[int, ...]:
     return windows
 
 
-def _dtype(config: Fields) -> str:
+def read_dtype(config: Fields) -> str:
     values = config.values
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
     if name not in ("float32", "bfloat16", "float16"):
@@ -262,7 +311,7 @@ def _dtype(config: Fields) -> str:
     return name
 
 
-def _eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
+def read_eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
     """Of `generation_config.json` where it names some, else of `config.json`."""
     found = None
     path = folder / "generation_config.json"

@@ -44,18 +44,23 @@ class Admission:
                 counts = seats.share(budget)
         return counts
 
-    def admit(self, budget: int) -> list[Ticket]:
-        """Give rows to who waits, in order, while room and tokens of the step's budget last."""
+    def admit(self, budget: int) -> list[list[Ticket]]:
+        """Give rows to who waits, in order, while room and tokens of the step's budget last.
+
+        Returns those who got theirs, each with its followers behind it.
+        """
         admitted = []
         while self._table.num_free_rows and (ticket := self._waiting.head()) is not None:
             if budget <= 0 and not ticket.source_len:
+                break
+            if self._table.num_free_rows <= len(ticket.followers):
                 break
             matched = self._room_for(ticket)
             if matched is None:
                 break
             self._waiting.remove(ticket)
+            admitted.append([ticket, *ticket.followers])
             budget -= self._seat(ticket, matched)
-            admitted.append(ticket)
         return admitted
 
     def _room_for(self, ticket: Ticket) -> Ints | None:
@@ -65,11 +70,14 @@ class Admission:
         """
         size, seats, pool = self._limits.block_size, self._seats, self._pool
         num_tokens = len(ticket.tokens)
-        # At least one token must be computed: the next one is drawn from its logits.
-        chain = ticket.chain(ticket.tokens, (num_tokens - 1) // size, size)
+        chain = ticket.chain(ticket.tokens, ticket.num_reusable(size), size)
         if len(seats) and self._is_still_blocked(ticket, chain):
             return None
         kept_free = seats.num_claimed() + self._limits.watermark * len(seats)
+        if len(seats):
+            # Alone they need not all fit: what runs out of blocks later waits for the others.
+            shared = ticket.new.num_prompt // size
+            kept_free += sum(-(-len(one.tokens) // size) - shared for one in ticket.followers)
         while True:
             matched = pool.match(chain)
             needed = -(-num_tokens // size) - len(matched) + pool.num_idle(matched)
@@ -98,4 +106,6 @@ class Admission:
             self._seats.reserve(ticket)
             return 0
         self._seats.run(ticket)
+        if ticket.followers:
+            self._seats.fork_if_due(ticket)
         return len(ticket.tokens) - have

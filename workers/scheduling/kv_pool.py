@@ -126,6 +126,20 @@ class BlockPool:
         self._holders[hold, blocks] = left
         self._file(blocks[left == 0])
 
+    def num_copies(self, blocks: Ints) -> int:
+        """How many of these holders, who are to write their block [n] in place, need a copy first.
+
+        A block may stand here once a holder. The last of its holders writes it in place, unless
+        others may find it by its content.
+        """
+        own, writers = np.unique(blocks, return_counts=True)
+        alone = (self._holders[:, own].sum(0) == writers) & ~self._hashed[own]
+        return int((writers - alone).sum())
+
+    def is_shared(self, block: int) -> bool:
+        """Whether it may not be written in place: somebody else holds it or may find it."""
+        return bool(self._hashed[block] or self._holders[:, block].sum() > 1)
+
     def match(self, hashes: Sequence[bytes]) -> Ints:
         """The published blocks of the longest known prefix of this chain."""
         blocks = []

@@ -24,6 +24,7 @@ class Steady:
         self._crossing = 0  # number of the next plan in which a sequence enters a new block
         self._filling: set[int] = set()  # numbers of plans that fill a block
         self._keys: list[object] = []
+        self._choices: Ints = np.zeros(0, np.int32)  # [B]
         self._num_prompt: Ints = np.zeros(0, np.int32)  # [B]
         self._stops: Ints = np.zeros((0, 0), np.int32)  # [B, S]
         self._nobody: Ints = np.zeros(0, np.int32)  # [B] of `Finish.NONE`
@@ -93,7 +94,8 @@ class Steady:
         table.num_computed[rows] = lengths
         table.tokens[rows, lengths] = drawn
         table.num_tokens[rows] = lengths + 1
-        return StepOutput(self._keys, rows, lengths - self._num_prompt, drawn, self._nobody)
+        indices = lengths - self._num_prompt
+        return StepOutput(self._keys, self._choices, rows, indices, drawn, self._nobody)
 
     def _gather(self, last: StepPlan) -> None:
         table, rows = self._table, last.rows
@@ -101,6 +103,7 @@ class Steady:
         self._first = last.number + 1
         self._until = last.number + int((limits - last.context_lens).min()) - 1
         self._keys = table.keys[rows].tolist()
+        self._choices = table.choices[rows]
         self._num_prompt = table.num_prompt[rows]
         self._stops = table.stop_tokens[rows]
         self._nobody = np.zeros_like(rows)

@@ -9,15 +9,50 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.kernels.in_place import prepare
+from penstock.workers.layers.packing import check_quantization, pack
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
-from penstock.workers.models.spec import ModelSpec, read_spec
+from penstock.workers.models.fallback import load_fallback
+from penstock.workers.models.served import ServedModel, ServedSpec
+from penstock.workers.models.spec import (
+    ModelSpec,
+    is_ours,
+    read_config,
+    read_dtype,
+    read_eos_tokens,
+    read_spec,
+)
 from penstock.workers.weights.safetensors import DTYPES, Entry, load_tensor, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$")  # older Llama checkpoints carry these
+_NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
+"""Tables that older checkpoints of Llama and GPT-J carry."""
+
+
+def load(
+    folder: Path,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    max_model_len: int | None = None,
+    quantization: str = "none",
+) -> tuple[ServedSpec, ServedModel]:
+    """As `load_model`; what is not ours is computed by `transformers`, where it can be."""
+    config = read_config(folder)
+    if is_ours(config):
+        return load_model(folder, dtype, device, progress, max_model_len, quantization)
+    if quantization != "none":
+        raise UnsupportedModel(
+            f"{folder}: quantization {quantization} is for the families that are computed here, "
+            "not for those that transformers computes"
+        )
+    chosen = choose_dtype(dtype, read_dtype(config), device)
+    num_bytes = sum(entry.num_bytes for entry in find_tensors(folder).values())
+    eos_tokens = read_eos_tokens(folder, config)
+    return load_fallback(config, eos_tokens, chosen, device, max_model_len, num_bytes, progress)
 
 
 def load_model(
@@ -26,31 +61,39 @@ def load_model(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
     max_model_len: int | None = None,
+    quantization: str = "none",
 ) -> tuple[ModelSpec, Decoder]:
     """Loads a checkpoint folder.
 
     dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`. `progress` is told the
     bytes read so far and the bytes in all, from (0, all) on. `max_model_len`: the positions that
     will be used, where these are fewer than the model has (longrope has factors for that).
-    Raises `BadCheckpoint` or `UnsupportedModel` before memory is taken for anything.
+    quantization: "none" or "int8", of what is computed (`packing`).
+    Raises `BadCheckpoint`, `UnsupportedModel`, or ValueError where it cannot be quantized, before
+    memory is taken for anything.
     """
     spec = read_spec(folder)
     if max_model_len is not None:
         spec = replace(spec, rope=spec.rope.within(max_model_len))
     entries = find_tensors(folder)
-    chosen = choose_dtype(dtype, spec, device)
+    chosen = choose_dtype(dtype, spec.dtype, device)
     shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()
     wanted = _match(folder, spec, shapes, entries)
+    check_quantization(quantization, device, chosen)
+    preparing = prepare(device, chosen)
     decoder = empty_decoder(spec, chosen, device)
     _stream(wanted, decoder.tensors(), progress)
+    decoder.settle()
+    pack(decoder, quantization)
+    preparing.join()
     return spec, decoder
 
 
-def choose_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """What the weights are kept in. "auto" is the checkpoint's own, but float32 on a CPU,
+def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
+    """What the weights are kept in. "auto" is `own`, the checkpoint's, but float32 on a CPU,
     where narrower products are several times slower."""
     if name == "auto":
-        name = "float32" if device.type == "cpu" else spec.dtype
+        name = "float32" if device.type == "cpu" else own
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype {name!r} is not one of auto, float32, bfloat16, float16")
     chosen: torch.dtype = getattr(torch, name)
@@ -91,7 +134,7 @@ def _match(
     folder: Path, spec: ModelSpec, shapes: dict[str, Tensor], entries: dict[str, Entry]
 ) -> list[Entry]:
     """The entries to load; checks that they are exactly what the model needs."""
-    tied = {"lm_head.weight"} if spec.tie_embeddings else set()
+    tied = {f"{spec.names.head}.weight"} if spec.tie_embeddings else set()
     extra = {name for name in entries if not _is_unused(spec, name)} - tied - shapes.keys()
     problems = (("lacks", shapes.keys() - entries.keys()), ("has the unexpected", extra))
     for verb, names in problems:

@@ -77,6 +77,49 @@ def test_longrope_has_divisors_for_short_use(tmp_path: Path) -> None:
     assert short.rope.divisors == (1.0, 2.0, 3.0, 4.0)
 
 
+def test_code_that_a_checkpoint_brings_is_left_alone(tmp_path: Path) -> None:
+    assert read_spec(write(tmp_path, auto_map={"AutoModel": "x.py"})).family == "llama"
+
+
+FALCON: dict[str, Any] = {
+    "architectures": ["FalconForCausalLM"],
+    "intermediate_size": "absent",
+    "max_position_embeddings": "absent",
+}
+
+
+def test_falcon(tmp_path: Path) -> None:
+    first = read_spec(write(tmp_path, **FALCON))
+    assert (first.num_kv_heads, first.intermediate_size, first.max_model_len) == (1, 128, 2048)
+    assert (first.norm_place, first.parallel, first.tie_embeddings) == ("once", True, True)
+    new = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
+    wide = read_spec(write(tmp_path, **new, ffn_hidden_size=50))
+    assert (wide.num_kv_heads, wide.intermediate_size, wide.qkv_bias) == (2, 50, True)
+    assert (wide.names.attention_norm, wide.names.mlp_norm) == ("ln_attn", "ln_mlp")
+    assert read_spec(write(tmp_path, **new, num_ln_in_parallel_attn=1)).norm_place == "once"
+    turns = read_spec(write(tmp_path, **FALCON, multi_query=False, parallel_attn=False))
+    assert (turns.num_kv_heads, turns.norm_place, turns.parallel) == (4, "before", False)
+
+
+GPT_J: dict[str, Any] = {
+    "architectures": ["GPTJForCausalLM"],
+    "vocab_size": 100,
+    "n_embd": 92,
+    "n_head": 2,
+    "n_layer": 3,
+    "n_positions": 64,
+    "rotary_dim": 26,  # of 46: 46 * (26 / 46) is below 26
+}
+
+
+def test_gpt_j(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_J))
+    spec = read_spec(tmp_path)
+    assert (spec.hidden_size, spec.head_dim, spec.intermediate_size) == (92, 46, 368)
+    assert (spec.num_layers, spec.max_model_len, spec.rope.neighbours) == (3, 64, True)
+    assert int(spec.head_dim * spec.rope.share) == 26
+
+
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "num_local_experts": 8,
@@ -221,6 +264,8 @@ def test_routing_in_groups(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT9LM"]}, "GPT9LM is not served.*Llama.*Mistral.*Qwen2.*Qwen3"),
         ({"architectures": "absent"}, "no single architecture.*LlamaForCausalLM"),
+        (FALCON | {"alibi": True}, "alibi"),
+        (GPT_J | {"activation_function": "relu"}, "activation_function 'relu'.*'gelu_new'"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         (V3 | {"quantization_config": {"quant_method": "fp8"}}, "fp8.*bfloat16"),

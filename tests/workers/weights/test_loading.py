@@ -60,7 +60,7 @@ def test_narrow_checkpoints_are_widened_on_a_cpu(folder: Path, kind: torch.dtype
     spec, decoder = load_model(folder, "auto", CPU)
     assert decoder.dtype == torch.float32
     assert torch.equal(decoder.norm.weight, narrow["model.norm.weight"].float())
-    assert choose_dtype("auto", spec, torch.device("cuda")) == kind
+    assert choose_dtype("auto", spec.dtype, torch.device("cuda")) == kind
     _, kept = load_model(folder, "bfloat16", CPU)
     assert kept.dtype == torch.bfloat16
 
