@@ -72,9 +72,10 @@ class _Open:
 
     @property
     def reason(self) -> str:
-        """How its answer ended: what did so without saying how was cut at a stop string."""
+        """How its answer ended: what did so without saying how was cut at a stop string, and one
+        without tokens was to have none."""
         finishes = {stretch.newest.finish for stretch in self.stretches.values()}
-        return "length" if ev.Finish.LENGTH in finishes else "stop"
+        return "stop" if finishes and ev.Finish.LENGTH not in finishes else "length"
 
 
 class Tally:

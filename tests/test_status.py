@@ -54,9 +54,9 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         yield served
 
 
-def drawn(status: dict[str, object], width: int = 80) -> list[str]:
+def drawn(told: dict[str, object], width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(page(status, "http://127.0.0.1:8000"))
+    console.print(page(told, "http://127.0.0.1:8000"))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -68,8 +68,7 @@ def command(*arguments: str) -> "asyncio.Future[int]":
 async def test_the_tables_fit_80_columns(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = await asyncio.to_thread(fetch, served.url, "open-sesame")
-    lines = drawn(status)
+    lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert "stub at http://127.0.0.1:8000: serving" in text
@@ -87,8 +86,25 @@ async def test_json_is_what_the_router_says(
 ) -> None:
     address = served.url.removeprefix("http://")
     assert await command(address, "--json", "--api-key", "open-sesame") == 0
-    status = json.loads(capsys.readouterr().out)
-    assert [worker["state"] for worker in status["workers"]] == ["down", "ready"]
+    told = json.loads(capsys.readouterr().out)
+    assert [worker["state"] for worker in told["workers"]] == ["down", "ready"]
+
+
+async def test_watching_shows_it_anew_until_ctrl_c(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.cli.status.time.sleep", pause)
+    key = ["--api-key", "open-sesame"]
+    assert await command(served.url, *key, "--watch", "2") == 0
+    assert pauses == [2.0] * 3
+    assert "decode-worker-0" in capsys.readouterr().out
 
 
 async def test_without_the_key_it_says_so(

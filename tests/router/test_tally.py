@@ -67,6 +67,15 @@ def test_an_answer_cut_at_a_stop_string_was_stopped() -> None:
     assert tally.finished["stop"] == 1
 
 
+def test_an_answer_that_was_to_have_no_token_has_its_length() -> None:
+    tally = Tally(NAMES)
+    tally.opened(1, "t1", 0.0)
+    tally.delivered([deliver(1, 0, 0, 0, ev.Finish.LENGTH)], 1.0)
+    tally.ended(1, ev.Status.OK, 1.0)
+    assert tally.finished["length"] == 1
+    assert sum(tally.first_token.counts) == 0
+
+
 def test_what_fails_has_a_reason_and_no_duration() -> None:
     tally = Tally(NAMES)
     failures = [status for status in ev.Status if status is not ev.Status.OK]
