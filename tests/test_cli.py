@@ -50,11 +50,11 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
     error = capsys.readouterr().err
-    known = "serve, chat, bench, simulate"
+    known = "serve, chat, status, bench, simulate"
     assert error == f"penstock: there is no command 'sevre'; known are {known}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "bench"])
+@pytest.mark.parametrize("command", ["serve", "chat", "status", "bench", "simulate"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
