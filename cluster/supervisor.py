@@ -30,7 +30,7 @@ class Supervisor:
         token = secrets.token_urlsafe(32)
         self._drain_seconds = spec.router.drain_seconds
         self._report = report
-        self._router = HostedRouter(router_config(spec, model, token), report)
+        self._router = HostedRouter(router_config(spec, model, token), report, spec.pool_nodes)
         self._workers = [
             HostedWorker(each, worker_config(spec, model, token, each), self._router, report)
             for each in place(spec, free_nodes())

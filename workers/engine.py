@@ -35,6 +35,7 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
+from penstock.workers.step_times import StepTimes
 from penstock.workers.weights.loading import load
 
 Progress = Callable[[int, int], None]
@@ -76,6 +77,8 @@ class EngineLoad:
     step_seconds: float  # of the last step
     num_steps: int
     gap_seconds: float  # from the newest step's begin back to the end of the one before
+    step_counts: tuple[int, ...]  # steps by their length, see `STEP_BOUNDS`
+    all_steps_seconds: float  # of all steps together
 
 
 class Engine:
@@ -107,6 +110,7 @@ class Engine:
         self.plans_ahead = config.plan_ahead
         self._live: dict[Key, NewSequence] = {}  # all but leases
         self._step_seconds = 0.0
+        self._times = StepTimes()
         self._num_steps = 0
         self._drawn_at = time.perf_counter()
         self._gap_seconds = 0.0
@@ -186,6 +190,7 @@ class Engine:
         self.note(result)
         self._num_steps += 1
         self._step_seconds = seconds
+        self._times.add(seconds)
 
     def note(self, result: StepResult) -> None:
         """Take up what has happened in the scheduler since the last call."""
@@ -194,7 +199,12 @@ class Engine:
 
     def load(self) -> EngineLoad:
         return EngineLoad(
-            self.batcher.load(), self._step_seconds, self._num_steps, self._gap_seconds
+            self.batcher.load(),
+            self._step_seconds,
+            self._num_steps,
+            self._gap_seconds,
+            self._times.counts(),
+            self._times.seconds,
         )
 
     def warm_up(self) -> None:
@@ -210,6 +220,7 @@ class Engine:
             pass
         self.batcher = Batcher(self.limits)
         self._num_steps = 0
+        self._times = StepTimes()
 
     def _score(self, plan: StepPlan, logits: Tensor) -> list[PromptLogprobs]:
         """Logprobs of prompt tokens; those of one row stand together."""

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """The command line: `penstock serve`, `penstock chat`, `penstock bench`, `penstock simulate`.
+=======
+"""The command line: `penstock serve`, `penstock chat`, `penstock status`, `penstock bench`.
+>>>>>>> metrics
 
 A room is imported only when a command needs it, so that `--help` is quick.
 """
@@ -12,6 +16,7 @@ from penstock import __version__
 COMMANDS = {
     "serve": ("penstock.cli.serve", "serve a model (without one, the small model that ships)"),
     "chat": ("penstock.cli.chat", "talk with a server in the terminal"),
+    "status": ("penstock.cli.status", "show what a server's pools and workers do"),
     "bench": ("penstock.loadtests.bench", "send a load to a server and measure how it is served"),
     "simulate": ("penstock.loadtests.simulate.command", "play a cluster in virtual time"),
 }
