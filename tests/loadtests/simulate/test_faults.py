@@ -226,5 +226,6 @@ def test_options_that_make_no_sense(
 def test_an_unknown_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "weather"]) == 2
     assert capsys.readouterr().err.startswith("penstock simulate: there is no 'weather'; known are")
-    assert main(["simulate"]) == 0
+    with pytest.raises(SystemExit):
+        main(["simulate"])
     assert "faults" in capsys.readouterr().out
