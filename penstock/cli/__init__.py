@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The command line: `penstock serve`, `penstock chat`, `penstock bench`, `penstock simulate`.
-=======
-"""The command line: `penstock serve`, `penstock chat`, `penstock status`, `penstock bench`.
->>>>>>> metrics
+"""The command line: `penstock serve`, `chat`, `status`, `bench`, `simulate`.
 
 A room is imported only when a command needs it, so that `--help` is quick.
 """
