@@ -11,11 +11,11 @@ KINDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a kind of simulation; 2 for one that there is not."""
+    """Run a kind of simulation; 2 for one that there is not. Exits with 0 after --help."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h"):
         print(usage())
-        return 0
+        sys.exit(0)  # as argparse does for the other commands
     if name not in KINDS:
         known = ", ".join(KINDS)
         print(f"penstock simulate: there is no {name!r}; known are {known}", file=sys.stderr)

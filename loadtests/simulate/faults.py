@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TextIO
 
@@ -133,7 +133,8 @@ def _play_many(options: Play) -> int:
     else:
         tally, failed = _gather(list(_parts(seeds, options.processes)))
     if options.as_json:
-        print(json.dumps({"tally": asdict(tally), "failed": failed}))
+        counts = {each.name: getattr(tally, each.name) for each in fields(Tally)}
+        print(json.dumps({"tally": counts, "failed": failed}))
     else:
         print(_summary(len(seeds), tally, time.monotonic() - started))
         for seed in failed[:_SHOWN_FAILURES]:

@@ -232,7 +232,8 @@ def _compare(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> in
 
 
 def static_peak(load: Sequence[Planned], plan: ClusterPlan, most: int) -> int:
-    """The fewest mixed workers that, always there, keep the goals of 99.5% of the requests."""
+    """The fewest mixed workers that, always there, keep the goals of 99.5% of the requests; `most`
+    where so many do not."""
     low, high = 1, most
     while low < high:
         middle = (low + high) // 2

@@ -1,5 +1,6 @@
 """Fault schedules: all hold; what is broken on purpose is found, made small and played again."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -32,6 +33,15 @@ def test_some_schedules_hold() -> None:
     assert tally.handovers > NUM_QUICK
     assert tally.failovers > 0
     assert tally.ends["ok"] > 0.7 * tally.requests
+
+
+def test_two_processes_share_the_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for processes in (1, 2):
+        given = ["--schedules=4", "--first=5", f"--processes={processes}"]
+        assert main(["simulate", "faults", *given]) == 0
+        told.append(re.sub("in [0-9]+ s", "", capsys.readouterr().out))
+    assert told[0] == told[1]
 
 
 @pytest.mark.process
@@ -226,5 +236,6 @@ def test_options_that_make_no_sense(
 def test_an_unknown_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "weather"]) == 2
     assert capsys.readouterr().err.startswith("penstock simulate: there is no 'weather'; known are")
-    assert main(["simulate"]) == 0
+    with pytest.raises(SystemExit):
+        main(["simulate"])
     assert "faults" in capsys.readouterr().out
