@@ -38,12 +38,12 @@ class Recipe:
     length: int = 256
     long_rows: int = 1
     long_length: int = LONG_LENGTH
-    long_from: int = 400  # step
+    long_from: int = 350  # step
     muon_rate: float = 0.012
     adam_rate: float = 0.003
     warmup: float = 0.01  # share of the run
     cooldown: float = 0.9  # share of the run, linearly to zero at the end
-    checkpoint_every: int = 650
+    checkpoint_every: int = 600
     weights: Mapping[str, float] = field(default_factory=dict)  # of families, over their own
 
 
