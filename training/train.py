@@ -60,8 +60,8 @@ _REVIEW = Recipe(
     cooldown=1.0,
     long_from=0,
 )
-REVIEWS = (replace(_REVIEW, course=1), replace(_REVIEW, course=2, steps=1200, minutes=15))
-SMALL_RECIPE = Recipe(steps=1000, minutes=5)
+REVIEWS: tuple[Recipe, ...] = (replace(_REVIEW, course=1), replace(_REVIEW, course=2, minutes=10))
+SMALL_RECIPE = Recipe(steps=1000, minutes=4)
 MINUTES = sum(recipe.minutes for recipe in (DEMO_RECIPE, *REVIEWS, SMALL_RECIPE))
 
 
