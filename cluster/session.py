@@ -6,7 +6,6 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ import ray._private.services as ray_services
 import ray._private.state as ray_state
 import ray._private.worker as ray_worker
 
+from penstock.cluster.brood import Brood, lives
 from penstock.cluster.placement import Node
 
 OBJECT_STORE_BYTES = 80 * 2**20  # about the least that Ray takes: nothing of ours goes through it
@@ -53,8 +53,7 @@ class RaySession:
         self._address = address
         self._folder: Path | None = None
         self._vital: list[psutil.Process] = []
-        self._seen: dict[int, psutil.Process] = {}
-        self._bystanders = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._brood = Brood()
 
     def __enter__(self) -> Self:
         # Its remarks on single workers (what died, with advice) come from the supervisor instead.
@@ -81,7 +80,7 @@ class RaySession:
 
     def is_alive(self) -> bool:
         """Whether the processes live without which a Ray of our own is none."""
-        return all(map(_lives, self._vital))
+        return all(map(lives, self._vital))
 
     def _start_local(self) -> None:
         parent = tempfile.gettempdir()
@@ -101,48 +100,23 @@ class RaySession:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-        self._vital = [each for each in self._processes() if each.name() in VITAL]
+        self._vital = [each for each in self._brood.living() if each.name() in VITAL]
 
     def stop(self) -> None:
         """End Ray, every process that it started and every file that it wrote here."""
-        ours = self._processes()
+        self._brood.living()  # where orphans are not ours, they must have been seen before
         with suppress(Exception):  # half started: what is left is killed below
             ray.shutdown()
         if self._folder is not None:
-            _wait_for_end(ours, SECONDS_TO_EXIT)
-        self._kill(ours)
+            self._brood.wait(SECONDS_TO_EXIT)
+        self.abandon()
 
     def abandon(self) -> None:
         """`stop` without asking anybody: for the last moment before the process exits."""
-        self._kill(self._processes())
-
-    def _processes(self) -> list[psutil.Process]:
-        """All that were ever seen: one whose parent has ended is nobody's child any more."""
-        for child in psutil.Process().children(recursive=True):
-            if child.pid not in self._bystanders:
-                self._seen[child.pid] = child
-        return list(self._seen.values())
-
-    def _kill(self, processes: list[psutil.Process]) -> None:
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        _wait_for_end(processes, SECONDS_TO_EXIT)
+        self._brood.kill(SECONDS_TO_EXIT)
+        # Last: as long as one of them lives, it may write.
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _wait_for_end(processes: list[psutil.Process], seconds: float) -> None:
-    """Waits at most so long. One that only its parent's look keeps in the table has ended."""
-    deadline = time.monotonic() + seconds
-    while any(map(_lives, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _lives(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def free_nodes() -> list[Node]:

@@ -1,8 +1,8 @@
 """Writing keys and values into paged blocks, and moving blocks out and in.
 
 One layer's cache is [2, N, H, S, D]: keys and values, N blocks, H KV heads, S slots a block, D
-features. A slot number is block * S + offset. The whole cache has the layers in front:
-[L, 2, N, H, S, D].
+features. Of latent attention it is [1, N, 1, S, D]: one row a token (see `latent_attention`). A
+slot number is block * S + offset. The whole cache has the layers in front: [L, 2, N, H, S, D].
 """
 
 import torch
@@ -14,9 +14,9 @@ def write_rows(slots: Tensor, layer_shape: torch.Size) -> Tensor:
 
     slots: [T] int64; layer_shape: [2, N, H, S, D]. The result: [T, 2 H] int64, key heads first.
     """
-    _, num_blocks, num_heads, block_size, _ = layer_shape
+    num_sides, num_blocks, num_heads, block_size, _ = layer_shape
     heads = torch.arange(num_heads, device=slots.device) * block_size
-    sides = torch.arange(2, device=slots.device) * (num_blocks * num_heads * block_size)
+    sides = torch.arange(num_sides, device=slots.device) * (num_blocks * num_heads * block_size)
     starts = slots // block_size * (num_heads * block_size) + slots % block_size
     return (starts[:, None, None] + sides[:, None] + heads).flatten(1)
 
@@ -32,10 +32,10 @@ def write_kv(layer: Tensor, rows: Tensor, new: Tensor) -> None:
 
 def write_kv_reference(layer: Tensor, slots: Tensor, new: Tensor) -> None:
     """What `write_kv` means, slot by slot; slots: [T]."""
-    _, _, num_heads, block_size, _ = layer.shape
+    num_sides, _, num_heads, block_size, _ = layer.shape
     for slot, heads in zip(slots.tolist(), new, strict=True):
-        layer[0, slot // block_size, :, slot % block_size] = heads[:num_heads]
-        layer[1, slot // block_size, :, slot % block_size] = heads[num_heads:]
+        sides = heads.view(num_sides, num_heads, -1)
+        layer[:, slot // block_size, :, slot % block_size] = sides
 
 
 def gather_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice) -> Tensor:
@@ -45,6 +45,14 @@ def gather_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice) -> Te
     [layers, 2, n, heads, S, D].
     """
     return kv[layers, :, :, heads].index_select(2, blocks)
+
+
+def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copies whole blocks, all at once: what is overwritten is read before.
+
+    kv: [L, 2, N, H, S, D]; sources, targets: [n] int64 on its device, no target twice.
+    """
+    kv.index_copy_(2, targets, kv.index_select(2, sources))
 
 
 def scatter_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, staged: Tensor) -> None:

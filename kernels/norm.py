@@ -1,6 +1,7 @@
-"""RMS normalisation over the last dimension (Zhang and Sennrich, 2019).
+"""Normalisation over the last dimension: RMS (Zhang and Sennrich, 2019), layer (Ba et al., 2016).
 
-y = x / sqrt(mean(x²) + eps) * weight
+RMS:    y = x / sqrt(mean(x²) + eps) * weight
+layer:  y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 """
 
 import torch
@@ -27,3 +28,16 @@ def rms_norm_above_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     wide = functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps)
     return wide.to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """x [..., D], weight and bias [D], one floating dtype; a new tensor like x."""
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """What `layer_norm` means: mean and variance in float32, whatever the dtype of x."""
+    wide = x.to(torch.float32)
+    centred = wide - wide.mean(-1, keepdim=True)
+    scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (centred * scale * weight.float() + bias.float()).to(x.dtype)

@@ -3,8 +3,10 @@
 import math
 import os
 import platform
+import subprocess
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -127,3 +129,14 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The commit of this tree, with a `+` where files differ from it; empty where there is none."""
+    folder = Path(__file__).resolve().parent
+    asked = ["git", "-C", str(folder), "describe", "--always", "--abbrev=7", "--dirty=+"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.stdout.strip()

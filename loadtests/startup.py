@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,24 +19,27 @@ from typing import Any
 
 import psutil
 
+from penstock.loadtests.server import free_ports
+
 READY_WORDS = " is served after "
 READY_WITHIN = 300.0  # seconds
 STOPPED_WITHIN = 120.0
 SECONDS_TO_SETTLE = 1.0
 MB = 1e6
+_SHARED = Path("/dev/shm")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 where it became ready and left nothing behind."""
-    shared, load = _shared_memory(), os.getloadavg()[0]
-    ports = _free_ports()
+    shared, load = shared_memory(), os.getloadavg()[0]
+    ports = free_ports(2)
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         output = Path(folder, "output")
         temp = Path(folder, "t")  # a short name: those of sockets lie below it
         temp.mkdir()
         run = _run(arguments, ports, temp, output)
         run["left_behind"] |= {
-            "shared_memory": sorted(_shared_memory() - shared),
+            "shared_memory": left_in_shared_memory(shared),
             "temp_files": sorted(path.name for path in temp.iterdir()),
         }
         run["output"] = output.read_text().splitlines()
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(
-    arguments: Sequence[str], ports: tuple[int, int], temp: Path, output: Path
+    arguments: Sequence[str], ports: Sequence[int], temp: Path, output: Path
 ) -> dict[str, Any]:
     """Start, wait, look, stop."""
     command = [sys.executable, "-m", "penstock.cli", "serve", *arguments]
@@ -130,21 +134,28 @@ def _name(process: psutil.Process) -> str:
     return "penstock serve" if "penstock.cli" in line else Path(script).name
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
-
-
 def _is_open(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _shared_memory() -> set[str]:
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+def shared_memory() -> set[str]:
+    """Names of what lies in the machine's shared memory."""
+    return {path.name for path in _SHARED.iterdir()} if _SHARED.is_dir() else set()
+
+
+def left_in_shared_memory(before: set[str]) -> list[str]:
+    """What is new there since `before` and in nobody's use: the rest is somebody else's."""
+    found = shared_memory() - before
+    used = set().union(*map(_mapped, psutil.process_iter()))
+    return sorted(name for name in found - used if (_SHARED / name).exists())
+
+
+def _mapped(process: psutil.Process) -> set[str]:
+    with suppress(OSError, psutil.Error):
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        return set(re.findall(rf"{_SHARED}/(\S+)", maps))
+    return set()
 
 
 if __name__ == "__main__":

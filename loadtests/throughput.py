@@ -42,7 +42,8 @@ class Turns:
         self.whole.append(whole_rate(outcomes))
 
 
-async def _measure(setup: Setup, requests: Requests) -> dict[str, Any]:
+async def turns(setup: Setup, requests: Requests) -> tuple[Turns, Turns]:
+    """Return what was measured through the path and of the engine alone, turn by turn."""
     engine = DirectEngine(setup.model_folder, setup.threads)
     prompts = Prompts(ordinary_tokens(engine.vocab_size), seed=0)
     path, direct = Turns(), Turns()
@@ -60,7 +61,11 @@ async def _measure(setup: Setup, requests: Requests) -> dict[str, Any]:
                     direct.note(answers)
         finally:
             await client.close()
-    return _figures(path, direct)
+    return path, direct
+
+
+async def _measure(setup: Setup, requests: Requests) -> dict[str, Any]:
+    return _figures(*await turns(setup, requests))
 
 
 def _plan(requests: Requests, turn: int) -> list[Planned]:
@@ -75,10 +80,10 @@ def _plan(requests: Requests, turn: int) -> list[Planned]:
 def _figures(path: Turns, direct: Turns) -> dict[str, Any]:
     """Print and return the spreads of rates, in tokens a second, and of their ratios, by turns."""
     spreads = {
-        "decode_ratio": Spread.of(_ratios(path.steady, direct.steady)),
+        "decode_ratio": Spread.of(ratios(path.steady, direct.steady)),
         "decode_through_path": Spread.of(path.steady),
         "decode_engine_alone": Spread.of(direct.steady),
-        "with_prefill_ratio": Spread.of(_ratios(path.whole, direct.whole)),
+        "with_prefill_ratio": Spread.of(ratios(path.whole, direct.whole)),
         "with_prefill_through_path": Spread.of(path.whole),
         "with_prefill_engine_alone": Spread.of(direct.whole),
     }
@@ -87,7 +92,8 @@ def _figures(path: Turns, direct: Turns) -> dict[str, Any]:
     return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}
 
 
-def _ratios(path: Sequence[float], direct: Sequence[float]) -> list[float]:
+def ratios(path: Sequence[float], direct: Sequence[float]) -> list[float]:
+    """Of each turn, the first to the second."""
     return [whole / bare for whole, bare in zip(path, direct, strict=True)]
 
 

@@ -44,7 +44,7 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., router: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "attempt", "prompt", "log", "params", "source", "yield_after", "priority", "salt", "trace")
+    __slots__ = ("request", "attempt", "prompt", "log", "params", "source", "yield_after", "priority", "salt", "trace", "prompt_known")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_KNOWN_FIELD_NUMBER: _ClassVar[int]
     request: int
     attempt: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -65,7 +66,8 @@ class Submit(_message.Message):
     priority: int
     salt: bytes
     trace: str
-    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., log: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., yield_after: _Optional[int] = ..., priority: _Optional[int] = ..., salt: _Optional[bytes] = ..., trace: _Optional[str] = ...) -> None: ...
+    prompt_known: int
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., log: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., yield_after: _Optional[int] = ..., priority: _Optional[int] = ..., salt: _Optional[bytes] = ..., trace: _Optional[str] = ..., prompt_known: _Optional[int] = ...) -> None: ...
 
 class ChoiceLog(_message.Message):
     __slots__ = ("choice", "tokens", "finished")
@@ -142,7 +144,7 @@ class Beat(_message.Message):
     def __init__(self) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "max_tokens", "min_tokens", "stop_tokens", "ignore_eos", "logprobs", "n", "logit_bias", "typical_p", "bad_words", "allowed_tokens")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "max_tokens", "min_tokens", "stop_tokens", "ignore_eos", "logprobs", "n", "logit_bias", "typical_p", "bad_words", "allowed_tokens", "prompt_logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +170,7 @@ class SamplingParams(_message.Message):
     TYPICAL_P_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -186,7 +189,8 @@ class SamplingParams(_message.Message):
     typical_p: float
     bad_words: _containers.RepeatedCompositeFieldContainer[BadWord]
     allowed_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., typical_p: _Optional[float] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., typical_p: _Optional[float] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class BadWord(_message.Message):
     __slots__ = ("tokens",)
@@ -253,7 +257,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("request", "attempt", "choice", "position", "token", "finish", "logprobs", "ended", "load")
+    __slots__ = ("request", "attempt", "choice", "position", "token", "finish", "logprobs", "ended", "load", "prompts")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +267,7 @@ class Step(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
     request: _containers.RepeatedScalarFieldContainer[int]
     attempt: _containers.RepeatedScalarFieldContainer[int]
     choice: _containers.RepeatedScalarFieldContainer[int]
@@ -272,19 +277,34 @@ class Step(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     ended: _containers.RepeatedCompositeFieldContainer[Ended]
     load: Load
-    def __init__(self, request: _Optional[_Iterable[int]] = ..., attempt: _Optional[_Iterable[int]] = ..., choice: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., finish: _Optional[_Iterable[_Union[Finish, str]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    prompts: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
+    def __init__(self, request: _Optional[_Iterable[int]] = ..., attempt: _Optional[_Iterable[int]] = ..., choice: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., finish: _Optional[_Iterable[_Union[Finish, str]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("request", "attempt", "position", "entries")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    position: int
+    entries: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
-    __slots__ = ("row", "chosen", "tokens", "values")
+    __slots__ = ("row", "chosen", "tokens", "values", "rank")
     ROW_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     row: int
     chosen: float
     tokens: _containers.RepeatedScalarFieldContainer[int]
     values: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, row: _Optional[int] = ..., chosen: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ...) -> None: ...
+    rank: int
+    def __init__(self, row: _Optional[int] = ..., chosen: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("request", "attempt", "reason")

@@ -3,12 +3,12 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from penstock.protos import worker_pb2
 from penstock.router.errors import Code, ServingError
-from penstock.router.routing.events import Deliver, Finish
+from penstock.router.routing.events import Deliver, DeliverPrompt, Finish
 from penstock.router.text.answer import AnswerText
 
 FINISH_NAMES = {Finish.NONE: "", Finish.STOP: "stop", Finish.LENGTH: "length"}
@@ -18,7 +18,7 @@ class ClientGone(Exception):
     """Nobody is there to take the answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which makes it three times as dear: there is one a token
 class Delta:
     """Some new tokens of one answer and what they add to its text."""
 
@@ -60,6 +60,8 @@ class Answers:
 
     def __init__(self, max_unread: int, gone: Callable[[Sequence[int]], None]) -> None:
         self.seeds: list[int] = []  # of each ask
+        # Of each ask's prompt, from its second token on: complete before its first delta.
+        self.prompts: dict[int, list[worker_pb2.TokenLogprobs]] = {}
         self._max_unread = max_unread
         self._gone = gone
         self._open: set[int] = set()  # requests that have not ended
@@ -72,6 +74,13 @@ class Answers:
         """One request of the call, in the order of its asks."""
         self._open.add(request)
         self.seeds.append(seed)
+
+    def push_whole(self, answer: Delta) -> None:
+        """A whole answer, that no reader could have taken before: it counts as read."""
+        self._unread.append(answer)
+        self._num_unread += len(answer.tokens)
+        self._max_unread += len(answer.tokens)
+        self._wake.set()
 
     def push(self, delta: Delta) -> None:
         """New tokens, for the reader to take when it can."""
@@ -132,39 +141,86 @@ class Answers:
             self._gone(left)
 
 
+class Ranking:
+    """Holds the choices of a request back until all have ended; gives the likeliest.
+
+    As in OpenAI's and TGI's `best_of` they are compared by the mean log probability of their
+    tokens, so that a short answer is not the better for being short.
+    """
+
+    def __init__(self, num_drawn: int, num_wanted: int, with_logprobs: bool) -> None:
+        self._deltas: list[list[Delta]] = [[] for _ in range(num_drawn)]
+        self._num_open = num_drawn
+        self._num_wanted = num_wanted
+        self._with_logprobs = with_logprobs
+
+    def add(self, delta: Delta) -> list[Delta]:
+        """What can be given now: nothing, or with the last one the best, numbered from 0."""
+        self._deltas[delta.choice].append(delta)
+        self._num_open -= bool(delta.finish)
+        if self._num_open:
+            return []
+        answers = sorted(map(join, self._deltas), key=_mean_logprob, reverse=True)
+        return [self._renumbered(n, one) for n, one in enumerate(answers[: self._num_wanted])]
+
+    def _renumbered(self, number: int, answer: Delta) -> Delta:
+        logprobs = answer.logprobs if self._with_logprobs else [None] * len(answer.tokens)
+        return replace(answer, choice=number, logprobs=logprobs)
+
+
+def _mean_logprob(answer: Delta) -> float:
+    chosen = [entry.chosen for entry in answer.logprobs if entry is not None]
+    return sum(chosen) / max(len(chosen), 1)
+
+
 class Track:
-    """One request on its way: turns what is delivered into deltas for its call."""
+    """One request on its way: turns what is delivered into deltas for its call.
+
+    Args:
+        texts: of its choices.
+        stop_tokens: the client's own.
+        cut: called with a choice, and the length after which a stop string has ended it.
+        ranking: where only the likeliest choices are given.
+    """
 
     def __init__(
         self,
         answers: Answers,
         index: int,
-        text: AnswerText,
+        texts: Sequence[AnswerText],
         stop_tokens: frozenset[int],
         cut: Callable[[int, int], None],
+        ranking: Ranking | None = None,
     ) -> None:
         self.answers = answers
         self._index = index
-        self._text = text
-        self._stop_tokens = stop_tokens  # the client's own
+        self._texts = texts
+        self._stop_tokens = stop_tokens
         self._cut = cut
-        self._has_ended = False
+        self._ranking = ranking
+        self._ended = [False] * len(texts)
+
+    def deliver_prompt(self, what: DeliverPrompt) -> None:
+        """Logprobs of the next prompt tokens: they wait for the first delta."""
+        known = self.answers.prompts.setdefault(self._index, [])
+        known.extend(what.logprobs)  # type: ignore[arg-type]  # carried in the wire's form
 
     def deliver(self, what: Deliver) -> None:
         """New tokens; at a stop string the rest is left out and the choice is cut."""
-        if self._has_ended:
+        if self._ended[what.choice]:
             return
         stopped = what.finish is Finish.STOP
-        new = self._text.feed(what.tokens, what.finish is not Finish.NONE, stopped)
+        text = self._texts[what.choice]
+        new = text.feed(what.tokens, what.finish is not Finish.NONE, stopped)
         tokens, finish = what.tokens, FINISH_NAMES[what.finish]
         stop: str | int | None = new.stop
         if new.stop is not None:
             tokens, finish = tokens[: new.num_tokens], "stop"
         elif stopped and tokens[-1] in self._stop_tokens:
             stop = tokens[-1]
-        self._has_ended = bool(finish)
+        self._ended[what.choice] = bool(finish)
         logprobs = what.logprobs[: len(tokens)]
-        self.answers.push(
+        self._push(
             Delta(
                 self._index,
                 what.choice,
@@ -178,3 +234,10 @@ class Track:
         )
         if new.stop is not None:
             self._cut(what.choice, what.position + new.num_tokens)
+
+    def _push(self, delta: Delta) -> None:
+        if self._ranking is None:
+            self.answers.push(delta)
+            return
+        for answer in self._ranking.add(delta):
+            self.answers.push_whole(answer)

@@ -44,10 +44,22 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    prompt_logprobs: int | None = None
+    best_of: int | None = None  # so many are drawn, and the n likeliest given; None: n
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     typical_p: float = 1.0
     bad_words: Sequence[Sequence[int]] = ()  # as their tokens
     allowed_tokens: Sequence[int] | None = None
+
+    @property
+    def num_drawn(self) -> int:
+        """Choices that are drawn, to give n of them."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether nothing can be said before all choices have ended."""
+        return self.num_drawn > self.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +137,11 @@ def text_rules(ask: Ask, bounds: Bounds) -> TextRules:
 def wire_params(ask: Ask, model: Model, bounds: Bounds) -> worker_pb2.SamplingParams:
     """The checked sampling parameters, complete, in the form that workers take."""
     sampling = ask.sampling
-    _check_numbers(sampling)
+    _check_numbers(sampling, bounds)
     _check_lists(sampling, model, bounds)
     _check_choice(sampling, model, bounds)
     max_tokens = _max_tokens(ask, model)
     _check_count("min_tokens", sampling.min_tokens, 0, max_tokens)
-    if sampling.n != 1:
-        raise invalid("n other than 1 is not served yet: send the request n times", "n")
     return worker_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -145,27 +155,34 @@ def wire_params(ask: Ask, model: Model, bounds: Bounds) -> worker_pb2.SamplingPa
         min_tokens=sampling.min_tokens,
         stop_tokens=sampling.stop_tokens,
         ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
-        n=sampling.n,
+        # Those who are ranked are ranked by them.
+        logprobs=0 if sampling.is_ranked and sampling.logprobs is None else sampling.logprobs,
+        n=sampling.num_drawn,
         logit_bias=sampling.logit_bias,
         typical_p=sampling.typical_p,
         bad_words=[worker_pb2.BadWord(tokens=word) for word in sampling.bad_words],
         allowed_tokens=sampling.allowed_tokens,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
-def _check_numbers(sampling: Sampling) -> None:
+def _check_numbers(sampling: Sampling, bounds: Bounds) -> None:
     for name, (low, high) in RANGES.items():
         if not low <= getattr(sampling, name) <= high:
             raise invalid(f"{name} must be a number from {low:g} to {high:g}", name)
     _check_count("top_k", sampling.top_k, -1, 2**31 - 1)
+    _check_count("n", sampling.n, 1, bounds.max_choices)
+    if sampling.best_of is not None:
+        _check_count("best_of", sampling.best_of, sampling.n, bounds.max_choices)
     if sampling.seed is not None:
         _check_count("seed", sampling.seed, -(2**63), UINT64)
 
 
 def _check_lists(sampling: Sampling, model: Model, bounds: Bounds) -> None:
-    if sampling.logprobs is not None:
-        _check_count("logprobs", sampling.logprobs, 0, bounds.max_logprobs)
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(sampling, name)
+        if count is not None:
+            _check_count(name, count, 0, bounds.max_logprobs)
     lists: Sequence[tuple[str, Collection[int], int]] = (
         ("stop_token_ids", sampling.stop_tokens, bounds.max_stop_tokens),
         ("logit_bias", sampling.logit_bias, bounds.max_logit_bias),

@@ -13,7 +13,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from penstock.router.answers import Answers, Track
+from penstock.router.answers import Answers, Ranking, Track
 from penstock.router.ask import Ask, Model, check_bad_words, check_prompt, text_rules, wire_params
 from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError, invalid
@@ -191,12 +191,17 @@ class Frontend:
         )
 
     def _track(self, answers: Answers, index: int, ask: Ask, request: int) -> Track:
+        sampling = ask.sampling
+        rules, ranking = text_rules(ask, self.config.bounds), None
+        if sampling.is_ranked:
+            ranking = Ranking(sampling.num_drawn, sampling.n, sampling.logprobs is not None)
         return Track(
             answers,
             index,
-            self.text.answer(text_rules(ask, self.config.bounds)),
-            frozenset(ask.sampling.stop_tokens),
+            [self.text.answer(rules) for _ in range(sampling.num_drawn)],
+            frozenset(sampling.stop_tokens),
             lambda choice, length: self.tell(ev.Cut(request, choice, length)),
+            ranking,
         )
 
     def _let_go(self, requests: Sequence[int]) -> None:
@@ -228,6 +233,10 @@ class Frontend:
                 track = self._tracks.get(command.request)
                 if track is not None:
                     track.deliver(command)
+            case ev.DeliverPrompt():
+                track = self._tracks.get(command.request)
+                if track is not None:
+                    track.deliver_prompt(command)
             case ev.End():
                 self._end(command)
             case ev.Hang():

@@ -119,7 +119,7 @@ def read_limits(config: RouterConfig, text: TextModel) -> Model:
     inner = own.get("text_config")
     if isinstance(inner, dict):  # models of several kinds of input keep them there
         own = {**own, **inner}
-    lengths = [own.get("max_position_embeddings"), config.max_model_len]
+    lengths = [own.get("max_position_embeddings"), own.get("n_positions"), config.max_model_len]
     known = [length for length in lengths if isinstance(length, int)]
     vocab = own.get("vocab_size")
     return Model(

@@ -58,6 +58,10 @@ def stepped(worker: str, step: pb.Step) -> ev.Stepped:
         tokens,
         load_of(step.load) if step.HasField("load") else None,
         [(entry.request, entry.attempt, entry.reason) for entry in step.ended],
+        [
+            ev.ScoredPrompt(entry.request, entry.attempt, entry.position, list(entry.entries))
+            for entry in step.prompts
+        ],
     )
 
 
@@ -127,6 +131,7 @@ def submit_of(command: ev.Submit) -> pb.ToWorker:
         priority=request.priority,
         salt=request.salt,
         trace=request.trace,
+        prompt_known=command.prompt_known,
     )
     for choice, (tokens, finished) in enumerate(zip(command.log, command.finished, strict=True)):
         if tokens or finished:

@@ -337,13 +337,15 @@ def test_the_first_signal_is_a_wish_and_the_second_an_order(
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(os, "_exit", lambda code: happened.append(code))
-    interrupts = serve.Interrupts(lambda: happened.append("abandoned"))
+    interrupts = serve.Interrupts()
+    interrupts.abandon = lambda: happened.append("abandoned")
     before = [signal.getsignal(each) for each in serve.SIGNALS]
     try:
         interrupts.install()
         interrupts.first = lambda: happened.append("first")
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
+        assert interrupts.wanted
         assert happened == ["first"], "one press of Ctrl-C may arrive twice"
         now[0] += 2 * serve.ECHO_SECONDS
         signal.raise_signal(signal.SIGINT)
@@ -353,9 +355,18 @@ def test_the_first_signal_is_a_wish_and_the_second_an_order(
             signal.signal(number, handler)
 
 
-def test_before_anything_runs_a_signal_interrupts() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        serve.Interrupts(lambda: None).first()
+def test_a_signal_while_ray_starts_is_known_even_if_its_exception_is_lost() -> None:
+    interrupts = serve.Interrupts()
+    before = [signal.getsignal(each) for each in serve.SIGNALS]
+    try:
+        interrupts.install()
+        assert not interrupts.wanted
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert interrupts.wanted
+    finally:
+        for number, handler in zip(serve.SIGNALS, before, strict=True):
+            signal.signal(number, handler)
 
 
 # ------------------------------------------------------------------ chat

@@ -17,7 +17,8 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.cli.checkpoint import SHIPPED
-from tests.support.serving import PATIENCE, Serving, free_ports, serving
+from penstock.loadtests.server import free_ports
+from tests.support.serving import PATIENCE, Serving, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -31,7 +32,7 @@ def served() -> Iterator[Serving]:
     # Not pytest's own folder: its paths are too long for the sockets that lie below.
     with (
         tempfile.TemporaryDirectory(prefix="pk-") as name,
-        serving(["--kv-cache-mib", "64"], free_ports(), Path(name)) as running,
+        serving(["--kv-cache-mib", "64"], free_ports(2), Path(name)) as running,
     ):
         running.wait_until_said("is served after")
         yield running

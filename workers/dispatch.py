@@ -47,7 +47,8 @@ class Dispatch:
         self._sessions: dict[int, Session] = {}
         self._vocabulary = Vocabulary(engine.spec.vocab_size, engine.spec.eos_tokens)
         self._engine = EngineLoop(engine, self._deliver, self._fail)
-        rectangle = Rectangle(0, engine.spec.num_layers, 0, engine.spec.num_kv_heads)
+        _, num_heads, _ = engine.spec.kv_shape
+        rectangle = Rectangle(0, engine.spec.num_layers, 0, num_heads)
         staging = KvStaging(engine.cache.data, rectangle)
         self.handover = HandOver(identity, address, staging, self._engine, seconds)
         self.load = self._load_message(engine.load())
@@ -152,7 +153,11 @@ class Dispatch:
 
     def _drop(self, session: Session, drop: wire.Drop) -> None:
         key = session.key(drop.request, drop.attempt)
-        if drop.choice == 0 and key in session.held:
+        if key not in session.held:
+            return
+        if drop.HasField("choice"):
+            self._engine.post(lambda engine: engine.drop_choice(key, drop.choice))
+        else:
             self._let_go(session, [key])
 
     def _let_go(self, session: Session, keys: list[SequenceKey]) -> None:

@@ -1,7 +1,8 @@
-"""The engine: scheduler, model and sampler as one synchronous object, a step at a time.
+"""The engine: scheduler, model and sampler as one object.
 
-It belongs to one thread. A command takes effect between steps; `step` computes and says what came
-of it. One sequence's failure ends that sequence only; an exception of the model ends the engine.
+It belongs to one thread; `step` runs one step and says what came of it. A pipeline runs the parts
+of a step itself, of which `compute` and `draw` may belong to another thread. One sequence's failure
+ends that sequence only; an exception of the model ends the engine.
 """
 
 import time
@@ -10,15 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.workers.config import WorkerConfig
 from penstock.workers.fingerprint import layout_of, model_fingerprint
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.memory import choose_num_blocks
-from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.served import ServedModel, ServedSpec
 from penstock.workers.runner import Runner
-from penstock.workers.sampler import Sampler, TokenLogprobs
+from penstock.workers.sampler import Sampled, Sampler, TokenLogprobs
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.sequence import (
     Admitted,
@@ -34,7 +35,7 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
-from penstock.workers.weights.loading import load_model
+from penstock.workers.weights.loading import load
 
 Progress = Callable[[int, int], None]
 """Told the bytes of weights read so far, and the bytes in all."""
@@ -50,12 +51,30 @@ class Receiving:
     blocks: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of a prompt's tokens from `position` on."""
+
+    key: Key
+    position: int
+    entries: list[TokenLogprobs | None]  # every one is there
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step's logits gave: a token a row that draws, and logprobs of prompts."""
+
+    sampled: Sampled
+    prompts: list[PromptLogprobs]
+
+
 @dataclass(slots=True)
 class StepResult:
     """What one step gave. `logprobs` has an entry for each of the output's tokens."""
 
     output: StepOutput | None = None  # None: there was nothing to compute
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
     failed: list[Key] = field(default_factory=list)  # ended: their logits were not finite
     yielded: list[Yielded] = field(default_factory=list)
     reserved: list[Receiving] = field(default_factory=list)
@@ -73,6 +92,7 @@ class EngineLoad:
     pool: PoolLoad
     step_seconds: float  # of the last step
     num_steps: int
+    gap_seconds: float  # from the newest step's begin back to the end of the one before
 
 
 class Engine:
@@ -86,7 +106,7 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = choose_device(config.device)
-        self.spec, decoder = load_model(
+        self.spec, decoder = load(
             config.model, config.dtype, device, progress, config.max_model_len
         )
         self.limits = _limits(config, self.spec, decoder)
@@ -96,9 +116,12 @@ class Engine:
         self.batcher = Batcher(self.limits)
         self._runner = Runner(decoder, self.cache)
         self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
+        self.plans_ahead = config.plan_ahead
         self._live: dict[Key, NewSequence] = {}  # all but leases
         self._step_seconds = 0.0
         self._num_steps = 0
+        self._drawn_at = time.perf_counter()
+        self._gap_seconds = 0.0
 
     # ------------------------------------------------------------ commands
 
@@ -106,6 +129,10 @@ class Engine:
         """Queue a sequence; NeverFits or QueueFull if it is not taken."""
         self.batcher.submit(new)
         self._live[new.key] = new
+
+    def drop_choice(self, key: Key, choice: int) -> None:
+        """Let go of one of its choices; unknown: nothing."""
+        self.batcher.drop_choice(key, choice)
 
     def drop(self, key: Key) -> None:
         """Let go of it, in whatever form it is held; unknown: nothing."""
@@ -119,20 +146,67 @@ class Engine:
     # ------------------------------------------------------------ steps
 
     def step(self) -> StepResult:
-        """Compute one step, if there is anything to compute."""
+        """Plan, compute and book one step, if there is anything to compute."""
         started = time.perf_counter()
         result = StepResult()
-        plan = self.batcher.plan(started)
-        self._note(self.batcher.events(), result)
+        plan = self.plan(result)
         if plan is not None:
-            self._compute(plan, result)
-            self._note(self.batcher.events(), result)
-            self._num_steps += 1
-            self._step_seconds = time.perf_counter() - started
+            drawn = self.draw(plan, self.compute(plan))
+            self.book(plan, drawn, time.perf_counter() - started, result)
         return result
 
+    def plan(self, result: StepResult) -> StepPlan | None:
+        """What the next step computes; None if there is nothing to compute."""
+        plan = self.batcher.plan(time.perf_counter())
+        self.note(result)
+        return plan
+
+    def plan_ahead(self) -> StepPlan | None:
+        """What the step after the one that computes will compute; None if that must end first."""
+        return self.batcher.plan(time.perf_counter())
+
+    def compute(self, plan: StepPlan) -> Tensor:
+        """Run the model; the logits that `draw` takes, as `Runner.run` returns them."""
+        self._gap_seconds = time.perf_counter() - self._drawn_at
+        return self._runner.run(plan)
+
+    def draw(self, plan: StepPlan, logits: Tensor) -> Drawn:
+        """Draw the tokens, once every step before is booked."""
+        rows, table = plan.drawing, self.batcher.table
+        indices = table.num_tokens[rows] - table.num_prompt[rows]
+        prompts = self._score(plan, logits[len(rows) :]) if len(plan.scored) else []
+        sampled = self._sampler.sample(logits[: len(rows)], rows, indices, table)
+        self._drawn_at = time.perf_counter()
+        return Drawn(sampled, prompts)
+
+    def book(self, plan: StepPlan, drawn: Drawn, seconds: float, result: StepResult) -> None:
+        """Take up what a step gave; it took `seconds`."""
+        rows, sampled = plan.drawing, drawn.sampled
+        result.prompts = drawn.prompts
+        if not sampled.finite.all():
+            keys = self.batcher.table.keys[rows[~sampled.finite]].tolist()
+            # One that has ended meanwhile is in the step still; one with several choices is once.
+            result.failed = [key for key in keys if self._live.pop(key, None) is not None]
+            for key in result.failed:
+                self.batcher.fail(key)
+        result.output = output = self.batcher.commit(plan, sampled.tokens)
+        result.logprobs = sampled.logprobs
+        if len(output.rows) < len(rows):
+            of_row = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
+            result.logprobs = [of_row[row] for row in output.rows.tolist()]
+        self.note(result)
+        self._num_steps += 1
+        self._step_seconds = seconds
+
+    def note(self, result: StepResult) -> None:
+        """Take up what has happened in the scheduler since the last call."""
+        for event in self.batcher.events():
+            self._obey(event, result)
+
     def load(self) -> EngineLoad:
-        return EngineLoad(self.batcher.load(), self._step_seconds, self._num_steps)
+        return EngineLoad(
+            self.batcher.load(), self._step_seconds, self._num_steps, self._gap_seconds
+        )
 
     def warm_up(self) -> None:
         """Run a prompt and a decode, so that the first request does not pay for what is made once.
@@ -148,39 +222,37 @@ class Engine:
         self.batcher = Batcher(self.limits)
         self._num_steps = 0
 
-    def _compute(self, plan: StepPlan, result: StepResult) -> None:
-        logits = self._runner.run(plan)
-        rows = plan.rows[plan.samples]
-        table = self.batcher.table
-        if not rows.size:
-            result.output = self.batcher.commit(plan, np.zeros(0, np.int32))
-            return
-        indices = table.num_tokens[rows] - table.num_prompt[rows]
-        sampled = self._sampler.sample(logits, rows, indices, table)
-        result.failed = table.keys[rows[~sampled.finite]].tolist()
-        for key in result.failed:
-            self.batcher.fail(key)
-            del self._live[key]
-        result.output = self.batcher.commit(plan, sampled.tokens)
-        result.logprobs = [
-            entry for entry, good in zip(sampled.logprobs, sampled.finite, strict=True) if good
+    def _score(self, plan: StepPlan, logits: Tensor) -> list[PromptLogprobs]:
+        """Logprobs of prompt tokens; those of one row stand together."""
+        table, positions = self.batcher.table, plan.positions[plan.scored] + 1
+        at = np.searchsorted(plan.query_starts, plan.scored, side="right") - 1
+        rows, starts = np.unique(plan.rows[at], return_index=True)
+        order = np.argsort(starts)
+        rows, starts = rows[order], starts[order]
+        ends = [*starts[1:].tolist(), len(plan.scored)]
+        live = [self._live.get(key) for key in table.keys[rows].tolist()]
+        counts = [-1 if new is None else new.params.prompt_logprobs or 0 for new in live]
+        wanted = np.array(counts, np.int64).repeat(np.diff([*starts, len(plan.scored)]))
+        entries = self._sampler.score(logits, wanted, table.tokens[plan.rows[at], positions])
+        return [
+            PromptLogprobs(new.key, int(positions[start]), entries[start:end])
+            for new, start, end in zip(live, starts.tolist(), ends, strict=True)
+            if new is not None
         ]
 
-    def _note(self, events: list[SchedulerEvent], result: StepResult) -> None:
-        for event in events:
-            match event:
-                case Admitted(key, row):
-                    new = self._live[key]
-                    self._sampler.admit(row, new.params, new.choice)
-                case Reserved(key, have):
-                    stop, blocks = self._live[key].source_len, self.batcher.receiving(key)
-                    result.reserved.append(Receiving(key, have, stop, blocks))
-                case Yielded(key, _):
-                    del self._live[key]
-                    result.yielded.append(event)
-                case Finished(key):
-                    del self._live[key]
-                    result.finished.append(key)
+    def _obey(self, event: SchedulerEvent, result: StepResult) -> None:
+        match event:
+            case Admitted(key, row, choice):
+                self._sampler.admit(row, self._live[key].params, choice)
+            case Reserved(key, have):
+                stop, blocks = self._live[key].source_len, self.batcher.receiving(key)
+                result.reserved.append(Receiving(key, have, stop, blocks))
+            case Yielded(key, _):
+                del self._live[key]
+                result.yielded.append(event)
+            case Finished(key):
+                del self._live[key]
+                result.finished.append(key)
 
 
 def choose_device(name: str) -> torch.device:
@@ -191,7 +263,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if there and name != "cpu" else "cpu")
 
 
-def _limits(config: WorkerConfig, spec: ModelSpec, decoder: Decoder) -> Limits:
+def _limits(config: WorkerConfig, spec: ServedSpec, decoder: ServedModel) -> Limits:
     max_model_len = config.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
         raise ValueError(
@@ -210,14 +282,13 @@ def _limits(config: WorkerConfig, spec: ModelSpec, decoder: Decoder) -> Limits:
     )
 
 
-def _make_cache(limits: Limits, decoder: Decoder) -> KvCache:
+def _make_cache(limits: Limits, decoder: ServedModel) -> KvCache:
     spec = decoder.spec
     return KvCache(
         num_layers=spec.num_layers,
         num_blocks=limits.num_blocks,
-        num_kv_heads=spec.num_kv_heads,
         block_size=limits.block_size,
-        head_dim=spec.head_dim,
+        kv_shape=spec.kv_shape,
         dtype=decoder.dtype,
         device=decoder.device,
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.served import ServedSpec
 
 HAND_OVER = 1  # raised when what travels between workers changes its meaning
 
@@ -31,8 +31,8 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def layout_of(model: str, spec: ModelSpec, dtype: torch.dtype, block_size: int) -> str:
+def layout_of(model: str, spec: ServedSpec, dtype: torch.dtype, block_size: int) -> str:
     """Of the KV blocks of a worker with that model: blocks travel only where it is the same."""
-    shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, spec.rope.divisors)
+    shape = (spec.num_layers, *spec.kv_shape, block_size, spec.rope.divisors)
     described = f"{HAND_OVER} {model} {dtype} {shape}"
     return blake2b(described.encode(), digest_size=16).hexdigest()

@@ -10,20 +10,21 @@ from torch import Tensor
 class KvCache:
     """Paged keys and values of all layers; block numbers are the scheduler's.
 
-    `data`: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], zero at first.
+    `data`: [num_layers, sides, num_blocks, heads, block_size, features], zero at first, with the
+    (sides, heads, features) of `kv_shape`.
     """
 
     def __init__(
         self,
         num_layers: int,
         num_blocks: int,
-        num_kv_heads: int,
         block_size: int,
-        head_dim: int,
+        kv_shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
+        sides, heads, features = kv_shape
+        shape = (num_layers, sides, num_blocks, heads, block_size, features)
         self.data: Tensor = _zeros(shape, dtype, device)
 
 

@@ -1,7 +1,7 @@
-"""The engine's thread: commands in between steps, results out to the event loop.
+"""The engine's thread: commands in, results out to the event loop.
 
-Neither waits for the other: a command is a function put in an inbox and applied at the next step
-boundary; what a step gave goes to the event loop in one call.
+Neither waits for the other: a command is a function put in an inbox and applied before the next
+step; what a step gave goes to the event loop in one call.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.workers.engine import Engine, EngineLoad, StepResult
+from penstock.workers.pipeline import OneByOne, Pipeline
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class EngineLoop:
         self._thread.start()
 
     def post(self, run: Callable[[Engine], object]) -> None:
-        """Have that done at the next step boundary; from any thread."""
+        """Have that done before the next step; from any thread."""
         self._put(_Command(run, None))
 
     def call(self, run: Callable[[Engine], T]) -> asyncio.Future[T]:
@@ -78,7 +79,7 @@ class EngineLoop:
         """End after the step in flight; does not wait."""
         with self._changed:
             self._stopping = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def join(self, seconds: float) -> None:
         """Wait so long for its end; not on the event loop."""
@@ -87,25 +88,29 @@ class EngineLoop:
     def _put(self, command: _Command) -> None:
         with self._changed:
             self._inbox.append(command)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _run(self) -> None:
+        ahead = self._engine.plans_ahead
+        steps = Pipeline(self._engine, self._changed) if ahead else OneByOne(self._engine)
         try:
-            busy = False
-            while (commands := self._take(busy)) is not None:
+            while (commands := self._take(steps)) is not None:
                 self._apply(commands)
-                result = self._engine.step()
-                busy = result.output is not None
-                if commands or not result.empty:
+                result = steps.advance(bool(commands))
+                # The end of a step that computes will tell of the load.
+                if not result.empty or (commands and not steps.busy):
                     self._tell(self._deliver, result, self._engine.load())
+                steps.look_ahead()
         except BaseException as error:
             log.critical("the engine failed and ends this worker", exc_info=True)
             self._tell(self._fatal, error)
+        finally:
+            steps.stop()
 
-    def _take(self, busy: bool) -> list[_Command] | None:
-        """What is to be done before the next step; waits if the last one found nothing to do."""
+    def _take(self, steps: OneByOne | Pipeline) -> list[_Command] | None:
+        """What is to be done now; waits while there is nothing, and no step to be booked."""
         with self._changed:
-            self._changed.wait_for(lambda: busy or self._inbox or self._stopping)
+            self._changed.wait_for(lambda: steps.due or self._inbox or self._stopping)
             commands = list(self._inbox)
             self._inbox.clear()
         return None if self._stopping else commands

@@ -4,14 +4,14 @@ import psutil
 import torch
 
 from penstock.workers.config import WorkerConfig
-from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.served import ServedSpec
 
 _CPU_SHARE = 0.25  # of what is available: other workers and the router live there too
 _GPU_SHARE = 0.85  # of what the weights left: a step's own tensors need the rest
 
 
 def choose_num_blocks(
-    config: WorkerConfig, spec: ModelSpec, max_model_len: int, device: torch.device, itemsize: int
+    config: WorkerConfig, spec: ServedSpec, max_model_len: int, device: torch.device, itemsize: int
 ) -> int:
     """As many as `config` says or memory allows; on a CPU no more than all sequences could fill.
 

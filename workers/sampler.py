@@ -53,6 +53,7 @@ class TokenLogprobs:
     """Natural logarithms of the model's own chances, before temperature, penalties and cuts."""
 
     chosen: float
+    rank: int  # of the chosen token: 1 is the likeliest
     tokens: list[int]  # the likeliest, in falling order
     values: list[float]
 
@@ -135,6 +136,13 @@ class Sampler:
         tokens[~finite] = 0
         return Sampled(tokens, finite, self._logprobs(logits, params["logprobs"], tokens))
 
+    @torch.inference_mode()
+    def score(
+        self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
+    ) -> list[TokenLogprobs | None]:
+        """Logprobs of given tokens [P] under logits [P, V], with so many of the likeliest [P]."""
+        return self._logprobs(logits, wanted, tokens)
+
     def _shaped(
         self,
         logits: Tensor,
@@ -201,12 +209,12 @@ class Sampler:
             return found
         logprobs = _pick(logits, asking).log_softmax(-1)
         chosen = logprobs.gather(1, self._put(tokens[asking].astype(np.int64))[:, None])[:, 0]
+        ranks = (logprobs > chosen[:, None]).sum(-1) + 1
         best = logprobs.topk(min(int(wanted.max()), self._vocab_size))
-        columns = zip(
-            asking, chosen.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
-        )
-        for at, value, names, values in columns:
-            found[at] = TokenLogprobs(value, names[: wanted[at]], values[: wanted[at]])
+        lists = (chosen, ranks, best.indices, best.values)
+        columns = zip(asking, *(column.tolist() for column in lists), strict=True)
+        for at, value, rank, names, values in columns:
+            found[at] = TokenLogprobs(value, rank, names[: wanted[at]], values[: wanted[at]])
         return found
 
     def _change_(

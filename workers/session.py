@@ -59,7 +59,8 @@ class Session:
         else:
             self._waiting.append(message)
         newest = self._waiting[-1].step
-        if len(newest.token) > MAX_TOKENS_WAITING or len(self._waiting) > MAX_MESSAGES_WAITING:
+        num_tokens = len(newest.token) + sum(len(prompt.entries) for prompt in newest.prompts)
+        if num_tokens > MAX_TOKENS_WAITING or len(self._waiting) > MAX_MESSAGES_WAITING:
             self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router reads too slowly")
         self._changed.set()
 

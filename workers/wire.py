@@ -2,17 +2,24 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import NamedTuple, cast
 
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.engine import EngineLoad, StepResult
 from penstock.workers.sampler import TokenLogprobs
-from penstock.workers.scheduling.sequence import Key, NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import (
+    Key,
+    NewSequence,
+    SamplingParams,
+    Sibling,
+    StepOutput,
+)
 
 PROTOCOL = 1  # of protos/worker.proto
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_CHOICES = 256
 MAX_LOGPROBS = 64
 MAX_STOP_TOKENS = 1024
 MAX_BAD_WORDS = 1024
@@ -55,39 +62,59 @@ def new_sequence(
     submit: wire.Submit, key: SequenceKey, vocabulary: Vocabulary, source_len: int
 ) -> NewSequence:
     """The sequence that a Submit asks for; BadSubmit."""
-    prompt, answer = list(submit.prompt), _answer(submit)
+    prompt, answers = list(submit.prompt), _answers(submit)
     if not prompt:
         raise BadSubmit("the prompt is empty")
     vocabulary.check("the prompt", prompt)
-    vocabulary.check("the answer so far", answer)
+    for answer in answers.values():
+        vocabulary.check("the answer so far", answer)
     if len(submit.salt) > MAX_SALT_BYTES:
         raise BadSubmit(f"the salt is longer than {MAX_SALT_BYTES} bytes")
     params = _params(submit.params, vocabulary)
-    if len(answer) >= params.max_tokens:
+    longest = max(map(len, answers.values()))
+    if longest >= params.max_tokens:
         raise BadSubmit(
-            f"max_tokens is {params.max_tokens}, and the answer has {len(answer)} tokens already"
+            f"max_tokens is {params.max_tokens}, and the answer has {longest} tokens already"
         )
-    tokens = prompt + answer
+    first, *others = [Sibling(choice, prompt + answer) for choice, answer in answers.items()]
+    # Choices have only their prompt in common, and each needs a token to compute.
+    known = max(submit.prompt_known, 1)
+    scored = params.prompt_logprobs is not None and known < len(prompt)
+    usable = len(prompt) + min(map(len, answers.values())) - 1
+    if others:
+        usable = min(usable, len(prompt))
     return NewSequence(
         key=key,
-        tokens=tokens,
+        tokens=first.tokens,
         num_prompt=len(prompt),
         params=params,
         yield_after=min(submit.yield_after, MAX_COUNT),
         priority=submit.priority,
         salt=submit.salt,
-        source_len=source_len if source_len < len(tokens) else 0,
+        source_len=source_len if source_len <= usable and not scored else 0,
+        prompt_known=known,
+        choice=first.choice,
+        siblings=tuple(others),
     )
 
 
-def _answer(submit: wire.Submit) -> list[int]:
-    if submit.params.n > 1:
-        raise BadSubmit(f"n is {submit.params.n}: this worker runs one choice of a request")
-    if len(submit.log) > 1 or any(entry.choice != 0 for entry in submit.log):
+def _answers(submit: wire.Submit) -> dict[int, list[int]]:
+    """The answer so far of every choice that has not finished."""
+    num_choices = max(submit.params.n, 1)
+    if num_choices > MAX_CHOICES:
+        raise BadSubmit(f"n is {num_choices}, more than {MAX_CHOICES}")
+    answers: dict[int, list[int]] = {choice: [] for choice in range(num_choices)}
+    if len({entry.choice for entry in submit.log}) < len(submit.log):
+        raise BadSubmit("the log has a choice twice")
+    if any(entry.choice not in answers for entry in submit.log):
         raise BadSubmit("the log has choices that the request does not")
-    if any(entry.finished for entry in submit.log):
+    for entry in submit.log:
+        answers[entry.choice] = list(entry.tokens)
+        if entry.finished:
+            del answers[entry.choice]
+    if not answers:
         raise BadSubmit("every choice has finished already")
-    return [token for entry in submit.log for token in entry.tokens]
+    return answers
 
 
 def _params(given: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParams:
@@ -116,6 +143,7 @@ def _params(given: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParam
         typical_p=given.typical_p or 1.0,
         bad_words=tuple(tuple(word.tokens) for word in given.bad_words),
         allowed_tokens=tuple(given.allowed_tokens),
+        prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
     )
 
 
@@ -141,8 +169,9 @@ def _check_ranges(given: wire.SamplingParams) -> None:
 def _check_counts(given: wire.SamplingParams) -> None:
     if given.max_tokens < 1:
         raise BadSubmit("max_tokens is 0")
-    if given.logprobs > MAX_LOGPROBS:
-        raise BadSubmit(f"logprobs is {given.logprobs}, more than {MAX_LOGPROBS}")
+    for name, count in (("logprobs", given.logprobs), ("prompt_logprobs", given.prompt_logprobs)):
+        if count > MAX_LOGPROBS:
+            raise BadSubmit(f"{name} is {count}, more than {MAX_LOGPROBS}")
     if len(given.stop_tokens) > MAX_STOP_TOKENS:
         raise BadSubmit(f"there are more than {MAX_STOP_TOKENS} stop_tokens")
     if len(given.bad_words) > MAX_BAD_WORDS:
@@ -180,12 +209,20 @@ def step_messages(
     steps: dict[int, wire.Step] = defaultdict(wire.Step)
     output = result.output
     if output is not None:
-        columns = (output.keys, output.indices.tolist(), output.tokens.tolist())
-        rest = (output.finishes.tolist(), result.logprobs)
-        for name, index, token, finish, logprobs in zip(*columns, *rest, strict=True):
-            key = named(name)
+        rows: dict[int, list[int]] = defaultdict(list)
+        for row, key in enumerate(map(named, output.keys)):
             if wanted(key):
-                _add_token(steps[key.session], key, (index, token, finish), logprobs)
+                rows[key.session].append(row)
+        for session, taken in rows.items():
+            _add_tokens(steps[session], taken, output, result.logprobs)
+    for prompt in result.prompts:
+        key = named(prompt.key)
+        if wanted(key):
+            added = steps[key.session].prompts.add(
+                request=key.request, attempt=key.attempt, position=prompt.position
+            )
+            for entry in filter(None, prompt.entries):
+                added.entries.add(**asdict(entry))
     for key in filter(wanted, map(named, result.failed)):
         reason = (
             "no next token: the model's output was not finite for this request, or its bad words "
@@ -195,26 +232,24 @@ def step_messages(
     return steps
 
 
-def _add_token(
+def _add_tokens(
     step: wire.Step,
-    key: SequenceKey,
-    drawn: tuple[int, int, int],
-    logprobs: TokenLogprobs | None,
+    rows: list[int],
+    output: StepOutput,
+    logprobs: Sequence[TokenLogprobs | None],
 ) -> None:
-    index, token, finish = drawn
-    if logprobs is not None:
-        step.logprobs.add(
-            row=len(step.token),
-            chosen=logprobs.chosen,
-            tokens=logprobs.tokens,
-            values=logprobs.values,
-        )
-    step.request.append(key.request)
-    step.attempt.append(key.attempt)
-    step.choice.append(0)
-    step.position.append(index)
-    step.token.append(token)
-    step.finish.append(cast(wire.Finish, finish))
+    """Those rows of the output, a column at a time: this runs while the engine waits for Python."""
+    keys = [named(output.keys[row]) for row in rows]
+    step.request.extend([key.request for key in keys])
+    step.attempt.extend([key.attempt for key in keys])
+    step.choice.extend(output.choices[rows].tolist())
+    step.position.extend(output.indices[rows].tolist())
+    step.token.extend(output.tokens[rows].tolist())
+    step.finish.extend(output.finishes[rows].tolist())
+    for column, row in enumerate(rows):
+        entry = logprobs[row]
+        if entry is not None:
+            step.logprobs.add(row=column, **asdict(entry))
 
 
 def merge_steps(earlier: wire.Step, later: wire.Step) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from penstock.workers.models.config import BadCheckpoint, read_json
-from penstock.workers.models.spec import read_spec
+from penstock.workers.models.spec import check_config
 
 SHIPPED = Path(__file__).resolve().parent.parent / "models" / "demo"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -44,7 +44,7 @@ def check(folder: Path) -> None:
 
     Raises `BadCheckpoint` or `UnsupportedModel`, each with a line for the user.
     """
-    read_spec(folder)
+    check_config(folder)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         places = read_json(index).get("weight_map")

@@ -88,14 +88,19 @@ def check_ray(address: str) -> None:
 class Interrupts:
     """SIGINT, SIGTERM and SIGHUP: the first ends in order, the second at once.
 
-    Args:
-        abandon: kills everything that was started.
+    At first the first one raises KeyboardInterrupt. An exception out of nowhere can be lost in
+    somebody else's code while Ray starts, so it stays in `wanted` for whoever comes later.
     """
 
-    def __init__(self, abandon: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.first: Callable[[], object] = _interrupt
-        self._abandon = abandon
+        self.abandon: Callable[[], object] = _nothing  # kills everything that was started
         self._first_seen: float | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there was one."""
+        return self._first_seen is not None
 
     def install(self) -> None:
         for number in SIGNALS:
@@ -111,7 +116,7 @@ class Interrupts:
         elif now - self._first_seen > ECHO_SECONDS:
             for each in SIGNALS:  # a third one must not cut this short
                 signal.signal(each, signal.SIG_IGN)
-            self._abandon()
+            self.abandon()
             os._exit(STOPPED_BY_SIGNAL)
 
 
@@ -119,15 +124,21 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
+def _nothing() -> None:
+    pass
+
+
 def serve(spec: ClusterSpec, folder: Path, view: Lines | Bars) -> int:
     """Serve until told to stop; returns the exit code."""
+    interrupts = Interrupts()
+    interrupts.install()
     # Here, not above: Ray takes a second to import, and mistakes should be told before it.
     from penstock.cluster.member import StartFailed
     from penstock.cluster.placement import CannotPlace
     from penstock.cluster.session import RayFailed, RaySession
     from penstock.cluster.supervisor import Supervisor
 
-    run = _Run(spec, folder, view, RaySession(spec.ray_address))
+    run = _Run(spec, folder, view, RaySession(spec.ray_address), interrupts)
     try:
         run.start_ray()
         with run.session:
@@ -149,14 +160,20 @@ class _Run:
     """One run of the command, from Ray's start to its end."""
 
     def __init__(
-        self, spec: ClusterSpec, folder: Path, view: Lines | Bars, session: "RaySession"
+        self,
+        spec: ClusterSpec,
+        folder: Path,
+        view: Lines | Bars,
+        session: "RaySession",
+        interrupts: Interrupts,
     ) -> None:
         self.session = session
         self._spec = spec
         self._folder = folder
         self._view = view
         self._began = time.monotonic()
-        self._interrupts = Interrupts(session.abandon)
+        self._interrupts = interrupts
+        interrupts.abandon = session.abandon
 
     @property
     def _seconds(self) -> float:
@@ -164,7 +181,6 @@ class _Run:
 
     def start_ray(self) -> None:
         """What comes before the session is entered."""
-        self._interrupts.install()
         self._view("Ray", notices.Progress("connecting" if self._spec.ray_address else "starting"))
 
     def supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
@@ -176,6 +192,8 @@ class _Run:
     async def _supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self._interrupts.first = lambda: loop.call_soon_threadsafe(stop.set)
+        if self._interrupts.wanted:  # while Ray started, and the exception was lost
+            raise KeyboardInterrupt
         watching = asyncio.create_task(self._watch_ray())
         try:
             await work(stop)

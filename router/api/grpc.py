@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from penstock.protos import inference_pb2 as pb
+from penstock.protos import worker_pb2
 from penstock.router.answers import Answers, ClientGone, Delta
 from penstock.router.api.keys import ApiKeys
 from penstock.router.ask import Ask, Sampling, check_vocabulary, trace_of
@@ -37,6 +38,8 @@ STATUSES: Mapping[Code, grpc.StatusCode] = {
     Code.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 
+PROMPT_TOKENS_A_REPLY = 2048
+
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -52,6 +55,8 @@ SAMPLING_FIELDS = (
     "ignore_eos",
     "logprobs",
     "n",
+    "best_of",
+    "prompt_logprobs",
 )
 
 
@@ -220,10 +225,14 @@ class InferenceApi:
     async def _send(
         self, request: pb.GenerateRequest, ask: Ask, answers: Answers, context: Context
     ) -> None:
-        num_tokens = 0
+        num_tokens, num_open = 0, ask.sampling.n
         (seed,) = answers.seeds
         echo: Sequence[int] = ask.prompt if request.echo_prompt_tokens else ()
         async for delta in answers:
+            if not num_tokens:
+                for scored in prompt_replies(answers.prompts.get(0, ())):
+                    scored.request_id = ask.trace
+                    await context.write(scored)
             num_tokens += len(delta.tokens)
             reply = reply_of(delta)
             reply.request_id = ask.trace
@@ -231,7 +240,8 @@ class InferenceApi:
             if echo:
                 reply.prompt_tokens.extend(echo)
                 echo = ()
-            if delta.finish:
+            num_open -= bool(delta.finish)
+            if not num_open:
                 reply.usage.prompt_tokens = len(ask.prompt)
                 reply.usage.completion_tokens = num_tokens
             await context.write(reply)
@@ -330,12 +340,21 @@ def reply_of(delta: Delta) -> pb.GenerateReply:
         finish_reason=delta.finish,
         stop_reason=delta.stop if isinstance(delta.stop, str) else "",
     )
-    for entry in delta.logprobs:
-        if entry is not None:
-            logprob = reply.logprobs.add(chosen=entry.chosen)
-            for token, value in zip(entry.tokens, entry.values, strict=True):
-                logprob.top.add(token=token, logprob=value)
+    reply.logprobs.extend(_logprob(entry) for entry in delta.logprobs if entry is not None)
     return reply
+
+
+def prompt_replies(entries: Sequence[worker_pb2.TokenLogprobs]) -> Iterator[pb.GenerateReply]:
+    """The prompt's logprobs, in replies that a client with gRPC's usual limit can take."""
+    for start in range(0, len(entries), PROMPT_TOKENS_A_REPLY):
+        part = entries[start : start + PROMPT_TOKENS_A_REPLY]
+        yield pb.GenerateReply(prompt_logprobs=map(_logprob, part))
+
+
+def _logprob(entry: worker_pb2.TokenLogprobs) -> pb.TokenLogprob:
+    pairs = zip(entry.tokens, entry.values, strict=True)
+    top = [pb.Alternative(token=token, logprob=value) for token, value in pairs]
+    return pb.TokenLogprob(chosen=entry.chosen, top=top, rank=entry.rank)
 
 
 def _messages(chat: pb.Chat) -> list[dict[str, str]]:

@@ -36,7 +36,7 @@ from penstock.router.api.openai_form import (
 )
 from penstock.router.api.openai_schema import ChatBody, Common, CompletionBody, Prompt, parse
 from penstock.router.ask import Ask, Sampling, trace_of
-from penstock.router.errors import ServingError
+from penstock.router.errors import ServingError, invalid
 from penstock.router.frontend import Frontend
 
 PUBLIC = frozenset({"/health"})
@@ -121,24 +121,50 @@ class OpenAiApi:
         self, request: Request, body: Common, prompts: Sequence[Sequence[int]]
     ) -> Response:
         sampling = body.sampling(await self._frontend.bad_words(body.bad_words or ()))
+        if body.stream and sampling.is_ranked:
+            raise invalid(
+                "best_of above n cannot be streamed: the best choices are known at the end",
+                "best_of",
+            )
         is_chat = isinstance(body, ChatBody)
+        if body.stream and body.prompt_logprobs is not None:
+            raise invalid(
+                "prompt_logprobs are not streamed: leave out stream, or use echo with logprobs",
+                "prompt_logprobs",
+            )
         name = ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12)
+        trace = trace_of(request.headers.get("x-request-id", "")) or name
+        tenant = request.state.tenant
+        asks = [_ask(body, prompt, sampling, tenant, trace) for prompt in prompts]
+        answers = self._frontend.open(asks)
         call = Call(
             id=name,
             created=int(time.time()),
             model=self._frontend.model.name,
             prompts=prompts,
             pieces=self._frontend.text.pieces,
+            num_choices=sampling.n,
             num_logprobs=body.num_logprobs(),
             return_token_ids=bool(body.return_token_ids),
             wants_usage=body.wants_usage,
+            prompt_logprobs=answers.prompts,
+            num_prompt_logprobs=body.prompt_logprobs,
+            echo=self._echo(body, prompts),
+            only_echo=isinstance(body, CompletionBody) and body.only_echo,
         )
         form: Form = ChatForm(call) if is_chat else CompletionForm(call)
-        trace = trace_of(request.headers.get("x-request-id", "")) or name
-        tenant = request.state.tenant
-        asks = [_ask(body, prompt, sampling, tenant, trace) for prompt in prompts]
-        answers = self._frontend.open(asks)
-        return AnswerResponse(answers, form, len(prompts), trace, bool(body.stream))
+        return AnswerResponse(answers, form, trace, bool(body.stream))
+
+    def _echo(self, body: Common, prompts: Sequence[Sequence[int]]) -> Sequence[str] | None:
+        """The prompts' texts, where the client wants them before the answers."""
+        if not isinstance(body, CompletionBody) or not body.echo:
+            return None
+        keep_special = body.skip_special_tokens is False
+        whole = self._frontend.text.pieces.whole
+        return [
+            given if isinstance(given, str) else whole(tokens, keep_special)
+            for given, tokens in zip(body.prompts(), prompts, strict=True)
+        ]
 
 
 def _ask(body: Common, prompt: Sequence[int], sampling: Sampling, tenant: str, trace: str) -> Ask:
@@ -157,12 +183,9 @@ def _ask(body: Common, prompt: Sequence[int], sampling: Sampling, tenant: str, t
 class AnswerResponse(Response):
     """Sends answers as they come, or whole, and lets go of them when the client goes away."""
 
-    def __init__(
-        self, answers: Answers, form: Form, num_answers: int, trace: str, stream: bool
-    ) -> None:
+    def __init__(self, answers: Answers, form: Form, trace: str, stream: bool) -> None:
         self._answers = answers
         self._form = form
-        self._num_answers = num_answers
         self._own_headers = {"x-request-id": trace}
         self._stream = stream
 
@@ -175,7 +198,7 @@ class AnswerResponse(Response):
                     await self._send_stream(first, send)
                     return
                 deltas = [first, *[delta async for delta in self._answers]]
-                whole = self._form.whole(collect(deltas, self._num_answers))
+                whole = self._form.whole(collect(deltas))
                 response = json_response(whole, headers=self._own_headers)
             except ServingError as error:
                 response = error_response(error)

@@ -5,8 +5,8 @@ A chunk is put together from strings made once a call: what changes is a few fie
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias
 
 from penstock.protos import worker_pb2
 from penstock.router.answers import Delta, join
@@ -16,6 +16,8 @@ LOWEST = -9999.0
 """JSON has no minus infinity: this stands for it, as in vLLM."""
 
 DONE = "data: [DONE]\n\n"
+
+Logprobs: TypeAlias = worker_pb2.TokenLogprobs
 
 dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -29,9 +31,48 @@ class Call:
     model: str
     prompts: Sequence[Sequence[int]]
     pieces: Pieces
+    num_choices: int = 1  # of each prompt
     num_logprobs: int | None = None
     return_token_ids: bool = False
     wants_usage: bool = False
+    echo: Sequence[str] | None = None  # the prompts' texts, to stand before the answers
+    only_echo: bool = False  # nothing of the answers is shown
+    # Of the prompts' tokens, from the second on; filled before the first delta comes.
+    prompt_logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
+    num_prompt_logprobs: int | None = None
+
+    def shown(self, delta: Delta) -> Delta:
+        """What the client is to see of it."""
+        if not self.only_echo:
+            return delta
+        return replace(delta, tokens=(), text="", logprobs=(), finish="length", stop=None)
+
+    def prompt_entries(self, index: int) -> list[Logprobs | None]:
+        """One entry a token of the prompt; nothing comes before the first."""
+        return [None, *self.prompt_logprobs.get(index, ())]
+
+    def prompt_table(self, index: int) -> list[dict[str, Any] | None]:
+        """The prompt's logprobs as vLLM tells them: by token id, the prompt's own first."""
+        tokens = self.prompts[index]
+        return [
+            None if entry is None else self._ranked(token, entry, self.num_prompt_logprobs or 0)
+            for token, entry in zip(tokens, self.prompt_entries(index), strict=True)
+        ]
+
+    def _ranked(self, token: int, entry: Logprobs, count: int) -> dict[str, Any]:
+        best = zip(entry.tokens[:count], entry.values[:count], range(1, count + 1), strict=False)
+        return {
+            str(name): {
+                "logprob": _finite(value),
+                "rank": rank,
+                "decoded_token": self.pieces.text_of(name),
+            }
+            for name, value, rank in ((token, entry.chosen, entry.rank), *best)
+        }
+
+    def place(self, delta: Delta) -> int:
+        """The number of a delta's answer among all of the call."""
+        return delta.index * self.num_choices + delta.choice
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -49,7 +90,7 @@ class Form(Protocol):
     """One of OpenAI's two forms."""
 
     def whole(self, deltas: Sequence[Delta]) -> Mapping[str, Any]:
-        """The complete answers, one delta each, in order."""
+        """The complete answers, one delta each, in order of prompts and choices."""
         ...
 
     def chunk(self, delta: Delta) -> str:
@@ -66,14 +107,14 @@ class Progress:
     """How far the answers of a stream have come."""
 
     num_tokens: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)  # characters, for each choice begun
+    lengths: dict[int, int] = field(default_factory=dict)  # characters, for each answer begun
 
-    def begins(self, index: int) -> bool:
-        return index not in self.lengths
+    def begins(self, place: int) -> bool:
+        return place not in self.lengths
 
-    def add(self, delta: Delta, num_chars: int) -> None:
+    def add(self, place: int, delta: Delta, num_chars: int) -> None:
         self.num_tokens += len(delta.tokens)
-        self.lengths[delta.index] = self.lengths.get(delta.index, 0) + num_chars
+        self.lengths[place] = self.lengths.get(place, 0) + num_chars
 
 
 class CompletionForm:
@@ -88,9 +129,15 @@ class CompletionForm:
     def whole(self, deltas: Sequence[Delta]) -> Mapping[str, Any]:
         return {
             **self._call.head("text_completion"),
-            "choices": [self._choice(delta) for delta in deltas],
-            "usage": self._call.usage(sum(len(delta.tokens) for delta in deltas)),
+            "choices": [self._whole_choice(delta) for delta in deltas],
+            "usage": self._call.usage(self._progress.num_tokens),
         }
+
+    def _whole_choice(self, delta: Delta) -> dict[str, Any]:
+        choice = self._choice(delta)
+        if self._call.num_prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._call.prompt_table(delta.index)
+        return choice
 
     def chunk(self, delta: Delta) -> str:
         text = dumps(self._choice(delta))
@@ -104,44 +151,55 @@ class CompletionForm:
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         call, progress = self._call, self._progress
+        place, delta = call.place(delta), call.shown(delta)
+        begins = progress.begins(place)
+        echoed = call.echo is not None and begins
         choice: dict[str, Any] = {
-            "index": delta.index,
-            "text": delta.text,
+            "index": place,
+            "text": (call.echo[delta.index] if call.echo and begins else "") + delta.text,
             "logprobs": None,
             "finish_reason": delta.finish or None,
             "stop_reason": delta.stop,
         }
         num_chars = 0
         if call.num_logprobs is not None:
-            logprobs = self._logprobs(delta, progress.lengths.get(delta.index, 0))
+            tokens, entries = list(delta.tokens), list(delta.logprobs)
+            if echoed:
+                tokens = [*call.prompts[delta.index], *tokens]
+                entries = call.prompt_entries(delta.index) + entries
+            logprobs = self._logprobs(tokens, entries, progress.lengths.get(place, 0))
             choice["logprobs"] = logprobs
             num_chars = sum(map(len, logprobs["tokens"]))
         if call.return_token_ids:
-            if progress.begins(delta.index):
+            if begins:
                 choice["prompt_token_ids"] = list(call.prompts[delta.index])
             choice["token_ids"] = list(delta.tokens)
-        progress.add(delta, num_chars)
+        progress.add(place, delta, num_chars)
         return choice
 
-    def _logprobs(self, delta: Delta, offset: int) -> dict[str, list[Any]]:
+    def _logprobs(
+        self, tokens: Sequence[int], entries: Sequence[Logprobs | None], offset: int
+    ) -> dict[str, list[Any]]:
         """OpenAI's first form: parallel lists; the chosen token is among its alternatives."""
         name = self._call.pieces.text_of
-        tokens = [name(token) for token in delta.tokens]
+        texts = [name(token) for token in tokens]
         offsets = []
-        for token in tokens:
+        for text in texts:
             offsets.append(offset)
-            offset += len(token)
-        chosen = [_finite(entry.chosen) if entry else None for entry in delta.logprobs]
-        tops = [
-            {token: value} | {name(t): _finite(v) for t, v in _alternatives(entry)}
-            for token, value, entry in zip(tokens, chosen, delta.logprobs, strict=True)
-        ]
+            offset += len(text)
         return {
             "text_offset": offsets,
-            "token_logprobs": chosen,
-            "tokens": tokens,
-            "top_logprobs": tops,
+            "token_logprobs": [_finite(entry.chosen) if entry else None for entry in entries],
+            "tokens": texts,
+            "top_logprobs": [
+                {text: _finite(entry.chosen)} | self._named(entry) if entry else None
+                for text, entry in zip(texts, entries, strict=True)
+            ],
         }
+
+    def _named(self, entry: Logprobs) -> dict[str, float]:
+        pairs = _alternatives(entry)[: self._call.num_logprobs]
+        return {self._call.pieces.text_of(token): _finite(value) for token, value in pairs}
 
 
 class ChatForm:
@@ -157,7 +215,8 @@ class ChatForm:
         choices = []
         for delta in deltas:
             message = {"role": "assistant", "content": delta.text, "refusal": None}
-            choices.append({"index": delta.index, "message": message} | self._rest(delta))
+            place = self._call.place(delta)
+            choices.append({"index": place, "message": message} | self._rest(delta))
         answer = {
             **self._call.head("chat.completion"),
             "choices": choices,
@@ -165,13 +224,16 @@ class ChatForm:
         }
         if self._call.return_token_ids:
             answer["prompt_token_ids"] = list(self._call.prompts[0])
+        if self._call.num_prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._call.prompt_table(0)
         return answer
 
     def chunk(self, delta: Delta) -> str:
-        first = self._opening(delta.index) if self._progress.begins(delta.index) else ""
-        self._progress.add(delta, 0)
+        place = self._call.place(delta)
+        first = self._opening(place) if self._progress.begins(place) else ""
+        self._progress.add(place, delta, 0)
         new = {"content": delta.text} if delta.text or not delta.finish else {}
-        return first + self._event({"index": delta.index, "delta": new} | self._rest(delta))
+        return first + self._event({"index": place, "delta": new} | self._rest(delta))
 
     def closing(self) -> str:
         if not self._call.wants_usage:
@@ -219,9 +281,12 @@ class ChatForm:
         }
 
 
-def collect(deltas: Sequence[Delta], num_answers: int) -> list[Delta]:
-    """All deltas of each answer as one, in the order of the prompts."""
-    return [join([d for d in deltas if d.index == index]) for index in range(num_answers)]
+def collect(deltas: Sequence[Delta]) -> list[Delta]:
+    """All deltas of each answer as one, in order of prompts and choices."""
+    answers: dict[tuple[int, int], list[Delta]] = {}
+    for delta in deltas:
+        answers.setdefault((delta.index, delta.choice), []).append(delta)
+    return [join(answers[name]) for name in sorted(answers)]
 
 
 def _finite(value: float) -> float:

@@ -29,10 +29,8 @@ REFUSED: Mapping[str, Sequence[Any]] = {
     "web_search_options": (None,),
     "echo": (None, False),
     "suffix": (None, ""),
-    "best_of": (None, 1),
     "use_beam_search": (None, False),
     "logprob_token_ids": (None,),
-    "prompt_logprobs": (None,),
     "prompt_embeds": (None,),
     "truncate_prompt_tokens": (None,),
     "return_tokens_as_token_ids": (None, False),
@@ -70,6 +68,8 @@ class Common(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -101,6 +101,10 @@ class Common(Strict):
         """How many alternatives each token comes with; None: no logprobs at all."""
         raise NotImplementedError
 
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return self.prompt_logprobs
+
     def sampling(self, bad_words: Sequence[Sequence[int]]) -> Sampling:
         """How to draw; the bad words come as their tokens."""
         named = {
@@ -118,6 +122,8 @@ class Common(Strict):
             "ignore_eos": self.ignore_eos,
             "logprobs": self.num_logprobs(),
             "n": self.n,
+            "best_of": self.best_of,
+            "prompt_logprobs": self.num_prompt_logprobs(),
             "logit_bias": _bias(self.logit_bias),
             "typical_p": self.typical_p,
             "bad_words": bad_words,
@@ -139,9 +145,23 @@ class CompletionBody(Common):
     prompt: Any = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
+    echo: bool | None = None
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the answer is the prompt and nothing else."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def limit(self) -> int | None:
+        return 1 if self.only_echo else self.max_tokens
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        # An echoed prompt is told like the answer.
+        wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in wanted if count is not None), default=None)
 
     def prompts(self) -> list[Prompt]:
         """The prompts, each as text or as token ids."""

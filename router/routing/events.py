@@ -7,7 +7,7 @@ commands out. `docs/lifecycle.md` is the specification.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 
 class Finish(IntEnum):
@@ -84,9 +84,8 @@ class Meeting:
     secret: str
 
 
-@dataclass(frozen=True, slots=True)
-class NewToken:
-    """One generated token, as a worker's step tells it."""
+class NewToken(NamedTuple):
+    """One generated token, as a worker's step tells it. A tuple, like `Deliver`: one a token."""
 
     request: int
     attempt: int
@@ -95,6 +94,16 @@ class NewToken:
     token: int
     finish: Finish = Finish.NONE
     logprobs: object = None  # in the wire's form: carried, never read
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """Logprobs of consecutive prompt tokens, as a worker's step tells them."""
+
+    request: int
+    attempt: int
+    position: int  # of the first, in the prompt
+    logprobs: Sequence[object]  # in the wire's form: carried, never read
 
 
 # ------------------------------------------------------------------ events
@@ -154,6 +163,7 @@ class Stepped:
     tokens: Sequence[NewToken]
     load: Load | None = None
     ended: Sequence[tuple[int, int, str]] = ()  # (request, attempt, reason): given up by the worker
+    prompts: Sequence[ScoredPrompt] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +254,7 @@ class Submit:
     finished: Sequence[bool]  # which choices have ended
     source: Source | None
     yield_after: int
+    prompt_known: int = 1  # prompt positions below it have their logprobs, where they are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +283,7 @@ class Drop:
     choice: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(NamedTuple):
     """New tokens for the client: each position of each choice exactly once, in order."""
 
     request: int
@@ -282,6 +292,14 @@ class Deliver:
     tokens: Sequence[int]
     logprobs: Sequence[object]
     finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverPrompt:
+    """Logprobs of the next prompt tokens: each position once, in order, from the second on."""
+
+    request: int
+    logprobs: Sequence[object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,4 +320,4 @@ class Hang:
     reason: str
 
 
-Command: TypeAlias = Submit | Yield | Send | Drop | Deliver | End | Hang
+Command: TypeAlias = Submit | Yield | Send | Drop | Deliver | DeliverPrompt | End | Hang

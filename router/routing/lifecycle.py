@@ -13,6 +13,7 @@ from penstock.router.routing.events import (
     NewToken,
     Ready,
     Request,
+    ScoredPrompt,
     Send,
     Source,
     Status,
@@ -114,6 +115,16 @@ class Life:
                 self.end(Status.OK, "", out)
         return taken
 
+    def take_prompt(self, worker: str, scored: ScoredPrompt, out: list[Command]) -> Taken:
+        """Take logprobs of the prompt from the worker whose tokens count now, or will next."""
+        moved = self.here is None and self._next_is(worker, scored.attempt)
+        if moved:  # it did not wait for the blocks
+            self._run_on(out)
+        if not self._here_is(worker, scored.attempt):
+            return Taken.NOTHING
+        taken = self.log.take_prompt(scored, out)
+        return Taken.MOVED if moved and taken is not Taken.GAP else taken
+
     def _take_from_next(self, worker: str, token: NewToken, out: list[Command]) -> Taken:
         if self.next is None or not self.next.names(worker, token.attempt):
             return Taken.NOTHING
@@ -179,7 +190,16 @@ class Life:
         self.attempt += 1
         log, finished = self.log.copy()
         out.append(
-            Submit(info.worker, self.request, self.attempt, log, finished, source, yield_after)
+            Submit(
+                info.worker,
+                self.request,
+                self.attempt,
+                log,
+                finished,
+                source,
+                yield_after,
+                self.log.prompt_known,
+            )
         )
         return Hold(info, self.attempt)
 

@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 from enum import Enum
 
-from penstock.router.routing.events import Command, Deliver, Finish, NewToken, Request
+from penstock.router.routing.events import (
+    Command,
+    Deliver,
+    DeliverPrompt,
+    Finish,
+    NewToken,
+    Request,
+    ScoredPrompt,
+)
 
 
 class Taken(Enum):
@@ -19,10 +27,11 @@ class Taken(Enum):
 class Log:
     """A list of tokens a choice, and which choices have ended."""
 
-    __slots__ = ("_request", "answers", "finished")
+    __slots__ = ("_request", "answers", "finished", "prompt_known")
 
     def __init__(self, request: Request) -> None:
         self._request = request
+        self.prompt_known = 1  # prompt positions below it have their logprobs, if they are wanted
         self.answers: list[list[int]] = [[] for _ in range(request.num_choices)]
         for answer, known in zip(self.answers, request.log, strict=False):
             answer.extend(known)
@@ -45,6 +54,17 @@ class Log:
             return Taken.PLAIN
         self.finished[choice] = True
         return Taken.TURN
+
+    def take_prompt(self, scored: ScoredPrompt, out: list[Command]) -> Taken:
+        """Take logprobs of prompt tokens that are not known yet, and deliver them."""
+        if scored.position > self.prompt_known:
+            return Taken.GAP
+        new = scored.logprobs[self.prompt_known - scored.position :]
+        if not new:
+            return Taken.NOTHING
+        self.prompt_known += len(new)
+        out.append(DeliverPrompt(self._request.id, new))
+        return Taken.PLAIN
 
     def cut(self, choice: int, length: int) -> bool:
         """End a choice after `length` tokens. False: it has ended already."""

@@ -109,6 +109,8 @@ class Reports:
         if view is None:
             return
         worker, lives, served = event.worker, self._lives, self._served
+        if event.prompts:
+            self._prompts_scored(event, view, out, now)
         for token in event.tokens:
             life = lives.get(token.request)
             if life is None:
@@ -125,6 +127,14 @@ class Reports:
         if event.load is not None:
             self._placer.stirred |= view.masked
             view.reported(event.load)
+
+    def _prompts_scored(self, event: Stepped, view: WorkerView, out: Commands, now: float) -> None:
+        for scored in event.prompts:
+            life = self._lives.get(scored.request)
+            if life is not None:
+                taken = life.take_prompt(event.worker, scored, out)
+                if taken in (Taken.GAP, Taken.MOVED):
+                    self._turned(life, taken, view, out, now)
 
     def _turned(
         self, life: Life, taken: Taken, view: WorkerView, out: Commands, now: float

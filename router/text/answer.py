@@ -3,6 +3,7 @@
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.router.text.pieces import Pieces
 from penstock.router.text.stops import StopMatcher
@@ -20,8 +21,7 @@ class TextRules:
     min_tokens: int = 0  # stop strings are looked for in the text behind so many tokens - 1
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What some new tokens add to an answer."""
 
     text: str

@@ -14,7 +14,9 @@ import httpx
 import pytest
 
 from penstock.cli.checkpoint import SHIPPED
-from tests.support.serving import PATIENCE, Serving, free_ports, is_open, serving, wait_for
+from penstock.loadtests.server import free_ports
+from penstock.loadtests.startup import left_in_shared_memory, shared_memory
+from tests.support.serving import PATIENCE, Serving, is_open, serving, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -31,12 +33,12 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def ports() -> tuple[int, int]:
-    return free_ports()
+def ports() -> list[int]:
+    return free_ports(2)
 
 
 @pytest.fixture(scope="module")
-def first(folder: Path, ports: tuple[int, int]) -> Iterator[Serving]:
+def first(folder: Path, ports: list[int]) -> Iterator[Serving]:
     with serving(ARGUMENTS, ports, folder) as running:
         running.wait_until_said(READY)
         yield running
@@ -130,15 +132,15 @@ def test_a_killed_router_is_replaced_at_the_same_ports(first: Serving) -> None:
 
 
 def test_ctrl_c_leaves_nothing_and_a_second_start_works_at_once(
-    first: Serving, folder: Path, ports: tuple[int, int]
+    first: Serving, folder: Path, ports: list[int]
 ) -> None:
-    shared = set(Path("/dev/shm").iterdir())
+    before = shared_memory()
     first.interrupt()
     assert first.wait() == 0
     assert "draining" in first.said
     assert first.said.endswith("stopped\n")
     assert first.left_behind() == {"processes": [], "ports": [], "files": []}
-    assert set(Path("/dev/shm").iterdir()) <= shared
+    assert left_in_shared_memory(before) == []
     with serving(ARGUMENTS, ports, folder) as second:
         second.wait_until_said(READY)
         assert complete(second)["usage"]["completion_tokens"] > 0
@@ -163,7 +165,7 @@ def hurried(running: Serving) -> None:
 
 
 @pytest.mark.parametrize("when", ["Ray: starting", "loading libraries"])
-def test_ctrl_c_while_it_starts(folder: Path, ports: tuple[int, int], when: str) -> None:
+def test_ctrl_c_while_it_starts(folder: Path, ports: list[int], when: str) -> None:
     with serving(ARGUMENTS, ports, folder) as running:
         running.wait_until_said(when)
         running.interrupt()
@@ -172,7 +174,7 @@ def test_ctrl_c_while_it_starts(folder: Path, ports: tuple[int, int], when: str)
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}
 
 
-def test_without_its_ray_it_ends_and_says_so(folder: Path, ports: tuple[int, int]) -> None:
+def test_without_its_ray_it_ends_and_says_so(folder: Path, ports: list[int]) -> None:
     with serving(ARGUMENTS, ports, folder) as running:
         running.wait_until_said("loading libraries")
         running.find("gcs_server").kill()
@@ -181,7 +183,7 @@ def test_without_its_ray_it_ends_and_says_so(folder: Path, ports: tuple[int, int
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}
 
 
-def test_what_has_no_place_is_said(folder: Path, ports: tuple[int, int]) -> None:
+def test_what_has_no_place_is_said(folder: Path, ports: list[int]) -> None:
     arguments = [str(MODEL), "--mixed", "1", "--gpus", "1"]
     with serving(arguments, ports, folder) as running:
         assert running.wait() == 1
@@ -190,9 +192,7 @@ def test_what_has_no_place_is_said(folder: Path, ports: tuple[int, int]) -> None
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}
 
 
-def test_a_worker_that_cannot_start_ends_it_with_the_reason(
-    folder: Path, ports: tuple[int, int]
-) -> None:
+def test_a_worker_that_cannot_start_ends_it_with_the_reason(folder: Path, ports: list[int]) -> None:
     with serving([str(MODEL), "--kv-cache-mib", "1", "--mixed", "1"], ports, folder) as running:
         assert running.wait() == 1
         last = running.said.splitlines()[-1]

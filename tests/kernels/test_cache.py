@@ -21,6 +21,16 @@ def test_write_goes_to_the_slots_and_nowhere_else() -> None:
     assert torch.equal(layer, expected)
 
 
+def test_compressed_rows_have_one_side() -> None:
+    layer = torch.randn(1, 7, 1, 4, 5)
+    expected = layer.clone()
+    slots, rows = torch.tensor([9, 0, 27]), torch.randn(3, 1, 5)
+    write_kv(layer, write_rows(slots, layer.shape), rows)
+    write_kv_reference(expected, slots, rows)
+    assert torch.equal(layer, expected)
+    assert torch.equal(layer[0, 2, 0, 1], rows[0, 0])
+
+
 def test_a_rectangle_of_blocks_moves_whole() -> None:
     source = torch.randn(4, 2, 9, 6, 3, 5)
     target = torch.zeros(4, 2, 8, 6, 3, 5)

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from penstock.kernels.activation import (
@@ -11,7 +12,13 @@ from penstock.kernels.activation import (
     silu_mul,
     silu_mul_reference,
 )
-from penstock.kernels.norm import rms_norm, rms_norm_above_one, rms_norm_reference
+from penstock.kernels.norm import (
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_above_one,
+    rms_norm_reference,
+)
 from penstock.kernels.rotary import rotary_table, rotate_, rotate_reference
 
 
@@ -20,6 +27,12 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
     zero = torch.zeros(1, 24)
     assert torch.equal(rms_norm(zero, weight, 1e-5), zero)
+
+
+def test_layer_norm() -> None:
+    x, weight, bias = torch.randn(5, 3, 24) * 9 + 4, torch.randn(24), torch.randn(24)
+    expected = layer_norm_reference(x, weight, bias, 1e-5)
+    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5), expected)
 
 
 def test_silu_mul() -> None:
@@ -51,14 +64,15 @@ def test_rms_norm_above_one() -> None:
     assert not torch.equal(found, plain)
 
 
-def test_rotation_in_place_of_a_view() -> None:
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_rotation_in_place_of_a_view(neighbours: bool) -> None:
     frequencies = torch.rand(6)
-    table = rotary_table(frequencies, 300, torch.float32)
+    table = rotary_table(frequencies, 300, torch.float32, neighbours=neighbours)
     positions = torch.tensor([0, 299, 17, 17])
     fused = torch.randn(4, 5, 12)
     expected = fused.clone()
-    expected[:, 1:4] = rotate_reference(fused[:, 1:4], positions, frequencies)
-    rotate_(fused[:, 1:4], table[positions])
+    expected[:, 1:4] = rotate_reference(fused[:, 1:4], positions, frequencies, neighbours)
+    rotate_(fused[:, 1:4], table[positions], neighbours)
     torch.testing.assert_close(fused, expected)
 
 

@@ -1,6 +1,8 @@
 """The measurement of a start: a real one, whose figures make sense."""
 
 import json
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +32,16 @@ def test_a_start_that_fails_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["ready_seconds"], found["exit_code"]) == (None, 2)
     assert "is not a folder" in found["output"][0]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm here")
+def test_shared_memory_that_somebody_uses_is_not_left_behind() -> None:
+    before = startup.shared_memory()
+    block = SharedMemory(create=True, size=4096)
+    try:
+        assert startup.left_in_shared_memory(before) == []
+        block.close()
+        assert startup.left_in_shared_memory(before) == [block.name]
+    finally:
+        block.unlink()
+    assert startup.left_in_shared_memory(before) == []

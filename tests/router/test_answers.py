@@ -1,6 +1,7 @@
 import pytest
 
-from penstock.router.answers import Answers, ClientGone, Delta, Track
+from penstock.protos.worker_pb2 import TokenLogprobs
+from penstock.router.answers import Answers, ClientGone, Delta, Ranking, Track
 from penstock.router.errors import Code, ServingError
 from penstock.router.routing.events import Deliver, Finish
 from penstock.router.text.answer import AnswerText, TextRules
@@ -85,7 +86,7 @@ async def test_after_a_stop_string_nothing_is_delivered() -> None:
     answers = Answers(100, lambda requests: None)
     answers.opened(1, 0)
     text = AnswerText(PIECES, TextRules(stops=("b",)))
-    track = Track(answers, 0, text, frozenset(), lambda *cut: cuts.append(cut))
+    track = Track(answers, 0, [text], frozenset(), lambda *cut: cuts.append(cut))
     tokens = TOKENIZER.encode("a b c d", add_special_tokens=False).ids
     track.deliver(Deliver(1, 0, 0, tokens[:1], [None], Finish.NONE))
     track.deliver(Deliver(1, 0, 1, tokens[1:], [None] * (len(tokens) - 1), Finish.LENGTH))
@@ -96,3 +97,25 @@ async def test_after_a_stop_string_nothing_is_delivered() -> None:
     assert (whole.finish, whole.stop) == ("stop", "b")
     assert cuts == [(0, len(whole.tokens))]
     assert len(whole.tokens) == len(whole.logprobs) < len(tokens)
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+async def test_the_likeliest_choices_are_given_when_all_have_ended(with_logprobs: bool) -> None:
+    answers = Answers(2, lambda requests: None)
+    answers.opened(1, 0)
+    texts = [AnswerText(PIECES, TextRules()) for _ in range(4)]
+    ranking = Ranking(4, 2, with_logprobs)
+    track = Track(answers, 0, texts, frozenset(), lambda *cut: None, ranking)
+    chances = {0: [-3.0, -1.0], 1: [-1.0, -0.5, -0.6], 2: [-5.0], 3: [-1.9, -1.9]}
+    for choice, values in chances.items():
+        assert not answers._unread
+        for position, value in enumerate(values):
+            finish = Finish.LENGTH if position == len(values) - 1 else Finish.NONE
+            logprobs = [TokenLogprobs(chosen=value)]
+            track.deliver(Deliver(1, choice, position, [choice], logprobs, finish))
+    answers.ended(1, None)
+    best, second = [each async for each in answers]
+    # By their means: the sums would put the third, which is short, before the first.
+    assert (best.choice, list(best.tokens), best.finish) == (0, [1, 1, 1], "length")
+    assert (second.choice, list(second.tokens)) == (1, [3, 3])
+    assert [entry is not None for entry in best.logprobs] == [with_logprobs] * 3

@@ -69,8 +69,15 @@ def test_a_step_with_everything() -> None:
     assert event.load == ev.Load(1, 2, 3, 4, 0, 0, 0.0015)
 
 
+SCORED = pb.PromptLogprobs(
+    request=4, attempt=2, position=7, entries=[pb.TokenLogprobs(chosen=-1.5, rank=2)]
+)
 MESSAGES = [
-    (pb.ToRouter(step=pb.Step()), ev.Stepped("w", [], None, [])),
+    (pb.ToRouter(step=pb.Step()), ev.Stepped("w", [], None, [], [])),
+    (
+        pb.ToRouter(step=pb.Step(prompts=[SCORED])),
+        ev.Stepped("w", [], None, [], [ev.ScoredPrompt(4, 2, 7, [SCORED.entries[0]])]),
+    ),
     (
         pb.ToRouter(yielded=pb.Yielded(request=9, attempt=1, kv_len=5)),
         ev.Yielded("w", 9, 1, 5),

@@ -33,9 +33,10 @@ class Attached:
         self.number = 0
         self.welcome = wire.Welcome()
         self.heard: list[wire.ToRouter] = []
-        self.answers: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self.positions: dict[tuple[int, int], int] = {}  # the next of each answer
-        self.finishes: dict[tuple[int, int], int] = {}
+        # Of a request's attempt; of its choices above 0 under (request, attempt, choice).
+        self.answers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self.positions: dict[tuple[int, ...], int] = {}  # the next of each answer
+        self.finishes: dict[tuple[int, ...], int] = {}
         self.rejected: dict[tuple[int, int], str] = {}  # with the reason
         self.load = wire.Load()
         self.closed: grpc.aio.AioRpcError | None = None
@@ -142,12 +143,12 @@ class Attached:
 
     def _take(self, step: wire.Step) -> None:
         self.load = step.load
-        columns = (step.request, step.attempt, step.position, step.token, step.finish)
-        for request, attempt, position, token, finish in zip(*columns, strict=True):
-            key = (request, attempt)
+        columns = (step.request, step.attempt, step.choice, step.position, step.token, step.finish)
+        for request, attempt, choice, position, token, finish in zip(*columns, strict=True):
+            key = (request, attempt, choice) if choice else (request, attempt)
             due = self.positions.get(key, position)  # a log may come first
             assert position == due, "a position is missing or repeated"
             self.positions[key] = due + 1
             self.answers[key].append(token)
             if finish:
-                self.finishes[request, attempt] = finish
+                self.finishes[key] = finish

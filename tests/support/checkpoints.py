@@ -32,6 +32,10 @@ COMMON = {
     "pad_token_id": None,
 }
 
+OLDER = {
+    key: COMMON[key] for key in COMMON if key not in ("intermediate_size", "num_key_value_heads")
+}
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -52,6 +56,19 @@ LONG_ROPE = {
     "rope_theta": 300.0,
     "short_factor": [1.0, 1.1, 1.3, 1.6],
     "long_factor": [1.2, 2.0, 4.0, 9.0],
+}
+
+DEEPSEEK = {
+    **{key: value for key, value in COMMON.items() if "heads" not in key},
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 22,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -139,10 +156,128 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         swiglu_limit=1.5,
         rope_parameters=YARN_ROPE | {"truncate": False},
     ),
+    # Falcon 7B: one KV head, one norm.
+    "falcon-7b": lambda: transformers.FalconConfig(**OLDER, multi_query=True),
+    # Falcon 40B: several KV heads, two norms.
+    "falcon-40b": lambda: transformers.FalconConfig(
+        **OLDER | {"num_attention_heads": 6},
+        new_decoder_architecture=True,
+        num_kv_heads=3,
+        bias=True,
+        ffn_hidden_size=76,
+        tie_word_embeddings=False,
+    ),
+    "falcon-11b": lambda: transformers.FalconConfig(
+        **OLDER, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+    ),
+    "falcon-in-turn": lambda: transformers.FalconConfig(
+        **OLDER, multi_query=False, parallel_attn=False, bias=True
+    ),
+    "gpt-j": lambda: transformers.GPTJConfig(
+        vocab_size=VOCAB_SIZE,
+        n_embd=52,
+        n_head=2,
+        n_layer=2,
+        n_positions=192,
+        n_inner=70,
+        rotary_dim=6,
+        eos_token_id=1,
+    ),
+    # As V2-Lite: no latent of the query, no groups.
+    "deepseek-v2-lite": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK,
+        num_attention_heads=2,
+        q_lora_rank=None,
+        n_routed_experts=5,
+        rope_parameters=YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.4},
+    ),
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK,
+        num_attention_heads=6,
+        q_lora_rank=18,
+        n_routed_experts=12,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=3.0,
+        attention_bias=True,
+        rms_norm_eps=0.03,
+    ),
+    # And R1.
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK,
+        num_attention_heads=3,
+        q_lora_rank=26,
+        n_routed_experts=15,
+        n_group=5,
+        topk_group=3,
+        rope_parameters=YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "deepseek-v3-plain": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK | {"v_head_dim": 26, "first_k_dense_replace": 0},
+        num_attention_heads=3,
+        q_lora_rank=None,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        rope_interleave=False,
+    ),
     "qwen3": lambda: transformers.Qwen3Config(
         **COMMON | {"num_attention_heads": 6, "num_key_value_heads": 3}, head_dim=24
     ),
 }
+
+WIDE = COMMON | {"num_hidden_layers": 3}
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    # Positions that are learned, one or several KV heads, no scale of the scores.
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=48, n_head=4, n_layer=2, n_positions=192, eos_token_id=1
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        **OLDER | {"pad_token_id": 1}, ffn_dim=72, word_embed_proj_dim=32
+    ),
+    "gpt-bigcode": lambda: transformers.GPTBigCodeConfig(
+        vocab_size=VOCAB_SIZE, n_embd=48, n_head=4, n_layer=2, n_positions=192, eos_token_id=1
+    ),
+    # Parallel blocks, a part of the features turned.
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**OLDER, intermediate_size=72),
+    "phi": lambda: transformers.PhiConfig(**COMMON),
+    "glm4": lambda: transformers.Glm4Config(**COMMON, head_dim=16),
+    # Multipliers and scales everywhere.
+    "granite": lambda: transformers.GraniteConfig(
+        **COMMON,
+        attention_multiplier=0.4,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.7,
+        logits_scaling=3.0,
+    ),
+    "olmo": lambda: transformers.OlmoConfig(**COMMON, clip_qkv=1.5),
+    # Windows, layers without rotary embedding.
+    "starcoder2": lambda: transformers.Starcoder2Config(**COMMON, sliding_window=13),
+    "cohere2": lambda: transformers.Cohere2Config(
+        **WIDE, sliding_window=13, sliding_window_pattern=2, logit_scale=0.3
+    ),
+    "exaone4": lambda: transformers.Exaone4Config(
+        **WIDE, sliding_window=13, sliding_window_pattern=2
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**WIDE, no_rope_layers=[1, 0, 1]),
+    # Soft caps; experts; keys wider than values.
+    "vaultgemma": lambda: transformers.VaultGemmaConfig(
+        **WIDE, head_dim=14, sliding_window=13, attn_logit_softcapping=2.5
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(**COMMON, num_experts=5, num_experts_per_tok=2),
+    "minicpm3": lambda: transformers.MiniCPM3Config(
+        **COMMON | {"num_key_value_heads": 4},
+        q_lora_rank=26,
+        kv_lora_rank=20,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=14,
+    ),
+}
+"""Of architectures that are not ours."""
 
 
 transformers.utils.logging.disable_progress_bar()
@@ -150,7 +285,7 @@ transformers.utils.logging.disable_progress_bar()
 
 def make_model(family: str, seed: int = 0) -> Any:
     """A transformers model in float32 whose every weight, biases and norms too, is random."""
-    config = FAMILIES[family]()
+    config = (FAMILIES | OTHERS)[family]()
     torch.manual_seed(seed)
     # Its grouped product of experts takes no odd shapes.
     kinds = {"dtype": torch.float32, "experts_implementation": "eager"}
@@ -158,8 +293,12 @@ def make_model(family: str, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Wide enough that the next token depends on far ones, and that answers vary.
-            around = 1.0 if "norm" in name else 0.0
-            parameter.normal_(around, 0.1 if "norm" in name else 0.25)
+            norm = "norm" in name or ".ln_" in name
+            around = 1.0 if norm and name.endswith("weight") else 0.0
+            parameter.normal_(around, 0.1 if norm else 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.25)
     return model
 
 

@@ -222,7 +222,7 @@ class FakeWorker:
         for number, event in enumerate(self.outbox):
             if isinstance(event, Stepped) and event.tokens:
                 first, *rest = event.tokens
-                wrong = replace(first, position=first.position + 1)
+                wrong = first._replace(position=first.position + 1)
                 self.outbox[number] = replace(event, tokens=[wrong, *rest])
                 return True
         return False

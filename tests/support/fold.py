@@ -26,6 +26,10 @@ def _fold(values: Sequence[int]) -> int:
     return folded
 
 
+def _drawn(fold: int, choice: int) -> int:
+    return (fold + choice * 0x632BE59BD9B4E019) % _MODULUS % VOCAB
+
+
 class FoldExecutor:
     """Runs step plans on `num_blocks` blocks of KV."""
 
@@ -33,9 +37,13 @@ class FoldExecutor:
         self.block_size = block_size
         self.kv = [-1] * (num_blocks * block_size)
 
-    def run(self, plan: StepPlan) -> Ints:
-        """Write the step's slots; the tokens [S] drawn for its sampling rows."""
-        drawn = []
+    def run(self, plan: StepPlan, choices: Ints | None = None) -> Ints:
+        """Copy blocks, write the step's slots; the tokens [S] that its drawing rows draw.
+
+        choices: of every row of the table; all 0 if there is none.
+        """
+        folds = []
+        self.copy(plan.copies)
         for b in range(len(plan.rows)):
             span = range(int(plan.query_starts[b]), int(plan.query_starts[b + 1]))
             context = self.slots(plan.block_tables[b].tolist(), int(plan.context_lens[b]))
@@ -44,8 +52,21 @@ class FoldExecutor:
                 before = self.kv[context[position - 1]] if position else 0
                 self.kv[int(plan.slots[t])] = _value(before, int(plan.tokens[t]), position)
             if plan.samples[b]:
-                drawn.append(_fold([self.kv[slot] for slot in context]) % VOCAB)
+                folds.append(_fold([self.kv[slot] for slot in context]))
+        folds += [folds[at] for at in plan.forks[:, 0]]
+        drawing = plan.drawing
+        own = np.zeros_like(drawing) if choices is None else choices[drawing]
+        drawn = [_drawn(fold, choice) for fold, choice in zip(folds, own.tolist(), strict=True)]
         return np.array(drawn, np.int32)
+
+    def copy(self, pairs: Ints) -> None:
+        """Copy blocks, all at once: pairs [C, 2], from and to."""
+        for pair, content in [(pair, self._content(pair[0])) for pair in pairs.tolist()]:
+            start = pair[1] * self.block_size
+            self.kv[start : start + self.block_size] = content
+
+    def _content(self, block: int) -> list[int]:
+        return self.kv[block * self.block_size : (block + 1) * self.block_size]
 
     def slots(self, blocks: Sequence[int], length: int) -> list[int]:
         size = self.block_size
@@ -69,7 +90,7 @@ def copy_blocks(source: FoldExecutor, blocks: Ints, to: FoldExecutor, into: Ints
 
 
 def straight_answer(
-    prompt: Sequence[int], params: SamplingParams, max_model_len: int
+    prompt: Sequence[int], params: SamplingParams, max_model_len: int, choice: int = 0
 ) -> tuple[list[int], Finish]:
     """The answer of a lone sequence, folded over its tokens: no blocks, no batch."""
     values: list[int] = []
@@ -77,7 +98,7 @@ def straight_answer(
         values.append(_value(values[-1] if values else 0, token, len(values)))
     answer: list[int] = []
     while True:
-        token = _fold(values) % VOCAB
+        token = _drawn(_fold(values), choice)
         answer.append(token)
         if token in params.stop_tokens and len(answer) >= params.min_tokens:
             return answer, Finish.STOP

@@ -9,6 +9,7 @@ from penstock.workers.scheduling.sequence import (
     Key,
     NewSequence,
     SamplingParams,
+    Sibling,
     StepPlan,
     Yielded,
 )
@@ -38,6 +39,7 @@ def sequence(
     stop_tokens: tuple[int, ...] = (),
     min_tokens: int = 0,
     salt: bytes = b"",
+    num_choices: int = 1,
 ) -> NewSequence:
     params = SamplingParams(max_tokens=max_tokens, stop_tokens=stop_tokens, min_tokens=min_tokens)
     return NewSequence(
@@ -49,6 +51,7 @@ def sequence(
         yield_after=yield_after,
         source_len=source_len,
         salt=salt,
+        siblings=tuple(Sibling(choice, prompt) for choice in range(1, num_choices)),
     )
 
 
@@ -63,6 +66,7 @@ class Bench:
         self.finishes: dict[Key, Finish] = {}
         self.finished: list[Key] = []
         self.num_tokens = 0
+        self.num_copies = 0  # of blocks
         self.peak_used = 0
 
     def step(self) -> StepPlan | None:
@@ -76,14 +80,17 @@ class Bench:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        output = self.batcher.commit(plan, self.model.run(plan))
+        drawn = self.model.run(plan, self.batcher.table.choices)
+        output = self.batcher.commit(plan, drawn)
         self.num_tokens += len(plan.tokens)
-        for i, key in enumerate(output.keys):
-            answer = self.answers.setdefault(key, [])
+        self.num_copies += len(plan.copies)
+        for i, (key, choice) in enumerate(zip(output.keys, output.choices.tolist(), strict=True)):
+            name = key if choice == 0 else (key, choice)
+            answer = self.answers.setdefault(name, [])
             answer.append(int(output.tokens[i]))
             if output.finishes[i]:
-                self.finishes[key] = Finish(int(output.finishes[i]))
-                self.finished.append(key)
+                self.finishes[name] = Finish(int(output.finishes[i]))
+                self.finished.append(name)
 
     def run(self, most: int = 500) -> None:
         for _ in range(most):
@@ -92,10 +99,15 @@ class Bench:
         raise AssertionError(f"still busy after {most} steps")
 
     def expect(self, new: NewSequence) -> None:
-        prompt = new.tokens[: new.num_prompt]
-        answer, finish = straight_answer(prompt, new.params, self.limits.max_model_len)
-        assert self.answers[new.key] == answer[len(new.tokens) - new.num_prompt :]
-        assert self.finishes[new.key] == finish
+        prompt, most = new.tokens[: new.num_prompt], self.limits.max_model_len
+        for choice, tokens in [
+            (new.choice, new.tokens),
+            *((s.choice, s.tokens) for s in new.siblings),
+        ]:
+            answer, finish = straight_answer(prompt, new.params, most, choice)
+            name = new.key if choice == 0 else (new.key, choice)
+            assert self.answers[name] == answer[len(tokens) - new.num_prompt :]
+            assert self.finishes[name] == finish
 
 
 def hand_over(prefill: Bench, decode: Bench, prompt: list[int], max_tokens: int) -> NewSequence:

@@ -20,6 +20,7 @@ from penstock.workers.scheduling.sequence import (
     Reserved,
     SamplingParams,
     SchedulerEvent,
+    Sibling,
     StepPlan,
     Yielded,
 )
@@ -30,24 +31,26 @@ from tests.support.fold import FoldExecutor, copy_blocks, straight_answer
 class FoldWorker:
     batcher: Batcher
     model: FoldExecutor
-    plan: StepPlan | None = None
+    plan: StepPlan | None = None  # in flight; it reads and writes its slots at the commit
+    next: StepPlan | None = None  # planned behind it
     abandoned: dict[Key, Ints] = field(default_factory=dict)  # still written, and not yet settled
     dropped: set[Key] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class Asked:
-    """A request of one choice, as its router sees it."""
+    """A request, as its router sees it: lists have an entry a choice."""
 
     number: int
     prompt: list[int]
     params: SamplingParams
     salt: bytes
     priority: int
-    answer: list[int]  # what it must become
-    finish: Finish
+    answers: list[tuple[list[int], Finish]]  # what it must become
     at: FoldWorker
-    log: list[int] = field(default_factory=list)
+    logs: list[list[int]]
+    ended: list[bool]
+    known: int = 1  # prompt positions below it have their logprobs
     attempt: int = 0
     state: str = "submitted"  # then receiving, yielded, done
     lease: tuple[FoldWorker, Key, int] | None = None  # where, under which key, kv_len
@@ -55,6 +58,11 @@ class Asked:
     @property
     def key(self) -> tuple[int, int]:
         return self.number, self.attempt
+
+    @property
+    def open(self) -> list[int]:
+        """The choices that have not ended."""
+        return [choice for choice, ended in enumerate(self.ended) if not ended]
 
 
 @dataclass(eq=False)
@@ -80,12 +88,20 @@ class FoldWorld:
         self.asked: list[Asked] = []
         self.transfers: list[Transfer] = []
         self.num_arrived = 0
+        self.num_ahead = 0  # steps planned while another was in flight
+        self.num_scored = 0  # prompt tokens
+        self.num_copies = 0  # of blocks that several held
+        self.num_forks = 0  # rows that drew their first token from another's logits
 
     def those(self, *states: str) -> list[Asked]:
         return [asked for asked in self.asked if asked.state in states]
 
     def movable(self) -> list[Asked]:
         return [asked for asked in self.those("yielded") if asked.lease]
+
+    def cuttable(self) -> list[Asked]:
+        """Of these one choice can be cut, and the request goes on."""
+        return [asked for asked in self.those("submitted", "receiving") if len(asked.open) > 1]
 
     def unsent(self) -> list[Asked]:
         sent = {transfer.key for transfer in self.transfers}
@@ -102,10 +118,13 @@ class FoldWorld:
         salt: bytes = b"",
         priority: int = 0,
         yield_after: int = 0,
+        num_choices: int = 1,
     ) -> None:
-        answer, finish = straight_answer(prompt, params, self.limits.max_model_len)
-        number = len(self.asked)
-        self.asked.append(Asked(number, prompt, params, salt, priority, answer, finish, at))
+        most = self.limits.max_model_len
+        answers = [straight_answer(prompt, params, most, choice) for choice in range(num_choices)]
+        number, logs = len(self.asked), [list[int]() for _ in answers]
+        ended = [False] * num_choices
+        self.asked.append(Asked(number, prompt, params, salt, priority, answers, at, logs, ended))
         self._submit(self.asked[-1], at, yield_after, source_len=0)
 
     def submit_again(self, asked: Asked, at: FoldWorker, yield_after: int) -> None:
@@ -134,6 +153,12 @@ class FoldWorld:
         worker.dropped.add(asked.key)
         asked.state = "done"
 
+    def cut(self, asked: Asked, choice: int) -> None:
+        """The router has enough of one choice."""
+        asked.ended[choice] = True
+        asked.at.batcher.drop_choice(asked.key, choice)
+        self._hear(asked.at)
+
     def drop_lease(self, asked: Asked) -> None:
         assert asked.lease is not None
         asked.lease[0].batcher.drop(asked.lease[1])
@@ -142,35 +167,74 @@ class FoldWorld:
     # ------------------------------------------------------------ the workers' part
 
     def plan(self, worker: FoldWorker) -> None:
-        if worker.plan is not None:
+        """Plan a step, behind the one in flight if there is one."""
+        if worker.next is not None:
             return
         batcher = worker.batcher
         worker.model.spoil(np.flatnonzero(batcher.pool.state == State.FREE).astype(np.int32))
-        worker.plan = plan = batcher.plan(0.0)
+        plan = batcher.plan(0.0)
+        if worker.plan is None:
+            worker.plan = plan
+        else:
+            worker.next = plan
+            self.num_ahead += plan is not None
         self._hear(worker)
         if plan is not None:
             assert 1 <= len(plan.tokens) <= self.limits.max_batched_tokens
             assert len(set(plan.slots.tolist())) == len(plan.slots)
-            assert (batcher.pool.state[plan.slots // self.limits.block_size] == State.USED).all()
+
+    def withdraw(self, worker: FoldWorker) -> None:
+        if worker.next is not None:
+            worker.batcher.withdraw(worker.next)
+            worker.next = None
 
     def commit(self, worker: FoldWorker) -> None:
+        """The step in flight computes now, however long ago it was planned."""
         if worker.plan is None:
             return
-        output = worker.batcher.commit(worker.plan, worker.model.run(worker.plan))
-        worker.plan = None
+        drawn = worker.model.run(worker.plan, worker.batcher.table.choices)
+        self._score(worker, worker.plan)
+        if worker.next is not None:
+            worker.next.fill(drawn)
+        output = worker.batcher.commit(worker.plan, drawn)
+        self.num_copies += len(worker.plan.copies)
+        self.num_forks += len(worker.plan.forks)
+        worker.plan, worker.next = worker.next, None
         assert not worker.dropped & set(output.keys)
         for i, key in enumerate(output.keys):
-            asked = self._by_key(key)
+            asked, choice = self._by_key(key), int(output.choices[i])
+            answer, ending = asked.answers[choice]
             index, finish = int(output.indices[i]), Finish(int(output.finishes[i]))
-            assert index == len(asked.log), "each index once, in order"
-            assert int(output.tokens[i]) == asked.answer[index]
-            last = index == len(asked.answer) - 1
-            assert finish == (asked.finish if last else Finish.NONE)
-            asked.log.append(int(output.tokens[i]))
+            assert asked.params.prompt_logprobs is None or asked.known >= len(asked.prompt)
+            assert not asked.ended[choice], "a choice that is over"
+            assert index == len(asked.logs[choice]), "each index once, in order"
+            assert int(output.tokens[i]) == answer[index]
+            asked.ended[choice] = index == len(answer) - 1
+            assert finish == (ending if asked.ended[choice] else Finish.NONE)
+            asked.logs[choice].append(int(output.tokens[i]))
         self._hear(worker)
+
+    def _score(self, worker: FoldWorker, plan: StepPlan) -> None:
+        """Each position of a prompt that wants logprobs once, in order, whatever happens to it."""
+        owners = np.searchsorted(plan.query_starts, plan.scored, side="right") - 1
+        keys = worker.batcher.table.keys[plan.rows[owners]]
+        for key, position in zip(keys, plan.positions[plan.scored].tolist(), strict=True):
+            if key not in worker.dropped:
+                asked = self._by_key(key)
+                assert asked.params.prompt_logprobs is not None
+                assert position + 1 == asked.known < len(asked.prompt)
+                asked.known += 1
+                self.num_scored += 1
 
     def step(self, worker: FoldWorker, num_steps: int) -> None:
         for _ in range(num_steps):
+            self.plan(worker)
+            self.commit(worker)
+
+    def step_ahead(self, worker: FoldWorker, num_steps: int) -> None:
+        """The same, each step planned before the one in flight is committed."""
+        for _ in range(num_steps):
+            self.plan(worker)
             self.plan(worker)
             self.commit(worker)
 
@@ -232,6 +296,10 @@ class FoldWorld:
         for worker in self.workers:
             worker.batcher.check()
             load = worker.batcher.load()
+            for plan in filter(None, (worker.plan, worker.next)):
+                written = plan.slots // self.limits.block_size
+                assert (worker.batcher.pool.state[written] == State.USED).all()
+                assert not worker.batcher.pool.is_findable(written).any()
             held = load.leased_blocks + load.reserved_blocks + load.used_blocks
             assert load.free_blocks + load.cached_blocks + held == self.limits.num_blocks
 
@@ -253,13 +321,18 @@ class FoldWorld:
 
     def _run_out(self, worker: FoldWorker) -> None:
         # Whoever is first goes on with every step, and may be overtaken once by each other one.
-        most = 2 * sum(len(asked.prompt) + len(asked.answer) + 1 for asked in self.asked) + 2
+        most = 2 + 2 * sum(
+            len(asked.prompt) + len(answer) + 1
+            for asked in self.asked
+            for answer, _ in asked.answers
+        )
         for _ in range(most):
             for asked in self.those("receiving"):
                 if asked.at is worker:
                     self.miss(asked)
             self.commit(worker)
-            self.plan(worker)
+            if worker.plan is None:
+                self.plan(worker)
             waiting = any(asked.at is worker for asked in self.those("receiving"))
             if worker.plan is None and not waiting:
                 return
@@ -269,16 +342,26 @@ class FoldWorld:
 
     def _submit(self, asked: Asked, at: FoldWorker, yield_after: int, source_len: int) -> None:
         asked.at, asked.state = at, "submitted"
+        first, *others = [
+            Sibling(choice, asked.prompt + log)
+            for choice, log in enumerate(asked.logs)
+            if choice in asked.open
+        ]
+        if asked.params.prompt_logprobs is not None and asked.known < len(asked.prompt):
+            source_len = 0  # its blocks would be of no use
         at.batcher.submit(
             NewSequence(
                 key=asked.key,
-                tokens=asked.prompt + asked.log,
+                tokens=first.tokens,
+                choice=first.choice,
+                siblings=tuple(others),
                 num_prompt=len(asked.prompt),
                 params=asked.params,
                 yield_after=yield_after,
                 priority=asked.priority,
                 salt=asked.salt,
                 source_len=source_len,
+                prompt_known=asked.known,
             )
         )
 
@@ -290,8 +373,9 @@ class FoldWorld:
     def _obey(self, worker: FoldWorker, asked: Asked, event: SchedulerEvent) -> None:
         assert event.key == asked.key
         match event:
-            case Admitted(key, row):
+            case Admitted(key, row, choice):
                 assert worker.batcher.table.keys[row] == key
+                assert worker.batcher.table.choices[row] == choice
             case Reserved(key, have):
                 asked.state = "receiving"
                 blocks = worker.batcher.receiving(key)
@@ -301,10 +385,12 @@ class FoldWorld:
             case Yielded(key, kv_len):
                 asked.state = "yielded"
                 asked.lease = (worker, key, kv_len) if kv_len else None
-                assert kv_len < len(asked.prompt) + len(asked.log)
+                lengths = [len(asked.logs[choice]) for choice in asked.open]
+                assert kv_len < len(asked.prompt) + max(lengths)
+                assert len(lengths) == 1 or kv_len <= len(asked.prompt)
             case Finished():
                 asked.state = "done"
-                assert asked.log == asked.answer
+                assert all(asked.ended)
 
     def _by_key(self, key: Key) -> Asked:
         assert isinstance(key, tuple)

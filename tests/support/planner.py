@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from penstock.workers.kv_cache import KvCache
-from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.served import ServedModel
 from penstock.workers.runner import Runner
 from penstock.workers.scheduling.sequence import StepPlan
 
@@ -60,21 +60,20 @@ class Planner:
             self.tokens[row].append(token)
 
 
-def make_cache(decoder: Decoder, num_blocks: int) -> KvCache:
+def make_cache(decoder: ServedModel, num_blocks: int) -> KvCache:
     spec = decoder.spec
     return KvCache(
         spec.num_layers,
         num_blocks,
-        spec.num_kv_heads,
         BLOCK_SIZE,
-        spec.head_dim,
+        spec.kv_shape,
         decoder.dtype,
         decoder.device,
     )
 
 
 def generate(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], max_new: int, chunk: int = 10_000
+    decoder: ServedModel, prompts: Sequence[Sequence[int]], max_new: int, chunk: int = 10_000
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Greedy answers of `max_new` tokens, and each one's logits [max_new, vocab_size].
 

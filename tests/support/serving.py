@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,14 +23,6 @@ def wait_for(happened: Callable[[], bool], what: str, patience: float = PATIENCE
         time.sleep(0.05)
 
 
-def free_ports() -> tuple[int, int]:
-    """Two TCP ports of loopback that nobody listens on."""
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
-
-
 class Serving:
     """A running `penstock serve`.
 
@@ -40,12 +32,11 @@ class Serving:
         folder: for its output and its temporary files; a short path, sockets lie below it.
     """
 
-    def __init__(self, arguments: list[str], ports: tuple[int, int], folder: Path) -> None:
+    def __init__(self, arguments: list[str], ports: Sequence[int], folder: Path) -> None:
         self.http, self.grpc = ports
         self.output = folder / "output"
         self.temp = folder / "t"
         self.temp.mkdir(exist_ok=True)
-        self._seen: dict[int, psutil.Process] = {}
         command = [sys.executable, "-m", "penstock.cli", "serve", *arguments]
         command += ["--http-port", str(self.http), "--grpc-port", str(self.grpc)]
         with self.output.open("w") as file:
@@ -69,11 +60,14 @@ class Serving:
         wait_for(happened, f"{words!r} ({times} times); it said:\n{self.said}")
 
     def processes(self) -> list[psutil.Process]:
-        """It and everything that it has started so far and that lives."""
-        with suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self.process.pid)
-            self._seen |= {each.pid: each for each in [root, *root.children(recursive=True)]}
-        return [each for each in self._seen.values() if _lives(each)]
+        """It and everything that it has started, also what has lost its parent, and that lives."""
+        found = (each for each in psutil.process_iter() if self._owns(each))
+        return [each for each in found if _lives(each)]
+
+    def _owns(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return process.environ().get("TMPDIR") == str(self.temp)
+        return False
 
     def find(self, title: str) -> psutil.Process:
         """The process with that title; waits for it to take the name."""
@@ -88,7 +82,6 @@ class Serving:
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
         """As a terminal does: the whole group is told."""
-        self.processes()
         os.killpg(self.process.pid, number)
 
     def wait(self) -> int:
@@ -112,7 +105,7 @@ class Serving:
 
 
 @contextmanager
-def serving(arguments: list[str], ports: tuple[int, int], folder: Path) -> Iterator[Serving]:
+def serving(arguments: list[str], ports: Sequence[int], folder: Path) -> Iterator[Serving]:
     """A `penstock serve` that is ended with the block at the latest."""
     running = Serving(arguments, ports, folder)
     try:

@@ -5,7 +5,8 @@
     ...
     await worker.stop()
 
-It answers every prompt with the tokens of `answer`, then an end token, one a step. Hold it with
+It answers every prompt with the tokens of `answer`, then an end token, one a step; choice c leaves
+out the first c of them. Hold it with
 `worker.go.clear()`; look at `worker.submits`, `worker.drops`, `worker.holding`.
 """
 
@@ -13,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc.aio
 
@@ -40,6 +41,13 @@ class Run:
     position: int  # of the next token
     num_new: int = 0
     is_running: bool = True  # False: it waits for a transfer, or is kept under a lease
+    choice: int = 0
+    others: list["Run"] = field(default_factory=list)  # of the same submission
+    has_ended: bool = False
+
+    def open(self) -> list["Run"]:
+        """Its choices that have not ended."""
+        return [run for run in (self, *self.others) if not run.has_ended]
 
     def next_token(self, end_token: int) -> tuple[int, pb.Finish]:
         """The token and its finish."""
@@ -176,14 +184,22 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             case "submit":
                 self._submitted(message.submit)
             case "drop":
-                self.drops.append(message.drop)
-                self.holding.pop((message.drop.request, message.drop.attempt), None)
+                self._dropped(message.drop)
             case "yield":
                 self._yield(getattr(message, "yield"))
             case "send":
                 self._send(message.send)
             case "beat":
                 self.num_beats += 1
+
+    def _dropped(self, drop: pb.Drop) -> None:
+        self.drops.append(drop)
+        key = (drop.request, drop.attempt)
+        if not drop.HasField("choice"):
+            self.holding.pop(key, None)
+        elif key in self.holding:
+            for run in self.holding[key].open():
+                run.has_ended |= run.choice == drop.choice
 
     def _submitted(self, submit: pb.Submit) -> None:
         self.submits.append(submit)
@@ -194,8 +210,9 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             self.say(pb.ToRouter(rejected=rejected))
             return
         known = len(submit.log[0].tokens) if submit.log else 0
-        run = Run(submit, self.answer(submit.prompt), known)
-        self.holding[key] = run
+        answer = self.answer(submit.prompt)
+        run = self.holding[key] = Run(submit, answer, known)
+        run.others = [Run(submit, answer[c:], 0, choice=c) for c in range(1, submit.params.n)]
         if submit.HasField("source"):
             run.is_running = False
             epoch = next(self._next_epoch)
@@ -237,7 +254,8 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
     async def _step(self) -> None:
         while True:
             await self.go.wait()
-            runs = [run for run in self.holding.values() if run.is_running]
+            held = [run for run in self.holding.values() if run.is_running]
+            runs = [one for run in held for one in run.open()]
             if not runs:
                 self._changed.clear()
                 await self._changed.wait()
@@ -245,16 +263,27 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             self._make_step(runs)
             await asyncio.sleep(self.step_seconds)
 
+    def _score(self, submit: pb.Submit, step: pb.Step) -> None:
+        params, known = submit.params, max(submit.prompt_known, 1)
+        if params.HasField("prompt_logprobs") and known < len(submit.prompt):
+            scored = pb.PromptLogprobs(
+                request=submit.request, attempt=submit.attempt, position=known
+            )
+            scored.entries.extend(map(prompt_logprobs, submit.prompt[known:]))
+            step.prompts.append(scored)
+
     def _make_step(self, runs: Sequence[Run]) -> None:
         step = pb.Step(load=pb.Load(running=len(runs), free_blocks=self.welcome.num_blocks))
         yielded: list[Run] = []
         for row, run in enumerate(runs):
             submit = run.submit
+            if run.num_new == run.choice == 0:
+                self._score(submit, step)
             position = run.position
             token, finish = run.next_token(END_TOKEN)
             step.request.append(submit.request)
             step.attempt.append(submit.attempt)
-            step.choice.append(0)
+            step.choice.append(run.choice)
             step.position.append(position)
             step.token.append(token)
             step.finish.append(finish)
@@ -264,13 +293,20 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
                 step.logprobs.add(
                     row=row, chosen=chosen, tokens=[t for t, _ in top], values=[v for _, v in top]
                 )
-            if finish:
-                del self.holding[(submit.request, submit.attempt)]
+            run.has_ended = bool(finish)
+            key = (submit.request, submit.attempt)
+            if not self.holding[key].open():
+                del self.holding[key]
             elif submit.yield_after and run.num_new >= submit.yield_after:
                 yielded.append(run)
         self.say(pb.ToRouter(step=step))
         for run in yielded:
             self._yielded(run)
+
+
+def prompt_logprobs(token: int) -> pb.TokenLogprobs:
+    """What a stub says of a prompt's token."""
+    return pb.TokenLogprobs(chosen=-token / 8, rank=3, tokens=[7, 8, 9], values=[-1, -2, -3])
 
 
 def _logprobs(token: int) -> tuple[float, Sequence[tuple[int, float]]]:

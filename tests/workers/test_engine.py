@@ -15,6 +15,7 @@ from penstock.workers.scheduling.sequence import (
     NewSequence,
     QueueFull,
     SamplingParams,
+    Sibling,
     StepPlan,
     Yielded,
 )
@@ -95,6 +96,32 @@ def test_logprobs_belong_to_their_tokens(engine: Engine) -> None:
             if logprobs is not None:
                 assert logprobs.tokens[0] == token
                 assert len(logprobs.values) == 3
+
+
+def drawing(key: Any, num_prompt: int, choice: int, num_siblings: int = 0) -> NewSequence:
+    prompt = PROMPT[:num_prompt]
+    siblings = tuple(Sibling(choice + 1 + i, prompt) for i in range(num_siblings))
+    params = SamplingParams(temperature=1.3, seed=11, max_tokens=24, logprobs=2)
+    return NewSequence(key, prompt, num_prompt, params, choice=choice, siblings=siblings)
+
+
+@pytest.mark.parametrize("num_prompt", [5, 16, 41])
+def test_choices_draw_what_they_would_draw_alone(engine: Engine, num_prompt: int) -> None:
+    expected = []
+    for choice in range(4):
+        engine.submit(drawing(choice, num_prompt, choice))
+        expected.append(run_out(engine)[choice])
+    engine.batcher = Batcher(engine.limits)
+    engine.submit(drawing("all", num_prompt, 0, num_siblings=3))
+    answers: list[list[int]] = [[] for _ in range(4)]
+    while (output := (result := engine.step()).output) is not None:
+        assert len(result.logprobs) == len(output.tokens)
+        for choice, token in zip(output.choices.tolist(), output.tokens.tolist(), strict=True):
+            answers[choice].append(token)
+    assert answers == expected
+    assert len({tuple(answer) for answer in answers}) == 4
+    assert engine.load().pool.prompt_tokens_computed == num_prompt
+    engine.batcher.check()
 
 
 def test_yield_keeps_the_blocks_until_they_are_dropped(engine: Engine) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,28 +13,57 @@ from penstock.workers.engine import Engine, EngineLoad, StepResult
 from penstock.workers.loop import EngineLoop
 
 
+@dataclass
+class StubPlan:
+    ahead: bool = False
+
+    def fill(self, drawn: object) -> None:
+        raise AssertionError("nothing is planned ahead here")
+
+
 class StubEngine:
     """Counts; a step takes until it is let go, while there is work."""
 
-    def __init__(self) -> None:
+    def __init__(self, plans_ahead: bool) -> None:
+        self.plans_ahead = plans_ahead
         self.work = 0
-        self.num_steps = 0
+        self.num_plans = 0
         self.log: list[str] = []
         self.gate = threading.Semaphore(0)
         self.stepping = threading.Event()
 
     def step(self) -> StepResult:
-        self.num_steps += 1
-        if not self.work:
-            return StepResult()
+        result = StepResult()
+        plan = self.plan(result)
+        if plan is not None:
+            self.book(plan, self.draw(plan, self.compute(plan)), 0.0, result)
+        return result
+
+    def plan(self, result: StepResult) -> StubPlan | None:
+        self.num_plans += 1
+        return StubPlan() if self.work else None
+
+    def plan_ahead(self) -> None:
+        return None
+
+    def note(self, result: StepResult) -> None:
+        pass
+
+    def compute(self, plan: StubPlan) -> str:
         self.stepping.set()
         assert self.gate.acquire(timeout=60)
+        return "logits"
+
+    def draw(self, plan: StubPlan, logits: str) -> Any:
+        return SimpleNamespace(tokens=None)
+
+    def book(self, plan: StubPlan, sampled: object, seconds: float, result: StepResult) -> None:
         self.work -= 1
         self.log.append("step")
-        return StepResult(output=cast(Any, "output"))
+        result.output = cast(Any, "output")
 
     def load(self) -> EngineLoad:
-        return cast(EngineLoad, self.num_steps)
+        return cast(EngineLoad, self.num_plans)
 
 
 class Heard:
@@ -58,9 +89,12 @@ class Heard:
                 await self._changed.wait()
 
 
-def started() -> tuple[StubEngine, Heard, EngineLoop]:
-    engine, heard = StubEngine(), Heard()
+def started(ahead: bool) -> tuple[StubEngine, Heard, EngineLoop]:
+    engine, heard = StubEngine(ahead), Heard()
     return engine, heard, EngineLoop(cast(Engine, engine), heard.deliver, heard.fatal)
+
+
+AHEAD = pytest.mark.parametrize("ahead", [False, True])
 
 
 def add_work(amount: int) -> Callable[[Any], None]:
@@ -71,7 +105,7 @@ def add_work(amount: int) -> Callable[[Any], None]:
 
 
 async def test_commands_are_applied_in_order_at_the_next_boundary() -> None:
-    engine, heard, loop = started()
+    engine, heard, loop = started(ahead=False)
     loop.post(add_work(3))
     await asyncio.to_thread(engine.stepping.wait, 60)
     for name in "ab":
@@ -86,8 +120,24 @@ async def test_commands_are_applied_in_order_at_the_next_boundary() -> None:
     await asyncio.to_thread(loop.join, 60)
 
 
-async def test_an_answer_does_not_wait_for_the_step_that_follows() -> None:
-    engine, _, loop = started()
+async def test_planning_ahead_commands_do_not_wait_for_the_step() -> None:
+    engine, heard, loop = started(ahead=True)
+    loop.post(add_work(3))
+    await asyncio.to_thread(engine.stepping.wait, 60)
+    for name in "ab":
+        loop.post(lambda _, name=name: engine.log.append(name))  # type: ignore[misc]
+    await loop.call(lambda _: None)
+    assert engine.log == ["a", "b"]  # a step is under way
+    engine.gate.release(3)
+    await heard.until(lambda: engine.log.count("step") == 3)
+    assert engine.log == ["a", "b", "step", "step", "step"]
+    loop.stop()
+    await asyncio.to_thread(loop.join, 60)
+
+
+@AHEAD
+async def test_an_answer_does_not_wait_for_the_step_that_follows(ahead: bool) -> None:
+    engine, _, loop = started(ahead)
     loop.post(add_work(1))
     answer = loop.call(lambda _: 42)
 
@@ -104,21 +154,23 @@ async def test_an_answer_does_not_wait_for_the_step_that_follows() -> None:
     await asyncio.to_thread(loop.join, 60)
 
 
-async def test_an_idle_engine_is_left_alone() -> None:
-    engine, heard, loop = started()
+@AHEAD
+async def test_an_idle_engine_is_left_alone(ahead: bool) -> None:
+    engine, heard, loop = started(ahead)
     await loop.call(lambda _: None)
     await heard.until(lambda: len(heard.results) == 1)
-    num_steps = engine.num_steps
-    assert num_steps <= 2
+    num_plans = engine.num_plans
+    assert num_plans == 1
     await loop.call(lambda _: None)
     await heard.until(lambda: len(heard.results) == 2)
-    assert engine.num_steps == num_steps + 1
+    assert engine.num_plans == num_plans + 1
     loop.stop()
     await asyncio.to_thread(loop.join, 60)
 
 
-async def test_what_a_command_raises_without_an_answer_is_fatal() -> None:
-    _, heard, loop = started()
+@AHEAD
+async def test_what_a_command_raises_without_an_answer_is_fatal(ahead: bool) -> None:
+    _, heard, loop = started(ahead)
 
     def broken(_: Engine) -> None:
         raise RuntimeError("a ledger that does not balance")

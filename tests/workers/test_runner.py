@@ -16,10 +16,10 @@ from tests.support.planner import BLOCK_SIZE, Planner, make_cache
 PROMPTS = [[9, 8, 7], list(range(40)), [5]]
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+@pytest.fixture(scope="module", params=["qwen2-window", "deepseek-v3"])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, "qwen2-window")
+    make_checkpoint(folder, request.param)
     return load_model(folder, "auto", torch.device("cpu"))[1]
 
 
@@ -44,7 +44,7 @@ def test_a_step_writes_its_slots_and_no_other(decoder: Decoder) -> None:
     Runner(decoder, cache).run(plan)
     written = torch.zeros(planner.num_blocks, BLOCK_SIZE, dtype=torch.bool)
     written.view(-1)[torch.from_numpy(plan.slots).long()] = True
-    touched = (cache.data != 5.0).any(-1)  # [layers, 2, blocks, heads, slots]
+    touched = (cache.data != 5.0).any(-1)  # [layers, sides, blocks, heads, slots]
     assert torch.equal(touched, written[None, None, :, None].expand_as(touched))
 
 

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
+from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.service import RunningWorker, serve_worker
 from tests.support.attached import Attached, greedy
 from tests.support.engines import run_greedy
@@ -297,6 +298,33 @@ async def test_allowed_tokens_and_bad_words(router: Attached, reference: Referen
     assert set(others) <= {whole[0], 7, 9}
 
 
+async def test_choices_come_side_by_side_and_one_can_be_dropped(
+    router: Attached, reference: Reference
+) -> None:
+    await router.submit(1, PROMPT, greedy(40, n=3))
+    await router.until(lambda: len(router.answers[1, 1, 1]) > 2)
+    await router.say(drop=wire.Drop(request=1, attempt=1, choice=1))
+    await router.until(lambda: {(1, 1), (1, 1, 2)} <= router.finishes.keys())
+    expected = reference(PROMPT, 40)
+    assert router.answers[1, 1] == router.answers[1, 1, 2] == expected
+    assert router.answers[1, 1, 1] == expected[: len(router.answers[1, 1, 1])]
+    await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
+
+
+async def test_choices_go_on_from_their_logs(router: Attached, reference: Reference) -> None:
+    expected = reference(PROMPT, 20)
+    log = [
+        wire.ChoiceLog(choice=0, tokens=expected[:7]),
+        wire.ChoiceLog(choice=1, tokens=expected[:3], finished=True),
+        wire.ChoiceLog(choice=2, tokens=expected[:12]),
+    ]
+    await router.submit(1, PROMPT, greedy(20, n=3), log=log, attempt=2)
+    await router.until(lambda: {(1, 2), (1, 2, 2)} <= router.finishes.keys())
+    assert router.answers[1, 2] == expected[7:]
+    assert router.answers[1, 2, 2] == expected[12:]
+    assert not router.answers[1, 2, 1]
+
+
 async def test_nothing_left_to_draw_ends_that_request_alone(
     router: Attached, reference: Reference
 ) -> None:
@@ -322,7 +350,8 @@ async def test_nothing_left_to_draw_ends_that_request_alone(
         ({"prompt": [VOCAB_SIZE]}, f"token {VOCAB_SIZE}"),
         ({"prompt": [5] * 300}, "256"),
         ({"params": greedy(0)}, "max_tokens"),
-        ({"params": greedy(5, n=2)}, "n is 2"),
+        ({"params": greedy(5, n=300)}, "n is 300"),
+        ({"params": greedy(5, n=9)}, "9 choices"),
         ({"params": greedy(5, temperature=-1.0)}, "temperature"),
         ({"params": greedy(5, temperature=float("nan"))}, "temperature"),
         ({"params": greedy(5, top_p=0.0)}, "top_p"),
@@ -408,10 +437,10 @@ async def test_an_engine_that_fails_ends_the_worker_plainly(
     running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1))
     attached = await Attached(running.address).open()
 
-    def broken(engine: Engine) -> None:
+    def broken(engine: Engine, plan: StepPlan) -> None:
         raise MemoryError("out of everything")
 
-    monkeypatch.setattr(Engine, "step", broken)
+    monkeypatch.setattr(Engine, "compute", broken)
     await attached.submit(1, PROMPT, greedy(5))
     error = await attached.until_closed()
     assert error.code() is grpc.StatusCode.INTERNAL

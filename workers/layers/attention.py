@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan, paged_attention
 from penstock.kernels.cache import write_kv
+from penstock.kernels.latent_attention import LatentPlan
 from penstock.kernels.rotary import rotate_
 from penstock.kernels.scores import Scores
 from penstock.workers.layers.linear import Linear
@@ -16,9 +18,11 @@ from penstock.workers.layers.norm import Norm
 class StepInputs:
     """What the layers share of one step: T tokens. The runner makes it once a step."""
 
+    positions: Tensor  # [T]
     cos_sin: tuple[Tensor, ...]  # [T, 2, R] rows of each rotary table
     cache_rows: Tensor  # [T, 2 H] where this step's keys and values go
-    plans: dict[int, AttentionPlan]  # by window
+    plans: dict[int, AttentionPlan]  # by window; none where attention is latent
+    latent: LatentPlan | None  # where it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class Attention:
     scores: Scores
     rotary: int  # which of the rotary tables
     rotary_dim: int  # features that are turned, the first ones of a head
+    neighbours: bool  # whether the pairs that turn are neighbours
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         """x: [T, hidden]; layer: this layer's cache, [2, N, H, S, D], which is written."""
@@ -46,10 +51,20 @@ class Attention:
         turned = heads[:, : self.num_heads + self.num_kv_heads]
         if self.rotary_dim < self.head_dim:
             turned = turned[:, :, : self.rotary_dim]
-        rotate_(turned, step.cos_sin[self.rotary])
+        rotate_(turned, step.cos_sin[self.rotary], self.neighbours)
         write_kv(layer, step.cache_rows, kv)
         out = paged_attention(query, layer, step.plans[self.window], self.scores)
         return self.output(out.flatten(1))
+
+    def ungroup(self) -> None:
+        """In place, once: rows of `qkv` that were loaded by group, each KV head's query heads
+        before its key and value, become all query heads, then all keys, then all values."""
+        group = self.num_heads // self.num_kv_heads
+        for rows in (self.qkv.weight, self.qkv.bias):
+            if rows is not None and rows.device.type != "meta":
+                groups = rows.clone().view(self.num_kv_heads, group + 2, self.head_dim, -1)
+                parts = (groups[:, :group], groups[:, group], groups[:, group + 1])
+                rows.copy_(torch.cat([part.reshape(-1, *rows.shape[1:]) for part in parts]))
 
     def _normalise(self, heads: Tensor, norm: Norm) -> None:
         """In place, head by head or all heads together, as long as the norm's weight is."""

@@ -6,24 +6,35 @@ from torch import Tensor
 
 from penstock.workers.layers.attention import Attention, StepInputs
 from penstock.workers.layers.experts import Experts
+from penstock.workers.layers.latent import LatentAttention
 from penstock.workers.layers.mlp import Mlp
 from penstock.workers.layers.norm import Norm
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Each half normalised before, after or both, as the family has it, and added to the stream."""
+    """Each half normalised before, after or both, as the family has it, and added to the stream.
+
+    In a parallel block both halves read the same stream; without a norm of its own the
+    feed-forward layer then reads what attention reads.
+    """
 
     attention_norm: Norm | None
-    attention: Attention
+    attention: Attention | LatentAttention
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | Experts
     mlp_post_norm: Norm | None
+    parallel: bool = False
 
     def __call__(self, hidden: Tensor, step: StepInputs, layer_cache: Tensor) -> None:
         """hidden: [T, hidden_size], changed in place."""
         x = hidden if self.attention_norm is None else self.attention_norm(hidden)
+        if self.parallel:
+            made = self.mlp(x if self.mlp_norm is None else self.mlp_norm(hidden))
+            hidden += self.attention(x, step, layer_cache)
+            hidden += made
+            return
         x = self.attention(x, step, layer_cache)
         hidden += x if self.attention_post_norm is None else self.attention_post_norm(x)
         x = self.mlp(hidden if self.mlp_norm is None else self.mlp_norm(hidden))

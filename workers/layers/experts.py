@@ -4,34 +4,36 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.experts import mix_experts, route
+from penstock.kernels.experts import Routing, mix_experts, route
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.mlp import Mlp
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """What every token goes through beside its own experts, weighted by a gate of its own."""
+    """What every token goes through beside its own experts."""
 
     mlp: Mlp
-    gate: Linear  # one output
+    gate: Linear | None  # one output: the weight of what it gives
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.gate(x).sigmoid() * self.mlp(x)
+        made = self.mlp(x)
+        return made if self.gate is None else self.gate(x).sigmoid() * made
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     router: Linear
+    bias: Tensor | None  # [E] float32, of the choice
+    routing: Routing
     experts: tuple[Mlp, ...]
-    top_k: int
-    normalise: bool  # whether the weights of the chosen sum to one
     shared: SharedExpert | None
     stacks: dict[str, Tensor] | None  # where the checkpoint has all experts in one: [E, in, out]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, hidden]."""
-        chosen, weights = route(self.router(x), self.top_k, self.normalise)
+        logits = self.router(x.to(self.router.weight.dtype))
+        chosen, weights = route(logits, self.routing, self.bias)
         out = mix_experts(x, chosen, weights, len(self.experts), self._run)
         return out if self.shared is None else out + self.shared(x)
 

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""The feed-forward layer, gated or not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from penstock.workers.layers.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    gate_up: Linear
+    gate_up: Linear  # up alone, where there is no gate
     down: Linear
     activation: Callable[[Tensor], Tensor]
 

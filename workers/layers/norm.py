@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from penstock.kernels.norm import rms_norm, rms_norm_above_one
+from penstock.kernels.norm import layer_norm, rms_norm, rms_norm_above_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,4 +35,17 @@ class RmsNormAboveOne:
         return {f"{name}.weight": self.weight}
 
 
-Norm: TypeAlias = RmsNorm | RmsNormAboveOne
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    weight: Tensor  # [D]
+    bias: Tensor  # [D]
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return {f"{name}.weight": self.weight, f"{name}.bias": self.bias}
+
+
+Norm: TypeAlias = RmsNorm | RmsNormAboveOne | LayerNorm

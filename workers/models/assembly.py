@@ -1,28 +1,34 @@
 """Blocks built as a `ModelSpec` says, their weights yet to be loaded."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.kernels.activation import clamped_silu_mul, gelu_mul, silu_mul
+from penstock.kernels.experts import Routing
 from penstock.kernels.scores import Scores
 from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.block import Block
 from penstock.workers.layers.experts import Experts, SharedExpert
+from penstock.workers.layers.latent import LatentAttention
 from penstock.workers.layers.linear import Linear, empty_linear
 from penstock.workers.layers.mlp import Mlp
-from penstock.workers.layers.norm import Norm, RmsNorm, RmsNormAboveOne
+from penstock.workers.layers.norm import LayerNorm, Norm, RmsNorm, RmsNormAboveOne
+from penstock.workers.models.deepseek import LatentSpec
 from penstock.workers.models.spec import ExpertsSpec, ModelSpec
 
-NORMS: dict[str, Callable[[Tensor, float], Norm]] = {
-    "rms": RmsNorm,
-    "rms_above_one": RmsNormAboveOne,
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_new": partial(functional.gelu, approximate="tanh"),
 }
+"""Activations, without a gate."""
 
-ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+LATENT_NORM_EPS = 1e-6  # whatever the configuration says of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +46,29 @@ class Assembly:
         return empty_linear(num_inputs, sizes, bias, self.dtype, self.device)
 
     def norm(self, size: int) -> Norm:
-        return NORMS[self.spec.norm_kind](self.empty(size), self.spec.norm_eps)
+        weight, eps = self.empty(size), self.spec.norm_eps
+        match self.spec.norm_kind:
+            case "layer":
+                return LayerNorm(weight, self.empty(size), eps)
+            case "rms_above_one":
+                return RmsNormAboveOne(weight, eps)
+            case _:
+                return RmsNorm(weight, eps)
 
     def block(self, number: int) -> Block:
         spec = self.spec
-        before, after = spec.norm_place != "after", spec.norm_place != "before"
+        before, after = spec.norm_place != "after", spec.norm_place in ("after", "both")
         experts = spec.experts if spec.experts and spec.experts.layers[number] else None
         return Block(
             attention_norm=self.norm(spec.hidden_size) if before else None,
-            attention=self.attention(spec.windows[number]),
+            attention=(
+                self.latent(spec.latent) if spec.latent else self.attention(spec.windows[number])
+            ),
             attention_post_norm=self.norm(spec.hidden_size) if after else None,
-            mlp_norm=self.norm(spec.hidden_size) if before else None,
+            mlp_norm=self.norm(spec.hidden_size) if before and spec.norm_place != "once" else None,
             mlp=self.experts(experts) if experts else self.mlp(spec.intermediate_size),
             mlp_post_norm=self.norm(spec.hidden_size) if after else None,
+            parallel=spec.parallel,
         )
 
     def attention(self, window: int) -> Attention:
@@ -77,21 +93,46 @@ class Assembly:
             scores=Scores(spec.attention_scale, spec.attention_cap, sinks),
             rotary=1 if window and spec.local_rope else 0,
             rotary_dim=int(spec.head_dim * spec.rope.share),
+            neighbours=spec.rope.neighbours,
         )
 
+    def latent(self, latent: LatentSpec) -> LatentAttention:
+        spec = self.spec
+        query_size = spec.num_heads * spec.head_dim
+        row_size = latent.rank + latent.rope_dim
+        sizes = (latent.query_rank or query_size, row_size)
+        assert spec.attention_scale is not None
+        return LatentAttention(
+            down=self.linear(spec.hidden_size, sizes, spec.qkv_bias),
+            query_norm=self.latent_norm(latent.query_rank) if latent.query_rank else None,
+            query_up=self.linear(sizes[0], (query_size,)) if latent.query_rank else None,
+            row_norm=self.latent_norm(latent.rank),
+            up=self.empty(spec.num_heads, latent.up_dim, latent.rank),
+            output=self.linear(
+                spec.num_heads * latent.value_dim, (spec.hidden_size,), spec.output_bias
+            ),
+            rope_dim=latent.rope_dim,
+            neighbours=spec.rope.neighbours,
+            scale=spec.attention_scale,
+        )
+
+    def latent_norm(self, size: int) -> Norm:
+        return RmsNorm(self.empty(size), LATENT_NORM_EPS)
+
     def mlp(self, inner: int) -> Mlp:
-        hidden, bias = self.spec.hidden_size, self.spec.mlp_bias
+        spec, hidden, bias = self.spec, self.spec.hidden_size, self.spec.mlp_bias
         return Mlp(
-            gate_up=self.linear(hidden, (inner, inner), bias),
+            gate_up=self.linear(hidden, (inner, inner) if spec.gated else (inner,), bias),
             down=self.linear(inner, (hidden,), bias),
-            activation=ACTIVATIONS[self.spec.activation],
+            activation=(GATES if spec.gated else PLAIN)[spec.activation],
         )
 
     def experts(self, experts: ExpertsSpec) -> Experts:
-        hidden = self.spec.hidden_size
+        hidden, routing = self.spec.hidden_size, _routing(experts)
         shared = None
         if experts.shared_size:
-            shared = SharedExpert(self.mlp(experts.shared_size), self.linear(hidden, (1,)))
+            gate = self.linear(hidden, (1,)) if experts.shared_gate else None
+            shared = SharedExpert(self.mlp(experts.shared_size), gate)
         if experts.clamp is None:
             stacks = None
             mlps = tuple(self.mlp(experts.inner_size) for _ in range(experts.num_experts))
@@ -99,13 +140,23 @@ class Assembly:
             stacks = self.stacks(experts)
             mlps = _unstacked(stacks, *experts.clamp)
         return Experts(
-            router=self.linear(hidden, (experts.num_experts,), bias=stacks is not None),
+            router=self.router(experts),
+            bias=self.wide_empty(experts.num_experts) if routing.sigmoid else None,
+            routing=routing,
             experts=mlps,
             stacks=stacks,
-            top_k=experts.top_k,
-            normalise=experts.normalise,
             shared=shared,
         )
+
+    def router(self, experts: ExpertsSpec) -> Linear:
+        hidden, sizes = self.spec.hidden_size, (experts.num_experts,)
+        if experts.routing is None:
+            return self.linear(hidden, sizes, bias=experts.clamp is not None)
+        return Linear(self.wide_empty(*sizes, hidden), None, sizes)
+
+    def wide_empty(self, *shape: int) -> Tensor:
+        """In float32, as DeepSeek's routing is, whatever the rest is in."""
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def stacks(self, experts: ExpertsSpec) -> dict[str, Tensor]:
         count, inner, hidden = experts.num_experts, experts.inner_size, self.spec.hidden_size
@@ -115,6 +166,21 @@ class Assembly:
             "down_proj": self.empty(count, inner, hidden),
             "down_proj_bias": self.empty(count, hidden),
         }
+
+
+def _routing(experts: ExpertsSpec) -> Routing:
+    plain, found = Routing(experts.top_k, experts.normalise), experts.routing
+    if found is None:
+        return plain
+    sigmoid = found.method == "noaux_tc"
+    return replace(
+        plain,
+        sigmoid=sigmoid,
+        num_groups=found.num_groups,
+        top_groups=found.top_groups,
+        group_best=2 if sigmoid else 1,
+        scale=found.scale,
+    )
 
 
 def _unstacked(stacks: dict[str, Tensor], gain: float, limit: float) -> tuple[Mlp, ...]:

@@ -58,14 +58,18 @@ class Fields:
             raise self.bad(key, "a positive whole number")
         return value
 
+    def count(self, key: str) -> int:
+        """A whole number from 0 on; null counts as absent, and is 0."""
+        return 0 if self.values.get(key) in (None, 0) else self.size(key)
+
     def number(self, key: str, default: float) -> float:
         value = self.values.get(key, default)
         if type(value) not in (int, float) or not 0 < value < float("inf"):
             raise self.bad(key, "a positive number")
         return float(value)
 
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key, False)
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.values.get(key, default)
         if type(value) is not bool:
             raise self.bad(key, "true or false")
         return value

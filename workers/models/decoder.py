@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.workers.layers.attention import StepInputs
+from penstock.workers.layers.attention import Attention, StepInputs
 from penstock.workers.layers.block import Block
 from penstock.workers.layers.norm import Norm
 from penstock.workers.models.assembly import Assembly
@@ -25,6 +25,7 @@ class Decoder:
     layers: tuple[Block, ...]
     norm: Norm
     head: Tensor  # [vocab_size, hidden_size]; the embeddings themselves where they are tied
+    head_bias: Tensor | None  # [vocab_size]
     rotaries: tuple[Rotary, ...]  # the layers name theirs by number
 
     @property
@@ -38,7 +39,7 @@ class Decoder:
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
         """Runs T tokens and writes their keys and values.
 
-        tokens: [T] integers; cache: [layers, 2, N, H, S, D]. Returns [T, hidden_size], before
+        tokens: [T] integers; cache: the data of a `KvCache`. Returns [T, hidden_size], before
         the last norm.
         """
         hidden = functional.embedding(tokens, self.embeddings)
@@ -50,7 +51,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] of chosen tokens to [S, vocab_size] float32."""
-        logits = functional.linear(self.norm(hidden), self.head).to(torch.float32)
+        logits = functional.linear(self.norm(hidden), self.head, self.head_bias).to(torch.float32)
         cap = self.spec.logit_cap
         return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
 
@@ -60,9 +61,17 @@ class Decoder:
         found = {f"{names.embeddings}.weight": self.embeddings, **self.norm.tensors(names.norm)}
         if not self.spec.tie_embeddings:
             found[f"{names.head}.weight"] = self.head
+        if self.head_bias is not None:
+            found[f"{names.head}.bias"] = self.head_bias
         for number, block in enumerate(self.layers):
             found |= block_tensors(block, names, number)
         return found
+
+    def settle(self) -> None:
+        """Puts what was loaded as the checkpoint has it into our order; once."""
+        for block in self.layers:
+            if self.spec.qkv_grouped and isinstance(block.attention, Attention):
+                block.attention.ungroup()
 
 
 def empty_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -76,5 +85,6 @@ def empty_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
         layers=tuple(assembly.block(number) for number in range(spec.num_layers)),
         norm=assembly.norm(spec.hidden_size),
         head=embeddings if spec.tie_embeddings else torch.empty_like(embeddings),
-        rotaries=tuple(make_rotary(rope, spec.head_dim, device) for rope in spec.ropes),
+        head_bias=assembly.empty(spec.vocab_size) if spec.head_bias else None,
+        rotaries=tuple(make_rotary(rope, spec.rotated_dim, device) for rope in spec.ropes),
     )

@@ -4,8 +4,9 @@ A family is named in `config.json` by its architecture. To add one, add a row (a
 what no family had, a field here and its meaning in the decoder).
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.workers.models.config import Config
@@ -88,6 +89,70 @@ def _sparse_layers(config: Config) -> list[bool]:
     return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
 
 
+def _nothing(config: Config) -> dict[str, Any]:
+    return {}
+
+
+def _renamed(config: Config, names: dict[str, str]) -> dict[str, Any]:
+    """What is there under their names, under ours. Null counts as absent."""
+    found = {ours: config.get(theirs) for ours, theirs in names.items()}
+    return {ours: value for ours, value in found.items() if value is not None}
+
+
+def _four_times_as_wide(config: Config) -> dict[str, Any]:
+    """The feed-forward layer, where the configuration is silent."""
+    hidden = config.get("hidden_size")
+    if type(hidden) is not int or config.get("intermediate_size") is not None:
+        return {}
+    return {"intermediate_size": 4 * hidden}
+
+
+def _usual_gpt_j(config: Config) -> dict[str, Any]:
+    names = {
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "max_position_embeddings": "n_positions",
+        "intermediate_size": "n_inner",
+        "rms_norm_eps": "layer_norm_epsilon",
+    }
+    found = _renamed(config, names)
+    heads, hidden = found.get("num_attention_heads", 0), found.get("hidden_size", 0)
+    turned = config.get("rotary_dim", 64)
+    sizes = (heads, hidden, turned)
+    if all(type(size) is int and size > 0 for size in sizes) and hidden >= heads:
+        # A step above, so that as many features as that are a whole number and not just below it.
+        found["partial_rotary_factor"] = math.nextafter(turned / (hidden // heads), math.inf)
+    return found | _four_times_as_wide(found)
+
+
+def _usual_falcon(config: Config) -> dict[str, Any]:
+    found = _renamed(config, {"intermediate_size": "ffn_hidden_size"})
+    found |= _renamed(config, {"rms_norm_eps": "layer_norm_epsilon"})
+    found |= {"attention_bias": config.get("bias"), "mlp_bias": config.get("bias") or False}
+    if config.get("new_decoder_architecture") or not config.get("multi_query", True):
+        found |= _renamed(config, {"num_key_value_heads": "num_kv_heads"})
+    else:
+        found["num_key_value_heads"] = 1
+    return found | _four_times_as_wide({**config, **found})
+
+
+def _falcon(config: Config) -> dict[str, Any]:
+    """The first decoder has one norm, or halves in turn; the new one two norms, or one if told."""
+    if not config.get("new_decoder_architecture"):
+        parallel = bool(config.get("parallel_attn", True))
+        return {"parallel": parallel, "norm_place": "once" if parallel else "before"}
+    norms = config.get("num_ln_in_parallel_attn")
+    if norms not in (None, 2):
+        return {"norm_place": "once"}
+    return {"names": replace(FALCON, attention_norm="ln_attn", mlp_norm="ln_mlp")}
+
+
+def _after_the_first(config: Config) -> list[bool]:
+    first = config.get("first_k_dense_replace") or 0
+    return [layer >= first for layer in range(config["num_hidden_layers"])]
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Where a mixture of experts has its numbers in `config.json`."""
@@ -97,6 +162,8 @@ class Experts:
     shared_size: str | None = None
     layers: Callable[[Config], list[bool]] = _sparse_layers
     clamped: bool = False  # all in one tensor, with biases and a clamped gate: gpt-oss
+    shared_count: str | None = None  # of shared experts as large as the others, without a gate
+    methods: tuple[str, ...] = ()  # the values of `topk_method`, DeepSeek's, the usual one first
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +175,17 @@ class Family:
     output_bias: Callable[[Config], bool] = _never  # of the attention's output projection
     mlp_bias: bool = False  # whether `mlp_bias` is looked at
     qk_norm: str = ""  # queries and keys are normalised: "head" by head, or "whole"
-    norm_place: str = "before"  # attention and feed-forward, or "after" them, or "both"
+    norm_place: str = "before"  # attention and feed-forward, or "after" them, "both" or "once"
+    parallel: bool = False  # attention and feed-forward read the same stream
+    qkv_grouped: bool = False  # in the checkpoint: each KV head's query heads, key and value
+    gated: bool = True  # the feed-forward layer
+    head_bias: bool = False
+    neighbours: bool = False  # rotary embedding turns pairs of neighbours
     windows: Callable[[Config], list[int]] = _no_window  # positions seen, a layer; 0: all
     head_dim: int | None = None  # where the configuration is silent; None: hidden / heads
     experts: Experts | None = None
-    norm_kind: str = "rms"  # or "rms_above_one": the weight counts from one
-    activation: str = "silu"  # or "gelu_pytorch_tanh"
+    norm_kind: str = "rms"  # or "layer", or "rms_above_one": the weight counts from one
+    activation: str = "silu"  # or "gelu_pytorch_tanh"; without a gate "gelu" or "gelu_new"
     activation_key: str = "hidden_act"  # in `config.json`
     scaled_embeddings: bool = False  # by the square root of their size
     sinks: bool = False  # each head has a score that takes probability and gives nothing
@@ -121,6 +193,10 @@ class Family:
     local_theta: float | None = None  # of the layers with a window, if theirs is another
     absent: Config = field(default_factory=dict)  # what a key means that is not there
     partial_rotary: bool = False  # whether `partial_rotary_factor` is looked at
+    refused: tuple[str, ...] = ()  # keys of what is not served
+    usual: Callable[[Config], dict[str, Any]] = _nothing  # its configuration in Llama's keys
+    variant: Callable[[Config], dict[str, Any]] = _nothing  # fields that it changes here
+    latent: bool = False  # keys and values are cached compressed
     names: Names = field(default_factory=Names)
 
 
@@ -141,6 +217,35 @@ GEMMA: dict[str, Any] = {
     ),
 }
 GEMMA_ABSENT: dict[str, Any] = {"tie_word_embeddings": True, "sliding_window": 4096}
+
+FALCON = Names(
+    embeddings="transformer.word_embeddings",
+    norm="transformer.ln_f",
+    layers="transformer.h",
+    qkv=("self_attention.query_key_value",),
+    output="self_attention.dense",
+    gate_up=("dense_h_to_4h",),
+    down="dense_4h_to_h",
+)
+
+DEEPSEEK: dict[str, Any] = {
+    "qkv_bias": _if_configured,
+    "output_bias": _if_configured,
+    "latent": True,
+    "names": Names(qkv=("self_attn.q_proj",), shared="shared_experts"),
+}
+DEEPSEEK_EXPERTS: dict[str, Any] = {
+    "inner_size": "moe_intermediate_size",
+    "layers": _after_the_first,
+    "shared_count": "n_shared_experts",
+}
+DEEPSEEK_ABSENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -212,11 +317,81 @@ FAMILIES: dict[str, Family] = {
         absent={"attention_bias": True, "sliding_window": 128},
         names=Names(router="router"),
     ),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek-v2",
+        experts=Experts(
+            normalise=False,  # whatever `norm_topk_prob` says, as transformers does
+            methods=("greedy", "group_limited_greedy"),
+            **DEEPSEEK_EXPERTS,
+        ),
+        absent=DEEPSEEK_ABSENT | {"n_shared_experts": 2},
+        **DEEPSEEK,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek-v3",
+        experts=Experts(methods=("noaux_tc",), **DEEPSEEK_EXPERTS),
+        absent=DEEPSEEK_ABSENT
+        | {
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+        },
+        **DEEPSEEK,
+    ),
     "MixtralForCausalLM": Family(
         "mixtral",
         windows=_every_layer,
         experts=Experts("intermediate_size", normalise=True),
         names=Names(experts="block_sparse_moe", expert_gate_up=("w1", "w3"), expert_down="w2"),
+    ),
+    "FalconForCausalLM": Family(
+        "falcon",
+        qkv_bias=_if_configured,
+        output_bias=_if_configured,
+        mlp_bias=True,
+        parallel=True,
+        qkv_grouped=True,
+        gated=False,
+        norm_kind="layer",
+        activation="gelu",
+        activation_key="activation",
+        absent={
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+        },
+        refused=("alibi",),
+        usual=_usual_falcon,
+        variant=_falcon,
+        names=FALCON,
+    ),
+    "GPTJForCausalLM": Family(
+        "gpt-j",
+        mlp_bias=True,
+        norm_place="once",
+        parallel=True,
+        gated=False,
+        head_bias=True,
+        neighbours=True,
+        norm_kind="layer",
+        activation="gelu_new",
+        activation_key="activation_function",
+        partial_rotary=True,
+        absent={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "mlp_bias": True},
+        usual=_usual_gpt_j,
+        names=Names(
+            embeddings="transformer.wte",
+            norm="transformer.ln_f",
+            layers="transformer.h",
+            attention_norm="ln_1",
+            qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+            output="attn.out_proj",
+            gate_up=("fc_in",),
+            down="fc_out",
+        ),
     ),
 }
 """By the architecture's name in `config.json`."""

@@ -23,6 +23,7 @@ class RopeSpec:
     original_max_len: int = 8192  # positions the model was first trained on
     share: float = 1.0  # of a head's features that are rotated, the first ones
     scale: float = 1.0  # of what is rotated
+    neighbours: bool = False  # pairs are neighbours, not half a head apart
     beta_fast: float = 32.0  # this and the next two: yarn
     beta_slow: float = 1.0
     truncate: bool = True
@@ -134,6 +135,17 @@ def _yarn(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
 
 def _yarn_scale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def stretched_scores(config: Fields) -> float:
+    """What DeepSeek multiplies scores by where rope is stretched, beside the rope's own scale."""
+    found = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default" or not found.get("mscale_all_dim"):
+        return 1.0
+    rope = Fields(found, config.path)
+    factor, weight = rope.number("factor", 1.0), rope.number("mscale_all_dim", 1.0)
+    return _yarn_scale(factor, weight) ** 2
 
 
 def _longrope(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:

@@ -15,12 +15,13 @@ class Rotary:
 
     frequencies: Tensor  # [R / 2] float32: radians a position; the first R features are turned
     scale: float  # of what is turned
+    neighbours: bool  # whether the pairs that turn are neighbours
 
 
 def make_rotary(rope: RopeSpec, head_dim: int, device: torch.device) -> Rotary:
     # On the host: arithmetic on `meta` tensors makes torch load its compiler, which takes seconds.
     frequencies = rotary_frequencies(rope, int(head_dim * rope.share))
-    return Rotary(frequencies.to(device), rope.scale)
+    return Rotary(frequencies.to(device), rope.scale, rope.neighbours)
 
 
 def rotary_frequencies(rope: RopeSpec, num_features: int) -> Tensor:

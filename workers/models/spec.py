@@ -1,13 +1,21 @@
 """What a checkpoint folder says of its model: read from `config.json`, without torch."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.workers.models.config import BadCheckpoint, Fields, read_json
+from penstock.workers.models.deepseek import (
+    LatentSpec,
+    RoutingSpec,
+    read_latent,
+    read_routing,
+)
 from penstock.workers.models.families import FAMILIES, Family
 from penstock.workers.models.names import Names
-from penstock.workers.models.rope import RopeSpec, read_ropes
+from penstock.workers.models.rope import RopeSpec, read_ropes, stretched_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +29,8 @@ class ExpertsSpec:
     shared_size: int  # of the expert that every token goes through; 0: there is none
     layers: tuple[bool, ...]  # which layers have experts
     clamp: tuple[float, float] | None = None  # gain and limit of the gate, as gpt-oss has it
+    shared_gate: bool = True  # whether the shared expert has a weight of its own
+    routing: RoutingSpec | None = None  # None: the likeliest, no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +48,19 @@ class ModelSpec:
     max_model_len: int  # positions
     eos_tokens: tuple[int, ...]
     tie_embeddings: bool
+    head_bias: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: str  # "", "head" or "whole"
-    norm_place: str  # "before", "after" or "both"
+    norm_place: str  # "before", "after" or "both"; "once": before, one for both halves
+    parallel: bool  # whether attention and feed-forward read the same stream
+    qkv_grouped: bool  # in the checkpoint: each KV head's query heads, its key, its value
+    gated: bool  # the feed-forward layer
     sinks: bool  # whether each head has a score that takes probability and gives nothing
-    norm_kind: str  # "rms", or "rms_above_one": its weight counts from one
+    norm_kind: str  # "rms", "layer", or "rms_above_one": its weight counts from one
     norm_eps: float
-    activation: str  # of the feed-forward layer's gate: "silu" or "gelu_pytorch_tanh"
+    activation: str  # of the gate "silu" or "gelu_pytorch_tanh", without one "gelu" or "gelu_new"
     embedding_scale: float
     attention_scale: float | None  # of the scores; None: 1 / sqrt(head_dim)
     attention_cap: float  # soft cap of the scores; 0: none
@@ -57,18 +71,32 @@ class ModelSpec:
     experts: ExpertsSpec | None
     names: Names
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
+    latent: LatentSpec | None
+    num_mtp_layers: int  # that predict further tokens: in the checkpoint, and not used
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
+    @property
+    def rotated_dim(self) -> int:
+        """Features of a head that rope may turn."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """What one position has in a layer's cache: sides (keys and values), heads, features."""
+        if self.latent is None:
+            return 2, self.num_kv_heads, self.head_dim
+        return 1, 1, self.latent.rank + self.latent.rope_dim
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one position takes, all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        return self.num_layers * math.prod(self.kv_shape) * dtype_bytes
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """What the folder's `config.json` (and `generation_config.json`, for the end tokens) says.
+def read_config(folder: Path) -> Fields:
+    """The folder's `config.json`, of a single architecture and not quantized.
 
     Raises `BadCheckpoint` or `UnsupportedModel`, each with a line for the user.
     """
@@ -77,43 +105,77 @@ def read_spec(folder: Path) -> ModelSpec:
     if not (folder / "config.json").is_file():
         raise BadCheckpoint(f"{folder} has no config.json: give the path of a checkpoint folder")
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
-    return _build(config, _family(config), _eos_tokens(folder, config))
+    architectures = config.values.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise config.unsupported(f"names no single architecture; {served()}")
+    method = config.values.get("quantization_config")
+    if method:
+        name = method.get("quant_method") if isinstance(method, Mapping) else method
+        raise config.unsupported(f"weights quantized by {name} are not served: take bfloat16")
+    return config
+
+
+def served() -> str:
+    """The architectures that are ours, for a message."""
+    return f"served are {', '.join(sorted(FAMILIES))}"
+
+
+def is_ours(config: Fields) -> bool:
+    """Whether our own decoder computes it."""
+    return config.values["architectures"][0] in FAMILIES
+
+
+def check_config(folder: Path) -> None:
+    """That the folder's model may be served, as far as its configuration tells. Raises as
+    `read_config` does."""
+    config = read_config(folder)
+    if is_ours(config):
+        read_spec(folder)
+    else:
+        require_transformers(config)
+
+
+def require_transformers(config: Fields) -> None:
+    """`UnsupportedModel` where only `transformers` could have it, and that is not installed."""
+    if find_spec("transformers") is None:
+        raise config.unsupported(
+            f"{config.values['architectures'][0]} is none of ours; {served()}. transformers may "
+            "have it: pip install 'penstock[transformers]'"
+        )
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """What the folder's `config.json` (and `generation_config.json`, for the end tokens) says.
+
+    Raises `BadCheckpoint` or `UnsupportedModel`, each with a line for the user.
+    """
+    config = read_config(folder)
+    family = _family(config)
+    values = {**family.absent, **config.values, **family.usual(config.values)}
+    family = replace(family, **family.variant(values))
+    return _build(Fields(values, config.path), family, read_eos_tokens(folder, config))
 
 
 def _family(config: Fields) -> Family:
     values = config.values
-    known = ", ".join(sorted(FAMILIES))
-    architectures = values.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1:
-        raise config.unsupported(f"names no single architecture; served are {known}")
-    family = FAMILIES.get(str(architectures[0]))
+    architecture = str(values["architectures"][0])
+    family = FAMILIES.get(architecture)
     if family is None:
-        raise config.unsupported(f"{architectures[0]} is not served; served are {known}")
-    if values.get("auto_map"):
-        raise config.unsupported("auto_map asks for code from the checkpoint, which is never run")
-    if values.get("quantization_config"):
-        method = values["quantization_config"]
-        name = method.get("quant_method") if isinstance(method, Mapping) else method
-        raise config.unsupported(f"weights quantized by {name} are not served: take the original")
+        raise config.unsupported(f"{architecture} is not served; {served()}")
     key = family.activation_key
     if values.get(key, family.activation) != family.activation:
         raise config.unsupported(f"{key} {values[key]!r} is not served, only {family.activation!r}")
-    if values.get("use_bidirectional_attention"):
-        raise config.unsupported("use_bidirectional_attention is not served")
+    for key in ("use_bidirectional_attention", *family.refused):
+        if values.get(key):
+            raise config.unsupported(f"{key} is not served")
     return family
 
 
 def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> ModelSpec:
-    if family.absent:
-        config = Fields({**family.absent, **config.values}, config.path)
     values = config.values
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    num_kv_heads = config.size("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
-    head_dim = config.size("head_dim", family.head_dim or hidden_size // num_heads)
-    if head_dim % 2:
-        raise config.bad("head_dim", "even, which rotary embedding needs")
+    latent = read_latent(config) if family.latent else None
+    num_kv_heads, head_dim = _heads(config, family, latent)
     rope, local_rope = read_ropes(config, family.partial_rotary, family.local_theta)
     return ModelSpec(
         family=family.name,
@@ -127,29 +189,52 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         max_model_len=config.size("max_position_embeddings"),
         eos_tokens=eos_tokens,
         tie_embeddings=config.flag("tie_word_embeddings"),
+        head_bias=family.head_bias,
         qkv_bias=family.qkv_bias(values),
         output_bias=family.output_bias(values),
         mlp_bias=family.mlp_bias and config.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         norm_place=family.norm_place,
+        parallel=family.parallel,
+        qkv_grouped=family.qkv_grouped,
+        gated=family.gated,
         sinks=family.sinks,
         norm_kind=family.norm_kind,
         activation=family.activation,
         embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
-        attention_scale=_attention_scale(config, family),
+        attention_scale=_attention_scale(config, family, head_dim),
         attention_cap=_cap(config, "attn_logit_softcapping", family),
         logit_cap=_cap(config, "final_logit_softcapping", family),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_checked_rope(config, rope, head_dim),
+        rope=_checked_rope(config, family, rope, latent.rope_dim if latent else head_dim),
         local_rope=local_rope,
         windows=_windows(config, family),
         experts=_experts(config, family),
         names=family.names,
-        dtype=_dtype(config),
+        dtype=read_dtype(config),
+        latent=latent,
+        num_mtp_layers=config.count("num_nextn_predict_layers"),
     )
 
 
-def _attention_scale(config: Fields, family: Family) -> float | None:
+def _heads(config: Fields, family: Family, latent: LatentSpec | None) -> tuple[int, int]:
+    """The number of KV heads, and the features of a query's head."""
+    if latent is not None:
+        return 1, latent.head_dim
+    num_heads = config.size("num_attention_heads")
+    num_kv_heads = config.size("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    default = family.head_dim or config.size("hidden_size") // num_heads
+    head_dim = config.size("head_dim", default)
+    if head_dim % 2:
+        raise config.bad("head_dim", "even, which rotary embedding needs")
+    return num_kv_heads, head_dim
+
+
+def _attention_scale(config: Fields, family: Family, head_dim: int) -> float | None:
+    if family.latent:
+        return float(head_dim**-0.5 * stretched_scores(config))
     if not family.soft_caps:
         return None
     return float(config.number("query_pre_attn_scalar", 256) ** -0.5)
@@ -161,20 +246,22 @@ def _cap(config: Fields, key: str, family: Family) -> float:
     return config.number(key, 1.0)
 
 
-def _checked_rope(config: Fields, rope: RopeSpec, head_dim: int) -> RopeSpec:
+def _checked_rope(config: Fields, family: Family, rope: RopeSpec, head_dim: int) -> RopeSpec:
     num_features = int(head_dim * rope.share)
     if num_features % 2 or not 0 < num_features <= head_dim:
         raise config.bad("partial_rotary_factor", "a share that makes an even number of features")
     if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
         raise config.bad("rope_scaling", f"one with {num_features // 2} factors each")
-    return rope
+    told = family.latent and config.flag("rope_interleave", True)
+    return replace(rope, neighbours=told or family.neighbours)
 
 
 def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
     found = family.experts
     if found is None:
         return None
-    key = "num_experts" if "num_experts" in config.values else "num_local_experts"
+    keys = ("n_routed_experts", "num_experts")
+    key = next((key for key in keys if key in config.values), "num_local_experts")
     num_experts = config.size(key)
     top_k = config.size("num_experts_per_tok")
     if top_k > num_experts:
@@ -183,14 +270,20 @@ def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
         layers = tuple(found.layers(config.values))
     except (TypeError, ZeroDivisionError):
         raise config.bad("decoder_sparse_step", "a positive whole number, every so many") from None
+    shared_size = config.size(found.shared_size) if found.shared_size else 0
+    if found.shared_count:
+        shared_size = config.size(found.shared_count) * config.size(found.inner_size)
+    routing = read_routing(config, found.methods, num_experts, top_k) if found.methods else None
     return ExpertsSpec(
         num_experts=num_experts,
         top_k=top_k,
         inner_size=config.size(found.inner_size),
         normalise=config.flag("norm_topk_prob") if found.normalise is None else found.normalise,
-        shared_size=config.size(found.shared_size) if found.shared_size else 0,
+        shared_size=shared_size,
         layers=layers,
         clamp=_clamp(config) if found.clamped else None,
+        shared_gate=not found.shared_count,
+        routing=routing,
     )
 
 
@@ -210,7 +303,7 @@ def _windows(config: Fields, family: Family) -> tuple[int, ...]:
     return windows
 
 
-def _dtype(config: Fields) -> str:
+def read_dtype(config: Fields) -> str:
     values = config.values
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
     if name not in ("float32", "bfloat16", "float16"):
@@ -218,7 +311,7 @@ def _dtype(config: Fields) -> str:
     return name
 
 
-def _eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
+def read_eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
     """Of `generation_config.json` where it names some, else of `config.json`."""
     found = None
     path = folder / "generation_config.json"

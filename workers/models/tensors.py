@@ -5,13 +5,17 @@ from torch import Tensor
 from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.block import Block
 from penstock.workers.layers.experts import Experts
+from penstock.workers.layers.latent import LatentAttention
 from penstock.workers.layers.mlp import Mlp
 from penstock.workers.models.names import Names
 
 
 def block_tensors(block: Block, names: Names, number: int) -> dict[str, Tensor]:
     """Of layer `number`."""
-    found = _attention_tensors(block.attention, names)
+    if isinstance(block.attention, LatentAttention):
+        found = _latent_tensors(block.attention, names)
+    else:
+        found = _attention_tensors(block.attention, names)
     norms = (
         (block.attention_norm, names.attention_norm),
         (block.attention_post_norm, names.attention_post_norm),
@@ -38,6 +42,20 @@ def _attention_tensors(attention: Attention, names: Names) -> dict[str, Tensor]:
     return found
 
 
+def _latent_tensors(attention: LatentAttention, names: Names) -> dict[str, Tensor]:
+    query = names.qkv[0] if attention.query_up is None else names.query_down
+    found = {
+        **attention.down.tensors([query, names.row_down]),
+        **attention.row_norm.tensors(names.row_norm),
+        f"{names.row_up}.weight": attention.up.flatten(0, 1),
+        **attention.output.tensors([names.output]),
+    }
+    if attention.query_up is not None and attention.query_norm is not None:
+        found |= attention.query_norm.tensors(names.query_norm)
+        found |= attention.query_up.tensors([names.query_up])
+    return found
+
+
 def _mlp_tensors(mlp: Mlp, prefix: str, gate_up: tuple[str, ...], down: str) -> dict[str, Tensor]:
     return {
         **mlp.gate_up.tensors([f"{prefix}.{name}" for name in gate_up]),
@@ -48,6 +66,8 @@ def _mlp_tensors(mlp: Mlp, prefix: str, gate_up: tuple[str, ...], down: str) -> 
 def _experts_tensors(experts: Experts, names: Names) -> dict[str, Tensor]:
     prefix = names.experts
     found = experts.router.tensors([f"{prefix}.{names.router}"])
+    if experts.bias is not None:
+        found[f"{prefix}.{names.router_bias}"] = experts.bias
     if experts.stacks is not None:
         stacks = experts.stacks.items()
         return found | {f"{prefix}.experts.{name}": tensor for name, tensor in stacks}
@@ -57,5 +77,6 @@ def _experts_tensors(experts: Experts, names: Names) -> dict[str, Tensor]:
     if experts.shared is not None:
         place = f"{prefix}.{names.shared}"
         found |= _mlp_tensors(experts.shared.mlp, place, names.gate_up, names.down)
-        found |= experts.shared.gate.tensors([f"{prefix}.{names.shared_gate}"])
+        if experts.shared.gate is not None:
+            found |= experts.shared.gate.tensors([f"{prefix}.{names.shared_gate}"])
     return found

@@ -28,6 +28,7 @@ class Admission:
         self._seats = seats
         self._leases = leases
         self.num_preempted = 0  # since the start
+        self._blocked: tuple[Ticket, int] | None = None  # and how many of its blocks were known
 
     def make_room(self, budget: int) -> Ints:
         """Take back leases, then preempt, until a step of those who run fits.
@@ -43,18 +44,23 @@ class Admission:
                 counts = seats.share(budget)
         return counts
 
-    def admit(self, budget: int) -> list[Ticket]:
-        """Give rows to who waits, in order, while room and tokens of the step's budget last."""
+    def admit(self, budget: int) -> list[list[Ticket]]:
+        """Give rows to who waits, in order, while room and tokens of the step's budget last.
+
+        Returns those who got theirs, each with its followers behind it.
+        """
         admitted = []
         while self._table.num_free_rows and (ticket := self._waiting.head()) is not None:
             if budget <= 0 and not ticket.source_len:
+                break
+            if self._table.num_free_rows <= len(ticket.followers):
                 break
             matched = self._room_for(ticket)
             if matched is None:
                 break
             self._waiting.remove(ticket)
+            admitted.append([ticket, *ticket.followers])
             budget -= self._seat(ticket, matched)
-            admitted.append(ticket)
         return admitted
 
     def _room_for(self, ticket: Ticket) -> Ints | None:
@@ -64,16 +70,33 @@ class Admission:
         """
         size, seats, pool = self._limits.block_size, self._seats, self._pool
         num_tokens = len(ticket.tokens)
-        # At least one token must be computed: the next one is drawn from its logits.
-        chain = ticket.chain(ticket.tokens, (num_tokens - 1) // size, size)
+        chain = ticket.chain(ticket.tokens, ticket.num_reusable(size), size)
+        if len(seats) and self._is_still_blocked(ticket, chain):
+            return None
         kept_free = seats.num_claimed() + self._limits.watermark * len(seats)
+        if len(seats):
+            # Alone they need not all fit: what runs out of blocks later waits for the others.
+            shared = ticket.new.num_prompt // size
+            kept_free += sum(-(-len(one.tokens) // size) - shared for one in ticket.followers)
         while True:
             matched = pool.match(chain)
             needed = -(-num_tokens // size) - len(matched) + pool.num_idle(matched)
             if needed + kept_free <= pool.num_available:
                 return matched
             if len(seats) or not self._leases.reclaim():
+                self._blocked = ticket, len(matched)
                 return None
+
+    def _is_still_blocked(self, ticket: Ticket, chain: list[bytes]) -> bool:
+        """It was, and no more of its blocks are known than then: without matching them again."""
+        if self._blocked is None or self._blocked[0] is not ticket:
+            return False
+        num_matched = self._blocked[1]
+        if num_matched < len(chain) and self._pool.knows(chain[num_matched]):
+            return False
+        least = -(-len(ticket.tokens) // self._limits.block_size) - num_matched
+        kept_free = self._limits.watermark * len(self._seats)
+        return least + kept_free > self._pool.num_available
 
     def _seat(self, ticket: Ticket, matched: Ints) -> int:
         """Start it, or let it wait for its source; how many tokens it wants computed."""
@@ -83,4 +106,6 @@ class Admission:
             self._seats.reserve(ticket)
             return 0
         self._seats.run(ticket)
+        if ticket.followers:
+            self._seats.fork_if_due(ticket)
         return len(ticket.tokens) - have

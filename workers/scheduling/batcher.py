@@ -4,7 +4,8 @@ There are no phases: every running sequence has tokens that are not computed yet
 more (a prompt, or everything after a preemption); a step computes some of them within one budget.
 """
 
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from penstock.workers.scheduling.leases import Leases
 from penstock.workers.scheduling.limits import Limits, refuse_misfit
 from penstock.workers.scheduling.seats import Seats
 from penstock.workers.scheduling.sequence import (
+    NEVER,
+    NO_TOKENS,
     Admitted,
     Finish,
     Finished,
@@ -24,36 +27,40 @@ from penstock.workers.scheduling.sequence import (
     QueueFull,
     Reserved,
     SchedulerEvent,
+    Sibling,
     StepOutput,
     StepPlan,
     Yielded,
 )
-from penstock.workers.scheduling.table import NEVER, SequenceTable
+from penstock.workers.scheduling.steady import Steady
+from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import Phase, Ticket, WaitingQueue
 
 __all__ = ["Batcher", "Limits"]
 
 
 class Batcher:
-    """Continuous batching over one block pool; one step is in flight at a time.
+    """Continuous batching over one block pool.
 
-    Every verb may be called between `plan` and `commit`: what the step in flight works on keeps
-    its row and blocks until the commit.
+    One step is in flight, and a second one may be planned behind it where that needs none of the
+    first one's tokens. Every verb may be called between `plan` and `commit`: what a step in flight
+    works on keeps its row and blocks until that step's commit.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.table = SequenceTable(limits.max_sequences, limits.max_model_len, limits.block_size)
-        self._tickets: dict[Key, Ticket] = {}  # all that wait, receive or run
+        self._groups: dict[Key, list[Ticket]] = {}  # choices that wait, receive or run
         self._waiting = WaitingQueue()
         self._seats = Seats(self.table, self.pool)
         self._leases = Leases(self.pool, int(limits.num_blocks * limits.lease_share))
         self._admission = Admission(
             limits, self.table, self.pool, self._waiting, self._seats, self._leases
         )
-        self._in_flight: StepPlan | None = None
-        self._gone: list[Ticket] = []  # dropped, but in the step in flight
+        self._steady = Steady(self.table, self.pool)
+        self._in_flight: list[StepPlan] = []  # two at most, in order
+        self._gone: list[Ticket] = []  # dropped or ended, but in a step in flight
         self._events: list[SchedulerEvent] = []
         self._totals = _Totals()
 
@@ -61,21 +68,33 @@ class Batcher:
 
     def submit(self, new: NewSequence) -> None:
         """Put it in the queue; NeverFits, QueueFull, or ValueError for a key that is taken."""
-        if new.key in self._tickets or new.key in self._leases:
+        if new.key in self._groups or new.key in self._leases:
             raise ValueError(f"sequence {new.key!r} is here already")
         refuse_misfit(new, self.limits)
         if len(self._waiting) >= self.limits.max_queued:
             raise QueueFull(f"{len(self._waiting)} sequences are waiting already: try again later")
+        # One that draws its first token from the prompt has to lead: the others can follow it.
+        siblings = sorted(
+            (Sibling(new.choice, new.tokens), *new.siblings), key=lambda one: len(one.tokens)
+        )
+        group = self._groups[new.key] = [self._ticket(new, sibling) for sibling in siblings]
+        leader, *leader.followers = group
+        if new.params.prompt_logprobs is not None and new.prompt_known < new.num_prompt:
+            leader.prompt_known = new.prompt_known
+        for follower in leader.followers:
+            follower.phase = Phase.FOLLOWING
+        self._waiting.push(leader)
+
+    def _ticket(self, new: NewSequence, sibling: Sibling) -> Ticket:
         self._totals.submitted += 1
-        ticket = Ticket(
+        return Ticket(
             new=new,
             number=self._totals.submitted,
-            tokens=np.array(new.tokens, np.int32),
-            yield_len=min(len(new.tokens) + (new.yield_after or NEVER), NEVER),
+            tokens=np.frombuffer(array("i", sibling.tokens), np.int32),  # faster than from a list
+            yield_len=min(len(sibling.tokens) + (new.yield_after or NEVER), NEVER),
             source_len=new.source_len,
+            choice=sibling.choice,
         )
-        self._tickets[new.key] = ticket
-        self._waiting.push(ticket)
 
     def drop(self, key: Key) -> None:
         """Let go of it in whatever form it is held, and never speak of it again; unknown: nothing.
@@ -83,41 +102,51 @@ class Batcher:
         Blocks that a transfer reads or writes are kept until `unpin` or `settled`.
         """
         self._events = [event for event in self._events if event.key != key]
-        ticket = self._tickets.pop(key, None)
-        if ticket is None:
+        if key not in self._groups:
             self._leases.drop(key)
-        elif ticket.phase is Phase.WAITING:
-            self._waiting.remove(ticket)
-        elif ticket.phase is Phase.RECEIVING:
-            self._leases.abandon(key, self._seats.reserved(ticket))
-            self._seats.leave(ticket)
-        elif self._is_in_flight(ticket):
-            self._gone.append(ticket)
-        else:
-            self._seats.leave(ticket)
+        for ticket in self._groups.pop(key, ()):
+            self._let_go(ticket)
+
+    def drop_choice(self, key: Key, choice: int) -> None:
+        """Let go of one choice; `Finished` if it was the last one. Unknown: nothing."""
+        group = self._groups.get(key, ())
+        ticket = next((one for one in group if one.choice == choice), None)
+        if ticket is None:
+            return
+        if ticket.followers:
+            ticket.unwanted = True  # until they have what they wait for
+            return
+        over = [ticket]
+        for leader in group:
+            if ticket in leader.followers:
+                self._seats.unfollow(leader, ticket)
+                if leader.unwanted and not leader.followers:
+                    over.append(leader)
+        for ticket in over:
+            self._let_go(ticket)
+            self._ended(ticket)
 
     def fail(self, key: Key) -> None:
         """Drop a running sequence whose logits were not finite: its blocks are not for others."""
-        ticket = self._tickets.get(key)
-        if ticket is not None and ticket.phase is Phase.RUNNING:
-            self.pool.forget(self.table.blocks(ticket.row))
+        for ticket in self._groups.get(key, ()):
+            if ticket.phase is Phase.RUNNING:
+                self.pool.forget(self.table.blocks(ticket.row))
         self.drop(key)
 
     def ask_yield(self, key: Key) -> None:
         """Stop it at its next boundary and lease its blocks; unknown: nothing.
 
-        A waiting one has none; a receiving one yields when its transfer has ended.
+        A waiting one has none; a receiving one yields when its transfer has ended. Of several
+        choices only the blocks of their prompt are kept.
         """
-        ticket = self._tickets.get(key)
-        if ticket is None:
-            return
-        if ticket.phase is Phase.WAITING:
-            self._waiting.remove(ticket)
-            del self._tickets[key]
-            self._events.append(Yielded(key, 0))
-            return
-        self.table.yield_len[ticket.row] = 0
-        self._yield_if_due(ticket)
+        group = self._groups.get(key, ())
+        for ticket in group:
+            ticket.yield_len = 0
+            if ticket.row >= 0:
+                self.table.yield_len[ticket.row] = 0
+        if group:
+            self._steady.forget()
+            self._yield_if_due(key)
 
     # ------------------------------------------------------------ hand-over
 
@@ -131,8 +160,8 @@ class Batcher:
 
     def receiving(self, key: Key) -> Ints:
         """The blocks reserved for positions [have, source_len); KeyError if it does not receive."""
-        ticket = self._tickets[key]
-        if ticket.phase is not Phase.RECEIVING:
+        ticket = self._receiver(key)
+        if ticket is None:
             raise KeyError(key)
         return self._seats.reserved(ticket)
 
@@ -153,47 +182,95 @@ class Batcher:
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None if there is nothing to compute until something else happens.
 
+        Behind a step in flight, None also where the next one needs that step's commit first. What
+        is planned behind it may be taken back by `withdraw`.
         `now` [s] is for policies in which waiting has a price; the order served today has none.
         """
-        if self._in_flight is not None:
-            raise ValueError("the last step is not committed yet")
+        if len(self._in_flight) > 1:
+            raise ValueError("two steps are not committed yet")
+        ahead, number = bool(self._in_flight), self._totals.steps + 1
+        plan, rows = None, self._seats.rows
+        if self._steady.holds(rows) and not self._admit(self.limits.max_batched_tokens - len(rows)):
+            plan = self._steady.next(number, ahead)
+        if plan is None and not ahead:
+            plan = self._plan_from_tables(number)
+        if plan is not None:
+            self._totals.steps = number
+            self._in_flight.append(plan)
+        return plan
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """Forget the newest step in flight, which nobody has begun to compute."""
+        if not self._in_flight or plan is not self._in_flight[-1]:
+            raise ValueError("not the newest step in flight")
+        self._in_flight.pop()
+        self._steady.forget()
+        self._release_gone()
+
+    def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput:
+        """Book the first step in flight; `drawn` [S] are the tokens of its sampling rows, in order.
+
+        What has ended or was dropped meanwhile is left out: its token is thrown away.
+        """
+        if not self._in_flight or plan is not self._in_flight[0]:
+            raise ValueError("not the first step in flight")
+        drawn = np.asarray(drawn, np.int32)
+        if len(drawn) != np.count_nonzero(plan.samples) + len(plan.forks):
+            raise ValueError("not a token for each row that draws")
+        del self._in_flight[0]
+        self.pool.check_total()
+        if not self._gone and (output := self._steady.commit(plan, drawn)) is not None:
+            if self._steady.fills(plan):
+                self._seats.publish(plan.rows, plan.context_lens)
+            return output
+        return self._commit_to_tables(plan, drawn)
+
+    def _plan_from_tables(self, number: int) -> StepPlan | None:
         budget = self.limits.max_batched_tokens
         counts = self._admission.make_room(budget)
         if self._admit(budget - int(counts.sum())):
-            counts = self._seats.share(budget)
-        scheduled = counts > 0
-        rows, counts = self._seats.rows[scheduled], counts[scheduled]
+            # Choices that fork from cached blocks may want more at once than there was room for.
+            counts = self._admission.make_room(budget)
+        rows = self._seats.rows
+        if not counts.all():
+            scheduled = counts > 0
+            rows, counts = rows[scheduled], counts[scheduled]
         if not rows.size:
             return None
-        self._seats.grow(rows, counts)
-        self._totals.steps += 1
-        self._in_flight = self.table.pack(self._totals.steps, rows, counts)
-        return self._in_flight
+        copies = self._seats.grow(rows, counts)
+        plan = self.table.pack(number, rows, counts, copies)
+        if self._seats.leading:
+            plan = replace(plan, forks=self._seats.forks(plan))
+        self._steady.start(plan, self._seats.rows)
+        return plan
 
-    def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput:
-        """Book the step in flight; `drawn` [S] are the tokens of its sampling rows, in order."""
-        if plan is not self._in_flight or len(drawn) != np.count_nonzero(plan.samples):
-            raise ValueError("not the step in flight, or not a token for each of its samples")
-        self._in_flight = None
-        table, rows, sampling = self.table, plan.rows, plan.samples
-        drawn = np.asarray(drawn, np.int32)
+    def _commit_to_tables(self, plan: StepPlan, drawn: Ints) -> StepOutput:
+        table, rows, lengths, drawing = self.table, plan.rows, plan.context_lens, plan.drawing
         self._totals.computed += self._num_prompt_computed(plan)
-        table.num_computed[rows] = plan.context_lens
+        if len(plan.scored):
+            asking = table.prompt_known[rows] != NEVER
+            known, asking = lengths[asking] + 1, rows[asking]
+            table.prompt_known[asking] = np.where(known < table.num_prompt[asking], known, NEVER)
         if self._gone:
-            kept = ~np.isin(rows, [ticket.row for ticket in self._gone])
-            drawn, rows, sampling = drawn[kept[sampling]], rows[kept], sampling[kept]
+            gone = [ticket.row for ticket in self._gone]
+            kept = ~np.isin(drawing, gone)
+            drawn, drawing = drawn[kept], drawing[kept]
+            kept = ~np.isin(rows, gone)
+            rows, lengths = rows[kept], lengths[kept]
             self._release_gone()
-        self._seats.publish(rows)
-        sampled = rows[sampling]
-        indices = table.num_tokens[sampled] - table.num_prompt[sampled]
-        finishes = table.append(sampled, drawn)
-        keys = table.keys[sampled].tolist()
-        for row in sampled[finishes != Finish.NONE].tolist():
+        table.num_computed[rows] = lengths
+        self._seats.publish(rows, lengths)
+        if self._seats.leading:
+            drawn, drawing = self._fork(drawn, drawing)
+        indices = table.num_tokens[drawing] - table.num_prompt[drawing]
+        finishes = table.append(drawing, drawn)
+        keys, choices = table.keys[drawing].tolist(), table.choices[drawing]
+        ended = drawing[finishes != Finish.NONE].tolist()
+        for row in ended:
             self._finish(row)
-        for row in rows[table.num_tokens[rows] >= table.yield_len[rows]].tolist():
-            if row in self._seats:  # it has not finished
-                self._yield_if_due(self._seats.ticket(row))
-        return StepOutput(keys, sampled, indices, drawn, finishes)
+        for key in self._due(np.concatenate((rows, drawing)), ended):
+            self._yield_if_due(key)
+        return StepOutput(keys, choices, drawing, indices, drawn, finishes)
 
     # ------------------------------------------------------------ what others see
 
@@ -218,6 +295,7 @@ class Batcher:
             prompt_tokens_computed=self._totals.computed,
             prompt_tokens_cached=self._totals.cached,
             preemptions=self._admission.num_preempted,
+            unwritten_slots=self._seats.num_unwritten(),
         )
 
     def check(self) -> None:
@@ -226,7 +304,10 @@ class Batcher:
         leased, abandoned = self._leases.holders()
         self.pool.check(used, leased, reserved + abandoned)
         table, rows = self.table, self._seats.rows
-        assert len(self._tickets) == len(self._waiting) + len(self._seats) - len(self._gone)
+        tickets = [ticket for group in self._groups.values() for ticket in group]
+        behind = [one for one in tickets if one.phase is Phase.FOLLOWING and one.row < 0]
+        seated = len(self._seats) - len(self._gone)
+        assert len(tickets) == len(self._waiting) + len(behind) + seated
         assert len(self._seats) == self.limits.max_sequences - table.num_free_rows
         assert (table.num_computed[rows] < table.num_tokens[rows]).all()
         assert (table.num_computed[rows] <= table.num_blocks[rows] * table.block_size).all()
@@ -235,8 +316,9 @@ class Batcher:
 
     def _admit(self, budget: int) -> bool:
         admitted = self._admission.admit(budget)
-        for ticket in admitted:
-            self._events.append(Admitted(ticket.key, ticket.row))
+        for ticket, *followers in admitted:
+            for one in (ticket, *followers):
+                self._events.append(Admitted(one.key, one.row, one.choice))
             have = int(self.table.num_computed[ticket.row])
             self._totals.cached += min(have, ticket.new.num_prompt)
             if ticket.phase is Phase.RECEIVING:
@@ -244,7 +326,17 @@ class Batcher:
         return bool(admitted)
 
     def _is_in_flight(self, ticket: Ticket) -> bool:
-        return self._in_flight is not None and bool((self._in_flight.rows == ticket.row).any())
+        return any(
+            ticket.row in plan.rows or ticket.row in plan.forks[:, 1] for plan in self._in_flight
+        )
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Give up its row and blocks, now or with the commit of the last step that it is in."""
+        if self._is_in_flight(ticket):
+            self._gone.append(ticket)
+            self._steady.forget()
+        else:
+            self._seats.leave(ticket)
 
     def _num_prompt_computed(self, plan: StepPlan) -> int:
         num_prompt = self.table.num_prompt[plan.rows]
@@ -252,38 +344,90 @@ class Batcher:
         return int((np.minimum(plan.context_lens, num_prompt) - before).sum())
 
     def _release_gone(self) -> None:
-        for ticket in self._gone:
-            self._seats.leave(ticket)
-        self._gone = []
+        gone, self._gone = self._gone, []
+        for ticket in gone:
+            self._leave(ticket)
 
     def _finish(self, row: int) -> None:
         ticket = self._seats.ticket(row)
-        self._seats.leave(ticket)
-        del self._tickets[ticket.key]
-        self._events.append(Finished(ticket.key))
+        self._leave(ticket)
+        self._ended(ticket)
 
-    def _yield_if_due(self, ticket: Ticket) -> None:
-        row, table = ticket.row, self.table
-        if ticket.phase is Phase.RECEIVING or self._is_in_flight(ticket):
+    def _ended(self, ticket: Ticket) -> None:
+        """One choice is over."""
+        group = self._groups[ticket.key]
+        group.remove(ticket)
+        if not group:
+            del self._groups[ticket.key]
+            self._events.append(Finished(ticket.key))
+
+    def _let_go(self, ticket: Ticket) -> None:
+        """Give back what it holds, now or with the commit of the step in flight."""
+        if ticket.phase is Phase.WAITING:
+            self._waiting.remove(ticket)
+        elif ticket.row < 0:
+            return  # it follows one that waits
+        elif ticket.phase is Phase.RECEIVING:
+            self._leases.abandon(ticket.key, self._seats.reserved(ticket))
+            self._seats.leave(ticket)
+        else:
+            self._leave(ticket)
+
+    def _fork(self, drawn: Ints, drawing: Ints) -> tuple[Ints, Ints]:
+        """Let those who follow go on where their prompt is computed; what is still to be drawn."""
+        for leader in [one for one in self._seats.leading if one.phase is Phase.RUNNING]:
+            if self._seats.fork_if_due(leader) and leader.unwanted:
+                kept = drawing != leader.row
+                drawn, drawing = drawn[kept], drawing[kept]
+                self._leave(leader)
+                self._ended(leader)
+        return drawn, drawing
+
+    def _due(self, rows: Ints, ended: list[int]) -> list[Key]:
+        """Those among the rows' sequences that have not `ended` and are to yield."""
+        due = rows[self.table.num_tokens[rows] >= self.table.yield_len[rows]].tolist()
+        here = [row for row in due if row in self._seats and row not in ended]
+        return list(dict.fromkeys(self._seats.ticket(row).key for row in here))
+
+    def _yield_if_due(self, key: Key) -> None:
+        group, table = self._groups[key], self.table
+        seated = [ticket for ticket in group if ticket.row >= 0]
+        if any(one.phase is Phase.RECEIVING or self._is_in_flight(one) for one in seated):
             return
-        if table.num_tokens[row] < table.yield_len[row]:
+        rows = np.array([ticket.row for ticket in seated], np.int32)
+        if seated and not (table.num_tokens[rows] >= table.yield_len[rows]).any():
             return
-        kv_len = int(table.num_computed[row])
-        blocks = self._seats.leave(ticket, num_kept=-(-kv_len // table.block_size))
-        if kv_len:
-            self._leases.grant(ticket.key, blocks, kv_len)
-        del self._tickets[ticket.key]
-        self._events.append(Yielded(ticket.key, kv_len))
+        running = [ticket for ticket in seated if ticket.phase is Phase.RUNNING]
+        keeper = max(running, key=lambda one: int(table.num_computed[one.row]), default=None)
+        kv_len = int(table.num_computed[keeper.row]) if keeper else 0
+        if len(group) > 1:  # what all have, or will have, in common
+            kv_len = min(kv_len, group[0].new.num_prompt)
+        if keeper and kv_len:
+            blocks = self._seats.leave(keeper, num_kept=-(-kv_len // table.block_size))
+            self._leases.grant(key, blocks, kv_len)
+            group.remove(keeper)
+        for ticket in group:
+            self._let_go(ticket)
+        del self._groups[key]
+        self._events.append(Yielded(key, kv_len))
+
+    def _receiver(self, key: Key) -> Ticket | None:
+        group = self._groups.get(key, ())
+        return next((one for one in group if one.phase is Phase.RECEIVING), None)
 
     def _end_receiving(self, key: Key, arrived: bool) -> None:
-        ticket = self._tickets.get(key)
-        if ticket is None or ticket.phase is not Phase.RECEIVING:
+        ticket = self._receiver(key)
+        if ticket is None:
             return
         if arrived:
             self.table.num_computed[ticket.row] = ticket.source_len
         self._seats.run(ticket)
-        self._seats.publish(np.array([ticket.row], np.int32))
-        self._yield_if_due(ticket)
+        rows = np.array([ticket.row], np.int32)
+        self._seats.publish(rows, self.table.num_computed[rows])
+        if ticket.followers:
+            self._fork(NO_TOKENS, NO_TOKENS)
+        if key in self._groups:
+            self._yield_if_due(key)
 
 
 @dataclass(slots=True)

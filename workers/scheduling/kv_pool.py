@@ -31,6 +31,10 @@ class State(IntEnum):
     FREE = 4
 
 
+# Looking a member up costs more than the arithmetic that is done with it.
+_USED, _LEASED, _RESERVED, _CACHED, _FREE = (int(state) for state in State)
+_NUM_STATES = len(State)
+
 Hold: TypeAlias = Literal[State.USED, State.LEASED, State.RESERVED]
 
 
@@ -45,6 +49,17 @@ def block_hash(parent: bytes, tokens: Ints) -> bytes:
     return blake2b(packed.tobytes(), digest_size=_HASH_BYTES, key=parent).digest()
 
 
+def extend_chain(hashes: list[bytes], salt: bytes, tokens: Ints, block_size: int) -> None:
+    """Append the hashes of the full blocks of `tokens` [n] that `hashes` does not reach yet."""
+    parent = hashes[-1] if hashes else root_hash(salt)
+    packed = tokens if sys.byteorder == "little" else tokens.astype("<i4")
+    data, step = packed.tobytes(), block_size * packed.itemsize
+    for start in range(len(hashes) * step, len(data) - step + 1, step):
+        packed_block = data[start : start + step]
+        parent = blake2b(packed_block, digest_size=_HASH_BYTES, key=parent).digest()
+        hashes.append(parent)
+
+
 class BlockPool:
     """Counts and files `num_blocks` blocks; every verb costs O(1) a block.
 
@@ -54,8 +69,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.state = np.full(num_blocks, State.FREE, np.int8)
-        self._counts = np.zeros(len(State), np.int64)
-        self._counts[State.FREE] = num_blocks
+        self._counts = [0, 0, 0, 0, num_blocks]  # by state
         self._holders = np.zeros((3, num_blocks), np.int32)  # a row each for USED, LEASED, RESERVED
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack: [0, num free)
         self._lru: OrderedDict[int, None] = OrderedDict()  # the cached blocks, next to go first
@@ -64,35 +78,41 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
 
     def num(self, state: State) -> int:
-        return int(self._counts[state])
+        return self._counts[state]
 
     @property
     def num_available(self) -> int:
         """Blocks that `take` could give now."""
-        return int(self._counts[State.FREE] + self._counts[State.CACHED])
+        return self._counts[_FREE] + self._counts[_CACHED]
 
     def num_idle(self, blocks: Ints) -> int:
         """How many of these would no longer be available once somebody holds them."""
-        return int(np.count_nonzero(self.state[blocks] >= State.CACHED))
+        return int(np.count_nonzero(self.state[blocks] >= _CACHED))
+
+    def is_findable(self, blocks: Ints) -> npt.NDArray[np.bool_]:
+        """Which of these `match` may give to somebody else."""
+        return self._hashed[blocks]
 
     def take(self, num: int, hold: Hold) -> Ints:
         """`num` <= `num_available` blocks of undefined content, held once."""
-        num_free = self.num(State.FREE)
+        num_free = self._counts[_FREE]
         from_free = min(num, num_free)
-        evicted = [self._evict() for _ in range(num - from_free)]
-        kept = num_free - from_free
-        blocks = np.concatenate([self._free[kept:num_free], np.array(evicted, np.int32)])
+        blocks = self._free[num_free - from_free : num_free].copy()
+        num_evicted = num - from_free
+        if num_evicted:
+            evicted = np.array([self._evict() for _ in range(num_evicted)], np.int32)
+            blocks = np.concatenate((blocks, evicted))
         self._holders[hold, blocks] = 1
         self.state[blocks] = hold
         self._counts[hold] += num
-        self._counts[State.FREE] -= from_free
-        self._counts[State.CACHED] -= len(evicted)
+        self._counts[_FREE] -= from_free
+        self._counts[_CACHED] -= num_evicted
         return blocks
 
     def share(self, blocks: Ints, hold: Hold) -> None:
         """One holder more; for blocks that are held or cached."""
         self._holders[hold, blocks] += 1
-        self._file(blocks)
+        self._file(blocks[self.state[blocks] > hold])
 
     def move(self, blocks: Ints, old: Hold, new: Hold) -> None:
         """A holder of one kind becomes one of another."""
@@ -102,8 +122,23 @@ class BlockPool:
 
     def release(self, blocks: Ints, hold: Hold) -> None:
         """One holder less; the last one's blocks become cached (if published) or free."""
-        self._holders[hold, blocks] -= 1
-        self._file(blocks)
+        left = self._holders[hold, blocks] - 1
+        self._holders[hold, blocks] = left
+        self._file(blocks[left == 0])
+
+    def num_copies(self, blocks: Ints) -> int:
+        """How many of these holders, who are to write their block [n] in place, need a copy first.
+
+        A block may stand here once a holder. The last of its holders writes it in place, unless
+        others may find it by its content.
+        """
+        own, writers = np.unique(blocks, return_counts=True)
+        alone = (self._holders[:, own].sum(0) == writers) & ~self._hashed[own]
+        return int((writers - alone).sum())
+
+    def is_shared(self, block: int) -> bool:
+        """Whether it may not be written in place: somebody else holds it or may find it."""
+        return bool(self._hashed[block] or self._holders[:, block].sum() > 1)
 
     def match(self, hashes: Sequence[bytes]) -> Ints:
         """The published blocks of the longest known prefix of this chain."""
@@ -115,21 +150,32 @@ class BlockPool:
             blocks.append(block)
         return np.array(blocks, np.int32)
 
+    def knows(self, digest: bytes) -> bool:
+        """Whether a block is published under it."""
+        return digest in self._block_of
+
     def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Make used blocks findable; where a content is known already its first block stays."""
-        if (self.state[blocks] != State.USED).any():
+        if (self.state[blocks] != _USED).any():
             raise ValueError("only blocks that somebody uses can be published")
+        new = []
         for block, digest in zip(blocks, hashes, strict=True):
             if digest not in self._block_of and block not in self._hash_of:
                 self._block_of[digest] = block
                 self._hash_of[block] = digest
-                self._hashed[block] = True
+                new.append(block)
+        self._hashed[new] = True
 
     def forget(self, blocks: Ints) -> None:
         """What these hold is not to be trusted: nobody new may find them."""
         for block in blocks[self._hashed[blocks]].tolist():
             self._unpublish(block)
         self._file(blocks)
+
+    def check_total(self) -> None:
+        """AssertionError if blocks were lost or made: cheap enough for every step."""
+        if sum(self._counts) != self.num_blocks or min(self._counts) < 0:
+            raise AssertionError(f"{self._counts} are not {self.num_blocks} blocks")
 
     def check(self, used: list[Ints], leased: list[Ints], reserved: list[Ints]) -> None:
         """AssertionError if the ledger does not balance; every holder's blocks are given."""
@@ -141,7 +187,7 @@ class BlockPool:
         others = self._holders[State.USED] + self._holders[State.LEASED] > 0
         assert not (written & (others | self._hashed)).any(), "a reserved block is readable"
         assert (self.state == self._states(np.arange(self.num_blocks, dtype=np.int32))).all()
-        assert (self._counts == np.bincount(self.state, minlength=len(State))).all()
+        assert self._counts == np.bincount(self.state, minlength=len(State)).tolist()
         free = self._free[: self.num(State.FREE)]
         assert sorted(free.tolist()) == np.flatnonzero(self.state == State.FREE).tolist()
         assert sorted(self._lru) == np.flatnonzero(self.state == State.CACHED).tolist()
@@ -159,21 +205,28 @@ class BlockPool:
 
     def _states(self, blocks: Ints) -> npt.NDArray[np.int8]:
         used, leased, reserved = self._holders[:, blocks] > 0
-        unheld = np.where(self._hashed[blocks], State.CACHED, State.FREE)
-        held = np.where(used, State.USED, np.where(leased, State.LEASED, State.RESERVED))
-        return np.where(used | leased | reserved, held, unheld).astype(np.int8)
+        states = np.where(self._hashed[blocks], np.int8(_CACHED), np.int8(_FREE))
+        states[reserved] = _RESERVED
+        states[leased] = _LEASED
+        states[used] = _USED
+        return states
 
     def _file(self, blocks: Ints) -> None:
         """Bring state, counts, free stack and LRU order up to date with the holders."""
+        if not blocks.size:
+            return
         blocks = blocks[::-1]  # tail first: the deepest go first
         old, new = self.state[blocks], self._states(blocks)
         self.state[blocks] = new
-        for block in blocks[(old == State.CACHED) & (new != State.CACHED)].tolist():
+        was_cached, is_cached = old == _CACHED, new == _CACHED
+        for block in blocks[was_cached & ~is_cached].tolist():
             del self._lru[block]
-        for block in blocks[(old != State.CACHED) & (new == State.CACHED)].tolist():
+        for block in blocks[is_cached & ~was_cached].tolist():
             self._lru[block] = None
-        freed = blocks[(old != State.FREE) & (new == State.FREE)]
-        num_free = self.num(State.FREE)
+        freed = blocks[(old != _FREE) & (new == _FREE)]
+        num_free = self._counts[_FREE]
         self._free[num_free : num_free + freed.size] = freed
-        self._counts += np.bincount(new, minlength=len(State))
-        self._counts -= np.bincount(old, minlength=len(State))
+        more = np.bincount(new, minlength=_NUM_STATES) - np.bincount(old, minlength=_NUM_STATES)
+        self._counts = [
+            num + change for num, change in zip(self._counts, more.tolist(), strict=True)
+        ]

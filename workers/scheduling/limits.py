@@ -35,7 +35,18 @@ class Limits:
 
 def refuse_misfit(new: NewSequence, limits: Limits) -> None:
     """NeverFits if it could not run to its end here even alone."""
-    num_tokens, params = len(new.tokens), new.params
+    num_choices = 1 + len(new.siblings)
+    if num_choices > limits.max_sequences:
+        raise NeverFits(
+            f"{num_choices} choices of one request, and at most {limits.max_sequences} sequences "
+            "run here at a time"
+        )
+    for tokens in (new.tokens, *(sibling.tokens for sibling in new.siblings)):
+        _refuse_misfit(new, len(tokens), limits)
+
+
+def _refuse_misfit(new: NewSequence, num_tokens: int, limits: Limits) -> None:
+    params = new.params
     if not 1 <= new.num_prompt <= num_tokens:
         raise NeverFits(
             f"a prompt of {new.num_prompt} tokens in {num_tokens}: at least 1 is needed"

@@ -6,7 +6,7 @@ from operator import attrgetter
 import numpy as np
 
 from penstock.workers.scheduling.kv_pool import BlockPool, State
-from penstock.workers.scheduling.sequence import Ints
+from penstock.workers.scheduling.sequence import NO_PAIRS, Ints, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import Phase, Ticket
 
@@ -29,14 +29,23 @@ def share_budget(remaining: Ints, budget: int) -> Ints:
 
 
 class Seats:
-    """Who is seated; `rows` are those that run, in the order in which they are served."""
+    """Who is seated, and who of them runs."""
 
     def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
         self._table = table
         self._pool = pool
         self._seated: dict[int, Ticket] = {}  # by row
         self._running: list[Ticket] = []  # in order
-        self.rows: Ints = np.zeros(0, np.int32)
+        self._rows: Ints | None = None
+        self._sharing: set[int] = set()  # rows whose last block may be another row's too
+        self.leading: list[Ticket] = []  # seated, with others who follow
+
+    @property
+    def rows(self) -> Ints:
+        """[running] rows in the order in which they are served; another array once they change."""
+        if self._rows is None:
+            self._rows = np.array([ticket.row for ticket in self._running], np.int32)
+        return self._rows
 
     def __len__(self) -> int:
         return len(self._seated)
@@ -50,14 +59,62 @@ class Seats:
     # ------------------------------------------------------------ coming and going
 
     def seat(self, ticket: Ticket, matched: Ints) -> None:
-        """Give it a row that starts with `matched`, blocks found in the cache."""
+        """Give it a row that starts with `matched`, blocks found in the cache.
+
+        Those who follow it get theirs too, and wait in them.
+        """
         table = self._table
-        ticket.row = row = table.add(ticket.new, ticket.tokens, ticket.yield_len)
-        self._seated[row] = ticket
-        self._pool.share(matched, State.USED)
-        table.block_table[row, : len(matched)] = matched
-        table.num_blocks[row] = table.num_published[row] = len(matched)
-        table.num_computed[row] = len(matched) * table.block_size
+        for one in (ticket, *ticket.followers):
+            one.row = table.add(one.new, one.choice, one.tokens, one.yield_len)
+            table.prompt_known[one.row] = one.prompt_known
+            self._seated[one.row] = one
+        if ticket.followers:
+            self.leading.append(ticket)
+        self._begin(ticket, matched, len(matched) * table.block_size)
+
+    def fork_if_due(self, ticket: Ticket) -> bool:
+        """Once it has computed the prompt, those who follow it go on from there."""
+        num_prompt = ticket.new.num_prompt
+        if self._table.num_computed[ticket.row] < num_prompt:
+            return False
+        blocks = self._table.blocks(ticket.row)[: -(-num_prompt // self._table.block_size)]
+        for follower in ticket.followers:
+            follower.hashes = ticket.hashes[: num_prompt // self._table.block_size]
+            self._begin(follower, blocks, num_prompt)
+            self.run(follower)
+            self._sharing.add(follower.row)
+        self._sharing.add(ticket.row)
+        self.leading.remove(ticket)
+        ticket.followers = []
+        return True
+
+    def forks(self, plan: StepPlan) -> Ints:
+        """[F, 2] places among the plan's samples, and rows that draw their first token there."""
+        sampling, table = plan.rows[plan.samples].tolist(), self._table
+        return np.array(
+            [
+                (sampling.index(leader.row), follower.row)
+                for leader in self.leading
+                if leader.row in sampling
+                for follower in leader.followers
+                if table.num_tokens[follower.row] == leader.new.num_prompt
+            ],
+            np.int32,
+        ).reshape(-1, 2)
+
+    def unfollow(self, leader: Ticket, follower: Ticket) -> None:
+        """It will not need the prompt any more."""
+        leader.followers.remove(follower)
+        if not leader.followers and leader.row >= 0:
+            self.leading.remove(leader)
+
+    def _begin(self, ticket: Ticket, blocks: Ints, num_computed: int) -> None:
+        """Its first positions are in these blocks, which others hold or the cache knows."""
+        table, row = self._table, ticket.row
+        self._pool.share(blocks, State.USED)
+        table.set_blocks(row, blocks)
+        table.num_published[row] = num_computed // table.block_size
+        table.num_computed[row] = num_computed
 
     def reserve(self, ticket: Ticket) -> None:
         """Blocks for what comes from elsewhere, beside those that it has."""
@@ -78,7 +135,7 @@ class Seats:
         ticket.phase = Phase.RUNNING
         ticket.source_len = 0
         insort(self._running, ticket, key=_order)
-        self._set_rows()
+        self._rows = None
 
     def leave(self, ticket: Ticket, num_kept: int = 0) -> Ints:
         """Give up its row and all blocks but the first `num_kept`, which are returned, still held.
@@ -89,19 +146,28 @@ class Seats:
         blocks = table.blocks(ticket.row)
         if ticket.phase is Phase.RECEIVING:
             blocks = blocks[: int(table.num_published[ticket.row])]
-        else:
+        elif ticket.phase is Phase.RUNNING:
             del self._running[bisect_left(self._running, ticket.order, key=_order)]
-            self._set_rows()
+            self._rows = None
         self._pool.release(blocks[num_kept:], State.USED)
         table.remove(ticket.row)
         del self._seated[ticket.row]
+        self._sharing.discard(ticket.row)
+        if ticket.followers:
+            self.leading.remove(ticket)
         ticket.row = -1
         return blocks[:num_kept]
 
     def preempt(self) -> Ticket:
-        """Take row and blocks from the youngest that runs at the lowest priority."""
+        """Take row and blocks from the youngest that runs at the lowest priority.
+
+        Those who follow it wait with it.
+        """
         ticket = self._running[-1]
+        ticket.prompt_known = int(self._table.prompt_known[ticket.row])
         ticket.tokens = self._table.tokens[ticket.row, : self._table.num_tokens[ticket.row]].copy()
+        for follower in ticket.followers:
+            self.leave(follower)
         self.leave(ticket)
         ticket.phase = Phase.WAITING
         return ticket
@@ -116,35 +182,74 @@ class Seats:
     def num_missing(self, rows: Ints, counts: Ints) -> int:
         """Blocks that a step of the next `counts` tokens of these rows has to take."""
         ends = self._table.num_computed[rows] + counts
-        return int(self._table.num_missing_blocks(rows, ends).sum())
+        missing = int(self._table.num_missing_blocks(rows, ends).sum())
+        return missing + (self._num_copies(rows[counts > 0]) if self._sharing else 0)
 
     def num_claimed(self) -> int:
         """Blocks that all who are seated still need for the tokens that they have."""
         rows = np.fromiter(self._seated, np.int32, len(self._seated))
-        return int(self._table.num_missing_blocks(rows, self._table.num_tokens[rows]).sum())
+        missing = int(self._table.num_missing_blocks(rows, self._table.num_tokens[rows]).sum())
+        for leader in self.leading:  # theirs will be shared
+            shared = leader.new.num_prompt // self._table.block_size
+            missing -= shared * len(leader.followers)
+        return missing + (self._num_copies(rows) if self._sharing else 0)
 
-    def grow(self, rows: Ints, counts: Ints) -> None:
-        """Take the blocks for the next `counts` tokens of these rows."""
+    def num_unwritten(self) -> int:
+        """Slots of used blocks that hold nothing yet."""
+        rows, table = self.rows, self._table
+        return int((table.num_blocks[rows] * table.block_size - table.num_computed[rows]).sum())
+
+    def grow(self, rows: Ints, counts: Ints) -> Ints:
+        """Take the blocks for the next `counts` tokens of these rows.
+
+        Returns [C, 2] the blocks to copy first, from and to: those that a row is to write into and
+        that are not its alone.
+        """
+        copies = self._unshare(rows) if self._sharing else NO_PAIRS
         missing = self._table.num_missing_blocks(rows, self._table.num_computed[rows] + counts)
         num = int(missing.sum())
         if num:
             self._table.add_blocks(rows, missing, self._pool.take(num, State.USED))
+        return copies
 
-    def publish(self, rows: Ints) -> None:
-        """Make the full blocks that these rows have computed findable."""
+    def _written(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Of these, the rows whose next token goes into a begun block that may be shared: [n] rows,
+        [n] the blocks' columns."""
+        rows = rows[np.isin(rows, np.fromiter(self._sharing, np.int32, len(self._sharing)))]
+        computed = self._table.num_computed[rows]
+        begun = computed % self._table.block_size > 0
+        return rows[begun], computed[begun] // self._table.block_size
+
+    def _num_copies(self, rows: Ints) -> int:
+        return self._pool.num_copies(self._table.block_table[self._written(rows)])
+
+    def _unshare(self, rows: Ints) -> Ints:
+        copies = []
+        for row, column in zip(*self._written(rows), strict=True):
+            block = self._table.block_table[row, column]
+            if self._pool.is_shared(block):
+                (own,) = self._pool.take(1, State.USED)
+                self._table.block_table[row, column] = own
+                self._pool.release(block[None], State.USED)
+                copies.append((block, own))
+        return np.array(copies, np.int32).reshape(-1, 2)
+
+    def publish(self, rows: Ints, lengths: Ints) -> None:
+        """Make the full blocks findable that these rows have, with `lengths` positions computed."""
         table, size = self._table, self._table.block_size
-        full = table.num_computed[rows] // size
-        grown = full > table.num_published[rows]
-        if not grown.any():
+        full = lengths // size
+        (grown,) = (full > table.num_published[rows]).nonzero()
+        if not grown.size:
             return
+        rows, full = rows[grown], full[grown]
         blocks: list[int] = []
         hashes: list[bytes] = []
-        firsts = table.num_published[rows[grown]].tolist()
-        for row, first, end in zip(rows[grown].tolist(), firsts, full[grown].tolist(), strict=True):
+        firsts = table.num_published[rows].tolist()
+        for row, first, end in zip(rows.tolist(), firsts, full.tolist(), strict=True):
             blocks += table.block_table[row, first:end].tolist()
             hashes += self._seated[row].chain(table.tokens[row], end, size)[first:]
         self._pool.publish(blocks, hashes)
-        table.num_published[rows[grown]] = full[grown]
+        table.num_published[rows] = full
 
     def holders(self) -> tuple[list[Ints], list[Ints]]:
         """Used and reserved blocks, an array a row, for the ledger."""
@@ -156,6 +261,3 @@ class Seats:
             used.append(blocks[:num_used])
             reserved.append(blocks[num_used:])
         return used, reserved
-
-    def _set_rows(self) -> None:
-        self.rows = np.array([ticket.row for ticket in self._running], np.int32)

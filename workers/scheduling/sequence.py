@@ -19,6 +19,10 @@ Ints: TypeAlias = npt.NDArray[np.int32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
+NEVER = int(np.iinfo(np.int32).max)
+"""A position that no sequence reaches."""
+
+
 class Finish(IntEnum):
     """Why a choice ended; the numbers are those of the wire."""
 
@@ -51,11 +55,23 @@ class SamplingParams:
     typical_p: float = 1.0
     bad_words: tuple[tuple[int, ...], ...] = ()  # none is empty
     allowed_tokens: tuple[int, ...] = ()  # empty: all
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """Another choice of the same request: the same prompt and parameters, its own answer."""
+
+    choice: int
+    tokens: Sequence[int]  # the prompt, then this choice's answer so far
 
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence handed to the scheduler: complete, it can always be run from its tokens."""
+    """A sequence handed to the scheduler: complete, it can always be run from its tokens.
+
+    With siblings it is several: the prompt is computed once, for all of them.
+    """
 
     key: Key
     tokens: Sequence[int]  # the prompt, then the answer so far
@@ -66,13 +82,20 @@ class NewSequence:
     priority: int = 0  # higher first
     salt: bytes = b""  # sequences share cached blocks only under the same salt
     source_len: int = 0  # KV positions that can be had from elsewhere; 0: none
+    siblings: tuple[Sibling, ...] = ()
+    prompt_known: int = 1  # prompt positions below it need no logprobs; the first has none
+
+
+NO_TOKENS: Ints = np.zeros(0, np.int32)
+NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One ragged batch: B sequences, T tokens, in the same order in every array.
 
-    Sequence b owns tokens `[query_starts[b], query_starts[b + 1])`.
+    Sequence b owns tokens `[query_starts[b], query_starts[b + 1])`. All `copies` are made at once,
+    before anything is written.
     """
 
     number: int  # of the step, from 1
@@ -84,13 +107,30 @@ class StepPlan:
     block_tables: Ints  # [B, M] blocks of each sequence; entries past its blocks are meaningless
     slots: Ints  # [T] where each token's K and V go: block * block_size + offset
     samples: Bools  # [B] whether the sequence's last token here draws a new one
+    ahead: bool = False  # `tokens` are not drawn yet: `fill` it before it runs
+    copies: Ints = field(default_factory=NO_PAIRS.copy)  # [C, 2] blocks: from, to
+    # [F, 2] a place among the samples, and the row that draws from its logits too
+    forks: Ints = field(default_factory=NO_PAIRS.copy)
+    # [P] prompt tokens (places in `tokens`) whose successors' logprobs are wanted
+    scored: Ints = field(default_factory=NO_TOKENS.copy)
+
+    @property
+    def drawing(self) -> Ints:
+        """[S] the rows that draw a token: those that sample, then those of the forks."""
+        rows = self.rows[self.samples]
+        return np.concatenate((rows, self.forks[:, 1])) if len(self.forks) else rows
+
+    def fill(self, drawn: Ints) -> None:
+        """Set the tokens of a plan made ahead: what the step before it drew, in order."""
+        self.tokens[:] = drawn
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a committed step gave: one entry a new token, in the order of the sampling rows."""
+    """What a committed step gave: one entry a new token, in the order of the drawing rows."""
 
     keys: list[Key]
+    choices: Ints  # [S]
     rows: Ints  # [S] rows of the sequence table
     indices: Ints  # [S] in the answer
     tokens: Ints  # [S]
@@ -103,6 +143,7 @@ class Admitted:
 
     key: Key
     row: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +164,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The sequence has ended by itself and let go of everything."""
+    """Every choice of it has ended by itself and let go of everything."""
 
     key: Key
 
@@ -146,6 +187,7 @@ class PoolLoad:
     prompt_tokens_computed: int
     prompt_tokens_cached: int
     preemptions: int
+    unwritten_slots: int  # of the used blocks
 
 
 class NeverFits(ValueError):

@@ -2,9 +2,16 @@
 
 import numpy as np
 
-from penstock.workers.scheduling.sequence import Bools, Finish, Ints, NewSequence, StepPlan
-
-NEVER = int(np.iinfo(np.int32).max)
+from penstock.workers.scheduling.sequence import (
+    NEVER,
+    NO_PAIRS,
+    NO_TOKENS,
+    Bools,
+    Finish,
+    Ints,
+    NewSequence,
+    StepPlan,
+)
 
 
 class SequenceTable:
@@ -26,6 +33,7 @@ class SequenceTable:
         self.num_prompt = column()
         self.num_computed = column()  # positions whose K and V are in the blocks
         self.num_published = column()  # full blocks that others may find
+        self.prompt_known = column()  # prompt positions from here on want logprobs
         self.min_len = column()  # a stop token ends the sequence from this many tokens on
         self.max_len = column()  # the sequence ends at this many tokens
         self.yield_len = column()  # and yields at this many
@@ -33,13 +41,14 @@ class SequenceTable:
         self.block_table: Ints = np.zeros((num_rows, num_columns), np.int32)
         self.num_blocks = column()
         self.keys = np.full(num_rows, None, object)
+        self.choices = column()
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def add(self, new: NewSequence, tokens: Ints, yield_len: int) -> int:
+    def add(self, new: NewSequence, choice: int, tokens: Ints, yield_len: int) -> int:
         """Give the sequence a row (there must be one); its blocks are set by the caller."""
         row = self._free_rows.pop()
         params = new.params
@@ -52,6 +61,7 @@ class SequenceTable:
         self.yield_len[row] = yield_len
         self._set_stop_tokens(row, params.stop_tokens)
         self.keys[row] = new.key
+        self.choices[row] = choice
         return row
 
     def remove(self, row: int) -> None:
@@ -67,6 +77,11 @@ class SequenceTable:
         columns = self.num_blocks[rows].repeat(counts) + ragged_arange(counts)
         self.block_table[rows.repeat(counts), columns] = blocks
         self.num_blocks[rows] += counts
+
+    def set_blocks(self, row: int, blocks: Ints) -> None:
+        """Give a row these blocks instead of those that it has."""
+        self.block_table[row, : len(blocks)] = blocks
+        self.num_blocks[row] = len(blocks)
 
     def num_missing_blocks(self, rows: Ints, lengths: Ints) -> Ints:
         """[n] blocks that each row still lacks to hold `lengths` positions."""
@@ -84,7 +99,16 @@ class SequenceTable:
         limited = np.where(lengths >= self.max_len[rows], Finish.LENGTH, Finish.NONE)
         return np.where(stopped, Finish.STOP, limited).astype(np.int32)
 
-    def pack(self, number: int, rows: Ints, counts: Ints) -> StepPlan:
+    def scored(self, owners: Ints, positions: Ints) -> Ints:
+        """[P] of a step's tokens [T], the places of those whose successor, of the prompt, wants
+        its logprobs."""
+        wanted = positions + 1 >= self.prompt_known[owners]
+        if not wanted.any():
+            return NO_TOKENS
+        wanted &= positions + 1 < self.num_prompt[owners]
+        return np.flatnonzero(wanted).astype(np.int32)
+
+    def pack(self, number: int, rows: Ints, counts: Ints, copies: Ints = NO_PAIRS) -> StepPlan:
         """One ragged batch of the next `counts[b]` uncomputed tokens of each row."""
         computed = self.num_computed[rows]
         query_starts = np.zeros(len(rows) + 1, np.int32)
@@ -104,6 +128,8 @@ class SequenceTable:
             block_tables=self.block_table[rows, : int(self.num_blocks[rows].max())],
             slots=blocks * self.block_size + positions % self.block_size,
             samples=samples,
+            copies=copies,
+            scored=self.scored(owners, positions),
         )
 
     def _set_stop_tokens(self, row: int, stop_tokens: tuple[int, ...]) -> None:

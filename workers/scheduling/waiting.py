@@ -4,8 +4,8 @@ import heapq
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from penstock.workers.scheduling.kv_pool import block_hash, root_hash
-from penstock.workers.scheduling.sequence import Ints, Key, NewSequence
+from penstock.workers.scheduling.kv_pool import extend_chain
+from penstock.workers.scheduling.sequence import NEVER, Ints, Key, NewSequence
 
 
 class Phase(Enum):
@@ -14,6 +14,7 @@ class Phase(Enum):
     WAITING = auto()  # in the queue, without a row
     RECEIVING = auto()  # has a row; its blocks are being written from elsewhere
     RUNNING = auto()  # has a row and is scheduled
+    FOLLOWING = auto()  # goes on from another choice's prompt, once that is computed
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,10 @@ class Ticket:
     phase: Phase = Phase.WAITING
     row: int = -1  # while it has one
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as needed yet
+    choice: int = 0
+    prompt_known: int = NEVER  # prompt positions from here on want logprobs
+    followers: list["Ticket"] = field(default_factory=list)  # they wait for its prompt
+    unwanted: bool = False  # dropped, but others follow it
 
     @property
     def key(self) -> Key:
@@ -40,13 +45,22 @@ class Ticket:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.tokens) - self.source_len
+        own = sum(len(follower.tokens) - self.new.num_prompt for follower in self.followers)
+        return len(self.tokens) - self.source_len + own
+
+    def num_reusable(self, block_size: int) -> int:
+        """Blocks that may be found in the cache: what must be computed is not read from there.
+
+        At least the last token must be: the next one is drawn from its logits. So must be every
+        prompt token whose successor's logprobs are wanted.
+        """
+        return (min(len(self.tokens), self.prompt_known) - 1) // block_size
 
     def chain(self, tokens: Ints, num_blocks: int, block_size: int) -> list[bytes]:
         """Hashes of the first `num_blocks` full blocks of `tokens`, which are this sequence's."""
-        for start in range(len(self.hashes) * block_size, num_blocks * block_size, block_size):
-            parent = self.hashes[-1] if self.hashes else root_hash(self.new.salt)
-            self.hashes.append(block_hash(parent, tokens[start : start + block_size]))
+        if len(self.hashes) < num_blocks:
+            prefix = tokens[: num_blocks * block_size]
+            extend_chain(self.hashes, self.new.salt, prefix, block_size)
         return self.hashes[:num_blocks]
 
 

@@ -1,6 +1,7 @@
 """What moves in a hand-over, as plain geometry: no tensors, no I/O.
 
-What a rank holds of a sequence's KV is a rectangle, layers x KV heads, over positions. The plan of
+What a rank holds of a sequence's KV is a rectangle, layers x KV heads, over positions; what latent
+attention keeps is one head, as wide as its rows are. The plan of
 a transfer is the list of non-empty intersections of source and destination rectangles, each cut
 into messages of a few megabytes.
 """

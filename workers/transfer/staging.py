@@ -26,15 +26,15 @@ class KvStaging:
     """Packs rectangles of cache blocks into messages and back.
 
     `kv` is this rank's whole cache, [layers, 2, blocks, KV heads, block_size, head_dim]: the layers
-    and heads of `rectangle` out of the model's.
+    and heads of `rectangle` out of the model's. Of latent attention: one side, and one head.
     """
 
     def __init__(self, kv: torch.Tensor, rectangle: Rectangle) -> None:
-        _, _, _, _, block_size, head_dim = kv.shape
+        _, num_sides, _, _, block_size, head_dim = kv.shape
         self._kv = kv
         self.device = kv.device
         self.rectangle = rectangle
-        self.shape = BlockShape(block_size, 2 * block_size * head_dim * kv.element_size())
+        self.shape = BlockShape(block_size, num_sides * block_size * head_dim * kv.element_size())
 
     def gather(self, blocks: Ints, shard: Shard) -> torch.Tensor:
         """Bytes [num_bytes] uint8 of the message, copied out of `blocks`, its own."""
@@ -45,9 +45,9 @@ class KvStaging:
     def scatter(self, blocks: Ints, shard: Shard, data: torch.Tensor) -> None:
         """Copy a message's bytes [num_bytes] uint8 into `blocks`; in when it returns."""
         layers, heads = self._slices(shard.rectangle)
-        _, _, _, _, block_size, head_dim = self._kv.shape
+        _, num_sides, _, _, block_size, head_dim = self._kv.shape
         num_layers, num_heads = layers.stop - layers.start, heads.stop - heads.start
-        shape = (num_layers, 2, len(blocks), num_heads, block_size, head_dim)
+        shape = (num_layers, num_sides, len(blocks), num_heads, block_size, head_dim)
         indices = torch.from_numpy(blocks).to(self.device)
         staged = data.view(self._kv.dtype).view(shape)
         scatter_blocks(self._kv, indices, layers, heads, staged)

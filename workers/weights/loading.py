@@ -11,13 +11,40 @@ from torch import Tensor
 
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
-from penstock.workers.models.spec import ModelSpec, read_spec
+from penstock.workers.models.fallback import load_fallback
+from penstock.workers.models.served import ServedModel, ServedSpec
+from penstock.workers.models.spec import (
+    ModelSpec,
+    is_ours,
+    read_config,
+    read_dtype,
+    read_eos_tokens,
+    read_spec,
+)
 from penstock.workers.weights.safetensors import DTYPES, Entry, load_tensor, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$")  # older Llama checkpoints carry these
+_NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
+"""Tables that older checkpoints of Llama and GPT-J carry."""
+
+
+def load(
+    folder: Path,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    max_model_len: int | None = None,
+) -> tuple[ServedSpec, ServedModel]:
+    """As `load_model`; what is not ours is computed by `transformers`, where it can be."""
+    config = read_config(folder)
+    if is_ours(config):
+        return load_model(folder, dtype, device, progress, max_model_len)
+    chosen = choose_dtype(dtype, read_dtype(config), device)
+    num_bytes = sum(entry.num_bytes for entry in find_tensors(folder).values())
+    eos_tokens = read_eos_tokens(folder, config)
+    return load_fallback(config, eos_tokens, chosen, device, max_model_len, num_bytes, progress)
 
 
 def load_model(
@@ -38,19 +65,20 @@ def load_model(
     if max_model_len is not None:
         spec = replace(spec, rope=spec.rope.within(max_model_len))
     entries = find_tensors(folder)
-    chosen = choose_dtype(dtype, spec, device)
+    chosen = choose_dtype(dtype, spec.dtype, device)
     shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()
     wanted = _match(folder, spec, shapes, entries)
     decoder = empty_decoder(spec, chosen, device)
     _stream(wanted, decoder.tensors(), progress)
+    decoder.settle()
     return spec, decoder
 
 
-def choose_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """What the weights are kept in. "auto" is the checkpoint's own, but float32 on a CPU,
+def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
+    """What the weights are kept in. "auto" is `own`, the checkpoint's, but float32 on a CPU,
     where narrower products are several times slower."""
     if name == "auto":
-        name = "float32" if device.type == "cpu" else spec.dtype
+        name = "float32" if device.type == "cpu" else own
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype {name!r} is not one of auto, float32, bfloat16, float16")
     chosen: torch.dtype = getattr(torch, name)
@@ -91,8 +119,8 @@ def _match(
     folder: Path, spec: ModelSpec, shapes: dict[str, Tensor], entries: dict[str, Entry]
 ) -> list[Entry]:
     """The entries to load; checks that they are exactly what the model needs."""
-    tied = {"lm_head.weight"} if spec.tie_embeddings else set()
-    extra = {name for name in entries if not _NOT_WEIGHTS.search(name)} - tied - shapes.keys()
+    tied = {f"{spec.names.head}.weight"} if spec.tie_embeddings else set()
+    extra = {name for name in entries if not _is_unused(spec, name)} - tied - shapes.keys()
     problems = (("lacks", shapes.keys() - entries.keys()), ("has the unexpected", extra))
     for verb, names in problems:
         if names:
@@ -103,6 +131,13 @@ def _match(
     for name, target in shapes.items():
         _check(entries[name], target)
     return sorted((entries[name] for name in shapes), key=lambda entry: (entry.path, entry.start))
+
+
+def _is_unused(spec: ModelSpec, name: str) -> bool:
+    """Whether it may be there and is not loaded."""
+    further = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
+    prefixes = tuple(f"{spec.names.layers}.{number}." for number in further)
+    return bool(_NOT_WEIGHTS.search(name)) or name.startswith(prefixes)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -179,7 +179,11 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "sampling": pb.Sampling(max_tokens=2**31)}, "max_tokens"),
     ({"text": "x", "sampling": pb.Sampling(min_tokens=2**31)}, "min_tokens"),
     ({"text": "x", "sampling": pb.Sampling(logprobs=21)}, "logprobs"),
-    ({"text": "x", "sampling": pb.Sampling(n=2)}, "n other than 1"),
+    ({"text": "x", "sampling": pb.Sampling(n=10**9)}, "n must be a whole number from 1 to 64"),
+    (
+        {"text": "x", "sampling": pb.Sampling(n=3, best_of=2)},
+        "best_of must be a whole number from 3",
+    ),
     ({"text": "x", "sampling": pb.Sampling(logit_bias={5: NAN})}, "logit_bias"),
     ({"text": "x", "sampling": pb.Sampling(stop_tokens=[2**31])}, "stop_token_ids"),
     ({"text": "x", "sampling": pb.Sampling(typical_p=0.0)}, "typical_p"),
@@ -294,3 +298,23 @@ async def test_health_follows_the_workers(config: RouterConfig) -> None:
             await served.router.set_workers({worker.name: worker.address})
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_prompt_logprobs_come_before_the_answer(
+    channel: grpc.aio.Channel, talking: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.router.api.grpc.PROMPT_TOKENS_A_REPLY", 3)
+    prompt = [9, 40, 30, 20, 10, 11]
+    replies = await generate(
+        channel,
+        tokens=pb.Tokens(ids=prompt),
+        sampling=pb.Sampling(prompt_logprobs=2, max_tokens=4, n=2),
+    )
+    scored = [list(reply.prompt_logprobs) for reply in replies]
+    assert list(map(len, scored[:3])) == [3, 2, 0]
+    assert not any(reply.tokens for reply in replies[:2])
+    entries = scored[0] + scored[1]
+    assert [entry.chosen for entry in entries] == [-token / 8 for token in prompt[1:]]
+    assert [(entry.rank, len(entry.top)) for entry in entries] == [(3, 3)] * 5
+    assert {reply.choice for reply in replies[2:]} == {0, 1}
+    assert [reply.HasField("usage") for reply in replies].count(True) == 1

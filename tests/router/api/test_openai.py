@@ -313,3 +313,106 @@ async def test_handed_over_between_pools(config: RouterConfig) -> None:
     assert answer.choices[0].text == SENTENCE
     assert prefill.submits[0].yield_after == 1
     assert decode.submits[0].source.worker == "p0"
+
+
+async def test_several_choices_of_several_prompts(client: Any, talking: Served) -> None:
+    answer = await client.completions.create(
+        model="stub", prompt=[PROMPT, "x"], n=3, max_tokens=100, logprobs=0
+    )
+    tokens = tokens_of(SENTENCE)
+    expected = [TOKENIZER.decode(tokens[choice:]) for choice in range(3)] * 2
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert [choice.text.strip() for choice in answer.choices] == [text.strip() for text in expected]
+    assert answer.usage.completion_tokens == 2 * (3 * len(tokens) + 3 - 1 - 2)
+    assert [submit.params.n for submit in talking.worker.submits] == [3, 3]
+
+
+async def test_choices_are_streamed_side_by_side(client: Any) -> None:
+    stream = await client.chat.completions.create(
+        model="stub", messages=[{"role": "user", "content": PROMPT}], n=2, stream=True
+    )
+    texts, finishes, roles = {0: "", 1: ""}, {}, []
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        if choice.delta.role:
+            roles.append(choice.index)
+        if choice.finish_reason:
+            finishes[choice.index] = choice.finish_reason
+    assert texts[0] == SENTENCE
+    assert SENTENCE.endswith(texts[1])
+    assert len(texts[1]) < len(texts[0])
+    assert (finishes, sorted(roles)) == ({0: "stop", 1: "stop"}, [0, 1])
+
+
+async def test_a_stop_string_ends_its_own_choice(client: Any, talking: Served) -> None:
+    answer = await client.completions.create(
+        model="stub", prompt=PROMPT, n=2, max_tokens=100, stop=["the quick"]
+    )
+    first, second = answer.choices
+    assert (first.text, first.finish_reason) == ("", "stop")
+    assert second.text.endswith(SENTENCE[10:])
+
+
+async def test_the_best_of_several_choices(client: Any, talking: Served) -> None:
+    def likelier_later(token: int) -> tuple[float, list[tuple[int, float]]]:
+        return (-2.0 if token == tokens_of(SENTENCE)[0] else -1.0), []
+
+    usual, talking.worker.logprobs = talking.worker.logprobs, likelier_later
+    try:
+        answer = await client.completions.create(
+            model="stub", prompt=PROMPT, max_tokens=100, extra_body={"best_of": 2}
+        )
+    finally:
+        talking.worker.logprobs = usual
+    (choice,) = answer.choices
+    assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "stop", None)
+    assert SENTENCE.endswith(choice.text)
+    assert choice.text != SENTENCE
+    assert talking.worker.submits[0].params.n == 2
+
+
+async def test_echo_puts_the_prompt_before_the_answer(client: Any, talking: Served) -> None:
+    answer = await client.completions.create(
+        model="stub", prompt=PROMPT, max_tokens=3, echo=True, logprobs=1, n=2
+    )
+    prompt = list(talking.worker.submits[0].prompt)
+    for choice in answer.choices:
+        assert choice.text.startswith(PROMPT)
+        assert len(choice.text) > len(PROMPT)
+        told = choice.logprobs
+        assert len(told.tokens) == len(prompt) + 3
+        assert told.token_logprobs[: len(prompt)] == [None, *(-t / 8 for t in prompt[1:])]
+        assert told.top_logprobs[0] is None
+        assert len(told.top_logprobs[1]) == 2  # the prompt's own, and the likeliest
+        assert told.text_offset[0] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_only_the_prompt(client: Any, talking: Served, stream: bool) -> None:
+    answer = await client.completions.create(
+        model="stub", prompt=PROMPT, max_tokens=0, echo=True, logprobs=0, stream=stream
+    )
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    (choice,) = chunks[0].choices
+    assert (choice.text, choice.finish_reason) == (PROMPT, "length")
+    assert len(choice.logprobs.tokens) == len(talking.worker.submits[0].prompt)
+
+
+async def test_prompt_logprobs_are_told_as_by_vllm(client: Any, talking: Served) -> None:
+    more = {"prompt_logprobs": 2}
+    plain = await client.completions.create(model="stub", prompt=PROMPT, extra_body=more)
+    hello = [{"role": "user", "content": PROMPT}]
+    chat = await client.chat.completions.create(model="stub", messages=hello, extra_body=more)
+    tables = [plain.choices[0].model_extra["prompt_logprobs"], chat.model_extra["prompt_logprobs"]]
+    for table, submit in zip(tables, talking.worker.submits, strict=True):
+        assert len(table) == len(submit.prompt)
+        assert table[0] is None
+        token = submit.prompt[1]
+        own = {"logprob": -token / 8, "rank": 3, "decoded_token": TOKENIZER.decode([token])}
+        assert {name: entry["rank"] for name, entry in table[1].items()} == {
+            str(token): 3,
+            "7": 1,
+            "8": 2,
+        }
+        assert table[1][str(token)]["logprob"] == own["logprob"]

@@ -10,6 +10,7 @@ import torch
 
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.weights.loading import load_model
+from tests.support.answers import Expected, check, expected_answers
 from tests.support.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.support.planner import generate
 
@@ -17,7 +18,6 @@ MAX_NEW = 20  # crosses a block, and every family's window
 LENGTHS = (1, 5, 16, 33, 16, 15, 70)  # shorter than, equal to and longer than a block
 LEAST = {"phi3-long": 4}  # there transformers has other factors for shorter prompts
 
-Expected = tuple[list[list[int]], list[torch.Tensor]]
 Model = tuple[Decoder, list[list[int]], Expected]
 
 
@@ -27,36 +27,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     reference = make_checkpoint(folder, request.param)
     _, decoder = load_model(folder, "auto", torch.device("cpu"))
     prompts = make_prompts(LEAST.get(request.param, 1))
-    return decoder, prompts, expected_answers(reference, prompts)
+    return decoder, prompts, expected_answers(reference, prompts, MAX_NEW)
 
 
 @cache
 def make_prompts(least: int) -> list[list[int]]:
     numbers = np.random.default_rng(5)
     return [numbers.integers(4, VOCAB_SIZE, max(length, least)).tolist() for length in LENGTHS]
-
-
-def expected_answers(reference: Any, prompts: list[list[int]]) -> Expected:
-    answers, logits = [], []
-    for prompt in prompts:
-        out = reference.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=MAX_NEW,
-            min_new_tokens=MAX_NEW,
-            do_sample=False,
-            eos_token_id=None,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        answers.append(out.sequences[0, len(prompt) :].tolist())
-        logits.append(torch.cat(out.logits))
-    return answers, logits
-
-
-def check(found: Expected, expected: Expected) -> None:
-    assert found[0] == expected[0]
-    for ours, theirs in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_answers_vary(model: Model) -> None:

@@ -1,12 +1,14 @@
 """What `config.json` is taken to say, and how a bad one is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
+from penstock.workers.models.deepseek import LatentSpec, RoutingSpec
 from penstock.workers.models.rope import RopeSpec
 from penstock.workers.models.spec import ExpertsSpec, read_spec
 
@@ -49,6 +51,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert spec.rope == RopeSpec(10000.0)
     assert spec.eos_tokens == (2,)
     assert not spec.tie_embeddings
+    assert read_spec(write(tmp_path, auto_map={"AutoModel": "x.py"})) == spec  # not run, not needed
     assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == (False, False, False)
     assert spec.kv_bytes_per_token(4) == 2 * 3 * 4 * 8 * 4
 
@@ -72,6 +75,49 @@ def test_longrope_has_divisors_for_short_use(tmp_path: Path) -> None:
     assert rope.within(64).divisors == (1.0, 2.0, 3.0, 4.0)
     short = read_spec(write(tmp_path, **PHI3, rope_scaling=LONG, max_position_embeddings=64))
     assert short.rope.divisors == (1.0, 2.0, 3.0, 4.0)
+
+
+def test_code_that_a_checkpoint_brings_is_left_alone(tmp_path: Path) -> None:
+    assert read_spec(write(tmp_path, auto_map={"AutoModel": "x.py"})).family == "llama"
+
+
+FALCON: dict[str, Any] = {
+    "architectures": ["FalconForCausalLM"],
+    "intermediate_size": "absent",
+    "max_position_embeddings": "absent",
+}
+
+
+def test_falcon(tmp_path: Path) -> None:
+    first = read_spec(write(tmp_path, **FALCON))
+    assert (first.num_kv_heads, first.intermediate_size, first.max_model_len) == (1, 128, 2048)
+    assert (first.norm_place, first.parallel, first.tie_embeddings) == ("once", True, True)
+    new = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
+    wide = read_spec(write(tmp_path, **new, ffn_hidden_size=50))
+    assert (wide.num_kv_heads, wide.intermediate_size, wide.qkv_bias) == (2, 50, True)
+    assert (wide.names.attention_norm, wide.names.mlp_norm) == ("ln_attn", "ln_mlp")
+    assert read_spec(write(tmp_path, **new, num_ln_in_parallel_attn=1)).norm_place == "once"
+    turns = read_spec(write(tmp_path, **FALCON, multi_query=False, parallel_attn=False))
+    assert (turns.num_kv_heads, turns.norm_place, turns.parallel) == (4, "before", False)
+
+
+GPT_J: dict[str, Any] = {
+    "architectures": ["GPTJForCausalLM"],
+    "vocab_size": 100,
+    "n_embd": 92,
+    "n_head": 2,
+    "n_layer": 3,
+    "n_positions": 64,
+    "rotary_dim": 26,  # of 46: 46 * (26 / 46) is below 26
+}
+
+
+def test_gpt_j(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_J))
+    spec = read_spec(tmp_path)
+    assert (spec.hidden_size, spec.head_dim, spec.intermediate_size) == (92, 46, 368)
+    assert (spec.num_layers, spec.max_model_len, spec.rope.neighbours) == (3, 64, True)
+    assert int(spec.head_dim * spec.rope.share) == 26
 
 
 GPT_OSS = {
@@ -164,14 +210,70 @@ def test_experts(tmp_path: Path) -> None:
     assert spec.experts == ExpertsSpec(6, 2, 16, False, 0, (False, True, False))
 
 
+V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+}
+V3 = V2 | {"architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_group": 2}
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, **V3, num_key_value_heads=4, head_dim=64))
+    assert spec.latent == LatentSpec(512, 1536, plain_dim=128, rope_dim=64, value_dim=128)
+    assert (spec.head_dim, spec.rotated_dim, spec.attention_scale) == (192, 64, 192**-0.5)
+    assert spec.kv_shape == (1, 1, 576)
+    assert spec.kv_bytes_per_token(2) == 3 * 576 * 2
+    assert spec.rope.neighbours
+    assert not read_spec(write(tmp_path, **V3, rope_interleave=False)).rope.neighbours
+    lite = read_spec(write(tmp_path, **V2, q_lora_rank=None, kv_lora_rank=20)).latent
+    assert lite is not None
+    assert (lite.rank, lite.query_rank) == (20, 0)
+
+
+def test_stretched_rope_scales_the_scores_of_latent_attention(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 40, "mscale": 0.7, "mscale_all_dim": 0.5}
+    stretched = read_spec(write(tmp_path, **V3, rope_scaling=yarn)).attention_scale
+    assert stretched == pytest.approx(192**-0.5 * (0.05 * math.log(40) + 1) ** 2)
+    without = yarn | {"mscale_all_dim": 0}
+    assert read_spec(write(tmp_path, **V3, rope_scaling=without)).attention_scale == 192**-0.5
+
+
+def test_routing_in_groups(tmp_path: Path) -> None:
+    def routing(**changes: Any) -> RoutingSpec | None:
+        experts = read_spec(write(tmp_path, **changes)).experts
+        assert experts is not None
+        assert (experts.shared_size, experts.shared_gate) in ((16, False), (32, False))
+        return experts.routing
+
+    assert routing(**V3) == RoutingSpec("noaux_tc", 2.5, 4, 2)
+    assert routing(**V2) == RoutingSpec("greedy", 1.0)
+    groups = {"topk_method": "group_limited_greedy", "n_group": 12, "topk_group": 3}
+    limited = V2 | groups | {"routed_scaling_factor": 16}
+    assert routing(**limited) == RoutingSpec("group_limited_greedy", 16.0, 12, 3)
+    v2, v3 = (read_spec(write(tmp_path, **changes)).experts for changes in (V2, V3))
+    assert v2 is not None
+    assert v3 is not None
+    assert (v2.normalise, v2.layers, v2.shared_size) == (False, (True,) * 3, 32)
+    assert (v3.normalise, v3.layers, v3.shared_size) == (True, (False,) * 3, 16)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"architectures": ["GPT9LM"]}, "GPT9LM is not served.*Llama.*Mistral.*Qwen2.*Qwen3"),
         ({"architectures": "absent"}, "no single architecture.*LlamaForCausalLM"),
-        ({"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
+        (FALCON | {"alibi": True}, "alibi"),
+        (GPT_J | {"activation_function": "relu"}, "activation_function 'relu'.*'gelu_new'"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        (V3 | {"quantization_config": {"quant_method": "fp8"}}, "fp8.*bfloat16"),
+        (V3 | {"topk_method": "greedy"}, "topk_method 'greedy'.*noaux_tc"),
+        (V2 | {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'.*greedy"),
+        (V3 | {"scoring_func": "softmax"}, "scoring_func 'softmax' with noaux_tc"),
+        (V3 | {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (V2 | {"q_lora_rank": None, "attention_bias": True}, "attention_bias without q_lora"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 4}}, "spiral.*llama3.*yarn"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ between layers"),
@@ -193,6 +295,13 @@ def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], wo
         (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*experts .8."),
         (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         (MOE | {"moe_intermediate_size": "absent"}, "moe_intermediate_size"),
+        (V3 | {"n_group": 5}, "n_group is 5.*12 experts"),
+        (V3 | {"n_group": 12, "topk_group": 12}, "n_group is 12.*equal groups"),
+        (V3 | {"topk_group": 5}, "topk_group is 5"),
+        (V3 | {"num_experts_per_tok": 7}, "topk_group is 2.*7 experts"),
+        (V3 | {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7.*even"),
+        (V3 | {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        (V3 | {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
         ({"vocab_size": "absent"}, "vocab_size is None"),
         ({"hidden_size": -3}, "hidden_size is -3"),
         ({"hidden_size": 1 << 60}, "hidden_size"),

@@ -230,13 +230,19 @@ def test_failed_sequence_is_not_cached() -> None:
 
 def test_steps_are_committed_one_by_one() -> None:
     batcher = Batcher(limits())
-    batcher.submit(sequence("a", [1, 2]))
-    plan = batcher.plan(0.0)
-    assert plan is not None
-    with pytest.raises(ValueError, match="not committed"):
+    batcher.submit(sequence("a", [1], 9))
+    first = batcher.plan(0.0)
+    second = batcher.plan(0.0)
+    assert first is not None
+    assert second is not None
+    with pytest.raises(ValueError, match="two steps"):
         batcher.plan(0.0)
+    with pytest.raises(ValueError, match="not the first"):
+        batcher.commit(second, np.zeros(1, np.int32))
     with pytest.raises(ValueError, match="a token for each"):
-        batcher.commit(plan, np.zeros(2, np.int32))
-    batcher.commit(plan, np.zeros(1, np.int32))
-    with pytest.raises(ValueError, match="not the step"):
-        batcher.commit(plan, np.zeros(1, np.int32))
+        batcher.commit(first, np.zeros(2, np.int32))
+    with pytest.raises(ValueError, match="not the newest"):
+        batcher.withdraw(first)
+    batcher.commit(first, np.zeros(1, np.int32))
+    with pytest.raises(ValueError, match="not the first"):
+        batcher.commit(first, np.zeros(1, np.int32))

@@ -66,10 +66,12 @@ class BatcherMachine(RuleBasedStateMachine):
             max_tokens=st.integers(1, 24),
             min_tokens=st.integers(0, 4),
             stop_tokens=st.sampled_from(_STOPS),
+            prompt_logprobs=st.sampled_from([None, None, 0]),
         ),
         salt=st.sampled_from([b"", b"", b"other"]),
         priority=st.sampled_from([0, 0, 0, 1, 2]),
         yield_after=few,
+        num_choices=st.sampled_from([1, 1, 2, 3]),
     )
     def ask(
         self,
@@ -80,15 +82,24 @@ class BatcherMachine(RuleBasedStateMachine):
         salt: bytes,
         priority: int,
         yield_after: int,
+        num_choices: int,
     ) -> None:
+        worker = self.world.workers[which]
         self.world.ask(
-            self.world.workers[which],
+            worker,
             _BASE[:shared] + own,
             params,
             salt=salt,
             priority=priority,
             yield_after=yield_after,
+            num_choices=min(num_choices, self.world.limits.max_sequences),
         )
+
+    @precondition(lambda self: bool(self.world.cuttable()))
+    @rule(data=st.data())
+    def cut(self, data: st.DataObject) -> None:
+        asked = data.draw(st.sampled_from(self.world.cuttable()))
+        self.world.cut(asked, data.draw(st.sampled_from(asked.open)))
 
     @precondition(some("submitted", "receiving"))
     @rule(data=st.data())
@@ -122,6 +133,14 @@ class BatcherMachine(RuleBasedStateMachine):
     @rule(which=which)
     def plan(self, which: int) -> None:
         self.world.plan(self.world.workers[which])
+
+    @rule(which=which)
+    def withdraw(self, which: int) -> None:
+        self.world.withdraw(self.world.workers[which])
+
+    @rule(which=which, steps=st.integers(1, 8))
+    def step_ahead(self, which: int, steps: int) -> None:
+        self.world.step_ahead(self.world.workers[which], steps)
 
     @rule(which=which)
     def commit(self, which: int) -> None:
@@ -194,6 +213,8 @@ class Schedule:
             (self.send, 4),
             (self.end_transfer, 3),
             (self.plan, 3),
+            (self.step_ahead, 8),
+            (self.withdraw, 1),
             (self.yield_or_resume, 2),
             (self.disturb, 0 if self.calm else 2),
         ]
@@ -211,6 +232,7 @@ class Schedule:
                 max_tokens=rng.randint(4, 39),
                 min_tokens=rng.randint(0, 4),
                 stop_tokens=rng.choice([(), (), *_STOPS]),
+                prompt_logprobs=rng.choice([None, None, 0]),
             )
             self.world.ask(
                 rng.choice(self.world.workers),
@@ -219,6 +241,7 @@ class Schedule:
                 salt=rng.choice([b"", b"", b"other"]),
                 priority=rng.choice([0, 0, 0, 1, 2]),
                 yield_after=rng.choice([0, 0, 1, 3]),
+                num_choices=min(rng.choice([1, 1, 2, 3]), self.world.limits.max_sequences),
             )
 
     def step(self) -> None:
@@ -226,6 +249,12 @@ class Schedule:
 
     def plan(self) -> None:
         self.world.plan(self.rng.choice(self.world.workers))
+
+    def step_ahead(self) -> None:
+        self.world.step_ahead(self.rng.choice(self.world.workers), self.rng.randint(1, 6))
+
+    def withdraw(self) -> None:
+        self.world.withdraw(self.rng.choice(self.world.workers))
 
     def move(self) -> None:
         if movable := self.world.movable():
@@ -254,9 +283,12 @@ class Schedule:
         world.plan(worker)
         under_way = world.those("submitted", "receiving")
         leased = [asked for asked in world.asked if asked.lease]
-        kind = rng.randrange(4)
+        kind = rng.randrange(5)
         if kind == 0 and under_way:
             world.drop(rng.choice(under_way))
+        elif kind == 4 and world.cuttable():
+            asked = rng.choice(world.cuttable())
+            world.cut(asked, rng.choice(asked.open))
         elif kind == 1 and leased:
             world.drop_lease(rng.choice(leased))
         elif kind == 2 and worker.plan is not None:
@@ -268,11 +300,16 @@ class Schedule:
 
 @pytest.mark.parametrize("first_seed", [0, 30])
 def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> None:
-    num_preempted, num_cached, num_arrived = 0, 0, 0
+    num_preempted, num_cached, num_arrived, num_ahead = 0, 0, 0, 0
+    num_copies, num_forks, num_scored = 0, 0, 0
     for seed in range(first_seed, first_seed + 30):
         schedule = Schedule(seed)
         schedule.run(100)
         num_arrived += schedule.world.num_arrived
+        num_ahead += schedule.world.num_ahead
+        num_copies += schedule.world.num_copies
+        num_forks += schedule.world.num_forks
+        num_scored += schedule.world.num_scored
         for worker in schedule.world.workers:
             load = worker.batcher.load()
             num_preempted += load.preemptions
@@ -281,3 +318,7 @@ def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> 
     assert num_preempted > 10
     assert num_cached > 500
     assert num_arrived > 5
+    assert num_ahead > 100
+    assert num_copies > 20
+    assert num_forks > 20
+    assert num_scored > 100

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from penstock.workers.scheduling.sequence import Finish, Ints, NewSequence, SamplingParams
-from penstock.workers.scheduling.table import NEVER, SequenceTable, ragged_arange
+from penstock.workers.scheduling.sequence import NEVER, Finish, Ints, NewSequence, SamplingParams
+from penstock.workers.scheduling.table import SequenceTable, ragged_arange
 
 
 def ints(*values: int) -> Ints:
@@ -12,7 +12,7 @@ def ints(*values: int) -> Ints:
 
 def add(table: SequenceTable, num_tokens: int, params: SamplingParams) -> int:
     tokens = np.arange(num_tokens, dtype=np.int32)
-    return table.add(NewSequence("a", tokens.tolist(), num_tokens, params), tokens, NEVER)
+    return table.add(NewSequence("a", tokens.tolist(), num_tokens, params), 0, tokens, NEVER)
 
 
 def test_ragged_arange_counts_each_row_from_zero() -> None:

@@ -60,7 +60,7 @@ def test_narrow_checkpoints_are_widened_on_a_cpu(folder: Path, kind: torch.dtype
     spec, decoder = load_model(folder, "auto", CPU)
     assert decoder.dtype == torch.float32
     assert torch.equal(decoder.norm.weight, narrow["model.norm.weight"].float())
-    assert choose_dtype("auto", spec, torch.device("cuda")) == kind
+    assert choose_dtype("auto", spec.dtype, torch.device("cuda")) == kind
     _, kept = load_model(folder, "bfloat16", CPU)
     assert kept.dtype == torch.bfloat16
 
@@ -77,6 +77,25 @@ def test_what_older_tools_leave_in_is_ignored(folder: Path) -> None:
 
     edit(folder, add)
     load_model(folder, "auto", CPU)
+
+
+def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "deepseek-v3")
+    further = "model.layers.3.eh_proj.weight"
+    edit(tmp_path, lambda tensors: tensors.update({further: torch.zeros(48, 96)}))
+    configure(tmp_path, num_nextn_predict_layers=1)
+    load_model(tmp_path, "auto", CPU)
+    configure(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(BadCheckpoint, match=f"unexpected tensor {further}"):
+        load_model(tmp_path, "auto", CPU)
+
+
+def test_routing_stays_wide(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "deepseek-v3")
+    tensors = load_model(tmp_path, "bfloat16", CPU)[1].tensors()
+    wide = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    gates = {f"model.layers.{n}.mlp.gate" for n in (1, 2)}
+    assert wide == {f"{g}.{name}" for g in gates for name in ("weight", "e_score_correction_bias")}
 
 
 NORM = "model.norm.weight"

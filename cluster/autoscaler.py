@@ -1,0 +1,310 @@
+"""How many workers each pool should have, from what the routers' queues and the workers' loads say.
+
+Pure: loads and the time in, decisions out; the caller makes and drains workers. A pool wants
+
+    desired = max(queue term, occupancy term)
+
+Prefill is a rate: tokens that wait, over what a worker computes a second and the wait allowed; and
+tokens that arrive, over the share of its time that a worker should be busy (the method of
+TokenScale, arXiv 2512.03416). Decode is an occupancy: KV in use over the share wanted in use, and
+sequences, those that wait for a place included, over a worker's places. A mixed pool wants the
+most of these.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+from statistics import median
+
+CALIBRATED_SECONDS = 1.0
+"""Of computing prompts, before a worker's rate is believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """How far one pool may go, and what it aims at."""
+
+    least: int = 1  # 0: the pool may end its last worker; a queue makes one again
+    most: int = 1
+    gpus: int = 0  # of a worker, counted against the budget
+    wait_seconds: float = 1.0  # for a prompt in the queue
+    busy: float = 0.7  # share of a prefilling worker's time
+    kv: float = 0.8  # share of a decoding worker's KV
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast counts may change; all in seconds."""
+
+    stale: float = 10.0  # a load older than this says nothing
+    rate_window: float = 30.0  # over which arrivals are measured
+    up: float = 15.0  # a pool at most doubles in this time
+    down: float = 120.0  # less must have been enough for this long
+    down_step: float = 15.0  # from one worker less to the next
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What one worker that serves said last. Totals are since its start."""
+
+    name: str
+    at: float  # when it said so
+    queued_tokens: int = 0  # uncached prompt tokens waiting there
+    running: int = 0  # sequences
+    places: int = 1  # sequences that may run at once
+    kv_share: float = 0.0  # of its blocks: used, leased or reserved
+    prompt_tokens: int = 0  # total computed
+    prompt_seconds: float = 0.0  # total of the steps that computed prompts
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """A pool as it is. Totals are since the start of the routers."""
+
+    workers: Sequence[WorkerLoad] = ()  # those that serve, in no order
+    pending: int = 0  # asked for, not serving yet
+    draining: int = 0
+    waiting: int = 0  # requests in the routers' queues for this pool
+    waiting_tokens: int = 0  # their uncached prompt tokens
+    arrived_tokens: int = 0  # total of uncached prompt tokens
+
+    @property
+    def count(self) -> int:
+        """Workers that are, or will be, of use."""
+        return len(self.workers) + self.pending
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a pool should be brought to, and why."""
+
+    pool: str
+    desired: int
+    count: int  # serving and pending now
+    queue_term: float
+    occupancy_term: float
+    reason: str
+    blocked_by: str = ""  # what kept it from more, or from less; empty: nothing
+
+    def __str__(self) -> str:
+        change = f"{self.count} to {self.desired}" if self.desired != self.count else "stays"
+        blocked = f"; held by {self.blocked_by}" if self.blocked_by else ""
+        return f"{self.pool}: {change}: {self.reason}{blocked}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    queue: float
+    occupancy: float
+    reason: str
+
+    @property
+    def workers(self) -> int:
+        # What rounding errors add to a whole number is no worker.
+        return ceil(max(self.queue, self.occupancy) - 1e-9)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is remembered of a pool between decisions."""
+
+    arrivals: deque[tuple[float, int]] = field(default_factory=deque)
+    needs: deque[tuple[float, int]] = field(default_factory=deque)
+    rate: float | None = None  # prompt tokens a second, of the usual worker
+    grown: deque[tuple[float, int]] = field(default_factory=deque)  # counts within the up window
+    shrunk_at: float = -inf
+
+
+class Autoscaler:
+    """Decides for all pools of a cluster together, since they share its GPUs.
+
+    Args:
+        pools: name ("prefill", "decode" or "mixed") to limits.
+        gpu_budget: GPUs that all pools together may hold; None: no bound.
+        pace: how fast counts may change.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, PoolLimits],
+        gpu_budget: int | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        self._limits = dict(pools)
+        self._budget = gpu_budget
+        self._pace = pace or Pace()
+        self._memories = {name: _Memory() for name in pools}
+
+    def decide(self, states: Mapping[str, PoolState], now: float) -> list[Decision]:
+        """What each pool should be brought to; a pool without a state is left as it is."""
+        decisions = [self._decide(name, states[name], now) for name in self._limits & states.keys()]
+        decisions.sort(key=lambda decision: decision.pool)
+        return self._within_budget(decisions)
+
+    def _decide(self, pool: str, state: PoolState, now: float) -> Decision:
+        limits, memory = self._limits[pool], self._memories[pool]
+        fresh = [load for load in state.workers if now - load.at <= self._pace.stale]
+        _calibrate(memory, state)
+        if state.workers and not fresh:
+            return _hold(pool, state, limits, "no worker has said anything lately")
+        need = self._need(pool, state, fresh, now)
+        wanted, blocked = self._paced(pool, state, need, now)
+        bounded = min(max(wanted, limits.least), limits.most)
+        if bounded < wanted:
+            blocked = f"its most, {limits.most}"
+        elif bounded > wanted:
+            blocked = f"its least, {limits.least}"
+        return Decision(
+            pool, bounded, state.count, need.queue, need.occupancy, need.reason, blocked
+        )
+
+    # ------------------------------------------------------------ need
+
+    def _need(self, pool: str, state: PoolState, fresh: list[WorkerLoad], now: float) -> _Need:
+        arriving = self._arriving(pool, state, now)
+        needs = []
+        if pool != "decode":
+            needs.append(self._prefill_need(pool, state, fresh, arriving))
+        if pool != "prefill":
+            needs.append(self._decode_need(pool, state, fresh))
+        return max(needs, key=lambda need: max(need.queue, need.occupancy))
+
+    def _prefill_need(
+        self, pool: str, state: PoolState, fresh: list[WorkerLoad], arriving: float
+    ) -> _Need:
+        limits, rate = self._limits[pool], self._memories[pool].rate
+        backlog = state.waiting_tokens + _of_all(state, fresh, [w.queued_tokens for w in fresh])
+        if rate is None:
+            # Until a worker's rate is known: the plain length of the queue.
+            queue = float(state.waiting)
+            return _Need(queue, 0.0, f"{state.waiting} requests wait (rate not known yet)")
+        queue = backlog / (rate * limits.wait_seconds)
+        occupancy = arriving / (rate * limits.busy)
+        # Workers on their way will take their part of it: a queue that grows during a cold start
+        # must not ask for them again.
+        queue = max(queue - state.pending, min(queue, state.count))
+        return _Need(
+            queue,
+            occupancy,
+            f"{backlog:.0f} prompt tokens wait and {arriving:.0f} arrive a second, where a worker "
+            f"computes {rate:.0f}",
+        )
+
+    def _decode_need(self, pool: str, state: PoolState, fresh: list[WorkerLoad]) -> _Need:
+        limits = self._limits[pool]
+        kv = _of_all(state, fresh, [load.kv_share for load in fresh])
+        running = _of_all(state, fresh, [load.running for load in fresh])
+        places = median(load.places for load in fresh) if fresh else inf
+        waiting = 0 if pool == "mixed" else state.waiting
+        queue = (running + waiting) / places if fresh else float(waiting > 0)
+        return _Need(
+            queue,
+            kv / limits.kv,
+            f"KV of {kv:.2f} workers in use, {running:.0f} sequences run and {waiting} wait",
+        )
+
+    def _arriving(self, pool: str, state: PoolState, now: float) -> float:
+        """Uncached prompt tokens a second, over the window."""
+        arrivals = self._memories[pool].arrivals
+        if arrivals and state.arrived_tokens < arrivals[-1][1]:
+            arrivals.clear()  # the routers' counting began anew
+        arrivals.append((now, state.arrived_tokens))
+        while len(arrivals) > 2 and arrivals[1][0] <= now - self._pace.rate_window:
+            arrivals.popleft()
+        (then, before), (_, total) = arrivals[0], arrivals[-1]
+        return (total - before) / (now - then) if now > then else 0.0
+
+    # ------------------------------------------------------------ pace
+
+    def _paced(self, pool: str, state: PoolState, need: _Need, now: float) -> tuple[int, str]:
+        memory = self._memories[pool]
+        wanted = max(need.workers, int(_is_needed(state)))
+        _remember(memory.needs, now, wanted, self._pace.down)
+        _remember(memory.grown, now, state.count, self._pace.up)
+        if wanted > state.count:
+            most = max(1, 2 * min(count for _, count in memory.grown))
+            held = f"doubling at most in {self._pace.up:g} s" if wanted > most else ""
+            return max(min(wanted, most), state.count), held
+        if wanted < state.count:
+            return self._fewer(memory, state, now)
+        return wanted, ""
+
+    def _fewer(self, memory: _Memory, state: PoolState, now: float) -> tuple[int, str]:
+        oldest = memory.needs[0][0]
+        if now - oldest < self._pace.down:
+            return state.count, f"{self._pace.down:g} s of less need first"
+        if max(need for _, need in memory.needs) >= state.count:
+            return state.count, f"more was needed within {self._pace.down:g} s"
+        if state.draining or now - memory.shrunk_at < self._pace.down_step:
+            return state.count, "one worker leaves at a time"
+        memory.shrunk_at = now
+        return state.count - 1, ""
+
+    # ------------------------------------------------------------ budget
+
+    def _within_budget(self, decisions: list[Decision]) -> list[Decision]:
+        """Pools grow in turn, the one that lacks most first, while the budget has GPUs."""
+        if self._budget is None:
+            return decisions
+        granted = {each.pool: min(each.desired, each.count) for each in decisions}
+        left = self._budget - sum(self._limits[p].gpus * n for p, n in granted.items())
+        while True:
+            short = [
+                each
+                for each in decisions
+                if granted[each.pool] < each.desired and self._limits[each.pool].gpus <= left
+            ]
+            if not short:
+                break
+            worst = max(short, key=lambda each: each.desired / max(granted[each.pool], 0.5))
+            granted[worst.pool] += 1
+            left -= self._limits[worst.pool].gpus
+        return [_granted(each, granted[each.pool], self._budget) for each in decisions]
+
+
+def _calibrate(memory: _Memory, state: PoolState) -> None:
+    """The median worker's prompt tokens a second; kept while there is no worker."""
+    rates = [
+        load.prompt_tokens / load.prompt_seconds
+        for load in state.workers
+        if load.prompt_seconds >= CALIBRATED_SECONDS
+    ]
+    if rates:
+        memory.rate = median(rates) or None
+
+
+def _of_all(state: PoolState, fresh: list[WorkerLoad], values: Sequence[float]) -> float:
+    """The sum over all workers: those that say nothing are like the others."""
+    return sum(values) * len(state.workers) / len(fresh) if fresh else 0.0
+
+
+def _is_needed(state: PoolState) -> bool:
+    """Whether there is anything to do: the last worker stays, or a first one is made."""
+    return bool(state.waiting or any(load.running or load.queued_tokens for load in state.workers))
+
+
+def _remember(past: deque[tuple[float, int]], now: float, value: int, seconds: float) -> None:
+    """Append; what is kept spans at least `seconds` once that much time has passed."""
+    past.append((now, value))
+    while len(past) > 1 and past[1][0] <= now - seconds:
+        past.popleft()
+
+
+def _hold(pool: str, state: PoolState, limits: PoolLimits, why: str) -> Decision:
+    count = min(max(state.count, limits.least), limits.most)
+    return Decision(pool, count, state.count, 0.0, 0.0, "nothing is known", why)
+
+
+def _granted(decision: Decision, count: int, budget: int) -> Decision:
+    if count == decision.desired:
+        return decision
+    return Decision(
+        decision.pool,
+        count,
+        decision.count,
+        decision.queue_term,
+        decision.occupancy_term,
+        decision.reason,
+        f"the budget of {budget} GPUs",
+    )

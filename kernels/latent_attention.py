@@ -1,0 +1,262 @@
+"""Latent attention over one ragged batch (DeepSeek-V2, 2024): heads share compressed rows.
+
+One layer's cache is [1, N, 1, S, R + P] (see `cache`): a token has one row for all heads, its
+latent c [R] and a rotated key k [P]. Head h of a token at position p, with query (q, r), attends
+to the positions j <= p:
+
+    s_j = (q · Uk c_j + r · k_j) scale,    out = sum over j of softmax(s)_j Uv c_j
+
+query [T, H, Q + P], every head's q before its r; up [H, Q + V, R], every head's Uk [Q, R] over its
+Uv [V, R]. The cache already holds this step's rows. Slots that no token may see can hold anything,
+NaN included.
+
+The sum has two forms. Absorbed: q goes through Uk and the sum through Uv, so that the cached rows
+themselves are keys and values; 2 R + P products a head, query and key. A decoded token takes it.
+Expanded: the keys and values of the whole context are made for this step; Q + P + V a head, query
+and key. A chunk takes whichever has fewer products.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Ints: TypeAlias = npt.NDArray[np.integer]
+
+EXPANDED_BYTES = 1 << 26
+"""Keys and values that are made at once: as many heads as fit, at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """One sequence's tokens of this step."""
+
+    tokens: slice  # its rows of the query
+    blocks: Tensor  # [M] int64
+    context: int  # positions, this step's included
+    mask: Tensor | None  # [tokens, context] 0 or -inf; None: one token, or nothing before
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPlan:
+    """How one step attends; for all layers."""
+
+    absorbed: list[_Span]
+    expanded: list[_Span]
+    rows: Tensor | None  # [A] the absorbed rows of the query, span after span; None: all, in order
+    num_tokens: int
+    gathered: Tensor  # [most blocks at once, S (R + P)] scratch, used by one span after another
+
+
+def plan_latent_attention(
+    query_starts: Ints,
+    context_lens: Ints,
+    block_tables: Ints,
+    layer: Tensor,
+    rank: int,
+    head_dim: int,
+) -> LatentPlan:
+    """Prepares a step.
+
+    query_starts: [B + 1], context_lens: [B] (this step's tokens included), block_tables: [B, M]
+    (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
+    dtype and device; rank: R; head_dim: Q + V. ValueError where these cannot be.
+    """
+    _check_layer(layer, rank)
+    block_size, width = layer.shape[3:]
+    absorbed: list[_Span] = []
+    expanded: list[_Span] = []
+    for b, context in enumerate(context_lens.tolist()):
+        tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
+        query_len = tokens.stop - tokens.start
+        table = block_tables[b, : -(-context // block_size)].astype(np.int64)
+        blocks = torch.from_numpy(table).to(layer.device)
+        span = _Span(tokens, blocks, context, _mask(query_len, context, layer))
+        sizes = (query_len, context, rank, width - rank, head_dim)
+        (absorbed if query_len == 1 or _absorbed_is_less(*sizes) else expanded).append(span)
+    rows = None
+    if expanded:
+        ranges = [np.arange(span.tokens.start, span.tokens.stop) for span in absorbed]
+        rows = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(layer.device)
+    most = max((len(span.blocks) for span in absorbed + expanded), default=0)
+    gathered = layer.new_empty(most, block_size * width)
+    return LatentPlan(absorbed, expanded, rows, int(query_starts[-1]), gathered)
+
+
+def _absorbed_is_less(
+    query_len: int, context: int, rank: int, rope_dim: int, head_dim: int
+) -> bool:
+    """By the products of one head."""
+    pairs = query_len * context - query_len * (query_len - 1) // 2
+    absorbed = query_len * rank * head_dim + pairs * (2 * rank + rope_dim)
+    expanded = context * rank * head_dim + pairs * (head_dim + rope_dim)
+    return absorbed <= expanded
+
+
+def _mask(query_len: int, context: int, layer: Tensor) -> Tensor | None:
+    if query_len in (1, context):
+        return None
+    positions = np.arange(context)
+    seen = positions <= positions[context - query_len :, None]
+    mask = np.where(seen, np.float32(0), np.float32(-np.inf))
+    return torch.from_numpy(mask).to(layer.device, layer.dtype)
+
+
+def latent_attention(
+    query: Tensor, layer: Tensor, up: Tensor, plan: LatentPlan, scale: float
+) -> Tensor:
+    """Attends: query [T, H, Q + P], layer [1, N, 1, S, R + P], up [H, Q + V, R]; [T, H, V].
+
+    One dtype; layer and up contiguous. ValueError where the shapes do not fit together.
+    """
+    _check(query, layer, up, plan)
+    rope_dim = layer.shape[4] - up.shape[2]
+    query_dim = query.shape[2] - rope_dim
+    keys_up, values_up = up[:, :query_dim], up[:, query_dim:]
+    if plan.rows is None:
+        return _absorbed(query, layer, keys_up, values_up, plan, scale)
+    out = query.new_empty(*query.shape[:2], values_up.shape[1])
+    if plan.absorbed:
+        picked = query[plan.rows]
+        out[plan.rows] = _absorbed(picked, layer, keys_up, values_up, plan, scale)
+    for span in plan.expanded:
+        rows = _gather(layer, span, plan.gathered)
+        _expanded(out[span.tokens], query[span.tokens], rows, keys_up, values_up, span.mask, scale)
+    return out
+
+
+def _gather(layer: Tensor, span: _Span, gathered: Tensor) -> Tensor:
+    """The sequence's own rows [context, R + P]: nothing that no token may see is among them."""
+    blocks = layer.view(layer.shape[1], -1)
+    found = torch.index_select(blocks, 0, span.blocks, out=gathered[: len(span.blocks)])
+    return found.view(-1, layer.shape[4])[: span.context]
+
+
+def _absorbed(
+    query: Tensor,
+    layer: Tensor,
+    keys_up: Tensor,
+    values_up: Tensor,
+    plan: LatentPlan,
+    scale: float,
+) -> Tensor:
+    num_tokens, num_heads, _ = query.shape
+    query_dim, rank = keys_up.shape[1:]
+    wide = query.new_empty(num_tokens, num_heads, layer.shape[4])
+    wide[:, :, :rank] = torch.bmm(query[:, :, :query_dim].transpose(0, 1), keys_up).transpose(0, 1)
+    wide[:, :, rank:] = query[:, :, query_dim:]
+    sums = query.new_empty(num_heads, num_tokens, rank)
+    start = 0
+    for span in plan.absorbed:
+        stop = start + span.tokens.stop - span.tokens.start
+        rows = _gather(layer, span, plan.gathered)
+        _attend_rows(sums[:, start:stop], wide[start:stop], rows, span.mask, scale)
+        start = stop
+    return torch.bmm(sums, values_up.transpose(1, 2)).transpose(0, 1)
+
+
+def _attend_rows(
+    sums: Tensor, query: Tensor, rows: Tensor, mask: Tensor | None, scale: float
+) -> None:
+    """Into sums [H, L, R]: query [L, H, R + P] over rows [C, R + P], which all heads share."""
+    rank = sums.shape[2]
+    if len(query) == 1:
+        shares = (query[0] @ rows.T).mul_(scale).softmax(-1)
+        torch.matmul(shares, rows[:, :rank], out=sums[:, 0])
+        return
+    # The rotated key is summed too, and thrown away: values as wide as keys have a fused form.
+    shared = rows.expand(1, len(sums), -1, -1)
+    out = functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None], shared, shared, mask, is_causal=mask is None, scale=scale
+    )
+    sums.copy_(out[0, :, :, :rank])
+
+
+def _expanded(
+    out: Tensor,
+    query: Tensor,
+    rows: Tensor,
+    keys_up: Tensor,
+    values_up: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> None:
+    """Into out [L, H, V]: query [L, H, Q + P] over rows [C, R + P], some heads at a time."""
+    query_dim, rank = keys_up.shape[1:]
+    value_dim = values_up.shape[1]
+    latents, shared_key = rows[:, :rank], rows[:, rank:]
+    # Values as wide as keys have a fused form.
+    width = max(query.shape[2], value_dim)
+    padded = functional.pad(query, (0, width - query.shape[2])).transpose(0, 1)
+    for heads in _head_groups(len(keys_up), 2 * len(rows) * width * rows.itemsize):
+        shape = (heads.stop - heads.start, len(rows), width)
+        keys, values = rows.new_zeros(shape), rows.new_zeros(shape)
+        keys[:, :, :query_dim] = latents @ keys_up[heads].transpose(1, 2)
+        keys[:, :, query_dim : query.shape[2]] = shared_key
+        values[:, :, :value_dim] = latents @ values_up[heads].transpose(1, 2)
+        found = functional.scaled_dot_product_attention(
+            padded[None, heads], keys[None], values[None], mask, is_causal=mask is None, scale=scale
+        )
+        out[:, heads] = found[0, :, :, :value_dim].transpose(0, 1)
+
+
+def _head_groups(num_heads: int, head_bytes: int) -> Iterator[slice]:
+    size = max(1, EXPANDED_BYTES // head_bytes)
+    for start in range(0, num_heads, size):
+        yield slice(start, min(start + size, num_heads))
+
+
+def _check_layer(layer: Tensor, rank: int) -> None:
+    shape = tuple(layer.shape)
+    if len(shape) != 5 or shape[0] != 1 or shape[2] != 1 or shape[4] <= rank:
+        raise ValueError(f"layer is {shape}, not [1, N, 1, S, R + P] with R = {rank} and P > 0")
+    if not layer.is_contiguous():
+        raise ValueError("layer is not contiguous")
+
+
+def _check(query: Tensor, layer: Tensor, up: Tensor, plan: LatentPlan) -> None:
+    if up.dim() != 3 or not up.is_contiguous():
+        raise ValueError(f"up is {tuple(up.shape)}, not a contiguous [H, Q + V, R]")
+    _check_layer(layer, up.shape[2])
+    rope_dim = layer.shape[4] - up.shape[2]
+    if query.shape[:2] != (plan.num_tokens, len(up)):
+        raise ValueError(f"query is {tuple(query.shape)}, not [{plan.num_tokens}, {len(up)}, ...]")
+    if not rope_dim < query.shape[2] < rope_dim + up.shape[1]:
+        raise ValueError(f"query has {query.shape[2]} features: Q + P does not fit up and layer")
+    for name, other in (("layer", layer), ("up", up)):
+        if other.dtype != query.dtype or other.device != query.device:
+            raise ValueError(
+                f"{name} is {other.dtype} on {other.device}, query {query.dtype} on {query.device}"
+            )
+
+
+def latent_attention_reference(
+    query: Tensor,
+    layer: Tensor,
+    up: Tensor,
+    query_starts: Ints,
+    context_lens: Ints,
+    block_tables: Ints,
+    scale: float,
+) -> Tensor:
+    """What `plan_latent_attention` and `latent_attention` mean, token by token and head by head."""
+    num_heads, height, rank = up.shape
+    query_dim = query.shape[2] - (layer.shape[4] - rank)
+    out = query.new_empty(len(query), num_heads, height - query_dim)
+    for b, context in enumerate(context_lens.tolist()):
+        start, stop = int(query_starts[b]), int(query_starts[b + 1])
+        for token in range(start, stop):
+            seen = np.arange(context - stop + token + 1)
+            blocks = torch.from_numpy(block_tables[b, seen // layer.shape[3]].astype(np.int64))
+            rows = layer[0, blocks, 0, torch.from_numpy(seen % layer.shape[3])]
+            latents, shared_key = rows[:, :rank], rows[:, rank:]
+            for head in range(num_heads):
+                keys = torch.cat((latents @ up[head, :query_dim].T, shared_key), 1)
+                shares = (keys @ query[token, head] * scale).softmax(0)
+                out[token, head] = shares @ (latents @ up[head, query_dim:].T)
+    return out

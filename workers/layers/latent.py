@@ -1,0 +1,44 @@
+"""Self-attention over a cache of compressed rows (DeepSeek)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cache import write_kv
+from penstock.kernels.latent_attention import latent_attention
+from penstock.kernels.rotary import rotate_
+from penstock.workers.layers.attention import StepInputs
+from penstock.workers.layers.linear import Linear
+from penstock.workers.layers.norm import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """A head's features are Q plain ones and then P rotated ones; a cached row is R and P."""
+
+    down: Linear  # to a query's latent (or, without `query_up`, to all its heads), and to R + P
+    query_norm: Norm | None
+    query_up: Linear | None
+    row_norm: Norm  # of the first R
+    up: Tensor  # [H, Q + V, R]
+    output: Linear
+    rope_dim: int  # P
+    neighbours: bool  # whether pairs of rotated features are neighbours
+    scale: float
+
+    def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
+        """x: [T, hidden]; layer: this layer's cache, [1, N, 1, S, R + P], which is written."""
+        assert step.latent is not None
+        query, row = torch.split(self.down(x), list(self.down.sizes), dim=-1)
+        if self.query_up is not None and self.query_norm is not None:
+            query = self.query_up(self.query_norm(query))
+        heads = query.view(len(x), len(self.up), -1)
+        cos_sin = step.cos_sin[0]
+        rotate_(heads[:, :, -self.rope_dim :], cos_sin, self.neighbours)
+        latent = row[:, : self.up.shape[2]]
+        latent.copy_(self.row_norm(latent))
+        rotate_(row[:, None, -self.rope_dim :], cos_sin, self.neighbours)
+        write_kv(layer, step.cache_rows, row[:, None])
+        out = latent_attention(heads, layer, self.up, step.latent, self.scale)
+        return self.output(out.flatten(1))

@@ -1,0 +1,79 @@
+"""What DeepSeek's `config.json` says that others' does not: latent attention, and its routing."""
+
+from dataclasses import dataclass
+
+from penstock.workers.models.config import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention: its cache has one row a token, of a latent and a rotated key."""
+
+    rank: int  # of the latent
+    query_rank: int  # of the query's own latent; 0: it has none
+    plain_dim: int  # features of a head's query and key that are not rotated
+    rope_dim: int  # and that are
+    value_dim: int  # features of a head's value
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head's query."""
+        return self.plain_dim + self.rope_dim
+
+    @property
+    def up_dim(self) -> int:
+        """Features of a head that are made from the latent."""
+        return self.plain_dim + self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSpec:
+    """How a token's experts are chosen, beside how many there are."""
+
+    method: str  # "greedy", "group_limited_greedy" or "noaux_tc"
+    scale: float  # of their weights
+    num_groups: int = 1  # of experts; this and the next: the last two methods
+    top_groups: int = 1  # that a token may choose from
+
+
+def read_latent(config: Fields) -> LatentSpec:
+    has_query_rank = config.values.get("q_lora_rank") is not None
+    if config.values.get("attention_bias") and not has_query_rank:
+        raise config.unsupported("attention_bias without q_lora_rank is not served")
+    rope_dim = config.size("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise config.bad("qk_rope_head_dim", "even, which rotary embedding needs")
+    return LatentSpec(
+        rank=config.size("kv_lora_rank"),
+        query_rank=config.size("q_lora_rank") if has_query_rank else 0,
+        plain_dim=config.size("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=config.size("v_head_dim"),
+    )
+
+
+def read_routing(
+    config: Fields, methods: tuple[str, ...], num_experts: int, top_k: int
+) -> RoutingSpec:
+    """methods: the values of `topk_method` that the family has, the usual one first."""
+    values = config.values
+    method = values.get("topk_method") or methods[0]
+    if method not in methods:
+        known = " or ".join(methods)
+        raise config.unsupported(f"topk_method {method!r} is not served, only {known}")
+    scoring = "sigmoid" if method == "noaux_tc" else "softmax"
+    if values.get("scoring_func", scoring) != scoring:
+        found = values["scoring_func"]
+        raise config.unsupported(f"scoring_func {found!r} with {method} is not served")
+    if values.get("moe_layer_freq", 1) != 1:
+        raise config.unsupported("moe_layer_freq other than 1 is not served")
+    scale = config.number("routed_scaling_factor", 1.0)
+    if method == "greedy":
+        return RoutingSpec(method, scale)
+    num_groups, top_groups = config.size("n_group"), config.size("topk_group")
+    size, rest = divmod(num_experts, num_groups)
+    if rest or (method == "noaux_tc" and size < 2):
+        raise config.bad("n_group", f"one that cuts {num_experts} experts into equal groups")
+    if top_groups > num_groups or top_groups * size < top_k:
+        raise config.bad("topk_group", f"enough groups for {top_k} experts, and at most n_group")
+    return RoutingSpec(method, scale, num_groups, top_groups)

@@ -1,0 +1,267 @@
+"""Models that we do not have ourselves, computed by `transformers` over our cache and batcher.
+
+Any decoder of `transformers` that uses its attention interface (see `interface`), once it has
+been looked over (see `survey`). Slower than our own: its layers are not fused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.workers.layers.attention import StepInputs
+from penstock.workers.models.config import BadCheckpoint, Fields
+from penstock.workers.models.deepseek import LatentSpec
+from penstock.workers.models.interface import NAME, Paged, handled_by, register
+from penstock.workers.models.rope import RopeSpec
+from penstock.workers.models.rotary import Rotary
+from penstock.workers.models.spec import require_transformers, served
+from penstock.workers.models.survey import Call, Recorder, Refused, look_over
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackSpec:
+    """What the engine needs to know of such a model; the fields are those of `ModelSpec`."""
+
+    family: str
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    eos_tokens: tuple[int, ...]
+    windows: tuple[int, ...]
+    rope: RopeSpec = RopeSpec(1.0)  # noqa: RUF009 (frozen); nothing is turned by us
+
+    latent: LatentSpec | None = None
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        return 2, self.num_kv_heads, self.head_dim
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+
+
+class _Given(nn.Module):
+    """Stands where the layers were, so that the model's own head can be run by itself."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.kind: type[Any] = dict  # of what the layers return; set by their first run
+        self.hidden: Tensor | None = None
+        self._body = [body]  # in a list, so that it is no submodule
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        if self.hidden is not None:
+            return self.kind(last_hidden_state=self.hidden[None])
+        found = self._body[0](*args, **options)
+        self.kind = type(found)
+        return found
+
+
+def _body_of(model: Any) -> tuple[str, Any]:
+    """The part from tokens to hidden states, and where it is in the model."""
+    from transformers import PreTrainedModel
+
+    said = model.get_decoder()
+    for name, part in model.named_modules():
+        found = part is not model if said is model else part is said
+        if found and isinstance(part, PreTrainedModel):
+            return name, part
+    raise Refused("its layers and its head are one")
+
+
+class FallbackModel:
+    """A model of `transformers`, called as `Decoder` is."""
+
+    rotaries: tuple[Rotary, ...] = ()
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        name, self._body = _body_of(model)
+        self._given = _Given(self._body)
+        model.set_submodule(name, self._given)
+        self.spec: FallbackSpec
+        parameter = next(self._body.parameters())
+        self.dtype: torch.dtype = parameter.dtype
+        self.device: torch.device = parameter.device
+
+    def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
+        """As `Decoder.__call__`, but returns [T, hidden_size] after the last norm."""
+        with handled_by(Paged(step, cache, self.spec.windows)):
+            return self.hidden(tokens, step.positions)
+
+    def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        found = self._body(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True
+        )
+        hidden: Tensor = found.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden_size] to [S, vocab_size] float32."""
+        self._given.hidden = hidden
+        try:
+            return self.whole(torch.zeros(len(hidden), dtype=torch.int64, device=self.device))
+        finally:
+            self._given.hidden = None
+
+    def whole(self, tokens: Tensor, **options: Any) -> Tensor:
+        found = self._model(input_ids=tokens[None], use_cache=False, return_dict=True, **options)
+        logits: Tensor = found.logits[0]
+        return logits.to(torch.float32)
+
+
+def load_fallback(
+    config: Fields,
+    eos_tokens: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None,
+    num_bytes: int,
+    progress: Callable[[int, int], None],
+) -> tuple[FallbackSpec, FallbackModel]:
+    """Loads the folder of `config` with `transformers`, never with code from the checkpoint.
+
+    `num_bytes`: of its weights, for `progress`. Raises `BadCheckpoint` or `UnsupportedModel`.
+    """
+    require_transformers(config)
+    folder, architecture = config.path.parent, config.values["architectures"][0]
+    try:
+        theirs = _their_config(architecture, folder)
+        longest = _positions(theirs, max_model_len)
+        progress(0, num_bytes)
+        model = FallbackModel(_load(folder, dtype).to(device).eval())
+        progress(num_bytes, num_bytes)
+        with torch.inference_mode():
+            model.spec = _look_over(model, theirs, longest, eos_tokens, architecture)
+    except Refused as reason:
+        raise config.unsupported(f"{architecture} is not served: {reason}; {served()}") from None
+    return model.spec, model
+
+
+def _their_config(architecture: str, folder: Path) -> Any:
+    """Its configuration, if `transformers` has such a decoder, and it uses the interface."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        found = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        kind = transformers.AutoModelForCausalLM._model_mapping[type(found)]
+    except Exception as error:  # whatever stands in a file can go wrong in any way there
+        raise Refused(f"it is none of ours, and transformers says: {_first_line(error)}") from None
+    if kind.__name__ != architecture:
+        raise Refused(f"transformers makes {kind.__name__} of such a configuration")
+    if found.is_encoder_decoder:
+        raise Refused("it has an encoder")
+    if kind._is_stateful:
+        raise Refused("it keeps other state than keys and values")
+    if not kind._supports_attention_backend:
+        raise Refused("its attention does not go through the interface of transformers")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _positions(theirs: Any, max_model_len: int | None) -> int:
+    """The positions that will be used; `Refused` where sequences would change each other's."""
+    longest = getattr(theirs, "max_position_embeddings", None)
+    if type(longest) is not int or longest < 4:
+        raise Refused("it does not say how many positions it has")
+    used = min(longest, max_model_len or longest)
+    ropes = getattr(theirs, "rope_parameters", None) or {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+        original = rope.get("original_max_position_embeddings") or longest
+        if rope.get("rope_type") == "longrope" and used > original:
+            raise Refused(
+                "its longrope changes with the longest sequence of a batch; with max_model_len "
+                f"{original} or less it does not"
+            )
+    return longest
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
+    register()
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=NAME,
+            experts_implementation="eager",  # the grouped products take no odd shapes
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # see above
+        raise Refused(f"transformers cannot load it: {_first_line(error)}") from None
+    for kind in ("missing_keys", "mismatched_keys"):  # it would fill these in at random
+        if report[kind]:
+            name = sorted(map(str, report[kind]))[0]
+            raise BadCheckpoint(
+                f"{folder}: {kind.replace('_', ' ')} in the weights, such as {name}: the files do "
+                "not belong together or are incomplete"
+            )
+    return model
+
+
+def _look_over(
+    model: FallbackModel, theirs: Any, longest: int, eos_tokens: tuple[int, ...], name: str
+) -> FallbackSpec:
+    try:
+        calls = look_over(model.hidden, theirs.num_hidden_layers, longest, model.device)
+        _check_cache(calls, theirs, longest)
+        vocab_size = _check_head(model)
+    except Refused:
+        raise
+    except Exception as error:  # its code meets what it was not written for
+        raise Refused(f"it cannot do with our attention: {_first_line(error)}") from None
+    return _spec(calls, longest, eos_tokens, name, vocab_size)
+
+
+def _check_cache(calls: list[Call], theirs: Any, longest: int) -> None:
+    """`Refused` where its own cache would hold other than keys and values, or forget others."""
+    from transformers import DynamicCache
+
+    for layer, call in zip(DynamicCache(config=theirs).layers, calls, strict=True):
+        if type(layer).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+            raise Refused(f"its cache has a {type(layer).__name__}")
+        window = getattr(layer, "sliding_window", 0)
+        if window != call.window and 0 < window < longest:
+            raise Refused(f"its cache keeps {window} positions, and its masks tell otherwise")
+
+
+def _check_head(model: FallbackModel) -> int:
+    """The size of its vocabulary; `Refused` if its head cannot be run by itself."""
+    tokens = torch.arange(3, 6, device=model.device)
+    with handled_by(Recorder(0, check_masks=False)):
+        expected = model.whole(tokens, position_ids=tokens[None])
+        found = model.logits(model.hidden(tokens, tokens))
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
+        raise Refused("its head needs more than the last hidden states")
+    return found.shape[1]
+
+
+def _spec(
+    calls: list[Call], longest: int, eos_tokens: tuple[int, ...], name: str, vocab_size: int
+) -> FallbackSpec:
+    return FallbackSpec(
+        family=name,
+        vocab_size=vocab_size,
+        num_layers=len(calls),
+        num_kv_heads=calls[0].num_kv_heads,
+        head_dim=calls[0].head_dim,
+        max_model_len=longest,
+        eos_tokens=eos_tokens,
+        windows=tuple(call.window for call in calls),
+    )

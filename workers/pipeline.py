@@ -1,0 +1,160 @@
+"""How the engine's thread runs steps: one by one, or the next planned while one computes.
+
+In a pipeline there are two threads. The computing one runs the model and draws; the engine's own
+plans, books, and applies commands. A step planned ahead begins as soon as the one before it has
+drawn its tokens, whatever the engine's thread does then; it draws its own once that one is booked,
+since penalties and the like read the answer so far.
+"""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from penstock.workers.engine import Drawn, Engine, StepResult
+from penstock.workers.scheduling.sequence import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    plan: StepPlan
+    drawn: Drawn
+    seconds: float
+
+
+class OneByOne:
+    """Computes each step where it is asked for."""
+
+    busy = False
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.due = False  # whether the last step may be followed by another
+
+    def advance(self, commanded: bool) -> StepResult:
+        """One step, if there is anything to compute."""
+        result = self._engine.step()
+        self.due = result.output is not None
+        return result
+
+    def look_ahead(self) -> None:
+        """Nothing computes now that could be planned behind."""
+
+    def stop(self) -> None:
+        """Nothing computes."""
+
+
+class Pipeline:
+    """Runs an engine's steps. All methods are the engine's thread's; none waits for the device.
+
+    `changed` is notified when a step has been computed.
+    """
+
+    def __init__(self, engine: Engine, changed: threading.Condition) -> None:
+        self._engine = engine
+        self._changed = changed
+        self._given: deque[StepPlan] = deque()  # not begun
+        self._computing: StepPlan | None = None
+        self._computed: deque[_Computed] = deque()  # not booked
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._thread.start()
+
+    @property
+    def due(self) -> bool:
+        """Whether `advance` has something to do. Under `changed`."""
+        return bool(self._computed) or self._error is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step computes or will, without another command."""
+        return self._num_unbooked() > 0
+
+    def advance(self, commanded: bool) -> StepResult:
+        """Book what has been computed and see to it that something computes.
+
+        `commanded`: something was asked of the engine since the last call, so that the next step
+        may be another than the one planned.
+        """
+        if self._error is not None:
+            raise self._error
+        if commanded:
+            self._take_back()
+        result = StepResult()
+        self._engine.note(result)
+        if self._computed:
+            done = self._computed[0]
+            self._engine.book(done.plan, done.drawn, done.seconds, result)
+            with self._changed:
+                self._computed.popleft()
+                self._changed.notify_all()
+        if not self.busy:
+            self._give(self._engine.plan(result))
+        return result
+
+    def look_ahead(self) -> None:
+        """Plan the step behind the one that computes, if that can be known already."""
+        if self._num_unbooked() == 1:
+            self._give(self._engine.plan_ahead())
+
+    def stop(self) -> None:
+        """End after the step that computes, and wait for it."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _num_unbooked(self) -> int:
+        with self._changed:
+            return len(self._given) + (self._computing is not None) + len(self._computed)
+
+    def _give(self, plan: StepPlan | None) -> None:
+        if plan is not None:
+            with self._changed:
+                if plan.ahead and self._computed:  # it was computed meanwhile
+                    plan.fill(self._computed[-1].drawn.sampled.tokens)
+                self._given.append(plan)
+                self._changed.notify_all()
+
+    def _take_back(self) -> None:
+        """Whatever has not begun."""
+        with self._changed:
+            plans = list(reversed(self._given))
+            self._given.clear()
+        for plan in plans:
+            self._engine.batcher.withdraw(plan)
+
+    # ------------------------------------------------------------ the computing thread
+
+    def _run(self) -> None:
+        try:
+            while (plan := self._next()) is not None:
+                began = time.perf_counter()
+                logits = self._engine.compute(plan)
+                self._wait_until_booked()
+                drawn = self._engine.draw(plan, logits)
+                with self._changed:
+                    if self._given:
+                        self._given[0].fill(drawn.sampled.tokens)
+                    self._computing = None
+                    seconds = time.perf_counter() - began
+                    self._computed.append(_Computed(plan, drawn, seconds))
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _next(self) -> StepPlan | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._given or self._stopping)
+            if self._stopping:
+                return None
+            self._computing = self._given.popleft()
+            return self._computing
+
+    def _wait_until_booked(self) -> None:
+        """The step before has to be in the history."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._computed or self._stopping)
