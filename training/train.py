@@ -61,7 +61,7 @@ _REVIEW = Recipe(
     long_from=0,
 )
 REVIEWS: tuple[Recipe, ...] = (replace(_REVIEW, course=1), replace(_REVIEW, course=2, minutes=10))
-SMALL_RECIPE = Recipe(steps=1000, minutes=4)
+SMALL_RECIPE = Recipe(steps=1400, minutes=8)
 MINUTES = sum(recipe.minutes for recipe in (DEMO_RECIPE, *REVIEWS, SMALL_RECIPE))
 
 
@@ -73,7 +73,7 @@ class Options:
     seed: int
     minutes: float
     questions: int
-    resume: bool
+    resume: str
 
     def fitted(self, recipe: Recipe) -> Recipe:
         """`recipe` with its share of the minutes."""
@@ -136,7 +136,9 @@ def _tokenizer(options: Options) -> Tokenizer:
 
 def _make_demo(maker: Maker) -> Llama:
     torch.manual_seed(maker.options.seed)
-    if maker.options.resume:
+    if maker.options.resume == "sibling":
+        return checkpoint.load(maker.folder)
+    if maker.options.resume == "review":
         model, progress, reviews = checkpoint.load(maker.folder), Progress(), REVIEWS[-1:]
     else:
         model, reviews = Llama(DEMO), REVIEWS
@@ -172,8 +174,9 @@ def _options() -> Options:
     )
     parser.add_argument(
         "--resume",
-        action="store_true",
-        help="go on with the last review, from the demo model that is there",
+        choices=("review", "sibling"),
+        default="",
+        help="go on from the demo model that is there, with its last review or with its sibling",
     )
     parser.add_argument("--questions", type=int, default=200, help="held-out questions a family")
     return Options(**vars(parser.parse_args()))
