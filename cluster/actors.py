@@ -15,6 +15,7 @@ import ray.util
 # Ray's own: another copy of that library would not find the title that Ray has moved.
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
+from penstock.cluster import leave
 from penstock.cluster.notices import LogLine, News, Progress
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class WorkerActor(_Host):
         super().__init__(title)
         self._worker: RunningWorker | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
 
     async def start(self, config: "WorkerConfig") -> str:
         """Load and serve on this node; returns the address, host:port. `HostFailed`."""
@@ -123,6 +125,9 @@ class WorkerActor(_Host):
         newsroom.add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # let that out before the import holds everything up
         # Here, not above: the driver knows this class too, and must not load torch.
+        from penstock.workers.process import settle
+
+        settle()
         from penstock.workers.service import serve_worker
 
         def weights(done: int, total: int) -> None:
@@ -134,6 +139,7 @@ class WorkerActor(_Host):
         except Exception as error:
             raise HostFailed(_reason(error)) from None
         self._watching = asyncio.create_task(self._watch(self._worker, newsroom))
+        self._leaving = asyncio.create_task(leave.watch(self._worker.drain))
         return self._worker.address
 
     async def stop(self) -> None:
@@ -153,6 +159,7 @@ class RouterActor(_Host):
     def __init__(self, title: str) -> None:
         super().__init__(title)
         self._router: RunningRouter | None = None
+        self._leaving: asyncio.Task[None] | None = None
 
     async def start(self, config: "RouterConfig") -> tuple[str, str]:
         """Listen; returns the addresses of HTTP and of gRPC, host:port. `HostFailed`."""
@@ -164,6 +171,7 @@ class RouterActor(_Host):
             self._router = await serve_router(config)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
+        self._leaving = asyncio.create_task(leave.watch(self._router.drain))
         return self._router.http_address, self._router.grpc_address
 
     async def set_workers(self, addresses: dict[str, str]) -> None:

@@ -26,8 +26,9 @@ class HostedRouter:
 
     title = "router 0"
 
-    def __init__(self, config: RouterConfig, report: Report) -> None:
+    def __init__(self, config: RouterConfig, report: Report, own_node: bool = False) -> None:
         self.config = config
+        self._resources = {"router": 1} if own_node else {}
         self.ready = asyncio.Event()
         self.listening = ("", "")  # addresses of HTTP and of gRPC
         self.member: Member | None = None
@@ -35,7 +36,8 @@ class HostedRouter:
         self._addresses: dict[str, str] = {}  # of the workers that are ready
 
     def make(self) -> Member:
-        actor = ray.remote(num_cpus=ROUTER_CPUS, **_OURS)(RouterActor).remote(self.title)
+        remote = ray.remote(num_cpus=ROUTER_CPUS, resources=self._resources, **_OURS)(RouterActor)
+        actor = remote.remote(self.title)
         self.member = Member(self.title, actor, self._report)
         return self.member
 
@@ -89,10 +91,12 @@ class HostedWorker:
         """Take its place in the cluster; before anything else. `CannotPlace`."""
         self._report(self.title, Progress("waiting for its place"))
         self._group = placement_group(list(self._place.bundles), self._place.strategy)
-        for _ in range(SECONDS_TO_PLACE):
+        waited = 0
+        while self._place.is_patient or waited < SECONDS_TO_PLACE:
             # A second at a time: a thread cannot be cancelled.
             if await asyncio.to_thread(self._group.wait, 1):
                 return
+            waited += 1
         asked = " + ".join(map(str, self._place.bundles))
         raise CannotPlace(f"Ray has no room for {self.title} ({asked}); {free(free_nodes())}")
 

@@ -4,13 +4,15 @@ The plan proves by a packing of its own that everything has a place; Ray then ch
 worker's ranks stay on one node. CPUs that the specification leaves open are shared out evenly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from penstock.cluster.spec import ROLES, ClusterSpec, PoolSpec
 
 ROUTER_CPUS = 0.1  # a node with nothing on it that holds CPUs looks idle to Ray, and is taken away
 MIN_CPUS = 0.1
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class CannotPlace(ValueError):
@@ -36,6 +38,7 @@ class WorkerPlace:
     threads: int
     gpus: int  # of a rank
     strategy: str = "STRICT_PACK"
+    is_patient: bool = False  # its node may be yet to come
 
     @property
     def name(self) -> str:
@@ -80,7 +83,8 @@ class _Wish:
 def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
     """The workers of `spec`, each with its bundles; `CannotPlace` where they do not fit `nodes`.
 
-    GPUs are used wherever the nodes have any, unless a pool says otherwise.
+    GPUs are used wherever the nodes have any, unless a pool says otherwise. With `pool_nodes` a
+    worker asks for its pool's resource too, and waits for a node that has room.
     """
     have_gpus = any(node.gpus for node in nodes)
     wishes = [
@@ -88,6 +92,8 @@ def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
         for role in ROLES
         for index in range(getattr(spec.pools, role).replicas)
     ]
+    if spec.pool_nodes:
+        return [_as_place(wish, 0.0, {wish.role: 1.0}, is_patient=True) for wish in wishes]
     rooms = [_Room(node.name, node.cpus, node.gpus) for node in nodes]
     _take_router(rooms, nodes)
     # Those that ask for most first, then first come: the usual way to pack tightly.
@@ -133,14 +139,17 @@ def _fits(wish: _Wish, room: _Room) -> bool:
     return room.cpus - wish.cpus * wish.ranks >= MIN_CPUS * room.num_sharing
 
 
-def _as_place(wish: _Wish, share: float) -> WorkerPlace:
+def _as_place(
+    wish: _Wish, share: float, more: Mapping[str, float] = _NOTHING, is_patient: bool = False
+) -> WorkerPlace:
     # Down to what Ray counts in, with a little left for its rounding.
     cpus = wish.cpus if wish.cpus is not None else int(share * 100) / 100
-    bundle = {"CPU": cpus} | ({"GPU": float(wish.gpus)} if wish.gpus else {})
+    bundle = {"CPU": cpus} | ({"GPU": float(wish.gpus)} if wish.gpus else {}) | dict(more)
     # What the router holds it seldom uses: two cores and one worker make two threads.
     usable = cpus if wish.cpus is not None else cpus + ROUTER_CPUS + 1e-9
     threads = wish.pool.threads or max(1, int(usable))
-    return WorkerPlace(wish.role, wish.index, (bundle,) * wish.ranks, threads, wish.gpus)
+    bundles = (bundle,) * wish.ranks
+    return WorkerPlace(wish.role, wish.index, bundles, threads, wish.gpus, is_patient=is_patient)
 
 
 def _asked(wish: _Wish) -> str:

@@ -36,6 +36,7 @@ class RouterSpec:
     api_keys: tuple[str, ...] = knob(
         (), "keys that clients must show (repeat for more); none: anyone may call"
     )
+    api_keys_file: str | None = knob(None, "file with more keys, one a line")
     max_queued: int = knob(1024, "requests that may wait", 1)
     drain_seconds: float = knob(30.0, "time for running requests when asked to stop", 0, 86400)
 
@@ -50,6 +51,9 @@ class EngineSpec:
     max_batched_tokens: int = knob(512, "tokens computed in one step of a worker", 1)
     max_model_len: int | None = knob(None, "longest prompt and answer; by default the model's", 1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob("auto", "of weights and KV")
+    quantization: Literal["none", "int8"] = knob(
+        "none", "of weights; int8 also quantizes activations, token by token (CPU)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +106,22 @@ class ClusterSpec:
     router: RouterSpec = RouterSpec()
     engine: EngineSpec = EngineSpec()
     pools: Pools = DEFAULT_POOLS
+    pool_nodes: bool = knob(
+        False, "wait for nodes that carry a Ray resource named like the pool (or router), use those"
+    )
 
     def __post_init__(self) -> None:
         router = self.router
         if router.http_port == router.grpc_port != 0:
             raise SpecError(f"router: HTTP and gRPC cannot share port {router.http_port}")
+        for role in ROLES if self.pool_nodes else ():
+            pool = getattr(self.pools, role)
+            for name in ("cpus", "gpus"):
+                if pool.replicas and getattr(pool, name) is None:
+                    raise SpecError(
+                        f"pools.{role}.{name}: say how many a rank has: with pool_nodes the nodes "
+                        "that would tell may not be there yet"
+                    )
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -122,6 +137,18 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise SpecError(f"{path}: holds no keys; it should begin like `model: NAME`")
     return content
+
+
+def read_keys(path: str) -> tuple[str, ...]:
+    """The API keys of a file, one a line; empty lines are none. `SpecError`."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"router.api_keys_file: cannot be read: {_one_line(error)}") from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise SpecError(f"router.api_keys_file: {path} holds no key, and anyone might call")
+    return keys
 
 
 def parse(content: Mapping[str, Any]) -> ClusterSpec:
@@ -208,7 +235,7 @@ def _spelled(kind: Any) -> str:
         return "one of " + ", ".join(get_args(kind))
     if get_origin(kind) is tuple:
         return "a list of strings"
-    return {int: "a whole number", float: "a number", str: "a string"}[kind]
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
 
 
 def _one_line(error: Exception) -> str:

@@ -30,7 +30,7 @@ class Supervisor:
         token = secrets.token_urlsafe(32)
         self._drain_seconds = spec.router.drain_seconds
         self._report = report
-        self._router = HostedRouter(router_config(spec, model, token), report)
+        self._router = HostedRouter(router_config(spec, model, token), report, spec.pool_nodes)
         self._workers = [
             HostedWorker(each, worker_config(spec, model, token, each), self._router, report)
             for each in place(spec, free_nodes())
@@ -123,5 +123,6 @@ def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace
         max_model_len=spec.engine.max_model_len,
         threads=where.threads,
         dtype=spec.engine.dtype,
+        quantization=spec.engine.quantization,
         device="cuda" if where.gpus else "cpu",
     )

@@ -10,9 +10,9 @@ and values. Query heads [h G, (h + 1) G) read KV head h, G = Hq / H. Slots that 
 can hold anything, NaN included.
 
 What depends on the batch alone is worked out once a step by `plan_attention` and serves every
-layer of the same window. Without a kernel that reads blocks in place, sequences with one query
-token are gathered into padded batches (few where their lengths are alike), with the query heads
-of a KV head packed as rows; a longer chunk runs by itself.
+layer of the same window. Sequences with one query token are read in place where there is a kernel
+for that (`in_place`); elsewhere they are gathered into padded batches (few where their lengths are
+alike), with the query heads of a KV head packed as rows. A longer chunk runs by itself, gathered.
 """
 
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.kernels.in_place import InPlace, can_read_in_place
 from penstock.kernels.scores import PLAIN, Scores, attend
 
 Ints: TypeAlias = npt.NDArray[np.integer]
@@ -56,6 +57,7 @@ class _Chunk:
 class AttentionPlan:
     """How one step attends; for layers of one window."""
 
+    in_place: InPlace | None
     decodes: list[_Decodes]
     chunks: list[_Chunk]
     gathered: Tensor  # [most blocks at once, S D] scratch, used by one batch after another
@@ -73,9 +75,13 @@ def plan_attention(
     planner = _Planner(layer, block_tables, window)
     lengths = np.diff(query_starts)
     single = np.flatnonzero(lengths == 1)
+    in_place, gathered = None, single
+    if len(single) and can_read_in_place(layer.device, layer.dtype):
+        in_place = InPlace.of(single, query_starts, context_lens, block_tables, window)
+        gathered = single[:0]
     decodes = [
         planner.decodes(query_starts, context_lens, group)
-        for group in planner.alike(single, context_lens)
+        for group in planner.alike(gathered, context_lens)
     ]
     chunks = [
         planner.chunk(
@@ -85,7 +91,7 @@ def plan_attention(
     ]
     most = max(map(len, [p.blocks for p in decodes] + [p.blocks for p in chunks]), default=0)
     block_size, head_dim = layer.shape[3:]
-    return AttentionPlan(decodes, chunks, layer.new_empty(most, block_size * head_dim))
+    return AttentionPlan(in_place, decodes, chunks, layer.new_empty(most, block_size * head_dim))
 
 
 class _Planner:
@@ -192,7 +198,11 @@ def paged_attention(
     """Attends: query [T, Hq, D], layer [2, N, H, S, D] contiguous, one dtype; [T, Hq, D]."""
     if len(plan.decodes) == 1 and plan.decodes[0].tokens is None:
         return _decode(query, layer, plan.decodes[0], plan.gathered, scores)
+    if plan.in_place is not None and not plan.chunks:
+        return plan.in_place.attend(query, layer, scores)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if plan.in_place is not None:
+        out[plan.in_place.tokens] = plan.in_place.attend(query, layer, scores)
     for group in plan.decodes:
         picked = query[group.tokens]
         out[group.tokens] = _decode(picked, layer, group, plan.gathered, scores)

@@ -117,7 +117,7 @@ def _prompt(prompts: Prompts, number: int, length: int) -> list[int]:
 
 def _path(threads: int) -> list[float]:
     """Ratios of whole path to engine, by turns, as `loadtests.throughput` takes them."""
-    requests = throughput.Requests(rounds=_TURNS, output_len=128)
+    requests = throughput.Requests(rounds=_TURNS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         path, direct = runner.run(throughput.turns(Setup(threads=threads), requests))
     return throughput.ratios(path.steady, direct.steady)

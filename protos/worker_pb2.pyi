@@ -227,7 +227,7 @@ class ToRouter(_message.Message):
     def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., yielded: _Optional[_Union[Yielded, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load")
+    __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load", "step_bounds")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +241,7 @@ class Welcome(_message.Message):
     EOS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    STEP_BOUNDS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     incarnation: str
@@ -254,7 +255,8 @@ class Welcome(_message.Message):
     eos_tokens: _containers.RepeatedScalarFieldContainer[int]
     vocab_size: int
     load: Load
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    step_bounds: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_bounds: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("request", "attempt", "choice", "position", "token", "finish", "logprobs", "ended", "load", "prompts")
@@ -317,7 +319,7 @@ class Ended(_message.Message):
     def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("queued", "queued_tokens", "running", "free_blocks", "cached_blocks", "leased_blocks", "step_micros", "steps", "prompt_tokens_computed", "prompt_tokens_cached", "bytes_received", "bytes_sent", "preemptions")
+    __slots__ = ("queued", "queued_tokens", "running", "free_blocks", "cached_blocks", "leased_blocks", "step_micros", "steps", "prompt_tokens_computed", "prompt_tokens_cached", "bytes_received", "bytes_sent", "preemptions", "reserved_blocks", "used_blocks", "unwritten_slots", "step_counts", "step_seconds")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -331,6 +333,11 @@ class Load(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    UNWRITTEN_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     queued: int
     queued_tokens: int
     running: int
@@ -344,7 +351,12 @@ class Load(_message.Message):
     bytes_received: int
     bytes_sent: int
     preemptions: int
-    def __init__(self, queued: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., step_micros: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    reserved_blocks: int
+    used_blocks: int
+    unwritten_slots: int
+    step_counts: _containers.RepeatedScalarFieldContainer[int]
+    step_seconds: float
+    def __init__(self, queued: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., step_micros: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., preemptions: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., unwritten_slots: _Optional[int] = ..., step_counts: _Optional[_Iterable[int]] = ..., step_seconds: _Optional[float] = ...) -> None: ...
 
 class Yielded(_message.Message):
     __slots__ = ("request", "attempt", "kv_len")

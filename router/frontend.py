@@ -13,6 +13,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from penstock.router import state
 from penstock.router.answers import Answers, Ranking, Track
 from penstock.router.ask import Ask, Model, check_bad_words, check_prompt, text_rules, wire_params
 from penstock.router.config import RouterConfig
@@ -20,6 +21,7 @@ from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.links import Links
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
+from penstock.router.tally import Tally
 from penstock.router.text.tokenizer import TextModel
 from penstock.router.worker_link import Identity
 
@@ -55,6 +57,7 @@ class Frontend:
         limits: of the model as its own configuration has them.
         dispatcher: decides.
         incarnation: random, new at each start.
+        tenants: what tenants are called in metrics, which name nobody's key.
     """
 
     def __init__(
@@ -64,9 +67,11 @@ class Frontend:
         limits: Model,
         dispatcher: Dispatcher,
         incarnation: str,
+        tenants: Mapping[str, str],
     ) -> None:
         self.config = config
         self.text = text
+        self.tally = Tally(tenants)
         self.is_draining = False
         self._limits = limits
         self._dispatcher = dispatcher
@@ -120,6 +125,16 @@ class Frontend:
         """Requests that have not ended."""
         return len(self._tracks)
 
+    def look(self) -> state.ClusterState:
+        """The router and its workers as they are now."""
+        return state.look(
+            self._limits.name,
+            self.why_not_ready(),
+            self._links.wanted(),
+            self._dispatcher,
+            self.tally,
+        )
+
     def watch(self, changed: Callable[[str], None]) -> None:
         """Have `changed` called with what `why_not_ready` says, now and when it changes."""
         self._watchers.append(changed)
@@ -161,6 +176,7 @@ class Frontend:
         self._tracks.update({r.id: track for r, track in zip(requests, tracks, strict=True)})
         try:
             for request in requests:
+                self.tally.opened(request.id, request.tenant, self._loop.time())
                 self.tell(ev.Arrived(request))
         except BaseException:
             answers.close()
@@ -207,6 +223,7 @@ class Frontend:
     def _let_go(self, requests: Sequence[int]) -> None:
         for request in requests:
             if self._tracks.pop(request, None) is not None:
+                self.tally.ended(request, ev.Status.CANCELLED, self._loop.time())
                 self.tell(ev.Gone(request))
 
     # ------------------------------------------------------------ events and commands
@@ -220,14 +237,19 @@ class Frontend:
         try:
             while self._events:
                 event = self._events.popleft()
-                for command in self._dispatcher.handle(event, self._loop.time()):
-                    self._carry_out(command)
+                now = self._loop.time()
+                commands = self._dispatcher.handle(event, now)
+                self.tally.delivered(commands, now)
+                for command in commands:
+                    self._carry_out(command, now)
                 if isinstance(event, ev.WorkerUp | ev.WorkerLost | ev.Tick):
                     self._look()
+                elif isinstance(event, ev.Received):
+                    self.tally.received(event, now)
         finally:
             self._is_handling = False
 
-    def _carry_out(self, command: ev.Command) -> None:
+    def _carry_out(self, command: ev.Command, now: float) -> None:
         match command:
             case ev.Deliver():
                 track = self._tracks.get(command.request)
@@ -238,11 +260,14 @@ class Frontend:
                 if track is not None:
                     track.deliver_prompt(command)
             case ev.End():
+                self.tally.ended(command.request, command.status, now)
                 self._end(command)
             case ev.Hang():
                 log.warning("worker %s: %s", command.worker, command.reason)
                 self._links.hang(command.worker, command.reason)
             case _:
+                if isinstance(command, ev.Send):
+                    self.tally.sent(command, now)
                 self._links.send(command)
 
     def _end(self, end: ev.End) -> None:

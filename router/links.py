@@ -1,7 +1,7 @@
 """The streams to all workers that are wanted, and what those with an open one said."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.protos import worker_pb2
 from penstock.router.ask import Model
@@ -35,6 +35,10 @@ class Links:
             min([own.max_model_len, *(welcome.max_model_len for welcome in welcomes)]),
             min([own.vocab_size, *(welcome.vocab_size for welcome in welcomes)]),
         )
+
+    def wanted(self) -> Sequence[WorkerLink]:
+        """The links to all workers that are wanted, with or without an open stream."""
+        return list(self._links.values())
 
     async def set(self, addresses: Mapping[str, str]) -> None:
         """Keep streams to exactly these workers, given as name: host:port."""

@@ -15,6 +15,7 @@ from grpc_health.v1 import health
 
 from penstock.router.api.connection import BoundedConnection
 from penstock.router.api.grpc import set_health, start_grpc
+from penstock.router.api.keys import ApiKeys
 from penstock.router.api.openai import openai_app
 from penstock.router.ask import Model
 from penstock.router.config import RouterConfig
@@ -97,7 +98,8 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
             ),
         )
         check_free(config.host, config.grpc_port)
-        frontend = Frontend(config, text, limits, dispatcher, secrets.token_hex(8))
+        tenants = ApiKeys(config.api_keys).names()
+        frontend = Frontend(config, text, limits, dispatcher, secrets.token_hex(8), tenants)
         try:
             grpc_server, health_service = start_grpc(frontend)
             grpc_port = bind_grpc(grpc_server, config)

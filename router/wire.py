@@ -75,7 +75,7 @@ def _ready(worker: str, body: pb.Ready) -> ev.Event:
 
 
 def _received(worker: str, body: pb.Received) -> ev.Event:
-    return ev.Received(worker, body.request, body.attempt, body.epoch)
+    return ev.Received(worker, body.request, body.attempt, body.epoch, body.bytes)
 
 
 def _failed(worker: str, body: pb.Failed) -> ev.Event:

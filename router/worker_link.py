@@ -68,6 +68,8 @@ class WorkerLink:
     ) -> None:
         self.worker = worker
         self.address = address
+        self.welcome: pb.Welcome | None = None  # of the newest stream, also after its end
+        self.load: pb.Load | None = None  # the newest; None while there is no stream
         self._identity = identity
         self._tell = tell
         self._welcomed = welcomed
@@ -139,6 +141,7 @@ class WorkerLink:
     def _lost(self) -> None:
         self._out.clear()
         self._hung = ""
+        self.load = None
         if self._is_up:
             self._is_up = False
             self._tell(ev.WorkerLost(self.worker))
@@ -174,6 +177,7 @@ class WorkerLink:
             raise LinkBroken(f"another worker answers there ({welcome.worker!r})")
         self._welcomed(welcome)
         self._is_up = True
+        self.welcome, self.load = welcome, welcome.load
         self._tell(ev.WorkerUp(wire.info_of(welcome), wire.load_of(welcome.load)))
 
     async def _talk(self, call: grpc.aio.StreamStreamCall) -> None:
@@ -198,6 +202,8 @@ class WorkerLink:
             if message.number != expected:
                 raise LinkBroken(f"its message {expected} is missing")
             expected += 1
+            if message.HasField("step") and message.step.HasField("load"):
+                self.load = message.step.load
             self._tell(wire.event_of(self.worker, message))
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:

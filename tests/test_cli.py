@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from penstock import __version__
-from penstock.cli import checkpoint, flags, main, serve
+from penstock.cli import checkpoint, fetch, flags, main, serve
 from penstock.cli.chat import ChatFailed, Conversation, show
 from penstock.cli.view import Bars, Lines
 from penstock.cluster import notices
@@ -50,10 +50,11 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
     error = capsys.readouterr().err
-    assert error == "penstock: there is no command 'sevre'; known are serve, chat, bench\n"
+    known = "serve, chat, status, bench, simulate"
+    assert error == f"penstock: there is no command 'sevre'; known are {known}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "bench"])
+@pytest.mark.parametrize("command", ["serve", "chat", "status", "bench"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
@@ -172,7 +173,10 @@ def test_an_index_that_makes_no_sense(model: Path) -> None:
         checkpoint.check(model)
 
 
-def test_an_unknown_architecture(model: Path) -> None:
+def test_an_unknown_architecture_without_transformers(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.workers.models.spec.find_spec", lambda name: None)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["FooModel"]}))
     with pytest.raises(UnsupportedModel, match=r"FooModel.*LlamaForCausalLM"):
@@ -205,6 +209,65 @@ def test_a_hub_name_becomes_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: f"/cache/{name}")
     assert checkpoint.find("some/model") == Path("/cache/some/model")
+
+
+def test_fetching_into_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[str, list[str], Path]] = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str], local_dir: Path) -> str:
+        asked.append((name, allow_patterns, local_dir))
+        return str(local_dir)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert fetch.main(["some/model", str(tmp_path)]) == 0
+    assert fetch.main(["some/model", str(tmp_path), "--without-weights"]) == 0
+    assert asked[0] == ("some/model", checkpoint.WANTED_FILES, tmp_path)
+    assert set(asked[0][1]) - set(asked[1][1]) == {"*.safetensors"}
+
+
+def test_fetching_says_what_was_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        fetch.main(["no-hub-name", str(tmp_path)])
+    assert end.value.code == 2
+    assert "expected a name like owner/model" in capsys.readouterr().err
+
+    def download(*_: object) -> None:
+        raise checkpoint.NoModel("some/model is no folder here, and the hub refuses it (404)")
+
+    monkeypatch.setattr(fetch, "download", download)
+    assert fetch.main(["some/model", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.endswith("the hub refuses it (404)\n")
+
+
+def test_without_its_weights_a_checkpoint_can_be_looked_through(model: Path) -> None:
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    checkpoint.check(model, with_weights=False)
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is missing"):
+        checkpoint.check(model)
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(BadCheckpoint, match=r"tokenizer\.json is missing"):
+        checkpoint.check(model, with_weights=False)
+
+
+def test_pool_nodes_and_a_file_of_keys_as_flags(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n")
+    given = [
+        "--pool-nodes",
+        "--cpus",
+        "1",
+        "--gpus",
+        "0",
+        "--api-keys-file",
+        str(tmp_path / "keys"),
+    ]
+    spec = flags.read_spec([*given, "--api-key", "two"])
+    assert spec.pool_nodes
+    assert spec.router.api_keys == ("two", "one")
 
 
 def test_refusals_come_before_ray_and_without_a_traceback() -> None:

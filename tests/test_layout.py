@@ -158,6 +158,7 @@ def test_no_code_comes_from_data() -> None:
         ("penstock.cli", ("torch", "ray", "grpc", "rich", "yaml")),
         ("penstock.cli.serve", ("torch", "ray", "grpc", "huggingface_hub")),
         ("penstock.cli.chat", ("torch", "ray")),
+        ("penstock.cli.status", ("torch", "ray", "grpc")),
     ],
 )
 def test_importing_loads_no_more_than_it_should(module: str, absent: tuple[str, ...]) -> None:

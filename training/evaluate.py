@@ -1,6 +1,7 @@
 """The yardstick: held-out exact match of a model, family by family.
 
-`python -m training.evaluate FOLDER` measures a model folder; `measure` measures anything that
+`python -m training.evaluate FOLDER` measures a model folder, in `transformers` or, with
+`--engine none` or `--engine int8`, in our own engine; `measure` measures anything that
 answers conversations, such as a running server.
 """
 
@@ -16,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from penstock.workers.config import QUANTIZATIONS
+from training.engine_answers import EngineAnswers
 from training.families import FAMILIES, Example, Family, Message
 
 CLAIM_BOUND = 0.9
@@ -114,8 +117,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="questions a family")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", action="append", default=[], choices=sorted(FAMILIES))
+    parser.add_argument(
+        "--engine", choices=QUANTIZATIONS, help="answer by our engine, its weights so quantized"
+    )
     options = parser.parse_args()
-    answer = transformers_answer(options.folder)
+    if options.engine is None:
+        answer = transformers_answer(options.folder)
+    else:
+        answer = EngineAnswers(options.folder, options.engine, MAX_NEW_TOKENS)
     for name in options.family or FAMILIES:
         print(*measure(answer, options.count, seed=options.seed, families=[name]), flush=True)
 

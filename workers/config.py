@@ -6,6 +6,7 @@ from pathlib import Path
 ROLES = ("prefill", "decode", "mixed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = ("none", "int8")
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
 
@@ -30,6 +31,7 @@ class WorkerConfig:
     max_queued: int = 1024
     threads: int | None = None  # of torch, on a CPU
     dtype: str = "auto"  # float32 on a CPU, bfloat16 on a GPU
+    quantization: str = "none"  # of the weights
     device: str = "auto"
     plan_ahead: bool = False  # the next step while one computes, which then has a thread of its own
     beat_seconds: float = 0.5  # the longest silence of a stream; ten of them end it
@@ -39,6 +41,7 @@ class WorkerConfig:
         _one_of("role", self.role, ROLES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, DEVICES)
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
         for name in ("block_size", "max_sequences", "max_batched_tokens", "max_queued"):
             _at_least(name, getattr(self, name), 1)
         for name in ("kv_cache_mib", "max_model_len", "threads"):

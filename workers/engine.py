@@ -7,7 +7,7 @@ ends that sequence only; an exception of the model ends the engine.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from penstock.workers.kv_cache import KvCache
 from penstock.workers.memory import choose_num_blocks
 from penstock.workers.models.served import ServedModel, ServedSpec
 from penstock.workers.runner import Runner
-from penstock.workers.sampler import Sampled, Sampler, TokenLogprobs
+from penstock.workers.sampler import PromptLogprobs, Sampled, Sampler, TokenLogprobs
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.sequence import (
     Admitted,
@@ -35,6 +35,7 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
+from penstock.workers.step_times import StepTimes
 from penstock.workers.weights.loading import load
 
 Progress = Callable[[int, int], None]
@@ -49,23 +50,6 @@ class Receiving:
     have: int
     stop: int
     blocks: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Of a prompt's tokens from `position` on."""
-
-    key: Key
-    position: int
-    entries: list[TokenLogprobs | None]  # every one is there
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What a step's logits gave: a token a row that draws, and logprobs of prompts."""
-
-    sampled: Sampled
-    prompts: list[PromptLogprobs]
 
 
 @dataclass(slots=True)
@@ -93,6 +77,8 @@ class EngineLoad:
     step_seconds: float  # of the last step
     num_steps: int
     gap_seconds: float  # from the newest step's begin back to the end of the one before
+    step_counts: tuple[int, ...]  # steps by their length, see `STEP_BOUNDS`
+    all_steps_seconds: float  # of all steps together
 
 
 class Engine:
@@ -107,7 +93,12 @@ class Engine:
             torch.set_num_threads(config.threads)
         device = choose_device(config.device)
         self.spec, decoder = load(
-            config.model, config.dtype, device, progress, config.max_model_len
+            config.model,
+            config.dtype,
+            device,
+            progress,
+            config.max_model_len,
+            config.quantization,
         )
         self.limits = _limits(config, self.spec, decoder)
         self.model = model_fingerprint(config.model)
@@ -119,6 +110,7 @@ class Engine:
         self.plans_ahead = config.plan_ahead
         self._live: dict[Key, NewSequence] = {}  # all but leases
         self._step_seconds = 0.0
+        self._times = StepTimes()
         self._num_steps = 0
         self._drawn_at = time.perf_counter()
         self._gap_seconds = 0.0
@@ -151,8 +143,8 @@ class Engine:
         result = StepResult()
         plan = self.plan(result)
         if plan is not None:
-            drawn = self.draw(plan, self.compute(plan))
-            self.book(plan, drawn, time.perf_counter() - started, result)
+            sampled = self.draw(plan, self.compute(plan))
+            self.book(plan, sampled, time.perf_counter() - started, result)
         return result
 
     def plan(self, result: StepResult) -> StepPlan | None:
@@ -166,23 +158,24 @@ class Engine:
         return self.batcher.plan(time.perf_counter())
 
     def compute(self, plan: StepPlan) -> Tensor:
-        """Run the model; the logits that `draw` takes, as `Runner.run` returns them."""
+        """Run the model; the logits [S + P, vocab_size] of the rows that draw, and of the prompt
+        tokens that are scored."""
         self._gap_seconds = time.perf_counter() - self._drawn_at
         return self._runner.run(plan)
 
-    def draw(self, plan: StepPlan, logits: Tensor) -> Drawn:
+    def draw(self, plan: StepPlan, logits: Tensor) -> Sampled:
         """Draw the tokens, once every step before is booked."""
         rows, table = plan.drawing, self.batcher.table
         indices = table.num_tokens[rows] - table.num_prompt[rows]
-        prompts = self._score(plan, logits[len(rows) :]) if len(plan.scored) else []
         sampled = self._sampler.sample(logits[: len(rows)], rows, indices, table)
+        if len(plan.scored):
+            sampled = replace(sampled, prompts=self._score(plan, logits[len(rows) :]))
         self._drawn_at = time.perf_counter()
-        return Drawn(sampled, prompts)
+        return sampled
 
-    def book(self, plan: StepPlan, drawn: Drawn, seconds: float, result: StepResult) -> None:
+    def book(self, plan: StepPlan, sampled: Sampled, seconds: float, result: StepResult) -> None:
         """Take up what a step gave; it took `seconds`."""
-        rows, sampled = plan.drawing, drawn.sampled
-        result.prompts = drawn.prompts
+        rows = plan.drawing
         if not sampled.finite.all():
             keys = self.batcher.table.keys[rows[~sampled.finite]].tolist()
             # One that has ended meanwhile is in the step still; one with several choices is once.
@@ -190,13 +183,14 @@ class Engine:
             for key in result.failed:
                 self.batcher.fail(key)
         result.output = output = self.batcher.commit(plan, sampled.tokens)
-        result.logprobs = sampled.logprobs
+        result.logprobs, result.prompts = sampled.logprobs, sampled.prompts
         if len(output.rows) < len(rows):
             of_row = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
             result.logprobs = [of_row[row] for row in output.rows.tolist()]
         self.note(result)
         self._num_steps += 1
         self._step_seconds = seconds
+        self._times.add(seconds)
 
     def note(self, result: StepResult) -> None:
         """Take up what has happened in the scheduler since the last call."""
@@ -205,7 +199,12 @@ class Engine:
 
     def load(self) -> EngineLoad:
         return EngineLoad(
-            self.batcher.load(), self._step_seconds, self._num_steps, self._gap_seconds
+            self.batcher.load(),
+            self._step_seconds,
+            self._num_steps,
+            self._gap_seconds,
+            self._times.counts(),
+            self._times.seconds,
         )
 
     def warm_up(self) -> None:
@@ -221,6 +220,7 @@ class Engine:
             pass
         self.batcher = Batcher(self.limits)
         self._num_steps = 0
+        self._times = StepTimes()
 
     def _score(self, plan: StepPlan, logits: Tensor) -> list[PromptLogprobs]:
         """Logprobs of prompt tokens; those of one row stand together."""

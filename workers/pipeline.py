@@ -11,14 +11,15 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from penstock.workers.engine import Drawn, Engine, StepResult
+from penstock.workers.engine import Engine, StepResult
+from penstock.workers.sampler import Sampled
 from penstock.workers.scheduling.sequence import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
     plan: StepPlan
-    drawn: Drawn
+    sampled: Sampled
     seconds: float
 
 
@@ -85,7 +86,7 @@ class Pipeline:
         self._engine.note(result)
         if self._computed:
             done = self._computed[0]
-            self._engine.book(done.plan, done.drawn, done.seconds, result)
+            self._engine.book(done.plan, done.sampled, done.seconds, result)
             with self._changed:
                 self._computed.popleft()
                 self._changed.notify_all()
@@ -113,15 +114,16 @@ class Pipeline:
         if plan is not None:
             with self._changed:
                 if plan.ahead and self._computed:  # it was computed meanwhile
-                    plan.fill(self._computed[-1].drawn.sampled.tokens)
+                    plan.fill(self._computed[-1].sampled.tokens)
                 self._given.append(plan)
                 self._changed.notify_all()
 
     def _take_back(self) -> None:
-        """Whatever has not begun."""
+        """Whatever has not begun, newest first, but what makes copies that are counted on."""
+        plans = []
         with self._changed:
-            plans = list(reversed(self._given))
-            self._given.clear()
+            while self._given and not len(self._given[-1].copies):
+                plans.append(self._given.pop())
         for plan in plans:
             self._engine.batcher.withdraw(plan)
 
@@ -133,13 +135,13 @@ class Pipeline:
                 began = time.perf_counter()
                 logits = self._engine.compute(plan)
                 self._wait_until_booked()
-                drawn = self._engine.draw(plan, logits)
+                sampled = self._engine.draw(plan, logits)
                 with self._changed:
                     if self._given:
-                        self._given[0].fill(drawn.sampled.tokens)
+                        self._given[0].fill(sampled.tokens)
                     self._computing = None
                     seconds = time.perf_counter() - began
-                    self._computed.append(_Computed(plan, drawn, seconds))
+                    self._computed.append(_Computed(plan, sampled, seconds))
                     self._changed.notify_all()
         except BaseException as error:
             with self._changed:

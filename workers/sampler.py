@@ -7,7 +7,7 @@ added.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.kernels.noise import gumbel_noise
 from penstock.kernels.sampling import Cuts, Penalties, argmax, cut_, penalize_, typical_
 from penstock.workers.bans import Bans, History
-from penstock.workers.scheduling.sequence import Bools, Ints, SamplingParams
+from penstock.workers.scheduling.sequence import Bools, Ints, Key, SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy: dividing by them would leave float32."""
@@ -59,12 +59,22 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of a prompt's tokens from `position` on."""
+
+    key: Key
+    position: int
+    entries: list[TokenLogprobs | None]  # every one is there
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """One drawn token a row of the logits."""
 
     tokens: Ints  # [S]; 0 where there was nothing to draw
     finite: Bools  # [S] whether the row's logits were, and some token may be drawn
     logprobs: list[TokenLogprobs | None]  # of the rows that asked
+    prompts: list[PromptLogprobs] = field(default_factory=list)
 
 
 class Sampler:

@@ -17,6 +17,7 @@ from penstock.workers.config import WorkerConfig
 from penstock.workers.dispatch import BadCommand, Dispatch
 from penstock.workers.engine import Engine, Progress
 from penstock.workers.session import Session
+from penstock.workers.step_times import STEP_BOUNDS
 from penstock.workers.transfer.staging import Identity
 from penstock.workers.wire import MAX_MESSAGE_BYTES, PROTOCOL
 
@@ -210,4 +211,5 @@ def _welcome(config: WorkerConfig, engine: Engine, identity: Identity) -> wire.W
         max_sequences=engine.limits.max_sequences,
         eos_tokens=engine.spec.eos_tokens,
         vocab_size=engine.spec.vocab_size,
+        step_bounds=STEP_BOUNDS,
     )

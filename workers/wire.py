@@ -199,6 +199,11 @@ def load_message(load: EngineLoad, bytes_received: int, bytes_sent: int) -> wire
         bytes_received=bytes_received,
         bytes_sent=bytes_sent,
         preemptions=pool.preemptions,
+        reserved_blocks=pool.reserved_blocks,
+        used_blocks=pool.used_blocks,
+        unwritten_slots=pool.unwritten_slots,
+        step_counts=load.step_counts,
+        step_seconds=load.all_steps_seconds,
     )
 
 

@@ -20,11 +20,11 @@ import penstock
 from penstock.loadtests.peers.engines import Engine
 
 _ADAPTERS = Path(__file__).parent / "adapters"
-_START_SECONDS = 300.0  # an export or a compilation may be part of it
+_START_SECONDS = 600.0  # an export or a compilation may be part of it
 _ANSWER_SECONDS = 600.0
 _END_SECONDS = 90.0  # a cluster drains
 _PAUSE_SECONDS = 5.0
-_LAST_WORDS = 500  # characters
+_LAST_WORDS = 4000  # characters
 
 
 class EngineFailed(RuntimeError):

@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `penstock chat`, `penstock bench`.
+"""The command line: `penstock serve`, `chat`, `status`, `bench`, `simulate`.
 
 A room is imported only when a command needs it, so that `--help` is quick.
 """
@@ -12,7 +12,9 @@ from penstock import __version__
 COMMANDS = {
     "serve": ("penstock.cli.serve", "serve a model (without one, the small model that ships)"),
     "chat": ("penstock.cli.chat", "talk with a server in the terminal"),
+    "status": ("penstock.cli.status", "show what a server's pools and workers do"),
     "bench": ("penstock.loadtests.bench", "send a load to a server and measure how it is served"),
+    "simulate": ("penstock.loadtests.simulate.command", "play a cluster in virtual time"),
 }
 
 
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """What `penstock --help` prints."""
-    commands = [f"  {name:<8}{about}" for name, (_, about) in COMMANDS.items()]
+    commands = [f"  {name:<10}{about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: penstock COMMAND ...",

@@ -24,12 +24,17 @@ def find(model: str | None) -> Path:
     folder = Path(model).expanduser()
     if folder.exists() or not HUB_NAME.fullmatch(model):
         return folder.absolute()
+    return download(model, WANTED_FILES)
+
+
+def download(model: str, wanted: list[str], folder: Path | None = None) -> Path:
+    """Fetches a hub's files that match `wanted`; into its cache, or into `folder`. `NoModel`."""
     # Here, not above: seldom needed, and slow to import.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=WANTED_FILES))
+        return Path(snapshot_download(model, allow_patterns=wanted, local_dir=folder))
     except HfHubHTTPError as error:
         reason = f"the hub refuses it ({error.response.status_code})"
     except (LocalEntryNotFoundError, OSError):
@@ -39,12 +44,17 @@ def find(model: str | None) -> Path:
     raise NoModel(f"{model} is no folder here, and {reason}")
 
 
-def check(folder: Path) -> None:
+def check(folder: Path, with_weights: bool = True) -> None:
     """That the checkpoint is whole and of a known kind, as far as can be told without torch.
+
+    Its weights may be looked at by those who load them only.
 
     Raises `BadCheckpoint` or `UnsupportedModel`, each with a line for the user.
     """
     check_config(folder)
+    if not with_weights:
+        _check_there(folder / "tokenizer.json")
+        return
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         places = read_json(index).get("weight_map")
@@ -54,10 +64,14 @@ def check(folder: Path) -> None:
     else:
         files = ["model.safetensors"]
     for path in [folder / "tokenizer.json", *(folder / name for name in files)]:
-        if not path.is_file():
-            raise BadCheckpoint(f"{path} is missing: copy or download the checkpoint again")
+        _check_there(path)
     for name in files:
         _check_weights(folder / name)
+
+
+def _check_there(path: Path) -> None:
+    if not path.is_file():
+        raise BadCheckpoint(f"{path} is missing: copy or download the checkpoint again")
 
 
 def _check_weights(path: Path) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -17,6 +18,7 @@ from penstock.cluster.spec import (
     merged,
     parse,
     read_file,
+    read_keys,
 )
 
 ALSO = {
@@ -57,7 +59,16 @@ def read_spec(arguments: Sequence[str]) -> ClusterSpec:
             ranks[key] = value
         else:
             content = merged(content, _nested(name, value))
-    return parse(_over_pools(content, ranks))
+    return _with_keys(parse(_over_pools(content, ranks)))
+
+
+def _with_keys(spec: ClusterSpec) -> ClusterSpec:
+    """The keys of the router's file among its keys."""
+    router = spec.router
+    if router.api_keys_file is None:
+        return spec
+    keys = router.api_keys + read_keys(router.api_keys_file)
+    return replace(spec, router=replace(router, api_keys=keys))
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
@@ -90,6 +101,9 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--ray-address", default=UNSAID, metavar="HOST:PORT", help=_help("ray_address")
+    )
+    parser.add_argument(
+        "--pool-nodes", action="store_true", default=UNSAID, help=_help("pool_nodes")
     )
     _add(parser.add_argument_group("router"), RouterSpec, "router")
     _add(parser.add_argument_group("every worker"), EngineSpec, "engine")

@@ -36,7 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         spec = flags.read_spec(arguments)
         folder = checkpoint.find(spec.model)
-        checkpoint.check(folder)
+        # Workers on nodes of their own have the weights there.
+        checkpoint.check(folder, with_weights=not spec.pool_nodes)
         # In a cluster that runs already the router may come to live on another machine.
         if spec.ray_address is None:
             check_ports(spec)

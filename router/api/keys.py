@@ -16,6 +16,15 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
+    def names(self) -> dict[str, str]:
+        """What each tenant is called where others may read it: by its key's place in the list.
+
+        A tenant itself says enough of a weak key to guess it.
+        """
+        if not self._digests:
+            return {"": "anonymous"}
+        return {_tenant(digest): f"key-{n}" for n, digest in enumerate(self._digests, 1)}
+
     def tenant(self, header: str | None) -> str:
         """The tenant of an Authorization header: a name from which the key cannot be told.
 
@@ -30,7 +39,11 @@ class ApiKeys:
             raise ServingError(
                 Code.UNAUTHENTICATED, "no valid API key: send 'Authorization: Bearer <key>'"
             )
-        return offered.hex()[:16]
+        return _tenant(offered)
+
+
+def _tenant(digest: bytes) -> str:
+    return digest.hex()[:16]
 
 
 def _digest(key: str) -> bytes:

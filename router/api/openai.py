@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API: /v1/models, /v1/completions, /v1/chat/completions, and /health, /version."""
+"""OpenAI's HTTP API: /v1/models, /v1/completions, /v1/chat/completions; /health and /version."""
 
 import secrets
 import time
@@ -35,6 +35,7 @@ from penstock.router.api.openai_form import (
     dumps,
 )
 from penstock.router.api.openai_schema import ChatBody, Common, CompletionBody, Prompt, parse
+from penstock.router.api.operations import Operations
 from penstock.router.ask import Ask, Sampling, trace_of
 from penstock.router.errors import ServingError, invalid
 from penstock.router.frontend import Frontend
@@ -52,10 +53,12 @@ STREAM_HEADERS = [
 
 def openai_app(frontend: Frontend) -> Starlette:
     """The HTTP application over a frontend."""
-    api = OpenAiApi(frontend)
+    api, operations = OpenAiApi(frontend), Operations(frontend)
     routes = [
         Route("/health", api.health),
         Route("/version", api.version),
+        Route("/metrics", operations.metrics),
+        Route("/status", operations.status),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/v1/completions", api.completions, methods=["POST"]),

@@ -190,6 +190,7 @@ class Received:
     request: int
     attempt: int
     epoch: int
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

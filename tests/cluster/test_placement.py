@@ -1,6 +1,7 @@
 """Placement: everything has its place within what is free, or it is said what was asked."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -146,3 +147,15 @@ def test_the_same_question_has_the_same_answer(pool: PoolSpec, nodes: list[Node]
     assume(pool.replicas)
     asked = spec(mixed=pool)
     assert placed_or_refused(asked, nodes) == placed_or_refused(asked, nodes)
+
+
+def test_workers_with_nodes_of_their_own_wait_for_them() -> None:
+    pool = PoolSpec(replicas=2, cpus=1.5, gpus=1)
+    asked = replace(spec(decode=pool, prefill=pool), pool_nodes=True)
+    places = place(asked, [])
+    assert [each.name for each in places] == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    for each in places:
+        assert each.is_patient
+        assert each.bundles == ({"CPU": 1.5, "GPU": 1.0, each.role: 1.0},)
+        assert (each.threads, each.gpus) == (1, 1)
+    assert not place(ClusterSpec(), [Node("here", 2.0)])[0].is_patient

@@ -20,6 +20,7 @@ from penstock.cluster.spec import (
     merged,
     parse,
     read_file,
+    read_keys,
 )
 
 WHOLE = """
@@ -169,3 +170,28 @@ def test_no_more_than_thirty_knobs() -> None:
     assert (
         sum(len(knobs(record)) for record in (ClusterSpec, RouterSpec, EngineSpec, PoolSpec)) < 31
     )
+
+
+POOL_NODES = {"pool_nodes": True, "pools": {"mixed": {"cpus": 2, "gpus": 0}}}
+
+
+def test_pools_with_nodes_of_their_own_say_what_a_rank_has() -> None:
+    assert parse(POOL_NODES).pool_nodes
+    for missing in ("cpus", "gpus"):
+        pool = {"cpus": 2, "gpus": 0}
+        del pool[missing]
+        with pytest.raises(SpecError, match=rf"^pools\.mixed\.{missing}: say how many a rank has"):
+            parse({"pool_nodes": True, "pools": {"mixed": pool}})
+    with pytest.raises(SpecError, match=r"^pool_nodes: expected true or false, not 'yes'"):
+        parse({"pool_nodes": "yes"})
+
+
+def test_keys_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\n\n  two \n")
+    assert read_keys(str(path)) == ("one", "two")
+    path.write_text("\n \n")
+    with pytest.raises(SpecError, match="holds no key, and anyone might call"):
+        read_keys(str(path))
+    with pytest.raises(SpecError, match=r"router\.api_keys_file: cannot be read"):
+        read_keys(str(tmp_path / "none"))

@@ -1,13 +1,27 @@
-"""Paged attention against its reference, token by token."""
+"""Paged attention against its reference, token by token: gathered, and read in place."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels import attention
 from penstock.kernels.attention import paged_attention, paged_attention_reference, plan_attention
 from penstock.kernels.scores import PLAIN, Scores
-from tests.support.batches import make_batch, poison
+from tests.support.batches import Batch, make_batch, poison
+
+
+@contextmanager
+def form(in_place: bool) -> Iterator[None]:
+    """Plans made within take this form, whatever the rule says."""
+    with mock.patch.object(attention, "can_read_in_place", return_value=in_place):
+        yield
 
 
 def check(
@@ -23,10 +37,15 @@ def check(
     layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
     poison(layer, batch)
     query = torch.randn(int(batch[0][-1]), num_heads * group, head_dim)
-    plan = plan_attention(*batch, layer, window)
-    found = paged_attention(query, layer, plan, scores)
-    expected = paged_attention_reference(query, layer, *batch, window, scores)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    wide = scores
+    if scores.sinks is not None:
+        wide = replace(scores, sinks=scores.sinks.double())
+    exact = paged_attention_reference(query.double(), layer.double(), *batch, window, wide)
+    for in_place in (False, True):
+        with form(in_place):
+            plan = plan_attention(*batch, layer, window)
+        found = paged_attention(query, layer, plan, scores)
+        torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
 
 
 lengths = st.lists(
@@ -73,7 +92,8 @@ def test_unlike_lengths_are_padded_apart() -> None:
     lengths = [(1, 5), (1, 1500), (1, 30), (1, 1400), (1, 7)]
     batch, num_blocks = make_batch(lengths, 16, 0)
     layer = torch.zeros(2, num_blocks, 4, 16, 64)
-    plan = plan_attention(*batch, layer)
+    with form(in_place=False):
+        plan = plan_attention(*batch, layer)
     assert len(plan.decodes) == 2
     assert len(plan.gathered) < 2 * 4 * (94 + 94 + 3)
     check(lengths, (4, 1, 64), 16, 0)
@@ -88,3 +108,43 @@ def test_narrow_dtypes() -> None:
     found = paged_attention(query.to(torch.bfloat16), narrow, plan_attention(*batch, narrow))
     expected = paged_attention_reference(query, layer, *batch)
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
+
+
+def in_place(
+    query: torch.Tensor, layer: torch.Tensor, batch: Batch, scores: Scores = PLAIN
+) -> torch.Tensor:
+    plan = plan_attention(*batch, layer)
+    assert plan.in_place is not None
+    return paged_attention(query, layer, plan, scores)
+
+
+def test_in_place_a_sequence_is_the_same_alone_and_in_any_number_of_threads() -> None:
+    batch, num_blocks = make_batch([(1, 1), (1, 90), (1, 33), (1, 64)], 16, 0)
+    _, contexts, tables = batch
+    layer, query = torch.randn(2, num_blocks, 2, 16, 24), torch.randn(4, 6, 24)
+    whole = in_place(query, layer, batch)
+    with mock.patch.object(torch, "get_num_threads", return_value=1):
+        assert torch.equal(in_place(query, layer, batch), whole)
+    for b in range(4):
+        one = (np.array([0, 1], np.int32), contexts[b : b + 1], tables[b : b + 1])
+        assert torch.equal(in_place(query[b : b + 1], layer, one)[0], whole[b])
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_in_place_a_broken_slot_is_not_hidden(side: int, value: float) -> None:
+    batch, num_blocks = make_batch([(1, 40), (1, 40)], 16, 0)
+    layer, query = torch.randn(2, num_blocks, 1, 16, 8), torch.rand(2, 1, 8)
+    layer[side, batch[2][1, 1], 0, 3] = value
+    found = in_place(query, layer, batch)
+    assert found[0].isfinite().all()
+    assert not found[1].isfinite().all()
+
+
+def test_in_place_scores_far_apart() -> None:
+    """Shares from one to nothing, and past what an exponent holds."""
+    batch, num_blocks = make_batch([(1, 50)], 16, 0)
+    layer, query = torch.randn(2, num_blocks, 1, 16, 8) * 30, torch.randn(1, 1, 8) * 30
+    exact = paged_attention_reference(query.double(), layer.double(), *batch)
+    found = in_place(query, layer, batch)
+    torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-4)

@@ -98,7 +98,7 @@ MESSAGES = [
     ),
     (
         pb.ToRouter(received=pb.Received(request=9, attempt=2, epoch=7, bytes=1)),
-        ev.Received("w", 9, 2, 7),
+        ev.Received("w", 9, 2, 7, 1),
     ),
     (
         pb.ToRouter(failed=pb.Failed(request=9, attempt=2, epoch=7, reason="late")),

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from penstock.loadtests.simulate.fold import FoldExecutor, straight_answer
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import (
@@ -13,7 +14,6 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
-from tests.support.fold import FoldExecutor, straight_answer
 
 
 def limits(**changes: int | float) -> Limits:

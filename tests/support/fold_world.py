@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.loadtests.simulate.fold import FoldExecutor, copy_blocks, straight_answer
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import (
@@ -24,7 +25,6 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
-from tests.support.fold import FoldExecutor, copy_blocks, straight_answer
 
 
 @dataclass(eq=False)
@@ -88,10 +88,10 @@ class FoldWorld:
         self.asked: list[Asked] = []
         self.transfers: list[Transfer] = []
         self.num_arrived = 0
-        self.num_ahead = 0  # steps planned while another was in flight
         self.num_scored = 0  # prompt tokens
         self.num_copies = 0  # of blocks that several held
         self.num_forks = 0  # rows that drew their first token from another's logits
+        self.num_ahead = 0  # steps planned while another was in flight
 
     def those(self, *states: str) -> list[Asked]:
         return [asked for asked in self.asked if asked.state in states]

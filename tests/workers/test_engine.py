@@ -81,8 +81,8 @@ def test_a_step_tells_what_has_happened(engine: Engine) -> None:
     assert first.logprobs == [None]
     assert engine.step().empty
     load = engine.load()
-    assert load.num_steps == 2
-    assert load.step_seconds > 0
+    assert load.num_steps == sum(load.step_counts) == 2
+    assert load.all_steps_seconds > load.step_seconds > 0
     assert load.pool.prompt_tokens_computed == 5
 
 
@@ -230,6 +230,7 @@ def test_warm_up_leaves_no_trace(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     engine.warm_up()
     load = engine.load()
+    assert load.all_steps_seconds == sum(load.step_counts) == 0
     assert load.num_steps == load.pool.prompt_tokens_computed == load.pool.cached_blocks == 0
     assert load.pool.free_blocks == engine.limits.num_blocks
 

@@ -76,6 +76,7 @@ async def test_welcome_says_what_the_worker_is(router: Attached) -> None:
     assert (welcome.worker, welcome.role, welcome.vocab_size) == ("w0", "mixed", VOCAB_SIZE)
     assert (welcome.block_size, welcome.max_model_len, welcome.max_sequences) == (16, 256, 8)
     assert welcome.num_blocks == welcome.load.free_blocks + welcome.load.cached_blocks
+    assert len(welcome.load.step_counts) == len(welcome.step_bounds) + 1
     assert list(welcome.eos_tokens) == [1]
     assert welcome.layout != welcome.model != ""
 
@@ -203,6 +204,9 @@ async def test_drop_frees_the_blocks(router: Attached) -> None:
     total = router.welcome.num_blocks
     await router.submit(1, PROMPT, greedy(200))
     await router.until(lambda: router.answers[1, 1])
+    load = router.load
+    assert free_blocks(router) + load.used_blocks + load.leased_blocks == total
+    assert 0 <= load.unwritten_slots < load.used_blocks * router.welcome.block_size
     await router.drop(1)
     await router.until(lambda: router.load.running == 0 and free_blocks(router) == total)
     assert len(router.answers[1, 1]) < 200

@@ -7,17 +7,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.kernels.products import Product, blocked_product, can_block, int8_product
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, eq=False)
 class Linear:
     """y = x Wᵀ + b; several products of one x are fused, the rows of W one after another."""
 
-    weight: Tensor  # [sum(sizes), in]
+    weight: Tensor  # [sum(sizes), in]; once quantized, empty
     bias: Tensor | None  # [sum(sizes)]
     sizes: tuple[int, ...]  # outputs of each product
+    packed: Product | None = None  # the loaded weights in a faster form
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed(x)
         return functional.linear(x, self.weight, self.bias)
+
+    def block(self) -> None:
+        """Keep a second copy of the weights that products with several rows read faster."""
+        if can_block(self.weight):
+            self.packed = blocked_product(self.weight, self.bias)
+
+    def quantize(self) -> None:
+        """Keep the weights in INT8 only."""
+        self.packed = int8_product(self.weight, self.bias)
+        self.weight = self.weight.new_empty(0, self.weight.shape[1])
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Where each product's weight and bias go, by the product's name in the checkpoint.

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from penstock.workers.layers.attention import Attention, StepInputs
 from penstock.workers.layers.block import Block
+from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.norm import Norm
 from penstock.workers.models.assembly import Assembly
 from penstock.workers.models.rotary import Rotary, make_rotary
@@ -24,8 +25,7 @@ class Decoder:
     embedding_scale: float  # as it is in the embeddings' dtype
     layers: tuple[Block, ...]
     norm: Norm
-    head: Tensor  # [vocab_size, hidden_size]; the embeddings themselves where they are tied
-    head_bias: Tensor | None  # [vocab_size]
+    head: Linear  # to the vocabulary; its weight is the embeddings where they are tied
     rotaries: tuple[Rotary, ...]  # the layers name theirs by number
 
     @property
@@ -51,7 +51,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] of chosen tokens to [S, vocab_size] float32."""
-        logits = functional.linear(self.norm(hidden), self.head, self.head_bias).to(torch.float32)
+        logits = self.head(self.norm(hidden)).to(torch.float32)
         cap = self.spec.logit_cap
         return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
 
@@ -59,10 +59,10 @@ class Decoder:
         """Where each tensor of the checkpoint goes: views of the weights, by its name there."""
         names = self.spec.names
         found = {f"{names.embeddings}.weight": self.embeddings, **self.norm.tensors(names.norm)}
-        if not self.spec.tie_embeddings:
-            found[f"{names.head}.weight"] = self.head
-        if self.head_bias is not None:
-            found[f"{names.head}.bias"] = self.head_bias
+        head = self.head.tensors([names.head])
+        if self.spec.tie_embeddings:
+            del head[f"{names.head}.weight"]
+        found |= head
         for number, block in enumerate(self.layers):
             found |= block_tensors(block, names, number)
         return found
@@ -78,13 +78,14 @@ def empty_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     """A decoder whose weights are yet to be loaded (on the `meta` device: shapes only)."""
     assembly = Assembly(spec, dtype, device)
     embeddings = assembly.empty(spec.vocab_size, spec.hidden_size)
+    head = embeddings if spec.tie_embeddings else torch.empty_like(embeddings)
+    head_bias = assembly.empty(spec.vocab_size) if spec.head_bias else None
     return Decoder(
         spec=spec,
         embeddings=embeddings,
         embedding_scale=float(torch.tensor(spec.embedding_scale, dtype=dtype)),
         layers=tuple(assembly.block(number) for number in range(spec.num_layers)),
         norm=assembly.norm(spec.hidden_size),
-        head=embeddings if spec.tie_embeddings else torch.empty_like(embeddings),
-        head_bias=assembly.empty(spec.vocab_size) if spec.head_bias else None,
+        head=Linear(head, head_bias, (spec.vocab_size,)),
         rotaries=tuple(make_rotary(rope, spec.rotated_dim, device) for rope in spec.ropes),
     )

@@ -144,8 +144,8 @@ class Batcher:
             ticket.yield_len = 0
             if ticket.row >= 0:
                 self.table.yield_len[ticket.row] = 0
+        self._steady.forget()
         if group:
-            self._steady.forget()
             self._yield_if_due(key)
 
     # ------------------------------------------------------------ hand-over
@@ -203,6 +203,8 @@ class Batcher:
         """Forget the newest step in flight, which nobody has begun to compute."""
         if not self._in_flight or plan is not self._in_flight[-1]:
             raise ValueError("not the newest step in flight")
+        if len(plan.copies):
+            raise ValueError("it makes copies that are counted on: it has to run")
         self._in_flight.pop()
         self._steady.forget()
         self._release_gone()
@@ -215,7 +217,7 @@ class Batcher:
         if not self._in_flight or plan is not self._in_flight[0]:
             raise ValueError("not the first step in flight")
         drawn = np.asarray(drawn, np.int32)
-        if len(drawn) != np.count_nonzero(plan.samples) + len(plan.forks):
+        if len(drawn) != len(plan.drawing):
             raise ValueError("not a token for each row that draws")
         del self._in_flight[0]
         self.pool.check_total()
@@ -240,36 +242,38 @@ class Batcher:
         copies = self._seats.grow(rows, counts)
         plan = self.table.pack(number, rows, counts, copies)
         if self._seats.leading:
-            plan = replace(plan, forks=self._seats.forks(plan))
+            self._steady.forget()  # those who follow will run after one of the next steps
+            return replace(plan, forks=self._seats.forks(plan))
         self._steady.start(plan, self._seats.rows)
         return plan
 
     def _commit_to_tables(self, plan: StepPlan, drawn: Ints) -> StepOutput:
-        table, rows, lengths, drawing = self.table, plan.rows, plan.context_lens, plan.drawing
+        table, rows, drawing, lengths = self.table, plan.rows, plan.drawing, plan.context_lens
         self._totals.computed += self._num_prompt_computed(plan)
-        if len(plan.scored):
-            asking = table.prompt_known[rows] != NEVER
-            known, asking = lengths[asking] + 1, rows[asking]
-            table.prompt_known[asking] = np.where(known < table.num_prompt[asking], known, NEVER)
         if self._gone:
             gone = [ticket.row for ticket in self._gone]
-            kept = ~np.isin(drawing, gone)
-            drawn, drawing = drawn[kept], drawing[kept]
-            kept = ~np.isin(rows, gone)
+            kept, drawn_kept = ~np.isin(rows, gone), ~np.isin(drawing, gone)
             rows, lengths = rows[kept], lengths[kept]
+            drawn, drawing = drawn[drawn_kept], drawing[drawn_kept]
             self._release_gone()
         table.num_computed[rows] = lengths
+        if len(plan.scored):
+            table.note_scored(rows, lengths)
         self._seats.publish(rows, lengths)
         if self._seats.leading:
             drawn, drawing = self._fork(drawn, drawing)
         indices = table.num_tokens[drawing] - table.num_prompt[drawing]
         finishes = table.append(drawing, drawn)
         keys, choices = table.keys[drawing].tolist(), table.choices[drawing]
+        due = np.concatenate((rows, drawing)) if len(plan.forks) else rows
+        due = due[table.num_tokens[due] >= table.yield_len[due]]
         ended = drawing[finishes != Finish.NONE].tolist()
         for row in ended:
             self._finish(row)
-        for key in self._due(np.concatenate((rows, drawing)), ended):
-            self._yield_if_due(key)
+        for row in due.tolist():
+            # With one choice of a sequence the others yield.
+            if row not in ended and row in self._seats:
+                self._yield_if_due(self._seats.ticket(row).key)
         return StepOutput(keys, choices, drawing, indices, drawn, finishes)
 
     # ------------------------------------------------------------ what others see
@@ -327,7 +331,8 @@ class Batcher:
 
     def _is_in_flight(self, ticket: Ticket) -> bool:
         return any(
-            ticket.row in plan.rows or ticket.row in plan.forks[:, 1] for plan in self._in_flight
+            (plan.rows == ticket.row).any() or (plan.forks[:, 1] == ticket.row).any()
+            for plan in self._in_flight
         )
 
     def _leave(self, ticket: Ticket) -> None:
@@ -379,15 +384,9 @@ class Batcher:
             if self._seats.fork_if_due(leader) and leader.unwanted:
                 kept = drawing != leader.row
                 drawn, drawing = drawn[kept], drawing[kept]
-                self._leave(leader)
+                self._seats.leave(leader)
                 self._ended(leader)
         return drawn, drawing
-
-    def _due(self, rows: Ints, ended: list[int]) -> list[Key]:
-        """Those among the rows' sequences that have not `ended` and are to yield."""
-        due = rows[self.table.num_tokens[rows] >= self.table.yield_len[rows]].tolist()
-        here = [row for row in due if row in self._seats and row not in ended]
-        return list(dict.fromkeys(self._seats.ticket(row).key for row in here))
 
     def _yield_if_due(self, key: Key) -> None:
         group, table = self._groups[key], self.table

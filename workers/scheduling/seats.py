@@ -36,9 +36,9 @@ class Seats:
         self._pool = pool
         self._seated: dict[int, Ticket] = {}  # by row
         self._running: list[Ticket] = []  # in order
-        self._rows: Ints | None = None
         self._sharing: set[int] = set()  # rows whose last block may be another row's too
         self.leading: list[Ticket] = []  # seated, with others who follow
+        self._rows: Ints | None = None
 
     @property
     def rows(self) -> Ints:

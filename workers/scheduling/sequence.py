@@ -107,22 +107,22 @@ class StepPlan:
     block_tables: Ints  # [B, M] blocks of each sequence; entries past its blocks are meaningless
     slots: Ints  # [T] where each token's K and V go: block * block_size + offset
     samples: Bools  # [B] whether the sequence's last token here draws a new one
-    ahead: bool = False  # `tokens` are not drawn yet: `fill` it before it runs
     copies: Ints = field(default_factory=NO_PAIRS.copy)  # [C, 2] blocks: from, to
     # [F, 2] a place among the samples, and the row that draws from its logits too
     forks: Ints = field(default_factory=NO_PAIRS.copy)
     # [P] prompt tokens (places in `tokens`) whose successors' logprobs are wanted
     scored: Ints = field(default_factory=NO_TOKENS.copy)
+    ahead: bool = False  # `tokens` are not drawn yet: `fill` it before it runs
+
+    def fill(self, drawn: Ints) -> None:
+        """Set the tokens of a plan made ahead: what the step before it drew, in order."""
+        self.tokens[:] = drawn
 
     @property
     def drawing(self) -> Ints:
         """[S] the rows that draw a token: those that sample, then those of the forks."""
         rows = self.rows[self.samples]
         return np.concatenate((rows, self.forks[:, 1])) if len(self.forks) else rows
-
-    def fill(self, drawn: Ints) -> None:
-        """Set the tokens of a plan made ahead: what the step before it drew, in order."""
-        self.tokens[:] = drawn
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ additions, and does not need its tokens: it can be made while the last one still
 import numpy as np
 
 from penstock.workers.scheduling.kv_pool import BlockPool, State
-from penstock.workers.scheduling.sequence import Ints, Key, StepOutput, StepPlan
+from penstock.workers.scheduling.sequence import Ints, StepOutput, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 
 
@@ -23,7 +23,7 @@ class Steady:
         self._until = 0  # number of the plan whose tokens may reach a sequence's limit
         self._crossing = 0  # number of the next plan in which a sequence enters a new block
         self._filling: set[int] = set()  # numbers of plans that fill a block
-        self._keys: list[Key] = []
+        self._keys: list[object] = []
         self._choices: Ints = np.zeros(0, np.int32)  # [B]
         self._num_prompt: Ints = np.zeros(0, np.int32)  # [B]
         self._stops: Ints = np.zeros((0, 0), np.int32)  # [B, S]
@@ -36,9 +36,6 @@ class Steady:
     def start(self, plan: StepPlan, rows: Ints) -> None:
         """`plan` was made from the tables, while `rows` run."""
         self.forget()
-        if len(plan.forks) or len(plan.scored):
-            return
-        # What several held of a block that is written now, this plan has copied.
         if plan.rows is rows and len(plan.tokens) == len(rows) and plan.samples.all():
             self._last = plan
 
@@ -97,9 +94,8 @@ class Steady:
         table.num_computed[rows] = lengths
         table.tokens[rows, lengths] = drawn
         table.num_tokens[rows] = lengths + 1
-        return StepOutput(
-            self._keys, self._choices, rows, lengths - self._num_prompt, drawn, self._nobody
-        )
+        indices = lengths - self._num_prompt
+        return StepOutput(self._keys, self._choices, rows, indices, drawn, self._nobody)
 
     def _gather(self, last: StepPlan) -> None:
         table, rows = self._table, last.rows

@@ -108,6 +108,12 @@ class SequenceTable:
         wanted &= positions + 1 < self.num_prompt[owners]
         return np.flatnonzero(wanted).astype(np.int32)
 
+    def note_scored(self, rows: Ints, lengths: Ints) -> None:
+        """Of these rows' prompts the logprobs are known as far as `lengths` positions allow."""
+        asking = self.prompt_known[rows] != NEVER
+        known, rows = lengths[asking] + 1, rows[asking]
+        self.prompt_known[rows] = np.where(known < self.num_prompt[rows], known, NEVER)
+
     def pack(self, number: int, rows: Ints, counts: Ints, copies: Ints = NO_PAIRS) -> StepPlan:
         """One ragged batch of the next `counts[b]` uncomputed tokens of each row."""
         computed = self.num_computed[rows]

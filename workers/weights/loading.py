@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.kernels.in_place import prepare
+from penstock.workers.layers.packing import check_quantization, pack
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.fallback import load_fallback
@@ -36,11 +38,17 @@ def load(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
     max_model_len: int | None = None,
+    quantization: str = "none",
 ) -> tuple[ServedSpec, ServedModel]:
     """As `load_model`; what is not ours is computed by `transformers`, where it can be."""
     config = read_config(folder)
     if is_ours(config):
-        return load_model(folder, dtype, device, progress, max_model_len)
+        return load_model(folder, dtype, device, progress, max_model_len, quantization)
+    if quantization != "none":
+        raise UnsupportedModel(
+            f"{folder}: quantization {quantization} is for the families that are computed here, "
+            "not for those that transformers computes"
+        )
     chosen = choose_dtype(dtype, read_dtype(config), device)
     num_bytes = sum(entry.num_bytes for entry in find_tensors(folder).values())
     eos_tokens = read_eos_tokens(folder, config)
@@ -53,13 +61,16 @@ def load_model(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
     max_model_len: int | None = None,
+    quantization: str = "none",
 ) -> tuple[ModelSpec, Decoder]:
     """Loads a checkpoint folder.
 
     dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`. `progress` is told the
     bytes read so far and the bytes in all, from (0, all) on. `max_model_len`: the positions that
     will be used, where these are fewer than the model has (longrope has factors for that).
-    Raises `BadCheckpoint` or `UnsupportedModel` before memory is taken for anything.
+    quantization: "none" or "int8", of what is computed (`packing`).
+    Raises `BadCheckpoint`, `UnsupportedModel`, or ValueError where it cannot be quantized, before
+    memory is taken for anything.
     """
     spec = read_spec(folder)
     if max_model_len is not None:
@@ -68,9 +79,13 @@ def load_model(
     chosen = choose_dtype(dtype, spec.dtype, device)
     shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()
     wanted = _match(folder, spec, shapes, entries)
+    check_quantization(quantization, device, chosen)
+    preparing = prepare(device, chosen)
     decoder = empty_decoder(spec, chosen, device)
     _stream(wanted, decoder.tensors(), progress)
     decoder.settle()
+    pack(decoder, quantization)
+    preparing.join()
     return spec, decoder
 
 

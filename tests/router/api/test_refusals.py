@@ -128,13 +128,15 @@ ONLY_COMPLETIONS = [
     ({"prompt": [5] * 2048}, "context is 2048"),
     ({"prompt": "word " * 3000}, "context is 2048"),
     ({"prompt": ["x"] * 65}, "1 to 64 prompts"),
-    ({"prompt": "x", "echo": True}, "echo is not served"),
+    ({"prompt": "x", "echo": "yes"}, "echo"),
+    ({"prompt": "x", "echo": True, "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "suffix": "y"}, "suffix is not served"),
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "logprobs": -1}, "logprobs"),
     ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
 ]
 ONLY_CHAT = [
+    ({"messages": HI, "echo": True}, "echo is not served"),
     ({}, "messages"),
     ({"messages": []}, "messages is empty"),
     ({"messages": "hi"}, "messages"),

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from penstock.loadtests.simulate.fold import straight_answer
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import Admitted, Finish, Finished, SamplingParams
-from tests.support.fold import straight_answer
 from tests.support.fold_bench import Bench, limits, sequence
 
 

@@ -306,10 +306,10 @@ def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> 
         schedule = Schedule(seed)
         schedule.run(100)
         num_arrived += schedule.world.num_arrived
-        num_ahead += schedule.world.num_ahead
         num_copies += schedule.world.num_copies
         num_forks += schedule.world.num_forks
         num_scored += schedule.world.num_scored
+        num_ahead += schedule.world.num_ahead
         for worker in schedule.world.workers:
             load = worker.batcher.load()
             num_preempted += load.preemptions
@@ -318,7 +318,7 @@ def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> 
     assert num_preempted > 10
     assert num_cached > 500
     assert num_arrived > 5
-    assert num_ahead > 100
     assert num_copies > 20
     assert num_forks > 20
     assert num_scored > 100
+    assert num_ahead > 100

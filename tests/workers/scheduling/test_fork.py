@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from penstock.loadtests.simulate.fold import FoldExecutor, copy_blocks, straight_answer
 from penstock.workers.scheduling.sequence import (
     Admitted,
     Finished,
@@ -12,7 +13,6 @@ from penstock.workers.scheduling.sequence import (
     Sibling,
     Yielded,
 )
-from tests.support.fold import FoldExecutor, copy_blocks, straight_answer
 from tests.support.fold_bench import Bench, sequence
 
 

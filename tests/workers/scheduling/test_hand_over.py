@@ -2,8 +2,8 @@
 
 import pytest
 
+from penstock.loadtests.simulate.fold import copy_blocks
 from penstock.workers.scheduling.sequence import Admitted, Finished, Reserved
-from tests.support.fold import copy_blocks
 from tests.support.fold_bench import Bench, hand_over, sequence
 
 

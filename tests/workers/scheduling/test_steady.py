@@ -5,9 +5,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from penstock.loadtests.simulate.fold import straight_answer
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import Finish, Finished, SamplingParams, StepPlan
-from tests.support.fold import straight_answer
 from tests.support.fold_bench import Bench, limits, sequence
 
 

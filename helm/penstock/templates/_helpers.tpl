@@ -1,0 +1,117 @@
+{{- define "penstock.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- /* 40: KubeRay adds up to 10 characters and cuts names at 50. */ -}}
+{{- default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- /* Of every pod of the release, KubeRay's too, which has names of its own for other labels. */ -}}
+{{- define "penstock.selector" -}}
+app.kubernetes.io/part-of: penstock
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- /* root, component */ -}}
+{{- define "penstock.labels" -}}
+{{ include "penstock.selector" .root }}
+app.kubernetes.io/name: penstock
+app.kubernetes.io/component: {{ .component }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "penstock.componentSelector" -}}
+{{ include "penstock.selector" .root }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "penstock.image" -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+
+{{- define "penstock.headAddress" -}}
+{{- $service := ternary "head-svc" "head" (eq .Values.cluster.mode "kuberay") -}}
+{{ include "penstock.fullname" . }}-{{ $service }}:6379
+{{- end -}}
+
+{{- define "penstock.authSecret" -}}
+{{ default (include "penstock.fullname" .) .Values.ray.authSecret }}
+{{- end -}}
+
+{{- /* The pools that have workers, or may get them. */ -}}
+{{- define "penstock.roles" -}}
+{{- $roles := list -}}
+{{- range $role := list "prefill" "decode" "mixed" -}}
+{{- $pool := include "penstock.pool" (dict "root" $ "role" $role) | fromYaml -}}
+{{- if gt (int $pool.most) 0 -}}{{- $roles = append $roles $role -}}{{- end -}}
+{{- end -}}
+{{- toJson $roles -}}
+{{- end -}}
+
+{{- /* root, role: a pool with its defaults, and what follows from them: least, most, ranks, podCpus,
+podGpus. */ -}}
+{{- define "penstock.pool" -}}
+{{- $own := get .root.Values.pools .role | default dict -}}
+{{- $pool := mergeOverwrite (deepCopy .root.Values.poolDefaults) (deepCopy $own) -}}
+{{- $ranks := mul $pool.tp $pool.pp | int -}}
+{{- $_ := set $pool "role" .role -}}
+{{- $_ := set $pool "ranks" $ranks -}}
+{{- $_ := set $pool "podGpus" (mul $ranks $pool.gpus) -}}
+{{- $_ := set $pool "podCpus" (mulf $ranks $pool.cpus) -}}
+{{- $_ := set $pool "least" (kindIs "invalid" $pool.minReplicas | ternary $pool.replicas $pool.minReplicas) -}}
+{{- $_ := set $pool "most" (kindIs "invalid" $pool.maxReplicas | ternary $pool.replicas $pool.maxReplicas) -}}
+{{- toYaml $pool -}}
+{{- end -}}
+
+{{- /* What a hook waits for: the router's drain, then 20 s in which its driver ends the processes. */ -}}
+{{- define "penstock.leaveSeconds" -}}
+{{ add .Values.router.drainSeconds 20 }}
+{{- end -}}
+
+{{- define "penstock.graceSeconds" -}}
+{{- $least := add (include "penstock.leaveSeconds" .) 15 -}}
+{{- default $least .Values.terminationGracePeriodSeconds -}}
+{{- end -}}
+
+{{- /* Everything that the schema cannot say. */ -}}
+{{- define "penstock.check" -}}
+{{- $counts := dict -}}
+{{- range $role := list "prefill" "decode" "mixed" -}}
+{{- $pool := include "penstock.pool" (dict "root" $ "role" $role) | fromYaml -}}
+{{- $least := int $pool.least -}}{{- $most := int $pool.most -}}{{- $replicas := int $pool.replicas -}}
+{{- $_ := set $counts $role $replicas -}}
+{{- if or (lt $replicas $least) (gt $replicas $most) -}}
+{{- fail (printf "pools.%s: replicas, %d, must be from minReplicas, %d, to maxReplicas, %d" $role $replicas $least $most) -}}
+{{- end -}}
+{{- if mod (int $pool.tp) (int $pool.ep) -}}
+{{- fail (printf "pools.%s: ep, %d, must divide tp, %d: experts are spread over the ranks of a stage" $role (int $pool.ep) (int $pool.tp)) -}}
+{{- end -}}
+{{- $none := and (eq $.Values.cluster.mode "standalone") (eq $.Values.standalone.autoscaler "none") -}}
+{{- if and $none (ne $least $most) -}}
+{{- fail (printf "pools.%s: minReplicas and maxReplicas differ, but with standalone.autoscaler none nothing scales" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- if not (add $counts.prefill $counts.mixed) -}}
+{{- fail "pools: no worker prefills: give prefill or mixed one replica or more" -}}
+{{- end -}}
+{{- if not (add $counts.decode $counts.mixed) -}}
+{{- fail "pools: no worker decodes: give decode or mixed one replica or more" -}}
+{{- end -}}
+{{- $least := add (include "penstock.leaveSeconds" .) 15 | int -}}
+{{- $given := include "penstock.graceSeconds" . | int -}}
+{{- if lt $given $least -}}
+{{- fail (printf "terminationGracePeriodSeconds: %d is too short to drain: router.drainSeconds asks for %d or more" $given $least) -}}
+{{- end -}}
+{{- if and .Values.networkPolicy.monitoring (not .Values.networkPolicy.clients) -}}
+{{- fail "networkPolicy.monitoring: without networkPolicy.clients everyone may scrape already: name both, or neither" -}}
+{{- end -}}
+{{- if eq (int .Values.router.httpPort) (int .Values.router.grpcPort) -}}
+{{- fail (printf "router: HTTP and gRPC cannot share port %d" (int .Values.router.httpPort)) -}}
+{{- end -}}
+{{- range $port := list .Values.router.httpPort .Values.router.grpcPort -}}
+{{- if has (int $port) (list 6379 6380 8080 52365) -}}
+{{- fail (printf "router: port %d is Ray's own" (int $port)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,219 @@
+{{- define "penstock.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.podSecurity.user }}
+runAsGroup: {{ .Values.podSecurity.user }}
+fsGroup: {{ .Values.podSecurity.user }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- /* whether the root file system is read-only */ -}}
+{{- define "penstock.containerSecurity" -}}
+allowPrivilegeEscalation: false
+capabilities: {drop: [ALL]}
+readOnlyRootFilesystem: {{ . }}
+{{- end -}}
+
+{{- /* What `ray start` is told on a node, by flag. node: component, and of workers podCpus, podGpus,
+ranks. A node carries as much of the resource named like its component as it has ranks. */ -}}
+{{- define "penstock.rayFlags" -}}
+{{- $flags := dict "node-manager-port" "6380" "object-store-memory" "83886080" -}}
+{{- if eq .component "head" -}}
+{{- $_ := set $flags "port" "6379" -}}
+{{- $_ := set $flags "num-cpus" "0" -}}
+{{- $_ := set $flags "include-dashboard" "false" -}}
+{{- else -}}
+{{- $_ := set $flags "num-cpus" (ceil .podCpus | int | toString) -}}
+{{- $_ := set $flags "num-gpus" (int .podGpus | toString) -}}
+{{- $_ := set $flags "resources" (dict .component (int .ranks) | toJson) -}}
+{{- end -}}
+{{- toYaml $flags -}}
+{{- end -}}
+
+{{- define "penstock.env" -}}
+- {name: HOME, value: /tmp}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
+- {name: RAY_worker_niceness, value: "0"}
+- {name: RAY_AUTH_MODE, value: token}
+- name: RAY_AUTH_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ include "penstock.authSecret" . }}, key: auth_token}}
+{{- end -}}
+
+{{- /* Until Ray's head answers. */ -}}
+{{- define "penstock.waitForHead" -}}
+- name: wait-for-head
+  image: {{ include "penstock.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: [sh, -c]
+  args: ["until ray health-check --address {{ include "penstock.headAddress" . }}; do sleep 2; done"]
+  env: {{- include "penstock.env" . | nindent 4 }}
+  securityContext: {{- include "penstock.containerSecurity" true | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+{{- end -}}
+
+{{- /* Whether Ray's process of this node answers: its standard gRPC health service. */ -}}
+{{- define "penstock.rayProbes" -}}
+startupProbe:
+  grpc: {port: 6380}
+  periodSeconds: 5
+  failureThreshold: {{ divf .Values.probes.startupSeconds 5 | ceil | int }}
+livenessProbe:
+  grpc: {port: 6380}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end -}}
+
+{{- /* A pod that is a node of Ray: `root` and `node`, which has component, cpus or podCpus, memory, ... */ -}}
+{{- define "penstock.rayPod" -}}
+{{- $root := .root -}}{{- $node := .node -}}
+{{- $kuberay := eq $root.Values.cluster.mode "kuberay" -}}
+{{- $isHead := eq $node.component "head" -}}
+metadata:
+  labels: {{- include "penstock.labels" (dict "root" $root "component" $node.component) | nindent 4 }}
+  {{- with $node.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- if not (and $kuberay $isHead) }}
+  automountServiceAccountToken: false
+  {{- end }}
+  {{- if and $kuberay (not $isHead) }}
+  restartPolicy: Never
+  {{- end }}
+  terminationGracePeriodSeconds: {{ include "penstock.graceSeconds" $root }}
+  securityContext: {{- include "penstock.podSecurity" $root | nindent 4 }}
+  {{- with $root.Values.image.pullSecrets }}
+  imagePullSecrets: {{- range . }}
+    - name: {{ . }}
+  {{- end }}{{ end }}
+  {{- with $node.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $node.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with include "penstock.where" . | trim }}{{ . | nindent 2 }}{{ end }}
+  {{- $init := list }}
+  {{- if not $isHead }}
+  {{- $init = append $init (include "penstock.modelFetch" (dict "root" $root "weights" (ne $node.component "router"))) }}
+  {{- if not $kuberay }}{{ $init = append $init (include "penstock.waitForHead" $root) }}{{ end }}
+  {{- end }}
+  {{- with compact $init }}
+  initContainers: {{- range . }}{{ trim . | nindent 4 }}{{ end }}
+  {{- end }}
+  containers:
+    {{- include "penstock.rayContainer" . | nindent 4 }}
+  volumes:
+    - {name: tmp, emptyDir: {}}
+    - {name: leave, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $node.shm }}}
+    {{- if not $isHead }}
+    {{- with include "penstock.modelVolume" $root }}{{ . | nindent 4 }}{{ end }}
+    {{- end }}
+{{- end -}}
+
+{{- define "penstock.rayContainer" -}}
+{{- $root := .root -}}{{- $node := .node -}}{{- $isHead := eq .node.component "head" -}}
+- name: ray
+  image: {{ include "penstock.image" $root }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  {{- if ne $root.Values.cluster.mode "kuberay" }}
+  command: [ray, start]
+  args:
+    {{- if $isHead }}
+    - --head
+    {{- else }}
+    - --address={{ include "penstock.headAddress" $root }}
+    {{- end }}
+    {{- range $flag, $value := include "penstock.rayFlags" $node | fromYaml }}
+    - {{ printf "--%s=%s" $flag $value | quote }}
+    {{- end }}
+    - --block
+  {{- end }}
+  env:
+    {{- include "penstock.env" $root | nindent 4 }}
+    - {name: PENSTOCK_LEAVE_FOLDER, value: /run/penstock}
+    {{- with $node.env }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- if eq $node.component "router" }}
+  ports:
+    - {name: http, containerPort: {{ $root.Values.router.httpPort }}}
+    - {name: grpc, containerPort: {{ $root.Values.router.grpcPort }}}
+  {{- else if $isHead }}
+  ports:
+    - {name: gcs-server, containerPort: 6379}
+  {{- end }}
+  resources:
+    {{- $amounts := dict "cpu" (toString $node.podCpus) "memory" $node.memory }}
+    {{- if int $node.podGpus }}{{ $_ := set $amounts $node.gpuResource (int $node.podGpus | toString) }}{{ end }}
+    requests: {{- toYaml $amounts | nindent 6 }}
+    limits: {{- toYaml $amounts | nindent 6 }}
+  {{- include "penstock.rayProbes" $root | nindent 2 }}
+  readinessProbe:
+    {{- if eq $node.component "router" }}
+    httpGet: {path: /health, port: http}
+    {{- else }}
+    grpc: {port: 6380}
+    {{- end }}
+    periodSeconds: 5
+    timeoutSeconds: 5
+  lifecycle:
+    preStop:
+      exec:
+        {{- if $isHead }}
+        # Without it nothing serves: the others go first.
+        command: [sleep, {{ include "penstock.leaveSeconds" $root | quote }}]
+        {{- else }}
+        command: [python, -m, penstock.cluster.leave, {{ include "penstock.leaveSeconds" $root | quote }}]
+        {{- end }}
+  securityContext: {{- include "penstock.containerSecurity" $node.readOnlyRootFilesystem | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: leave, mountPath: /run/penstock}
+    - {name: shm, mountPath: /dev/shm}
+    {{- if not $isHead }}
+    {{- with include "penstock.modelMount" $root }}{{ . | nindent 4 }}{{ end }}
+    {{- end }}
+{{- end -}}
+
+{{- /* root, node: nodeSelector, tolerations, affinity, topologySpread */ -}}
+{{- define "penstock.where" -}}
+{{- with .node.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .node.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .node.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .node.topologySpread }}
+topologySpreadConstraints:
+{{- range . }}
+  - topologyKey: {{ .topologyKey }}
+    maxSkew: {{ default 1 .maxSkew }}
+    whenUnsatisfiable: {{ default "ScheduleAnyway" .whenUnsatisfiable }}
+    labelSelector:
+      matchLabels: {{- include "penstock.componentSelector" (dict "root" $.root "component" $.node.component) | nindent 8 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* The nodes of the cluster, by component: one shape for all. */ -}}
+{{- define "penstock.headNode" -}}
+{{- $head := deepCopy .Values.ray.head -}}
+{{- toYaml (merge (dict "component" "head" "podCpus" $head.cpus "podGpus" 0 "shm" "256Mi" "readOnlyRootFilesystem" true) $head) -}}
+{{- end -}}
+
+{{- define "penstock.routerNode" -}}
+{{- $router := pick .Values.router "memory" "nodeSelector" "tolerations" "affinity" "topologySpread" -}}
+{{- toYaml (merge (dict "component" "router" "podCpus" .Values.router.cpus "podGpus" 0 "ranks" 1 "shm" "256Mi" "readOnlyRootFilesystem" true) $router) -}}
+{{- end -}}
+
+{{- define "penstock.poolNode" -}}
+{{- $pool := include "penstock.pool" . | fromYaml -}}
+{{- toYaml (merge (dict "component" .role) $pool) -}}
+{{- end -}}

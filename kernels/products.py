@@ -1,0 +1,120 @@
+"""Products of activations with weights that are the same at every step: y = x Wᵀ + b.
+
+x [T, K] and W [N, K] give [T, N]. Weights are packed once, as a CPU's fast forms read them:
+
+- float32, blocked for oneDNN: up to twice as fast as unpacked for 2 to 32 rows, and equal for more;
+- INT8: a row of weights has one scale, and so has a row of activations, found as it comes:
+  y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, summed in 32 bits (FBGEMM). Nothing of a row depends on
+  the others. Without VNNI instructions products of 8 by 8 bits saturate, so that activations
+  then have 7.
+"""
+
+import platform
+import warnings
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Product(Protocol):
+    """Weights in some form."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedProduct:
+    """float32, with the plain weights beside: for a single row these are the faster form."""
+
+    weight: Tensor  # [N, K]
+    blocked: Tensor  # the same, opaque
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return functional.linear(x, self.weight, self.bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
+        return y
+
+
+def blocked_product(weight: Tensor, bias: Tensor | None) -> BlockedProduct:
+    """weight: [N, K] float32 contiguous on a CPU with oneDNN (`can_block`)."""
+    rows_hint = 64
+    return BlockedProduct(weight, torch.ops.mkldnn._reorder_linear_weight(weight, rows_hint), bias)
+
+
+def can_block(weight: Tensor) -> bool:
+    """Whether `blocked_product` takes these weights."""
+    return (
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.is_contiguous()
+    )
+
+
+def why_no_int8(device: torch.device, dtype: torch.dtype) -> str:
+    """Why INT8 products are not to be had here; empty where they are."""
+    if device.type != "cpu":
+        return f"INT8 products are made for CPUs, not for {device.type}"
+    if dtype != torch.float32:
+        return f"INT8 products take float32 activations, not {str(dtype).removeprefix('torch.')}"
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        return f"this torch has no INT8 products (FBGEMM) for {platform.machine()}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Product:
+    packed: Any  # FBGEMM's
+    bias: Tensor | None
+    steps: int  # of a row's activations, from zero to the largest
+
+    def __call__(self, x: Tensor) -> Tensor:
+        largest = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
+        y: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            x / largest, 1 / self.steps, self.steps + 1, self.packed
+        )
+        y.mul_(largest)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+def int8_product(weight: Tensor, bias: Tensor | None) -> Int8Product:
+    """weight: [N, K] float32, of which nothing is kept."""
+    scales, levels = _quantized_rows(weight)
+    zeros = torch.zeros(len(weight), dtype=torch.int64)
+    with warnings.catch_warnings():
+        # Such tensors are to leave torch one day; the version is pinned, and nothing else packs.
+        warnings.simplefilter("ignore", UserWarning)
+        quantized = torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0)
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
+    try:
+        packed = torch.ops.quantized.linear_prepack(quantized, None)
+    finally:
+        torch.backends.quantized.engine = before
+    return Int8Product(packed, bias, activation_steps())
+
+
+def activation_steps() -> int:
+    """Steps of an activation on either side of zero."""
+    return 127 if torch.cpu._is_vnni_supported() else 63
+
+
+def _quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales [N] float32, and [N, K] int8 from -127 to 127."""
+    scales = weight.abs().amax(1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
+    levels = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return scales, levels
+
+
+def int8_product_reference(x: Tensor, weight: Tensor, bias: Tensor | None, steps: int) -> Tensor:
+    """What `int8_product` means, in float64."""
+    scales, levels = _quantized_rows(weight)
+    largest = x.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    rows = (x / largest * steps).round().double()
+    y = rows @ levels.double().T * (largest.double() / steps) * scales.double()
+    return y if bias is None else y + bias

@@ -1,0 +1,77 @@
+"""Virtual time, and processes that live in it: they can stop, go on and die."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import TypeAlias
+
+Act: TypeAlias = Callable[[], None]
+
+
+class Clock:
+    """One heap of events; those of one moment happen in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds
+        self._heap: list[tuple[float, int, Act]] = []
+        self._numbers = count()
+
+    def at(self, time: float, act: Act) -> None:
+        """Have that happen then, or now if then is past."""
+        heapq.heappush(self._heap, (max(time, self.now), next(self._numbers), act))
+
+    def after(self, seconds: float, act: Act) -> None:
+        self.at(self.now + seconds, act)
+
+    @property
+    def next(self) -> float:
+        """When something happens next; inf: never."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def step(self) -> None:
+        """Let the next thing happen."""
+        self.now, _, act = heapq.heappop(self._heap)
+        act()
+
+    def run(self, until: float) -> None:
+        """Let everything happen that is due by then."""
+        while self.next <= until:
+            self.step()
+        self.now = max(self.now, until)
+
+
+class Process:
+    """What happens to it while it is stopped waits; what happens to it once dead is lost."""
+
+    def __init__(self, name: str, clock: Clock) -> None:
+        self.name = name
+        self.clock = clock
+        self.alive = True
+        self._stopped = False
+        self._backlog: deque[Act] = deque()
+
+    def after(self, seconds: float, act: Act) -> None:
+        """A timer of its own."""
+        self.clock.after(seconds, lambda: self.take(act))
+
+    def take(self, act: Act) -> None:
+        """Something happens to it: now, or once it goes on."""
+        if self._stopped:
+            self._backlog.append(act)
+        elif self.alive:
+            act()
+
+    def stop(self) -> None:
+        """As SIGSTOP does."""
+        self._stopped = True
+
+    def go_on(self) -> None:
+        """As SIGCONT does."""
+        self._stopped = False
+        while self._backlog and not self._stopped:
+            self.take(self._backlog.popleft())
+
+    def kill(self) -> None:
+        self.alive = False
+        self._backlog.clear()

@@ -1,0 +1,300 @@
+"""A cluster under load in virtual time: pools that grow and shrink, what it costs, what users see.
+
+One router. Workers cost GPU time from when they are asked for until they are gone; a new one serves
+after its cold start, and one too many drains before it goes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.cluster.autoscaler import PoolState, WorkerLoad
+from penstock.loadtests.simulate.clock import Clock
+from penstock.loadtests.simulate.handover import Name
+from penstock.loadtests.simulate.loads import prompt_of
+from penstock.loadtests.simulate.network import Network
+from penstock.loadtests.simulate.router import Router
+from penstock.loadtests.simulate.scalers import INTERVAL_SECONDS, PoolSight, Scaler
+from penstock.loadtests.simulate.session import Shape
+from penstock.loadtests.simulate.timing import TimedModel, Timing
+from penstock.loadtests.simulate.worker import Worker
+from penstock.loadtests.workload import Planned
+from penstock.router.routing import events as ev
+from penstock.router.routing.dispatcher import Limits as RouterLimits
+from penstock.router.routing.policy import LeastLoaded
+from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.sequence import SamplingParams
+
+LATENCY_SECONDS = 0.0003
+BANDWIDTH = 40e9
+"""Bytes a second between two workers."""
+
+END_SECONDS = 3600.0
+"""So long after the last arrival everything must be over."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """What is simulated."""
+
+    pools: Mapping[str, int]  # workers of each role that serve at the start
+    limits: Limits  # of every worker
+    timing: Timing
+    cold_start: float = 30.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is seen at one time."""
+
+    at: float
+    serving: int
+    pending: int
+    draining: int
+    queued: int  # in the router and in the workers
+    running: int
+    kv_share: float
+
+
+@dataclass(slots=True)
+class _Pool:
+    serving: list[Worker] = field(default_factory=list)
+    draining: list[Worker] = field(default_factory=list)
+    pending: int = 0
+    busy_before: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return len(self.serving) + self.pending
+
+
+@dataclass(slots=True)
+class Call:
+    """One request as its client saw it; seconds on the clock of the simulation."""
+
+    planned: Planned
+    first: float = float("nan")  # when its first token came
+    last: float = float("nan")
+    num_tokens: int = 0
+    status: str = ""  # how it ended
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.planned.due
+
+    @property
+    def tpot(self) -> float:
+        """Seconds a token after the first; 0 for answers of one token."""
+        return (self.last - self.first) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
+
+
+class _Caller:
+    """The client of one call."""
+
+    def __init__(self, call: Call, clock: Clock, ended: Callable[[], None]) -> None:
+        self._call = call
+        self._clock = clock
+        self._ended = ended
+
+    def deliver(self, deliver: ev.Deliver) -> None:
+        call, now = self._call, self._clock.now
+        if not call.num_tokens:
+            call.first = now
+        call.last = now
+        call.num_tokens += len(deliver.tokens)
+
+    def end(self, end: ev.End) -> None:
+        self._call.status = end.status.value
+        self._ended()
+
+
+class Cluster:
+    """Play it with `run`; then `calls`, `samples` and `gpu_seconds` tell what happened."""
+
+    def __init__(self, plan: ClusterPlan, load: Sequence[Planned], scaler: Scaler) -> None:
+        self.clock = Clock()
+        self.calls = [Call(planned) for planned in load]
+        self.samples: list[Sample] = []
+        self.worker_seconds = 0.0
+        self.busy_seconds = 0.0
+        self.num_scalings = 0
+        self._plan = plan
+        self._scaler = scaler
+        self._network = Network(self.clock, LATENCY_SECONDS, BANDWIDTH)
+        self._by_name: dict[Name, Worker] = {}
+        self._live: dict[str, Worker] = {}
+        self._births = 0
+        self._left = len(load)
+        self._arrived_tokens = 0
+        self._looked_at = 0.0
+        self._costs_since = 0.0
+        limits = RouterLimits(max_queued=10**6, max_queued_tokens=10**12)
+        self._router = Router("router", self._network, LeastLoaded(), limits, self._live.get)
+        self._pools = {name: _Pool() for name in plan.pools}
+        for name, count in plan.pools.items():
+            for _ in range(count):
+                self._serve(name)
+
+    def run(self) -> None:
+        """Until every call has ended. RuntimeError if some never do."""
+        last = self.calls[-1].planned.due if self.calls else 0.0
+        self._arrive(0)
+        self.clock.after(INTERVAL_SECONDS, self._look)
+        while self._left:
+            if self.clock.now > last + END_SECONDS:
+                raise RuntimeError(f"{self._left} requests wait for ever: the cluster is too small")
+            self.clock.step()
+        self._pay()
+        for worker in self._live.values():
+            self.busy_seconds += worker.busy_seconds
+
+    # ------------------------------------------------------------ calls
+
+    def _arrive(self, number: int) -> None:
+        """Each plans the next one, so that the heap stays small."""
+        if number < len(self.calls):
+            self.clock.at(self.calls[number].planned.due, lambda: self._ask(number))
+
+    def _ask(self, number: int) -> None:
+        call = self.calls[number]
+        planned = call.planned
+        self._arrived_tokens += planned.input_len
+        request = ev.Request(
+            id=number + 1,
+            prompt=prompt_of(planned),
+            params=SamplingParams(max_tokens=planned.output_len),
+            max_tokens=planned.output_len,
+        )
+        self._router.open(request, _Caller(call, self.clock, self._ended))
+        self._arrive(number + 1)
+
+    def _ended(self) -> None:
+        self._left -= 1
+
+    # ------------------------------------------------------------ workers
+
+    def _serve(self, pool: str) -> None:
+        """A worker is ready."""
+        self._births += 1
+        name, limits, timing = f"{pool}-{self._births}", self._plan.limits, self._plan.timing
+        info = ev.WorkerInfo(
+            name,
+            "1",
+            pool,
+            "same",
+            limits.block_size,
+            limits.num_blocks,
+            limits.max_model_len,
+            limits.max_sequences,
+        )
+        shape = Shape(info, limits, int(timing.kv_bytes * limits.block_size))
+        worker = Worker(shape, TimedModel(timing), self._network, self._by_name.get)
+        self._by_name[name, "1"] = self._live[name] = worker
+        self._pools[pool].serving.append(worker)
+        self._router.link(name)
+
+    def _come(self, pool: str) -> None:
+        """A cold start is over."""
+        self._pay()
+        state = self._pools[pool]
+        state.pending -= 1
+        self._serve(pool)
+
+    def _bring(self, pool: str, wanted: int) -> None:
+        """To that many workers."""
+        self._pay()
+        state = self._pools[pool]
+        self.num_scalings += wanted != state.count
+        while state.count < wanted:
+            state.pending += 1
+            self.clock.after(self._plan.cold_start, lambda: self._come(pool))
+        while state.count > max(wanted, 1) and len(state.serving) > 1:
+            self._drain(state)
+
+    def _drain(self, state: _Pool) -> None:
+        """The one with the least to do."""
+        worker = min(state.serving, key=lambda one: one.load.running + one.load.queued)
+        state.serving.remove(worker)
+        state.draining.append(worker)
+        worker.drain()
+        self.clock.after(1.0, lambda: self._look_at(worker, state))
+
+    def _look_at(self, worker: Worker, state: _Pool) -> None:
+        if not worker.idle:
+            self.clock.after(1.0, lambda: self._look_at(worker, state))
+            return
+        self._pay()
+        name = worker.info.worker
+        state.draining.remove(worker)
+        self.busy_seconds += worker.busy_seconds
+        self._router.unlink(name)
+        del self._live[name], self._by_name[name, "1"]
+        worker.process.kill()
+
+    def _pay(self) -> None:
+        """Count what all workers have cost since the last time."""
+        now = self.clock.now
+        num = sum(pool.count + len(pool.draining) for pool in self._pools.values())
+        self.worker_seconds += num * (now - self._costs_since)
+        self._costs_since = now
+
+    # ------------------------------------------------------------ looking and deciding
+
+    def _look(self) -> None:
+        now = self.clock.now
+        sights = {name: self._sight(name, now) for name in self._pools}
+        self._looked_at = now
+        self._sample(now)
+        for pool, wanted in self._scaler.decide(sights, now).items():
+            if wanted != self._pools[pool].count:
+                self._bring(pool, wanted)
+        self.clock.after(INTERVAL_SECONDS, self._look)
+
+    def _sight(self, name: str, now: float) -> PoolSight:
+        pool, dispatcher = self._pools[name], self._router.dispatcher
+        takes_new = name != "decode"
+        state = PoolState(
+            workers=[_load_of(worker, now) for worker in pool.serving],
+            pending=pool.pending,
+            draining=len(pool.draining),
+            waiting=dispatcher.num_queued if takes_new else 0,
+            waiting_tokens=dispatcher.num_queued_tokens if takes_new else 0,
+            arrived_tokens=self._arrived_tokens,
+        )
+        busy = sum(worker.busy_seconds for worker in pool.serving)
+        seconds = (now - self._looked_at) * max(len(pool.serving), 1)
+        share = max(busy - pool.busy_before, 0.0) / seconds if seconds else 0.0
+        pool.busy_before = busy
+        return PoolSight(state, min(share, 1.0))
+
+    def _sample(self, now: float) -> None:
+        pools = self._pools.values()
+        workers = [worker for pool in pools for worker in pool.serving]
+        loads = [worker.batcher.load() for worker in workers]
+        blocks = self._plan.limits.num_blocks
+        used = sum(load.used_blocks + load.leased_blocks + load.reserved_blocks for load in loads)
+        self.samples.append(
+            Sample(
+                now,
+                len(workers),
+                sum(pool.pending for pool in pools),
+                sum(len(pool.draining) for pool in pools),
+                self._router.dispatcher.num_queued + sum(load.queued for load in loads),
+                sum(load.running for load in loads),
+                used / (blocks * max(len(workers), 1)),
+            )
+        )
+
+
+def _load_of(worker: Worker, now: float) -> WorkerLoad:
+    load, limits = worker.batcher.load(), worker.batcher.limits
+    held = load.used_blocks + load.leased_blocks + load.reserved_blocks
+    return WorkerLoad(
+        name=worker.info.worker,
+        at=now,
+        queued_tokens=load.queued_tokens,
+        running=load.running,
+        places=limits.max_sequences,
+        kv_share=held / limits.num_blocks,
+        prompt_tokens=load.prompt_tokens_computed,
+        prompt_seconds=worker.prompt_seconds,
+    )

@@ -1,0 +1,34 @@
+"""`penstock simulate`: the cluster's deciding code in virtual time."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+KINDS = {
+    "load": "play a cluster under a load: latencies, worker hours, a page of charts",
+    "faults": "play seeded fault schedules and check every answer and every block",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a kind of simulation; 2 for one that there is not."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("--help", "-h"):
+        print(usage())
+        return 0
+    if name not in KINDS:
+        known = ", ".join(KINDS)
+        print(f"penstock simulate: there is no {name!r}; known are {known}", file=sys.stderr)
+        return 2
+    code: int = import_module(f"penstock.loadtests.simulate.{name}").main(rest)
+    return code
+
+
+def usage() -> str:
+    kinds = [f"  {name:<8}{about}" for name, about in KINDS.items()]
+    lines = ["usage: penstock simulate KIND ...", "", *kinds, ""]
+    return "\n".join([*lines, "penstock simulate KIND --help tells its options."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What stands in for model and device: how long a step takes, what it draws, what blocks hold."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.loadtests.simulate.fold import FoldExecutor
+from penstock.workers.scheduling.sequence import Ints, StepPlan
+
+
+class Executor(Protocol):
+    """A model on a device, with its KV."""
+
+    slowness: float  # 1: as it should be
+
+    def seconds(self, plan: StepPlan) -> float:
+        """How long that step takes."""
+        ...
+
+    def run(self, plan: StepPlan, choices: Ints) -> Ints:
+        """What its drawing rows draw, in order; `choices` are those of every row of the table."""
+        ...
+
+    def read(self, blocks: Ints) -> Sequence[int]:
+        """What blocks hold, to be sent."""
+        ...
+
+    def write(self, blocks: Ints, content: Sequence[int]) -> None:
+        """What was sent, into blocks."""
+        ...
+
+    def spoil(self, blocks: Ints) -> None:
+        """Nobody may read what these held."""
+        ...
+
+
+class TimedFold:
+    """The fold model, with steps that take time: what it reads and writes decides every token."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, step_seconds: float, token_seconds: float
+    ) -> None:
+        self.slowness = 1.0
+        self._fold = FoldExecutor(num_blocks, block_size)
+        self._step_seconds = step_seconds
+        self._token_seconds = token_seconds
+
+    def seconds(self, plan: StepPlan) -> float:
+        return self.slowness * (self._step_seconds + self._token_seconds * len(plan.tokens))
+
+    def run(self, plan: StepPlan, choices: Ints) -> Ints:
+        return self._fold.run(plan, choices)
+
+    def read(self, blocks: Ints) -> Sequence[int]:
+        return [self._fold.kv[slot] for slot in self._fold.slots_of(blocks)]
+
+    def write(self, blocks: Ints, content: Sequence[int]) -> None:
+        for slot, value in zip(self._fold.slots_of(blocks), content, strict=True):
+            self._fold.kv[slot] = value
+
+    def spoil(self, blocks: Ints) -> None:
+        self._fold.spoil(blocks)

@@ -1,0 +1,238 @@
+"""A router: the production dispatcher, and links to workers in virtual time."""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from penstock.loadtests.simulate.clock import Process
+from penstock.loadtests.simulate.network import Network, Stream
+from penstock.loadtests.simulate.session import Session
+from penstock.loadtests.simulate.worker import BEAT_SECONDS, Worker
+from penstock.router.routing import events as ev
+from penstock.router.routing.dispatcher import Dispatcher, Limits
+from penstock.router.routing.policy import Policy
+
+TICK_SECONDS = 0.5
+CONNECT_SECONDS = 10.0
+PAUSE_SECONDS = 0.2
+"""Between attempts to connect."""
+
+
+class Client(Protocol):
+    """Who asked for something."""
+
+    def deliver(self, deliver: ev.Deliver) -> ev.Cut | None:
+        """New tokens; the cut that a stop string makes of them."""
+        ...
+
+    def end(self, end: ev.End) -> None: ...
+
+
+class Link:
+    """A router's streams to one worker, one after the other."""
+
+    def __init__(
+        self,
+        router: "Router",
+        worker: str,
+        network: Network,
+        find: Callable[[str], Worker | None],
+    ) -> None:
+        self._router = router
+        self._worker = worker
+        self._network = network
+        self._find = find
+        self._stream: Stream | None = None
+        self._session: Session | None = None  # once it is up
+        self._at: Worker | None = None
+        self._told = 0.0
+        self._wanted = True
+        self._connect()
+
+    def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop | None) -> None:
+        """Have the worker obey; None is a beat. Without a stream it is lost."""
+        stream, session, worker = self._stream, self._session, self._at
+        if stream is None or session is None or worker is None:
+            return
+        self._told = self._router.process.clock.now
+        stream.down.send(lambda: worker.obey(session, command))
+
+    def hang(self) -> None:
+        """Close the stream; a new one is opened after a pause."""
+        stream, session, worker = self._stream, self._session, self._at
+        if stream is None:
+            return
+        stream.up.closed = True
+        if session is not None and worker is not None:
+            stream.down.send(lambda: worker.close(session))
+        self._over(stream)
+
+    def stop(self) -> None:
+        """The worker is not wanted any more."""
+        self._wanted = False
+        self.hang()
+
+    def _connect(self) -> None:
+        router, worker = self._router, self._find(self._worker)
+        if not self._wanted or self._stream is not None:
+            return
+        if worker is None:
+            router.process.after(PAUSE_SECONDS, self._connect)
+            return
+        self._at = worker
+        stream = Stream(
+            self._network,
+            router.process,
+            worker.process,
+            lambda _: self.hang(),
+            self._worker_broken,
+        )
+        self._stream = stream
+        stream.down.send(lambda: self._attach(stream, worker))
+        router.process.after(CONNECT_SECONDS, lambda: self._give_up(stream))
+
+    def _attach(self, stream: Stream, worker: Worker) -> None:
+        """At the worker."""
+        session = worker.attach(
+            self._router.name,
+            stream,
+            partial(self._heard, stream),
+            lambda: self._over(stream),
+        )
+        info, load = worker.info, worker.load
+        stream.up.send(lambda: self._welcome(stream, session, ev.WorkerUp(info, load)))
+
+    def _worker_broken(self, stream: Stream) -> None:
+        """At the worker: a message of this stream is missing."""
+        worker = self._at
+        for session in list(worker.sessions.values()) if worker else ():
+            if session.stream is stream and worker is not None:
+                worker.hang_up(session)
+
+    def _welcome(self, stream: Stream, session: Session, up: ev.WorkerUp) -> None:
+        if stream is not self._stream:
+            return
+        self._session = session
+        self._told = self._router.process.clock.now
+        self._router.tell(up)
+        self._router.process.after(BEAT_SECONDS, lambda: self._beat(stream))
+
+    def _heard(self, stream: Stream, event: ev.Event) -> None:
+        if stream is self._stream and self._session is not None:
+            self._router.tell(event)
+
+    def _beat(self, stream: Stream) -> None:
+        if stream is not self._stream:
+            return
+        if self._router.process.clock.now - self._told >= BEAT_SECONDS * 0.99:
+            self.send(None)
+        self._router.process.after(BEAT_SECONDS, lambda: self._beat(stream))
+
+    def _give_up(self, stream: Stream) -> None:
+        if stream is self._stream and self._session is None:
+            self.hang()
+
+    def _over(self, stream: Stream) -> None:
+        if stream is not self._stream:
+            return
+        was_up = self._session is not None
+        self._stream = self._session = None
+        self._router.process.after(PAUSE_SECONDS, self._connect)
+        if was_up:
+            self._router.tell(ev.WorkerLost(self._worker))
+
+
+class Router:
+    """One router process.
+
+    Args:
+        find: a worker by name, while it lives.
+        hear: sees every event and its commands.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        policy: Policy,
+        limits: Limits,
+        find: Callable[[str], Worker | None],
+        hear: Callable[[str, ev.Event, list[ev.Command]], None] | None = None,
+        check: bool = False,
+    ) -> None:
+        self.name = name
+        self.process = Process(name, network.clock)
+        self.dispatcher = Dispatcher(policy, limits)
+        self.clients: dict[int, Client] = {}
+        self._network = network
+        self._find = find
+        self._hear = hear
+        self._check = check
+        self._links: dict[str, Link] = {}
+        self._events: deque[ev.Event] = deque()
+        self._handling = False
+        self.process.after(TICK_SECONDS, self._tick)
+
+    def link(self, worker: str) -> None:
+        """Keep a stream to that worker."""
+        if worker not in self._links:
+            self._links[worker] = Link(self, worker, self._network, self._find)
+
+    def break_off(self) -> None:
+        """It has died: its machine closes its streams."""
+        for link in self._links.values():
+            link.hang()
+
+    def unlink(self, worker: str) -> None:
+        link = self._links.pop(worker, None)
+        if link is not None:
+            link.stop()
+
+    def open(self, request: ev.Request, client: Client) -> None:
+        self.clients[request.id] = client
+        self.tell(ev.Arrived(request))
+
+    def leave(self, request: int) -> None:
+        """Its client goes away."""
+        if self.clients.pop(request, None) is not None:
+            self.tell(ev.Gone(request))
+
+    def tell(self, event: ev.Event) -> None:
+        """Have an event handled, now or right after the one that is being handled."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        while self._events:
+            event = self._events.popleft()
+            commands = self.dispatcher.handle(event, self.process.clock.now)
+            if self._check:
+                self.dispatcher.check()
+            if self._hear is not None:
+                self._hear(self.name, event, commands)
+            for command in commands:
+                self._carry_out(command)
+        self._handling = False
+
+    def _carry_out(self, command: ev.Command) -> None:
+        match command:
+            case ev.Deliver():
+                client = self.clients.get(command.request)
+                cut = client.deliver(command) if client is not None else None
+                if cut is not None:
+                    self._events.append(cut)
+            case ev.End():
+                client = self.clients.pop(command.request, None)
+                if client is not None:
+                    client.end(command)
+            case ev.Hang():
+                if command.worker in self._links:
+                    self._links[command.worker].hang()
+            case ev.Submit() | ev.Yield() | ev.Send() | ev.Drop():
+                if command.worker in self._links:
+                    self._links[command.worker].send(command)
+
+    def _tick(self) -> None:
+        self.tell(ev.Tick())
+        self.process.after(TICK_SECONDS, self._tick)

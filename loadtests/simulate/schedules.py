@@ -1,0 +1,179 @@
+"""Fault schedules: who is there, who asks what, what goes wrong and when; all of it from a seed.
+
+Requests and faults are drawn each from its own randomness: leaving some out changes no other.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from random import Random
+
+ROLES = (
+    ("prefill", "decode"),
+    ("prefill", "decode"),
+    ("prefill", "decode", "decode"),
+    ("prefill", "prefill", "decode", "decode"),
+    ("mixed", "mixed"),
+    ("prefill", "decode", "mixed"),
+    ("mixed",),
+    ("decode", "decode"),
+)
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 64
+FAULT_SECONDS = 8.0
+"""Within so long the faults begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    name: str
+    role: str
+    layout: str
+    num_blocks: int
+    max_sequences: int
+    max_batched_tokens: int
+    max_queued: int
+    step_seconds: float
+    token_seconds: float
+    write_seconds: float  # of a message of blocks
+    message_blocks: int  # most of one message
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    number: int
+    at: float
+    router: int  # which one is asked first
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_tokens: tuple[int, ...]
+    num_choices: int
+    salt: bytes
+    tenant: str
+    priority: int
+    deadline: float  # seconds from its arrival
+    cut: int  # a stop string matches there; 0: none
+    leaves_after: float  # seconds; inf: it stays
+    leaves_moving: float  # seconds after its blocks began to travel; inf: it stays
+    resumes: bool  # at another router when its own dies
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    number: int
+    at: float
+    kind: str
+    one: int  # which process; of its kind
+    other: int
+    seconds: float  # how long it lasts
+    size: float
+
+    def __str__(self) -> str:
+        return (
+            f"fault {self.number} at {self.at:.3f} s: {self.kind} {self.one} {self.other} "
+            f"for {self.seconds:.3f} s ({self.size:.2f})"
+        )
+
+
+KINDS = (
+    *("kill", "kill", "lose", "hang", "slow"),
+    *("cut stream", "cut blocks", "delay stream", "delay blocks"),
+    *("reorder stream", "duplicate stream"),
+    *("reorder blocks", "duplicate blocks", "late blocks", "late blocks", "corrupt blocks"),
+    *("drain", "kill router", "hang router"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    seed: int
+    num_routers: int
+    latency: float
+    bandwidth: float
+    max_queued: int  # requests of a router
+    workers: tuple[WorkerPlan, ...]
+    requests: tuple[RequestPlan, ...]
+    faults: tuple[Fault, ...]
+
+    def only(
+        self, requests: Collection[int] | None = None, faults: Collection[int] | None = None
+    ) -> "Schedule":
+        """The same with only these requests and faults, by number."""
+        kept = tuple(one for one in self.requests if requests is None or one.number in requests)
+        left = tuple(one for one in self.faults if faults is None or one.number in faults)
+        return replace(self, requests=kept, faults=left)
+
+
+def schedule_of(seed: int) -> Schedule:
+    rng = Random(f"schedule {seed}")
+    roles = rng.choice(ROLES)
+    num_routers = rng.choice((1, 1, 1, 2))
+    tight = rng.random() < 0.4
+    num_requests, num_faults = rng.randint(2, 16), rng.choice((0, 1, 2, 3, 4, 6, 9))
+    return Schedule(
+        seed=seed,
+        num_routers=num_routers,
+        latency=rng.choice((0.0002, 0.001, 0.01)),
+        bandwidth=rng.choice((1e7, 1e8, 1e10)),
+        max_queued=rng.choice((4, 100)),
+        workers=tuple(_worker(rng, i, role, tight) for i, role in enumerate(roles)),
+        requests=tuple(_request(seed, i, num_routers) for i in range(num_requests)),
+        faults=tuple(_fault(seed, i, len(roles), num_routers) for i in range(num_faults)),
+    )
+
+
+def _worker(rng: Random, number: int, role: str, tight: bool) -> WorkerPlan:
+    return WorkerPlan(
+        name=f"{role[0]}{number}",
+        role=role,
+        layout="other" if rng.random() < 0.05 else "same",
+        num_blocks=rng.choice((18, 22, 30) if tight else (64, 96)),
+        max_sequences=rng.choice((2, 4, 6)),
+        max_batched_tokens=rng.choice((8, 16, 64)),
+        max_queued=rng.choice((1, 3, 100)),
+        step_seconds=rng.choice((0.005, 0.02, 0.05)),
+        token_seconds=rng.choice((0.0, 0.0005)),
+        write_seconds=rng.choice((0.001, 0.02, 0.2)),
+        message_blocks=rng.choice((1, 2, 8)),
+    )
+
+
+def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
+    rng = Random(f"request {seed} {number}")
+    stem = Random(rng.choice("ab")).choices(range(37), k=rng.choice((0, 4, 9, 20)))
+    own = [rng.randrange(37) for _ in range(rng.choice((1, 3, 8, 20)))]
+    num_choices = rng.choice((1, 1, 1, 1, 2, 3))
+    return RequestPlan(
+        number=number,
+        at=rng.uniform(0.0, rng.choice((1.0, 5.0))) if rng.random() < 0.7 else 0.5,
+        router=rng.randrange(num_routers),
+        prompt=(*stem, *own),
+        max_tokens=rng.choice((1, 5, 12, 23, 23)),
+        stop_tokens=(rng.randrange(37),) if rng.random() < 0.4 else (),
+        num_choices=num_choices,
+        salt=rng.choice((b"", b"", b"t")),
+        tenant=rng.choice("ab"),
+        priority=rng.choice((0, 0, 0, 1)),
+        deadline=rng.choice((3.0, 10.0)) if rng.random() < 0.15 else float("inf"),
+        cut=rng.randint(1, 8) if rng.random() < 0.2 else 0,
+        leaves_after=rng.uniform(0.0, rng.choice((0.5, 3.0)))
+        if rng.random() < 0.25
+        else float("inf"),
+        leaves_moving=rng.choice((0.01, 0.1, 0.4)) if rng.random() < 0.15 else float("inf"),
+        # Which of several choices had ended is more than a client can tell another router.
+        resumes=rng.random() < 0.7 and num_choices == 1,
+    )
+
+
+def _fault(seed: int, number: int, num_workers: int, num_routers: int) -> Fault:
+    rng = Random(f"fault {seed} {number}")
+    kind = rng.choice(KINDS)
+    others = num_routers if "stream" in kind else num_workers
+    return Fault(
+        number=number,
+        at=rng.uniform(0.0, FAULT_SECONDS if rng.random() < 0.5 else 2.0),
+        kind=kind,
+        one=rng.randrange(num_routers if "router" in kind else num_workers),
+        other=rng.randrange(others),
+        seconds=rng.choice((0.05, 0.5, 3.0, 7.0, 12.0)),
+        size=rng.choice((0.01, 0.1, 1.0)),
+    )

@@ -1,0 +1,57 @@
+"""What a simulated worker is made of, and what it holds for each router's stream."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.loadtests.simulate.clock import Act
+from penstock.loadtests.simulate.handover import Name, Outgoing, Pace
+from penstock.loadtests.simulate.network import Stream
+from penstock.router.routing.events import Event, Load, WorkerInfo
+from penstock.workers.scheduling.limits import Limits
+
+
+class Key(NamedTuple):
+    """A sequence's name: `session` numbers the routers' streams."""
+
+    session: int
+    request: int
+    attempt: int
+
+
+@dataclass(slots=True)
+class Held:
+    source: Name | None = None
+    epoch: int = 0
+    kv_len: int = 0
+    sends: list[Outgoing] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One router's stream."""
+
+    number: int
+    router: str
+    stream: Stream
+    tell: Callable[[Event], None]  # at the router
+    ended: Act  # at the router
+    heard: float
+    told: float  # when something was last said
+    load: Load | None = None  # as it was last told
+    held: dict[Key, Held] = field(default_factory=dict)
+
+    def put(self, event: Event, now: float) -> None:
+        self.told = now
+        tell = self.tell
+        self.stream.up.send(lambda: tell(event))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a worker is made of."""
+
+    info: WorkerInfo
+    limits: Limits
+    bytes_per_block: int = 1 << 20
+    pace: Pace = field(default_factory=Pace)

@@ -1,0 +1,369 @@
+"""One schedule played: routers, workers, clients and faults around one clock.
+
+Raises `Broken` when something that must always be true is not.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.loadtests.simulate.client import FoldClient
+from penstock.loadtests.simulate.clock import Clock
+from penstock.loadtests.simulate.executors import TimedFold
+from penstock.loadtests.simulate.handover import Name, Pace
+from penstock.loadtests.simulate.network import Network
+from penstock.loadtests.simulate.router import Router
+from penstock.loadtests.simulate.schedules import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    Fault,
+    RequestPlan,
+    Schedule,
+    WorkerPlan,
+)
+from penstock.loadtests.simulate.session import Shape
+from penstock.loadtests.simulate.worker import Worker
+from penstock.router.routing import events as ev
+from penstock.router.routing.dispatcher import Limits as RouterLimits
+from penstock.router.routing.policy import LeastLoaded
+from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.sequence import SamplingParams
+
+PATIENCE_SECONDS = 150.0
+"""By so long after the last fault everybody must have ended."""
+REST_SECONDS = 15.0
+"""So long after the last end nothing may be held any more."""
+WAIT_WITHOUT_WORKERS = 20.0
+RESTART_SECONDS = 1.5
+DRAIN_SECONDS = 5.0
+BLOCK_BYTES = 1 << 20
+
+Log = Callable[[str], None]
+
+
+class Broken(Exception):
+    """What must always be true is not; the message says what."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened in a schedule, or in many."""
+
+    requests: int = 0
+    tokens: int = 0
+    handovers: int = 0
+    failovers: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Tally") -> None:
+        self.requests += other.requests
+        self.tokens += other.tokens
+        self.handovers += other.handovers
+        self.failovers += other.failovers
+        self.ends += other.ends
+        self.faults += other.faults
+
+
+class World:
+    """Everything that there is in one schedule."""
+
+    def __init__(self, schedule: Schedule, log: Log | None = None) -> None:
+        self.schedule = schedule
+        self.clock = Clock()
+        self.network = Network(self.clock, schedule.latency, schedule.bandwidth)
+        self.tally = Tally(requests=len(schedule.requests))
+        self.clients: list[FoldClient] = []
+        self._log = log
+        self._births = 0
+        self._names = [plan.name for plan in schedule.workers]
+        self._plans = {plan.name: plan for plan in schedule.workers}
+        self._workers: dict[str, Worker] = {}
+        self._by_name: dict[Name, Worker] = {}
+        self._routers: list[Router] = []
+        self._numbers = [0] * schedule.num_routers
+        for plan in schedule.workers:
+            self._start_worker(plan.name)
+        for number in range(schedule.num_routers):
+            self._routers.append(self._start_router(number))
+        for request in schedule.requests:
+            self._plan_request(request)
+        for fault in schedule.faults:
+            self._plan_fault(fault)
+
+    def play(self) -> Tally:
+        """Play it to its end. Raises Broken."""
+        try:
+            self._play()
+        except Broken:
+            raise
+        except Exception as error:
+            what, where = type(error).__name__, _innermost(error)
+            raise Broken(f"{what} at {self.clock.now:.3f} s: {error} ({where})") from error
+        return self.tally
+
+    def _play(self) -> None:
+        last = [0.0, *(one.at + one.seconds for one in self.schedule.faults)]
+        last += [one.at for one in self.schedule.requests]
+        bound = max(last) + PATIENCE_SECONDS
+        while not all(client.over for client in self.clients):
+            if self.clock.next > bound:
+                late = [client.number for client in self.clients if not client.over]
+                raise Broken(f"requests {late} have not ended {PATIENCE_SECONDS:g} s after all")
+            self.clock.step()
+        self.clock.run(max(self.clock.now, *last) + REST_SECONDS)
+        self._check_rest()
+
+    def _check_rest(self) -> None:
+        for client in self.clients:
+            client.check(undisturbed=not self.schedule.faults)
+            self.tally.ends[client.how] += 1
+            self.tally.tokens += client.num_tokens
+        for worker in self._workers.values():
+            if worker.process.alive:
+                worker.check_rest()
+        for router in self._routers:
+            if router.process.alive:
+                dispatcher = router.dispatcher
+                assert dispatcher.num_requests == 0, "a router keeps what has ended"
+                assert not any(one.num_requests for one in dispatcher.workers()), "still counted"
+                self._count(router)
+
+    def _count(self, router: Router) -> None:
+        counters = router.dispatcher.counters
+        self.tally.handovers += counters.num_handovers
+        self.tally.failovers += counters.num_failovers
+
+    def note(self, text: str) -> None:
+        if self._log is not None:
+            self._log(f"{self.clock.now:.6f} {text}")
+
+    # ------------------------------------------------------------ who is there
+
+    def _start_worker(self, name: str) -> None:
+        self._births += 1
+        plan, incarnation = self._plans[name], str(self._births)
+        executor = TimedFold(plan.num_blocks, BLOCK_SIZE, plan.step_seconds, plan.token_seconds)
+        worker = Worker(_shape(plan, incarnation), executor, self.network, self._find, 4)
+        self._workers[name] = self._by_name[name, incarnation] = worker
+        self.note(f"{name} starts")
+
+    def _find(self, name: Name) -> Worker | None:
+        worker = self._by_name.get(name)
+        return worker if worker is not None and worker.process.alive else None
+
+    def _live(self, name: str) -> Worker | None:
+        worker = self._workers[name]
+        return worker if worker.process.alive else None
+
+    def _start_router(self, number: int) -> Router:
+        limits = RouterLimits(
+            max_queued=self.schedule.max_queued, wait_without_workers=WAIT_WITHOUT_WORKERS
+        )
+        router = Router(
+            f"r{number}", self.network, LeastLoaded(), limits, self._live, self._heard, check=True
+        )
+        for name in self._names:
+            router.link(name)
+        self._numbers[number] = 0
+        self.note(f"r{number} starts")
+        return router
+
+    def _heard(self, router: str, event: ev.Event, commands: list[ev.Command]) -> None:
+        if isinstance(event, ev.Ready):
+            for client in self.clients:
+                at = client.at
+                if at is not None and (at[0].name, at[1]) == (router, event.request):
+                    self._plan_leave(client, client.plan.leaves_moving)
+        if self._log is None:
+            return
+        if commands or not isinstance(event, ev.Tick | ev.Heard):
+            self.note(f"{router} {event}")
+            for command in commands:
+                self.note(f"{router}   {command}")
+
+    # ------------------------------------------------------------ requests
+
+    def _plan_request(self, plan: RequestPlan) -> None:
+        client = FoldClient(plan, MAX_MODEL_LEN)
+        self.clients.append(client)
+        self.clock.at(plan.at, lambda: self._ask(client, self._routers[plan.router]))
+        self._plan_leave(client, plan.at + plan.leaves_after)
+
+    def _ask(self, client: FoldClient, router: Router) -> None:
+        """Ask that router, with what the client knows already."""
+        plan = client.plan
+        if client.over:
+            return
+        if not router.process.alive:
+            self._look_elsewhere(client)
+            return
+        number = self._routers.index(router)
+        self._numbers[number] += 1
+        client.at = (router, self._numbers[number])
+        request = ev.Request(
+            id=self._numbers[number],
+            prompt=plan.prompt,
+            params=SamplingParams(max_tokens=plan.max_tokens, stop_tokens=plan.stop_tokens),
+            max_tokens=min(plan.max_tokens, MAX_MODEL_LEN - len(plan.prompt)),
+            tenant=plan.tenant,
+            priority=plan.priority,
+            salt=plan.salt,
+            deadline=self.clock.now + plan.deadline,
+            num_choices=plan.num_choices,
+            log=tuple(map(tuple, client.answers)) if client.num_tokens else (),
+        )
+        self.note(f"client {plan.number} asks {router.name} as {request.id}")
+        router.process.take(lambda: router.open(request, client))
+
+    def _plan_leave(self, client: FoldClient, seconds: float) -> None:
+        if seconds != float("inf"):
+            self.clock.after(seconds, lambda: self._leave(client))
+
+    def _leave(self, client: FoldClient) -> None:
+        if client.over or client.at is None:
+            client.leave()
+            return
+        router, number = client.at
+        client.leave()
+        self.note(f"client {client.number} leaves")
+        router.process.take(lambda: router.leave(number))
+
+    def _look_elsewhere(self, client: FoldClient) -> None:
+        """Its router is dead."""
+        live = [router for router in self._routers if router.process.alive]
+        client.at = None
+        if not client.plan.resumes:
+            client.leave()
+        elif live:
+            self.clock.after(0.1, lambda: self._ask(client, live[0]))
+        else:
+            self.clock.after(0.5, lambda: self._look_elsewhere(client))
+
+    # ------------------------------------------------------------ faults
+
+    def _plan_fault(self, fault: Fault) -> None:
+        self.clock.at(fault.at, lambda: self._strike(fault))
+
+    def _strike(self, fault: Fault) -> None:
+        self.tally.faults[fault.kind] += 1
+        self.note(str(fault))
+        until = self.clock.now + fault.seconds
+        name = self._names[min(fault.one, len(self._names) - 1)]
+        match fault.kind.split():
+            case ["kill"] | ["lose"] as how:
+                self._kill(self._workers[name], seen=how == ["kill"])
+            case ["hang"]:
+                process = self._workers[name].process
+                process.stop()
+                self.clock.at(until, process.go_on)
+            case ["slow"]:
+                self._slow(self._workers[name], 1 + 10 * fault.size, until)
+            case ["drain"]:
+                self._drain(self._workers[name])
+            case ["kill", "router"]:
+                self._kill_router(fault.one)
+            case ["hang", "router"]:
+                process = self._routers[fault.one].process
+                process.stop()
+                self.clock.at(until, process.go_on)
+            case [how, where]:
+                self._disturb(how, where == "stream", name, fault, until)
+
+    def _disturb(self, how: str, stream: bool, name: str, fault: Fault, until: float) -> None:
+        other = self._routers[fault.other].name if stream else self._names[fault.other]
+        for way in ((name, other), (other, name)):
+            if how == "cut":
+                self.network.cut(way, until)
+            elif how == "delay":
+                self.network.delay(way, fault.size, until)
+            else:
+                self.network.spoil(way, how, fault.seconds)
+
+    def _kill(self, worker: Worker, seen: bool) -> None:
+        """Dead; `seen`: its machine lives and closes its streams."""
+        if not worker.process.alive:
+            return
+        worker.process.kill()
+        if seen:
+            for session in worker.sessions.values():
+                session.stream.up.send(session.ended)
+            name = (worker.info.worker, worker.info.incarnation)
+            for other in self._workers.values():
+                way = (worker.info.worker, other.info.worker)
+                gone = other.destination
+                self.network.post(way, other.process, lambda gone=gone: gone.part(name))  # type: ignore[misc]
+        self.clock.after(RESTART_SECONDS, lambda: self._start_worker(worker.info.worker))
+
+    def _slow(self, worker: Worker, factor: float, until: float) -> None:
+        worker.executor.slowness = factor
+
+        def over() -> None:
+            worker.executor.slowness = 1.0
+
+        self.clock.at(until, over)
+
+    def _drain(self, worker: Worker) -> None:
+        if not worker.process.alive or worker.draining:
+            return
+        worker.process.take(worker.drain)
+        end = self.clock.now + DRAIN_SECONDS
+
+        def look() -> None:
+            if not worker.process.alive:
+                return
+            if worker.idle or self.clock.now >= end:
+                self._kill(worker, seen=True)
+            else:
+                self.clock.after(0.1, look)
+
+        self.clock.after(0.1, look)
+
+    def _kill_router(self, number: int) -> None:
+        router = self._routers[number]
+        if not router.process.alive:
+            return
+        router.process.kill()
+        self._count(router)
+        router.break_off()
+        for client in self.clients:
+            if client.at is not None and client.at[0] is router and not client.over:
+                self._look_elsewhere(client)
+
+        def restart() -> None:
+            self._routers[number] = self._start_router(number)
+
+        self.clock.after(RESTART_SECONDS, restart)
+
+
+def _shape(plan: WorkerPlan, incarnation: str) -> Shape:
+    info = ev.WorkerInfo(
+        worker=plan.name,
+        incarnation=incarnation,
+        role=plan.role,
+        layout=plan.layout,
+        block_size=BLOCK_SIZE,
+        num_blocks=plan.num_blocks,
+        max_model_len=MAX_MODEL_LEN,
+        max_sequences=plan.max_sequences,
+    )
+    limits = Limits(
+        num_blocks=plan.num_blocks,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        max_sequences=plan.max_sequences,
+        max_batched_tokens=max(plan.max_batched_tokens, plan.max_sequences),
+        max_queued=plan.max_queued,
+    )
+    pace = Pace(write=plan.write_seconds, message_bytes=plan.message_blocks * BLOCK_BYTES)
+    return Shape(info, limits, BLOCK_BYTES, pace)
+
+
+def _innermost(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "somewhere"
+    code = trace.tb_frame.f_code
+    return f"{code.co_name}, {code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno}"

@@ -1,0 +1,139 @@
+"""`penstock status`: what a served cluster does, as tables in the terminal or as JSON."""
+
+import argparse
+import http.client
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+from urllib.parse import SplitResult, urlsplit
+
+from rich.console import Console
+from rich.live import Live
+
+from penstock.cli.flags import Parser
+from penstock.cli.status_view import page
+
+Json: TypeAlias = dict[str, Any]
+
+DEFAULT = "http://127.0.0.1:8000"
+SECONDS_TO_ANSWER = 5.0
+MAX_BYTES = 16 << 20
+TRIES = 5  # while it is watched, a router that starts anew is waited for
+
+
+class NoStatus(RuntimeError):
+    """There is none to be had; the message is one line."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code: 1 where no status was to be had, 2 where the address is none."""
+    given = _parser().parse_args(arguments)
+    try:
+        if given.watch and not given.json:
+            watch(given.url, given.api_key, given.watch)
+            return 0
+        status = fetch(given.url, given.api_key)
+        if given.json:
+            print(json.dumps(status, indent=2))
+        else:
+            Console(highlight=False).print(page(status, given.url))
+    except ValueError as error:
+        print(f"penstock status: {error}", file=sys.stderr)
+        return 2
+    except NoStatus as error:
+        print(f"penstock status: {given.url}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0 if given.watch else 130
+    return 0
+
+
+def watch(url: str, key: str | None, seconds: float) -> None:
+    """Show the status anew every so many seconds, until Ctrl-C. `NoStatus` if it stays away."""
+    missed = 0
+    status = fetch(url, key)
+    with Live(console=Console(highlight=False), auto_refresh=False, screen=False) as live:
+        while True:
+            live.update(page(status, url), refresh=True)
+            time.sleep(seconds)
+            try:
+                status, missed = fetch(url, key), 0
+            except NoStatus:
+                missed += 1
+                if missed == TRIES:
+                    raise
+
+
+def fetch(url: str, key: str | None) -> Json:
+    """A router's status. `NoStatus`; ValueError for what is no address."""
+    where = _split(url)
+    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+    connection = kind(where.hostname or "", where.port, timeout=SECONDS_TO_ANSWER)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        connection.request("GET", where.path.rstrip("/") + "/status", headers=headers)
+        reply = connection.getresponse()
+        body = reply.read(MAX_BYTES)
+    except TimeoutError:
+        raise NoStatus(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
+    except OSError as error:
+        raise NoStatus(
+            f"nothing answers there ({error.strerror or error}): start a server with "
+            "`penstock serve`, or give its HTTP address"
+        ) from None
+    except http.client.HTTPException:
+        raise NoStatus("what answers there is no HTTP server: give the HTTP port") from None
+    finally:
+        connection.close()
+    return _read(reply.status, body)
+
+
+def _split(url: str) -> SplitResult:
+    where = urlsplit(url if "://" in url else f"http://{url}")
+    good = where.scheme in ("http", "https") and where.hostname and url.isprintable()
+    try:
+        good = good and " " not in url and where.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise ValueError(f"{url!r} is no address: give it like {DEFAULT}")
+    return where
+
+
+def _read(code: int, body: bytes) -> Json:
+    if code == 401:
+        raise NoStatus("it wants an API key, and this is none of its keys: give --api-key")
+    try:
+        status = json.loads(body) if code == 200 else None
+    except ValueError:
+        status = None
+    if not isinstance(status, dict) or not {"model", "pools", "workers"} <= status.keys():
+        raise NoStatus(f"what answers there ({code}) is no Penstock router of this version")
+    return status
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="penstock status", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "url", nargs="?", default=DEFAULT, metavar="URL", help=f"of the HTTP port ({DEFAULT})"
+    )
+    parser.add_argument("--api-key", metavar="TEXT", help="a key that the server takes")
+    parser.add_argument("--json", action="store_true", help="for machines: everything, as JSON")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_seconds,
+        const=1.0,
+        metavar="SECONDS",
+        help="show it anew every so many seconds (1), until Ctrl-C",
+    )
+    return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError("give 0.1 to 3600 seconds")
+    return seconds

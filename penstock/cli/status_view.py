@@ -1,0 +1,128 @@
+"""A router's status as tables for 80 columns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Json: TypeAlias = Mapping[str, Any]
+
+COLOURS = {"ready": "green", "draining": "yellow", "suspect": "yellow", "down": "red"}
+BAR = 8  # characters
+NOTHING = "-"
+
+
+def page(status: Json, url: str) -> RenderableType:
+    """The whole status, as `/status` tells it."""
+    parts: list[RenderableType] = [_head(status, url)]
+    if status["workers"]:
+        parts += [_pools(status["pools"]), _workers(status["workers"])]
+    return Group(*parts, _totals(status))
+
+
+def number(value: float) -> str:
+    """Short: 999, 1.2k, 34k, 5.6M."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5 or unit == "T":
+            break
+        value /= 1000
+    return f"{value:.1f}{unit}" if unit and abs(value) < 9.95 else f"{value:.0f}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Short: 3.4 ms, 120 ms, 12.3 s."""
+    if seconds >= 0.9995:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
+
+
+def _head(status: Json, url: str) -> Text:
+    why_not = status["not_ready"]
+    head = Text()
+    head.append(str(status["model"]), style="bold")
+    head.append(f" at {url}: ")
+    head.append(why_not or "serving", style="red" if why_not else "green")
+    head.append(
+        f"\n{number(status['streams'])} open requests, of them {number(status['waiting'])} wait "
+        f"here with {number(status['waiting_tokens'])} tokens\n"
+    )
+    return head
+
+
+def _table(*columns: str, left: int = 1, gap: int = 2) -> Table:
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold dim")
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < left else "right", no_wrap=True)
+    return table
+
+
+def _pools(pools: Sequence[Json]) -> Table:
+    table = _table("pool", "workers", "ready", "running", "waiting", "tokens waiting")
+    for pool in pools:
+        short = pool["ready"] < pool["workers"]
+        ready = Text(str(pool["ready"]), style="red" if short else "")
+        table.add_row(
+            pool["pool"],
+            str(pool["workers"]),
+            ready,
+            number(pool["running"]),
+            number(pool["waiting"]),
+            number(pool["waiting_tokens"]),
+        )
+    table.add_row()
+    return table
+
+
+def _workers(workers: Sequence[Json]) -> Table:
+    columns = ("worker", "state", "KV in use", "run", "wait", "tokens", "hits", "preempt", "step")
+    table = _table(*columns, left=3, gap=1)
+    table.columns[0].max_width = 17
+    for worker in workers:
+        state = Text(worker["state"], style=COLOURS.get(worker["state"], ""))
+        table.add_row(worker["worker"], state, *_numbers(worker["numbers"]))
+    table.add_row()
+    return table
+
+
+def _numbers(numbers: Json | None) -> list[str | Text]:
+    if numbers is None:
+        return [NOTHING] * 7
+    prompt = numbers["prompt_tokens"]
+    return [
+        _kv(numbers["blocks"]),
+        number(numbers["running"]),
+        number(numbers["waiting"]),
+        number(numbers["waiting_tokens"]),
+        f"{numbers['prefix_hit_tokens'] / prompt:.0%}" if prompt else NOTHING,
+        number(numbers["preemptions"]),
+        duration(numbers["step_seconds"]),
+    ]
+
+
+def _kv(blocks: Mapping[str, int]) -> Text:
+    """Blocks that nobody else can have: used, and leased or reserved for a hand-over."""
+    total = sum(blocks.values())
+    held = blocks["leased"] + blocks["reserved"]
+    share = (blocks["used"] + held) / total if total else 0.0
+    full = round(share * BAR)
+    moving = round(held / total * BAR) if total else 0
+    bar = Text()
+    bar.append("█" * (full - moving), style="cyan")
+    bar.append("█" * moving, style="magenta")
+    bar.append("░" * (BAR - full), style="dim")
+    bar.append(f" {share:4.0%}")
+    return bar
+
+
+def _totals(status: Json) -> Text:
+    ended = [f"{count} {reason}" for reason, count in status["finished"].items() if count]
+    text = Text("since the router's start: ", style="dim")
+    text.append(
+        f"{number(sum(status['generated'].values()))} tokens; "
+        f"ended: {', '.join(ended) or 'nothing'}; "
+        f"{number(status['handovers'])} hand-overs of {status['handover_bytes'] / 1e6:.1f} MB "
+        f"({number(status['handovers_failed'])} failed), {number(status['failovers'])} failovers"
+    )
+    return text

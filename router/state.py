@@ -1,0 +1,198 @@
+"""A router and its cluster at one moment, as plain numbers: for metrics and for status pages."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import penstock
+from penstock.protos import worker_pb2 as pb
+from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
+from penstock.router.routing.lifecycle import Phase
+from penstock.router.tally import Tally
+from penstock.router.worker_link import WorkerLink
+
+DOWN = "down"
+SILENT = (DOWN, "suspect")
+"""States of a worker whose numbers are none, or too old to be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """A worker's steps since its start."""
+
+    bounds: Sequence[float]  # seconds, rising
+    counts: Sequence[int]  # under each bound but not under the one before; the last: longer
+    seconds: float  # of all together
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNumbers:
+    """What a worker last said of itself. Totals are since its start."""
+
+    running: int  # sequences
+    waiting: int
+    waiting_tokens: int
+    blocks: Mapping[str, int]  # used, leased, reserved, cached and free
+    kv_waste: float  # share of the used blocks' slots that hold nothing
+    prompt_tokens: int
+    prefix_hit_tokens: int  # of them, found in the prefix cache
+    preemptions: int
+    step_seconds: float  # of the last step
+    steps: StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker that the router is to use."""
+
+    worker: str
+    role: str  # prefill, decode or mixed; empty until it has introduced itself
+    state: str  # ready, suspect, draining or down
+    requests: int  # of this router, in any form
+    numbers: WorkerNumbers | None  # None: nothing recent is known
+
+    @property
+    def up(self) -> bool:
+        return self.state not in SILENT
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """The workers of one role, and what waits for them."""
+
+    pool: str
+    workers: int  # that should be there
+    ready: int
+    running: int  # sequences
+    waiting: int  # requests, at the router and at the workers
+    waiting_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """What one router knows. Totals are since its start."""
+
+    model: str
+    version: str
+    not_ready: str  # why not; empty: it serves
+    streams: int  # requests that have not ended
+    waiting: int  # of them, at the router
+    waiting_tokens: int
+    pools: Sequence[PoolState]
+    workers: Sequence[WorkerState]
+    finished: Mapping[str, int]  # requests by reason
+    generated: Mapping[str, int]  # tokens by tenant
+    failovers: int
+    handovers: int
+    handovers_failed: int
+    handover_bytes: int
+
+
+def look(
+    model: str,
+    not_ready: str,
+    links: Sequence[WorkerLink],
+    dispatcher: Dispatcher,
+    tally: Tally,
+) -> ClusterState:
+    """All that is known now."""
+    workers = look_at_workers(links, dispatcher.workers())
+    counters = dispatcher.counters
+    return ClusterState(
+        model=model,
+        version=penstock.__version__,
+        not_ready=not_ready,
+        streams=dispatcher.num_requests,
+        waiting=dispatcher.num_queued,
+        waiting_tokens=dispatcher.num_queued_tokens,
+        pools=look_at_pools(workers, dispatcher),
+        workers=workers,
+        finished=dict(tally.finished),
+        generated=tally.generated(),
+        failovers=counters.num_failovers,
+        handovers=counters.num_handovers,
+        handovers_failed=counters.num_handovers_failed,
+        handover_bytes=tally.handover_bytes,
+    )
+
+
+def look_at_workers(
+    links: Sequence[WorkerLink], statuses: Sequence[WorkerStatus]
+) -> list[WorkerState]:
+    """All workers that are wanted, by name; those that cannot be heard are told without numbers."""
+    by_name = {status.worker: status for status in statuses}
+    links = sorted(links, key=lambda link: link.worker)
+    return [_worker(link, by_name.get(link.worker)) for link in links]
+
+
+def _worker(link: WorkerLink, status: WorkerStatus | None) -> WorkerState:
+    state = DOWN if status is None else status.state
+    numbers = None
+    if link.welcome is not None and link.load is not None and state not in SILENT:
+        numbers = read_load(link.welcome, link.load)
+    role = "" if link.welcome is None else link.welcome.role
+    return WorkerState(link.worker, role, state, status.num_requests if status else 0, numbers)
+
+
+def read_load(welcome: pb.Welcome, load: pb.Load) -> WorkerNumbers:
+    """A worker's messages as numbers."""
+    slots = load.used_blocks * welcome.block_size
+    return WorkerNumbers(
+        running=load.running,
+        waiting=load.queued,
+        waiting_tokens=load.queued_tokens,
+        blocks={
+            "used": load.used_blocks,
+            "leased": load.leased_blocks,
+            "reserved": load.reserved_blocks,
+            "cached": load.cached_blocks,
+            "free": load.free_blocks,
+        },
+        kv_waste=load.unwritten_slots / slots if slots else 0.0,
+        prompt_tokens=load.prompt_tokens_computed + load.prompt_tokens_cached,
+        prefix_hit_tokens=load.prompt_tokens_cached,
+        preemptions=load.preemptions,
+        step_seconds=load.step_micros / 1e6,
+        steps=_step_times(welcome, load),
+    )
+
+
+def _step_times(welcome: pb.Welcome, load: pb.Load) -> StepTimes:
+    bounds, counts = list(welcome.step_bounds), list(load.step_counts)
+    if len(counts) != len(bounds) + 1:  # one odd worker must not cost the others their metrics
+        return StepTimes((), (load.steps,), load.step_seconds)
+    return StepTimes(bounds, counts, load.step_seconds)
+
+
+def look_at_pools(workers: Sequence[WorkerState], dispatcher: Dispatcher) -> list[PoolState]:
+    """The pools that there are, by name.
+
+    What waits at the router waits for the pool that would run it next: the one that takes prompts,
+    or, where its blocks are kept for it already, the one that decodes.
+    """
+    members: dict[str, list[WorkerState]] = defaultdict(list)
+    for worker in workers:
+        if worker.role:
+            members[worker.role].append(worker)
+    phases = dispatcher.phases()
+    first = _first(members, "prefill", "mixed", "decode")
+    waiting = Counter({first: phases[Phase.QUEUED]})
+    waiting[_first(members, "decode", "mixed", "prefill")] += phases[Phase.YIELDED]
+    tokens = Counter({first: dispatcher.num_queued_tokens})
+    return [_pool(pool, members[pool], waiting[pool], tokens[pool]) for pool in sorted(members)]
+
+
+def _first(members: Mapping[str, object], *roles: str) -> str:
+    return next((role for role in roles if role in members), "")
+
+
+def _pool(pool: str, members: Sequence[WorkerState], waiting: int, tokens: int) -> PoolState:
+    numbers = [worker.numbers for worker in members if worker.numbers is not None]
+    return PoolState(
+        pool=pool,
+        workers=len(members),
+        ready=sum(worker.state == "ready" for worker in members),
+        running=sum(each.running for each in numbers),
+        waiting=waiting + sum(each.waiting for each in numbers),
+        waiting_tokens=tokens + sum(each.waiting_tokens for each in numbers),
+    )

@@ -1,0 +1,160 @@
+"""What a router counts and times of its requests: plain numbers."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.router.routing import events as ev
+
+FIRST_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
+TOKEN_BOUNDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
+)
+REQUEST_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
+HANDOVER_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+REASONS: Mapping[ev.Status, str] = {
+    ev.Status.CANCELLED: "cancelled",
+    ev.Status.DEADLINE: "deadline",
+    ev.Status.INVALID: "invalid",
+    ev.Status.OVERLOADED: "overloaded",
+    ev.Status.UNAVAILABLE: "unavailable",
+    ev.Status.INTERNAL: "error",
+}
+OTHER = "other"  # a tenant that has no name
+
+
+class Histogram:
+    """Counts of values by size.
+
+    Args:
+        bounds: rising; a value counts under the first that it does not pass, or past the last.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float, number: int = 1) -> None:
+        self.total += value * number
+        self.counts[bisect_left(self.bounds, value)] += number
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """The tokens of one choice so far."""
+
+    first: float  # when
+    last: float
+    newest: ev.Deliver
+
+    @property
+    def num_tokens(self) -> int:
+        return self.newest.position + len(self.newest.tokens)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended."""
+
+    name: str  # of its tenant
+    since: float
+    stretches: dict[int, _Stretch] = field(default_factory=dict)  # by choice
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(stretch.num_tokens for stretch in self.stretches.values())
+
+    @property
+    def reason(self) -> str:
+        """How its answer ended: what did so without saying how was cut at a stop string, and one
+        without tokens was to have none."""
+        finishes = {stretch.newest.finish for stretch in self.stretches.values()}
+        return "stop" if finishes and ev.Finish.LENGTH not in finishes else "length"
+
+
+class Tally:
+    """Totals since the start, of one router. Times are in seconds, on any clock that never goes
+    back.
+
+    Args:
+        names: what the tenants are called where others can read it.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.finished = dict.fromkeys(("stop", "length", *REASONS.values()), 0)
+        self.first_token = Histogram(FIRST_BOUNDS)
+        self.per_token = Histogram(TOKEN_BOUNDS)  # of an answer: mean after its first
+        self.between_tokens = Histogram(TOKEN_BOUNDS)
+        self.request = Histogram(REQUEST_BOUNDS)
+        self.handover = Histogram(HANDOVER_BOUNDS)
+        self.handover_bytes = 0
+        self._names = names
+        self._tokens = dict.fromkeys((*names.values(), OTHER), 0)  # of ended requests
+        self._open: dict[int, _Open] = {}
+        self._moving: dict[int, tuple[int, float]] = {}  # a request: its attempt, and since when
+
+    def generated(self) -> dict[str, int]:
+        """Tokens by the name of who asked, those of open requests included."""
+        tokens = dict(self._tokens)
+        for one in self._open.values():
+            tokens[one.name] += one.num_tokens
+        return tokens
+
+    def opened(self, request: int, tenant: str, now: float) -> None:
+        """A client's request was taken."""
+        self._open[request] = _Open(self._names.get(tenant, OTHER), now)
+
+    def delivered(self, commands: Iterable[ev.Command], now: float) -> None:
+        """What one event gave to clients. There is one a token, so it is made to be quick."""
+        gaps: list[float] = []
+        for command in commands:
+            if type(command) is not ev.Deliver or not command.tokens:
+                continue
+            one = self._open.get(command.request)
+            if one is None:
+                continue
+            stretch = one.stretches.get(command.choice)
+            if stretch is None:
+                if not one.stretches:
+                    self.first_token.add(now - one.since)
+                one.stretches[command.choice] = _Stretch(now, now, command)
+            else:
+                gaps.append(now - stretch.last)
+                stretch.last = now
+                stretch.newest = command
+        # The tokens of a step mostly follow on those of the step before: few gaps, many of each.
+        for gap, number in Counter(gaps).items():
+            self.between_tokens.add(gap, number)
+
+    def ended(self, request: int, status: ev.Status, now: float) -> None:
+        """A request is over; unknown: nothing."""
+        one = self._open.pop(request, None)
+        self._moving.pop(request, None)
+        if one is None:
+            return
+        self._tokens[one.name] += one.num_tokens
+        self.finished[REASONS.get(status) or one.reason] += 1
+        if status is not ev.Status.OK:
+            return
+        self.request.add(now - one.since)
+        for stretch in one.stretches.values():
+            if stretch.num_tokens > 1:
+                self.per_token.add((stretch.last - stretch.first) / (stretch.num_tokens - 1))
+
+    def sent(self, command: ev.Send, now: float) -> None:
+        """Blocks of a request are asked to move."""
+        self._moving[command.request] = (command.to_attempt, now)
+
+    def received(self, event: ev.Received, now: float) -> None:
+        """They have arrived; of a transfer that is no longer known: nothing."""
+        moving = self._moving.get(event.request)
+        if moving is not None and moving[0] == event.attempt:
+            del self._moving[event.request]
+            self.handover.add(now - moving[1])
+            self.handover_bytes += event.num_bytes

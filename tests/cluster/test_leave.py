@@ -1,0 +1,90 @@
+"""A machine that is taken away: who is hosted there hears it, drains, and is waited for."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.cluster import leave
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(leave.FOLDER, str(tmp_path))
+    monkeypatch.setattr(leave, "SECONDS_BETWEEN_LOOKS", 0.01)
+    return tmp_path
+
+
+async def until_hosted(folder: Path) -> None:
+    while not list(folder.glob(f"*{leave.HOSTED}")):
+        await asyncio.sleep(0.01)
+
+
+async def test_it_waits_until_all_have_drained(folder: Path) -> None:
+    given: list[float] = []
+    drained = asyncio.Event()
+
+    async def drain(seconds: float) -> None:
+        given.append(seconds)
+        await drained.wait()
+
+    watching = asyncio.create_task(leave.watch(drain))
+    await until_hosted(folder)
+    leaving = asyncio.create_task(asyncio.to_thread(leave.leave, folder, 30.0))
+    while not given:
+        await asyncio.sleep(0.01)
+    assert given == [30.0]
+    assert not leaving.done()
+    drained.set()
+    assert await leaving
+    await watching
+    assert list(folder.iterdir()) == []
+
+
+async def test_it_waits_no_longer_than_it_was_told(folder: Path) -> None:
+    async def drain(seconds: float) -> None:
+        await asyncio.sleep(3600)
+
+    watching = asyncio.create_task(leave.watch(drain))
+    await until_hosted(folder)
+    began = time.monotonic()
+    assert not await asyncio.to_thread(leave.leave, folder, 0.2)
+    assert 0.2 <= time.monotonic() - began < 10
+    assert not (folder / leave.ASKED).exists(), "what is started here again must not leave at once"
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    assert list(folder.iterdir()) == []
+
+
+def test_what_was_killed_is_not_waited_for(folder: Path) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", "pass"])
+    killed.wait()
+    (folder / f"{killed.pid}{leave.HOSTED}").touch()
+    assert leave.leave(folder, 30.0)
+
+
+async def test_where_nobody_may_ask_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(leave.FOLDER, raising=False)
+
+    async def drain(seconds: float) -> None:
+        raise AssertionError
+
+    await leave.watch(drain)
+
+
+def test_the_command_ends_with_what_came_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert leave.main(["30"]) == 0
+    (folder / f"{os.getpid()}{leave.HOSTED}").touch()
+    assert leave.main(["0.05"]) == 1
+    monkeypatch.delenv(leave.FOLDER)
+    with pytest.raises(SystemExit) as end:
+        leave.main(["1"])
+    assert end.value.code == 2
+    assert leave.FOLDER in capsys.readouterr().err

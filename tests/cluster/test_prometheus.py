@@ -1,0 +1,132 @@
+"""A real Prometheus scrapes a served cluster under a little load: every series has data there."""
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.cli.checkpoint import SHIPPED
+from penstock.loadtests.server import free_ports
+from tests.support.metrics import HISTOGRAMS, SERIES
+from tests.support.serving import PATIENCE, Serving, serving, wait_for
+
+PROMETHEUS = shutil.which("prometheus")
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus here (Debian: prometheus)"),
+]
+
+KEY = "a-key-of-no-worth"
+ARGUMENTS = [str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "32", "--api-key", KEY]
+CONFIG = """
+global: {{scrape_interval: 1s, scrape_timeout: 1s}}
+scrape_configs:
+  - job_name: penstock
+    authorization: {{credentials: {key}}}
+    static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
+"""
+RATES = [
+    *(f"histogram_quantile(0.95, rate(penstock_{name}_bucket[1m])) >= 0" for name in HISTOGRAMS),
+    "sum(rate(penstock_generated_tokens_total[1m])) > 0",
+    "sum(rate(penstock_handover_bytes_total[1m])) > 0",
+    'sum(rate(penstock_requests_finished_total{reason="length"}[1m])) > 0',
+    "sum(rate(penstock_prompt_tokens_total[1m])) > 0",
+    'sum by (worker) (penstock_kv_blocks{state=~"used|leased|reserved"})',
+    "sum by (pool) (penstock_workers_ready) == 1",
+    "min(penstock_worker_up) == 1",
+]
+"""What dashboards ask: each gives data only where the numbers are there and right."""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    # Not pytest's own: its paths are too long for the sockets that lie below.
+    with tempfile.TemporaryDirectory(prefix="pk-") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[Serving]:
+    with serving(ARGUMENTS, free_ports(2), folder) as running:
+        running.wait_until_said("is served after")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prometheus(folder: Path, cluster: Serving) -> Iterator[httpx.Client]:
+    """One that has scraped the cluster."""
+    assert PROMETHEUS is not None
+    config = folder / "prometheus.yml"
+    config.write_text(CONFIG.format(key=KEY, port=cluster.http))
+    (port,) = free_ports(1)
+    command = [PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+    command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
+    with (
+        (folder / "prometheus.log").open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client,
+    ):
+        try:
+            wait_for(lambda: has_data(client, 'up{job="penstock"} == 1'), "its first scrape")
+            yield client
+        finally:
+            process.kill()
+
+
+def has_data(client: httpx.Client, query: str) -> bool:
+    """Whether it answers, and with something."""
+    with suppress(httpx.TransportError):
+        reply = client.get("/api/v1/query", params={"query": query})
+        if reply.status_code == 503:  # it starts
+            return False
+        assert reply.status_code == 200, reply.text
+        found = reply.json()["data"]["result"]
+        return any(sample["value"][1] != "NaN" for sample in found)
+    return False
+
+
+def ask(cluster: Serving) -> None:
+    url = f"http://127.0.0.1:{cluster.http}/v1/completions"
+    body = {"prompt": "What is 2 plus 2?", "max_tokens": 24, "ignore_eos": True}
+    headers = {"authorization": f"Bearer {KEY}"}
+    httpx.post(url, json=body, headers=headers, timeout=PATIENCE).raise_for_status()
+
+
+def test_every_series_returns_data(cluster: Serving, prometheus: httpx.Client) -> None:
+    lacking: list[str] = []
+
+    def complete() -> bool:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(ask, [cluster] * 4))
+        queries = [*sorted(SERIES), *RATES]
+        lacking[:] = [query for query in queries if not has_data(prometheus, query)]
+        return not lacking
+
+    with suppress(AssertionError):
+        wait_for(complete, "data", patience=60)
+    assert not lacking
+
+
+def test_a_worker_that_died_is_told_as_down_and_then_as_up(
+    cluster: Serving, prometheus: httpx.Client
+) -> None:
+    victim = cluster.find("penstock: decode worker 0")
+    victim.suspend()  # silent, which is all that can be seen of a machine that has gone
+    try:
+        down = 'penstock_worker_up{worker=~"decode.*"} == 0'
+        wait_for(lambda: has_data(prometheus, down), "its being down")
+        stale = 'penstock_requests_running{role="decode"}'
+        assert not has_data(prometheus, stale)
+        assert has_data(prometheus, 'penstock_workers_ready{pool="decode"} == 0')
+    finally:
+        victim.resume()
+    up = 'penstock_worker_up{worker=~"decode.*"} == 1'
+    wait_for(lambda: has_data(prometheus, up), "its being up again")

@@ -1,0 +1,253 @@
+"""What the pods run is the real program: every command line of the chart is read by who runs it."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
+
+from penstock.cli import fetch, flags
+from penstock.cluster import leave
+from penstock.cluster.placement import place
+from penstock.cluster.spec import ROLES, ClusterSpec, EngineSpec, PoolSpec, SpecError, knobs, parse
+from tests.support import chart
+
+CASES = [(name, mode) for name in chart.EXAMPLES for mode in chart.MODES]
+
+
+def driver(found: list[chart.Object]) -> chart.Object:
+    spec: chart.Object = chart.one(found, "Deployment", "-driver")["spec"]["template"]["spec"]
+    return spec
+
+
+def config(found: list[chart.Object]) -> str:
+    return str(chart.one(found, "ConfigMap", "rel-penstock")["data"]["cluster.yaml"])
+
+
+def read(found: list[chart.Object], folder: Path) -> ClusterSpec:
+    """What the driver's own command line makes of its own files."""
+    (script,) = driver(found)["containers"][0]["args"]
+    joined, served = shlex.split(script.partition("&&")[0]), shlex.split(script.partition("&&")[2])
+    ray_start(joined)
+    assert served[:3] == ["exec", "penstock", "serve"]
+    path = folder / "cluster.yaml"
+    path.write_text(config(found).replace("/etc/penstock-keys/keys", str(folder / "keys")))
+    (folder / "keys").write_text("one\n\n two \n")
+    given = [path if word == "/etc/penstock/cluster.yaml" else word for word in served[3:]]
+    return flags.read_spec([str(word) for word in given])
+
+
+def ray_start(words: list[str]) -> dict[str, Any]:
+    """The options that Ray's own command line reads; it exits where it does not know one."""
+    from ray.scripts.scripts import start
+
+    assert words[:2] == ["ray", "start"]
+    return dict(start.make_context("ray start", words[2:]).params)
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_the_driver_reads_its_configuration(name: str, mode: str, tmp_path: Path) -> None:
+    found = chart.example_objects(name, mode)
+    if name in ranked():
+        # Refused for its ranks by the engine of today, and for nothing else.
+        with pytest.raises(SpecError, match="only 1 is served yet"):
+            read(found, tmp_path)
+        spec = parse(_with_one_rank(yaml.safe_load(config(found))))
+    else:
+        spec = read(found, tmp_path)
+    assert spec.pool_nodes
+    assert spec.router.host == "0.0.0.0"
+    grace = driver(found)["terminationGracePeriodSeconds"]
+    assert grace > spec.router.drain_seconds
+    asked = {place.role: place.bundles[0] for place in place(spec, [])}
+    for role, bundle in asked.items():
+        assert bundle[role] == 1.0
+
+
+def ranked() -> set[str]:
+    """The examples that ask for more ranks than are served: none once all are."""
+    try:
+        PoolSpec(tp=2)
+    except SpecError:
+        return {"70b-tp4", "moe-tp8-ep8"}
+    return set()
+
+
+def _with_one_rank(content: dict[str, Any]) -> dict[str, Any]:
+    for pool in content["pools"].values():
+        pool.update(tp=1, pp=1, ep=1)
+    content["router"].pop("api_keys_file", None)
+    return content
+
+
+def test_keys_come_from_the_secret(tmp_path: Path) -> None:
+    found = chart.example_objects("8b", "kuberay")
+    assert read(found, tmp_path).router.api_keys == ("one", "two")
+    (keys,) = (each for each in driver(found)["volumes"] if each["name"] == "keys")
+    assert keys["secret"]["secretName"] == "penstock-api-keys"
+
+
+def test_the_examples_are_what_their_names_say() -> None:
+    pools = {name: yaml.safe_load(config(found(name)))["pools"] for name in chart.EXAMPLES}
+    counts = {
+        name: {role: (pool["replicas"], pool["tp"], pool["ep"]) for role, pool in each.items()}
+        for name, each in pools.items()
+    }
+    assert counts == {
+        "one-gpu": {"mixed": (1, 1, 1)},
+        "8b": {"prefill": (1, 1, 1), "decode": (2, 1, 1)},
+        "70b-tp4": {"prefill": (1, 4, 1), "decode": (2, 4, 1)},
+        "moe-tp8-ep8": {"mixed": (1, 8, 8)},
+    }
+
+
+def found(name: str, mode: str = "kuberay") -> list[chart.Object]:
+    return chart.example_objects(name, mode)
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_a_pod_has_what_its_worker_asks_for(name: str, mode: str) -> None:
+    objects = found(name, mode)
+    pools = yaml.safe_load(config(objects))["pools"]
+    for role, flagged in nodes(objects).items():
+        if role not in ROLES:
+            continue
+        pool, ranks = pools[role], pools[role]["tp"] * pools[role]["pp"]
+        assert flagged["resources"] == {role: ranks}
+        assert flagged["num_gpus"] == ranks * pool["gpus"]
+        assert flagged["num_cpus"] >= ranks * pool["cpus"]
+        (pod,) = (pod for each, pod in chart.pods(objects) if each == role)
+        limits = pod["spec"]["containers"][0]["resources"]["limits"]
+        assert int(limits["nvidia.com/gpu"]) == flagged["num_gpus"]
+        assert float(limits["cpu"]) >= ranks * pool["cpus"]
+
+
+def nodes(objects: list[chart.Object]) -> dict[str, dict[str, Any]]:
+    """By component: what `ray start` reads on that node."""
+    result = {}
+    for each in objects:
+        if each["kind"] == "RayCluster":
+            result = {"head": of_params(each["spec"]["headGroupSpec"], ["--head"])}
+            for group in each["spec"]["workerGroupSpecs"]:
+                result[group["groupName"]] = of_params(group, ["--address=head:6379"])
+            return result
+    for role, pod in chart.pods(objects):
+        main = pod["spec"]["containers"][0]
+        if main["name"] == "ray":
+            result[role] = ray_start([*main["command"], *main["args"]])
+            assert result[role]["block"]
+            result[role]["resources"] = json.loads(result[role]["resources"])
+    return result
+
+
+def of_params(group: chart.Object, more: list[str]) -> dict[str, Any]:
+    """As KubeRay does it: each parameter a flag of one line of shell."""
+    line = " ".join(f"--{key}={value}" for key, value in group["rayStartParams"].items())
+    read = ray_start(["ray", "start", *more, *shlex.split(line)])
+    read["resources"] = json.loads(read["resources"])
+    return read
+
+
+@pytest.mark.parametrize("mode", chart.MODES)
+def test_the_head_takes_no_work_and_shows_no_dashboard(mode: str) -> None:
+    head = nodes(found("8b", mode))["head"]
+    assert (head["num_cpus"], head["include_dashboard"], head["resources"]) == (0, False, {})
+    assert nodes(found("8b", mode))["router"]["resources"] == {"router": 1}
+
+
+def test_ray_reads_its_own_autoscalers_configuration() -> None:
+    from ray.autoscaler._private.kuberay.autoscaling_config import (
+        _derive_autoscaling_config_from_ray_cr as derive,
+    )
+
+    pools = {"decode": {"minReplicas": 0, "maxReplicas": 6}}
+    values = chart.merged(chart.example("8b"), {"pools": pools, "ray": {"idleSeconds": 45}})
+    cluster = chart.one(chart.objects(chart.render(values)), "RayCluster")
+    cluster["metadata"]["namespace"] = "apps"
+    derived = derive(cluster)
+    types = derived["available_node_types"]
+    bounds = {name: (each["min_workers"], each["max_workers"]) for name, each in types.items()}
+    assert bounds == {"headgroup": (0, 0), "router": (1, 1), "prefill": (1, 1), "decode": (0, 6)}
+    assert types["decode"]["resources"] | {"memory": 0} == {
+        **{"CPU": 4, "GPU": 1, "memory": 0},
+        "decode": 1,
+    }
+    assert types["headgroup"]["resources"]["CPU"] == 0
+    assert derived["idle_timeout_minutes"] == 0.75
+
+
+@pytest.mark.parametrize("mode", chart.MODES)
+def test_hooks_are_read_by_who_runs_them(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for role, pod in chart.pods(found("70b-tp4", mode)):
+        if role in ("driver", "head"):
+            continue
+        main = pod["spec"]["containers"][0]
+        command = main["lifecycle"]["preStop"]["exec"]["command"]
+        assert command[:3] == ["python", "-m", leave.__name__]
+        env = {each["name"]: each.get("value") for each in main["env"]}
+        mounts = {mount["mountPath"] for mount in main["volumeMounts"]}
+        assert env[leave.FOLDER] in mounts
+        monkeypatch.setenv(leave.FOLDER, str(tmp_path))
+        assert leave.main(command[3:]) == 0
+
+
+def test_models_are_fetched_where_the_configuration_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetched: list[tuple[str, list[str], Path]] = []
+    monkeypatch.setattr(fetch, "download", lambda *given: fetched.append(given))
+    objects = found("8b", "standalone")
+    for role, pod in chart.pods(objects):
+        for each in pod["spec"].get("initContainers", []):
+            if each["name"] != "fetch-model":
+                continue
+            assert each["command"] == ["python", "-m", fetch.__name__]
+            assert fetch.main(each["args"]) == 0
+            name, wanted, folder = fetched[-1]
+            assert name == "meta-llama/Llama-3.1-8B-Instruct"
+            assert str(folder) == yaml.safe_load(config(objects))["model"]
+            assert (fetch.WEIGHTS in wanted) == (role in ROLES)
+    assert len(fetched) == 4  # driver, router, prefill, decode; the head reads no model
+
+
+@pytest.mark.parametrize(
+    ("values", "model"),
+    [
+        ({}, None),
+        ({"model": {"hub": {"name": "a/b"}}}, "/models/b"),
+        ({"model": {"image": {"reference": "x", "path": "/y/z"}}}, "/models/z"),
+        ({"model": {"pvc": {"claimName": "c", "accessMode": "ReadOnlyMany"}}}, "/models"),
+        (
+            {"model": {"pvc": {"claimName": "c", "accessMode": "ReadOnlyMany", "path": "d/e"}}},
+            "/models/d/e",
+        ),
+    ],
+)
+def test_every_source_of_a_model(values: dict[str, Any], model: str | None) -> None:
+    objects = chart.objects(chart.render(values))
+    assert parse(yaml.safe_load(config(objects))).model == model
+    for role, pod in chart.pods(objects):
+        mounts = {each["mountPath"] for each in pod["spec"]["containers"][0]["volumeMounts"]}
+        assert ("/models" in mounts) == (model is not None and role != "head"), role
+
+
+def test_the_schema_knows_the_engine_as_the_program_does() -> None:
+    schema = json.loads((chart.CHART / "values.schema.json").read_text())
+    known = schema["properties"]["engine"]["properties"]
+    assert set(known) == set(knobs(EngineSpec)), "add it to engine in values.schema.json"
+    for name, (field, _) in knobs(EngineSpec).items():
+        bounds = (known[name].get("minimum"), known[name].get("maximum"))
+        assert bounds == (field.metadata["least"], field.metadata["most"]), name
+
+
+def test_the_chart_asks_for_the_ray_that_is_installed() -> None:
+    import ray
+
+    cluster = chart.one(found("8b"), "RayCluster")
+    assert cluster["spec"]["rayVersion"] == ray.__version__

@@ -1,0 +1,223 @@
+"""Alerts and dashboard: expressions are sound, speak of metrics that there are, and fire."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
+
+from tests.support import chart
+
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not here (Debian: apt-get install prometheus)"
+)
+
+HISTOGRAMS = {
+    f"penstock_{name}{part}"
+    for name in (
+        "time_to_first_token_seconds",
+        "time_per_output_token_seconds",
+        "inter_token_seconds",
+        "request_seconds",
+        "handover_seconds",
+        "step_seconds",
+    )
+    for part in ("_bucket", "_sum", "_count")
+}
+METRICS = HISTOGRAMS | {
+    f"penstock_{name}"
+    for name in (
+        "requests_waiting",
+        "tokens_waiting",
+        "requests_running",
+        "kv_blocks",
+        "kv_waste_ratio",
+        "prefix_hit_tokens_total",
+        "prompt_tokens_total",
+        "handover_bytes_total",
+        "preemptions_total",
+        "requests_finished_total",
+        "failovers_total",
+        "generated_tokens_total",
+        "workers_desired",
+        "workers_ready",
+        "workers_pending",
+        "worker_up",
+    )
+}
+"""What routers tell."""
+
+OF = '{namespace="apps",job="rel-penstock"'
+
+
+def rules() -> list[dict[str, Any]]:
+    values = {"monitoring": {"prometheusRule": {"enabled": True, "runbookUrl": "http://book/#"}}}
+    found = chart.objects(chart.render(values))
+    (group,) = chart.one(found, "PrometheusRule")["spec"]["groups"]
+    return list(group["rules"])
+
+
+def dashboard() -> dict[str, Any]:
+    found = chart.objects(chart.render({"monitoring": {"dashboard": {"enabled": True}}}))
+    each = chart.one(found, "ConfigMap", "-dashboard")
+    assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+    return dict(json.loads(each["data"]["penstock.json"]))
+
+
+def drawn() -> Iterator[tuple[str, str]]:
+    """The dashboard's expressions with Grafana's variables filled in."""
+    for panel in dashboard()["panels"]:
+        for target in panel["targets"]:
+            expr = target["expr"].replace("$namespace", "apps").replace("$job", "rel-penstock")
+            yield panel["title"], expr.replace("$__rate_interval", "5m")
+
+
+def test_every_alert_tells_what_to_do_first() -> None:
+    for rule in rules():
+        assert re.fullmatch("Penstock[A-Za-z]+", rule["alert"])
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        notes = rule["annotations"]
+        assert len(notes["runbook"]) > 40
+        assert notes["summary"].endswith(".")
+        assert notes["runbook_url"] == f"http://book/#{rule['alert'].lower()}"
+
+
+def test_expressions_speak_of_metrics_that_there_are_and_of_this_release() -> None:
+    exprs = [(rule["alert"], rule["expr"]) for rule in rules()] + list(drawn())
+    told = set()
+    for name, expr in exprs:
+        named = re.findall(r"penstock_\w+", expr)
+        assert named, name
+        assert set(named) <= METRICS, (name, set(named) - METRICS)
+        told |= set(named)
+        assert expr.replace(" ", "").count(OF) == len(named), (name, expr)
+    assert {re.sub("_bucket$", "", name) for name in told} == {
+        re.sub("_(bucket|sum|count)$", "", name) for name in METRICS
+    }, "something that is told is shown nowhere"
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard()["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def promtool(*arguments: str) -> str:
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_promtool
+def test_prometheus_reads_every_expression(tmp_path: Path) -> None:
+    shown = [{"record": f"panel:{n}", "expr": expr} for n, (_, expr) in enumerate(drawn())]
+    groups = [{"name": "alerts", "rules": rules()}, {"name": "panels", "rules": shown}]
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump({"groups": groups}))
+    assert f"{len(rules()) + len(shown)} rules found" in promtool("check", "rules", str(path))
+
+
+LABELS = 'namespace="apps", job="rel-penstock"'
+SLOW = {"0.5": "0x60", "5": "0+1x60", "+Inf": "0+1x60"}
+"""A histogram, by bucket, whose every observation is between the second bound and the first."""
+
+
+def series(name: str, values: str, labels: str = "") -> dict[str, str]:
+    return {"series": f"penstock_{name}{{{LABELS}{labels and ', '}{labels}}}", "values": values}
+
+
+def slow(name: str) -> list[dict[str, str]]:
+    return [series(f"{name}_bucket", values, f'le="{bound}"') for bound, values in SLOW.items()]
+
+
+FIRING: dict[str, list[dict[str, str]]] = {
+    "PenstockGone": [series("step_seconds_count", "1x60")],
+    "PenstockNoWorkers": [
+        series("workers_ready", "0x60", 'pool="decode"'),
+        series("workers_desired", "1x60", 'pool="decode"'),
+    ],
+    "PenstockWorkersMissing": [
+        series("workers_ready", "1x60", 'pool="decode"'),
+        series("workers_desired", "2x60", 'pool="decode"'),
+    ],
+    "PenstockWorkerDown": [series("worker_up", "0x60", 'worker="decode-0"')],
+    "PenstockQueueLong": [series("requests_waiting", "101x60", 'pool="prefill"')],
+    "PenstockFirstTokenLate": slow("time_to_first_token_seconds"),
+    "PenstockTokensSlow": slow("time_per_output_token_seconds"),
+    "PenstockKvFull": [
+        series("kv_blocks", "98x60", 'worker="decode-0", state="used"'),
+        series("kv_blocks", "2x60", 'worker="decode-0", state="free"'),
+    ],
+    "PenstockPreempting": [series("preemptions_total", "0+60x60", 'worker="decode-0"')],
+    "PenstockFailovers": [series("failovers_total", "0+5x60")],
+    "PenstockErrors": [
+        series("requests_finished_total", "0+1x60", 'reason="error"'),
+        series("requests_finished_total", "0+9x60", 'reason="stop"'),
+    ],
+    "PenstockHandoversSlow": slow("handover_seconds"),
+}
+"""What each alert wakes somebody for."""
+
+WELL = [
+    series("workers_ready", "2x60", 'pool="decode"'),
+    series("workers_desired", "2x60", 'pool="decode"'),
+    series("worker_up", "1x60", 'worker="decode-0"'),
+    series("requests_waiting", "3x60", 'pool="prefill"'),
+    series("kv_blocks", "40x60", 'worker="decode-0", state="used"'),
+    series("kv_blocks", "60x60", 'worker="decode-0", state="free"'),
+    series("preemptions_total", "0x60", 'worker="decode-0"'),
+    series("failovers_total", "0x60"),
+    series("requests_finished_total", "0x60", 'reason="error"'),
+    series("requests_finished_total", "0+10x60", 'reason="stop"'),
+    *[
+        series(f"{name}_bucket", "0+1x60", f'le="{bound}"')
+        for name in ("time_to_first_token_seconds", "time_per_output_token_seconds")
+        for bound in ("0.05", "+Inf")
+    ],
+    series("handover_seconds_bucket", "0+1x60", 'le="0.1"'),
+    series("handover_seconds_bucket", "0+1x60", 'le="+Inf"'),
+]
+
+
+@needs_promtool
+def test_each_alert_fires_for_what_it_is_for_and_none_while_all_is_well(tmp_path: Path) -> None:
+    alerts = rules()
+    assert {rule["alert"] for rule in alerts} == FIRING.keys()
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "alerts", "rules": alerts}]}))
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": FIRING[rule["alert"]],
+            "promql_expr_test": [
+                {
+                    "expr": f'count(ALERTS{{alertname="{rule["alert"]}", alertstate="firing"}})',
+                    "eval_time": "55m",
+                    "exp_samples": [{"labels": "{}", "value": 1}],
+                }
+            ],
+        }
+        for rule in alerts
+    ]
+    quiet = {"expr": "ALERTS", "eval_time": "55m", "exp_samples": []}
+    tests.append({"interval": "1m", "input_series": WELL, "promql_expr_test": [quiet]})
+    unit = tmp_path / "test.yaml"
+    unit.write_text(yaml.safe_dump({"rule_files": [path.name], "tests": tests}))
+    promtool("test", "rules", str(unit))

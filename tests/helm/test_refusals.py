@@ -1,0 +1,104 @@
+"""What the chart refuses: every kind of mistake, by name, before anything reaches a cluster."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
+
+from helm_python import HelmError
+
+from tests.support import chart
+
+STANDALONE = chart.of_mode("standalone")
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # A key that is not known, wherever it stands.
+    ({"ruoter": {}}, "'ruoter' not allowed"),
+    ({"pools": {"decoder": {}}}, "/pools': additional properties 'decoder'"),
+    ({"pools": {"decode": {"replica": 2}}}, "/pools/decode': additional properties 'replica'"),
+    ({"poolDefaults": {"gpu": 1}}, "/poolDefaults': additional properties 'gpu'"),
+    ({"engine": {"kvCacheMib": 1}}, "/engine': additional properties 'kvCacheMib'"),
+    ({"router": {"service": {"port": 80}}}, "/router/service': additional properties 'port'"),
+    (
+        {"pools": {"decode": {"tolerations": [{"Key": "gpu"}]}}},
+        "/pools/decode/tolerations/0': additional properties 'Key'",
+    ),
+    # A value of the wrong type, or out of its range.
+    ({"pools": {"decode": {"replicas": "three"}}}, "/pools/decode/replicas': got string, want"),
+    ({"pools": {"decode": {"replicas": -1}}}, "/pools/decode/replicas': minimum"),
+    ({"pools": {"decode": {"gpus": 2}}}, "/pools/decode/gpus': value must be one of"),
+    ({"pools": {"decode": {"cpus": 0}}}, "/pools/decode/cpus': minimum"),
+    ({"pools": {"decode": {"memory": "lots"}}}, "/pools/decode/memory': 'lots' does not match"),
+    ({"pools": {"decode": {"gpuResource": "gpu"}}}, "/pools/decode/gpuResource': 'gpu' does not"),
+    ({"engine": {"block_size": 0}}, "/engine/block_size': minimum"),
+    ({"engine": {"dtype": "int4"}}, "/engine/dtype': value must be one of"),
+    ({"router": {"httpPort": 65536}}, "/router/httpPort': maximum"),
+    ({"router": {"replicas": 2}}, "/router/replicas': maximum"),
+    ({"cluster": {"mode": "kubray"}}, "/cluster/mode': value must be one of"),
+    ({"probes": {"startupSeconds": 5}}, "/probes/startupSeconds': minimum"),
+    ({"monitoring": {"serviceMonitor": {"interval": "15"}}}, "/serviceMonitor/interval': '15'"),
+    # Two writers of replica counts, or none that scales.
+    ({"standalone": {"autoscaler": "keda"}}, "/standalone/autoscaler': value must be 'none'"),
+    ({"standalone": {"autoscaler": "hpa"}}, "/standalone/autoscaler': value must be 'none'"),
+    (
+        {**STANDALONE, "pools": {"decode": {"maxReplicas": 4}}},
+        "pools.decode: minReplicas and maxReplicas differ, but with standalone.autoscaler none",
+    ),
+    (
+        {**STANDALONE, "standalone": {"autoscaler": "keda"}},
+        "/standalone/prometheusAddress': minLength",
+    ),
+    # Secrets that are missing.
+    ({"cluster": {"mode": "standalone"}}, "/ray/authSecret': minLength"),
+    ({"model": {"hub": {"name": "a/b", "tokenSecret": {"name": "x"}}}}, "missing property 'key'"),
+    # A model that cannot be read everywhere, or is said twice.
+    (
+        {"model": {"pvc": {"claimName": "models", "accessMode": "ReadWriteOnce"}}},
+        "/model/pvc/accessMode': value must be one of 'ReadOnlyMany', 'ReadWriteMany'",
+    ),
+    ({"model": {"pvc": {"claimName": "models"}}}, "/model/pvc': missing property 'accessMode'"),
+    ({"model": {"hub": {"name": "llama"}}}, "/model/hub/name': 'llama' does not match"),
+    ({"model": {"hub": {"name": "a/b"}, "image": {"reference": "x", "path": "/y"}}}, "/model'"),
+    # Pools that cannot serve, counts that contradict each other.
+    ({"pools": {"prefill": {"replicas": 0}}}, "pools: no worker prefills"),
+    ({"pools": {"decode": {"replicas": 0}}}, "pools: no worker decodes"),
+    (
+        {"pools": {"decode": {"replicas": 5, "maxReplicas": 4}}},
+        "pools.decode: replicas, 5, must be from minReplicas, 5, to maxReplicas, 4",
+    ),
+    (
+        {"pools": {"decode": {"replicas": 1, "minReplicas": 2}}},
+        "pools.decode: replicas, 1, must be from minReplicas, 2",
+    ),
+    ({"pools": {"decode": {"tp": 4, "ep": 3}}}, "pools.decode: ep, 3, must divide tp, 4"),
+    # A grace period that cuts the drain short.
+    (
+        {"router": {"drainSeconds": 300}, "terminationGracePeriodSeconds": 60},
+        "terminationGracePeriodSeconds: 60 is too short to drain: router.drainSeconds asks for 335",
+    ),
+    # Ports, and policies that would not do what they seem to.
+    ({"router": {"grpcPort": 8000}}, "router: HTTP and gRPC cannot share port 8000"),
+    ({"router": {"httpPort": 6379}}, "router: port 6379 is Ray's own"),
+    ({"networkPolicy": {"monitoring": [{"podSelector": {}}]}}, "name both, or neither"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), REFUSED)
+def test_refused_by_name(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(HelmError) as refusal:
+        chart.render(chart.merged(chart.of_mode("kuberay"), values))
+    assert said in str(refusal.value)
+
+
+def test_the_same_values_without_their_mistake_are_taken() -> None:
+    for values in (
+        {
+            "pools": {
+                "decode": {"replicas": 3, "minReplicas": 0, "maxReplicas": 4, "tp": 4, "ep": 2}
+            }
+        },
+        {"router": {"drainSeconds": 300}, "terminationGracePeriodSeconds": 335},
+        {"model": {"pvc": {"claimName": "models", "accessMode": "ReadWriteMany"}}},
+    ):
+        chart.render(values)

@@ -1,0 +1,188 @@
+"""The chart renders to what Kubernetes takes and the house promises; a spoilt chart does not."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
+pytest.importorskip("kubernetes_validate", reason="it is in the dependency group chart")
+
+from helm_python import lint
+
+from tests.support import chart
+
+CASES = [(name, mode) for name in chart.EXAMPLES for mode in chart.MODES]
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_every_example_is_sound_in_both_modes(name: str, mode: str) -> None:
+    assert chart.problems(chart.example_objects(name, mode)) == []
+
+
+@pytest.mark.parametrize("mode", chart.MODES)
+def test_the_defaults_are_sound(mode: str) -> None:
+    assert chart.problems(chart.objects(chart.render(chart.of_mode(mode)))) == []
+
+
+@pytest.mark.parametrize("mode", chart.MODES)
+def test_what_the_kind_job_installs_is_sound(mode: str) -> None:
+    path = chart.ROOT / ".github" / "workflows" / "kind-values.yaml"
+    values = chart.merged(yaml.safe_load(path.read_text()), chart.of_mode(mode))
+    assert chart.problems(chart.objects(chart.render(values))) == []
+
+
+def test_the_image_is_nobody_that_the_pods_are_not() -> None:
+    user = chart.one(chart.objects(chart.render({})), "Deployment")["spec"]["template"]["spec"]
+    assert (
+        f"USER {user['securityContext']['runAsUser']}:" in (chart.ROOT / "Dockerfile").read_text()
+    )
+
+
+@pytest.mark.skipif(not chart.CRDS.is_dir(), reason="the schemas of custom resources are not here")
+def test_custom_resources_are_held_against_their_schemas() -> None:
+    for kind, api in [
+        ("RayCluster", "ray.io/v1"),
+        ("ScaledObject", "keda.sh/v1alpha1"),
+        ("ServiceMonitor", "monitoring.coreos.com/v1"),
+        ("PrometheusRule", "monitoring.coreos.com/v1"),
+    ]:
+        assert chart._custom(kind, api) is not None, kind
+
+
+@pytest.mark.parametrize("scaler", ["keda", "hpa"])
+def test_a_scaler_is_then_the_one_writer(scaler: str) -> None:
+    scaling = {"autoscaler": scaler, "prometheusAddress": "http://prometheus:9090"}
+    pools = {"decode": {"replicas": 2, "minReplicas": 1, "maxReplicas": 4}}
+    values = chart.merged(chart.of_mode("standalone"), {"standalone": scaling, "pools": pools})
+    found = chart.objects(chart.render(values))
+    assert chart.problems(found) == []
+    kind = {"keda": "ScaledObject", "hpa": "HorizontalPodAutoscaler"}[scaler]
+    assert [each["metadata"]["name"] for each in found if each["kind"] == kind] == [
+        "rel-penstock-decode"
+    ]
+    assert "replicas" not in chart.one(found, "Deployment", "-decode")["spec"]
+    assert chart.one(found, "Deployment", "-prefill")["spec"]["replicas"] == 1
+
+
+def test_strict_lint() -> None:
+    for values in ({}, chart.of_mode("standalone"), *map(chart.example, chart.EXAMPLES)):
+        found = lint(chart.CHART, values, strict=True, kube_version="1.27.0")
+        assert found["errors"] == []
+        assert {each["error"] for each in found["messages"]} <= {"icon is recommended"}
+
+
+def test_the_oldest_kubernetes_is_the_one_that_is_tested() -> None:
+    said = (chart.CHART / "Chart.yaml").read_text()
+    assert f'kubeVersion: ">={chart.KUBERNETES[0]}.0-0"' in said
+
+
+def test_prefill_and_decode_have_one_shape() -> None:
+    values = chart.merged(chart.of_mode("kuberay"), {"pools": {"mixed": {"replicas": 1}}})
+    cluster = chart.one(chart.objects(chart.render(values)), "RayCluster")
+    groups = {each["groupName"]: each for each in cluster["spec"]["workerGroupSpecs"]}
+    assert set(groups) == {"router", "prefill", "decode", "mixed"}
+    shapes = {
+        re.sub(rf"\b{role}\b", "POOL", str(groups[role])) for role in ("prefill", "decode", "mixed")
+    }
+    assert len(shapes) == 1
+
+
+def test_the_notes_say_the_next_commands() -> None:
+    notes = chart.render({})["penstock/templates/NOTES.txt"]
+    assert "kubectl -n apps logs -f deployment/rel-penstock-driver" in notes
+    assert "No API keys are set" in notes
+    keyed = chart.render({"router": {"apiKeysSecret": {"name": "keys"}}})
+    assert "No API keys" not in keyed["penstock/templates/NOTES.txt"]
+
+
+def test_no_subcharts() -> None:
+    assert "dependencies" not in (chart.CHART / "Chart.yaml").read_text()
+    assert not (chart.CHART / "charts").exists()
+
+
+MUTATIONS = [
+    ("kuberay", "_pods.tpl", "runAsNonRoot: true", "runAsNonRoot: false"),
+    ("kuberay", "_pods.tpl", "seccompProfile: {type: RuntimeDefault}", ""),
+    ("kuberay", "_pods.tpl", "drop: [ALL]", "drop: [NET_RAW]"),
+    ("standalone", "_pods.tpl", "allowPrivilegeEscalation: false", ""),
+    ("kuberay", "_pods.tpl", "{name: shm, mountPath: /dev/shm}", "{name: shm, mountPath: /shm}"),
+    ("kuberay", "_pods.tpl", "{name: RAY_AUTH_MODE, value: token}", "{name: A, value: b}"),
+    ("kuberay", "_pods.tpl", "readinessProbe:", "readinessProb:"),
+    ("standalone", "_pods.tpl", "preStop:", "postStart:"),
+    ("kuberay", "_pods.tpl", "limits: {{- toYaml", "limit: {{- toYaml"),
+    (
+        "kuberay",
+        "_pods.tpl",
+        "failureThreshold: {{ divf",
+        "failureThreshold: {{ mulf 0 | addf 1 | divf 600",
+    ),
+    ("kuberay", "_pods.tpl", '{{ include "penstock.graceSeconds" $root }}', "30"),
+    ("kuberay", "raycluster.yaml", "version: v2", "version: v1"),
+    ("kuberay", "raycluster.yaml", "mode: token", "mode: disabled"),
+    ("kuberay", "raycluster.yaml", "enableInTreeAutoscaling: true", ""),
+    (
+        "kuberay",
+        "raycluster.yaml",
+        "  minReplicas: {{ .least }}",
+        "  minReplicas: {{ .least }}\n  replicas: 1",
+    ),
+    ("kuberay", "raycluster.yaml", "groupName:", "groupname:"),
+    ("standalone", "standalone.yaml", "ternary nil $pool.replicas", "ternary $pool.replicas nil"),
+    ("standalone", "standalone.yaml", "serviceName:", "serviceNam:"),
+    (
+        "kuberay",
+        "router.yaml",
+        'dict "root" . "component" "router"',
+        'dict "root" . "component" "decode"',
+    ),
+    ("kuberay", "router.yaml", "policy/v1", "policy/v1beta1"),
+    ("kuberay", "router.yaml", "maxUnavailable:", "maxUnavailabel:"),
+    ("kuberay", "networkpolicy.yaml", "if .Values.networkPolicy.enabled", "if false"),
+    ("kuberay", "driver.yaml", "{name: config, mountPath", "{name: konfig, mountPath"),
+    ("kuberay", "monitoring.yaml", "interval: {{ .interval }}", "interval: 15"),
+    (
+        "kuberay",
+        "alerts.yaml",
+        "expr: {{ $rule.expr | quote }}",
+        "expression: {{ $rule.expr | quote }}",
+    ),
+    (
+        "kuberay",
+        "_model.tpl",
+        "valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}",
+        "value: {{ .name }}",
+    ),
+]
+"""(mode, template, what stands there, what comes instead): each must be seen."""
+
+CUSTOM = ("raycluster.yaml", "monitoring.yaml", "alerts.yaml")
+
+
+@pytest.mark.parametrize(("mode", "template", "text", "instead"), MUTATIONS)
+def test_a_spoilt_template_is_seen(
+    mode: str, template: str, text: str, instead: str, tmp_path: Path
+) -> None:
+    needs_schema = template in CUSTOM and not re.search("v2|token|Autoscaling|replicas", text)
+    if needs_schema and not chart.CRDS.is_dir():
+        pytest.skip("the schemas of custom resources are not here")
+    copy = tmp_path / "penstock"
+    shutil.copytree(chart.CHART, copy)
+    path = copy / "templates" / template
+    before = path.read_text()
+    assert text in before
+    path.write_text(before.replace(text, instead))
+    assert spoilt(copy, mode), f"nobody saw {instead!r}"
+
+
+def spoilt(copy: Path, mode: str) -> list[str]:
+    """What is wrong with the richest example, rendered by another chart."""
+    from helm_python import HelmError
+
+    values = chart.merged(chart.example("8b"), chart.of_mode(mode))
+    try:
+        return chart.problems(chart.objects(chart.render(values, copy)), chart.KUBERNETES[-1:])
+    except HelmError as error:
+        return [str(error)]

@@ -1,0 +1,72 @@
+"""Packed products against their meaning."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from penstock.kernels.products import (
+    activation_steps,
+    blocked_product,
+    int8_product,
+    int8_product_reference,
+    why_no_int8,
+)
+
+ROWS = (1, 2, 7, 64)
+BIASES = (None, torch.randn(19))
+needs_int8 = pytest.mark.skipif(
+    bool(why_no_int8(torch.device("cpu"), torch.float32)), reason="no INT8 products here"
+)
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_blocked(rows: int, bias: torch.Tensor | None) -> None:
+    x, weight = torch.randn(rows, 45), torch.randn(19, 45)
+    found = blocked_product(weight, bias)(x)
+    exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_int8(rows: int, bias: torch.Tensor | None) -> None:
+    x, weight = torch.randn(rows, 45) * 7, torch.randn(19, 45)
+    found = int8_product(weight, bias)(x)
+    exact = int8_product_reference(x, weight, bias, activation_steps())
+    torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-4)
+    plain = functional.linear(x, weight, bias)
+    assert (found - plain).norm() < 0.03 * plain.norm()
+
+
+@needs_int8
+def test_int8_at_its_largest_does_not_saturate() -> None:
+    weight = torch.ones(16, 512)
+    for sign in (1.0, -1.0):
+        found = int8_product(weight, None)(torch.full((2, 512), sign))
+        torch.testing.assert_close(found, torch.full((2, 16), 512 * sign))
+
+
+@needs_int8
+def test_an_int8_row_is_the_same_alone_and_in_a_crowd() -> None:
+    x = torch.randn(33, 96) * torch.logspace(-3, 3, 33)[:, None]
+    product = int8_product(torch.randn(40, 96), None)
+    whole = product(x)
+    for row in range(33):
+        assert torch.equal(product(x[row : row + 1])[0], whole[row])
+
+
+@needs_int8
+def test_an_int8_row_that_is_broken_stays_so_and_breaks_no_other() -> None:
+    x = torch.randn(4, 32)
+    x[1, 5], x[2] = torch.nan, 0
+    found = int8_product(torch.randn(8, 32), None)(x)
+    assert found[1].isnan().all()
+    assert torch.equal(found[2], torch.zeros(8))
+    assert found[[0, 3]].isfinite().all()
+
+
+def test_why_there_is_none() -> None:
+    assert "float32" in why_no_int8(torch.device("cpu"), torch.bfloat16)
+    assert "cuda" in why_no_int8(torch.device("cuda"), torch.float32)

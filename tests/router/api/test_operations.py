@@ -1,0 +1,206 @@
+"""/metrics and /status over HTTP, with stub workers behind the router."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.protos import worker_pb2 as pb
+from penstock.router.config import RouterConfig
+from tests.support.metrics import SERIES
+from tests.support.served_router import Served, serving, until
+from tests.support.stub_worker import StubWorker
+
+BODY = {"prompt": "hi", "max_tokens": 3}
+LOAD = pb.Load(
+    queued=2,
+    queued_tokens=70,
+    running=3,
+    used_blocks=10,
+    leased_blocks=4,
+    reserved_blocks=2,
+    cached_blocks=5,
+    free_blocks=79,
+    unwritten_slots=40,
+    prompt_tokens_computed=300,
+    prompt_tokens_cached=100,
+    preemptions=6,
+    steps=7,
+    step_counts=[4, 2, 1],
+    step_seconds=0.5,
+)
+Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def client_of(served: Served, key: str = "") -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(base_url=served.url, timeout=30, headers=headers)
+
+
+def values_of(families: Iterable[Metric]) -> Values:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+async def scrape(http: httpx.AsyncClient) -> Values:
+    reply = await http.get("/metrics")
+    assert reply.status_code == 200
+    return values_of(text_string_to_metric_families(reply.text))
+
+
+def told(values: Values, name: str, **labels: str) -> float:
+    return values[f"penstock_{name}", tuple(sorted(labels.items()))]
+
+
+def names(values: Values) -> set[str]:
+    return {name for name, _ in values}
+
+
+async def test_a_cluster_in_one_scrape(config: RouterConfig) -> None:
+    peers: dict[str, StubWorker] = {}
+    workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
+    for worker in workers:
+        worker.welcome.step_bounds.extend([0.01, 0.1])
+    async with serving(config, *workers) as served, client_of(served) as http:
+        reply = await http.post("/v1/completions", json=BODY)
+        assert reply.status_code == 200
+        workers[1].say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        await until(lambda: served.router.frontend.look().pools[0].running == 3)
+        values = await scrape(http)
+    assert names(values) >= SERIES
+    assert told(values, "requests_waiting", pool="decode") == 2
+    assert told(values, "tokens_waiting", pool="decode") == 70
+    assert told(values, "workers_ready", pool="prefill") == 1
+    assert told(values, "worker_up", worker="d0") == 1
+    assert told(values, "requests_running", worker="d0", role="decode") == 3
+    states = ("used", "leased", "reserved", "cached", "free")
+    blocks = [told(values, "kv_blocks", worker="d0", state=state) for state in states]
+    assert blocks == [10, 4, 2, 5, 79]
+    assert told(values, "kv_waste_ratio", worker="d0") == 40 / 160
+    assert told(values, "prompt_tokens_total", worker="d0") == 400
+    assert told(values, "prefix_hit_tokens_total", worker="d0") == 100
+    assert told(values, "preemptions_total", worker="d0") == 6
+    steps = [told(values, "step_seconds_bucket", worker="d0", le=le) for le in ("0.01", "0.1")]
+    assert steps == [4, 6]
+    assert told(values, "step_seconds_count", worker="d0") == 7
+    assert told(values, "step_seconds_sum", worker="d0") == 0.5
+    assert told(values, "handover_seconds_count") == 1
+    assert told(values, "time_to_first_token_seconds_count") == 1
+    assert told(values, "inter_token_seconds_count") == 2
+    assert told(values, "requests_finished_total", reason="length") == 1
+    assert told(values, "requests_finished_total", reason="error") == 0
+    assert told(values, "generated_tokens_total", tenant="anonymous") == 3
+
+
+async def test_what_a_dead_worker_said_is_gone(config: RouterConfig) -> None:
+    worker = StubWorker()
+    async with serving(config, worker) as served, client_of(served) as http:
+        worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        await until(lambda: served.router.frontend.look().pools[0].running == 3)
+        await worker.stop()
+        await until(lambda: not served.router.frontend.workers())
+        values = await scrape(http)
+        assert told(values, "worker_up", worker="w0") == 0
+        assert told(values, "workers_ready", pool="mixed") == 0
+        assert [labels for _, labels in values if ("worker", "w0") in labels] == [
+            (("worker", "w0"),)
+        ]
+        await served.router.set_workers({})
+        assert ("worker", "w0") not in {pair for _, labels in await scrape(http) for pair in labels}
+
+
+async def test_a_worker_that_counts_otherwise_costs_the_others_nothing(
+    config: RouterConfig,
+) -> None:
+    odd = StubWorker("odd")  # tells no bounds, but counts
+    async with serving(config, odd, StubWorker("even")) as served, client_of(served) as http:
+        odd.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        await until(lambda: served.router.frontend.look().pools[0].running == 3)
+        values = await scrape(http)
+    assert told(values, "step_seconds_count", worker="odd") == 7
+    assert told(values, "worker_up", worker="even") == 1
+
+
+async def test_the_line_at_the_router_is_that_of_the_pool_which_takes_prompts(
+    config: RouterConfig,
+) -> None:
+    peers: dict[str, StubWorker] = {}
+    workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
+    for worker in workers:
+        worker.reject = pb.Rejected(reason="full")
+    async with serving(config, *workers) as served, client_of(served) as http:
+        waiting = asyncio.create_task(
+            http.post("/v1/completions", json={**BODY, "prompt": [7] * 20})
+        )
+        # A full worker sends it back, and the router keeps it.
+        await until(lambda: served.router.frontend.look().waiting == 1)
+        decode, prefill = served.router.frontend.look().pools
+        assert (prefill.waiting, decode.waiting) == (1, 0)
+        waiting.cancel()
+
+
+async def test_tenants_are_told_by_the_place_of_their_key(config: RouterConfig) -> None:
+    keyed = replace(config, api_keys=("first-key", "second-key"))
+    async with serving(keyed, StubWorker()) as served, client_of(served, "second-key") as http:
+        await http.post("/v1/completions", json=BODY)
+        text = (await http.get("/metrics")).text
+        values = values_of(text_string_to_metric_families(text))
+        assert told(values, "generated_tokens_total", tenant="key-2") == 3
+        assert told(values, "generated_tokens_total", tenant="key-1") == 0
+        secrets = {"first-key", "second-key", *served.router.frontend.tally._names}
+        assert not [secret for secret in secrets if secret in text]
+        assert not [secret for secret in secrets if secret in (await http.get("/status")).text]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/status"])
+async def test_a_key_is_needed(config: RouterConfig, path: str) -> None:
+    keyed = replace(config, api_keys=("first-key",))
+    async with serving(keyed) as served, client_of(served) as http:
+        assert (await http.get(path)).status_code == 401
+
+
+async def test_openmetrics_where_it_is_asked_for(served: Served) -> None:
+    async with client_of(served) as http:
+        accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+        reply = await http.get("/metrics", headers=accept)
+    assert reply.headers["content-type"].startswith("application/openmetrics-text")
+    families = openmetrics_families(reply.text)  # type: ignore[no-untyped-call]
+    assert names(values_of(families)) >= SERIES
+
+
+async def test_the_status_before_any_worker(config: RouterConfig) -> None:
+    async with serving(config) as served, client_of(served) as http:
+        status = (await http.get("/status")).json()
+        assert status["not_ready"] == "no worker is there yet"
+        assert (status["pools"], status["workers"]) == ([], [])
+        values = await scrape(http)
+        assert told(values, "failovers_total") == 0
+
+
+async def test_the_status_of_a_cluster(served: Served) -> None:
+    async with client_of(served) as http:
+        served.worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        await until(lambda: served.router.frontend.look().pools[0].running == 3)
+        status = (await http.get("/status")).json()
+    assert (status["model"], status["not_ready"], status["streams"]) == ("stub", "", 0)
+    (pool,), (worker,) = status["pools"], status["workers"]
+    assert pool == {
+        "pool": "mixed",
+        "workers": 1,
+        "ready": 1,
+        "running": 3,
+        "waiting": 2,
+        "waiting_tokens": 70,
+    }
+    assert (worker["worker"], worker["role"], worker["state"]) == ("w0", "mixed", "ready")
+    assert worker["numbers"]["blocks"]["used"] == 10

@@ -1,0 +1,277 @@
+"""The chart as the tests see it: rendered, held against every schema and the house's rules.
+
+What can be wrong with a render is a list of lines, so that a test of a sound chart and one of a
+spoilt chart ask the same question.
+"""
+
+import copy
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm" / "penstock"
+CRDS = ROOT.parent / "shared" / "crds"
+EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
+MODES = ("kuberay", "standalone")
+KUBERNETES = ("1.27", "1.37")  # the oldest (Chart.yaml) and the newest
+
+Object = dict[str, Any]
+
+
+def merged(*layers: Mapping[str, Any]) -> Object:
+    """Values over values, as Helm lays them."""
+    result: Object = {}
+    for layer in layers:
+        for key, value in layer.items():
+            below = result.get(key)
+            if isinstance(below, Mapping) and isinstance(value, Mapping):
+                result[key] = merged(below, value)
+            else:
+                result[key] = copy.deepcopy(value)
+    return result
+
+
+def of_mode(mode: str) -> Object:
+    """The values that a mode needs."""
+    ray = {"authSecret": "ray-token"} if mode == "standalone" else {}
+    return {"cluster": {"mode": mode}, "ray": ray}
+
+
+def example(name: str) -> Object:
+    values: Object = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
+    return values
+
+
+def render(values: Mapping[str, Any], chart: Path = CHART) -> dict[str, str]:
+    """The chart's templates by path; the engine's own errors where it refuses."""
+    from helm_python import Chart
+
+    loaded = Chart.load(chart)
+    rendered: dict[str, str] = loaded.render(dict(values), name="rel", namespace="apps")
+    return rendered
+
+
+def objects(rendered: Mapping[str, str]) -> list[Object]:
+    texts = (text for path, text in rendered.items() if path.endswith(".yaml"))
+    return [each for text in texts for each in yaml.safe_load_all(text) if each]
+
+
+@functools.cache
+def _example_objects(name: str, mode: str) -> list[Object]:
+    return objects(render(merged(example(name), of_mode(mode))))
+
+
+def example_objects(name: str, mode: str) -> list[Object]:
+    """An example's objects; rendered once."""
+    return copy.deepcopy(_example_objects(name, mode))
+
+
+def one(found: Sequence[Object], kind: str, ending: str = "") -> Object:
+    """The only object of a kind whose name ends so."""
+    (only,) = (
+        each for each in found if each["kind"] == kind and each["metadata"]["name"].endswith(ending)
+    )
+    return only
+
+
+def pods(found: Sequence[Object]) -> Iterator[tuple[str, Object]]:
+    """Every pod template, by its component."""
+    for each in found:
+        spec = each.get("spec", {})
+        if each["kind"] == "RayCluster":
+            templates = [spec["headGroupSpec"]["template"]]
+            templates += [group["template"] for group in spec["workerGroupSpecs"]]
+        else:
+            templates = [spec["template"]] if "template" in spec else []
+        for template in templates:
+            yield template["metadata"]["labels"]["app.kubernetes.io/component"], template
+
+
+# ------------------------------------------------------------ schemas
+
+
+def schema_problems(found: Sequence[Object], version: str) -> list[str]:
+    """What a Kubernetes of that version, or a custom resource's schema, would refuse."""
+    loose = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role}, "spec": pod["spec"]}
+        for role, pod in pods(found)
+    ]
+    problems: list[str] = []
+    for each in [*found, *loose]:
+        text = json.dumps(each, sort_keys=True)
+        problems += _refusals(text, version)
+    return problems
+
+
+@functools.cache
+def _refusals(text: str, version: str) -> tuple[str, ...]:
+    each = json.loads(text)
+    name = f"{each['kind']} {each['metadata']['name']}"
+    validator = _custom(each["kind"], each["apiVersion"])
+    if validator is not None:
+        return tuple(f"{name}: {error.message}" for error in validator.iter_errors(each))
+    if "." in each["apiVersion"].partition("/")[0].removesuffix(".k8s.io"):
+        return ()  # a custom resource whose schema is not at hand
+    import kubernetes_validate
+    from kubernetes_validate import utils
+
+    if not hasattr(utils.schema_contents, "cache_info"):  # it reads megabytes for each object
+        utils.schema_contents = functools.cache(utils.schema_contents)
+        utils.all_versions = functools.cache(utils.all_versions)
+    try:
+        kubernetes_validate.validate(each, version, strict=True)
+    except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+        return (f"{name}: {error.message}",)
+    return ()
+
+
+@functools.cache
+def _custom(kind: str, api: str) -> jsonschema.Draft202012Validator | None:
+    for path in CRDS.glob(f"*_{kind.lower()}_*.json"):
+        found = json.loads(path.read_text())
+        if api == f"{found['group']}/{found['version']}":
+            return jsonschema.Draft202012Validator(_strict(found["openAPIV3Schema"], is_root=True))
+    return None
+
+
+def _strict(schema: Any, is_root: bool = False) -> Any:
+    """A custom resource's schema as JSON Schema that refuses what it does not name."""
+    if isinstance(schema, list):
+        return [_strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: value for key, value in schema.items() if key not in ("format", "default")}
+    if result.pop("x-kubernetes-int-or-string", False):
+        return {"type": ["integer", "string"]}
+    keeps = result.pop("x-kubernetes-preserve-unknown-fields", False)
+    for key in ("items", "additionalProperties", "anyOf", "allOf", "oneOf", "not"):
+        if key in result:
+            result[key] = _strict(result[key])
+    if "properties" in result:
+        below = {name: _strict(each) for name, each in result["properties"].items()}
+        if is_root:
+            below["metadata"] = {"type": "object"}
+        result["properties"] = below
+        if not keeps:
+            result.setdefault("additionalProperties", False)
+    return result
+
+
+# ------------------------------------------------------------ the house's rules
+
+
+def rule_problems(found: Sequence[Object]) -> list[str]:
+    """What breaks a promise of the chart, though Kubernetes would take it."""
+    problems = []
+    for role, pod in pods(found):
+        spec = pod["spec"]
+        problems += [f"{role}: {line}" for line in _pod_problems(role, spec)]
+    problems += _writer_problems(found)
+    problems += _reach_problems(found)
+    return problems
+
+
+def _pod_problems(role: str, spec: Object) -> Iterator[str]:
+    security = spec.get("securityContext", {})
+    if not (security.get("runAsNonRoot") and security.get("runAsUser")):
+        yield "may run as root"
+    if security.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        yield "has no seccomp profile"
+    containers = [*spec.get("initContainers", []), *spec["containers"]]
+    volumes = {each["name"]: each for each in spec["volumes"]}
+    for each in containers:
+        name, own = each["name"], each.get("securityContext", {})
+        if own.get("allowPrivilegeEscalation") is not False:
+            yield f"{name} may gain privileges"
+        if own.get("capabilities") != {"drop": ["ALL"]}:
+            yield f"{name} keeps capabilities"
+        if missing := {mount["name"] for mount in each["volumeMounts"]} - volumes.keys():
+            yield f"{name} mounts what is not there: {missing}"
+        yield from _secrets_told(each)
+    yield from _main_problems(spec, spec["containers"][0], volumes)
+
+
+def _secrets_told(container: Object) -> Iterator[str]:
+    env = {each["name"]: each for each in container.get("env", [])}
+    for name, each in env.items():
+        if "TOKEN" in name and "secretKeyRef" not in each.get("valueFrom", {}):
+            yield f"{container['name']} is told {name} in clear"
+    if container["name"] not in ("fetch-model", "copy-model") and (
+        env.get("RAY_AUTH_MODE", {}).get("value") != "token" or "RAY_AUTH_TOKEN" not in env
+    ):
+        yield f"{container['name']} speaks with Ray without a token"
+
+
+def _main_problems(spec: Object, main: Object, volumes: Mapping[str, Object]) -> Iterator[str]:
+    mounted = {mount["mountPath"]: volumes.get(mount["name"], {}) for mount in main["volumeMounts"]}
+    if mounted.get("/dev/shm", {}).get("emptyDir", {}).get("medium") != "Memory":
+        yield "has no /dev/shm of its own"
+    for probe in ("startupProbe", "livenessProbe"):
+        if probe not in main or "initialDelaySeconds" in main.get(probe, {}):
+            yield f"has no sound {probe}"
+    startup = main.get("startupProbe", {})
+    if startup.get("failureThreshold", 0) * startup.get("periodSeconds", 0) < 60:
+        yield "is given less than a minute to start"
+    resources = main.get("resources", {})
+    if not resources or resources.get("requests") != resources.get("limits"):
+        yield "asks for other than its limits"
+    hook = main.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+    if main["name"] != "driver":
+        if not hook or float(hook[-1]) >= spec["terminationGracePeriodSeconds"]:
+            yield "has no hook that ends before its grace period"
+        if "readinessProbe" not in main:
+            yield "has no readinessProbe"
+
+
+def _writer_problems(found: Sequence[Object]) -> Iterator[str]:
+    """Replica counts have exactly one writer."""
+    scaled = {
+        each["spec"]["scaleTargetRef"]["name"]
+        for each in found
+        if each["kind"] in ("ScaledObject", "HorizontalPodAutoscaler")
+    }
+    for each in found:
+        name, spec = each["metadata"]["name"], each.get("spec", {})
+        if each["kind"] == "RayCluster":
+            written = [g["groupName"] for g in spec["workerGroupSpecs"] if "replicas" in g]
+            if written or scaled or not spec.get("enableInTreeAutoscaling"):
+                yield f"{name}: its autoscaler is not the one writer of {written or 'replicas'}"
+            if spec.get("autoscalerOptions", {}).get("version") != "v2":
+                yield f"{name}: not autoscaler v2"
+            if spec.get("authOptions", {}).get("mode") != "token":
+                yield f"{name}: Ray without a token"
+        if each["kind"] == "Deployment" and (name in scaled) == ("replicas" in spec):
+            yield f"{name}: its count has no writer, or two"
+
+
+def _reach_problems(found: Sequence[Object]) -> Iterator[str]:
+    """Services, budgets and policies select the pods that they are for, and no others."""
+    labels = {role: pod["metadata"]["labels"] for role, pod in pods(found)}
+    for each in found:
+        kind, spec = each["kind"], each.get("spec", {})
+        if kind not in ("Service", "PodDisruptionBudget", "NetworkPolicy"):
+            continue
+        selector = spec.get("selector", spec.get("podSelector", {}))
+        selector = selector.get("matchLabels", selector)
+        reached = {role for role, own in labels.items() if selector.items() <= own.items()}
+        name = each["metadata"]["name"]
+        if kind == "NetworkPolicy" and name == "rel-penstock":
+            wanted = set(labels)
+        else:
+            wanted = {"head"} if name.endswith(("-head", "-autoscaler")) else {"router"}
+        if reached != wanted:
+            yield f"{kind} {name} reaches {sorted(reached)}, not {sorted(wanted)}"
+    if "NetworkPolicy" not in {each["kind"] for each in found}:
+        yield "anyone may reach Ray"
+
+
+def problems(found: Sequence[Object], versions: Sequence[str] = KUBERNETES) -> list[str]:
+    """Everything that is wrong with a render."""
+    by_schema = [line for version in versions for line in schema_problems(found, version)]
+    return [*by_schema, *rule_problems(found)]

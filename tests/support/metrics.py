@@ -1,0 +1,29 @@
+"""The names of the metrics that dashboards and alerts are built on."""
+
+HISTOGRAMS = (
+    "step_seconds",
+    "time_to_first_token_seconds",
+    "time_per_output_token_seconds",
+    "inter_token_seconds",
+    "request_seconds",
+    "handover_seconds",
+)
+PLAIN = (
+    "requests_waiting",
+    "tokens_waiting",
+    "requests_running",
+    "kv_blocks",
+    "kv_waste_ratio",
+    "prefix_hit_tokens_total",
+    "prompt_tokens_total",
+    "handover_bytes_total",
+    "preemptions_total",
+    "requests_finished_total",
+    "failovers_total",
+    "generated_tokens_total",
+    "workers_ready",
+    "worker_up",
+)
+SERIES = {f"penstock_{name}" for name in PLAIN} | {
+    f"penstock_{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "count", "sum")
+}

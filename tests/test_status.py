@@ -1,0 +1,214 @@
+"""`penstock status` against a router with stub workers, and against what is none."""
+
+import asyncio
+import http.server
+import io
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from rich.console import Console
+
+from penstock.cli import main
+from penstock.cli.status import fetch
+from penstock.cli.status_view import duration, number, page
+from penstock.protos import worker_pb2 as pb
+from penstock.router.config import RouterConfig
+from tests.support.served_router import Served, model_folder, serving, until
+from tests.support.stub_worker import StubWorker
+
+BUSY = pb.Load(
+    queued=123_456,
+    queued_tokens=9_876_543,
+    running=256,
+    used_blocks=60_000,
+    leased_blocks=20_000,
+    reserved_blocks=10_000,
+    cached_blocks=5_000,
+    free_blocks=5_000,
+    prompt_tokens_computed=999_000_000,
+    prompt_tokens_cached=1_000_000,
+    preemptions=54_321,
+    step_micros=12_345_678,
+)
+
+
+@pytest_asyncio.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    """A prefill worker that is busy, a decode worker that is dead, and a key."""
+    config = RouterConfig(model_folder(tmp_path), "stub", api_keys=("open-sesame",))
+    names = {"prefill-worker-0-on-a-long-name": "prefill", "decode-worker-0": "decode"}
+    workers = [StubWorker(name, role) for name, role in names.items()]
+    async with serving(config, *workers) as served:
+        workers[0].say(pb.ToRouter(step=pb.Step(load=BUSY)))
+        look = served.router.frontend.look
+        await until(lambda: any(pool.running for pool in look().pools))
+        await workers[1].stop()
+        await until(lambda: len(served.router.frontend.workers()) == 1)
+        yield served
+
+
+def drawn(told: dict[str, object], width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(page(told, "http://127.0.0.1:8000"))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def command(*arguments: str) -> "asyncio.Future[int]":
+    return asyncio.ensure_future(asyncio.to_thread(main, ["status", *arguments]))
+
+
+async def test_the_tables_fit_80_columns(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "stub at http://127.0.0.1:8000: serving" in text
+    (dead,) = (line for line in lines if line.startswith("decode-worker-0"))
+    assert dead.split()[1:] == ["down"] + ["-"] * 7
+    (busy,) = (line for line in lines if "12.3 s" in line)
+    for word in ("ready", "90%", "256", "123k", "9.9M", "0%", "54k"):
+        assert word in busy.split(), (word, busy)
+    assert await command(served.url, "--api-key", "open-sesame") == 0
+    assert "decode-worker-0" in capsys.readouterr().out
+
+
+async def test_json_is_what_the_router_says(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = served.url.removeprefix("http://")
+    assert await command(address, "--json", "--api-key", "open-sesame") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [worker["state"] for worker in told["workers"]] == ["down", "ready"]
+
+
+async def test_watching_shows_it_anew_until_ctrl_c(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.cli.status.time.sleep", pause)
+    key = ["--api-key", "open-sesame"]
+    assert await command(served.url, *key, "--watch", "2") == 0
+    assert pauses == [2.0] * 3
+    assert "decode-worker-0" in capsys.readouterr().out
+
+
+async def test_without_the_key_it_says_so(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in ([], ["--api-key", "close-sesame"], ["--watch"]):
+        assert await command(served.url, *arguments) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "give --api-key" in error
+
+
+async def test_a_router_that_waits_for_workers(served: Served) -> None:
+    config = replace(served.router.frontend.config, api_keys=())
+    async with serving(config) as empty:
+        lines = drawn(await asyncio.to_thread(fetch, empty.url, None))
+    assert lines[0].endswith("no worker is there yet")
+    assert "nothing" in lines[-1] + lines[-2]
+
+
+class Stranger(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>hello</html>")
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def listening(answer: bytes | None) -> Iterator[str]:
+    """Something else at an address: a web server, or what says `answer` to whoever connects."""
+    if answer is None:
+        with http.server.HTTPServer(("127.0.0.1", 0), Stranger) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_port}"
+            server.shutdown()
+        return
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def speak() -> None:
+            connection, _ = listener.accept()
+            connection.recv(4096)
+            connection.sendall(answer)
+            connection.close()
+
+        threading.Thread(target=speak, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(None, "no Penstock router"), (b"\x00\x00\x06\x04\x00\x00", "no HTTP server")],
+)
+def test_something_else_answers(
+    answer: bytes | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening(answer) as url:
+        assert main(["status", url]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "words"),
+    [
+        ("http://127.0.0.1:1", 1, "nothing answers there (Connection refused)"),
+        ("http://no.such.host.invalid:80", 1, "nothing answers there"),
+        ("ftp://127.0.0.1", 2, "is no address"),
+        ("http://127.0.0.1:99999", 2, "is no address"),
+        ("http://", 2, "is no address"),
+        ("two words", 2, "is no address"),
+    ],
+)
+def test_a_wrong_address_gets_one_line(
+    url: str, code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", url]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("penstock status: ")
+    assert error.count("\n") == 1
+    assert words in error
+
+
+@pytest.mark.parametrize("seconds", ["0", "soon", "nan", "-1"])
+def test_a_wrong_pace_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["status", "--watch", seconds])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (999.6, "1.0k"), (1234, "1.2k"), (9950, "10k"), (12_345_678, "12M")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0.0 ms"), (0.0034, "3.4 ms"), (0.12, "120 ms"), (0.9996, "1.0 s"), (12.34, "12.3 s")],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,57 @@
+"""Which products of a model are packed, and that it still computes the same."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.workers.layers import packing
+from penstock.workers.layers.packing import linears, pack
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.weights.loading import load_model
+from tests.support.checkpoints import make_checkpoint
+from tests.support.tiny import tiny_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(packing, "MEMORY_SHARE", 0)
+    return load_model(tiny_checkpoint(tmp_path), "auto", CPU)[1]
+
+
+def test_every_product_is_found(decoder: Decoder) -> None:
+    found = list(linears(decoder))
+    assert len(found) == 4 * len(decoder.layers) + 1
+    assert not any(linear.packed for linear in found)  # no memory share, no second copy
+
+
+def test_blocked(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, 32)
+    before = [linear(x) for linear in linears(decoder) if linear.weight.shape[1] == 32]
+    monkeypatch.setattr(packing, "MEMORY_SHARE", 0.5)
+    pack(decoder, "none")
+    after = [linear(x) for linear in linears(decoder) if linear.weight.shape[1] == 32]
+    assert all(linear.packed for linear in linears(decoder))
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+
+
+def test_int8_keeps_no_plain_weights_but_the_embeddings(decoder: Decoder) -> None:
+    pack(decoder, "int8")
+    assert all(linear.weight.numel() == 0 for linear in linears(decoder))
+    assert decoder.embeddings.numel() > 0
+
+
+def test_a_router_stays_as_it_is(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "mixtral")
+    decoder = load_model(tmp_path, "auto", CPU)[1]
+    [mixture, *_] = [layer.mlp for layer in decoder.layers]
+    assert mixture.router not in list(linears(mixture))  # type: ignore[union-attr]
+    assert len(list(linears(mixture))) == 2 * len(mixture.experts)  # type: ignore[union-attr]
+
+
+def test_int8_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="int8 cannot be had: INT8 products take float32"):
+        load_model(tiny_checkpoint(tmp_path), "bfloat16", CPU, quantization="int8")

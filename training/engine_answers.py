@@ -1,0 +1,39 @@
+"""Greedy answers of our own engine, to be scored by the yardstick."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine import Engine
+from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from training.families import Message
+
+
+class EngineAnswers:
+    """Answers conversations as `evaluate.transformers_answer` does.
+
+    quantization: of the weights, "none" or "int8".
+    """
+
+    def __init__(self, folder: Path, quantization: str, max_new_tokens: int) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._engine = Engine(WorkerConfig("engine", folder, quantization=quantization))
+        stops = self._engine.spec.eos_tokens
+        self._params = SamplingParams(0.0, max_tokens=max_new_tokens, stop_tokens=stops)
+
+    def __call__(self, conversations: Sequence[list[Message]]) -> list[str]:
+        for number, conversation in enumerate(conversations):
+            tokens = self._tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+            self._engine.submit(NewSequence(number, tokens, len(tokens), self._params))
+        answers: list[list[int]] = [[] for _ in conversations]
+        while (result := self._engine.step()).output is not None:
+            pairs = zip(result.output.keys, result.output.tokens.tolist(), strict=True)
+            for key, token in pairs:
+                answers[int(str(key))].append(token)
+        return list(self._tokenizer.batch_decode(answers, skip_special_tokens=True))

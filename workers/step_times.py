@@ -1,0 +1,22 @@
+"""How long an engine's steps took: counts by length, as plain numbers."""
+
+from bisect import bisect_left
+
+STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Seconds, rising: a step counts under the first that it does not pass, or past the last."""
+
+
+class StepTimes:
+    """All steps since the start. Belongs to the engine's thread."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # of all steps together
+        self._counts = [0] * (len(STEP_BOUNDS) + 1)
+
+    def add(self, seconds: float) -> None:
+        self.seconds += seconds
+        self._counts[bisect_left(STEP_BOUNDS, seconds)] += 1
+
+    def counts(self) -> tuple[int, ...]:
+        """Steps under each bound but not under the one before, then those past all bounds."""
+        return tuple(self._counts)
