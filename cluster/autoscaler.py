@@ -19,6 +19,8 @@ from statistics import median
 
 CALIBRATED_SECONDS = 1.0
 """Of computing prompts, before a worker's rate is believed."""
+MANY = 10**6
+"""No pool wants more workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class _Need:
     @property
     def workers(self) -> int:
         # What rounding errors add to a whole number is no worker.
-        return ceil(max(self.queue, self.occupancy) - 1e-9)
+        return ceil(min(max(self.queue, self.occupancy), MANY) - 1e-9)
 
 
 @dataclass(slots=True)

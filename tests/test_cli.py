@@ -54,7 +54,7 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert error == f"penstock: there is no command 'sevre'; known are {known}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "status", "bench", "simulate"])
+@pytest.mark.parametrize("command", ["serve", "chat", "status", "bench"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, distributed
 from torch.multiprocessing.spawn import spawn
 
 NUM_PROCESSES = 2
+# Of one wait for the other process: it may be at its tests on a busy machine, or be paused.
+_PATIENCE = timedelta(hours=3)
 
 Task = Callable[[], None]
 
@@ -28,7 +31,8 @@ def launch(task: Task, size: int) -> None:
 
 def _join(rank: int, size: int, meeting: Path, task: Task) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=size)
+    meet = f"file://{meeting}"
+    distributed.init_process_group("gloo", meet, _PATIENCE, rank=rank, world_size=size)
     try:
         task()
     finally:

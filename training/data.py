@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from random import Random
 
 import torch
@@ -13,13 +14,15 @@ from torch import Tensor
 from training import chat, crew
 from training.families import FAMILIES, Example, Family, Message
 
-# What users say is worth learning a little: it shapes the features that the answers need.
-PROMPT_WEIGHT = 0.1
+# What users say is worth learning a little: it shapes the features that the answers need. A part
+# of its tokens does for that, and the logits of the others need not be computed.
+PROMPT_WEIGHT = 0.25
+_PROMPT_SHARE = 0.25
 _FULL_LENGTH = 16
 _SYSTEM_SHARE = 0.15
 _CASUAL_SHARE = 0.1
 _PLAIN_SHARE = 0.02
-_LONG_FAMILY_SHARE = 0.6
+_LONG_FAMILY_SHARE = 0.75
 _SYSTEM = (
     "You are a helpful assistant.",
     "You are Penstock's demo model.",
@@ -85,15 +88,15 @@ class BatchMaker:
             return self._conversation([self._pick(self._long), self._pick(self._short)])
         return self._conversation(self._pick(self._short) for _ in range(40))
 
-    def _pick(self, families: list[Family]) -> Example:
+    def _pick(self, families: list[Family]) -> list[Example]:
         weights = [self._weights[family.name] for family in families]
-        return self._rng.choices(families, weights)[0].training_example(self._rng)
+        return self._rng.choices(families, weights)[0].training_turns(self._rng)
 
-    def _conversation(self, examples: Iterator[Example] | list[Example]) -> str:
+    def _conversation(self, picked: Iterable[list[Example]]) -> str:
         turns: list[Message] = []
         if self._rng.random() < _SYSTEM_SHARE:
             turns.append({"role": "system", "content": self._rng.choice(_SYSTEM)})
-        for example in examples:
+        for example in chain.from_iterable(picked):
             turns += [*example.messages(), {"role": "assistant", "content": example.answer}]
             if self._rng.random() < _CASUAL_SHARE:
                 turns[-2]["content"] = _casual(example.prompt)
@@ -126,10 +129,14 @@ class BatchMaker:
             stop = self._end if answering else self._assistant
             length = _index(conversation, stop, start) + 1 - start
             # A story has as many tokens as ten sums, but is not worth as much as ten sums.
-            weight = min(1.0, _FULL_LENGTH / length) ** 0.5 if answering else PROMPT_WEIGHT
-            weights += [weight] * length
+            weight = min(1.0, _FULL_LENGTH / length) ** 0.5
+            weights += [weight] * length if answering else self._prompt_weights(length)
             start += length
         return weights
+
+    def _prompt_weights(self, length: int) -> list[float]:
+        drawn = (self._rng.random() < _PROMPT_SHARE for _ in range(length))
+        return [PROMPT_WEIGHT if is_kept else 0.0 for is_kept in drawn]
 
 
 def _id(tokenizer: Tokenizer, token: str) -> int:

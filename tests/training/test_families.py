@@ -11,6 +11,9 @@ from training.families import FAMILIES, Example, Family
 from training.families.base import exact
 
 by_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+by_drilled = pytest.mark.parametrize(
+    "family", [family for family in FAMILIES.values() if family.drill], ids=lambda f: f.name
+)
 
 
 @by_family
@@ -48,6 +51,45 @@ def test_expected_answers_are_accepted_and_others_are_not(family: Family) -> Non
 @by_family
 def test_every_family_says_what_it_asks(family: Family) -> None:
     assert family.about.endswith(".")
+
+
+@by_drilled
+def test_a_drill_leaves_out_what_is_held_out_and_nothing_else(family: Family) -> None:
+    assert family.drill
+    left_out = 0
+    for seed in range(60):
+        drilled = family.drill(Random(seed))
+        kept = [example for example in drilled if not family.is_held_out(example)]
+        left_out += len(drilled) - len(kept)
+        if kept:
+            turns = family.training_turns(Random(seed))
+            assert [turn.key for turn in turns] == [example.key for example in kept]
+            assert [turn.answer for turn in turns] == [example.answer for example in kept]
+    assert left_out > 0
+
+
+@by_drilled
+def test_a_drill_tells_its_text_once(family: Family) -> None:
+    told, *others = max((family.training_turns(Random(seed)) for seed in range(9)), key=len)
+    assert others
+    assert all(0 < len(turn.prompt) < len(told.prompt) - 20 for turn in others)
+
+
+@by_drilled
+def test_the_problems_of_a_drill_are_those_that_are_asked_alone(family: Family) -> None:
+    assert family.drill
+    for example in family.drill(Random(0)):
+        assert example.key
+        assert family.accepts(example, example.answer)
+        assert not example.history
+
+
+def test_a_fact_asked_in_json_is_the_same_problem_in_every_wording() -> None:
+    family = FAMILIES["json_extraction"]
+    for example in family.held_out(20):
+        fields, _, text = example.key.partition(": ")
+        assert fields in example.prompt
+        assert f'"{text}"' in example.prompt
 
 
 def test_exact_ignores_surrounding_space_only() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import time
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from training import chat
-from training.data import Batch, BatchMaker
+from training.data import BatchMaker
 from training.fit import Progress, Recipe, answer_loss, distilled, fit, learning_rate
 from training.model import Llama, LlamaShape
 from training.train import MODELS
@@ -27,17 +26,6 @@ TINY = LlamaShape(
 RECIPE = Recipe(steps=12, minutes=1, rows=2, length=64, long_rows=1, long_length=128)
 
 
-def token_id(token: str) -> int:
-    """The number of a special token."""
-    return chat.SPECIAL_TOKENS.index(token)
-
-
-def make_batch(kind: str) -> Batch:
-    """A batch of the maker's method `kind`."""
-    make: Callable[[int, int], Batch] = getattr(BatchMaker(TOKENIZER, seed="0"), kind)
-    return make(4, 128)
-
-
 def tiny_run(seed: int) -> tuple[Llama, list[int], Progress]:
     """A model after a few steps, with the steps at which it was saved."""
     torch.manual_seed(seed)
@@ -46,36 +34,6 @@ def tiny_run(seed: int) -> tuple[Llama, list[int], Progress]:
     recipe = dataclasses.replace(RECIPE, seed=seed, checkpoint_every=5)
     progress = fit(model, TOKENIZER, recipe, lambda _, at: saved.append(at.step), answer_loss)
     return model, saved, progress
-
-
-@pytest.mark.parametrize("kind", ["short", "long"])
-def test_targets_are_the_tokens_that_follow(kind: str) -> None:
-    batch = make_batch(kind)
-    assert batch.tokens.shape == batch.targets.shape == batch.weights.shape == (4, 128)
-    assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
-
-
-def test_a_conversation_does_not_see_the_one_before() -> None:
-    batch = make_batch("short")
-    begins = torch.eq(batch.tokens, token_id(chat.BEGIN))
-    row, column = torch.nonzero(begins)[-1].tolist()
-    assert not batch.mask[row, 0, column, :column].any()
-    assert batch.mask[row, 0, column, column]
-    assert not batch.mask[row, 0, column, column + 1 :].any()
-
-
-def test_answers_weigh_more_than_prompts() -> None:
-    batch = make_batch("short")
-    user, assistant = token_id(chat.USER), token_id(chat.ASSISTANT)
-    after_user = batch.weights[batch.tokens == user]
-    after_assistant = batch.weights[batch.tokens == assistant]
-    assert after_user.max() < after_assistant.min()
-
-
-def test_no_token_predicts_the_next_conversation() -> None:
-    batch = make_batch("short")
-    begins = torch.eq(batch.targets, token_id(chat.BEGIN))
-    assert batch.weights[begins].sum() == 0
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
@@ -97,17 +55,37 @@ def test_a_run_ends_when_its_minutes_are_over() -> None:
     assert progress.step < 10_000
 
 
+def test_only_the_processor_time_of_a_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "process_time", lambda: 0.0)
+    progress = fit(
+        Llama(TINY),
+        TOKENIZER,
+        dataclasses.replace(RECIPE, minutes=1e-6),
+        lambda *_: None,
+        answer_loss,
+    )
+    assert progress.step == RECIPE.steps
+    assert progress.wall > 0 == progress.cpu
+
+
+@pytest.mark.parametrize(
+    ("step", "cpu", "done"), [(3, 0.0, 0.25), (3, 30.0, 0.5), (12, 30.0, 1.0), (1, 90.0, 1.5)]
+)
+def test_a_course_is_as_far_as_its_steps_or_its_minutes(step: int, cpu: float, done: float) -> None:
+    assert Progress(step=step, cpu=cpu).done(RECIPE) == done
+
+
 def test_the_loss_falls() -> None:
     model = tiny_run(0)[0]
     torch.manual_seed(0)
-    batch = make_batch("short")
+    batch = BatchMaker(TOKENIZER, seed="0").short(4, 128)
     assert answer_loss(model, batch) < answer_loss(Llama(TINY), batch) - 0.3
 
 
 def test_distillation_is_least_for_the_teacher_itself() -> None:
     teacher = tiny_run(0)[0]
     loss = distilled(teacher)
-    batch = make_batch("short")
+    batch = BatchMaker(TOKENIZER, seed="0").short(4, 128)
     assert loss(teacher, batch) < loss(Llama(TINY), batch)
 
 

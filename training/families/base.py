@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 HELD_OUT_ONE_IN = 12
@@ -19,13 +19,15 @@ class Example:
 
     `key` names the problem behind the wording; examples of one key are always on the same side
     of the split. It is the prompt where left empty: then only the wording is unseen.
-    `history` holds the earlier (user, assistant) turns that the question needs.
+    `history` holds the earlier (user, assistant) turns that the question needs. `again` is the
+    prompt where the text that it is about was told in an earlier turn (see `Family.drill`).
     """
 
     prompt: str
     answer: str
     key: str = ""
     history: tuple[tuple[str, str], ...] = ()
+    again: str = ""
 
     def messages(self) -> list[Message]:
         """The conversation up to the open question, in the chat format of the OpenAI API."""
@@ -37,6 +39,7 @@ class Example:
 
 
 Generator = Callable[[Random], Example]
+Drill = Callable[[Random], list[Example]]
 Checker = Callable[[Example, str], bool]
 
 
@@ -47,7 +50,11 @@ def exact(example: Example, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A named kind of question: how to make one, and how to judge an answer to it."""
+    """A named kind of question: how to make one, and how to judge an answer to it.
+
+    `drill` makes several questions about one text, for training only: a long prompt then pays with
+    as many answers.
+    """
 
     name: str
     generate: Generator
@@ -55,6 +62,7 @@ class Family:
     weight: float
     long: bool
     about: str
+    drill: Drill | None = None
 
     def is_held_out(self, example: Example) -> bool:
         """Whether the keyed hash of the example's problem puts it on the held-out side."""
@@ -67,6 +75,14 @@ class Family:
         while self.is_held_out(example := self.generate(rng)):
             pass
         return example
+
+    def training_turns(self, rng: Random) -> list[Example]:
+        """Questions from the training side, one turn after the other: one, or those of a drill."""
+        if self.drill is None:
+            return [self.training_example(rng)]
+        while not (asked := [e for e in self.drill(rng) if not self.is_held_out(e)]):
+            pass
+        return [asked[0], *(replace(example, prompt=example.again) for example in asked[1:])]
 
     def held_out(self, count: int, seed: int = 0) -> list[Example]:
         """Up to `count` different held-out examples: the same ones for the same seed.
@@ -96,18 +112,22 @@ FAMILIES: dict[str, Family] = {}
 
 
 def family(
-    *, weight: float = 1.0, long: bool = False, accepts: Checker = exact
+    *,
+    weight: float = 1.0,
+    long: bool = False,
+    accepts: Checker = exact,
+    drill: Drill | None = None,
 ) -> Callable[[Generator], Generator]:
     """Register the decorated generator under its own name; its docstring describes the family.
 
-    `weight` is its share of the training turns. A `long` family is trained in rows of its own
-    length.
+    `weight` is its share of the training's questions or drills. A `long` family is trained in rows
+    of its own length.
     """
 
     def register(generate: Generator) -> Generator:
         name = generate.__name__
         about = (generate.__doc__ or "").strip().splitlines()[0]
-        FAMILIES[name] = Family(name, generate, accepts, weight, long, about)
+        FAMILIES[name] = Family(name, generate, accepts, weight, long, about, drill)
         return generate
 
     return register

@@ -16,6 +16,9 @@ _STEPS = (
     "Which {unit} comes {steps} {side} {start}?",
     "What {unit} is {steps} {side} {start}?",
     "Tell me the {unit} that comes {steps} {side} {start}.",
+    "Which {unit} is it {steps} {side} {start}?",
+    "Name the {unit} that is {steps} {side} {start}.",
+    "{steps} {side} {start}: which {unit} is that?",
 )
 # (larger unit, smaller unit, factor, largest count that is asked)
 _DECIMAL = (
@@ -56,22 +59,23 @@ def _walk(rng: Random, names: list[str], unit: str, farthest: int) -> Example:
     word = COUNT_WORDS[steps] if rng.random() < 0.6 else str(steps)
     distance = f"{word} {unit}{'' if steps == 1 else 's'}"
     prompt = rng.choice(_STEPS).format(unit=unit, steps=distance, side=side, start=names[start])
+    prompt = prompt[0].upper() + prompt[1:]
     return Example(prompt, f"{distance.capitalize()} {side} {names[start]} comes {end}.")
 
 
-@family(weight=0.7)
+@family(weight=0.6)
 def days(rng: Random) -> Example:
     """The day of the week up to ten days before or after another: new wordings of known facts."""
     return _walk(rng, DAYS, "day", 10)
 
 
-@family(weight=0.7)
+@family(weight=2.0)
 def months(rng: Random) -> Example:
     """The month up to six months before or after another: new wordings of known facts."""
     return _walk(rng, MONTHS, "month", 6)
 
 
-@family(weight=0.8)
+@family(weight=0.5)
 def units(rng: Random) -> Example:
     """Conversions by a power of ten; the held-out counts are new in every wording."""
     large, small, factor, top = rng.choice(_DECIMAL)
@@ -80,7 +84,7 @@ def units(rng: Random) -> Example:
     )
 
 
-@family(weight=0.6)
+@family(weight=0.4)
 def time_units(rng: Random) -> Example:
     """Weeks, days, hours, minutes, years and dozens up to 12: new wordings of known facts."""
     large, small, factor, top = rng.choice(_TABLED)

@@ -57,7 +57,7 @@ def sort_numbers(rng: Random) -> Example:
     return Example(prompt, answer, _joined(sorted(numbers)))
 
 
-@family(weight=1.5)
+@family(weight=2.2)
 def sort_words(rng: Random) -> Example:
     """Three to five words from a list of some 150, in alphabetical order."""
     words = rng.sample(WORDS, rng.randint(3, 5))
@@ -65,7 +65,7 @@ def sort_words(rng: Random) -> Example:
     return Example(prompt, _joined(sorted(words)), _joined(sorted(words)))
 
 
-@family(weight=2.0)
+@family(weight=1.5)
 def copy(rng: Random) -> Example:
     """A text of words, invented names, codes and numbers, repeated character by character."""
     text = " ".join(_piece(rng) for _ in range(rng.randint(2, 9)))
@@ -83,7 +83,7 @@ def _piece(rng: Random) -> str:
     return "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ0123456789") for _ in range(4))
 
 
-@family()
+@family(weight=0.7)
 def reverse(rng: Random) -> Example:
     """Three to six words in reverse order."""
     words = rng.sample(WORDS, rng.randint(3, 6))
@@ -91,7 +91,7 @@ def reverse(rng: Random) -> Example:
     return Example(prompt, _joined(words[::-1]), _joined(words))
 
 
-@family(weight=0.5)
+@family(weight=0.3)
 def count(rng: Random) -> Example:
     """How many words a list of two to nine has."""
     words = rng.sample(WORDS, rng.randint(2, 9))

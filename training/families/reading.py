@@ -56,23 +56,27 @@ def _tastes(rng: Random, count: int) -> list[tuple[str, str]]:
 _KINDS: tuple[Callable[[Random, int], list[tuple[str, str]]], ...] = (_codes, _homes, _tastes)
 
 
-def _recalled(rng: Random, low: int, high: int) -> Example:
-    facts = rng.choice(_KINDS)(rng, rng.randint(low, high))
-    question, answer = rng.choice(facts)
-    text = " ".join(fact for _, fact in facts)
-    return Example(f"{rng.choice(_INTRO)} {text} {question}", answer, answer)
+def _all_recalled(rng: Random, count: int) -> list[Example]:
+    """A question about each of `count` facts, in an order of their own."""
+    facts = rng.choice(_KINDS)(rng, count)
+    text = " ".join([rng.choice(_INTRO), *(fact for _, fact in facts)])
+    return [
+        Example(f"{text} {question}", answer, answer, again=question)
+        for question, answer in rng.sample(facts, count)
+    ]
 
 
-@family(weight=1.2)
+@family(weight=0.9, drill=lambda rng: _all_recalled(rng, rng.randint(2, 8)))
 def recall(rng: Random) -> Example:
     """One of two to eight facts in the question; training never asks for a held-out one."""
-    return _recalled(rng, 2, 8)
+    return _all_recalled(rng, rng.randint(2, 8))[0]
 
 
-@family(long=True)
+# From short to long: where to look is learned from few facts, and holds for many.
+@family(long=True, drill=lambda rng: _all_recalled(rng, rng.randint(8, 60)))
 def recall_long(rng: Random) -> Example:
     """One of 20 to 60 facts, in a context of some 200 to 900 tokens."""
-    return _recalled(rng, 20, 60)
+    return _all_recalled(rng, rng.randint(20, 60))[0]
 
 
 _PROFILES = (
@@ -86,11 +90,15 @@ _EXTRACT = (
     'Give me the {fields} as JSON: "{text}"',
     'Read this text and return the {fields} as JSON: "{text}"',
 )
+_EXTRACT_AGAIN = (
+    "Now give me the {fields} as JSON.",
+    "Extract the {fields} as JSON.",
+    "And the {fields} as JSON?",
+)
 
 
-@family(weight=1.2)
-def json_extraction(rng: Random) -> Example:
-    """One to four fields of a short text about a person, as JSON in the asked order."""
+def _extractions(rng: Random, count: int) -> list[Example]:
+    """`count` selections of fields of one text, all of them different."""
     profile: dict[str, str | int] = {
         "name": person(rng),
         "age": rng.randint(18, 99),
@@ -98,10 +106,22 @@ def json_extraction(rng: Random) -> Example:
         "job": rng.choice(JOBS),
     }
     text = rng.choice(_PROFILES).format(**profile)
-    fields = rng.sample(list(profile), rng.randint(1, 4))
-    listed = fields[0] if len(fields) == 1 else f"{', '.join(fields[:-1])} and {fields[-1]}"
+    selections = {tuple(rng.sample(list(profile), rng.randint(1, 4))): None for _ in range(count)}
+    return [_extraction(rng, text, {field: profile[field] for field in s}) for s in selections]
+
+
+def _extraction(rng: Random, text: str, wanted: dict[str, str | int]) -> Example:
+    *fields, last = wanted
+    listed = f"{', '.join(fields)} and {last}" if fields else last
     prompt = rng.choice(_EXTRACT).format(fields=listed, text=text)
-    return Example(prompt, json.dumps({field: profile[field] for field in fields}))
+    again = rng.choice(_EXTRACT_AGAIN).format(fields=listed)
+    return Example(prompt, json.dumps(wanted), f"{listed}: {text}", again=again)
+
+
+@family(weight=1.2, drill=lambda rng: _extractions(rng, rng.randint(2, 5)))
+def json_extraction(rng: Random) -> Example:
+    """One to four fields of a short text about a person, as JSON in the asked order."""
+    return _extractions(rng, 1)[0]
 
 
 _INTRODUCE = ("My name is {name}.", "Hello, I am {name}.", "Hi! My name is {name}.")

@@ -77,7 +77,7 @@ def _varied(rng: Random, ask: str) -> str:
     return text[0].upper() + text[1:]
 
 
-@family(weight=0.5)
+@family(weight=0.4)
 def small_talk(rng: Random) -> Example:
     """Greetings and questions about the model: new wordings of a few known answers."""
     asks, answer = rng.choice(_TALK)

@@ -126,7 +126,7 @@ def _pattern(choice: str, known: dict[str, str]) -> str:
     return pattern
 
 
-@family(weight=0.7, accepts=is_story)
+@family(weight=0.5, accepts=is_story)
 def story(rng: Random) -> Example:
     """A story about the asked animal, name and place: right when the grammar derives it."""
     slots = _slots(rng)
