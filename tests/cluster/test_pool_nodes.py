@@ -33,6 +33,8 @@ class Nodes:
 
     def add(self, *arguments: str) -> None:
         common = ["--node-ip-address=127.0.0.1", "--object-store-memory=83886080"]
+        # Any that are free: Ray's own range for its workers may hold the ports chosen here.
+        common += ["--min-worker-port=0", "--max-worker-port=0"]
         command = [str(Path(sys.executable).with_name("ray")), "start", *arguments, *common]
         more = {"TMPDIR": str(self._folder / "t"), leave.FOLDER: str(self.leaving)}
         for _ in range(3):  # Ray gives a node 30 s to start, which on a busy machine may be little
