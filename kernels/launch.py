@@ -55,9 +55,9 @@ class Chip:
     warp_size: int = 32
 
     @property
-    def has_e4m3(self) -> bool:
-        """Whether it converts to and from float8_e4m3fn."""
-        return self.name == "interpreter" or (self.is_cuda and self.name not in ("sm_80", "sm_86"))
+    def converts_e4m3(self) -> bool:
+        """Whether it converts to float8_e4m3fn, and does so rightly."""
+        return self.is_cuda and self.name not in ("sm_80", "sm_86")
 
     @property
     def is_cuda(self) -> bool:
