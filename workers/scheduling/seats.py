@@ -282,9 +282,9 @@ class Seats:
         if not moved.any():
             return
         rows, parents, table = rows[moved], parents[moved], self._table
-        num = int(table.num_blocks[parents].max())
-        old, new = table.block_table[rows, :num], table.block_table[parents, :num]
-        others = old != new
+        counts = table.num_blocks[parents]
+        old, new = (table.block_table[each, : int(counts.max())] for each in (rows, parents))
+        others = (old != new) & (np.arange(old.shape[1]) < counts[:, None])
         for blocks, differ in zip(new, others, strict=True):
             self._pool.share(blocks[differ], State.USED)
         for blocks, differ in zip(old, others, strict=True):
