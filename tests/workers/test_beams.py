@@ -88,7 +88,9 @@ class Oracle(transformers.PreTrainedModel, transformers.GenerationMixin):  # typ
     def forward(self, input_ids: Any, attention_mask: Any = None, **_: Any) -> CausalLMOutput:
         return CausalLMOutput(logits=2 * self.table[input_ids.shape[1]][input_ids])
 
-    def prepare_inputs_for_generation(self, input_ids: Any, **_: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, attention_mask: Any = None, **_: Any
+    ) -> dict[str, Any]:
         return {"input_ids": input_ids}
 
 
@@ -111,7 +113,7 @@ def search(oracle: Oracle, first: int, params: SamplingParams) -> list[list[int]
         texts = [[*texts[parent], token] for parent, token in pairs]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_search_equals_transformers(seed: int) -> None:
     rng = Random(seed)
     vocab_size = rng.choice([7, 13, 40])
@@ -150,7 +152,7 @@ def test_beams_without_a_future_wait_in_vain_for_one() -> None:
     assert search.failed
     turn = search.advance(tokens, only_first)
     assert not turn.over
-    assert [each.tokens for each in search.best] == [[4, 9], [4, 4, 9]]
+    assert [each.tokens for each in search.best] == [[4, 4, 9], [4, 9]]
     turn = search.advance(tokens, np.full((3, 2), -np.inf, np.float32))
     assert turn.over
 

@@ -100,6 +100,17 @@ class NewSequence:
     prompt_known: int = 1  # prompt positions below it need no logprobs; the first has none
 
 
+def usable_source(offered: int, num_prompt: int, lengths: Sequence[int]) -> int:
+    """How many of the KV positions that are offered choices of these lengths take: all, or none.
+
+    lengths: prompts included. Each needs a token to compute, and all they share is their prompt.
+    """
+    usable = min(lengths) - 1
+    if len(lengths) > 1:
+        usable = min(usable, num_prompt)
+    return offered if offered <= usable else 0
+
+
 NO_TOKENS: Ints = np.zeros(0, np.int32)
 NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 

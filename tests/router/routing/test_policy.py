@@ -5,7 +5,7 @@ from penstock.router.routing.fleet import Share, WorkerView
 from penstock.router.routing.policy import Demand, LeastLoaded, Placement
 from tests.support.router_world import info_of
 
-FRESH = Demand(1, num_tokens=10, num_choices=1, num_left=8)
+FRESH = Demand(1, num_tokens=10, num_sequences=1, num_left=8)
 LONG_AGO = float("-inf")
 
 
