@@ -20,11 +20,11 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 10.0),
-    "length_penalty": (-5.0, 5.0),
 }
 """Inclusive; a value that is no finite number is in none of them."""
 
 MAX_BIAS = 100.0
+MAX_LENGTH_PENALTY = 5.0
 
 EARLY_STOPPING: Mapping[bool | str, worker_pb2.EarlyStopping] = {
     False: worker_pb2.EARLY_STOPPING_FALSE,
@@ -229,15 +229,19 @@ def _check_beams(ask: Ask, max_tokens: int, bounds: Bounds) -> int:
         raise invalid(
             "use_beam_search heeds stop_token_ids, no stop strings: leave out stop", "stop"
         )
+    most = MAX_LENGTH_PENALTY
+    if not -most <= sampling.length_penalty <= most:
+        name = "length_penalty"
+        raise invalid(f"{name} must be a number from {-most:g} to {most:g}", name)
     if sampling.early_stopping not in EARLY_STOPPING:
         raise invalid('early_stopping must be true, false or "never"', "early_stopping")
-    most = bounds.max_beam_tokens // sampling.n
+    longest = bounds.max_beam_tokens // sampling.n
     if sampling.max_tokens is None:
-        return min(max_tokens, most)
-    if max_tokens > most:
+        return min(max_tokens, longest)
+    if max_tokens > longest:
         raise invalid(
             f"the answers of a beam search may have {bounds.max_beam_tokens} tokens together: with "
-            f"n = {sampling.n}, ask for max_tokens of at most {most}",
+            f"n = {sampling.n}, ask for max_tokens of at most {longest}",
             "max_tokens",
         )
     return max_tokens

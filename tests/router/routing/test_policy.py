@@ -44,7 +44,7 @@ def test_one_kind_alone_serves_alone(role: str) -> None:
     ("demand", "worker"),
     [
         (Demand(1, 10, 1, num_left=1), "p0"),  # nothing is left for a decode worker
-        (Demand(1, 10, 3, num_left=8), "d0"),  # choices are not moved
+        (Demand(1, 10, 3, num_left=8, stays=True), "d0"),  # choices are not moved
         (Demand(1, 10, 1, num_left=8, has_source=True), "d0"),
     ],
 )
