@@ -53,7 +53,9 @@ def _bits(
 ) -> tuple[Tensor, Tensor]:
     """Of the first prompt and two tokens more: the last layer's keys and values, token by token,
     and the logits that were drawn from."""
-    limits = replace(engine.limits, max_batched_tokens=max_batched_tokens)
+    limits = replace(
+        engine.limits, max_sequences=len(prompts), max_batched_tokens=max_batched_tokens
+    )
     engine.batcher = Batcher(limits)
     for key, prompt in enumerate(prompts):
         engine.submit(NewSequence(key, prompt, len(prompt), _TWO, salt=b"%d" % key))

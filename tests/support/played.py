@@ -1,15 +1,13 @@
 """The same requests played in another schedule, to the last bit."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
 
 from penstock.workers.engine import Engine, StepResult
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import NewSequence, SamplingParams, Sibling
+from tests.support.threads import threads
 
 Bits = dict[tuple[int, int], list[Any]]
 """Of (request, choice): its tokens, each with its logprobs; of (request, -1): its prompt's."""
@@ -37,7 +35,7 @@ class Schedule:
 def play(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> Bits:
     """Answers the requests; afterwards the engine holds nothing."""
     player = _Player(engine, requests, schedule)
-    with _threads(schedule.threads):
+    with threads(schedule.threads):
         while player.left:
             player.step()
     engine.batcher.check()
@@ -63,7 +61,8 @@ class _Player:
             arrival = self.schedule.arrivals[number] if self.schedule.arrivals else 0
             if arrival == self.steps:
                 self.submit(number, request)
-            if number in self.left and self.steps == arrival + self.schedule.moved.get(number, -1):
+            moves = arrival + self.schedule.moved[number] if number in self.schedule.moved else None
+            if number in self.left and self.steps == moves:
                 self.engine.drop((number, 0))
                 self.attempts[number] = 1
                 self.submit(number, request)
@@ -109,13 +108,3 @@ class _Player:
                 number: Any = found
                 self.bits.setdefault((number[0], choice), []).append((token, logprobs))
         self.left -= {key[0] for key in result.finished}  # type: ignore[index]
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -18,8 +18,11 @@ from penstock.workers.fingerprint import layout_of
 from penstock.workers.models.config import UnsupportedModel
 from penstock.workers.rehearsal import rehearse
 from penstock.workers.scheduling.sequence import SamplingParams
+from penstock.workers.service import serve_worker
+from tests.support.attached import Attached, greedy
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import run_greedy
+from tests.support.handover import HandOvers
 from tests.support.played import Bits, Request, Schedule, play
 from tests.support.tiny import tiny_checkpoint
 
@@ -178,6 +181,44 @@ def test_int8(tmp_path: Path) -> None:
     for threads in (1, 2, 3):
         schedule = Schedule(max_batched_tokens=11, num_blocks=30, threads=threads)
         assert play(engine, REQUESTS, schedule) == expected
+
+
+def bits_heard(attached: Attached, request: int, attempt: int) -> list[tuple[Any, ...]]:
+    """Positions, tokens and logprobs of an answer."""
+    return [
+        (
+            step.position[entry.row],
+            step.token[entry.row],
+            (entry.chosen, entry.rank, *entry.tokens, *entry.values),
+        )
+        for step in (message.step for message in attached.heard)
+        for entry in step.logprobs
+        if (step.request[entry.row], step.attempt[entry.row]) == (request, attempt)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_hand_over(folder: Path) -> None:
+    sizes = {"kv_cache_mib": 1, "transfer_seconds": 20.0, "deterministic": True}
+    workers = [
+        await serve_worker(WorkerConfig(name, folder, **sizes)) for name in ("prefill", "decode")
+    ]
+    pools = await HandOvers.open(*(worker.address for worker in workers))
+    prompt, params = REQUESTS[0].prompt, {"temperature": 0.8, "seed": 9, "logprobs": 3}
+    await pools.decode.submit(1000, prompt, greedy(12, **params), salt=b"alone")
+    await pools.decode.answer(1000)
+    moving = await pools.prefilled(prompt, 12, **params)
+    await moving.whole()
+    await pools.decode.message("received", moving.request)
+    moved = bits_heard(pools.prefill, moving.request, 1) + bits_heard(
+        pools.decode, moving.request, 2
+    )
+    assert len(moved) == 12
+    assert moved == bits_heard(pools.decode, 1000, 1)
+    await pools.close()
+    for worker in workers:
+        await worker.stop()
 
 
 def test_what_cannot_be_had_is_refused(folder: Path) -> None:
