@@ -130,7 +130,7 @@ def test_in_place_a_token_is_the_same_however_its_prompt_is_cut(
 ) -> None:
     lengths = [(1, 1), (9, 90), (33, 33), (8, 64), (1, 50)]
     batch, num_blocks = make_batch(lengths, 16, 0)
-    starts, contexts, tables = batch
+    starts, _, tables = batch
     layer, query = torch.randn(2, num_blocks, 2, 16, 24), torch.randn(int(starts[-1]), 6, 24)
     whole = in_place(query, layer, batch, scores, window)
     exact = paged_attention_reference(query, layer, *batch, window, scores)
@@ -150,7 +150,7 @@ def test_in_place_a_token_is_the_same_however_its_prompt_is_cut(
 
 def test_one_path_is_refused_where_there_is_none() -> None:
     batch, num_blocks = make_batch([(3, 7)], 16, 0)
-    with pytest.raises(ValueError, match="no one path for torch.bfloat16"):
+    with pytest.raises(ValueError, match="no one path for"):
         plan_attention(*batch, torch.zeros(2, num_blocks, 1, 16, 8).bfloat16(), one_path=True)
 
 

@@ -75,7 +75,6 @@ def schedules(draw: st.DrawFn) -> Schedule:
         arrivals=tuple(draw(st.lists(st.integers(0, 25), min_size=count, max_size=count))),
         moved=draw(st.dictionaries(st.integers(0, count - 1), st.integers(1, 20), max_size=3)),
         shared=draw(st.booleans()),
-        threads=draw(st.integers(1, 3)),
     )
 
 
@@ -94,7 +93,7 @@ def expected(engine: Engine) -> Bits:
     return together(alone(engine, REQUESTS))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(schedule=schedules())
 def test_in_any_schedule(engine: Engine, expected: Bits, schedule: Schedule) -> None:
     assert play(engine, REQUESTS, schedule) == expected
@@ -104,6 +103,12 @@ def test_a_full_pool_preempts(engine: Engine, expected: Bits) -> None:
     found = play(engine, REQUESTS, Schedule(num_blocks=24))
     assert engine.load().pool.preemptions > 0
     assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [2, 3])
+def test_in_more_threads(engine: Engine, expected: Bits, threads: int) -> None:
+    assert play(engine, REQUESTS, Schedule(max_batched_tokens=23, threads=threads)) == expected
 
 
 def test_a_cached_prompt(engine: Engine, expected: Bits) -> None:
@@ -139,8 +144,8 @@ def vary(engine: Engine) -> None:
 def test_a_product_that_varies_is_noticed(folder: Path) -> None:
     engine = make_engine(folder)
     vary(engine)
-    expected = together(alone(engine, REQUESTS))
-    assert play(engine, REQUESTS, Schedule(max_batched_tokens=11)) != expected
+    expected = together(alone(engine, REQUESTS[1:2]))
+    assert play(engine, REQUESTS[1:2], Schedule(max_batched_tokens=8)) != expected
     with pytest.raises(ValueError, match="deterministic cannot be had: on this machine"):
         rehearse(engine)
 
@@ -162,9 +167,10 @@ def test_families(family: str, tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     rehearse(engine)
     expected = together(alone(engine, REQUESTS))
-    assert len({token for entries in expected.values() for token, *_ in entries if token}) > 20
+    answers = [entries for (_, choice), entries in expected.items() if choice >= 0]
+    assert len({token for entries in answers for token, _ in entries}) > 20
 
-    @settings(max_examples=6, deadline=None)
+    @settings(max_examples=8, deadline=None)
     @given(schedule=schedules())
     def check(schedule: Schedule) -> None:
         assert play(engine, REQUESTS, schedule) == expected
@@ -178,7 +184,7 @@ def test_int8(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen2-moe")
     engine = make_engine(tmp_path, quantization="int8")
     expected = together(alone(engine, REQUESTS))
-    for threads in (1, 2, 3):
+    for threads in (1, 2):
         schedule = Schedule(max_batched_tokens=11, num_blocks=30, threads=threads)
         assert play(engine, REQUESTS, schedule) == expected
 
