@@ -85,8 +85,8 @@ def plan_attention(
         if not can_read_in_place(layer.device, layer.dtype):
             raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
         every = np.arange(len(lengths))
-        in_place = InPlace.of(every, query_starts, context_lens, block_tables, window)
-        return AttentionPlan(in_place, [], [], layer.new_empty(0))
+        batch = (query_starts, context_lens, block_tables)
+        return AttentionPlan(InPlace.of(every, *batch, window), [], [], layer.new_empty(0))
     single = np.flatnonzero(lengths == 1)
     in_place, gathered = None, single
     if len(single) and can_read_in_place(layer.device, layer.dtype):

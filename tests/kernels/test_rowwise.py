@@ -1,6 +1,7 @@
 """Norm, rotation and gate against their references."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -67,7 +68,8 @@ def test_far_from_zero() -> None:
 
 
 WIDTH = 2050  # no vector's multiple
-ROWWISE = {
+WEIGHT = torch.randn(WIDTH)
+ROWWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu_mul": silu_mul_alike,
     "gelu_mul": gelu_mul,
     "gelu": gelu,
@@ -80,7 +82,6 @@ ROWWISE = {
     "log_softmax": lambda x: x.log_softmax(-1),
     "tanh": torch.tanh,
 }
-WEIGHT = torch.randn(WIDTH)
 
 
 @pytest.mark.parametrize("name", ROWWISE)
