@@ -59,20 +59,24 @@ def plan_attention(
     block_tables: Ints,
     layer: Tensor,
     window: int = 0,
+    one_path: bool = False,
     shares_prefix: bool = False,
 ) -> AttentionPlan:
     """Prepares a step.
 
     query_starts: [B + 1], context_lens: [B] (this step's tokens included), block_tables: [B, M]
     (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
-    dtype and device; window: positions that a token sees, itself included; 0: all. shares_prefix:
-    whether kernels may read a prefix that all sequences share once for all, which makes the last
+    dtype and device; window: positions that a token sees, itself included; 0: all; one_path: a
+    token of a chunk gets the same bits as a decoded one (ValueError where there is no such form;
+    there is none in kernels yet); shares_prefix: whether kernels may read a prefix that all sequences share once for all, which makes the last
     bits of a sequence depend on its company. ValueError where these cannot be.
     """
     _check_layer(layer)
     check_batch(query_starts, context_lens, block_tables, layer.shape[1], layer.shape[3])
     num_tokens = int(query_starts[-1])
     if runs_kernel(layer):
+        if one_path:
+            raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
         lengths, prefix = np.diff(query_starts), 0
         if shares_prefix and not window and len(lengths) >= SHARING_TOKENS and (lengths == 1).all():
             prefix = _shared_positions(context_lens, block_tables, layer.shape[3])
@@ -83,7 +87,7 @@ def plan_attention(
     plain_form("attention", layer.device, f"{layer.dtype}, {layer.shape[4]} features")
     in_place = can_read_in_place(layer.device, layer.dtype)
     gathered = GatheredPlan.of(
-        query_starts, context_lens, block_tables, layer, window, in_place
+        query_starts, context_lens, block_tables, layer, window, in_place, one_path
     )  # fmt: skip
     return AttentionPlan(gathered, layer, num_tokens)
 
