@@ -68,8 +68,9 @@ def plan_attention(
     (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
     dtype and device; window: positions that a token sees, itself included; 0: all; one_path: a
     token of a chunk gets the same bits as a decoded one (ValueError where there is no such form;
-    there is none in kernels yet); shares_prefix: whether kernels may read a prefix that all sequences share once for all, which makes the last
-    bits of a sequence depend on its company. ValueError where these cannot be.
+    there is none in kernels yet); shares_prefix: whether kernels may read a prefix that all
+    sequences share once for all, which makes the last bits of a sequence depend on its company.
+    ValueError where these cannot be.
     """
     _check_layer(layer)
     check_batch(query_starts, context_lens, block_tables, layer.shape[1], layer.shape[3])

@@ -1,18 +1,24 @@
 """Every rule refuses a kernel that breaks it, and lets its better twin pass."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-from penstock.kernels.aot import SM_90
+from penstock.kernels.aot import SM_90, meta
 from penstock.kernels.launch import INTERPRETED, recorded
 from penstock.kernels.norm import rms_norm
+from tests.aot.compiling import compiled
 from tests.aot.jobs import Report, cases_of, forgotten, jobs_of, reports, run
+from tests.aot.rules import complaints
 from tests.support import planted
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled"),
+]
 
 JOBS = {
     (cases_of(job.module)[job.case].name, job.chip.name): job for job in jobs_of([planted.__name__])
@@ -62,12 +68,8 @@ def test_its_better_twin_passes(case: str, chip: str) -> None:
 
 
 def test_too_much_shared_memory_is_refused() -> None:
-    case, chip = cases_of(planted.__name__)[3], SM_90
-    from dataclasses import replace
-
-    from tests.aot.compiling import compiled
-    from tests.aot.rules import complaints
-
+    job = JOBS["tensor cores", "sm_90"]
+    case, chip = cases_of(job.module)[job.case], job.chip
     with recorded(chip) as launches:
         case.call()
     artefact = compiled(launches[0], chip)
@@ -94,7 +96,7 @@ def test_kernels_in_no_case_are_named() -> None:
 
 def test_a_launch_while_recording_touches_nothing() -> None:
     with recorded(SM_90) as launches:
-        rms_norm(*(planted.meta(*shape) for shape in ((3, 64), (64,))), 1e-5)
+        rms_norm(meta(3, 64), meta(64), 1e-5)
     assert [launch.arguments[0].shape for launch in launches] == [(3, 1, 64)]
 
 
