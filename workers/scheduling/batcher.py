@@ -55,23 +55,13 @@ class Batcher:
         self._waiting = WaitingQueue()
         self._seats = Seats(self.table, self.pool)
         self._leases = Leases(self.pool, int(limits.num_blocks * limits.lease_share))
-        self._admission = Admission(
-            limits, self.table, self.pool, self._waiting, self._seats, self._leases
-        )
+        parts = self.table, self.pool, self._waiting, self._seats, self._leases
+        self._admission = Admission(limits, *parts)
         self._steady = Steady(self.table, self.pool)
         self._flight = Flight(self._seats)
         self._events: list[SchedulerEvent] = []
         self._totals = Totals()
-        self._ledger = Ledger(
-            self.table,
-            self.pool,
-            self._waiting,
-            self._seats,
-            self._leases,
-            self._admission,
-            self._flight,
-            self._totals,
-        )
+        self._ledger = Ledger(*parts, self._admission, self._flight, self._totals)
 
     # ------------------------------------------------------------ coming and going
 
