@@ -109,13 +109,17 @@ class Engine:
             progress,
             config.max_model_len,
             config.quantization,
+            config.deterministic,
         )
         self.limits = _limits(config, self.spec, decoder)
         self.model = model_fingerprint(config.model)
-        self.layout = layout_of(self.model, self.spec, decoder.dtype, self.limits.block_size)
+        self.deterministic = config.deterministic
+        self.layout = layout_of(
+            self.model, self.spec, decoder.dtype, self.limits.block_size, config.deterministic
+        )
         self.cache = _make_cache(self.limits, decoder)
         self.batcher = Batcher(self.limits)
-        self._runner = Runner(decoder, self.cache)
+        self._runner = Runner(decoder, self.cache, config.deterministic)
         self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
         self.plans_ahead = config.plan_ahead
         self._live: dict[Key, NewSequence] = {}  # all but leases

@@ -249,15 +249,27 @@ class Sampler:
         asking = np.flatnonzero(wanted >= 0)
         if not len(asking):
             return found
+        # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
+        for count in np.unique(wanted[asking]).tolist():
+            self._note_logprobs(found, np.flatnonzero(wanted == count), count, logits, tokens)
+        return found
+
+    def _note_logprobs(
+        self,
+        found: list[TokenLogprobs | None],
+        asking: npt.NDArray[np.intp],
+        count: int,
+        logits: Tensor,
+        tokens: Ints,
+    ) -> None:
         logprobs = _pick(logits, asking).log_softmax(-1)
         chosen = logprobs.gather(1, self._put(tokens[asking].astype(np.int64))[:, None])[:, 0]
         ranks = (logprobs > chosen[:, None]).sum(-1) + 1
-        best = logprobs.topk(min(int(wanted.max()), self._vocab_size))
+        best = logprobs.topk(min(count, self._vocab_size))
         lists = (chosen, ranks, best.indices, best.values)
         columns = zip(asking, *(column.tolist() for column in lists), strict=True)
         for at, value, rank, names, values in columns:
-            found[at] = TokenLogprobs(value, rank, names[: wanted[at]], values[: wanted[at]])
-        return found
+            found[at] = TokenLogprobs(value, rank, names, values)
 
     def _change_(
         self, tensor: Tensor, at: npt.NDArray[np.intp], change_: Callable[[Tensor], None]
