@@ -333,6 +333,7 @@ def _limits(config: WorkerConfig, spec: ServedSpec, decoder: ServedModel) -> Lim
         max_sequences=config.max_sequences,
         max_batched_tokens=config.max_batched_tokens,
         max_queued=config.max_queued,
+        static=config.static_batching,
     )
 
 

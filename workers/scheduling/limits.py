@@ -17,6 +17,9 @@ class Limits:
     max_queued: int = 1024  # sequences
     lease_share: float = 0.5  # of the pool, that leases may keep from others
     watermark: int = 1  # blocks a seated sequence that stay free when another one is admitted
+    static: bool = (
+        False  # a batch is let in when all of the last one have ended: to measure against
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_sequences", "max_batched_tokens"):
