@@ -15,8 +15,9 @@ from penstock.protos import transfer_pb2_grpc, worker_pb2_grpc
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
 from penstock.workers.dispatch import BadCommand, Dispatch
-from penstock.workers.engine import Engine, Progress
+from penstock.workers.engine import Engine
 from penstock.workers.session import Session
+from penstock.workers.share import Progress
 from penstock.workers.step_times import STEP_BOUNDS
 from penstock.workers.transfer.staging import Identity
 from penstock.workers.wire import MAX_MESSAGE_BYTES, PROTOCOL

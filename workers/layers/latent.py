@@ -9,7 +9,7 @@ from penstock.kernels.cache import write_kv
 from penstock.kernels.latent_attention import latent_attention
 from penstock.kernels.rotary import rotate_
 from penstock.workers.layers.attention import StepInputs
-from penstock.workers.layers.linear import Linear
+from penstock.workers.layers.linear import Linear, Summed
 from penstock.workers.layers.norm import Norm
 
 
@@ -22,7 +22,7 @@ class LatentAttention:
     query_up: Linear | None
     row_norm: Norm  # of the first R
     up: Tensor  # [H, Q + V, R]
-    output: Linear
+    output: Linear | Summed
     rope_dim: int  # P
     neighbours: bool  # whether pairs of rotated features are neighbours
     scale: float
