@@ -125,4 +125,7 @@ def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace
         dtype=spec.engine.dtype,
         quantization=spec.engine.quantization,
         device="cuda" if where.gpus else "cpu",
+        tp=where.tp,
+        pp=where.pp,
+        ep=where.ep,
     )

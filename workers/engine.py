@@ -6,7 +6,6 @@ ends that sequence only; an exception of the model ends the engine.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np

@@ -10,6 +10,7 @@ from itertools import count
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from torch._C._distributed_c10d import Store
 
 from penstock.protos import transfer_pb2_grpc, worker_pb2_grpc
 from penstock.protos import worker_pb2 as wire
@@ -153,19 +154,23 @@ class RunningWorker:
 
 
 async def serve_worker(
-    config: WorkerConfig, progress: Progress = lambda done, total: None
+    config: WorkerConfig,
+    progress: Progress = lambda done, total: None,
+    store: Store | None = None,
 ) -> RunningWorker:
     """Load, warm up, serve. ValueError or OSError with one clear line where that cannot be.
 
-    `progress` is called from another thread.
+    `progress` is called from another thread; `store` is where other ranks are met, if there are
+    any (`RankLost` if they do not come).
     """
     server = grpc.aio.server(options=_OPTIONS)
     address = _bind(server, config)  # first: a taken port is known before the weights are read
-    engine = await asyncio.to_thread(_warm_engine, config, progress)
+    engine = await asyncio.to_thread(_warm_engine, config, progress, store)
+    incarnation = secrets.token_hex(8)
     identity = Identity(
         worker=config.name,
-        incarnation=secrets.token_hex(8),
-        layout=engine.layout,
+        incarnation=incarnation,
+        layout=_layout(config, engine, incarnation),
         host=config.host,
         secret=secrets.token_urlsafe(32),
     )
@@ -192,10 +197,18 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
     return f"{host}:{port}"
 
 
-def _warm_engine(config: WorkerConfig, progress: Progress) -> Engine:
-    engine = Engine(config, progress)
+def _warm_engine(config: WorkerConfig, progress: Progress, store: Store | None) -> Engine:
+    engine = Engine(config, progress, store)
     engine.warm_up()
     return engine
+
+
+def _layout(config: WorkerConfig, engine: Engine, incarnation: str) -> str:
+    """What other workers' layout must be for blocks to travel. Several ranks have nobody's: only
+    what rank 0 holds could be sent yet, so such sequences are computed where they go."""
+    if config.place.mesh.num_ranks == 1:
+        return engine.layout
+    return f"{engine.layout} {incarnation}"
 
 
 def _welcome(config: WorkerConfig, engine: Engine, identity: Identity) -> wire.Welcome:
@@ -205,7 +218,7 @@ def _welcome(config: WorkerConfig, engine: Engine, identity: Identity) -> wire.W
         incarnation=identity.incarnation,
         role=config.role,
         model=engine.model,
-        layout=engine.layout,
+        layout=identity.layout,
         block_size=engine.limits.block_size,
         num_blocks=engine.limits.num_blocks,
         max_model_len=engine.limits.max_model_len,

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from penstock.workers.parallel.communicator import Communicator, backend_for, connect, plain
 
@@ -138,7 +138,7 @@ def _meet(
     host: str,
     seconds: float,
 ) -> Communicator:
-    prefixed = dist.PrefixStore(name, store)
+    prefixed = PrefixStore(name, store)
     try:
         return connect(backend_for(device), prefixed, rank, num_ranks, host, seconds)
     except RuntimeError as error:

@@ -15,7 +15,7 @@ from typing import Protocol
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from penstock.workers.parallel.communicator import Communicator, connect, plain
 from penstock.workers.parallel.group import RankLost
@@ -139,7 +139,7 @@ def read_plans(store: Store, rank: int, num_ranks: int, host: str) -> PlanReader
 
 
 def _connect(store: Store, rank: int, num_ranks: int, host: str) -> Communicator:
-    prefixed = dist.PrefixStore("plans", store)
+    prefixed = PrefixStore("plans", store)
     return connect("gloo", prefixed, rank, num_ranks, host, _FOR_EVER.total_seconds())
 
 

@@ -5,13 +5,15 @@ import numpy as np
 from penstock.protos import ranks_pb2 as wire
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 
-_COLUMNS = ("rows", "tokens", "positions", "query_starts", "context_lens", "slots", "scored")
-_TABLES = ("block_tables", "copies", "forks")
+_ARRAYS = (
+    *("rows", "tokens", "positions", "query_starts", "context_lens", "block_tables", "slots"),
+    *("copies", "forks", "scored"),
+)
 
 
 def encode(plan: StepPlan) -> bytes:
     """A plan whose tokens are known."""
-    arrays = {name: _bytes(getattr(plan, name)) for name in (*_COLUMNS, *_TABLES)}
+    arrays = {name: _bytes(getattr(plan, name)) for name in _ARRAYS}
     message = wire.Plan(number=plan.number, samples=plan.samples.tobytes(), **arrays)
     return message.SerializeToString()
 
@@ -19,14 +21,20 @@ def encode(plan: StepPlan) -> bytes:
 def decode(data: bytes) -> StepPlan:
     """What `encode` was given; the arrays cannot be written."""
     message = wire.Plan.FromString(data)
-    columns = {name: _ints(getattr(message, name)) for name in _COLUMNS}
+    rows = _ints(message.rows)
     return StepPlan(
         number=message.number,
+        rows=rows,
+        tokens=_ints(message.tokens),
+        positions=_ints(message.positions),
+        query_starts=_ints(message.query_starts),
+        context_lens=_ints(message.context_lens),
+        block_tables=_ints(message.block_tables).reshape(len(rows), -1),
+        slots=_ints(message.slots),
         samples=np.frombuffer(message.samples, np.bool_),
-        block_tables=_ints(message.block_tables).reshape(len(columns["rows"]), -1),
         copies=_ints(message.copies).reshape(-1, 2),
         forks=_ints(message.forks).reshape(-1, 2),
-        **columns,
+        scored=_ints(message.scored),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.in_place import prepare
 from penstock.workers.layers.packing import check_quantization, pack
-from penstock.workers.models.config import BadCheckpoint, Fields, UnsupportedModel, read_json
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.fallback import load_fallback
 from penstock.workers.models.served import ServedModel, ServedSpec
@@ -23,10 +23,15 @@ from penstock.workers.models.spec import (
     read_eos_tokens,
     read_spec,
 )
-from penstock.workers.parallel.mesh import BadShape, Mesh
 from penstock.workers.parallel.ranks import ALONE, Ranks
 from penstock.workers.weights.safetensors import DTYPES, Entry, load_tensor, read_header
-from penstock.workers.weights.sharding import Region, check_shape, region_shape, regions
+from penstock.workers.weights.sharding import (
+    Region,
+    check_ours,
+    check_shape,
+    region_shape,
+    regions,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -58,15 +63,6 @@ def load(
     num_bytes = sum(entry.num_bytes for entry in find_tensors(folder).values())
     eos_tokens = read_eos_tokens(folder, config)
     return load_fallback(config, eos_tokens, chosen, device, max_model_len, num_bytes, progress)
-
-
-def check_ours(config: Fields, mesh: Mesh) -> None:
-    """`BadShape` if several ranks are to have a model that only `transformers` computes."""
-    if mesh.num_ranks > 1 and not is_ours(config):
-        raise BadShape(
-            f"tp {mesh.tp}, pp {mesh.pp}: {config.values['architectures'][0]} is computed by "
-            "transformers, on one rank only"
-        )
 
 
 def load_model(

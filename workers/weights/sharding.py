@@ -7,9 +7,17 @@ summed. Where there are more ranks than KV heads, several ranks have the same on
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeAlias
 
-from penstock.workers.models.spec import ExpertsSpec, ModelSpec
+from penstock.workers.models.config import Fields
+from penstock.workers.models.spec import (
+    ExpertsSpec,
+    ModelSpec,
+    is_ours,
+    read_config,
+    read_spec,
+)
 from penstock.workers.parallel.mesh import BadShape, Mesh, Place
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -17,6 +25,23 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 Region: TypeAlias = tuple[Ranges | None, ...]
 """What is wanted of each dimension, from the first on; None, or no more entries: all."""
+
+
+def check_folder(folder: Path, mesh: Mesh) -> None:
+    """`BadShape` if a checkpoint's model cannot be cut like that; raises as `read_spec` does."""
+    config = read_config(folder)
+    check_ours(config, mesh)
+    if is_ours(config):
+        check_shape(read_spec(folder), mesh)
+
+
+def check_ours(config: Fields, mesh: Mesh) -> None:
+    """`BadShape` if several ranks are to have a model that only `transformers` computes."""
+    if mesh.num_ranks > 1 and not is_ours(config):
+        raise BadShape(
+            f"tp {mesh.tp}, pp {mesh.pp}: {config.values['architectures'][0]} is computed by "
+            "transformers, on one rank only"
+        )
 
 
 def check_shape(spec: ModelSpec, mesh: Mesh) -> None:
