@@ -99,7 +99,7 @@ def make_model(folder: Path, name: str, **changes: Any) -> Path:
         for tensor, shape in shapes.items()
     }
     for tensor, values in tensors.items():
-        if "norm" in tensor and tensor.endswith("weight"):
+        if ("norm" in tensor or ".ln_" in tensor) and tensor.endswith("weight"):
             values += 1
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -147,6 +147,23 @@ def answer(engine: Engine) -> Answers:
             row[found.tokens] = torch.tensor(found.values)
             logprobs[key].append(row)
     return Answers(tokens, [torch.stack(rows) for rows in logprobs])
+
+
+GAP = 1e-3
+"""Of logarithms of chances: two tokens that are closer may take each other's place."""
+
+
+def agree(found: Answers, expected: Answers) -> None:
+    """The same tokens, but where two were nearly equal, after which answers may part."""
+    for ours, theirs, mine, right in zip(
+        found.tokens, expected.tokens, found.logits, expected.logits, strict=True
+    ):
+        assert len(ours) == len(theirs)
+        differing = [ours[i] != theirs[i] for i in range(len(ours))]
+        same = differing.index(True) if True in differing else len(ours)
+        torch.testing.assert_close(mine[:same], right[:same], rtol=1e-4, atol=1e-4)
+        if same < len(ours):
+            assert right[same][theirs[same]] - right[same][ours[same]] < GAP
 
 
 def in_threads(num_ranks: int, work: Callable[[int, LocalStore], T]) -> list[T]:
