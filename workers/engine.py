@@ -6,6 +6,7 @@ ends that sequence only; an exception of the model ends the engine.
 """
 
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -99,7 +100,8 @@ class Engine:
         self._sampler = Sampler(
             self.limits.max_sequences, self.spec.vocab_size, share.decoder.device
         )
-        self.plans_ahead = config.plan_ahead
+        self.plans_ahead = config.plan_ahead and config.pp == 1
+        self._begun: deque[StepPlan] = deque()  # that the other ranks were told of
         self._live: dict[Key, NewSequence] = {}  # all but leases
         self._step_seconds = 0.0
         self._times = StepTimes()
@@ -133,9 +135,13 @@ class Engine:
         """Plan, compute and book one step, if there is anything to compute."""
         started = time.perf_counter()
         result = StepResult()
-        plan = self.plan(result)
-        if plan is not None:
-            sampled = self.draw(plan, self.compute(plan))
+        # Of a pipeline as many as it has stages, so that each of them has one to compute.
+        while len(self._begun) < self.limits.num_stages and (plan := self.plan(result)):
+            self._tell(plan)
+            self._begun.append(plan)
+        if self._begun:
+            plan = self._begun.popleft()
+            sampled = self.draw(plan, self._run(plan))
             self.book(plan, sampled, time.perf_counter() - started, result)
         return result
 
@@ -152,10 +158,17 @@ class Engine:
     def compute(self, plan: StepPlan) -> Tensor:
         """Run the model; the logits [S + P, vocab_size] of the rows that draw, and of the prompt
         tokens that are scored."""
+        self._tell(plan)
+        return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> Tensor:
         self._gap_seconds = time.perf_counter() - self._drawn_at
+        return self._runner.run(plan)
+
+    def _tell(self, plan: StepPlan) -> None:
+        """Have the other ranks compute it too."""
         if self._plans is not None:
             self._plans.write(encode(plan))
-        return self._runner.run(plan)
 
     def stop(self) -> None:
         """The other ranks may end. After the last step."""

@@ -17,6 +17,7 @@ from penstock.workers.models.served import ServedModel, ServedSpec
 from penstock.workers.parallel.plan_channel import (
     PlanReader,
     PlanWriter,
+    node_name,
     read_plans,
     write_plans,
 )
@@ -49,12 +50,14 @@ class Share:
             return None
         num_columns = -(-limits.max_model_len // limits.block_size)
         size = most_bytes(limits.max_sequences, limits.max_batched_tokens, num_columns)
-        return write_plans(store, num_ranks, size, config.host, config.ranks_seconds)
+        seconds = config.ranks_seconds
+        return write_plans(store, num_ranks, size, node_name(), config.host, seconds)
 
     def follow(self, store: Store) -> PlanReader:
         """How to be told it."""
         config = self.config
-        return read_plans(store, config.rank, config.place.mesh.num_ranks, config.host)
+        num_ranks = config.place.mesh.num_ranks
+        return read_plans(store, config.rank, num_ranks, node_name(), config.host)
 
 
 def take_share(config: WorkerConfig, progress: Progress, store: Store | None) -> Share:
@@ -111,6 +114,7 @@ def _limits(
         max_sequences=config.max_sequences,
         max_batched_tokens=config.max_batched_tokens,
         max_queued=config.max_queued,
+        num_stages=config.pp,
     )
 
 

@@ -103,11 +103,10 @@ def node_name() -> str:
 
 
 def write_plans(
-    store: Store, num_ranks: int, most_bytes: int, host: str, seconds: float
+    store: Store, num_ranks: int, most_bytes: int, node: str, host: str, seconds: float
 ) -> PlanWriter:
-    """The leading rank's end; waits until the others have theirs."""
-    here = node_name()
-    near = [rank for rank in range(1, num_ranks) if _told(store, f"node {rank}") == here]
+    """The leading rank's end, on that node; waits until the others have theirs."""
+    near = [rank for rank in range(1, num_ranks) if _told(store, f"node {rank}") == node]
     far = [rank for rank in range(1, num_ranks) if rank not in near]
     ring = RingWriter(len(near), NUM_SLOTS, most_bytes, seconds) if near else None
     told = {"readers": near, "pid": os.getpid()}
@@ -123,9 +122,9 @@ def write_plans(
                       if communicator else [])  # fmt: skip
 
 
-def read_plans(store: Store, rank: int, num_ranks: int, host: str) -> PlanReader:
-    """Another rank's end."""
-    store.set(f"node {rank}", node_name())
+def read_plans(store: Store, rank: int, num_ranks: int, node: str, host: str) -> PlanReader:
+    """Another rank's end, on that node."""
+    store.set(f"node {rank}", node)
     told = json.loads(_told(store, "plans"))
     far = len(told["readers"]) < num_ranks - 1
     communicator = _connect(store, rank, num_ranks, host) if far else None

@@ -42,9 +42,9 @@ __all__ = ["Batcher", "Limits"]
 class Batcher:
     """Continuous batching over one block pool.
 
-    One step is in flight, and a second one may be planned behind it where that needs none of the
-    first one's tokens. Every verb may be called between `plan` and `commit`: what a step in flight
-    works on keeps its row and blocks until that step's commit.
+    One step is in flight (of a pipeline: one a stage), and a second one may be planned behind it
+    where that needs none of the first one's tokens. Every verb may be called between `plan` and
+    `commit`: what a step in flight works on keeps its row and blocks until that step's commit.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -183,9 +183,12 @@ class Batcher:
         """The next step; None if there is nothing to compute until something else happens.
 
         Behind a step in flight, None also where the next one needs that step's commit first. What
-        is planned behind it may be taken back by `withdraw`.
+        is planned behind it may be taken back by `withdraw`. In a pipeline as many steps may be in
+        flight as it has stages, and each sequence is in one of them at most.
         `now` [s] is for policies in which waiting has a price; the order served today has none.
         """
+        if self.limits.num_stages > 1:
+            return self._plan_stage()
         if len(self._in_flight) > 1:
             raise ValueError("two steps are not committed yet")
         ahead, number = bool(self._in_flight), self._totals.steps + 1
@@ -245,6 +248,25 @@ class Batcher:
             self._steady.forget()  # those who follow will run after one of the next steps
             return replace(plan, forks=self._seats.forks(plan))
         self._steady.start(plan, self._seats.rows)
+        return plan
+
+    def _plan_stage(self) -> StepPlan | None:
+        """The next step of a pipeline: an even part of the sequences that are in no other one."""
+        if len(self._in_flight) >= self.limits.num_stages:
+            return None
+        budget = self.limits.max_batched_tokens
+        if not self._in_flight:  # nobody loses blocks that a step works on
+            self._admission.make_room(budget)
+        self._admit(budget)
+        rows, counts = self._seats.share_idle(self._in_flight, self.limits)
+        if not rows.size or self._seats.num_missing(rows, counts) > self.pool.num_available:
+            return None
+        copies = self._seats.grow(rows, counts)
+        self._totals.steps += 1
+        plan = self.table.pack(self._totals.steps, rows, counts, copies)
+        if self._seats.leading:
+            plan = replace(plan, forks=self._seats.forks(plan))
+        self._in_flight.append(plan)
         return plan
 
     def _commit_to_tables(self, plan: StepPlan, drawn: Ints) -> StepOutput:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -153,21 +152,18 @@ def test_a_reader_in_another_process_and_the_writer_s_death() -> None:
 
 
 @pytest.mark.parametrize("far", [(), (2,), (1, 2)])
-def test_plans_reach_ranks_on_any_node(
-    far: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, here = LocalStore(), threading.local()
-    monkeypatch.setattr(plan_channel, "node_name", lambda: getattr(here, "node", "near"))
+def test_plans_reach_ranks_on_any_node(far: tuple[int, ...]) -> None:
+    store = LocalStore()
     messages = [b"one", os.urandom(5000), b"three", b""]
 
     def read(rank: int) -> list[bytes]:
-        here.node = f"node {rank}" if rank in far else "near"
-        reader = read_plans(store, rank, 3, "127.0.0.1")
+        node = f"node {rank}" if rank in far else "near"
+        reader = read_plans(store, rank, 3, node, "127.0.0.1")
         return [reader.read() for _ in messages]
 
     with ThreadPoolExecutor(2) as threads:
         reading = [threads.submit(read, rank) for rank in (1, 2)]
-        writer = write_plans(store, 3, 5000, "127.0.0.1", 20.0)
+        writer = write_plans(store, 3, 5000, "near", "127.0.0.1", 20.0)
         for message in messages[:-1]:
             writer.write(message)
         writer.end()

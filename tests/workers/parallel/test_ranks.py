@@ -24,6 +24,8 @@ from tests.support.ranks import (
     rank_config,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def answers_of(model: Path, mesh: tuple[int, int, int]) -> Answers:
     def work(rank: int, store: LocalStore) -> Answers | None:
