@@ -15,7 +15,6 @@ from penstock.loadtests.startup import left_in_shared_memory, shared_memory
 from tests.support.serving import PATIENCE, Serving, serving
 
 MODEL = SHIPPED.parent / "demo-small"
-POOLS = "pools: {prefill: {replicas: 0}, decode: {replicas: 0}, mixed: {replicas: 1}}\n"
 
 
 def complete(running: Serving) -> list[str]:
@@ -34,9 +33,7 @@ def test_a_worker_of_two_ranks() -> None:
     before = shared_memory()
     with tempfile.TemporaryDirectory(prefix="pk-") as name:  # a short path
         folder = Path(name)
-        (folder / "cluster.yaml").write_text(POOLS)
-        arguments = [str(MODEL), "--config", str(folder / "cluster.yaml"), "--tp", "2"]
-        arguments += ["--kv-cache-mib", "64"]
+        arguments = [str(MODEL), "--tp", "2", "--kv-cache-mib", "64"]
         with serving(arguments, free_ports(2), folder) as running:
             running.wait_until_said("is served after")
             answer = complete(running)

@@ -5,7 +5,6 @@ number of ranks and on nothing else, neither on time nor on how many rows there 
 """
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,13 +24,13 @@ class RankLost(RuntimeError):
 class Group:
     """Some ranks of a worker, this one among them. All make the same calls in the same order.
 
-    An operation that fails or outlasts `seconds` raises `RankLost`; the group is of no use then.
+    An operation that fails or takes too long raises `RankLost`; the group is of no use then. (By
+    NCCL operations only begin here; it is its own watchdog that ends what takes too long.)
     """
 
-    def __init__(self, communicator: Communicator, size: int, seconds: float) -> None:
+    def __init__(self, communicator: Communicator, size: int) -> None:
         self.size = size
         self._communicator = communicator
-        self._seconds = seconds
 
     def gather(self, part: Tensor) -> Tensor:
         """Everybody's parts, which are of one shape: [size, *shape], in the order of ranks."""
@@ -68,30 +67,23 @@ class Group:
         return into
 
     def _do(self, start: Callable[[Communicator], dist.Work]) -> None:
-        _wait(lambda: start(self._communicator), self._seconds)
+        _wait(lambda: start(self._communicator))
 
 
 class Links:
     """To the ranks of other stages that hidden states come from and go to."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        before: int | None,
-        after: int | None,
-        seconds: float,
-    ) -> None:
+    def __init__(self, communicator: Communicator, before: int | None, after: int | None) -> None:
         self.before = before
         self.after = after
         self._communicator = communicator
-        self._seconds = seconds
         self._sending: tuple[dist.Work, Tensor] | None = None
 
     def receive(self, into: Tensor) -> Tensor:
         """Fills it with what the stage before sent, and returns it."""
         before = self.before
         assert before is not None
-        _wait(lambda: self._communicator.recv([into], before, 0), self._seconds)
+        _wait(lambda: self._communicator.recv([into], before, 0))
         return into
 
     def send(self, hidden: Tensor) -> None:
@@ -99,7 +91,7 @@ class Links:
         assert self.after is not None
         if self._sending is not None:
             work = self._sending[0]
-            _wait(lambda: work, self._seconds)
+            _wait(lambda: work)
         hidden = hidden.contiguous()
         # Kept until it has gone; the next stage may be a step behind.
         self._sending = self._communicator.send([hidden], self.after, 0), hidden
@@ -111,7 +103,7 @@ def make_group(
     """The group of `ranks`, of which `rank` is one; waits for the others in `store`."""
     name = "-".join(map(str, ranks))
     met = _meet(store, f"group {name}", ranks.index(rank), len(ranks), device, host, seconds)
-    return Group(met, len(ranks), seconds)
+    return Group(met, len(ranks))
 
 
 def make_links(
@@ -126,7 +118,7 @@ def make_links(
 ) -> Links:
     """This rank's links between stages, out of a communicator of all ranks."""
     met = _meet(store, "stages", rank, num_ranks, device, host, seconds)
-    return Links(met, before, after, seconds)
+    return Links(met, before, after)
 
 
 def _meet(
@@ -145,9 +137,9 @@ def _meet(
         raise RankLost(f"the ranks of {name} did not meet: {plain(error)}") from error
 
 
-def _wait(start: Callable[[], dist.Work], seconds: float) -> None:
+def _wait(start: Callable[[], dist.Work]) -> None:
     try:
-        start().wait(timedelta(seconds=seconds))
+        start().wait()  # as long as the communicator was told; with a bound NCCL would block here
     except RuntimeError as error:
         raise RankLost(plain(error)) from error
 
