@@ -148,8 +148,6 @@ class WorkerActor(_Host):
             self._worker = await serve_worker(config, self._weights, store)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
-        if self._meeting is not None:
-            self._meeting.close()
         self._watching = asyncio.create_task(self._watch(self._worker, newsroom))
         self._leaving = asyncio.create_task(leave.watch(self._worker.drain))
         return self._worker.address
@@ -190,6 +188,8 @@ class WorkerActor(_Host):
     async def stop(self) -> None:
         if self._worker is not None:
             await self._worker.stop()
+        if self._meeting is not None:  # not before: NCCL asks there as long as it lives
+            self._meeting.close()
 
     async def _watch(self, worker: "RunningWorker", newsroom: Newsroom) -> None:
         try:

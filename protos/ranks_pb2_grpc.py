@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MeetingStub:
-    """Served by rank 0 until every rank is ready. Call metadata carries "authorization: Bearer <the cluster's token>".
+    """Served by rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class MeetingStub:
 
 
 class MeetingServicer:
-    """Served by rank 0 until every rank is ready. Call metadata carries "authorization: Bearer <the cluster's token>".
+    """Served by rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
     """
 
     def Put(self, request, context):
@@ -87,7 +87,7 @@ def add_MeetingServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Meeting:
-    """Served by rank 0 until every rank is ready. Call metadata carries "authorization: Bearer <the cluster's token>".
+    """Served by rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
     """
 
     @staticmethod

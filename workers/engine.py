@@ -95,6 +95,7 @@ class Engine:
         self.model = model_fingerprint(config.model)
         self.layout = share.layout(self.model)
         self._plans = share.lead(store)  # to the other ranks, if there are any
+        self.staging = share.whole_staging(self._plans)
         self.batcher = Batcher(self.limits)
         self._runner = Runner(share.decoder, self.cache)
         self._sampler = Sampler(

@@ -1,10 +1,13 @@
 """A rank that leads nothing: it computes what rank 0 plans, on its share of the model."""
 
+import torch
 from torch._C._distributed_c10d import Store
 
 from penstock.workers.config import WorkerConfig
-from penstock.workers.parallel.plans import decode
+from penstock.workers.parallel.blocks import move
+from penstock.workers.parallel.plans import MoveBlocks, decode
 from penstock.workers.runner import Runner
+from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.share import Progress, take_share
 
 
@@ -13,10 +16,18 @@ class Follower:
 
     def __init__(self, config: WorkerConfig, store: Store, progress: Progress) -> None:
         share = take_share(config, progress, store)
+        assert share.line is not None
         self._runner = Runner(share.decoder, share.cache)
-        self._plans = share.follow(store)
+        self._staging, self._line = share.staging(), share.line
+        self._rank = config.rank
+        self._orders = share.follow(store)
 
     def run(self) -> None:
-        """Compute one step after the other, until rank 0 ends; `RankLost` if it does not say so."""
-        while message := self._plans.read():
-            self._runner.run(decode(message))
+        """Obey, one order after the other, until rank 0 ends; `RankLost` if it does not say so."""
+        while message := self._orders.read():
+            match decode(message):
+                case StepPlan() as plan:
+                    self._runner.run(plan)
+                case MoveBlocks(rank) as order if rank == self._rank:
+                    with torch.inference_mode():
+                        move(order, self._staging, self._line)

@@ -166,11 +166,10 @@ async def serve_worker(
     server = grpc.aio.server(options=_OPTIONS)
     address = _bind(server, config)  # first: a taken port is known before the weights are read
     engine = await asyncio.to_thread(_warm_engine, config, progress, store)
-    incarnation = secrets.token_hex(8)
     identity = Identity(
         worker=config.name,
-        incarnation=incarnation,
-        layout=_layout(config, engine, incarnation),
+        incarnation=secrets.token_hex(8),
+        layout=engine.layout,
         host=config.host,
         secret=secrets.token_urlsafe(32),
     )
@@ -203,14 +202,6 @@ def _warm_engine(config: WorkerConfig, progress: Progress, store: Store | None) 
     return engine
 
 
-def _layout(config: WorkerConfig, engine: Engine, incarnation: str) -> str:
-    """What other workers' layout must be for blocks to travel. Several ranks have nobody's: only
-    what rank 0 holds could be sent yet, so such sequences are computed where they go."""
-    if config.place.mesh.num_ranks == 1:
-        return engine.layout
-    return f"{engine.layout} {incarnation}"
-
-
 def _welcome(config: WorkerConfig, engine: Engine, identity: Identity) -> wire.Welcome:
     return wire.Welcome(
         protocol=PROTOCOL,
@@ -218,7 +209,7 @@ def _welcome(config: WorkerConfig, engine: Engine, identity: Identity) -> wire.W
         incarnation=identity.incarnation,
         role=config.role,
         model=engine.model,
-        layout=identity.layout,
+        layout=engine.layout,
         block_size=engine.limits.block_size,
         num_blocks=engine.limits.num_blocks,
         max_model_len=engine.limits.max_model_len,

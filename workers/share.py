@@ -14,6 +14,8 @@ from penstock.workers.fingerprint import layout_of
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.memory import choose_num_blocks
 from penstock.workers.models.served import ServedModel, ServedSpec
+from penstock.workers.parallel.blocks import BlockLine, SpreadStaging, connect_blocks
+from penstock.workers.parallel.mesh import Place
 from penstock.workers.parallel.plan_channel import (
     PlanReader,
     PlanWriter,
@@ -24,7 +26,10 @@ from penstock.workers.parallel.plan_channel import (
 from penstock.workers.parallel.plans import most_bytes
 from penstock.workers.parallel.ranks import ALONE, join, least
 from penstock.workers.scheduling.limits import Limits
+from penstock.workers.transfer.shards import Rectangle
+from penstock.workers.transfer.staging import KvStaging, Staging
 from penstock.workers.weights.loading import load
+from penstock.workers.weights.sharding import kv_heads
 
 Progress = Callable[[int, int], None]
 """Told the bytes of weights read so far, and the bytes in all."""
@@ -37,6 +42,19 @@ class Share:
     decoder: ServedModel
     limits: Limits
     cache: KvCache
+    line: BlockLine | None  # to the other ranks, if there are any
+
+    def staging(self) -> KvStaging:
+        """Of what this rank has of the KV blocks."""
+        return KvStaging(self.cache.data, _rectangle(self.spec, self.config.place))
+
+    def whole_staging(self, plans: PlanWriter | None) -> Staging:
+        """Of the whole worker's KV blocks, for the rank that leads."""
+        if plans is None or self.line is None:
+            return self.staging()
+        mesh = self.config.place.mesh
+        rectangles = [_rectangle(self.spec, mesh.place(rank)) for rank in range(mesh.num_ranks)]
+        return SpreadStaging(self.staging(), rectangles, self.line, plans.write)
 
     def layout(self, model: str) -> str:
         """Of the whole worker's KV blocks, with that fingerprint of its model."""
@@ -68,10 +86,11 @@ def take_share(config: WorkerConfig, progress: Progress, store: Store | None) ->
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device, place = choose_device(config.device), config.place
-    ranks = ALONE
+    ranks, line = ALONE, None
     if place.mesh.num_ranks > 1:
         assert store is not None
         ranks = join(place, store, device, config.host, config.ranks_seconds)
+        line = connect_blocks(store, place, config.host, config.ranks_seconds)
     spec, decoder = load(
         config.model,
         config.dtype,
@@ -82,7 +101,13 @@ def take_share(config: WorkerConfig, progress: Progress, store: Store | None) ->
         ranks,
     )
     limits = _limits(config, spec, decoder, store)
-    return Share(config, spec, decoder, limits, _make_cache(limits, decoder))
+    return Share(config, spec, decoder, limits, _make_cache(limits, decoder), line)
+
+
+def _rectangle(spec: ServedSpec, place: Place) -> Rectangle:
+    """What a rank has of the model's keys and values."""
+    layers, heads = place.layers(spec.num_layers), kv_heads(spec, place)
+    return Rectangle(layers.start, layers.stop, heads.start, heads.stop)
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,8 +1,7 @@
 """Where the ranks of a worker meet before they compute: a store that rank 0 keeps.
 
 Communicators find each other in it, and ranks agree in it on what they must have alike. Others read
-and write it by calls that carry the cluster's token; strangers get nothing. It ends when all ranks
-are ready.
+and write it by calls that carry the cluster's token; strangers get nothing.
 """
 
 import hmac
@@ -107,8 +106,8 @@ class Meeting(ranks_pb2_grpc.MeetingServicer):
             )
 
     def close(self) -> None:
-        """Everybody has met."""
-        self.store.close("the ranks have met: nothing more is said here")
+        """Nobody is met here any more."""
+        self.store.close("rank 0 has ended")
         self._server.stop(0)
 
 

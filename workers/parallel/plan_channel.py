@@ -6,6 +6,7 @@ ranks compute on. An empty message is the end.
 
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -37,13 +38,15 @@ class PlanWriter:
     def __init__(self, ring: RingWriter | None, far: Sequence["FarWriter"]) -> None:
         self._ring = ring
         self._far = far
+        self._lock = threading.Lock()
 
     def write(self, message: bytes) -> None:
-        """To all other ranks. `RankLost`."""
-        for one in self._far:
-            one.write(message)
-        if self._ring is not None:
-            self._ring.write(message)
+        """To all other ranks, from any thread. `RankLost`."""
+        with self._lock:
+            for one in self._far:
+                one.write(message)
+            if self._ring is not None:
+                self._ring.write(message)
 
     def end(self) -> None:
         """There will be no more."""

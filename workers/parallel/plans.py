@@ -1,9 +1,12 @@
-"""Step plans as bytes, on their way from the leading rank to the others."""
+"""What the leading rank has the others do, as bytes: step plans, and blocks to send or to take."""
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.protos import ranks_pb2 as wire
 from penstock.workers.scheduling.sequence import Ints, StepPlan
+from penstock.workers.transfer.shards import Rectangle
 
 _ARRAYS = (
     *("rows", "tokens", "positions", "query_starts", "context_lens", "block_tables", "slots"),
@@ -15,12 +18,44 @@ def encode(plan: StepPlan) -> bytes:
     """A plan whose tokens are known."""
     arrays = {name: _bytes(getattr(plan, name)) for name in _ARRAYS}
     message = wire.Plan(number=plan.number, samples=plan.samples.tobytes(), **arrays)
-    return message.SerializeToString()
+    return wire.Order(plan=message).SerializeToString()
 
 
-def decode(data: bytes) -> StepPlan:
-    """What `encode` was given; the arrays cannot be written."""
-    message = wire.Plan.FromString(data)
+@dataclass(frozen=True, slots=True)
+class MoveBlocks:
+    """That a rank is to take this part of these blocks from the leading rank, or to send it."""
+
+    rank: int
+    blocks: Ints
+    part: Rectangle
+    take: bool
+
+    def encode(self) -> bytes:
+        part = self.part
+        message = wire.Blocks(
+            rank=self.rank,
+            blocks=_bytes(self.blocks),
+            first_layer=part.first_layer,
+            last_layer=part.last_layer,
+            first_head=part.first_head,
+            last_head=part.last_head,
+        )
+        order = wire.Order(take=message) if self.take else wire.Order(send=message)
+        return order.SerializeToString()
+
+
+def decode(data: bytes) -> StepPlan | MoveBlocks:
+    """What was encoded; the arrays cannot be written."""
+    order = wire.Order.FromString(data)
+    kind = order.WhichOneof("body")
+    if kind == "plan":
+        return _plan(order.plan)
+    moved = order.take if kind == "take" else order.send
+    part = Rectangle(moved.first_layer, moved.last_layer, moved.first_head, moved.last_head)
+    return MoveBlocks(moved.rank, _ints(moved.blocks), part, kind == "take")
+
+
+def _plan(message: wire.Plan) -> StepPlan:
     rows = _ints(message.rows)
     return StepPlan(
         number=message.number,

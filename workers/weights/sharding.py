@@ -8,7 +8,7 @@ summed. Where there are more ranks than KV heads, several ranks have the same on
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from penstock.workers.models.config import Fields
 from penstock.workers.models.spec import (
@@ -103,12 +103,18 @@ def _local_experts(experts: ExpertsSpec, place: Place, here: slice) -> ExpertsSp
     )
 
 
-def kv_heads(spec: ModelSpec, place: Place) -> range:
-    """The KV heads that a rank keeps; latent attention's only row is on every rank."""
-    if spec.latent is not None:
-        return range(1)
-    first = spec.num_kv_heads * place.column // place.mesh.tp
-    return range(first, first + max(1, spec.num_kv_heads // place.mesh.tp))
+class HasHeads(Protocol):
+    """What is asked of a spec here, anybody's."""
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]: ...
+
+
+def kv_heads(spec: HasHeads, place: Place) -> range:
+    """The KV heads that a rank keeps. A latent row counts as one, so that every rank has it."""
+    num_heads = spec.kv_shape[1]
+    first = num_heads * place.column // place.mesh.tp
+    return range(first, first + max(1, num_heads // place.mesh.tp))
 
 
 def region_shape(shape: tuple[int, ...], region: Region) -> tuple[int, ...]:

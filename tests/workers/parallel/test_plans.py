@@ -48,6 +48,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
 @given(plans())
 def test_a_plan_arrives_as_it_was(plan: StepPlan) -> None:
     found = decode(encode(plan))
+    assert isinstance(found, StepPlan)
     assert found.number == plan.number
     for name in StepPlan.__slots__:
         if name not in ("number", "ahead"):
