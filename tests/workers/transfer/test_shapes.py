@@ -6,23 +6,16 @@ from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
-import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 
 from penstock.workers.follower import Follower
-from penstock.workers.parallel.blocks import BlockLine, SpreadStaging, connect_blocks, move
-from penstock.workers.parallel.mesh import Mesh
 from penstock.workers.parallel.meeting import LocalStore
-from penstock.workers.parallel.plans import MoveBlocks, decode
 from penstock.workers.service import RunningWorker, serve_worker
 from penstock.workers.transfer import source as source_side
-from penstock.workers.transfer.shards import Rectangle, Shard
-from penstock.workers.transfer.staging import KvStaging
 from tests.support.attached import Attached
 from tests.support.handover import HandOvers
-from tests.support.ranks import in_threads, make_model, rank_config
+from tests.support.ranks import make_model, rank_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -79,74 +72,3 @@ async def test_any_shape_hands_over_to_any_other(
         assert await moving.whole() == expected
         assert pools.decode.load.prompt_tokens_computed == computed, "it came, and was not computed"
     await pools.close()
-
-
-LAYERS, BLOCKS, SIZE, DIM = 5, 9, 2, 3
-
-
-@pytest.mark.parametrize(("tp", "pp", "heads"), [(2, 2, 4), (4, 1, 2), (3, 1, 1)])
-async def test_rank_0_stands_for_all(tp: int, pp: int, heads: int) -> None:
-    """Every part of the blocks can be had and set, wherever it lies."""
-    mesh = Mesh(tp, pp)
-    whole = torch.randn(LAYERS, 2, BLOCKS, heads, SIZE, DIM)
-    written = torch.randn_like(whole)
-    blocks = np.array([7, 2, 5], np.int32)
-    parts = [
-        Rectangle(0, LAYERS, 0, heads),
-        Rectangle(1, 4, 0, heads),
-        Rectangle(2, 3, heads - 1, heads),
-    ]
-    rectangles = []
-    for rank in range(mesh.num_ranks):
-        place = mesh.place(rank)
-        layers, first = place.layers(LAYERS), heads * place.column // tp
-        own = Rectangle(layers.start, layers.stop, first, first + max(1, heads // tp))
-        rectangles.append(own)
-
-    def cut(tensor: torch.Tensor, part: Rectangle) -> torch.Tensor:
-        heads_of = slice(part.first_head, part.last_head)
-        return tensor[part.first_layer : part.last_layer, :, :, heads_of].clone()
-
-    def lead(line: BlockLine, own: KvStaging, told: list[list[bytes]]) -> None:
-        def tell(message: bytes) -> None:
-            for each in told[1:]:
-                each.append(message)
-
-        staging = SpreadStaging(own, rectangles, line, tell)
-        for part in parts:
-            shard = Shard(part, 0, len(blocks) * SIZE)
-            found = staging.gather(blocks, shard)
-            expected = cut(whole, part)[:, :, blocks]
-            assert torch.equal(own.viewed(found, blocks, part), expected)
-        everything = Shard(parts[0], 0, len(blocks) * SIZE)
-        data = written[:, :, blocks].contiguous().view(-1).view(torch.uint8)
-        staging.scatter(blocks, everything, data)
-        for each in told[1:]:
-            each.append(b"")
-
-    told: list[list[bytes]] = [[] for _ in range(mesh.num_ranks)]
-
-    def work(rank: int, store: LocalStore) -> torch.Tensor:
-        cache = cut(whole, rectangles[rank])
-        own = KvStaging(cache, rectangles[rank])
-        line = connect_blocks(store, mesh.place(rank), "127.0.0.1", 20.0)
-        if rank == 0:
-            lead(line, own, told)
-            return cache
-        at = 0
-        while True:
-            while len(told[rank]) <= at:
-                threading.Event().wait(0.001)
-            if not told[rank][at]:
-                return cache
-            order = decode(told[rank][at])
-            assert isinstance(order, MoveBlocks)
-            if order.rank == rank:
-                move(order, own, line)
-            at += 1
-
-    caches = in_threads(mesh.num_ranks, work)
-    after = whole.clone()
-    after[:, :, blocks] = written[:, :, blocks]
-    for rank, cache in enumerate(caches):
-        assert torch.equal(cache, cut(after, rectangles[rank]))
