@@ -17,7 +17,7 @@ class Follower:
     def __init__(self, config: WorkerConfig, store: Store, progress: Progress) -> None:
         share = take_share(config, progress, store)
         assert share.line is not None
-        self._runner = Runner(share.decoder, share.cache)
+        self._runner = Runner(share.decoder, share.cache, config.deterministic)
         self._staging, self._line = share.staging(), share.line
         self._rank = config.rank
         self._orders = share.follow(store)

@@ -17,6 +17,7 @@ from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
 from penstock.workers.dispatch import BadCommand, Dispatch
 from penstock.workers.engine import Engine
+from penstock.workers.rehearsal import rehearse
 from penstock.workers.session import Session
 from penstock.workers.share import Progress
 from penstock.workers.step_times import STEP_BOUNDS
@@ -198,6 +199,8 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
 
 def _warm_engine(config: WorkerConfig, progress: Progress, store: Store | None) -> Engine:
     engine = Engine(config, progress, store)
+    if config.deterministic:
+        rehearse(engine)
     engine.warm_up()
     return engine
 

@@ -58,7 +58,8 @@ class Share:
 
     def layout(self, model: str) -> str:
         """Of the whole worker's KV blocks, with that fingerprint of its model."""
-        return layout_of(model, self.spec, self.decoder.dtype, self.limits.block_size)
+        dtype, deterministic = self.decoder.dtype, self.config.deterministic
+        return layout_of(model, self.spec, dtype, self.limits.block_size, deterministic)
 
     def lead(self, store: Store | None) -> PlanWriter | None:
         """How to tell the others what to compute; waits until they listen."""
@@ -98,6 +99,7 @@ def take_share(config: WorkerConfig, progress: Progress, store: Store | None) ->
         progress,
         config.max_model_len,
         config.quantization,
+        config.deterministic,
         ranks,
     )
     limits = _limits(config, spec, decoder, store)

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.activation import clamped_silu_mul, gelu_mul, silu_mul
+from penstock.kernels.activation import (
+    clamped_silu_mul,
+    gelu,
+    gelu_mul,
+    silu_mul,
+    silu_mul_alike,
+)
 from penstock.kernels.experts import Routing
 from penstock.kernels.scores import Scores
 from penstock.workers.layers.attention import Attention
@@ -27,7 +33,7 @@ from penstock.workers.parallel.ranks import ALONE, Ranks
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
-    "gelu_new": partial(functional.gelu, approximate="tanh"),
+    "gelu_new": gelu,
 }
 """Activations, without a gate."""
 
@@ -41,6 +47,7 @@ class Assembly:
     spec: ModelSpec  # as the rank computes it
     dtype: torch.dtype
     device: torch.device
+    deterministic: bool = False
     ranks: Ranks = ALONE
 
     def empty(self, *shape: int) -> Tensor:
@@ -130,17 +137,21 @@ class Assembly:
         return RmsNorm(self.empty(size), LATENT_NORM_EPS)
 
     def mlp(self, inner: int) -> Mlp:
-        spec, hidden = self.spec, self.spec.hidden_size
-        return replace(self.part_mlp(inner), down=self.rows(inner, hidden, spec.mlp_bias))
+        down = self.rows(inner, self.spec.hidden_size, self.spec.mlp_bias)
+        return Mlp(self.gate_up(inner), down, self.activation())
 
     def part_mlp(self, inner: int) -> Mlp:
         """Of which the caller sums what ranks give."""
-        spec, hidden, bias = self.spec, self.spec.hidden_size, self.spec.mlp_bias
-        return Mlp(
-            gate_up=self.linear(hidden, (inner, inner) if spec.gated else (inner,), bias),
-            down=self.linear(inner, (hidden,), bias),
-            activation=(GATES if spec.gated else PLAIN)[spec.activation],
-        )
+        down = self.linear(inner, (self.spec.hidden_size,), self.spec.mlp_bias)
+        return Mlp(self.gate_up(inner), down, self.activation())
+
+    def gate_up(self, inner: int) -> Linear:
+        sizes = (inner, inner) if self.spec.gated else (inner,)
+        return self.linear(self.spec.hidden_size, sizes, self.spec.mlp_bias)
+
+    def activation(self) -> Callable[[Tensor], Tensor]:
+        found = (GATES if self.spec.gated else PLAIN)[self.spec.activation]
+        return silu_mul_alike if self.deterministic and found is silu_mul else found
 
     def experts(self, experts: ExpertsSpec) -> Experts | SpreadExperts:
         ranks, routing = self.ranks, _routing(experts)

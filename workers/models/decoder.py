@@ -103,14 +103,18 @@ class Decoder:
 
 
 def empty_decoder(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
     """A decoder whose weights are yet to be loaded (on the `meta` device: shapes only).
 
     spec: of the whole model. `BadShape` if it cannot be cut over the ranks.
     """
     place, local = ranks.place, local_spec(spec, ranks.place)
-    assembly = Assembly(local, dtype, device, ranks)
+    assembly = Assembly(local, dtype, device, deterministic, ranks)
     embeddings = head = None
     num_tokens = len(place.tokens(spec.vocab_size))
     if place.is_first:

@@ -60,7 +60,7 @@ def test_ranks_have_everything_in_shapes_that_fit(
     for rank in range(mesh.num_ranks):
         place = mesh.place(rank)
         parts = regions(spec, place)
-        held = empty_decoder(spec, torch.float32, META, ranks_of(place)).tensors()
+        held = empty_decoder(spec, torch.float32, META, ranks=ranks_of(place)).tensors()
         for tensor, part in held.items():
             region = parts.get(tensor, ())
             assert tuple(part.shape) == region_shape(tuple(whole[tensor].shape), region), tensor
@@ -115,7 +115,7 @@ def test_kv_heads_are_cut_or_repeated(models: dict[str, Path]) -> None:
 
 def test_latent_rows_are_on_every_rank(models: dict[str, Path]) -> None:
     spec = read_spec(models["deepseek"])
-    part = empty_decoder(spec, torch.float32, META, ranks_of(Mesh(4).place(3)))
+    part = empty_decoder(spec, torch.float32, META, ranks=ranks_of(Mesh(4).place(3)))
     assert part.spec.kv_shape == spec.kv_shape
     attention = part.layers[0].attention
     assert isinstance(attention, LatentAttention)
