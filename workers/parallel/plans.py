@@ -45,7 +45,7 @@ class MoveBlocks:
 
 
 def decode(data: bytes) -> StepPlan | MoveBlocks:
-    """What was encoded; the arrays cannot be written."""
+    """What was encoded."""
     order = wire.Order.FromString(data)
     kind = order.WhichOneof("body")
     if kind == "plan":
@@ -66,7 +66,7 @@ def _plan(message: wire.Plan) -> StepPlan:
         context_lens=_ints(message.context_lens),
         block_tables=_ints(message.block_tables).reshape(len(rows), -1),
         slots=_ints(message.slots),
-        samples=np.frombuffer(message.samples, np.bool_),
+        samples=np.frombuffer(message.samples, np.bool_).copy(),
         copies=_ints(message.copies).reshape(-1, 2),
         forks=_ints(message.forks).reshape(-1, 2),
         scored=_ints(message.scored),
@@ -84,4 +84,5 @@ def _bytes(array: Ints) -> bytes:
 
 
 def _ints(data: bytes) -> Ints:
-    return np.frombuffer(data, np.dtype("<i4"))
+    # Its own memory, as a plan's always is: compiled kernels take no other.
+    return np.frombuffer(data, np.dtype("<i4")).copy()

@@ -54,6 +54,7 @@ def test_a_plan_arrives_as_it_was(plan: StepPlan) -> None:
         if name not in ("number", "ahead"):
             np.testing.assert_array_equal(getattr(found, name), getattr(plan, name))
             assert getattr(found, name).dtype == getattr(plan, name).dtype
+            assert getattr(found, name).flags.writeable, "as compiled kernels want it"
 
 
 def test_the_largest_plan_fits() -> None:

@@ -58,7 +58,7 @@ async def test_layouts_are_the_model_s_whatever_the_shape(workers: Workers) -> N
         await each.close()
 
 
-@pytest.mark.parametrize("pair", permutations(SHAPES, 2), ids="-to-".join)
+@pytest.mark.parametrize("pair", list(permutations(SHAPES, 2)), ids="-to-".join)
 async def test_any_shape_hands_over_to_any_other(
     workers: Workers, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
