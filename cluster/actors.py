@@ -21,6 +21,7 @@ from penstock.cluster.notices import LogLine, News, Progress
 if TYPE_CHECKING:
     from penstock.router.config import RouterConfig
     from penstock.router.server import RunningRouter
+    from penstock.router.state import ClusterState, Scaling
     from penstock.workers.config import WorkerConfig
     from penstock.workers.service import RunningWorker
 
@@ -142,6 +143,11 @@ class WorkerActor(_Host):
         self._leaving = asyncio.create_task(leave.watch(self._worker.drain))
         return self._worker.address
 
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, and wait so long for what is here to end or to move on."""
+        if self._worker is not None:
+            await self._worker.drain(seconds)
+
     async def stop(self) -> None:
         if self._worker is not None:
             await self._worker.stop()
@@ -185,6 +191,14 @@ class RouterActor(_Host):
 
     async def worker_died(self, name: str) -> None:
         self._running.worker_died(name)
+
+    async def look(self) -> "ClusterState":
+        """The cluster as this router sees it."""
+        return self._running.frontend.look()
+
+    async def set_scaling(self, scaling: "Scaling") -> None:
+        """What is done about the pools' sizes, to be shown."""
+        self._running.frontend.scaling = scaling
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new, and wait so long for what runs."""

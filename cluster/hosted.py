@@ -1,6 +1,7 @@
 """The router and the workers as the supervisor knows them: their configurations and actors."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
 import ray
@@ -13,9 +14,11 @@ from penstock.cluster.notices import Progress, Report
 from penstock.cluster.placement import ROUTER_CPUS, CannotPlace, WorkerPlace, free
 from penstock.cluster.session import free_nodes
 from penstock.router.config import RouterConfig
+from penstock.router.state import ClusterState, Scaling
 from penstock.workers.config import WorkerConfig
 
 SECONDS_TO_PLACE = 60  # for Ray to grant what is free
+SECONDS_TO_SAY_SO = 5.0  # for a worker that has drained
 
 # A call of an actor is never repeated by Ray, and an actor is replaced by us only.
 _OURS = {"max_restarts": 0, "max_task_retries": 0}
@@ -56,6 +59,23 @@ class HostedRouter:
         self._addresses[name] = address
         await self._tell()
 
+    async def worker_left(self, name: str) -> None:
+        """It has drained, and goes."""
+        if self._addresses.pop(name, None) is not None:
+            await self._tell()
+
+    async def look(self) -> ClusterState | None:
+        """The cluster as the router sees it; None while there is no router."""
+        state: ClusterState | None = None
+        if self.member is not None and self.member.up:
+            state = await self.member.call("look")
+        return state
+
+    async def tell_scaling(self, scaling: Scaling) -> None:
+        """What is done about the pools' sizes, for the router to show."""
+        if self.member is not None and self.member.up:
+            await self.member.call("set_scaling", scaling)
+
     async def worker_went(self, name: str) -> None:
         if self._addresses.pop(name, None) is not None and self.member is not None:
             await self.member.call("worker_died", name)
@@ -79,8 +99,10 @@ class HostedWorker:
         self, place: WorkerPlace, config: WorkerConfig, router: HostedRouter, report: Report
     ) -> None:
         self.title = place.title
+        self.name = place.name
         self.config = config
         self.ready = asyncio.Event()
+        self.serves = False
         self.member: Member | None = None
         self._place = place
         self._group: PlacementGroup | None = None
@@ -100,10 +122,26 @@ class HostedWorker:
         asked = " + ".join(map(str, self._place.bundles))
         raise CannotPlace(f"Ray has no room for {self.title} ({asked}); {free(free_nodes())}")
 
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new; what runs there goes on elsewhere, or ends, within so many seconds."""
+        if self.serves and self.member is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds + SECONDS_TO_SAY_SO):
+                    await self.member.call("drain", seconds)
+
+    async def leave(self) -> None:
+        """End it, and give its place back."""
+        self.serves = False
+        await self._router.worker_left(self.name)
+        if self.member is not None:
+            await self.member.stop()
+        self.release()
+
     def release(self) -> None:
         """Give its place back."""
         if self._group is not None:
             remove_placement_group(self._group)
+            self._group = None
 
     def make(self) -> Member:
         remote = ray.remote(
@@ -116,9 +154,10 @@ class HostedWorker:
         return self.member
 
     async def came(self, where: str) -> None:
-        await self._router.worker_came(self._place.name, where)
+        await self._router.worker_came(self.name, where)
+        self.serves = True
         self.ready.set()
 
     async def went(self) -> None:
-        self.member = None
-        await self._router.worker_went(self._place.name)
+        self.member, self.serves = None, False
+        await self._router.worker_went(self.name)

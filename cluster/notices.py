@@ -56,10 +56,18 @@ class Draining:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A pool is to have another number of workers; the text says from how many to how many, why."""
+
+    pool: str
+    text: str
+
+
 News: TypeAlias = Progress | LogLine
 """What a process tells of itself."""
 
-Notice: TypeAlias = News | Ready | Died | GivenUp | Serving | Draining
+Notice: TypeAlias = News | Ready | Died | GivenUp | Serving | Draining | Decided
 
 Report: TypeAlias = Callable[[str, Notice], None]
 """Takes the title of the process that a notice is about ("" for the whole cluster)."""

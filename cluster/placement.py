@@ -79,9 +79,18 @@ class _Wish:
     gpus: int
     cpus: float | None
 
+    @property
+    def may_wait(self) -> bool:
+        """It is not there at first."""
+        return self.index >= self.pool.replicas
+
 
 def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
-    """The workers of `spec`, each with its bundles; `CannotPlace` where they do not fit `nodes`.
+    """All workers that `spec` allows, each with its bundles; a pool begins with its lowest numbers.
+    `CannotPlace` where those do not fit `nodes`.
+
+    Workers that may come later have their share of the CPUs from the beginning. In a Ray that runs
+    already nodes may be added for them: they wait for their place.
 
     GPUs are used wherever the nodes have any, unless a pool says otherwise. With `pool_nodes` a
     worker asks for its pool's resource too, and waits for a node that has room.
@@ -90,17 +99,27 @@ def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
     wishes = [
         _wish(getattr(spec.pools, role), role, index, have_gpus)
         for role in ROLES
-        for index in range(getattr(spec.pools, role).replicas)
+        for index in range(getattr(spec.pools, role).most)
     ]
     if spec.pool_nodes:
         return [_as_place(wish, 0.0, {wish.role: 1.0}, is_patient=True) for wish in wishes]
     rooms = [_Room(node.name, node.cpus, node.gpus) for node in nodes]
     _take_router(rooms, nodes)
-    # Those that ask for most first, then first come: the usual way to pack tightly.
-    for wish in sorted(wishes, key=lambda w: (-w.gpus * w.ranks, -(w.cpus or 0) * w.ranks)):
-        _find_room(wish, rooms, nodes)
+    # The first ones first; of them those that ask for most, then first come: the usual way to pack
+    # tightly.
+    for wish in sorted(
+        wishes, key=lambda w: (w.may_wait, -w.gpus * w.ranks, -(w.cpus or 0) * w.ranks)
+    ):
+        # For more GPUs than there are nobody asks: the pools share a budget.
+        must = not wish.may_wait or (spec.ray_address is None and not wish.gpus)
+        if not _find_room(wish, rooms) and must:
+            raise CannotPlace(
+                f"no place for {wish.role} worker {wish.index}, which asks {_asked(wish)} on one "
+                f"node (others were placed before it); {free(nodes)}: ask for less, or for fewer "
+                "workers"
+            )
     share = min((room.share for room in rooms if room.num_sharing), default=0.0)
-    return [_as_place(wish, share) for wish in wishes]
+    return [_as_place(wish, share, is_patient=wish.may_wait) for wish in wishes]
 
 
 def _wish(pool: PoolSpec, role: str, index: int, have_gpus: bool) -> _Wish:
@@ -115,13 +134,11 @@ def _take_router(rooms: list[_Room], nodes: Sequence[Node]) -> None:
     room.cpus -= ROUTER_CPUS
 
 
-def _find_room(wish: _Wish, rooms: list[_Room], nodes: Sequence[Node]) -> None:
+def _find_room(wish: _Wish, rooms: list[_Room]) -> bool:
+    """Take a room for it, if there is one."""
     fitting = [room for room in rooms if _fits(wish, room)]
     if not fitting:
-        raise CannotPlace(
-            f"no place for {wish.role} worker {wish.index}, which asks {_asked(wish)} on one node "
-            f"(others were placed before it); {free(nodes)}: ask for less, or for fewer workers"
-        )
+        return False
     # The emptiest node first, so that equals spread and shares come out even.
     room = max(fitting, key=lambda room: (room.gpus, room.cpus / (room.num_sharing + wish.ranks)))
     room.gpus -= wish.gpus * wish.ranks
@@ -129,6 +146,7 @@ def _find_room(wish: _Wish, rooms: list[_Room], nodes: Sequence[Node]) -> None:
         room.num_sharing += wish.ranks
     else:
         room.cpus -= wish.cpus * wish.ranks
+    return True
 
 
 def _fits(wish: _Wish, room: _Room) -> bool:

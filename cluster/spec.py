@@ -60,7 +60,11 @@ class EngineSpec:
 class PoolSpec:
     """A pool of like workers."""
 
-    replicas: int = knob(1, "workers", 0)
+    replicas: int = knob(1, "workers; at first, where their number may change", 0, 1024)
+    min_replicas: int | None = knob(
+        None, "fewest workers, by default replicas; 0: none while nothing is asked", 0, 1024
+    )
+    max_replicas: int | None = knob(None, "most workers; by default replicas", 0, 1024)
     tp: int = knob(1, "tensor parallel ranks of a worker", 1)
     pp: int = knob(1, "pipeline stages of a worker", 1)
     ep: int = knob(1, "expert parallel ranks of a worker", 1)
@@ -76,6 +80,23 @@ class PoolSpec:
                 raise SpecError(f"{name}: only 1 is served yet, not {getattr(self, name)}")
         if self.gpus is not None and self.gpus > 1:
             raise SpecError(f"gpus: a rank computes on one GPU at most, not {self.gpus}")
+        if self.least > self.most:
+            raise SpecError(f"min_replicas, {self.least}, is more than max_replicas, {self.most}")
+        if not self.least <= self.replicas <= self.most:
+            raise SpecError(
+                f"replicas: {self.replicas} is not from min_replicas, {self.least}, to "
+                f"max_replicas, {self.most}"
+            )
+
+    @property
+    def least(self) -> int:
+        """Workers that there always are."""
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        """Workers that there may be."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +108,28 @@ class Pools:
     mixed: PoolSpec = PoolSpec(replicas=0)
 
     def __post_init__(self) -> None:
-        prefill, decode, mixed = (getattr(self, role).replicas for role in ROLES)
+        prefill, decode, mixed = (getattr(self, role).most for role in ROLES)
         if not prefill + mixed:
             raise SpecError("no worker prefills: give prefill or mixed one replica or more")
         if not decode + mixed:
             raise SpecError("no worker decodes: give decode or mixed one replica or more")
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether there may be no worker at all, until something is asked."""
+        return not any(getattr(self, role).least for role in ROLES)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingSpec:
+    """How far and how fast pools follow what is asked, where their workers may change in number."""
+
+    max_gpus: int | None = knob(
+        None, "GPUs that all pools may hold together; by default what the nodes have", 1
+    )
+    scale_down_seconds: float = knob(
+        120.0, "a worker drains when fewer have been enough for so long", 1, 86400
+    )
 
 
 DEFAULT_POOLS = Pools(prefill=PoolSpec(), decode=PoolSpec())
@@ -106,6 +144,7 @@ class ClusterSpec:
     router: RouterSpec = RouterSpec()
     engine: EngineSpec = EngineSpec()
     pools: Pools = DEFAULT_POOLS
+    scaling: ScalingSpec = ScalingSpec()
     pool_nodes: bool = knob(
         False, "wait for nodes that carry a Ray resource named like the pool (or router), use those"
     )
@@ -117,7 +156,7 @@ class ClusterSpec:
         for role in ROLES if self.pool_nodes else ():
             pool = getattr(self.pools, role)
             for name in ("cpus", "gpus"):
-                if pool.replicas and getattr(pool, name) is None:
+                if pool.most and getattr(pool, name) is None:
                     raise SpecError(
                         f"pools.{role}.{name}: say how many a rank has: with pool_nodes the nodes "
                         "that would tell may not be there yet"

@@ -45,4 +45,5 @@ class RouterConfig:
     timeout: float = 600.0  # seconds
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 << 20
+    wakes_workers: bool = False  # none may be there: they come when something waits for them
     bounds: Bounds = field(default_factory=Bounds)

@@ -11,7 +11,13 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from penstock.router.state import ClusterState, PoolState, WorkerNumbers, WorkerState
+from penstock.router.state import (
+    ClusterState,
+    PoolScaling,
+    PoolState,
+    WorkerNumbers,
+    WorkerState,
+)
 from penstock.router.tally import Tally
 
 Samples = Iterable[tuple[Sequence[str], float]]
@@ -36,6 +42,7 @@ class Exposition(Collector):
     def collect(self) -> Iterator[Metric]:
         state = self._look()
         yield from pool_metrics(state.pools)
+        yield from scaling_metrics(state.scaling.pools)
         yield from worker_metrics(state.workers)
         told = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
         yield from number_metrics(told)
@@ -60,6 +67,21 @@ def pool_metrics(pools: Sequence[PoolState]) -> Iterator[Metric]:
         "Workers of the pool that take new work.",
         ["pool"],
         (([each.pool], each.ready) for each in pools),
+    )
+
+
+def scaling_metrics(pools: Sequence[PoolScaling]) -> Iterator[Metric]:
+    yield _gauge(
+        "workers_desired",
+        "Workers that the pool should have.",
+        ["pool"],
+        (([each.pool], each.desired) for each in pools),
+    )
+    yield _gauge(
+        "workers_pending",
+        "Workers of the pool that were asked for and do not serve yet.",
+        ["pool"],
+        (([each.pool], each.pending) for each in pools),
     )
 
 

@@ -73,6 +73,7 @@ class Frontend:
         self.text = text
         self.tally = Tally(tenants)
         self.is_draining = False
+        self.scaling = state.Scaling()  # what the supervisor said last
         self._limits = limits
         self._dispatcher = dispatcher
         identity = Identity(config.name, incarnation, config.worker_token)
@@ -109,6 +110,8 @@ class Frontend:
         workers = self.workers()
         if any(worker.state == "ready" for worker in workers):
             return ""
+        if self.config.wakes_workers:
+            return ""  # what is asked waits, and workers come for it
         return "no worker is ready" if workers else "no worker is there yet"
 
     @property
@@ -133,6 +136,7 @@ class Frontend:
             self._links.wanted(),
             self._dispatcher,
             self.tally,
+            self.scaling,
         )
 
     def watch(self, changed: Callable[[str], None]) -> None:
@@ -177,6 +181,7 @@ class Frontend:
         try:
             for request in requests:
                 self.tally.opened(request.id, request.tenant, self._loop.time())
+                self.tally.prompt_tokens += len(request.prompt)
                 self.tell(ev.Arrived(request))
         except BaseException:
             answers.close()

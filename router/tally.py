@@ -94,6 +94,7 @@ class Tally:
         self.request = Histogram(REQUEST_BOUNDS)
         self.handover = Histogram(HANDOVER_BOUNDS)
         self.handover_bytes = 0
+        self.prompt_tokens = 0  # of all requests that were taken
         self._names = names
         self._tokens = dict.fromkeys((*names.values(), OTHER), 0)  # of ended requests
         self._open: dict[int, _Open] = {}

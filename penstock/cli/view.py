@@ -25,6 +25,8 @@ def sentence(title: str, notice: notices.Notice) -> str:
             return f"{title}: {reason}; it is given up, the others go on"
         case notices.Draining(seconds):
             return f"draining: what runs has {seconds:g} s; Ctrl-C again ends it at once"
+        case notices.Decided(_, text):
+            return f"pool {text}"
         case notices.LogLine(text):
             return text
     return ""

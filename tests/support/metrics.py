@@ -24,6 +24,8 @@ PLAIN = (
     "workers_ready",
     "worker_up",
 )
+SIZES = {"penstock_workers_desired", "penstock_workers_pending"}
+"""What a router tells once a supervisor sizes its pools."""
 SERIES = {f"penstock_{name}" for name in PLAIN} | {
     f"penstock_{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "count", "sum")
 }

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
+from penstock.router.state import DecisionNote, PoolScaling, Scaling
 from tests.support.metrics import SERIES
 from tests.support.served_router import Served, serving, until
 from tests.support.stub_worker import StubWorker
@@ -149,6 +150,51 @@ async def test_the_line_at_the_router_is_that_of_the_pool_which_takes_prompts(
         waiting.cancel()
 
 
+async def test_the_line_waits_for_the_pools_that_have_no_room(config: RouterConfig) -> None:
+    peers: dict[str, StubWorker] = {}
+    workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
+    workers[1].welcome.num_blocks = 3
+    workers[1].go.clear()
+    async with serving(config, *workers) as served, client_of(served) as http:
+        ask = {**BODY, "prompt": [7] * 20}
+        asking = [asyncio.create_task(http.post("/v1/completions", json=ask)) for _ in range(3)]
+        await until(lambda: served.router.frontend.look().waiting == 2)
+        decode, prefill = served.router.frontend.look().pools
+        assert (prefill.queued, decode.queued, prefill.queued_tokens) == (0, 2, 0)
+        for each in asking:
+            each.cancel()
+
+
+SIZES = Scaling(
+    [PoolScaling("mixed", 0, 4, 3, 2, 1, "12 requests wait", "doubling at most in 15 s")],
+    [DecisionNote(1e9, "mixed", "mixed: 1 to 3: 12 requests wait")],
+)
+
+
+async def test_what_is_done_about_sizes_is_told(served: Served) -> None:
+    served.router.frontend.scaling = SIZES
+    async with client_of(served) as http:
+        values, status = await scrape(http), (await http.get("/status")).json()
+    assert told(values, "workers_desired", pool="mixed") == 3
+    assert told(values, "workers_pending", pool="mixed") == 2
+    assert status["scaling"]["pools"][0]["reason"] == "12 requests wait"
+    assert status["scaling"]["decisions"][0]["text"] == "mixed: 1 to 3: 12 requests wait"
+
+
+async def test_a_pool_at_nothing_is_told_and_its_line_counted(config: RouterConfig) -> None:
+    waking = replace(config, wakes_workers=True)
+    async with serving(waking) as served, client_of(served) as http:
+        served.router.frontend.scaling = SIZES
+        assert (await http.get("/health")).status_code == 200, "it can queue"
+        asking = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        await until(lambda: served.router.frontend.look().waiting == 1)
+        (pool,) = served.router.frontend.look().pools
+        assert (pool.pool, pool.workers, pool.queued) == ("mixed", 0, 1)
+        async with StubWorker() as worker:
+            await served.router.set_workers({worker.name: worker.address})
+            assert (await asking).status_code == 200
+
+
 async def test_tenants_are_told_by_the_place_of_their_key(config: RouterConfig) -> None:
     keyed = replace(config, api_keys=("first-key", "second-key"))
     async with serving(keyed, StubWorker()) as served, client_of(served, "second-key") as http:
@@ -201,6 +247,8 @@ async def test_the_status_of_a_cluster(served: Served) -> None:
         "running": 3,
         "waiting": 2,
         "waiting_tokens": 70,
+        "queued": 0,
+        "queued_tokens": 0,
     }
     assert (worker["worker"], worker["role"], worker["state"]) == ("w0", "mixed", "ready")
     assert worker["numbers"]["blocks"]["used"] == 10
