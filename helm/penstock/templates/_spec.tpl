@@ -30,6 +30,8 @@ pools:
 {{- range $key := list "replicas" "tp" "pp" "ep" "gpus" }}
 {{ $key }}: {{ get $pool $key | int }}
 {{- end }}
+min_replicas: {{ $pool.least | int }}
+max_replicas: {{ $pool.most | int }}
 cpus: {{ $pool.cpus }}
 {{- with $pool.threads }}
 threads: {{ . | int }}
