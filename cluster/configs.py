@@ -20,6 +20,7 @@ def router_config(spec: ClusterSpec, model: Path, token: str) -> RouterConfig:
         worker_token=token,
         max_model_len=spec.engine.max_model_len,
         max_queued_requests=spec.router.max_queued,
+        vllm_metrics=spec.router.vllm_metrics,
         wakes_workers=spec.pools.may_be_empty,
     )
 

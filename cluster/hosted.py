@@ -29,8 +29,15 @@ class HostedRouter:
 
     title = "router 0"
 
-    def __init__(self, config: RouterConfig, report: Report, own_node: bool = False) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        report: Report,
+        own_node: bool = False,
+        with_events: bool = False,
+    ) -> None:
         self.config = config
+        self.with_events = with_events  # its log, and that of its workers
         self._resources = {"router": 1} if own_node else {}
         self.ready = asyncio.Event()
         self.listening = ("", "")  # addresses of HTTP and of gRPC
@@ -40,7 +47,7 @@ class HostedRouter:
 
     def make(self) -> Member:
         remote = ray.remote(num_cpus=ROUTER_CPUS, resources=self._resources, **_OURS)(RouterActor)
-        actor = remote.remote(self.title)
+        actor = remote.remote(self.title, self.with_events)
         self.member = Member(self.title, actor, self._report)
         return self.member
 
@@ -150,7 +157,8 @@ class HostedWorker:
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, 0),
             **_OURS,
         )(WorkerActor)
-        self.member = Member(self.title, remote.remote(f"{self.title}, rank 0"), self._report)
+        actor = remote.remote(f"{self.title}, rank 0", self._router.with_events)
+        self.member = Member(self.title, actor, self._report)
         return self.member
 
     async def came(self, where: str) -> None:

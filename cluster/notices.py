@@ -1,8 +1,10 @@
 """What a supervisor tells of its cluster, for a person or a log to show."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
+
+Scalar: TypeAlias = str | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
+    """What a process logs: as a text for people, and as an event with what there is to say."""
+
     text: str
+    level: str = "warning"
+    event: str = "log"
+    fields: Mapping[str, Scalar] = field(default_factory=dict)
+    at: float | None = None  # seconds since 1970; None: now
 
 
 @dataclass(frozen=True, slots=True)

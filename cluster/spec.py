@@ -39,6 +39,7 @@ class RouterSpec:
     api_keys_file: str | None = knob(None, "file with more keys, one a line")
     max_queued: int = knob(1024, "requests that may wait", 1)
     drain_seconds: float = knob(30.0, "time for running requests when asked to stop", 0, 86400)
+    vllm_metrics: bool = knob(False, "tell the metrics under vLLM's names too")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,9 @@ class ClusterSpec:
     engine: EngineSpec = EngineSpec()
     pools: Pools = DEFAULT_POOLS
     scaling: ScalingSpec = ScalingSpec()
+    log_format: Literal["text", "keys", "json"] = knob(
+        "text", "of what is told: for people, or a line an event as key=value or JSON"
+    )
     pool_nodes: bool = knob(
         False, "wait for nodes that carry a Ray resource named like the pool (or router), use those"
     )

@@ -44,7 +44,8 @@ class Supervisor:
         self._drain_seconds = spec.router.drain_seconds
         self._report = report
         config = router_config(spec, model, self._token)
-        self._router = HostedRouter(config, report, spec.pool_nodes)
+        with_events = spec.log_format != "text"
+        self._router = HostedRouter(config, report, spec.pool_nodes, with_events)
         self._pools = {
             role: Workforce(
                 [each for each in places if each.role == role],

@@ -108,6 +108,12 @@ def _parser() -> Parser:
     parser.add_argument(
         "--pool-nodes", action="store_true", default=UNSAID, help=_help("pool_nodes")
     )
+    parser.add_argument(
+        "--log-format",
+        default=UNSAID,
+        help=_help("log_format"),
+        **_form(knobs(ClusterSpec)["log_format"][1]),
+    )
     _add(parser.add_argument_group("router"), RouterSpec, "router")
     _add(parser.add_argument_group("every worker"), EngineSpec, "engine")
     pools = parser.add_argument_group("pools")
@@ -141,7 +147,7 @@ def _add(group: Any, record: type, where: str, without: Sequence[str] = ()) -> N
     for name, (field, kind) in knobs(record).items():
         if name in without:
             continue
-        default = "" if field.default in (None, ()) else f" ({field.default})"
+        default = "" if field.default in (None, (), False) else f" ({field.default})"
         group.add_argument(
             f"--{name.replace('_', '-')}",
             *ALSO.get(name, ()),
@@ -158,6 +164,8 @@ def _form(kind: Any) -> dict[str, Any]:
         return {"choices": get_args(kind)}
     if get_origin(kind) is tuple:
         return {"action": "append", "metavar": "TEXT"}
+    if kind is bool:
+        return {"action": "store_true"}
     first = get_args(kind)[0] if get_args(kind) else kind
     metavar = {int: "N", float: "X", str: "TEXT"}[first]
     return {"type": first, "metavar": metavar}

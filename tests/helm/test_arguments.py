@@ -91,6 +91,12 @@ def test_the_driver_may_go_as_far_as_the_nodes(tmp_path: Path) -> None:
     assert (decode.least, decode.replicas, decode.most) == (0, 2, 6)
 
 
+def test_what_the_driver_tells_machines(tmp_path: Path) -> None:
+    told = {"logFormat": "json", "router": {"vllmMetrics": True}}
+    spec = read(chart.objects(chart.render(chart.merged(chart.example("8b"), told))), tmp_path)
+    assert (spec.log_format, spec.router.vllm_metrics) == ("json", True)
+
+
 def test_keys_come_from_the_secret(tmp_path: Path) -> None:
     found = chart.example_objects("8b", "kuberay")
     assert read(found, tmp_path).router.api_keys == ("one", "two")

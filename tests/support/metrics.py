@@ -6,6 +6,11 @@ HISTOGRAMS = (
     "time_per_output_token_seconds",
     "inter_token_seconds",
     "request_seconds",
+    "queue_seconds",
+    "prefill_seconds",
+    "decode_seconds",
+    "prompt_length_tokens",
+    "answer_length_tokens",
     "handover_seconds",
 )
 PLAIN = (

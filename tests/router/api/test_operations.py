@@ -1,6 +1,7 @@
 """/metrics and /status over HTTP, with stub workers behind the router."""
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -98,9 +99,40 @@ async def test_a_cluster_in_one_scrape(config: RouterConfig) -> None:
     assert told(values, "handover_seconds_count") == 1
     assert told(values, "time_to_first_token_seconds_count") == 1
     assert told(values, "inter_token_seconds_count") == 2
+    assert not [name for name in names(values) if not name.startswith("penstock_")]
     assert told(values, "requests_finished_total", reason="length") == 1
     assert told(values, "requests_finished_total", reason="error") == 0
     assert told(values, "generated_tokens_total", tenant="anonymous") == 3
+
+
+async def test_the_same_under_the_names_of_vllm(config: RouterConfig) -> None:
+    worker = StubWorker()
+    renamed = replace(config, vllm_metrics=True)
+    async with serving(renamed, worker) as served, client_of(served) as http:
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+        worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        await until(lambda: served.router.frontend.look().pools[0].running == 3)
+        values = await scrape(http)
+
+    def theirs(name: str, engine: str = "router-0", **labels: str) -> float:
+        labels |= {"model_name": "stub", "engine": engine}
+        return values[f"vllm:{name}", tuple(sorted(labels.items()))]
+
+    assert theirs("num_requests_running", "w0") == 3
+    assert (theirs("num_requests_waiting", "w0"), theirs("num_requests_waiting")) == (2, 0)
+    assert theirs("kv_cache_usage_perc", "w0") == theirs("gpu_cache_usage_perc", "w0") == 0.16
+    assert theirs("prefix_cache_queries_total", "w0") == 400
+    assert theirs("prefix_cache_hits_total", "w0") == 100
+    assert theirs("num_preemptions_total", "w0") == 6
+    assert theirs("generation_tokens_total") == 3
+    assert theirs("prompt_tokens_total") == theirs("request_prompt_tokens_sum") > 0
+    assert theirs("request_success_total", finished_reason="length") == 1
+    assert theirs("request_generation_tokens_sum") == 3
+    assert theirs("time_per_output_token_seconds_count") == 2
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert theirs(f"{name}_seconds_count") == 1, name
+    for name in ("prefill_time", "decode_time", "time_per_output_token"):
+        assert theirs(f"request_{name}_seconds_count") == 1, name
 
 
 async def test_what_a_dead_worker_said_is_gone(config: RouterConfig) -> None:
@@ -163,6 +195,28 @@ async def test_the_line_waits_for_the_pools_that_have_no_room(config: RouterConf
         assert (prefill.queued, decode.queued, prefill.queued_tokens) == (0, 2, 0)
         for each in asking:
             each.cancel()
+
+
+async def test_a_line_a_request_with_its_name_and_nothing_of_its_content(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "penstock")
+    ask = {"prompt": "sesame", "max_tokens": 3}
+    async with serving(config, StubWorker()) as served, client_of(served) as http:
+        reply = await http.post("/v1/completions", json=ask, headers={"x-request-id": "mine"})
+        assert reply.status_code == 200
+    (fields,) = (vars(each)["fields"] for each in caplog.records if each.msg == "request")
+    seconds = [fields.pop(f"{name}seconds") for name in ("queued_", "first_token_", "")]
+    assert seconds == sorted(seconds)
+    assert fields.pop("prompt_tokens") > 3
+    assert fields == {
+        "request": "mine",
+        "tenant": "anonymous",
+        "reason": "length",
+        "answer_tokens": 3,
+    }
+    (up,) = (vars(each)["fields"] for each in caplog.records if each.msg == "worker_up")
+    assert (up["worker"], up["role"]) == ("w0", "mixed")
 
 
 SIZES = Scaling(
