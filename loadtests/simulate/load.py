@@ -248,8 +248,13 @@ def static_peak(load: Sequence[Planned], plan: ClusterPlan, most: int) -> int:
 
 def _show(rows: Sequence[Sequence[str]], cluster: Cluster, seconds: float) -> None:
     print(f"{len(cluster.calls)} requests, {cluster.clock.now:.0f} s, simulated in {seconds:.1f} s")
-    widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
-    for line in (HEADER, *rows):
+    print_table(HEADER, rows)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns flush right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for line in (header, *rows):
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
