@@ -169,13 +169,14 @@ def scaler_of(kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int)
         case "cpu":
             return CpuLike(limits)
         case "clairvoyant":
-            wanted = {name: _needs(load, plan) for name in plan.pools}
-            return Clairvoyant(wanted, SLOT_SECONDS, plan.cold_start + SLOT_SECONDS)
+            wanted = {name: needs_of(load, plan) for name in plan.pools}
+            return Clairvoyant(wanted, SLOT_SECONDS, plan.cold_start + SLOT_SECONDS, most)
         case "static":
             return Static(plan.pools)
 
 
-def _needs(load: Sequence[Planned], plan: ClusterPlan) -> list[int]:
+def needs_of(load: Sequence[Planned], plan: ClusterPlan) -> list[int]:
+    """Workers that each slot of SLOT_SECONDS needs."""
     limits = plan.limits
     batch = max(1, limits.max_sequences // 4)
     return needs(load, plan.timing, limits.max_batched_tokens, batch, SLOT_SECONDS)

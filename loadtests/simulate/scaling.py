@@ -19,6 +19,7 @@ from penstock.loadtests.simulate.load import (
     Serving,
     WrongOptions,
     load_of,
+    needs_of,
     plan_of,
     print_table,
     simulate,
@@ -53,6 +54,7 @@ class Trying:
     cold_starts: str = option("30", "seconds, with commas between: 1,30,300")
     most: int = option(32, "workers")
     timing: Path | None = option(None, "time model: a YAML file")  # noqa: RUF009
+    max_batched_tokens: int = option(256, "of a step: with more, a prompt holds up who decodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,15 @@ def _cold_starts(text: str) -> list[float]:
 
 def _play(case: Case, cold_start: float, trying: Trying) -> tuple[list[list[str]], list[str]]:
     """One load: its rows of the table, and the goals missed where they are judged."""
-    serving = Serving(mixed=1, most=trying.most, cold_start=cold_start, timing=trying.timing)
+    serving = Serving(
+        most=trying.most,
+        cold_start=cold_start,
+        timing=trying.timing,
+        max_batched_tokens=trying.max_batched_tokens,
+    )
     load, plan = load_of(case.arriving), plan_of(case.arriving, serving)
+    # It has run before: who begins too small would be judged by its first minutes.
+    plan = replace(plan, pools={"mixed": min(needs_of(load, plan)[0], trying.most)})
     peak = static_peak(load, plan, trying.most)
     of: dict[str, Figures] = {}
     of["static peak"] = simulate("static", load, replace(plan, pools={"mixed": peak}), peak)[1]
