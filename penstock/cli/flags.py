@@ -147,7 +147,8 @@ def _add(group: Any, record: type, where: str, without: Sequence[str] = ()) -> N
     for name, (field, kind) in knobs(record).items():
         if name in without:
             continue
-        default = "" if field.default in (None, (), False) else f" ({field.default})"
+        unsaid = field.default in (None, ()) or field.default is False
+        default = "" if unsaid else f" ({field.default})"
         group.add_argument(
             f"--{name.replace('_', '-')}",
             *ALSO.get(name, ()),

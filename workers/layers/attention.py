@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan, paged_attention
 from penstock.kernels.cache import write_kv
+from penstock.kernels.in_place import InPlace
 from penstock.kernels.latent_attention import LatentPlan
 from penstock.kernels.rotary import rotate_
 from penstock.kernels.scores import Scores
@@ -22,7 +23,7 @@ class StepInputs:
     cos_sin: tuple[Tensor, ...]  # [T, 2, R] rows of each rotary table
     cache_rows: Tensor  # [T, 2 H] where this step's keys and values go
     plans: dict[int, AttentionPlan]  # by window; none where attention is latent
-    latent: LatentPlan | None  # where it is
+    latent: LatentPlan | InPlace | None  # where it is
 
 
 @dataclass(frozen=True, slots=True)
