@@ -84,6 +84,7 @@ class EngineLoad:
     gap_seconds: float  # from the newest step's begin back to the end of the one before
     step_counts: tuple[int, ...]  # steps by their length, see `STEP_BOUNDS`
     all_steps_seconds: float  # of all steps together
+    prompt_seconds: float  # of the steps that computed prompts
 
 
 class Engine:
@@ -225,7 +226,7 @@ class Engine:
         self.note(result)
         self._num_steps += 1
         self._step_seconds = seconds
-        self._times.add(seconds)
+        self._times.add(seconds, with_prompts=len(plan.tokens) > len(plan.rows))
 
     def note(self, result: StepResult) -> None:
         """Take up what has happened in the scheduler since the last call."""
@@ -240,6 +241,7 @@ class Engine:
             self._gap_seconds,
             self._times.counts(),
             self._times.seconds,
+            self._times.prompt_seconds,
         )
 
     def warm_up(self) -> None:
