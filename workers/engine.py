@@ -157,8 +157,9 @@ class Engine:
             self._tell(plan)
             self._begun.append(plan)
         if self._begun:
-            plan = self._begun.popleft()
-            sampled = self.draw(plan, self._run(plan))
+            plan = self._begun[0]
+            sampled = self.draw(plan, self.compute(plan))
+            self._begun.popleft()
             self.book(plan, sampled, time.perf_counter() - started, result)
         return result
 
@@ -175,10 +176,8 @@ class Engine:
     def compute(self, plan: StepPlan) -> Tensor:
         """Run the model; the logits [S + P, vocab_size] of the rows that draw, and of the prompt
         tokens that are scored."""
-        self._tell(plan)
-        return self._run(plan)
-
-    def _run(self, plan: StepPlan) -> Tensor:
+        if not any(plan is each for each in self._begun):
+            self._tell(plan)
         self._gap_seconds = time.perf_counter() - self._drawn_at
         return self._runner.run(plan)
 
