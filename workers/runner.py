@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import plan_attention
-from penstock.kernels.cache import copy_blocks, write_rows
+from penstock.kernels.blocks import copy_blocks
+from penstock.kernels.cache import write_rows
 from penstock.kernels.in_place import InPlace
 from penstock.kernels.latent_attention import LatentPlan, plan_latent_attention
 from penstock.kernels.rotary import rotary_table
@@ -61,7 +62,10 @@ class Runner:
             positions=positions,
             cos_sin=self._cos_sin(positions, int(plan.positions.max()) + 1),
             cache_rows=write_rows(self._put(plan.slots), layer.shape),
-            plans={w: plan_attention(*batch, layer, w, self._one_path) for w in self._windows},
+            plans={
+                window: plan_attention(*batch, layer, window, self._one_path, not self._one_path)
+                for window in self._windows
+            },
             latent=self._latent_plan(*batch),
         )
 
