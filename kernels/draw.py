@@ -3,13 +3,13 @@
 A token is drawn by adding Gumbel noise to every logit and taking the largest (see `noise`); so the
 draw depends on the row's logits and its seed, choice and index alone.
 
-On a GPU there is no sort, and the host is not asked. The exact cuts are found by bisection among the
-few tokens that `survey` collects (`_limit`), and noise, bit by bit that of `noise`, is made only where
+On a GPU there is no sort, and the host is not asked. The exact cuts are searched for among the few
+tokens that `survey` collects (`_limit`), and noise, bit by bit that of `noise`, is made only where
 something may be drawn (`_draw`, `_pick`). A row with NaN or an infinity is flagged, and harms no
 other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -326,14 +326,11 @@ def _noisy(logits: Tensor, wishes: Wishes, at: npt.NDArray[np.intp]) -> Tensor:
     scores = logits / heat[:, None]
     cut = torch.nonzero((top_k > 0) | (top_p < 1) | (min_p > 0))[:, 0]
     if len(cut):
-        picked = _rows(scores, cut.numpy())
-        cut_(picked, Cuts(top_k[cut], top_p[cut], min_p[cut]))
-        scores[cut] = picked
+        cuts = Cuts(top_k[cut], top_p[cut], min_p[cut])
+        _change_(scores, cut, lambda picked: cut_(picked, cuts))
     typical = torch.nonzero(typical_p < 1)[:, 0]
     if len(typical):
-        picked = _rows(scores, typical.numpy())
-        typical_(picked, typical_p[typical])
-        scores[typical] = picked
+        _change_(scores, typical, lambda picked: typical_(picked, typical_p[typical]))
     noise = gumbel_noise(
         wishes.seeds[rows].numpy().view(np.uint64),
         wishes.indices[rows].numpy(),
@@ -346,6 +343,14 @@ def _noisy(logits: Tensor, wishes: Wishes, at: npt.NDArray[np.intp]) -> Tensor:
 def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
     """Rows of a tensor; the tensor itself if that is all of them."""
     return tensor if len(at) == len(tensor) else tensor[torch.from_numpy(at)]
+
+
+def _change_(tensor: Tensor, at: Tensor, change_: Callable[[Tensor], None]) -> None:
+    """Changes some rows of a tensor in place."""
+    picked = _rows(tensor, at.numpy())
+    change_(picked)
+    if picked is not tensor:
+        tensor[at] = picked
 
 
 def finite_rows(logits: Tensor) -> Tensor:

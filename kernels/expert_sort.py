@@ -17,7 +17,9 @@ from penstock.kernels.launch import check, check_contiguous, jit, launch, power_
 
 
 @jit
-def _count_one(experts, chunk, num_places, CHUNK: tl.constexpr, STEP: tl.constexpr, E: tl.constexpr):
+def _count_one(
+    experts, chunk, num_places, CHUNK: tl.constexpr, STEP: tl.constexpr, E: tl.constexpr
+):
     """How many places of a chunk have each expert: [E]."""
     name = tl.arange(0, E)
     count = tl.zeros((E,), tl.int32)
@@ -70,6 +72,7 @@ def _sort(
             count = tl.load(counts + other * E + name[None, :], mask=other < num_chunks, other=0)
             total += tl.sum(count, axis=0)
             before += tl.sum(tl.where(other < chunk, count, 0), axis=0)
+    total = tl.where(name < num_experts, total, 0)
     start = tl.cumsum(total, axis=0) - total
     num_own_tiles = (total + TILE_ROWS - 1) // TILE_ROWS
     first_tile = tl.cumsum(num_own_tiles, axis=0) - num_own_tiles

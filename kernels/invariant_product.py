@@ -132,7 +132,7 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     tiles = WIDE if x.dtype == torch.float32 else HALF
     slice_size, num_slices = slicing(num_outputs, num_inputs, tiles)
     num_tiles = -(-num_rows // tiles.rows) * -(-num_outputs // tiles.outputs)
-    apart = num_slices > 1 and num_tiles < PROGRAMS
+    apart = num_slices > 1 and are_few(num_tiles)
     made = x.new_empty(num_slices, *out.shape, dtype=torch.float32) if apart else out
     launch(
         _product,
@@ -170,6 +170,11 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
             TILE=ADDED,
         )
     return out
+
+
+def are_few(num_tiles: int) -> bool:
+    """Whether a program a tile would leave the device idle."""
+    return num_tiles < PROGRAMS
 
 
 def slicing(num_outputs: int, num_inputs: int, tiles: Tiles) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The likeliest tokens of every row with the logarithms of their chances, and a given token's.
 
-On a GPU one pass finds every row's sum (`survey`); the n likeliest are then taken one by one from the
-few that may be among them, and a token's rank is counted in the blocks that reach its logit.
+On a GPU one pass finds every row's sum (`survey`); the n likeliest are then taken one by one from
+the few that may be among them, and a token's rank is counted in the blocks that reach its logit.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,10 @@ def logprobs_reference(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
     """What `logprobs` means, row by row in float64."""
     found = logits.double().log_softmax(-1)
     chosen = torch.stack([row[token] for row, token in zip(found, tokens, strict=True)])
-    ranks = [sum(row > value) + 1 for row, value in zip(logits, logits.gather(1, tokens[:, None]))]
+    ranks = [
+        sum(row > value) + 1
+        for row, value in zip(logits, logits.gather(1, tokens[:, None]), strict=True)
+    ]
     order = found.sort(dim=-1, descending=True, stable=True)
     best = order.indices[:, :count]
     return Logprobs(chosen, torch.stack(ranks), best, order.values[:, :count])
@@ -116,7 +119,9 @@ def _best(
         for start in range(0, count, TILE):
             at = start + tl.arange(0, TILE)
             value = tl.load(near_values + at, mask=at < count, other=float("-inf"))
-            value = tl.where((value < last) | ((value == last) & (at > last_at)), value, float("-inf"))
+            value = tl.where(
+                (value < last) | ((value == last) & (at > last_at)), value, float("-inf")
+            )
             largest, place = tl.max(value, axis=0, return_indices=True)
             best_at = tl.where(largest > best, start + place, best_at)
             best = tl.maximum(best, largest)

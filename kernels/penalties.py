@@ -1,8 +1,8 @@
 """Penalties of what was said before, and biases, in place on logits.
 
 On a GPU every token's number of times is counted in a table [P, V] with atomic additions of whole
-numbers, whose order is nothing to the result. Then the first place that takes a token's number out of
-the table changes its logit: once, whoever it is.
+numbers, whose order is nothing to the result. Then the first place that takes a token's number out
+of the table changes its logit: once, whoever it is.
 """
 
 from collections.abc import Iterator
@@ -120,7 +120,9 @@ def _penalize(
     first = inside & (found != 0)
     score = tl.load(logits + row * logits_stride + token, mask=first, other=0.0)
     factor = tl.load(repetition + row)
-    score = tl.where(score > 0, tl.math.div_rn(score, factor + tl.zeros_like(score)), score * factor)
+    score = tl.where(
+        score > 0, tl.math.div_rn(score, factor + tl.zeros_like(score)), score * factor
+    )
     times = (found >> 1).to(tl.float32)
     score -= times * tl.load(frequency + row)
     score -= tl.where(times > 0, tl.load(presence + row), 0.0)
@@ -143,9 +145,7 @@ def _penalize_on_device(
     said = logits.new_zeros((num_rows, vocab_size), dtype=torch.int32)
     grid = (num_rows, -(-tokens.shape[1] // TILE))
     stride = tokens.stride(0)
-    launch(
-        _count_said, grid, tokens, num_prompt, num_tokens, said, stride, vocab_size, TILE=TILE
-    )
+    launch(_count_said, grid, tokens, num_prompt, num_tokens, said, stride, vocab_size, TILE=TILE)
     launch(
         _penalize,
         grid,

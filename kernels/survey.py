@@ -2,9 +2,9 @@
 
 Most tokens are far too unlikely to be kept by any cut. So the pass (`_survey`) keeps the largest of
 every 64, and these bound from below what a cut can keep: the k-th largest of them is no larger than
-the k-th largest token, and likewise with sums of chances. Only the tokens from that bound on are then
-collected (`_collect`), from blocks that have some. Of a flat distribution, where the largest tell
-little, all are: as right, and slower.
+the k-th largest token, and likewise with sums of chances. Only the tokens from that bound on are
+then collected (`_collect`), from blocks that have some. Of a flat distribution, where the largest
+tell little, all are: as right, and slower.
 
 Each row is summed in an order of its own, whatever the other rows are.
 """
@@ -120,25 +120,6 @@ def load_near(row, segment, vocab_size, near, SUB: tl.constexpr, SEGMENT: tl.con
 
 
 @jit
-def min_p_floor(min_p, top):
-    return tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)), float("-inf"))
-
-
-@jit
-def load_near(row, segment, vocab_size, near, SUB: tl.constexpr, SEGMENT: tl.constexpr):
-    """A segment of a row of logits, [SEGMENT]; -inf in blocks that are not `near`."""
-    sub = tl.arange(0, SEGMENT // SUB)
-    token = segment * SEGMENT + sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
-    logit = tl.load(row + token, mask=near[:, None] & (token < vocab_size), other=float("-inf"))
-    return tl.reshape(logit, (SEGMENT,))
-
-
-@jit
-def min_p_floor(min_p, top):
-    return tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)), float("-inf"))
-
-
-@jit
 def _collect(
     logits,
     temperature,
@@ -184,7 +165,9 @@ def _collect(
     subs = sub_max + row * num_subs
     low, high = tl.full((), -2139095041, tl.int64), key_of(top)
     if by_rank:
-        low = least_key(subs, num_subs, low, high, limit.to(tl.float32), top, top, top, "rank", TILE)
+        low = least_key(
+            subs, num_subs, low, high, limit.to(tl.float32), top, top, top, "rank", TILE
+        )
     elif by_mass:
         low = least_key(subs, num_subs, low, high, share * total, top, top, top, "mass", TILE)
     else:
