@@ -120,6 +120,11 @@ def load_near(row, segment, vocab_size, near, SUB: tl.constexpr, SEGMENT: tl.con
 
 
 @jit
+def min_p_floor(min_p, top):
+    return tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)), float("-inf"))
+
+
+@jit
 def _collect(
     logits,
     temperature,
