@@ -22,7 +22,7 @@ SM_100 = Chip("sm_100", num_cores=148, shared_bytes=227 * KB)
 GFX942 = Chip("gfx942", num_cores=304, shared_bytes=64 * KB, warp_size=64)
 
 CHIPS = (SM_80, SM_89, SM_90, SM_100, GFX942)
-E4M3_CHIPS = tuple(chip for chip in CHIPS if chip.has_e4m3)
+E4M3_CHIPS = tuple(chip for chip in CHIPS if chip.converts_e4m3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,13 @@ class Chip:
     warp_size: int = 32
 
     @property
-    def has_e4m3(self) -> bool:
-        """Whether it converts to and from float8_e4m3fn."""
-        return self.name == "interpreter" or (self.is_cuda and self.name not in ("sm_80", "sm_86"))
+    def converts_e4m3(self) -> bool:
+        """Whether it converts to float8_e4m3fn, and does so rightly."""
+        return self.is_cuda and self.name not in ("sm_80", "sm_86")
+
+    def warps(self, num_threads: int) -> int:
+        """Warps of a program of so many threads."""
+        return max(1, num_threads // self.warp_size)
 
     @property
     def is_cuda(self) -> bool:

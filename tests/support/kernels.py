@@ -17,3 +17,7 @@ def close(found: Tensor, expected: Tensor, scale: float = 1.0) -> None:
     torch.testing.assert_close(
         found.double(), expected.double(), rtol=4 * eps, atol=4 * eps * scale
     )
+
+
+DTYPES = (torch.float32, torch.float16)
+"""What the interpreter computes rightly."""
