@@ -16,12 +16,12 @@ from penstock.workers.loop import EngineLoop
 from penstock.workers.scheduling.sequence import NeverFits
 from penstock.workers.session import Held, Session
 from penstock.workers.transfer.handover import HandOver
-from penstock.workers.transfer.shards import Rectangle
-from penstock.workers.transfer.staging import Identity, KvStaging
+from penstock.workers.transfer.staging import Identity
 from penstock.workers.wire import (
     BadSubmit,
     SequenceKey,
     Vocabulary,
+    found_message,
     load_message,
     named,
     new_sequence,
@@ -47,10 +47,7 @@ class Dispatch:
         self._sessions: dict[int, Session] = {}
         self._vocabulary = Vocabulary(engine.spec.vocab_size, engine.spec.eos_tokens)
         self._engine = EngineLoop(engine, self._deliver, self._fail)
-        _, num_heads, _ = engine.spec.kv_shape
-        rectangle = Rectangle(0, engine.spec.num_layers, 0, num_heads)
-        staging = KvStaging(engine.cache.data, rectangle)
-        self.handover = HandOver(identity, address, staging, self._engine, seconds)
+        self.handover = HandOver(identity, address, engine.staging, self._engine, seconds)
         self.load = self._load_message(engine.load())
 
     # ------------------------------------------------------------ sessions
@@ -180,6 +177,10 @@ class Dispatch:
         steps = step_messages(result, self._wanted)
         for number, step in steps.items():
             self._put_step(self._sessions[number], step)
+        for found in result.found:
+            key = named(found.key)
+            if self._wanted(key):
+                self._put_step(self._sessions[key.session], found_message(found), alone=True)
         if result.output is None:
             # No step will tell the load that the commands have changed.
             for session in self._sessions.values():
@@ -208,10 +209,10 @@ class Dispatch:
         message = wire.Yielded(request=key.request, attempt=key.attempt, kv_len=kv_len)
         session.put(wire.ToRouter(yielded=message))
 
-    def _put_step(self, session: Session, step: wire.Step) -> None:
+    def _put_step(self, session: Session, step: wire.Step, alone: bool = False) -> None:
         step.load.CopyFrom(self.load)
         session.told = self.load
-        session.put(wire.ToRouter(step=step))
+        session.put(wire.ToRouter(step=step), alone)
 
     def _load_message(self, load: EngineLoad) -> wire.Load:
         handover = self.handover

@@ -6,21 +6,20 @@ ends that sequence only; an exception of the model ends the engine.
 """
 
 import time
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
+from penstock.workers.beams import Candidates, Hypothesis, Searches
 from penstock.workers.config import WorkerConfig
-from penstock.workers.fingerprint import layout_of, model_fingerprint
-from penstock.workers.kv_cache import KvCache
-from penstock.workers.memory import choose_num_blocks
-from penstock.workers.models.served import ServedModel, ServedSpec
+from penstock.workers.fingerprint import model_fingerprint
+from penstock.workers.parallel.plans import encode
 from penstock.workers.runner import Runner
 from penstock.workers.sampler import PromptLogprobs, Sampled, Sampler, TokenLogprobs
-from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import (
     Admitted,
     Finished,
@@ -35,11 +34,8 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
+from penstock.workers.share import Progress, take_share
 from penstock.workers.step_times import StepTimes
-from penstock.workers.weights.loading import load
-
-Progress = Callable[[int, int], None]
-"""Told the bytes of weights read so far, and the bytes in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +48,14 @@ class Receiving:
     blocks: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answers of a beam search, which is over: the best first, all of them whole."""
+
+    key: Key
+    answers: list[Hypothesis]
+
+
 @dataclass(slots=True)
 class StepResult:
     """What one step gave. `logprobs` has an entry for each of the output's tokens."""
@@ -59,6 +63,7 @@ class StepResult:
     output: StepOutput | None = None  # None: there was nothing to compute
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
     failed: list[Key] = field(default_factory=list)  # ended: their logits were not finite
     yielded: list[Yielded] = field(default_factory=list)
     reserved: list[Receiving] = field(default_factory=list)
@@ -82,33 +87,35 @@ class EngineLoad:
 
 
 class Engine:
-    """One model on one device.
+    """One model on one device, or on several, of which this process leads one: the others follow
+    (`Follower`), having met it in `store`.
 
     `progress` is told of the weights while they load. Where the engine cannot be, a ValueError says
     why in one line.
     """
 
-    def __init__(self, config: WorkerConfig, progress: Progress = lambda done, total: None) -> None:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        device = choose_device(config.device)
-        self.spec, decoder = load(
-            config.model,
-            config.dtype,
-            device,
-            progress,
-            config.max_model_len,
-            config.quantization,
-        )
-        self.limits = _limits(config, self.spec, decoder)
+    def __init__(
+        self,
+        config: WorkerConfig,
+        progress: Progress = lambda done, total: None,
+        store: Store | None = None,
+    ) -> None:
+        share = take_share(config, progress, store)
+        self.spec, self.limits, self.cache = share.spec, share.limits, share.cache
         self.model = model_fingerprint(config.model)
-        self.layout = layout_of(self.model, self.spec, decoder.dtype, self.limits.block_size)
-        self.cache = _make_cache(self.limits, decoder)
+        self.layout = share.layout(self.model)
+        self.deterministic = config.deterministic
+        self._plans = share.lead(store)  # to the other ranks, if there are any
+        self.staging = share.whole_staging(self._plans)
         self.batcher = Batcher(self.limits)
-        self._runner = Runner(decoder, self.cache)
-        self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
-        self.plans_ahead = config.plan_ahead
+        self._runner = Runner(share.decoder, self.cache, config.deterministic)
+        self._sampler = Sampler(
+            self.limits.max_sequences, self.spec.vocab_size, share.decoder.device
+        )
+        self.plans_ahead = config.plan_ahead and config.pp == 1
+        self._begun: deque[StepPlan] = deque()  # that the other ranks were told of
         self._live: dict[Key, NewSequence] = {}  # all but leases
+        self._searches = Searches()
         self._step_seconds = 0.0
         self._times = StepTimes()
         self._num_steps = 0
@@ -121,6 +128,8 @@ class Engine:
         """Queue a sequence; NeverFits or QueueFull if it is not taken."""
         self.batcher.submit(new)
         self._live[new.key] = new
+        if new.params.beams is not None:
+            self._searches.open(new.key, new.params, self.limits.max_model_len - new.num_prompt)
 
     def drop_choice(self, key: Key, choice: int) -> None:
         """Let go of one of its choices; unknown: nothing."""
@@ -129,6 +138,7 @@ class Engine:
     def drop(self, key: Key) -> None:
         """Let go of it, in whatever form it is held; unknown: nothing."""
         self.batcher.drop(key)
+        self._searches.close(key)
         self._live.pop(key, None)
 
     def ask_yield(self, key: Key) -> None:
@@ -141,9 +151,13 @@ class Engine:
         """Plan, compute and book one step, if there is anything to compute."""
         started = time.perf_counter()
         result = StepResult()
-        plan = self.plan(result)
-        if plan is not None:
-            sampled = self.draw(plan, self.compute(plan))
+        # Of a pipeline as many as it has stages, so that each of them has one to compute.
+        while len(self._begun) < self.limits.num_stages and (plan := self.plan(result)):
+            self._tell(plan)
+            self._begun.append(plan)
+        if self._begun:
+            plan = self._begun.popleft()
+            sampled = self.draw(plan, self._run(plan))
             self.book(plan, sampled, time.perf_counter() - started, result)
         return result
 
@@ -160,14 +174,30 @@ class Engine:
     def compute(self, plan: StepPlan) -> Tensor:
         """Run the model; the logits [S + P, vocab_size] of the rows that draw, and of the prompt
         tokens that are scored."""
+        self._tell(plan)
+        return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> Tensor:
         self._gap_seconds = time.perf_counter() - self._drawn_at
         return self._runner.run(plan)
+
+    def _tell(self, plan: StepPlan) -> None:
+        """Have the other ranks compute it too."""
+        if self._plans is not None:
+            self._plans.write(encode(plan))
+
+    def stop(self) -> None:
+        """The other ranks may end. After the last step."""
+        if self._plans is not None:
+            self._plans.end()
 
     def draw(self, plan: StepPlan, logits: Tensor) -> Sampled:
         """Draw the tokens, once every step before is booked."""
         rows, table = plan.drawing, self.batcher.table
         indices = table.num_tokens[rows] - table.num_prompt[rows]
         sampled = self._sampler.sample(logits[: len(rows)], rows, indices, table)
+        if sampled.candidates is not None:
+            sampled = self._take_turns(sampled, sampled.candidates, rows, logits)
         if len(plan.scored):
             sampled = replace(sampled, prompts=self._score(plan, logits[len(rows) :]))
         self._drawn_at = time.perf_counter()
@@ -182,7 +212,12 @@ class Engine:
             result.failed = [key for key in keys if self._live.pop(key, None) is not None]
             for key in result.failed:
                 self.batcher.fail(key)
-        result.output = output = self.batcher.commit(plan, sampled.tokens)
+                self._searches.close(key)
+        for key in sampled.over:
+            if (search := self._searches.close(key)) is not None:
+                self.batcher.finish(key)
+                result.found.append(Found(key, search.best))
+        result.output = output = self.batcher.commit(plan, sampled.tokens, sampled.parents)
         result.logprobs, result.prompts = sampled.logprobs, sampled.prompts
         if len(output.rows) < len(rows):
             of_row = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
@@ -222,6 +257,30 @@ class Engine:
         self._num_steps = 0
         self._times = StepTimes()
 
+    def _take_turns(
+        self, sampled: Sampled, candidates: Candidates, rows: Ints, logits: Tensor
+    ) -> Sampled:
+        """Let every search choose among its candidates; rows: [S], logits: [S + P, V]."""
+        at, table = sampled.beams, self.batcher.table
+        beams, tokens, parents = rows[at], sampled.tokens, rows.copy()
+        keys = table.keys[beams]
+        turns = self._searches.advance(keys, table.choices[beams], beams, candidates)
+        tokens[at], parents[at] = turns.tokens, turns.parents
+        for key in turns.over:
+            if self._searches.failed(key):
+                sampled.finite[at[keys == key]] = False
+        live = [self._live.get(key) for key in keys]
+        counts = [-1 if new is None else _num_logprobs(new.params) for new in live]
+        asking = [(place, node) for place, node in turns.made if counts[place] >= 0]
+        if asking:
+            places = [place for place, _ in asking]
+            wanted = np.array(counts, np.int64)[places]
+            names = np.array([node.token for _, node in asking], np.int32)
+            entries = self._sampler.score(logits[at[places]], wanted, names)
+            for (_, node), entry in zip(asking, entries, strict=True):
+                node.logprobs = entry
+        return replace(sampled, parents=parents, over=turns.over)
+
     def _score(self, plan: StepPlan, logits: Tensor) -> list[PromptLogprobs]:
         """Logprobs of prompt tokens; those of one row stand together."""
         table, positions = self.batcher.table, plan.positions[plan.scored] + 1
@@ -249,46 +308,12 @@ class Engine:
                 result.reserved.append(Receiving(key, have, stop, blocks))
             case Yielded(key, _):
                 del self._live[key]
+                self._searches.close(key)
                 result.yielded.append(event)
             case Finished(key):
                 del self._live[key]
                 result.finished.append(key)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that "auto", "cpu" or "cuda" means here; ValueError if there is no GPU."""
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
-        raise ValueError("device is cuda, but torch sees no CUDA device here: use cpu or auto")
-    return torch.device("cuda" if there and name != "cpu" else "cpu")
-
-
-def _limits(config: WorkerConfig, spec: ServedSpec, decoder: ServedModel) -> Limits:
-    max_model_len = config.max_model_len or spec.max_model_len
-    if max_model_len > spec.max_model_len:
-        raise ValueError(
-            f"max_model_len {max_model_len} is more than the {spec.max_model_len} positions that "
-            "the model has"
-        )
-    return Limits(
-        num_blocks=choose_num_blocks(
-            config, spec, max_model_len, decoder.device, decoder.dtype.itemsize
-        ),
-        max_model_len=max_model_len,
-        block_size=config.block_size,
-        max_sequences=config.max_sequences,
-        max_batched_tokens=config.max_batched_tokens,
-        max_queued=config.max_queued,
-    )
-
-
-def _make_cache(limits: Limits, decoder: ServedModel) -> KvCache:
-    spec = decoder.spec
-    return KvCache(
-        num_layers=spec.num_layers,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
-        kv_shape=spec.kv_shape,
-        dtype=decoder.dtype,
-        device=decoder.device,
-    )
+def _num_logprobs(params: SamplingParams) -> int:
+    return -1 if params.logprobs is None else params.logprobs

@@ -3,7 +3,8 @@
 In this order, each step only for the rows that want it: logit bias, penalties, allowed tokens, bad
 words, stop tokens held back until `min_tokens`; then the largest is taken (greedy), or the
 temperature, top-k, top-p, min-p and typical-p are applied and the largest is taken after noise is
-added.
+added. Of a beam the same changes are made to its log probabilities (as `transformers` does), and
+the likeliest tokens are its search's candidates.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from penstock.kernels.logprobs import logprobs
 from penstock.kernels.noise import prepare
 from penstock.kernels.penalties import Penalties, penalize_, shift_
 from penstock.workers.bans import Bans, History
+from penstock.workers.beams import Candidates
 from penstock.workers.scheduling.sequence import Bools, Ints, Key, SamplingParams
 
 GREEDY_BELOW = 1e-5
@@ -43,8 +45,12 @@ ROW = np.dtype(
         ("choosy", np.bool_),  # it has allowed tokens or bad words
         ("shaped", np.bool_),  # any of these three
         ("stops", np.bool_),  # it has stop tokens
+        ("candidates", np.int64),  # of a beam: so many; 0: it is none
     ]
 )
+
+
+NO_BEAMS = np.empty(0, np.intp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +76,14 @@ class PromptLogprobs:
 class Sampled:
     """One drawn token a row of the logits."""
 
-    tokens: Ints  # [S]; 0 where there was nothing to draw
+    tokens: Ints  # [S]; 0 where there was nothing to draw, and of beams until they took their turn
     finite: Bools  # [S] whether the row's logits were, and some token may be drawn
     logprobs: list[TokenLogprobs | None]  # of the rows that asked
     prompts: list[PromptLogprobs] = field(default_factory=list)
+    beams: npt.NDArray[np.intp] = field(default_factory=NO_BEAMS.copy)  # [R] which rows are some
+    candidates: Candidates | None = None  # of these
+    parents: Ints | None = None  # [S] rows of the table, where there are beams
+    over: list[Key] = field(default_factory=list)  # searches
 
 
 class Sampler:
@@ -117,6 +127,8 @@ class Sampler:
             *changes,
             any(changes),
             self._bans.can_stop(row),
+            # Enough that as many are left once the stop tokens have ended theirs.
+            0 if params.beams is None else params.beams.width + len(params.stop_tokens),
         )
 
     @torch.inference_mode()
@@ -129,13 +141,16 @@ class Sampler:
         if not len(rows):
             return Sampled(np.empty(0, np.int32), np.empty(0, np.bool_), [])
         params = self._params[rows]
-        shaped = self._shaped(logits, rows, params, indices, history)
-        drawn, good = draw(shaped, self._wishes(params, indices), bans=shaped is not logits)
-        if shaped is not logits:
-            good = good & finite_rows(logits)
-        finite = good.cpu().numpy()
-        tokens = np.where(finite, drawn.cpu().numpy(), 0).astype(np.int32)
-        return Sampled(tokens, finite, self._logprobs(logits, params["logprobs"], tokens))
+        is_beam = params["candidates"] > 0
+        beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
+        scores = self._normalized(logits, beams) if len(beams) else logits
+        shaped = self._shaped(scores, rows, params, indices, history)
+        tokens, finite = self._draw(logits, shaped, params, indices, others)
+        asked = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
+        if not len(beams):
+            return Sampled(tokens, finite, asked)
+        candidates = self._candidates(_pick(shaped, beams), params["candidates"][beams])
+        return Sampled(tokens, finite, asked, beams=beams, candidates=candidates)
 
     @torch.inference_mode()
     def score(
@@ -143,6 +158,27 @@ class Sampler:
     ) -> list[TokenLogprobs | None]:
         """Logprobs of given tokens [P] under logits [P, V], with so many of the likeliest [P]."""
         return self._logprobs(logits, wanted, tokens)
+
+    def _normalized(self, logits: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
+        """Log probabilities in place of the logits of the rows `at`; a new tensor."""
+        if len(at) == len(logits):
+            return logits.log_softmax(-1)
+        scores = logits.clone()
+        scores[self._put(at)] = _pick(logits, at).log_softmax(-1)
+        return scores
+
+    def _candidates(self, scores: Tensor, counts: npt.NDArray[np.int64]) -> Candidates:
+        """The likeliest so many [R] tokens of scores [R, V]; the rest is filled up with -inf."""
+        counts = counts.clip(max=self._vocab_size)
+        shape = len(counts), int(counts.max())
+        tokens, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
+        # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
+        for count in np.unique(counts).tolist():
+            at = np.flatnonzero(counts == count)
+            found = _pick(scores, at).topk(count)
+            tokens[at, :count] = found.indices.cpu().numpy()
+            logprobs[at, :count] = found.values.cpu().numpy()
+        return Candidates(tokens, logprobs)
 
     def _shaped(
         self,
@@ -190,6 +226,26 @@ class Sampler:
         )
         self._change_(shaped, at, lambda picked: penalize_(picked, said, starts, ends, penalties))
 
+    def _draw(
+        self,
+        logits: Tensor,
+        shaped: Tensor,
+        params: npt.NDArray[np.void],
+        indices: Ints,
+        at: npt.NDArray[np.intp],
+    ) -> tuple[Ints, Bools]:
+        """Tokens of the rows `at`; and of which rows all logits were finite."""
+        tokens, finite = np.zeros(len(logits), np.int32), np.ones(len(logits), np.bool_)
+        bans = shaped is not logits
+        if bans:
+            finite = finite_rows(logits).cpu().numpy()
+        if len(at):
+            drawn, good = draw(_pick(shaped, at), self._wishes(params[at], indices[at]), bans)
+            finite[at] &= good.cpu().numpy()
+            tokens[at] = drawn.cpu().numpy()
+        tokens[~finite] = 0
+        return tokens, finite
+
     def _wishes(self, params: npt.NDArray[np.void], indices: Ints) -> Wishes:
         shares = np.stack([params[name] for name in ("temperature", "top_p", "min_p", "typical_p")])
         seeds = params["seed"].view(np.int64)
@@ -203,12 +259,15 @@ class Sampler:
         asking = np.flatnonzero(wanted >= 0)
         if not len(asking):
             return found
-        drawn = self._put(tokens[asking].astype(np.int64))
-        best = logprobs(_pick(logits, asking), drawn, int(wanted.max()))
-        lists = (best.chosen, best.ranks, best.tokens, best.values)
-        columns = zip(asking, *(column.tolist() for column in lists), strict=True)
-        for at, value, rank, names, values in columns:
-            found[at] = TokenLogprobs(value, rank, names[: wanted[at]], values[: wanted[at]])
+        # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
+        for count in np.unique(wanted[asking]).tolist():
+            at = np.flatnonzero(wanted == count)
+            drawn = self._put(tokens[at].astype(np.int64))
+            best = logprobs(_pick(logits, at), drawn, count)
+            lists = (best.chosen, best.ranks, best.tokens, best.values)
+            columns = zip(at, *(column.tolist() for column in lists), strict=True)
+            for place, value, rank, names, values in columns:
+                found[place] = TokenLogprobs(value, rank, names, values)
         return found
 
     def _change_(

@@ -81,6 +81,8 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
 def _over_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
     """What flags say of every pool, said of each pool that there is."""
     default: dict[str, Any] = {role: {} for role in ROLES if getattr(DEFAULT_POOLS, role).replicas}
+    if ranks.get("tp", 1) != 1 or ranks.get("pp", 1) != 1:
+        default = {"mixed": {}}  # two such workers are more than one machine may have
     pools = content.get("pools", default)
     if not ranks or not isinstance(pools, dict):
         return content  # which is for `parse` to judge
@@ -122,7 +124,8 @@ def _add(group: Any, record: type, where: str, without: Sequence[str] = ()) -> N
     for name, (field, kind) in knobs(record).items():
         if name in without:
             continue
-        default = "" if field.default in (None, ()) else f" ({field.default})"
+        unsaid = field.default in (None, ()) or field.default is False
+        default = "" if unsaid else f" ({field.default})"
         group.add_argument(
             f"--{name.replace('_', '-')}",
             *ALSO.get(name, ()),
@@ -139,6 +142,8 @@ def _form(kind: Any) -> dict[str, Any]:
         return {"choices": get_args(kind)}
     if get_origin(kind) is tuple:
         return {"action": "append", "metavar": "TEXT"}
+    if kind is bool:
+        return {"action": "store_true"}
     first = get_args(kind)[0] if get_args(kind) else kind
     metavar = {int: "N", float: "X", str: "TEXT"}[first]
     return {"type": first, "metavar": metavar}
