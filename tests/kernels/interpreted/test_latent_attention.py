@@ -40,8 +40,8 @@ def make_case(
 
 
 def check(query: Tensor, layer: Tensor, up: Tensor, batch: Batch, found: Tensor) -> None:
-    wide = (tensor.cpu().double() for tensor in (query, layer, up))
-    compare(found, latent_attention_reference(*wide, *batch, 0.3))
+    query, layer, up = (tensor.cpu().double() for tensor in (query, layer, up))
+    compare(found, latent_attention_reference(query, layer, up, *batch, 0.3))
 
 
 def attend(query: Tensor, layer: Tensor, up: Tensor, batch: Batch) -> Tensor:
