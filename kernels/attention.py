@@ -12,7 +12,8 @@ can hold anything, NaN included.
 What depends on the batch alone is worked out once a step by `plan_attention` and serves every
 layer of the same window. Sequences with one query token are read in place where there is a kernel
 for that (`in_place`); elsewhere they are gathered into padded batches (few where their lengths are
-alike), with the query heads of a KV head packed as rows. A longer chunk runs by itself, gathered.
+alike), with the query heads of a KV head packed as rows. A longer chunk runs by itself, gathered;
+or in place too, where every token is to be computed in the same way, however its prompt is cut.
 """
 
 from collections.abc import Iterator
@@ -64,16 +65,28 @@ class AttentionPlan:
 
 
 def plan_attention(
-    query_starts: Ints, context_lens: Ints, block_tables: Ints, layer: Tensor, window: int = 0
+    query_starts: Ints,
+    context_lens: Ints,
+    block_tables: Ints,
+    layer: Tensor,
+    window: int = 0,
+    one_path: bool = False,
 ) -> AttentionPlan:
     """Prepares a step.
 
     query_starts: [B + 1], context_lens: [B] (this step's tokens included), block_tables: [B, M]
     (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
-    dtype and device; window: positions that a token sees, itself included; 0: all.
+    dtype and device; window: positions that a token sees, itself included; 0: all; one_path: a
+    token of a chunk gets the same bits as a decoded one (ValueError where there is no such form).
     """
     planner = _Planner(layer, block_tables, window)
     lengths = np.diff(query_starts)
+    if one_path:
+        if not can_read_in_place(layer.device, layer.dtype):
+            raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
+        every = np.arange(len(lengths))
+        batch = (query_starts, context_lens, block_tables)
+        return AttentionPlan(InPlace.of(every, *batch, window), [], [], layer.new_empty(0))
     single = np.flatnonzero(lengths == 1)
     in_place, gathered = None, single
     if len(single) and can_read_in_place(layer.device, layer.dtype):
@@ -198,11 +211,9 @@ def paged_attention(
     """Attends: query [T, Hq, D], layer [2, N, H, S, D] contiguous, one dtype; [T, Hq, D]."""
     if len(plan.decodes) == 1 and plan.decodes[0].tokens is None:
         return _decode(query, layer, plan.decodes[0], plan.gathered, scores)
-    if plan.in_place is not None and not plan.chunks:
-        return plan.in_place.attend(query, layer, scores)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if plan.in_place is not None:
-        out[plan.in_place.tokens] = plan.in_place.attend(query, layer, scores)
+        plan.in_place.attend_(out, query, layer, scores)
     for group in plan.decodes:
         picked = query[group.tokens]
         out[group.tokens] = _decode(picked, layer, group, plan.gathered, scores)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.activation import sigmoid
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -37,7 +39,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     weights [T, k] float32.
     """
     wide = logits.to(torch.float32)
-    chances = wide.sigmoid() if routing.sigmoid else wide.softmax(-1)
+    chances = sigmoid(wide) if routing.sigmoid else wide.softmax(-1)
     merits = chances if bias is None else chances + bias
     if routing.top_groups < routing.num_groups:
         merits = merits.masked_fill(_outside(merits, routing), -torch.inf)
@@ -99,7 +101,10 @@ def mix_experts(
     for expert, places in expert_groups(experts, num_experts):
         made[places] = run(expert, x[places // top_k])
     parts = made.view(*experts.shape, -1) * weights.to(x.dtype)[:, :, None]
-    return parts.sum(1)
+    out = parts[:, 0]
+    for rank in range(1, top_k):
+        out += parts[:, rank]
+    return out
 
 
 def mix_experts_reference(
