@@ -15,16 +15,18 @@ def choose_num_blocks(
 ) -> int:
     """As many as `config` says or memory allows; on a CPU no more than all sequences could fill.
 
+    spec: of the model as this rank computes it. Ranks share what a worker may have, evenly.
     ValueError if not even one sequence of `max_model_len` tokens would fit.
     """
     block_bytes = spec.kv_bytes_per_token(itemsize) * config.block_size
     one = -(-max_model_len // config.block_size)
+    num_ranks = config.place.mesh.num_ranks
     if config.kv_cache_mib is not None:
-        num_blocks = (config.kv_cache_mib << 20) // block_bytes
+        num_blocks = (config.kv_cache_mib << 20) // num_ranks // block_bytes
     else:
         num_blocks = _room(device) // block_bytes
         if device.type == "cpu":  # whose memory is everybody's
-            num_blocks = min(num_blocks, one * config.max_sequences)
+            num_blocks = min(num_blocks // num_ranks, one * config.max_sequences)
     if num_blocks < one:
         needed = -(-one * block_bytes >> 20)
         raise ValueError(
