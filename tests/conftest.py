@@ -2,14 +2,21 @@
 
 import os
 
-from hypothesis import HealthCheck, settings
-
 # Small products gain nothing from threads, and threads that wait for each other on a busy machine
 # cost tenfold. Set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A busy machine is slow, which is no fault of what is tested.
-settings.register_profile(
-    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("patient")
+# Kernels are interpreted, unless `make gpu` says that they run. Set before any is imported.
+if os.environ.get("PENSTOCK_TEST_DEVICE", "cpu") == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+try:
+    from hypothesis import HealthCheck, settings
+except ModuleNotFoundError:  # a machine with a GPU may have little: see docs/gpu.md
+    pass
+else:
+    # A busy machine is slow, which is no fault of what is tested.
+    settings.register_profile(
+        "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("patient")

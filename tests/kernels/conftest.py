@@ -1,0 +1,18 @@
+"""Tests that take the fixture `device` hold a kernel to its reference, here or on a GPU."""
+
+import pytest
+import torch
+
+from tests.support.devices import DEVICE
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The CPU, where kernels are interpreted, or the GPU of `make gpu`."""
+    return DEVICE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("kernel")

@@ -1,0 +1,13 @@
+"""Where kernels are tested: interpreted on the CPU, or compiled on a GPU (`make gpu`)."""
+
+import os
+
+import torch
+
+DEVICE = torch.device(os.environ.get("PENSTOCK_TEST_DEVICE", "cpu"))
+"""What the fixture `device` gives."""
+
+ON_GPU = DEVICE.type != "cpu"
+
+DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if ON_GPU else ()))
+"""To test kernels in. The interpreter is silently wrong in bfloat16."""
