@@ -6,10 +6,6 @@ import os
 # cost tenfold. Set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Kernels are interpreted, unless `make gpu` says that they run. Set before any is imported.
-if os.environ.get("PENSTOCK_TEST_DEVICE", "cpu") == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 try:
     from hypothesis import HealthCheck, settings
 except ModuleNotFoundError:  # a machine with a GPU may have little: see docs/gpu.md

@@ -1,4 +1,4 @@
-"""Where kernels are tested: interpreted on the CPU, or compiled on a GPU (`make gpu`)."""
+"""Where kernels are tested: interpreted on the CPU (`make kernels`), or on a GPU (`make gpu`)."""
 
 import os
 
@@ -11,3 +11,8 @@ ON_GPU = DEVICE.type != "cpu"
 
 DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if ON_GPU else ()))
 """To test kernels in. The interpreter is silently wrong in bfloat16."""
+
+
+def runs_kernels() -> bool:
+    """Whether kernels run on `DEVICE`: what a CPU needs is there from the start, or never."""
+    return ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"
