@@ -33,7 +33,7 @@ class WorkerConfig:
     dtype: str = "auto"  # float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # of the weights
     device: str = "auto"
-    plan_ahead: bool = False  # the next step while one computes, which then has a thread of its own
+    plan_ahead: bool | None = None  # the next step while one computes; None: on a GPU
     beat_seconds: float = 0.5  # the longest silence of a stream; ten of them end it
     transfer_seconds: float = 5.0  # the longest silence of a hand-over before it is given up
 

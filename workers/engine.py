@@ -14,6 +14,12 @@ import torch
 from torch import Tensor
 
 from penstock.workers.config import WorkerConfig
+from penstock.workers.device.graphs import CudaCaptures
+from penstock.workers.device.ladder import Ladder
+from penstock.workers.device.pinned import Readback
+from penstock.workers.device.runner import DeviceRunner
+from penstock.workers.device.streams import Streams
+from penstock.workers.device.trial import Sizes, bytes_beside
 from penstock.workers.fingerprint import layout_of, model_fingerprint
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.memory import choose_num_blocks
@@ -39,7 +45,7 @@ from penstock.workers.step_times import StepTimes
 from penstock.workers.weights.loading import load
 
 Progress = Callable[[int, int], None]
-"""Told the bytes of weights read so far, and the bytes in all."""
+"""Told how much is done, and of how much: bytes of weights read, or graphs captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,16 @@ class StepResult:
     @property
     def empty(self) -> bool:
         return self.output is None and not (self.yielded or self.reserved or self.finished)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that a device computes, or will."""
+
+    plan: StepPlan
+    tokens: Tensor | None  # [S] what it draws, on the device; None: only the host knows
+    wait: Callable[[], Sampled]  # until its tokens are here; from any thread
+    began: float  # seconds, of `perf_counter`
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +119,13 @@ class Engine:
         self.limits = _limits(config, self.spec, decoder)
         self.model = model_fingerprint(config.model)
         self.layout = layout_of(self.model, self.spec, decoder.dtype, self.limits.block_size)
-        self.cache = _make_cache(self.limits, decoder)
+        self._runner = _make_runner(self.limits, decoder)
+        self.cache = self._runner.cache
         self.batcher = Batcher(self.limits)
-        self._runner = Runner(decoder, self.cache)
         self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
-        self.plans_ahead = config.plan_ahead
+        self._streams = Streams(device)
+        self.on_device = self._streams.asynchronous
+        self.plans_ahead = self.on_device if config.plan_ahead is None else config.plan_ahead
         self._live: dict[Key, NewSequence] = {}  # all but leases
         self._step_seconds = 0.0
         self._times = StepTimes()
@@ -143,9 +161,14 @@ class Engine:
         result = StepResult()
         plan = self.plan(result)
         if plan is not None:
-            sampled = self.draw(plan, self.compute(plan))
+            sampled = self._sample(plan)
             self.book(plan, sampled, time.perf_counter() - started, result)
         return result
+
+    def _sample(self, plan: StepPlan) -> Sampled:
+        if self.on_device:
+            return self.launch(plan, None).wait()
+        return self.draw(plan, self.compute(plan))
 
     def plan(self, result: StepResult) -> StepPlan | None:
         """What the next step computes; None if there is nothing to compute."""
@@ -166,12 +189,46 @@ class Engine:
     def draw(self, plan: StepPlan, logits: Tensor) -> Sampled:
         """Draw the tokens, once every step before is booked."""
         rows, table = plan.drawing, self.batcher.table
-        indices = table.num_tokens[rows] - table.num_prompt[rows]
+        indices = self._indices(plan)
         sampled = self._sampler.sample(logits[: len(rows)], rows, indices, table)
         if len(plan.scored):
             sampled = replace(sampled, prompts=self._score(plan, logits[len(rows) :]))
         self._drawn_at = time.perf_counter()
         return sampled
+
+    def launch(self, plan: StepPlan, before: Launched | None) -> Launched:
+        """Compute and draw, as far as that needs nobody to wait.
+
+        before: the step launched before, whose tokens a plan made ahead goes on from: they are not
+        None. What is drawn with the answer so far in sight is drawn before this returns, and wants
+        every step before to be booked.
+        """
+        began = time.perf_counter()
+        drawn = before.tokens if plan.ahead and before is not None else None
+        self._gap_seconds = 0.0 if plan.ahead else began - self._drawn_at
+        with self._streams.computing():
+            logits = self._runner.run(plan, drawn)
+            rows, indices = plan.drawing, self._indices(plan)
+            if len(plan.scored) or not self._sampler.is_plain(rows, indices):
+                sampled = self.draw(plan, logits)
+                return Launched(plan, None, lambda: sampled, began)
+            tokens, finite = self._sampler.launch(logits, rows, indices)
+            arriving = self._streams.read_back(tokens, finite)
+        return Launched(plan, tokens, lambda: self._arrived(arriving), began)
+
+    def _arrived(self, arriving: Readback) -> Sampled:
+        tokens, finite = arriving.wait()
+        self._drawn_at = time.perf_counter()
+        return Sampled(tokens, finite, [None] * len(tokens))
+
+    def _indices(self, plan: StepPlan) -> Ints:
+        """[S] of the tokens to draw in their answers; the steps before need not be booked."""
+        rows, table = plan.drawing, self.batcher.table
+        lengths = plan.context_lens[plan.samples]
+        if len(plan.forks):
+            lengths = np.concatenate((lengths, table.num_tokens[plan.forks[:, 1]]))
+        indices: Ints = lengths - table.num_prompt[rows]
+        return indices
 
     def book(self, plan: StepPlan, sampled: Sampled, seconds: float, result: StepResult) -> None:
         """Take up what a step gave; it took `seconds`."""
@@ -207,11 +264,14 @@ class Engine:
             self._times.seconds,
         )
 
-    def warm_up(self) -> None:
+    def warm_up(self, captured: Progress = lambda done, total: None) -> None:
         """Run a prompt and a decode, so that the first request does not pay for what is made once.
 
+        On a GPU, capture the decodes first; `captured` is told how many are, and of how many.
         Only before the first submission: the scheduler starts afresh.
         """
+        if isinstance(self._runner, DeviceRunner):
+            self._runner.capture(CudaCaptures(self._runner.decoder.device), captured)
         num_tokens = min(self.limits.max_batched_tokens, self.limits.max_model_len - 2)
         params = SamplingParams(temperature=0.0, max_tokens=2)
         tokens = [0] * max(1, num_tokens)
@@ -270,9 +330,17 @@ def _limits(config: WorkerConfig, spec: ServedSpec, decoder: ServedModel) -> Lim
             f"max_model_len {max_model_len} is more than the {spec.max_model_len} positions that "
             "the model has"
         )
+    sizes = Sizes(
+        config.max_sequences, config.max_batched_tokens, max_model_len, config.block_size
+    )
     return Limits(
         num_blocks=choose_num_blocks(
-            config, spec, max_model_len, decoder.device, decoder.dtype.itemsize
+            config,
+            spec,
+            max_model_len,
+            decoder.device,
+            decoder.dtype.itemsize,
+            lambda: bytes_beside(decoder, sizes),
         ),
         max_model_len=max_model_len,
         block_size=config.block_size,
@@ -282,11 +350,18 @@ def _limits(config: WorkerConfig, spec: ServedSpec, decoder: ServedModel) -> Lim
     )
 
 
-def _make_cache(limits: Limits, decoder: ServedModel) -> KvCache:
+def _make_runner(limits: Limits, decoder: ServedModel) -> Runner:
+    if decoder.device.type == "cpu":
+        return Runner(decoder, _make_cache(limits, decoder, num_scratch=0))
+    cache = _make_cache(limits, decoder, num_scratch=1)
+    return DeviceRunner(decoder, cache, Ladder(limits.max_sequences, limits.max_model_len))
+
+
+def _make_cache(limits: Limits, decoder: ServedModel, num_scratch: int) -> KvCache:
     spec = decoder.spec
     return KvCache(
         num_layers=spec.num_layers,
-        num_blocks=limits.num_blocks,
+        num_blocks=limits.num_blocks + num_scratch,
         block_size=limits.block_size,
         kv_shape=spec.kv_shape,
         dtype=decoder.dtype,

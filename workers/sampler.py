@@ -146,6 +146,27 @@ class Sampler:
         tokens[~finite] = 0
         return Sampled(tokens, finite, self._logprobs(logits, params["logprobs"], tokens))
 
+    def is_plain(self, rows: Ints, indices: Ints) -> bool:
+        """Whether `launch` can draw these: nothing of it is done, or known, on the host."""
+        params = self._params[rows]
+        host = params["shaped"] | params["typical"] | (params["logprobs"] >= 0)
+        host |= params["stops"] & (indices < params["min_tokens"])
+        return not host.any()
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, rows: Ints, indices: Ints) -> tuple[Tensor, Tensor]:
+        """Draws as `sample`, for rows that are plain; waits for nothing.
+
+        Returns tokens [S] int32, and whether a row's logits were finite [S], on their device.
+        """
+        params = self._params[rows]
+        tokens = logits.argmax(-1).to(torch.int32)
+        drawn = np.flatnonzero(~params["greedy"])
+        if len(drawn):
+            scores = self._noisy(_pick(logits, drawn), params[drawn], indices[drawn])
+            tokens[self._put(drawn)] = scores.argmax(-1).to(torch.int32)
+        return tokens, torch.isfinite(logits).all(-1)
+
     @torch.inference_mode()
     def score(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
