@@ -7,6 +7,7 @@ ends that sequence only; an exception of the model ends the engine.
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -100,22 +101,29 @@ class EngineLoad:
 class Engine:
     """One model on one device.
 
-    `progress` is told of the weights while they load. Where the engine cannot be, a ValueError says
-    why in one line.
+    `progress` is told of the weights while they load; `decoder` is a model that is there already.
+    Where the engine cannot be, a ValueError says why in one line.
     """
 
-    def __init__(self, config: WorkerConfig, progress: Progress = lambda done, total: None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        progress: Progress = lambda done, total: None,
+        decoder: ServedModel | None = None,
+    ) -> None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = choose_device(config.device)
-        self.spec, decoder = load(
-            config.model,
-            config.dtype,
-            device,
-            progress,
-            config.max_model_len,
-            config.quantization,
-        )
+        if decoder is None:
+            _, decoder = load(
+                config.model,
+                config.dtype,
+                device,
+                progress,
+                config.max_model_len,
+                config.quantization,
+            )
+        self.spec = decoder.spec
         self.limits = _limits(config, self.spec, decoder)
         self.model = model_fingerprint(config.model)
         self.layout = layout_of(self.model, self.spec, decoder.dtype, self.limits.block_size)
@@ -206,7 +214,7 @@ class Engine:
         began = time.perf_counter()
         drawn = before.tokens if plan.ahead and before is not None else None
         self._gap_seconds = 0.0 if plan.ahead else began - self._drawn_at
-        with self._streams.computing():
+        with self.computing():
             logits = self._runner.run(plan, drawn)
             rows, indices = plan.drawing, self._indices(plan)
             if len(plan.scored) or not self._sampler.is_plain(rows, indices):
@@ -215,6 +223,10 @@ class Engine:
             tokens, finite = self._sampler.launch(logits, rows, indices)
             arriving = self._streams.read_back(tokens, finite)
         return Launched(plan, tokens, lambda: self._arrived(arriving), began)
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Within, what is launched on a device computes after what the engine launched before."""
+        return self._streams.computing()
 
     def _arrived(self, arriving: Readback) -> Sampled:
         tokens, finite = arriving.wait()
@@ -330,9 +342,7 @@ def _limits(config: WorkerConfig, spec: ServedSpec, decoder: ServedModel) -> Lim
             f"max_model_len {max_model_len} is more than the {spec.max_model_len} positions that "
             "the model has"
         )
-    sizes = Sizes(
-        config.max_sequences, config.max_batched_tokens, max_model_len, config.block_size
-    )
+    sizes = Sizes(config.max_sequences, config.max_batched_tokens, max_model_len, config.block_size)
     return Limits(
         num_blocks=choose_num_blocks(
             config,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import psutil
 import torch
 
 from penstock.workers.config import WorkerConfig
@@ -47,4 +46,6 @@ def _room(device: torch.device, beside: Callable[[], int]) -> int:
     if device.type == "cuda":
         needed = beside()
         return max(0, int((torch.cuda.mem_get_info(device)[0] - needed) * _GPU_SHARE))
+    import psutil  # not where only GPUs compute, see docs/gpu.md
+
     return int(psutil.virtual_memory().available * _CPU_SHARE)
