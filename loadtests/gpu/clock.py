@@ -1,4 +1,4 @@
-"""How long something takes on a device: many calls from one captured graph, where there are such."""
+"""How long something takes on a device: many calls from one captured graph, where it has such."""
 
 import statistics
 import time

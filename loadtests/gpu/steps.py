@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Marks:
 
 def summary(steps: Sequence[Step], clock: Clock, floor: float) -> dict[str, float]:
     """Of steps in a row: times from end to end, gaps, and both over what the bytes take."""
-    pairs = list(zip(steps, steps[1:], strict=False))
+    pairs = list(pairwise(steps))
     periods = np.array([clock.seconds(one.end, other.end) for one, other in pairs])
     gaps = np.array([clock.seconds(one.end, other.begin) for one, other in pairs])
     period = float(np.median(periods))

@@ -147,9 +147,13 @@ def test_exception_of_the_model_is_raised_on_the_engines_thread(
 
     monkeypatch.setattr(engine._runner, "run", broken)
     driven = Driven(engine)
-    with pytest.raises(RuntimeError, match="out of memory"):  # noqa: PT012: at once, or then
+
+    def submit_and_wait() -> None:
         driven.turn(lambda engine: engine.submit(sequences()[0]))
         driven.turn()
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        submit_and_wait()
     driven.pipeline.stop()
 
 

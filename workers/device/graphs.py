@@ -12,7 +12,7 @@ from penstock.workers.device.ladder import Ladder, Rung
 from penstock.workers.scheduling.sequence import StepPlan
 
 Compute = Callable[[Batch], Tensor]
-"""From a batch in its places to hidden states [T, hidden_size]; launches only, waits for nothing."""
+"""From a batch in its places to hidden states [T, hidden_size]; launches, and waits for nothing."""
 
 
 class Captures(Protocol):

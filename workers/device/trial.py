@@ -1,6 +1,7 @@
 """What steps and graphs take of a GPU's memory beside weights and cache: tried out, not guessed."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ def graph_bytes(free: list[int], num_graphs: int) -> int:
     if len(free) < 2:
         return 0
     pool = max(0, free[0] - free[1])
-    others = [max(0, one - next_) for one, next_ in zip(free[1:], free[2:], strict=False)]
+    others = [max(0, one - next_) for one, next_ in pairwise(free[1:])]
     return pool + (num_graphs - 1) * max(others, default=0)
 
 
