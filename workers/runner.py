@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import plan_attention
-from penstock.kernels.cache import copy_blocks, write_rows
+from penstock.kernels.blocks import copy_blocks
+from penstock.kernels.cache import write_rows
 from penstock.kernels.latent_attention import plan_latent_attention
 from penstock.kernels.rotary import rotary_table
 from penstock.workers.device.pinned import put
