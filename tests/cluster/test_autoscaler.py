@@ -184,6 +184,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(steps, st.integers(0, 3), st.integers(3, 9), st.integers(0, 20))
 def test_always(
     steps: list[tuple[float, dict[str, PoolState]]], least: int, most: int, budget: int

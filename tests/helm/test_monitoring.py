@@ -165,6 +165,7 @@ WELL = [
 ]
 
 
+@pytest.mark.slow
 @needs_promtool
 def test_each_alert_fires_for_what_it_is_for_and_none_while_all_is_well(tmp_path: Path) -> None:
     alerts = rules()

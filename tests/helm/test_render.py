@@ -161,6 +161,7 @@ MUTATIONS = [
 CUSTOM = ("raycluster.yaml", "monitoring.yaml", "alerts.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "template", "text", "instead"), MUTATIONS)
 def test_a_spoilt_template_is_seen(
     mode: str, template: str, text: str, instead: str, tmp_path: Path

@@ -55,6 +55,7 @@ lengths = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=lengths,

@@ -105,6 +105,7 @@ def test_typical_as_the_reference(
     assert torch.equal(found[kept], logits[kept])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mass", MASSES)
 @pytest.mark.parametrize("spread", [0.3, 2.0, 10.0])
 def test_typical_as_transformers(mass: float, spread: float) -> None:

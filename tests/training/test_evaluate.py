@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from training import evaluate
 from training.evaluate import Score
 from training.families import FAMILIES, Message
@@ -23,6 +25,7 @@ def all_right(conversations: Sequence[list[Message]]) -> list[str]:
     return [book[str(conversation)] for conversation in conversations]
 
 
+@pytest.mark.slow
 def test_all_right_answers_score_one() -> None:
     scores = evaluate.measure(all_right, COUNT)
     assert [score.family for score in scores] == list(FAMILIES)

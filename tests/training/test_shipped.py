@@ -75,6 +75,7 @@ def claimed() -> list[str]:
     return [score.family for score in evaluate.read_scores(MODELS / "demo") if score.is_claimed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", claimed())
 def test_the_demo_does_what_it_claims(answer: Answer, family: str) -> None:
     [score] = evaluate.measure(answer, SAMPLE, seed=1, families=[family])

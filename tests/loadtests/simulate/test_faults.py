@@ -27,6 +27,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 NUM_QUICK = 60
 
 
+@pytest.mark.slow
 def test_some_schedules_hold() -> None:
     tally, failed = faults.play_seeds(range(NUM_QUICK))
     assert not failed
@@ -35,6 +36,7 @@ def test_some_schedules_hold() -> None:
     assert tally.ends["ok"] > 0.7 * tally.requests
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     told = []
     for processes in (1, 2):

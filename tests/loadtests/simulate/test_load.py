@@ -18,6 +18,8 @@ from penstock.loadtests.simulate.timing import Timing
 from penstock.loadtests.workload import Lengths, Planned
 from penstock.workers.scheduling.limits import Limits
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(
     num_blocks=1000,
     max_model_len=16384,

@@ -139,6 +139,7 @@ def world_of(pool: str) -> World:
     return World(POOLS[pool], limits, max_queued=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", POOLS)
 def test_random_schedules(pool: str) -> None:
     for seed in range(20):

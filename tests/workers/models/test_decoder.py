@@ -14,6 +14,8 @@ from tests.support.answers import Expected, check, expected_answers
 from tests.support.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.support.planner import generate
 
+pytestmark = pytest.mark.slow
+
 MAX_NEW = 20  # crosses a block, and every family's window
 LENGTHS = (1, 5, 16, 33, 16, 15, 70)  # shorter than, equal to and longer than a block
 LEAST = {"phi3-long": 4}  # there transformers has other factors for shorter prompts

@@ -18,6 +18,8 @@ from tests.support.checkpoints import OTHERS, VOCAB_SIZE, make_checkpoint
 from tests.support.engines import greedy_sequence, run_out
 from tests.support.planner import generate
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MAX_NEW = 8
 LENGTHS = (12, 16, 61)  # answers that cross a block and a window

@@ -298,6 +298,7 @@ class Schedule:
             world.settle(worker)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_seed", [0, 30])
 def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> None:
     num_preempted, num_cached, num_arrived, num_ahead = 0, 0, 0, 0
