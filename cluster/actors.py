@@ -133,9 +133,12 @@ class WorkerActor(_Host):
         def weights(done: int, total: int) -> None:
             newsroom.add(Progress("weights" if done < total else "warming up", done, total))
 
+        def graphs(done: int, total: int) -> None:
+            newsroom.add(Progress(f"graphs, {done} of {total}"))
+
         try:
             config = replace(config, host=ray.util.get_node_ip_address())
-            self._worker = await serve_worker(config, weights)
+            self._worker = await serve_worker(config, weights, graphs)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
         self._watching = asyncio.create_task(self._watch(self._worker, newsroom))

@@ -152,15 +152,17 @@ class RunningWorker:
 
 
 async def serve_worker(
-    config: WorkerConfig, progress: Progress = lambda done, total: None
+    config: WorkerConfig,
+    progress: Progress = lambda done, total: None,
+    captured: Progress = lambda done, total: None,
 ) -> RunningWorker:
     """Load, warm up, serve. ValueError or OSError with one clear line where that cannot be.
 
-    `progress` is called from another thread.
+    `progress` is told of bytes of weights, `captured` of graphs, both from another thread.
     """
     server = grpc.aio.server(options=_OPTIONS)
     address = _bind(server, config)  # first: a taken port is known before the weights are read
-    engine = await asyncio.to_thread(_warm_engine, config, progress)
+    engine = await asyncio.to_thread(_warm_engine, config, progress, captured)
     identity = Identity(
         worker=config.name,
         incarnation=secrets.token_hex(8),
@@ -191,9 +193,9 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
     return f"{host}:{port}"
 
 
-def _warm_engine(config: WorkerConfig, progress: Progress) -> Engine:
+def _warm_engine(config: WorkerConfig, progress: Progress, captured: Progress) -> Engine:
     engine = Engine(config, progress)
-    engine.warm_up()
+    engine.warm_up(captured)
     return engine
 
 

@@ -1,4 +1,4 @@
-"""The tests of kernels on the device: a process a file, several at once, since compiling is long."""
+"""Tests of kernels on the device: a process a file, several at once, since compiling is long."""
 
 import os
 import subprocess
