@@ -145,12 +145,13 @@ class Ranking:
     """Holds the choices of a request back until all have ended; gives the likeliest.
 
     As in OpenAI's and TGI's `best_of` they are compared by the mean log probability of their
-    tokens, so that a short answer is not the better for being short.
+    tokens, so that a short answer is not the better for being short. Those of a beam search come
+    ranked: it has as many as are wanted, the best first.
     """
 
-    def __init__(self, num_drawn: int, num_wanted: int, with_logprobs: bool) -> None:
-        self._deltas: list[list[Delta]] = [[] for _ in range(num_drawn)]
-        self._num_open = num_drawn
+    def __init__(self, num_told: int, num_wanted: int, with_logprobs: bool) -> None:
+        self._deltas: list[list[Delta]] = [[] for _ in range(num_told)]
+        self._num_open = num_told
         self._num_wanted = num_wanted
         self._with_logprobs = with_logprobs
 
@@ -160,7 +161,9 @@ class Ranking:
         self._num_open -= bool(delta.finish)
         if self._num_open:
             return []
-        answers = sorted(map(join, self._deltas), key=_mean_logprob, reverse=True)
+        answers = list(map(join, self._deltas))
+        if len(answers) > self._num_wanted:
+            answers.sort(key=_mean_logprob, reverse=True)
         return [self._renumbered(n, one) for n, one in enumerate(answers[: self._num_wanted])]
 
     def _renumbered(self, number: int, answer: Delta) -> Delta:

@@ -24,6 +24,23 @@ RANGES: Mapping[str, tuple[float, float]] = {
 """Inclusive; a value that is no finite number is in none of them."""
 
 MAX_BIAS = 100.0
+MAX_LENGTH_PENALTY = 5.0
+
+EARLY_STOPPING: Mapping[bool | str, worker_pb2.EarlyStopping] = {
+    False: worker_pb2.EARLY_STOPPING_FALSE,
+    True: worker_pb2.EARLY_STOPPING_TRUE,
+    "never": worker_pb2.EARLY_STOPPING_NEVER,
+}
+
+DRAWING: Mapping[str, Collection[object]] = {
+    "temperature": (0.0, 1.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "seed": (None,),
+}
+"""What says how tokens are drawn, and the values that a beam search, which draws none, may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +67,24 @@ class Sampling:
     typical_p: float = 1.0
     bad_words: Sequence[Sequence[int]] = ()  # as their tokens
     allowed_tokens: Sequence[int] | None = None
+    use_beam_search: bool = False  # with best_of (or n) beams
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False  # or "never"
 
     @property
-    def num_drawn(self) -> int:
-        """Choices that are drawn, to give n of them."""
+    def num_sequences(self) -> int:
+        """Choices that are drawn, or beams, to give n of them."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_told(self) -> int:
+        """Choices that workers tell."""
+        return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def is_ranked(self) -> bool:
         """Whether nothing can be said before all choices have ended."""
-        return self.num_drawn > self.n
+        return self.use_beam_search or self.num_sequences > self.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +166,11 @@ def wire_params(ask: Ask, model: Model, bounds: Bounds) -> worker_pb2.SamplingPa
     _check_lists(sampling, model, bounds)
     _check_choice(sampling, model, bounds)
     max_tokens = _max_tokens(ask, model)
+    if sampling.use_beam_search:
+        max_tokens = _check_beams(ask, max_tokens, bounds)
+    elif sampling.length_penalty != 1 or sampling.early_stopping is not False:
+        name = "early_stopping" if sampling.length_penalty == 1 else "length_penalty"
+        raise invalid(f"{name} is for beam searches: set use_beam_search, or leave it out", name)
     _check_count("min_tokens", sampling.min_tokens, 0, max_tokens)
     return worker_pb2.SamplingParams(
         temperature=sampling.temperature,
@@ -156,14 +186,65 @@ def wire_params(ask: Ask, model: Model, bounds: Bounds) -> worker_pb2.SamplingPa
         stop_tokens=sampling.stop_tokens,
         ignore_eos=sampling.ignore_eos,
         # Those who are ranked are ranked by them.
-        logprobs=0 if sampling.is_ranked and sampling.logprobs is None else sampling.logprobs,
-        n=sampling.num_drawn,
+        logprobs=0 if _is_ranked_here(sampling) else sampling.logprobs,
+        n=sampling.num_told,
         logit_bias=sampling.logit_bias,
         typical_p=sampling.typical_p,
         bad_words=[worker_pb2.BadWord(tokens=word) for word in sampling.bad_words],
         allowed_tokens=sampling.allowed_tokens,
         prompt_logprobs=sampling.prompt_logprobs,
+        beams=_beams(sampling),
     )
+
+
+def _is_ranked_here(sampling: Sampling) -> bool:
+    """Whether log probabilities are needed that the client did not ask for."""
+    return sampling.num_told > sampling.n and sampling.logprobs is None
+
+
+def _beams(sampling: Sampling) -> worker_pb2.BeamSearch | None:
+    if not sampling.use_beam_search:
+        return None
+    return worker_pb2.BeamSearch(
+        width=sampling.num_sequences,
+        length_penalty=sampling.length_penalty,
+        early_stopping=EARLY_STOPPING[sampling.early_stopping],
+    )
+
+
+def _check_beams(ask: Ask, max_tokens: int, bounds: Bounds) -> int:
+    """What a beam search cannot do; the most tokens that its answers may have."""
+    sampling = ask.sampling
+    if sampling.num_sequences < 2:
+        name = "n" if sampling.best_of is None else "best_of"
+        raise invalid(
+            f"use_beam_search takes from 2 to {bounds.max_choices} beams: set {name} so", name
+        )
+    for name, harmless in DRAWING.items():
+        if getattr(sampling, name) not in harmless:
+            kept = " or ".join(f"{value:g}" for value in harmless if isinstance(value, float | int))
+            which = f"leave {name} at {kept}" if kept else f"leave out {name}"
+            raise invalid(f"use_beam_search draws no tokens: {which}", name)
+    if ask.stops:
+        raise invalid(
+            "use_beam_search heeds stop_token_ids, no stop strings: leave out stop", "stop"
+        )
+    most = MAX_LENGTH_PENALTY
+    if not -most <= sampling.length_penalty <= most:
+        name = "length_penalty"
+        raise invalid(f"{name} must be a number from {-most:g} to {most:g}", name)
+    if sampling.early_stopping not in EARLY_STOPPING:
+        raise invalid('early_stopping must be true, false or "never"', "early_stopping")
+    longest = bounds.max_beam_tokens // sampling.n
+    if sampling.max_tokens is None:
+        return min(max_tokens, longest)
+    if max_tokens > longest:
+        raise invalid(
+            f"the answers of a beam search may have {bounds.max_beam_tokens} tokens together: with "
+            f"n = {sampling.n}, ask for max_tokens of at most {longest}",
+            "max_tokens",
+        )
+    return max_tokens
 
 
 def _check_numbers(sampling: Sampling, bounds: Bounds) -> None:

@@ -12,7 +12,8 @@ class Bounds:
     max_header_bytes: int = 64 << 10
     receive_seconds: float = 30.0  # for a request's head, and again for its body
     max_prompts: int = 64  # in one call; each is a request of its own
-    max_choices: int = 64  # n, or best_of, of one prompt
+    max_choices: int = 64  # n, or best_of, of one prompt; beams
+    max_beam_tokens: int = 8192  # of a beam search's answers, which come at once
     max_stop_strings: int = 16
     max_stop_chars: int = 256  # of one stop string
     max_stop_tokens: int = 256

@@ -199,6 +199,7 @@ class Frontend:
             prompt=ask.prompt,
             params=params,
             num_choices=params.n,
+            num_beams=params.beams.width,
             max_tokens=params.max_tokens,
             tenant=ask.tenant,
             salt=ask.tenant.encode(),
@@ -210,11 +211,11 @@ class Frontend:
         sampling = ask.sampling
         rules, ranking = text_rules(ask, self.config.bounds), None
         if sampling.is_ranked:
-            ranking = Ranking(sampling.num_drawn, sampling.n, sampling.logprobs is not None)
+            ranking = Ranking(sampling.num_told, sampling.n, sampling.logprobs is not None)
         return Track(
             answers,
             index,
-            [self.text.answer(rules) for _ in range(sampling.num_drawn)],
+            [self.text.answer(rules) for _ in range(sampling.num_told)],
             frozenset(sampling.stop_tokens),
             lambda choice, length: self.tell(ev.Cut(request, choice, length)),
             ranking,

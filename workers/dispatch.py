@@ -22,6 +22,7 @@ from penstock.workers.wire import (
     BadSubmit,
     SequenceKey,
     Vocabulary,
+    found_message,
     load_message,
     named,
     new_sequence,
@@ -180,6 +181,10 @@ class Dispatch:
         steps = step_messages(result, self._wanted)
         for number, step in steps.items():
             self._put_step(self._sessions[number], step)
+        for found in result.found:
+            key = named(found.key)
+            if self._wanted(key):
+                self._put_step(self._sessions[key.session], found_message(found), alone=True)
         if result.output is None:
             # No step will tell the load that the commands have changed.
             for session in self._sessions.values():
@@ -208,10 +213,10 @@ class Dispatch:
         message = wire.Yielded(request=key.request, attempt=key.attempt, kv_len=kv_len)
         session.put(wire.ToRouter(yielded=message))
 
-    def _put_step(self, session: Session, step: wire.Step) -> None:
+    def _put_step(self, session: Session, step: wire.Step, alone: bool = False) -> None:
         step.load.CopyFrom(self.load)
         session.told = self.load
-        session.put(wire.ToRouter(step=step))
+        session.put(wire.ToRouter(step=step), alone)
 
     def _load_message(self, load: EngineLoad) -> wire.Load:
         handover = self.handover

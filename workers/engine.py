@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.workers.beams import Candidates, Hypothesis, Searches
 from penstock.workers.config import WorkerConfig
 from penstock.workers.device.graphs import CudaCaptures
 from penstock.workers.device.ladder import Ladder
@@ -59,6 +60,14 @@ class Receiving:
     blocks: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answers of a beam search, which is over: the best first, all of them whole."""
+
+    key: Key
+    answers: list[Hypothesis]
+
+
 @dataclass(slots=True)
 class StepResult:
     """What one step gave. `logprobs` has an entry for each of the output's tokens."""
@@ -66,6 +75,7 @@ class StepResult:
     output: StepOutput | None = None  # None: there was nothing to compute
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
     failed: list[Key] = field(default_factory=list)  # ended: their logits were not finite
     yielded: list[Yielded] = field(default_factory=list)
     reserved: list[Receiving] = field(default_factory=list)
@@ -135,6 +145,7 @@ class Engine:
         self.on_device = self._streams.asynchronous
         self.plans_ahead = self.on_device if config.plan_ahead is None else config.plan_ahead
         self._live: dict[Key, NewSequence] = {}  # all but leases
+        self._searches = Searches()
         self._step_seconds = 0.0
         self._times = StepTimes()
         self._num_steps = 0
@@ -147,6 +158,8 @@ class Engine:
         """Queue a sequence; NeverFits or QueueFull if it is not taken."""
         self.batcher.submit(new)
         self._live[new.key] = new
+        if new.params.beams is not None:
+            self._searches.open(new.key, new.params, self.limits.max_model_len - new.num_prompt)
 
     def drop_choice(self, key: Key, choice: int) -> None:
         """Let go of one of its choices; unknown: nothing."""
@@ -155,6 +168,7 @@ class Engine:
     def drop(self, key: Key) -> None:
         """Let go of it, in whatever form it is held; unknown: nothing."""
         self.batcher.drop(key)
+        self._searches.close(key)
         self._live.pop(key, None)
 
     def ask_yield(self, key: Key) -> None:
@@ -199,6 +213,8 @@ class Engine:
         rows, table = plan.drawing, self.batcher.table
         indices = self._indices(plan)
         sampled = self._sampler.sample(logits[: len(rows)], rows, indices, table)
+        if sampled.candidates is not None:
+            sampled = self._take_turns(sampled, sampled.candidates, rows, logits)
         if len(plan.scored):
             sampled = replace(sampled, prompts=self._score(plan, logits[len(rows) :]))
         self._drawn_at = time.perf_counter()
@@ -251,7 +267,12 @@ class Engine:
             result.failed = [key for key in keys if self._live.pop(key, None) is not None]
             for key in result.failed:
                 self.batcher.fail(key)
-        result.output = output = self.batcher.commit(plan, sampled.tokens)
+                self._searches.close(key)
+        for key in sampled.over:
+            if (search := self._searches.close(key)) is not None:
+                self.batcher.finish(key)
+                result.found.append(Found(key, search.best))
+        result.output = output = self.batcher.commit(plan, sampled.tokens, sampled.parents)
         result.logprobs, result.prompts = sampled.logprobs, sampled.prompts
         if len(output.rows) < len(rows):
             of_row = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
@@ -294,6 +315,30 @@ class Engine:
         self._num_steps = 0
         self._times = StepTimes()
 
+    def _take_turns(
+        self, sampled: Sampled, candidates: Candidates, rows: Ints, logits: Tensor
+    ) -> Sampled:
+        """Let every search choose among its candidates; rows: [S], logits: [S + P, V]."""
+        at, table = sampled.beams, self.batcher.table
+        beams, tokens, parents = rows[at], sampled.tokens, rows.copy()
+        keys = table.keys[beams]
+        turns = self._searches.advance(keys, table.choices[beams], beams, candidates)
+        tokens[at], parents[at] = turns.tokens, turns.parents
+        for key in turns.over:
+            if self._searches.failed(key):
+                sampled.finite[at[keys == key]] = False
+        live = [self._live.get(key) for key in keys]
+        counts = [-1 if new is None else _num_logprobs(new.params) for new in live]
+        asking = [(place, node) for place, node in turns.made if counts[place] >= 0]
+        if asking:
+            places = [place for place, _ in asking]
+            wanted = np.array(counts, np.int64)[places]
+            names = np.array([node.token for _, node in asking], np.int32)
+            entries = self._sampler.score(logits[at[places]], wanted, names)
+            for (_, node), entry in zip(asking, entries, strict=True):
+                node.logprobs = entry
+        return replace(sampled, parents=parents, over=turns.over)
+
     def _score(self, plan: StepPlan, logits: Tensor) -> list[PromptLogprobs]:
         """Logprobs of prompt tokens; those of one row stand together."""
         table, positions = self.batcher.table, plan.positions[plan.scored] + 1
@@ -321,10 +366,15 @@ class Engine:
                 result.reserved.append(Receiving(key, have, stop, blocks))
             case Yielded(key, _):
                 del self._live[key]
+                self._searches.close(key)
                 result.yielded.append(event)
             case Finished(key):
                 del self._live[key]
                 result.finished.append(key)
+
+
+def _num_logprobs(params: SamplingParams) -> int:
+    return -1 if params.logprobs is None else params.logprobs
 
 
 def choose_device(name: str) -> torch.device:

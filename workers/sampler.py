@@ -3,7 +3,8 @@
 In this order, each step only for the rows that want it: logit bias, penalties, allowed tokens, bad
 words, stop tokens held back until `min_tokens`; then the largest is taken (greedy), or the
 temperature, top-k, top-p, min-p and typical-p are applied and the largest is taken after noise is
-added.
+added. Of a beam the same changes are made to its log probabilities (as `transformers` does), and
+the likeliest tokens are its search's candidates.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 from penstock.kernels.noise import gumbel_noise
 from penstock.kernels.sampling import Cuts, Penalties, argmax, cut_, penalize_, typical_
 from penstock.workers.bans import Bans, History
+from penstock.workers.beams import Candidates
 from penstock.workers.scheduling.sequence import Bools, Ints, Key, SamplingParams
 
 GREEDY_BELOW = 1e-5
@@ -44,8 +46,12 @@ ROW = np.dtype(
         ("choosy", np.bool_),  # it has allowed tokens or bad words
         ("shaped", np.bool_),  # any of these three
         ("stops", np.bool_),  # it has stop tokens
+        ("candidates", np.int64),  # of a beam: so many; 0: it is none
     ]
 )
+
+
+NO_BEAMS = np.empty(0, np.intp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +77,14 @@ class PromptLogprobs:
 class Sampled:
     """One drawn token a row of the logits."""
 
-    tokens: Ints  # [S]; 0 where there was nothing to draw
+    tokens: Ints  # [S]; 0 where there was nothing to draw, and of beams until they took their turn
     finite: Bools  # [S] whether the row's logits were, and some token may be drawn
     logprobs: list[TokenLogprobs | None]  # of the rows that asked
     prompts: list[PromptLogprobs] = field(default_factory=list)
+    beams: npt.NDArray[np.intp] = field(default_factory=NO_BEAMS.copy)  # [R] which rows are some
+    candidates: Candidates | None = None  # of these
+    parents: Ints | None = None  # [S] rows of the table, where there are beams
+    over: list[Key] = field(default_factory=list)  # searches
 
 
 class Sampler:
@@ -119,6 +129,8 @@ class Sampler:
             *changes,
             any(changes),
             self._bans.can_stop(row),
+            # Enough that as many are left once the stop tokens have ended theirs.
+            0 if params.beams is None else params.beams.width + len(params.stop_tokens),
         )
 
     @torch.inference_mode()
@@ -132,19 +144,31 @@ class Sampler:
             return Sampled(np.empty(0, np.int32), np.empty(0, np.bool_), [])
         params = self._params[rows]
         finite = _finite_rows(logits)
-        shaped = self._shaped(logits, rows, params, indices, history)
-        choosy = np.flatnonzero(params["choosy"])
+        is_beam = params["candidates"] > 0
+        beams = np.flatnonzero(is_beam)
+        scores = self._normalized(logits, beams) if len(beams) else logits
+        shaped = self._shaped(scores, rows, params, indices, history)
+        choosy = np.flatnonzero(params["choosy"] & ~is_beam)
         if len(choosy):
             finite[choosy] &= torch.isfinite(_pick(shaped, choosy).amax(-1)).cpu().numpy()
         tokens = np.zeros(len(rows), np.int32)
-        greedy, drawn = np.flatnonzero(params["greedy"]), np.flatnonzero(~params["greedy"])
+        greedy = np.flatnonzero(params["greedy"] & ~is_beam)
+        drawn = np.flatnonzero(~(params["greedy"] | is_beam))
         if len(greedy):
             tokens[greedy] = argmax(_pick(shaped, greedy))
         if len(drawn):
             scores = self._noisy(_pick(shaped, drawn), params[drawn], indices[drawn])
             tokens[drawn] = argmax(scores)
         tokens[~finite] = 0
-        return Sampled(tokens, finite, self._logprobs(logits, params["logprobs"], tokens))
+        logprobs = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
+        if not len(beams):
+            return Sampled(tokens, finite, logprobs)
+        most = min(int(params["candidates"].max()), self._vocab_size)
+        found = _pick(shaped, beams).topk(most)
+        candidates = Candidates(
+            found.indices.cpu().numpy().astype(np.int32), found.values.cpu().numpy()
+        )
+        return Sampled(tokens, finite, logprobs, beams=beams, candidates=candidates)
 
     def is_plain(self, rows: Ints, indices: Ints) -> bool:
         """Whether `launch` can draw these: nothing of it is done, or known, on the host."""
@@ -173,6 +197,14 @@ class Sampler:
     ) -> list[TokenLogprobs | None]:
         """Logprobs of given tokens [P] under logits [P, V], with so many of the likeliest [P]."""
         return self._logprobs(logits, wanted, tokens)
+
+    def _normalized(self, logits: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
+        """Log probabilities in place of the logits of the rows `at`; a new tensor."""
+        if len(at) == len(logits):
+            return logits.log_softmax(-1)
+        scores = logits.clone()
+        scores[self._put(at)] = _pick(logits, at).log_softmax(-1)
+        return scores
 
     def _shaped(
         self,

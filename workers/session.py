@@ -43,22 +43,28 @@ class Session:
         self.ending: Ending | None = None
         self.told: wire.Load | None = None  # the last load it was sent
         self._waiting: deque[wire.ToRouter] = deque()
+        self._alone = False  # whether nothing may be added to the newest that waits
         self._changed = asyncio.Event()
         self._num_sent = 0
 
     def key(self, request: int, attempt: int) -> SequenceKey:
         return SequenceKey(self.number, request, attempt)
 
-    def put(self, message: wire.ToRouter) -> None:
-        """Say it, in order. Steps that wait become one; too much that waits ends the stream."""
+    def put(self, message: wire.ToRouter, alone: bool = False) -> None:
+        """Say it, in order. Steps that wait become one; too much that waits ends the stream.
+
+        alone: a Step of many tokens, made at once: it stays as it is, and does not count.
+        """
         if self.ending is not None:
             return
         last = self._waiting[-1] if self._waiting else None
-        if last is not None and last.HasField("step") and message.HasField("step"):
+        joins = last is not None and last.HasField("step") and message.HasField("step")
+        if last is not None and joins and not (alone or self._alone):
             merge_steps(last.step, message.step)
         else:
             self._waiting.append(message)
-        newest = self._waiting[-1].step
+        self._alone = alone
+        newest = wire.Step() if alone else self._waiting[-1].step
         num_tokens = len(newest.token) + sum(len(prompt.entries) for prompt in newest.prompts)
         if num_tokens > MAX_TOKENS_WAITING or len(self._waiting) > MAX_MESSAGES_WAITING:
             self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router reads too slowly")

@@ -7,14 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple, cast
 
 from penstock.protos import worker_pb2 as wire
-from penstock.workers.engine import EngineLoad, StepResult
+from penstock.workers.engine import EngineLoad, Found, StepResult
 from penstock.workers.sampler import TokenLogprobs
 from penstock.workers.scheduling.sequence import (
+    BeamParams,
     Key,
     NewSequence,
     SamplingParams,
     Sibling,
     StepOutput,
+    usable_source,
 )
 
 PROTOCOL = 1  # of protos/worker.proto
@@ -26,6 +28,14 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 128
 MAX_SALT_BYTES = 256
 MAX_COUNT = 1 << 30
+MAX_FOUND_TOKENS = 1 << 14  # of a search: its answers are one message, with their logprobs
+MAX_LENGTH_PENALTY = 10.0
+
+EARLY_STOPPING = {
+    wire.EARLY_STOPPING_FALSE: False,
+    wire.EARLY_STOPPING_TRUE: True,
+    wire.EARLY_STOPPING_NEVER: None,
+}
 
 
 class SequenceKey(NamedTuple):
@@ -77,12 +87,9 @@ def new_sequence(
             f"max_tokens is {params.max_tokens}, and the answer has {longest} tokens already"
         )
     first, *others = [Sibling(choice, prompt + answer) for choice, answer in answers.items()]
-    # Choices have only their prompt in common, and each needs a token to compute.
     known = max(submit.prompt_known, 1)
     scored = params.prompt_logprobs is not None and known < len(prompt)
-    usable = len(prompt) + min(map(len, answers.values())) - 1
-    if others:
-        usable = min(usable, len(prompt))
+    lengths = [len(prompt) + len(answer) for answer in answers.values()]
     return NewSequence(
         key=key,
         tokens=first.tokens,
@@ -91,7 +98,7 @@ def new_sequence(
         yield_after=min(submit.yield_after, MAX_COUNT),
         priority=submit.priority,
         salt=submit.salt,
-        source_len=source_len if source_len <= usable and not scored else 0,
+        source_len=0 if scored else usable_source(source_len, len(prompt), lengths),
         prompt_known=known,
         choice=first.choice,
         siblings=tuple(others),
@@ -99,7 +106,11 @@ def new_sequence(
 
 
 def _answers(submit: wire.Submit) -> dict[int, list[int]]:
-    """The answer so far of every choice that has not finished."""
+    """The answer so far of every choice that has not finished, or of every beam."""
+    if submit.params.HasField("beams"):
+        if submit.log:
+            raise BadSubmit("there is a log, but a beam search begins at its prompt")
+        return {beam: [] for beam in range(_width(submit.params))}
     num_choices = max(submit.params.n, 1)
     if num_choices > MAX_CHOICES:
         raise BadSubmit(f"n is {num_choices}, more than {MAX_CHOICES}")
@@ -115,6 +126,30 @@ def _answers(submit: wire.Submit) -> dict[int, list[int]]:
     if not answers:
         raise BadSubmit("every choice has finished already")
     return answers
+
+
+def _width(given: wire.SamplingParams) -> int:
+    width, wanted = given.beams.width, max(given.n, 1)
+    if not 2 <= width <= MAX_CHOICES:
+        raise BadSubmit(f"a beam search of width {width}: from 2 to {MAX_CHOICES} can be")
+    if wanted > width:
+        raise BadSubmit(f"n is {wanted}, and {width} beams give no more than {width} answers")
+    if wanted * given.max_tokens > MAX_FOUND_TOKENS:
+        raise BadSubmit(
+            f"n is {wanted} and max_tokens {given.max_tokens}, but the answers of a beam search "
+            f"have at most {MAX_FOUND_TOKENS} tokens together"
+        )
+    return width
+
+
+def _beams(given: wire.SamplingParams) -> BeamParams | None:
+    if not given.HasField("beams"):
+        return None
+    search = given.beams
+    if search.early_stopping not in EARLY_STOPPING:
+        raise BadSubmit(f"early_stopping is {search.early_stopping}, which means nothing here")
+    stopping = EARLY_STOPPING[search.early_stopping]
+    return BeamParams(search.width, max(given.n, 1), search.length_penalty, stopping)
 
 
 def _params(given: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParams:
@@ -144,6 +179,7 @@ def _params(given: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParam
         bad_words=tuple(tuple(word.tokens) for word in given.bad_words),
         allowed_tokens=tuple(given.allowed_tokens),
         prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
+        beams=_beams(given),
     )
 
 
@@ -157,6 +193,7 @@ def _check_ranges(given: wire.SamplingParams) -> None:
         "presence_penalty": (given.presence_penalty, -largest, largest),
         "frequency_penalty": (given.frequency_penalty, -largest, largest),
         "repetition_penalty": (given.repetition_penalty, math.ulp(0.0), largest),
+        "length_penalty": (given.beams.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
     }
     for name, (value, least, most) in ranges.items():
         if not least <= value <= most:  # so that NaN is refused too
@@ -235,6 +272,24 @@ def step_messages(
         )
         steps[key.session].ended.add(request=key.request, attempt=key.attempt, reason=reason)
     return steps
+
+
+def found_message(found: Found) -> wire.Step:
+    """The answers of a search, as so many choices."""
+    key, step = named(found.key), wire.Step()
+    for choice, answer in enumerate(found.answers):
+        nodes = answer.last.path()
+        first = len(step.token)
+        step.token.extend([node.token for node in nodes])
+        step.position.extend(range(len(nodes)))
+        step.choice.extend([choice] * len(nodes))
+        step.finish.extend([wire.FINISH_NONE] * (len(nodes) - 1) + [answer.finish.value])
+        for row, node in enumerate(nodes, start=first):
+            if isinstance(node.logprobs, TokenLogprobs):
+                step.logprobs.add(row=row, **asdict(node.logprobs))
+    step.request.extend([key.request] * len(step.token))
+    step.attempt.extend([key.attempt] * len(step.token))
+    return step
 
 
 def _add_tokens(

@@ -15,11 +15,11 @@ _MODULUS = (1 << 61) - 1
 VOCAB = 37
 
 
-def _value(before: int, token: int, position: int) -> int:
+def value_of(before: int, token: int, position: int) -> int:
     return ((before ^ 0x9E3779B97F4A7C15) * 6364136223846793 + token * 7919 + position) % _MODULUS
 
 
-def _fold(values: Sequence[int]) -> int:
+def fold_of(values: Sequence[int]) -> int:
     folded = 1
     for value in values:
         folded = (folded * 1000003 + value) % _MODULUS
@@ -28,6 +28,14 @@ def _fold(values: Sequence[int]) -> int:
 
 def _drawn(fold: int, choice: int) -> int:
     return (fold + choice * 0x632BE59BD9B4E019) % _MODULUS % VOCAB
+
+
+def draw(folds: Sequence[int], plan: StepPlan, choices: Ints | None = None) -> Ints:
+    """The tokens [S] that a plan's drawing rows draw from these [S]."""
+    drawing = plan.drawing
+    own = np.zeros_like(drawing) if choices is None else choices[drawing]
+    drawn = [_drawn(fold, choice) for fold, choice in zip(folds, own.tolist(), strict=True)]
+    return np.array(drawn, np.int32)
 
 
 class FoldExecutor:
@@ -42,6 +50,10 @@ class FoldExecutor:
 
         choices: of every row of the table; all 0 if there is none.
         """
+        return draw(self.fold(plan), plan, choices)
+
+    def fold(self, plan: StepPlan) -> list[int]:
+        """Copy blocks, write the step's slots; what its drawing rows [S] draw from."""
         folds = []
         self.copy(plan.copies)
         for b in range(len(plan.rows)):
@@ -50,14 +62,10 @@ class FoldExecutor:
             for t in span:
                 position = int(plan.positions[t])
                 before = self.kv[context[position - 1]] if position else 0
-                self.kv[int(plan.slots[t])] = _value(before, int(plan.tokens[t]), position)
+                self.kv[int(plan.slots[t])] = value_of(before, int(plan.tokens[t]), position)
             if plan.samples[b]:
-                folds.append(_fold([self.kv[slot] for slot in context]))
-        folds += [folds[at] for at in plan.forks[:, 0]]
-        drawing = plan.drawing
-        own = np.zeros_like(drawing) if choices is None else choices[drawing]
-        drawn = [_drawn(fold, choice) for fold, choice in zip(folds, own.tolist(), strict=True)]
-        return np.array(drawn, np.int32)
+                folds.append(fold_of([self.kv[slot] for slot in context]))
+        return folds + [folds[at] for at in plan.forks[:, 0]]
 
     def copy(self, pairs: Ints) -> None:
         """Copy blocks, all at once: pairs [C, 2], from and to."""
@@ -95,13 +103,13 @@ def straight_answer(
     """The answer of a lone sequence, folded over its tokens: no blocks, no batch."""
     values: list[int] = []
     for token in prompt:
-        values.append(_value(values[-1] if values else 0, token, len(values)))
+        values.append(value_of(values[-1] if values else 0, token, len(values)))
     answer: list[int] = []
     while True:
-        token = _drawn(_fold(values), choice)
+        token = _drawn(fold_of(values), choice)
         answer.append(token)
         if token in params.stop_tokens and len(answer) >= params.min_tokens:
             return answer, Finish.STOP
         if len(answer) >= params.max_tokens or len(prompt) + len(answer) >= max_model_len:
             return answer, Finish.LENGTH
-        values.append(_value(values[-1], token, len(values)))
+        values.append(value_of(values[-1], token, len(values)))

@@ -218,12 +218,10 @@ class Worker:
             if not submit.finished[choice]
         ]
         own = source is not None and (source.worker, source.incarnation) == self._name
-        usable = min(len(one.tokens) for one in (first, *others)) - 1
-        if others:
-            usable = min(usable, len(request.prompt))
         source_len = 0
         if source is not None and not own and source.layout == self.info.layout:
-            source_len = source.kv_len if source.kv_len <= usable else 0
+            lengths = [len(one.tokens) for one in (first, *others)]
+            source_len = seq.usable_source(source.kv_len, len(request.prompt), lengths)
         return seq.NewSequence(
             key=key,
             tokens=first.tokens,

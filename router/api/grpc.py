@@ -57,7 +57,15 @@ SAMPLING_FIELDS = (
     "n",
     "best_of",
     "prompt_logprobs",
+    "use_beam_search",
+    "length_penalty",
 )
+
+EARLY_STOPPING: Mapping[int, bool | str] = {
+    pb.EARLY_STOPPING_FALSE: False,
+    pb.EARLY_STOPPING_TRUE: True,
+    pb.EARLY_STOPPING_NEVER: "never",
+}
 
 
 def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
@@ -311,6 +319,7 @@ def ask_of(
     given: dict[str, Any] = {
         name: getattr(wire, name) for name in SAMPLING_FIELDS if wire.HasField(name)
     }
+    given["early_stopping"] = EARLY_STOPPING.get(wire.early_stopping, "unknown")
     given["stop_tokens"] = list(wire.stop_tokens)
     given["logit_bias"] = dict(wire.logit_bias)
     given["bad_words"] = bad_words

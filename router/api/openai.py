@@ -125,10 +125,9 @@ class OpenAiApi:
     ) -> Response:
         sampling = body.sampling(await self._frontend.bad_words(body.bad_words or ()))
         if body.stream and sampling.is_ranked:
-            raise invalid(
-                "best_of above n cannot be streamed: the best choices are known at the end",
-                "best_of",
-            )
+            name = "use_beam_search" if sampling.use_beam_search else "best_of"
+            what = name if sampling.use_beam_search else "best_of above n"
+            raise invalid(f"{what} cannot be streamed: the best choices are known at the end", name)
         is_chat = isinstance(body, ChatBody)
         if body.stream and body.prompt_logprobs is not None:
             raise invalid(

@@ -6,7 +6,7 @@ them out would change what the answer means.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -29,7 +29,6 @@ REFUSED: Mapping[str, Sequence[Any]] = {
     "web_search_options": (None,),
     "echo": (None, False),
     "suffix": (None, ""),
-    "use_beam_search": (None, False),
     "logprob_token_ids": (None,),
     "prompt_embeds": (None,),
     "truncate_prompt_tokens": (None,),
@@ -90,6 +89,9 @@ class Common(Strict):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     # what transformers and TGI add
     typical_p: float | None = None
 
@@ -128,6 +130,9 @@ class Common(Strict):
             "typical_p": self.typical_p,
             "bad_words": bad_words,
             "allowed_tokens": self.allowed_token_ids,
+            "use_beam_search": self.use_beam_search,
+            "length_penalty": self.length_penalty,
+            "early_stopping": self.early_stopping,
         }
         given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
         return Sampling(**given)

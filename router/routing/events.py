@@ -38,6 +38,7 @@ class Request:
     prompt: Sequence[int]
     params: object  # sampling parameters in the wire's form: carried, never read
     num_choices: int = 1
+    num_beams: int = 0  # of the search that gives the choices; 0: they are drawn
     max_tokens: int = 16
     tenant: str = ""
     priority: int = 0
@@ -45,6 +46,11 @@ class Request:
     deadline: float = float("inf")  # on the clock of `now`
     log: Sequence[Sequence[int]] = ()  # tokens that the client already has, a list a choice
     trace: str = ""
+
+    @property
+    def num_sequences(self) -> int:
+        """That run at a time on a worker."""
+        return self.num_beams or self.num_choices
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,17 +76,17 @@ class WorkerView:
         reported = self.load.running + self.load.queued + self.new_sequences
         return max(self.num_sequences, reported)
 
-    def share_of(self, num_tokens: int, num_choices: int) -> Share:
-        blocks = -(-(num_tokens + num_choices) // self.info.block_size)
-        return Share(num_choices, blocks)
+    def share_of(self, num_tokens: int, num_sequences: int) -> Share:
+        blocks = -(-(num_tokens + num_sequences) // self.info.block_size)
+        return Share(num_sequences, blocks)
 
-    def has_room(self, num_tokens: int, num_choices: int) -> bool:
+    def has_room(self, num_tokens: int, num_sequences: int) -> bool:
         """Whether it could begin with so much soon; an idle worker always can."""
         if self.masked:
             return False
         if not self.num_sequences:
             return True
-        share = self.share_of(num_tokens, num_choices)
+        share = self.share_of(num_tokens, num_sequences)
         return (
             self.num_sequences + share.num_sequences <= self.info.max_sequences
             and self.num_blocks + share.num_blocks <= self.info.num_blocks
@@ -109,10 +109,10 @@ class WorkerView:
             self.num_sequences -= share.num_sequences
             self.num_blocks -= share.num_blocks
 
-    def placed(self, num_tokens: int, num_choices: int) -> None:
+    def placed(self, num_tokens: int, num_sequences: int) -> None:
         self.num_placed += 1
         self.new_tokens += num_tokens
-        self.new_sequences += num_choices
+        self.new_sequences += num_sequences
 
     def reported(self, load: Load) -> None:
         self.load = load

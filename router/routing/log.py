@@ -86,7 +86,8 @@ class Log:
     @property
     def num_known(self) -> int:
         """Tokens, of prompt and answers, that a worker has to have computed to go on."""
-        return len(self._request.prompt) + sum(map(len, self.answers))
+        answers, _ = self.copy()
+        return len(self._request.prompt) + sum(map(len, answers))
 
     @property
     def num_left(self) -> int:
@@ -99,4 +100,7 @@ class Log:
         return self._request.max_tokens - min(lengths, default=self._request.max_tokens)
 
     def copy(self) -> tuple[Sequence[Sequence[int]], Sequence[bool]]:
+        """The answers so far and which have ended, for a worker to go on from."""
+        if self._request.num_beams:  # a search begins anew, and gives what is known again
+            return tuple(() for _ in self.answers), tuple(False for _ in self.answers)
         return tuple(tuple(answer) for answer in self.answers), tuple(self.finished)

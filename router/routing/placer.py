@@ -169,10 +169,11 @@ class Placer:
         return Demand(
             life.request.id,
             life.log.num_known,
-            life.request.num_choices,
+            life.request.num_sequences,
             life.log.num_left,
             life.lease is not None or life.askable,
             life.unfit,
+            life.request.num_beams == 0 and life.request.num_choices > 1,
         )
 
     def _place_again(self, life: Life, out: list[Command], now: float) -> None:
@@ -189,11 +190,11 @@ class Placer:
         life.place(view.info, placement.yield_after, out)
         life.then = placement.then
         num_tokens = life.log.num_known if life.next is None else 0
-        view.placed(num_tokens, life.request.num_choices)
+        view.placed(num_tokens, life.request.num_sequences)
 
     def _count(self, life: Life) -> None:
         """Enter a request into the views of all workers that have or will have something of it."""
-        request, num_choices = life.request.id, life.request.num_choices
+        request, num_sequences = life.request.id, life.request.num_sequences
         self._uncount(request)
         names = self._counted[request] = []
         lease = life.lease.worker if life.lease is not None else None
@@ -201,7 +202,7 @@ class Placer:
             view = self._fleet.get(name)
             if view is not None:
                 names.append(view.name)
-                share = view.share_of(life.log.num_known, num_choices)
+                share = view.share_of(life.log.num_known, num_sequences)
                 view.hold(request, None if view.name == lease else share)
 
     def _uncount(self, request: int) -> None:

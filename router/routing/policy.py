@@ -17,10 +17,11 @@ class Demand:
 
     request: int
     num_tokens: int  # prompt and answer so far
-    num_choices: int
+    num_sequences: int
     num_left: int  # the most tokens that it may still get
     has_source: bool = False  # a worker keeps its blocks: only the tokens to come need computing
     unfit: AbstractSet[str] = frozenset()  # workers on which it can never fit
+    stays: bool = False  # where its prompt is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,9 @@ class LeastLoaded:
     def place(self, demand: Demand, workers: Sequence[WorkerView], now: float) -> Placement | None:
         live = [view for view in workers if view.usable and view.name not in demand.unfit]
         decoders = [view for view in live if view.info.role != "prefill"]
-        # Choices are sequences of their own, in step only while nobody moves them: they stay.
-        if demand.has_source or demand.num_choices > 1:
+        # Choices are sequences of their own, in step only while nobody moves them: they stay. Of
+        # a beam search nothing moves but its prompt.
+        if demand.has_source or demand.stays:
             whole = _roomiest(decoders or live, demand, now)
             return None if whole is None else Placement(whole.name)
         prefillers = [view for view in live if view.info.role != "decode"]
@@ -66,7 +68,7 @@ class LeastLoaded:
 
 
 def _with_room(views: Sequence[WorkerView], demand: Demand) -> list[WorkerView]:
-    return [view for view in views if view.has_room(demand.num_tokens, demand.num_choices)]
+    return [view for view in views if view.has_room(demand.num_tokens, demand.num_sequences)]
 
 
 def _shortest_queue(views: Sequence[WorkerView], demand: Demand, now: float) -> WorkerView | None:

@@ -39,6 +39,9 @@ SAMPLINGS = st.builds(
     logit_bias=st.dictionaries(WHOLE, ODD, max_size=3),
     bad_words=st.lists(st.lists(WHOLE, max_size=3), max_size=3),
     allowed_tokens=st.none() | st.lists(WHOLE, max_size=3),
+    use_beam_search=st.booleans(),
+    length_penalty=ODD,
+    early_stopping=st.sampled_from([False, True, "never", "unknown"]),
 )
 
 
@@ -156,6 +159,33 @@ def test_defaults_fill_what_the_context_leaves() -> None:
     assert wire_params(Ask([5] * 10), MODEL, BOUNDS).max_tokens == 90
     assert wire_params(Ask([5] * 10, default_max_tokens=16), MODEL, BOUNDS).max_tokens == 16
     assert wire_params(Ask([5] * 95, default_max_tokens=16), MODEL, BOUNDS).max_tokens == 5
+
+
+def test_beams_of_every_kind_that_is_served() -> None:
+    for best_of, length_penalty, stopping in [(2, -5.0, False), (64, 5.0, True), (7, 0.0, "never")]:
+        sampling = Sampling(
+            n=2,
+            best_of=best_of,
+            temperature=0.0,
+            top_k=-1,
+            use_beam_search=True,
+            length_penalty=length_penalty,
+            early_stopping=stopping,
+        )
+        params = wire_params(Ask([5], sampling), MODEL, BOUNDS)
+        assert (params.n, params.beams.width) == (2, best_of)
+        assert params.beams.length_penalty == length_penalty
+        assert not params.HasField("logprobs")
+    assert not wire_params(Ask([5], Sampling(n=2)), MODEL, BOUNDS).HasField("beams")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 5.01, -5.01])
+def test_a_length_penalty_out_of_its_range_is_refused(value: float) -> None:
+    for use_beam_search in (False, True):
+        sampling = Sampling(n=2, use_beam_search=use_beam_search, length_penalty=value)
+        with pytest.raises(ServingError) as refusal:
+            wire_params(Ask([5], sampling), MODEL, BOUNDS)
+        assert refusal.value.param == "length_penalty"
 
 
 def test_a_negative_seed_keeps_its_bits() -> None:

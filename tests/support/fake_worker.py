@@ -7,7 +7,7 @@ whose KV they would hold, so that a transfer of the wrong blocks is seen.
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from penstock.router.routing.events import (
     Command,
@@ -67,9 +67,22 @@ class Held:
     epoch: int = 0
     kv: tuple[int, ...] = ()  # of a lease: the tokens whose blocks are kept
     sending: int = 0  # transfers that read the lease
+    found: list[NewToken] = field(default_factory=list)  # all that it drew; a search tells it late
 
     def tokens(self) -> tuple[int, ...]:
         return (*self.submit.request.prompt, *self.answers[0])
+
+    def limit(self) -> int:
+        """New tokens after which it yields; 0: never."""
+        request = self.submit.request
+        return 0 if request.num_beams and len(request.prompt) == 1 else self.submit.yield_after
+
+    def num_kept(self) -> int:
+        """Positions that a lease of it keeps: the last token's own KV is not computed."""
+        if self.submit.request.num_beams:
+            return len(self.submit.request.prompt) - 1
+        # Choices apart are not one list.
+        return len(self.tokens()) - 1 if len(self.answers) == 1 else 0
 
 
 @dataclass
@@ -134,6 +147,7 @@ class FakeWorker:
         else:
             answers = [list(answer) for answer in submit.log]
             assert len(answers) == request.num_choices
+            assert not (request.num_beams and any(answers)), "a search begins at its prompt"
             self.held[name] = Held(submit, answers, [not ended for ended in submit.finished])
 
     def _ask_yield(self, name: Name) -> None:
@@ -167,11 +181,8 @@ class FakeWorker:
         self.outbox.append(Stepped(self.name, tokens, self.load()))
         for name in running:
             held = self.held.get(name)
-            limit = held.submit.yield_after if held else 0
-            if held and (held.yield_asked or (limit and held.num_new >= limit)):
-                # The last token's own KV is not computed; choices apart are not one list.
-                alone = len(held.answers) == 1
-                self._yield(name, len(held.tokens()) - 1 if alone else 0)
+            if held and (held.yield_asked or 0 < held.limit() <= held.num_new):
+                self._yield(name, held.num_kept())
 
     def _admit(self) -> None:
         for name in self.of("queued"):
@@ -201,9 +212,12 @@ class FakeWorker:
             answer.append(token)
             held.open[choice] = not finish
         held.num_new += 1
+        held.found.extend(tokens)
         if not any(held.open):
             del self.held[name]  # finished beats yielded
-        return tokens
+        if not held.submit.request.num_beams:
+            return tokens
+        return [] if any(held.open) else sorted(held.found, key=lambda token: token[2:4])
 
     def _yield(self, name: Name, kv_len: int) -> None:
         held = self.held[name]

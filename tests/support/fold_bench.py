@@ -1,11 +1,16 @@
 """One batcher with a fold model under it, run to its end, and short ways to make its input."""
 
+from dataclasses import fields
+from typing import Any
+
 import numpy as np
 
 from penstock.loadtests.simulate.fold import FoldExecutor, straight_answer
+from penstock.loadtests.simulate.fold_beams import Answer, FoldBeams, straight_beams
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import (
+    BeamParams,
     Finish,
     Key,
     NewSequence,
@@ -55,6 +60,25 @@ def sequence(
     )
 
 
+_BEAM = {each.name for each in fields(BeamParams)}
+_SAMPLING = {each.name for each in fields(SamplingParams)}
+
+
+def beams(
+    key: Key, prompt: list[int], width: int, max_tokens: int = 4, **other: Any
+) -> NewSequence:
+    """A search of that width; what is not said of the sequence, of its sampling, or of the search
+    has its default."""
+    search = {"num_wanted": width, **{name: other.pop(name) for name in _BEAM & other.keys()}}
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        beams=BeamParams(width, **search),
+        **{name: other.pop(name) for name in _SAMPLING & other.keys()},
+    )
+    siblings = tuple(Sibling(choice, prompt) for choice in range(1, width))
+    return NewSequence(key, prompt, len(prompt), params, siblings=siblings, **other)
+
+
 class Bench:
     """A batcher with a fold model under it; spoils what is free before every step."""
 
@@ -62,12 +86,19 @@ class Bench:
         self.limits = limits(**changes)
         self.batcher = Batcher(self.limits)
         self.model = FoldExecutor(self.limits.num_blocks, self.limits.block_size)
+        self.beams = FoldBeams(self.limits.max_model_len)
         self.answers: dict[Key, list[int]] = {}
+        self.searched: dict[Key, list[Answer]] = {}  # of the searches that are over
         self.finishes: dict[Key, Finish] = {}
         self.finished: list[Key] = []
         self.num_tokens = 0
+        self.num_draws = 0  # a row and a step
         self.num_copies = 0  # of blocks
         self.peak_used = 0
+
+    def submit(self, new: NewSequence) -> None:
+        self.batcher.submit(new)
+        self.beams.open(new)
 
     def step(self) -> StepPlan | None:
         free = np.flatnonzero(self.batcher.pool.state == State.FREE).astype(np.int32)
@@ -80,9 +111,14 @@ class Bench:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        drawn = self.model.run(plan, self.batcher.table.choices)
-        output = self.batcher.commit(plan, drawn)
+        folds = self.model.fold(plan)
+        drawn, parents, over = self.beams.draw(plan, self.batcher.table, folds)
+        for key in over:
+            self.batcher.finish(key)
+            self.searched[key] = self.beams.close(key)
+        output = self.batcher.commit(plan, drawn, parents)
         self.num_tokens += len(plan.tokens)
+        self.num_draws += len(drawn)
         self.num_copies += len(plan.copies)
         for i, (key, choice) in enumerate(zip(output.keys, output.choices.tolist(), strict=True)):
             name = key if choice == 0 else (key, choice)
@@ -100,6 +136,10 @@ class Bench:
 
     def expect(self, new: NewSequence) -> None:
         prompt, most = new.tokens[: new.num_prompt], self.limits.max_model_len
+        if new.params.beams is not None:
+            assert self.searched[new.key] == straight_beams(prompt, new.params, most)
+            assert new.key not in self.answers
+            return
         for choice, tokens in [
             (new.choice, new.tokens),
             *((s.choice, s.tokens) for s in new.siblings),

@@ -3,13 +3,15 @@
 Every answer proves the blocks, slots and caches that it came by; `check` and `close` do the rest.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from penstock.loadtests.simulate.fold import FoldExecutor, copy_blocks, straight_answer
+from penstock.loadtests.simulate.fold_beams import FoldBeams, straight_beams
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.kv_pool import State
+from penstock.workers.scheduling.limits import refuse_misfit
 from penstock.workers.scheduling.sequence import (
     Admitted,
     Finish,
@@ -17,6 +19,7 @@ from penstock.workers.scheduling.sequence import (
     Ints,
     Key,
     LeaseGone,
+    NeverFits,
     NewSequence,
     Reserved,
     SamplingParams,
@@ -31,6 +34,7 @@ from penstock.workers.scheduling.sequence import (
 class FoldWorker:
     batcher: Batcher
     model: FoldExecutor
+    beams: FoldBeams
     plan: StepPlan | None = None  # in flight; it reads and writes its slots at the commit
     next: StepPlan | None = None  # planned behind it
     abandoned: dict[Key, Ints] = field(default_factory=dict)  # still written, and not yet settled
@@ -82,7 +86,11 @@ class FoldWorld:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.workers = [
-            FoldWorker(Batcher(limits), FoldExecutor(limits.num_blocks, limits.block_size))
+            FoldWorker(
+                Batcher(limits),
+                FoldExecutor(limits.num_blocks, limits.block_size),
+                FoldBeams(limits.max_model_len),
+            )
             for _ in "ab"
         ]
         self.asked: list[Asked] = []
@@ -91,6 +99,7 @@ class FoldWorld:
         self.num_scored = 0  # prompt tokens
         self.num_copies = 0  # of blocks that several held
         self.num_forks = 0  # rows that drew their first token from another's logits
+        self.num_moved = 0  # beams that went on from another one
         self.num_ahead = 0  # steps planned while another was in flight
 
     def those(self, *states: str) -> list[Asked]:
@@ -101,7 +110,8 @@ class FoldWorld:
 
     def cuttable(self) -> list[Asked]:
         """Of these one choice can be cut, and the request goes on."""
-        return [asked for asked in self.those("submitted", "receiving") if len(asked.open) > 1]
+        those = self.those("submitted", "receiving")
+        return [asked for asked in those if len(asked.open) > 1 and asked.params.beams is None]
 
     def unsent(self) -> list[Asked]:
         sent = {transfer.key for transfer in self.transfers}
@@ -121,11 +131,22 @@ class FoldWorld:
         num_choices: int = 1,
     ) -> None:
         most = self.limits.max_model_len
-        answers = [straight_answer(prompt, params, most, choice) for choice in range(num_choices)]
+        if params.beams is None:
+            answers = [straight_answer(prompt, params, most, at) for at in range(num_choices)]
+        else:
+            answers = straight_beams(prompt, params, most)
         number, logs = len(self.asked), [list[int]() for _ in answers]
-        ended = [False] * num_choices
+        ended = [False] * len(answers)
         self.asked.append(Asked(number, prompt, params, salt, priority, answers, at, logs, ended))
         self._submit(self.asked[-1], at, yield_after, source_len=0)
+
+    def fits(self, prompt: list[int], params: SamplingParams) -> bool:
+        """Whether a worker takes it at all."""
+        try:
+            refuse_misfit(_sequence((0, 0), prompt, params), self.limits)
+        except NeverFits:
+            return False
+        return True
 
     def submit_again(self, asked: Asked, at: FoldWorker, yield_after: int) -> None:
         """Run a yielded one on from its tokens."""
@@ -150,6 +171,7 @@ class FoldWorld:
         if asked in self.unsent():
             worker.abandoned[asked.key] = worker.batcher.receiving(asked.key)
         worker.batcher.drop(asked.key)
+        worker.beams.close(asked.key)
         worker.dropped.add(asked.key)
         asked.state = "done"
 
@@ -192,11 +214,17 @@ class FoldWorld:
         """The step in flight computes now, however long ago it was planned."""
         if worker.plan is None:
             return
-        drawn = worker.model.run(worker.plan, worker.batcher.table.choices)
-        self._score(worker, worker.plan)
+        plan, table = worker.plan, worker.batcher.table
+        drawn, parents, over = worker.beams.draw(plan, table, worker.model.fold(plan))
+        self._score(worker, plan)
         if worker.next is not None:
+            assert parents is None
             worker.next.fill(drawn)
-        output = worker.batcher.commit(worker.plan, drawn)
+        if parents is not None:
+            self.num_moved += int((parents != plan.drawing).sum())
+        for key in over:
+            self._end_search(worker, key)
+        output = worker.batcher.commit(plan, drawn, parents)
         self.num_copies += len(worker.plan.copies)
         self.num_forks += len(worker.plan.forks)
         worker.plan, worker.next = worker.next, None
@@ -213,6 +241,14 @@ class FoldWorld:
             assert finish == (ending if asked.ended[choice] else Finish.NONE)
             asked.logs[choice].append(int(output.tokens[i]))
         self._hear(worker)
+
+    def _end_search(self, worker: FoldWorker, key: Key) -> None:
+        asked = self._by_key(key)
+        worker.batcher.finish(key)
+        assert worker.beams.close(key) == asked.answers
+        assert not any(asked.ended)
+        asked.logs = [tokens for tokens, _ in asked.answers]
+        asked.ended = [True] * len(asked.answers)
 
     def _score(self, worker: FoldWorker, plan: StepPlan) -> None:
         """Each position of a prompt that wants logprobs once, in order, whatever happens to it."""
@@ -241,6 +277,7 @@ class FoldWorld:
     def fail(self, worker: FoldWorker, key: Key) -> None:
         """The logits of a sequence in the step in flight were not finite."""
         worker.batcher.fail(key)
+        worker.beams.close(key)
         if key not in worker.dropped:
             worker.dropped.add(key)
             self._by_key(key).state = "done"
@@ -322,7 +359,7 @@ class FoldWorld:
     def _run_out(self, worker: FoldWorker) -> None:
         # Whoever is first goes on with every step, and may be overtaken once by each other one.
         most = 2 + 2 * sum(
-            len(asked.prompt) + len(answer) + 1
+            len(asked.prompt) + (asked.params.max_tokens if asked.params.beams else len(answer)) + 1
             for asked in self.asked
             for answer, _ in asked.answers
         )
@@ -342,28 +379,20 @@ class FoldWorld:
 
     def _submit(self, asked: Asked, at: FoldWorker, yield_after: int, source_len: int) -> None:
         asked.at, asked.state = at, "submitted"
-        first, *others = [
-            Sibling(choice, asked.prompt + log)
-            for choice, log in enumerate(asked.logs)
-            if choice in asked.open
-        ]
         if asked.params.prompt_logprobs is not None and asked.known < len(asked.prompt):
             source_len = 0  # its blocks would be of no use
-        at.batcher.submit(
-            NewSequence(
-                key=asked.key,
-                tokens=first.tokens,
-                choice=first.choice,
-                siblings=tuple(others),
-                num_prompt=len(asked.prompt),
-                params=asked.params,
-                yield_after=yield_after,
-                priority=asked.priority,
-                salt=asked.salt,
-                source_len=source_len,
-                prompt_known=asked.known,
-            )
+        logs = {choice: asked.logs[choice] for choice in asked.open}
+        new = _sequence(asked.key, asked.prompt, asked.params, logs)
+        new = replace(
+            new,
+            yield_after=yield_after,
+            priority=asked.priority,
+            salt=asked.salt,
+            source_len=source_len,
+            prompt_known=asked.known,
         )
+        at.batcher.submit(new)
+        at.beams.open(new)
 
     def _hear(self, worker: FoldWorker) -> None:
         for event in worker.batcher.events():
@@ -385,9 +414,11 @@ class FoldWorld:
             case Yielded(key, kv_len):
                 asked.state = "yielded"
                 asked.lease = (worker, key, kv_len) if kv_len else None
+                worker.beams.close(key)
                 lengths = [len(asked.logs[choice]) for choice in asked.open]
                 assert kv_len < len(asked.prompt) + max(lengths)
                 assert len(lengths) == 1 or kv_len <= len(asked.prompt)
+                assert asked.params.beams is None or kv_len < len(asked.prompt)
             case Finished():
                 asked.state = "done"
                 assert all(asked.ended)
@@ -398,3 +429,20 @@ class FoldWorld:
 
     def _content(self, worker: FoldWorker, blocks: Ints) -> list[int]:
         return [worker.model.kv[slot] for slot in worker.model.slots_of(blocks)]
+
+
+def _sequence(
+    key: Key, prompt: list[int], params: SamplingParams, logs: dict[int, list[int]] | None = None
+) -> NewSequence:
+    """What a worker is asked; logs: of every choice, nothing for a search."""
+    if params.beams is not None:
+        logs = {choice: [] for choice in range(params.beams.width)}
+    first, *others = [Sibling(choice, prompt + log) for choice, log in (logs or {0: []}).items()]
+    return NewSequence(
+        key=key,
+        tokens=first.tokens,
+        choice=first.choice,
+        siblings=tuple(others),
+        num_prompt=len(prompt),
+        params=params,
+    )

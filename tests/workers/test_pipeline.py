@@ -61,7 +61,7 @@ class Driven:
         self.failed += result.failed
         self.num_ended += len(result.finished) + len(result.failed)
         self.pipeline.look_ahead()
-        self.num_ahead += len(self.engine.batcher._in_flight) == 2
+        self.num_ahead += len(self.engine.batcher._flight.plans) == 2
         return result
 
 

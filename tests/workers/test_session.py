@@ -49,6 +49,18 @@ async def test_steps_that_wait_become_one_and_pass_nothing() -> None:
     assert list(last.step.token) == [9]
 
 
+async def test_a_step_of_a_whole_search_stays_alone_and_does_not_count() -> None:
+    session = make_session()
+    session.put(step(1))
+    session.put(step(*range(MAX_TOKENS_WAITING + 1)), alone=True)
+    session.put(step(*range(MAX_TOKENS_WAITING + 1)), alone=True)
+    session.put(step(2))
+    session.put(step(3))
+    assert session.ending is None
+    lengths = [len(message.step.token) for message in await taken(session)]
+    assert lengths == [1, MAX_TOKENS_WAITING + 1, MAX_TOKENS_WAITING + 1, 2]
+
+
 async def test_a_reader_in_time_gets_every_step_alone() -> None:
     session = make_session()
     for token in range(3):

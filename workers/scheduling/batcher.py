@@ -4,20 +4,21 @@ There are no phases: every running sequence has tokens that are not computed yet
 more (a prompt, or everything after a preemption); a step computes some of them within one budget.
 """
 
-from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from penstock.workers.scheduling.admission import Admission
-from penstock.workers.scheduling.kv_pool import BlockPool, State
+from penstock.workers.scheduling.flight import Flight
+from penstock.workers.scheduling.kv_pool import BlockPool
 from penstock.workers.scheduling.leases import Leases
+from penstock.workers.scheduling.ledger import Ledger, Totals
 from penstock.workers.scheduling.limits import Limits, refuse_misfit
 from penstock.workers.scheduling.seats import Seats
 from penstock.workers.scheduling.sequence import (
-    NEVER,
     NO_TOKENS,
     Admitted,
+    Bools,
     Finish,
     Finished,
     Ints,
@@ -27,14 +28,13 @@ from penstock.workers.scheduling.sequence import (
     QueueFull,
     Reserved,
     SchedulerEvent,
-    Sibling,
     StepOutput,
     StepPlan,
     Yielded,
 )
 from penstock.workers.scheduling.steady import Steady
 from penstock.workers.scheduling.table import SequenceTable
-from penstock.workers.scheduling.waiting import Phase, Ticket, WaitingQueue
+from penstock.workers.scheduling.waiting import Phase, Ticket, WaitingQueue, tickets_of
 
 __all__ = ["Batcher", "Limits"]
 
@@ -59,10 +59,19 @@ class Batcher:
             limits, self.table, self.pool, self._waiting, self._seats, self._leases
         )
         self._steady = Steady(self.table, self.pool)
-        self._in_flight: list[StepPlan] = []  # two at most, in order
-        self._gone: list[Ticket] = []  # dropped or ended, but in a step in flight
+        self._flight = Flight(self._seats)
         self._events: list[SchedulerEvent] = []
-        self._totals = _Totals()
+        self._totals = Totals()
+        self._ledger = Ledger(
+            self.table,
+            self.pool,
+            self._waiting,
+            self._seats,
+            self._leases,
+            self._admission,
+            self._flight,
+            self._totals,
+        )
 
     # ------------------------------------------------------------ coming and going
 
@@ -73,28 +82,9 @@ class Batcher:
         refuse_misfit(new, self.limits)
         if len(self._waiting) >= self.limits.max_queued:
             raise QueueFull(f"{len(self._waiting)} sequences are waiting already: try again later")
-        # One that draws its first token from the prompt has to lead: the others can follow it.
-        siblings = sorted(
-            (Sibling(new.choice, new.tokens), *new.siblings), key=lambda one: len(one.tokens)
-        )
-        group = self._groups[new.key] = [self._ticket(new, sibling) for sibling in siblings]
-        leader, *leader.followers = group
-        if new.params.prompt_logprobs is not None and new.prompt_known < new.num_prompt:
-            leader.prompt_known = new.prompt_known
-        for follower in leader.followers:
-            follower.phase = Phase.FOLLOWING
-        self._waiting.push(leader)
-
-    def _ticket(self, new: NewSequence, sibling: Sibling) -> Ticket:
-        self._totals.submitted += 1
-        return Ticket(
-            new=new,
-            number=self._totals.submitted,
-            tokens=np.frombuffer(array("i", sibling.tokens), np.int32),  # faster than from a list
-            yield_len=min(len(sibling.tokens) + (new.yield_after or NEVER), NEVER),
-            source_len=new.source_len,
-            choice=sibling.choice,
-        )
+        group = self._groups[new.key] = tickets_of(new, self._totals.submitted + 1)
+        self._totals.submitted += len(group)
+        self._waiting.push(group[0])
 
     def drop(self, key: Key) -> None:
         """Let go of it in whatever form it is held, and never speak of it again; unknown: nothing.
@@ -108,10 +98,10 @@ class Batcher:
             self._let_go(ticket)
 
     def drop_choice(self, key: Key, choice: int) -> None:
-        """Let go of one choice; `Finished` if it was the last one. Unknown: nothing."""
+        """Let go of one choice; `Finished` if it was the last one. Unknown, or a beam: nothing."""
         group = self._groups.get(key, ())
         ticket = next((one for one in group if one.choice == choice), None)
-        if ticket is None:
+        if ticket is None or ticket.beams:
             return
         if ticket.followers:
             ticket.unwanted = True  # until they have what they wait for
@@ -126,6 +116,12 @@ class Batcher:
             self._let_go(ticket)
             self._ended(ticket)
 
+    def finish(self, key: Key) -> None:
+        """Its owner has all that it wants of it: let go of it. `Finished`; unknown: nothing."""
+        for ticket in list(self._groups.get(key, ())):
+            self._let_go(ticket)
+            self._ended(ticket)
+
     def fail(self, key: Key) -> None:
         """Drop a running sequence whose logits were not finite: its blocks are not for others."""
         for ticket in self._groups.get(key, ()):
@@ -137,7 +133,7 @@ class Batcher:
         """Stop it at its next boundary and lease its blocks; unknown: nothing.
 
         A waiting one has none; a receiving one yields when its transfer has ended. Of several
-        choices only the blocks of their prompt are kept.
+        choices, and of beams, only blocks of their prompt are kept.
         """
         group = self._groups.get(key, ())
         for ticket in group:
@@ -186,9 +182,9 @@ class Batcher:
         is planned behind it may be taken back by `withdraw`.
         `now` [s] is for policies in which waiting has a price; the order served today has none.
         """
-        if len(self._in_flight) > 1:
+        if len(self._flight.plans) > 1:
             raise ValueError("two steps are not committed yet")
-        ahead, number = bool(self._in_flight), self._totals.steps + 1
+        ahead, number = bool(self._flight.plans), self._totals.steps + 1
         plan, rows = None, self._seats.rows
         if self._steady.holds(rows) and not self._admit(self.limits.max_batched_tokens - len(rows)):
             plan = self._steady.next(number, ahead)
@@ -196,36 +192,40 @@ class Batcher:
             plan = self._plan_from_tables(number)
         if plan is not None:
             self._totals.steps = number
-            self._in_flight.append(plan)
+            self._flight.plans.append(plan)
         return plan
 
     def withdraw(self, plan: StepPlan) -> None:
         """Forget the newest step in flight, which nobody has begun to compute."""
-        if not self._in_flight or plan is not self._in_flight[-1]:
+        plans = self._flight.plans
+        if not plans or plan is not plans[-1]:
             raise ValueError("not the newest step in flight")
         if len(plan.copies):
             raise ValueError("it makes copies that are counted on: it has to run")
-        self._in_flight.pop()
+        plans.pop()
         self._steady.forget()
-        self._release_gone()
+        self._flight.release()
 
-    def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput:
-        """Book the first step in flight; `drawn` [S] are the tokens of its sampling rows, in order.
+    def commit(self, plan: StepPlan, drawn: Ints, parents: Ints | None = None) -> StepOutput:
+        """Book the first step in flight; `drawn` [S] are the tokens of its drawing rows, in order.
 
+        Where beams are among them: `parents` [S] are the rows that each of these goes on from, a
+        beam from one of its search, others from themselves. What beams get is not in the output.
         What has ended or was dropped meanwhile is left out: its token is thrown away.
         """
-        if not self._in_flight or plan is not self._in_flight[0]:
+        plans = self._flight.plans
+        if not plans or plan is not plans[0]:
             raise ValueError("not the first step in flight")
         drawn = np.asarray(drawn, np.int32)
         if len(drawn) != len(plan.drawing):
             raise ValueError("not a token for each row that draws")
-        del self._in_flight[0]
+        del plans[0]
         self.pool.check_total()
-        if not self._gone and (output := self._steady.commit(plan, drawn)) is not None:
+        if not self._flight.gone and (output := self._steady.commit(plan, drawn)) is not None:
             if self._steady.fills(plan):
                 self._seats.publish(plan.rows, plan.context_lens)
             return output
-        return self._commit_to_tables(plan, drawn)
+        return self._commit_to_tables(plan, drawn, parents)
 
     def _plan_from_tables(self, number: int) -> StepPlan | None:
         budget = self.limits.max_batched_tokens
@@ -241,32 +241,35 @@ class Batcher:
             return None
         copies = self._seats.grow(rows, counts)
         plan = self.table.pack(number, rows, counts, copies)
-        if self._seats.leading:
-            self._steady.forget()  # those who follow will run after one of the next steps
+        if self._seats.leading or self._seats.searches:
+            self._steady.forget()  # who follows will run after one of the next steps; beams move
             return replace(plan, forks=self._seats.forks(plan))
         self._steady.start(plan, self._seats.rows)
         return plan
 
-    def _commit_to_tables(self, plan: StepPlan, drawn: Ints) -> StepOutput:
+    def _commit_to_tables(self, plan: StepPlan, drawn: Ints, parents: Ints | None) -> StepOutput:
         table, rows, drawing, lengths = self.table, plan.rows, plan.drawing, plan.context_lens
-        self._totals.computed += self._num_prompt_computed(plan)
-        if self._gone:
-            gone = [ticket.row for ticket in self._gone]
-            kept, drawn_kept = ~np.isin(rows, gone), ~np.isin(drawing, gone)
+        origins = drawing if parents is None else parents
+        self._totals.computed += self.table.num_prompt_computed(plan)
+        if self._flight.gone:
+            kept, drawn_kept = self._flight.stay(rows), self._flight.stay(drawing)
             rows, lengths = rows[kept], lengths[kept]
-            drawn, drawing = drawn[drawn_kept], drawing[drawn_kept]
-            self._release_gone()
+            drawn, drawing, origins = (each[drawn_kept] for each in (drawn, drawing, origins))
+            self._flight.release()
         table.num_computed[rows] = lengths
         if len(plan.scored):
             table.note_scored(rows, lengths)
         self._seats.publish(rows, lengths)
         if self._seats.leading:
-            drawn, drawing = self._fork(drawn, drawing)
+            kept = self._fork(drawing)
+            drawn, drawing, origins = (each[kept] for each in (drawn, drawing, origins))
+        if parents is not None:
+            self._seats.reorder(drawing, origins)
         indices = table.num_tokens[drawing] - table.num_prompt[drawing]
         finishes = table.append(drawing, drawn)
-        keys, choices = table.keys[drawing].tolist(), table.choices[drawing]
         due = np.concatenate((rows, drawing)) if len(plan.forks) else rows
         due = due[table.num_tokens[due] >= table.yield_len[due]]
+        output = self._output(drawing, indices, drawn, finishes)
         ended = drawing[finishes != Finish.NONE].tolist()
         for row in ended:
             self._finish(row)
@@ -274,7 +277,18 @@ class Batcher:
             # With one choice of a sequence the others yield.
             if row not in ended and row in self._seats:
                 self._yield_if_due(self._seats.ticket(row).key)
-        return StepOutput(keys, choices, drawing, indices, drawn, finishes)
+        return output
+
+    def _output(self, rows: Ints, indices: Ints, tokens: Ints, finishes: Ints) -> StepOutput:
+        """What the world is told: beams are for their search alone."""
+        table = self.table
+        if self._seats.searches:
+            told = ~table.is_beam[rows]
+            rows, indices, tokens, finishes = (
+                each[told] for each in (rows, indices, tokens, finishes)
+            )
+        keys = table.keys[rows].tolist()
+        return StepOutput(keys, table.choices[rows], rows, indices, tokens, finishes)
 
     # ------------------------------------------------------------ what others see
 
@@ -285,36 +299,11 @@ class Batcher:
 
     def load(self) -> PoolLoad:
         """How full it is now, and totals since the start."""
-        rows, pool = self._seats.rows, self.pool
-        remaining = self.table.num_tokens[rows] - self.table.num_computed[rows]
-        return PoolLoad(
-            queued=len(self._waiting),
-            queued_tokens=self._waiting.num_tokens + int(remaining[remaining > 1].sum()),
-            running=len(self._seats),
-            free_blocks=pool.num(State.FREE),
-            cached_blocks=pool.num(State.CACHED),
-            leased_blocks=pool.num(State.LEASED),
-            reserved_blocks=pool.num(State.RESERVED),
-            used_blocks=pool.num(State.USED),
-            prompt_tokens_computed=self._totals.computed,
-            prompt_tokens_cached=self._totals.cached,
-            preemptions=self._admission.num_preempted,
-            unwritten_slots=self._seats.num_unwritten(),
-        )
+        return self._ledger.load()
 
     def check(self) -> None:
         """AssertionError if the ledger does not balance: every hold on a block has its holder."""
-        used, reserved = self._seats.holders()
-        leased, abandoned = self._leases.holders()
-        self.pool.check(used, leased, reserved + abandoned)
-        table, rows = self.table, self._seats.rows
-        tickets = [ticket for group in self._groups.values() for ticket in group]
-        behind = [one for one in tickets if one.phase is Phase.FOLLOWING and one.row < 0]
-        seated = len(self._seats) - len(self._gone)
-        assert len(tickets) == len(self._waiting) + len(behind) + seated
-        assert len(self._seats) == self.limits.max_sequences - table.num_free_rows
-        assert (table.num_computed[rows] < table.num_tokens[rows]).all()
-        assert (table.num_computed[rows] <= table.num_blocks[rows] * table.block_size).all()
+        self._ledger.check([ticket for group in self._groups.values() for ticket in group])
 
     # ------------------------------------------------------------ boundaries
 
@@ -329,29 +318,10 @@ class Batcher:
                 self._events.append(Reserved(ticket.key, have))
         return bool(admitted)
 
-    def _is_in_flight(self, ticket: Ticket) -> bool:
-        return any(
-            (plan.rows == ticket.row).any() or (plan.forks[:, 1] == ticket.row).any()
-            for plan in self._in_flight
-        )
-
     def _leave(self, ticket: Ticket) -> None:
         """Give up its row and blocks, now or with the commit of the last step that it is in."""
-        if self._is_in_flight(ticket):
-            self._gone.append(ticket)
+        if not self._flight.leave(ticket):
             self._steady.forget()
-        else:
-            self._seats.leave(ticket)
-
-    def _num_prompt_computed(self, plan: StepPlan) -> int:
-        num_prompt = self.table.num_prompt[plan.rows]
-        before = np.minimum(self.table.num_computed[plan.rows], num_prompt)
-        return int((np.minimum(plan.context_lens, num_prompt) - before).sum())
-
-    def _release_gone(self) -> None:
-        gone, self._gone = self._gone, []
-        for ticket in gone:
-            self._leave(ticket)
 
     def _finish(self, row: int) -> None:
         ticket = self._seats.ticket(row)
@@ -378,20 +348,21 @@ class Batcher:
         else:
             self._leave(ticket)
 
-    def _fork(self, drawn: Ints, drawing: Ints) -> tuple[Ints, Ints]:
-        """Let those who follow go on where their prompt is computed; what is still to be drawn."""
+    def _fork(self, drawing: Ints) -> Bools:
+        """Let those who follow go on where their prompt is computed; who of the rows [n] draws."""
+        kept = np.ones(len(drawing), np.bool_)
         for leader in [one for one in self._seats.leading if one.phase is Phase.RUNNING]:
+            row = leader.row
             if self._seats.fork_if_due(leader) and leader.unwanted:
-                kept = drawing != leader.row
-                drawn, drawing = drawn[kept], drawing[kept]
+                kept &= drawing != row
                 self._seats.leave(leader)
                 self._ended(leader)
-        return drawn, drawing
+        return kept
 
     def _yield_if_due(self, key: Key) -> None:
         group, table = self._groups[key], self.table
         seated = [ticket for ticket in group if ticket.row >= 0]
-        if any(one.phase is Phase.RECEIVING or self._is_in_flight(one) for one in seated):
+        if any(one.phase is Phase.RECEIVING or self._flight.holds(one) for one in seated):
             return
         rows = np.array([ticket.row for ticket in seated], np.int32)
         if seated and not (table.num_tokens[rows] >= table.yield_len[rows]).any():
@@ -400,7 +371,8 @@ class Batcher:
         keeper = max(running, key=lambda one: int(table.num_computed[one.row]), default=None)
         kv_len = int(table.num_computed[keeper.row]) if keeper else 0
         if len(group) > 1:  # what all have, or will have, in common
-            kv_len = min(kv_len, group[0].new.num_prompt)
+            new = group[0].new
+            kv_len = min(kv_len, new.num_prompt - (new.params.beams is not None))
         if keeper and kv_len:
             blocks = self._seats.leave(keeper, num_kept=-(-kv_len // table.block_size))
             self._leases.grant(key, blocks, kv_len)
@@ -424,16 +396,6 @@ class Batcher:
         rows = np.array([ticket.row], np.int32)
         self._seats.publish(rows, self.table.num_computed[rows])
         if ticket.followers:
-            self._fork(NO_TOKENS, NO_TOKENS)
+            self._fork(NO_TOKENS)
         if key in self._groups:
             self._yield_if_due(key)
-
-
-@dataclass(slots=True)
-class _Totals:
-    """Counted since the start."""
-
-    steps: int = 0
-    submitted: int = 0
-    computed: int = 0  # prompt positions run through the model
-    cached: int = 0  # prompt positions found in the prefix cache

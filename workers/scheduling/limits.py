@@ -41,8 +41,23 @@ def refuse_misfit(new: NewSequence, limits: Limits) -> None:
             f"{num_choices} choices of one request, and at most {limits.max_sequences} sequences "
             "run here at a time"
         )
+    if new.params.beams is not None:
+        _refuse_wide(new, num_choices, limits)
     for tokens in (new.tokens, *(sibling.tokens for sibling in new.siblings)):
         _refuse_misfit(new, len(tokens), limits)
+
+
+def _refuse_wide(new: NewSequence, width: int, limits: Limits) -> None:
+    """Beams run together or not at all, and nothing is sure to be shared but their prompt."""
+    size = limits.block_size
+    longest = min(new.num_prompt + new.params.max_tokens, limits.max_model_len) - 1
+    shared = new.num_prompt // size
+    needed = shared + width * (-(-longest // size) - shared)
+    if needed > limits.num_blocks:
+        raise NeverFits(
+            f"{width} beams of {longest} tokens may need {needed} blocks of {size} tokens, the KV "
+            f"cache here has {limits.num_blocks}: ask for fewer beams or a lower max_tokens"
+        )
 
 
 def _refuse_misfit(new: NewSequence, num_tokens: int, limits: Limits) -> None:

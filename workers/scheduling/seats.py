@@ -6,7 +6,7 @@ from operator import attrgetter
 import numpy as np
 
 from penstock.workers.scheduling.kv_pool import BlockPool, State
-from penstock.workers.scheduling.sequence import NO_PAIRS, Ints, StepPlan
+from penstock.workers.scheduling.sequence import NEVER, NO_PAIRS, Ints, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import Phase, Ticket
 
@@ -38,6 +38,7 @@ class Seats:
         self._running: list[Ticket] = []  # in order
         self._sharing: set[int] = set()  # rows whose last block may be another row's too
         self.leading: list[Ticket] = []  # seated, with others who follow
+        self.searches: list[list[Ticket]] = []  # seated, the beams of each; the first one leads
         self._rows: Ints | None = None
 
     @property
@@ -70,6 +71,8 @@ class Seats:
             self._seated[one.row] = one
         if ticket.followers:
             self.leading.append(ticket)
+        if ticket.beams:
+            self.searches.append(ticket.beams)
         self._begin(ticket, matched, len(matched) * table.block_size)
 
     def fork_if_due(self, ticket: Ticket) -> bool:
@@ -86,6 +89,8 @@ class Seats:
         self._sharing.add(ticket.row)
         self.leading.remove(ticket)
         ticket.followers = []
+        if ticket.beams:  # what they write from here on belongs to no one of them for long
+            self._table.num_published[[one.row for one in ticket.beams]] = NEVER
         return True
 
     def forks(self, plan: StepPlan) -> Ints:
@@ -155,29 +160,63 @@ class Seats:
         self._sharing.discard(ticket.row)
         if ticket.followers:
             self.leading.remove(ticket)
+        if ticket.beams:
+            self.searches = [beams for beams in self.searches if beams is not ticket.beams]
         ticket.row = -1
         return blocks[:num_kept]
 
     def preempt(self) -> Ticket:
         """Take row and blocks from the youngest that runs at the lowest priority.
 
-        Those who follow it wait with it.
+        Those who follow it wait with it; so do the other beams of its search, behind the first.
         """
         ticket = self._running[-1]
-        ticket.prompt_known = int(self._table.prompt_known[ticket.row])
-        ticket.tokens = self._table.tokens[ticket.row, : self._table.num_tokens[ticket.row]].copy()
-        for follower in ticket.followers:
-            self.leave(follower)
-        self.leave(ticket)
+        if ticket.beams:
+            ticket = self._part(ticket.beams)
+        else:
+            self._save(ticket)
+            for follower in ticket.followers:
+                self.leave(follower)
+            self.leave(ticket)
         ticket.phase = Phase.WAITING
         return ticket
+
+    def _part(self, beams: list[Ticket]) -> Ticket:
+        """Take the rows of a whole search; the one that leads, with the others behind it."""
+        leader = beams[0]
+        for one in reversed(beams):  # the leader is needed until those who follow have left
+            self._save(one)
+            self.leave(one)
+            one.phase = Phase.FOLLOWING
+            # The answer that these hashes name may be another beam's by now.
+            del one.hashes[leader.new.num_prompt // self._table.block_size :]
+        leader.followers = beams[1:]
+        return leader
+
+    def _save(self, ticket: Ticket) -> None:
+        table, row = self._table, ticket.row
+        ticket.prompt_known = int(table.prompt_known[row])
+        ticket.tokens = table.tokens[row, : table.num_tokens[row]].copy()
 
     # ------------------------------------------------------------ a step
 
     def share(self, budget: int) -> Ints:
         """[running] how many tokens of a step of `budget` each row of `rows` gets."""
         rows = self.rows
-        return share_budget(self._table.num_tokens[rows] - self._table.num_computed[rows], budget)
+        remaining = self._table.num_tokens[rows] - self._table.num_computed[rows]
+        counts = share_budget(remaining, budget)
+        for beams in self.searches:
+            self._keep_together(beams, remaining, counts)
+        return counts
+
+    def _keep_together(self, beams: list[Ticket], remaining: Ints, counts: Ints) -> None:
+        """The beams of a search draw in the same step, or none of them does."""
+        leader = beams[0]
+        if leader.followers and len(leader.tokens) == leader.new.num_prompt:
+            return  # all of them draw from the end of the prompt
+        ours = np.isin(self.rows, [one.row for one in beams if one.phase is Phase.RUNNING])
+        if leader.followers or (remaining[ours] > 1).any():
+            counts[ours] = np.minimum(counts[ours], remaining[ours] - 1)
 
     def num_missing(self, rows: Ints, counts: Ints) -> int:
         """Blocks that a step of the next `counts` tokens of these rows has to take."""
@@ -233,6 +272,25 @@ class Seats:
                 self._pool.release(block[None], State.USED)
                 copies.append((block, own))
         return np.array(copies, np.int32).reshape(-1, 2)
+
+    def reorder(self, rows: Ints, parents: Ints) -> None:
+        """Let each of these rows [n] go on from another one's [n] tokens and blocks, all at once.
+
+        The rows of a search, which are all as long; the blocks are shared until they part.
+        """
+        moved = rows != parents
+        if not moved.any():
+            return
+        rows, parents, table = rows[moved], parents[moved], self._table
+        counts = table.num_blocks[parents]
+        old, new = (table.block_table[each, : int(counts.max())] for each in (rows, parents))
+        others = (old != new) & (np.arange(old.shape[1]) < counts[:, None])
+        for blocks, differ in zip(new, others, strict=True):
+            self._pool.share(blocks[differ], State.USED)
+        for blocks, differ in zip(old, others, strict=True):
+            self._pool.release(blocks[differ], State.USED)
+        table.copy_rows(rows, parents)
+        self._sharing.update(rows.tolist(), parents.tolist())
 
     def publish(self, rows: Ints, lengths: Ints) -> None:
         """Make the full blocks findable that these rows have, with `lengths` positions computed."""

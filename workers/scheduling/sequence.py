@@ -32,6 +32,18 @@ class Finish(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class BeamParams:
+    """A beam search: `width` beams, of whose finished ones the best `num_wanted` are given."""
+
+    width: int
+    num_wanted: int
+    length_penalty: float = 1.0
+    # Over once `width` have finished (True), once no better ones seem to come (False), or once
+    # none can (None: "never").
+    early_stopping: bool | None = False
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a choice's tokens are drawn and when it ends.
 
@@ -56,6 +68,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # none is empty
     allowed_tokens: tuple[int, ...] = ()  # empty: all
     prompt_logprobs: int | None = None
+    beams: BeamParams | None = None  # nothing is drawn: its choices are the beams of one search
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +83,8 @@ class Sibling:
 class NewSequence:
     """A sequence handed to the scheduler: complete, it can always be run from its tokens.
 
-    With siblings it is several: the prompt is computed once, for all of them.
+    With siblings it is several: the prompt is computed once, for all of them. The beams of a search
+    are siblings that stay together: they have rows, draw and leave at the same time.
     """
 
     key: Key
@@ -84,6 +98,17 @@ class NewSequence:
     source_len: int = 0  # KV positions that can be had from elsewhere; 0: none
     siblings: tuple[Sibling, ...] = ()
     prompt_known: int = 1  # prompt positions below it need no logprobs; the first has none
+
+
+def usable_source(offered: int, num_prompt: int, lengths: Sequence[int]) -> int:
+    """How many of the KV positions that are offered choices of these lengths take: all, or none.
+
+    lengths: prompts included. Each needs a token to compute, and all they share is their prompt.
+    """
+    usable = min(lengths) - 1
+    if len(lengths) > 1:
+        usable = min(usable, num_prompt)
+    return offered if offered <= usable else 0
 
 
 NO_TOKENS: Ints = np.zeros(0, np.int32)

@@ -21,6 +21,7 @@ class SequenceTable:
     """
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+        self.num_rows = num_rows
         self.max_model_len = max_model_len
         self.block_size = block_size
         num_columns = -(-max_model_len // block_size)
@@ -42,6 +43,7 @@ class SequenceTable:
         self.num_blocks = column()
         self.keys = np.full(num_rows, None, object)
         self.choices = column()
+        self.is_beam: Bools = np.zeros(num_rows, np.bool_)  # of a search, which ends it
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -60,6 +62,10 @@ class SequenceTable:
         self.max_len[row] = min(new.num_prompt + params.max_tokens, self.max_model_len)
         self.yield_len[row] = yield_len
         self._set_stop_tokens(row, params.stop_tokens)
+        self.is_beam[row] = params.beams is not None
+        if params.beams is not None:
+            self.max_len[row] = NEVER
+            self._set_stop_tokens(row, ())
         self.keys[row] = new.key
         self.choices[row] = choice
         return row
@@ -82,6 +88,15 @@ class SequenceTable:
         """Give a row these blocks instead of those that it has."""
         self.block_table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
+
+    def copy_rows(self, rows: Ints, parents: Ints) -> None:
+        """Let each of these rows have its parent's tokens and blocks; all change at once."""
+        longest = int(self.num_tokens[parents].max())
+        self.tokens[rows, :longest] = self.tokens[parents, :longest]
+        self.num_tokens[rows] = self.num_tokens[parents]
+        self.block_table[rows] = self.block_table[parents]
+        self.num_blocks[rows] = self.num_blocks[parents]
+        self.num_computed[rows] = self.num_computed[parents]
 
     def num_missing_blocks(self, rows: Ints, lengths: Ints) -> Ints:
         """[n] blocks that each row still lacks to hold `lengths` positions."""
@@ -113,6 +128,12 @@ class SequenceTable:
         asking = self.prompt_known[rows] != NEVER
         known, rows = lengths[asking] + 1, rows[asking]
         self.prompt_known[rows] = np.where(known < self.num_prompt[rows], known, NEVER)
+
+    def num_prompt_computed(self, plan: StepPlan) -> int:
+        """Prompt positions that a step not yet booked runs through the model."""
+        num_prompt = self.num_prompt[plan.rows]
+        before = np.minimum(self.num_computed[plan.rows], num_prompt)
+        return int((np.minimum(plan.context_lens, num_prompt) - before).sum())
 
     def pack(self, number: int, rows: Ints, counts: Ints, copies: Ints = NO_PAIRS) -> StepPlan:
         """One ragged batch of the next `counts[b]` uncomputed tokens of each row."""

@@ -1,11 +1,14 @@
 """Sequences that wait for a row: by priority, then by arrival."""
 
 import heapq
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import numpy as np
+
 from penstock.workers.scheduling.kv_pool import extend_chain
-from penstock.workers.scheduling.sequence import NEVER, Ints, Key, NewSequence
+from penstock.workers.scheduling.sequence import NEVER, Ints, Key, NewSequence, Sibling
 
 
 class Phase(Enum):
@@ -33,6 +36,7 @@ class Ticket:
     prompt_known: int = NEVER  # prompt positions from here on want logprobs
     followers: list["Ticket"] = field(default_factory=list)  # they wait for its prompt
     unwanted: bool = False  # dropped, but others follow it
+    beams: list["Ticket"] = field(default_factory=list)  # of its search, itself among them
 
     @property
     def key(self) -> Key:
@@ -62,6 +66,36 @@ class Ticket:
             prefix = tokens[: num_blocks * block_size]
             extend_chain(self.hashes, self.new.salt, prefix, block_size)
         return self.hashes[:num_blocks]
+
+
+def tickets_of(new: NewSequence, number: int) -> list[Ticket]:
+    """One for each of its choices; the first, which gets `number`, leads: the others follow it."""
+    # One that draws its first token from the prompt has to lead: the others can follow it.
+    siblings = sorted(
+        (Sibling(new.choice, new.tokens), *new.siblings), key=lambda one: len(one.tokens)
+    )
+    # A search yields nothing but its prompt, without the last token, which it draws from.
+    in_vain = new.params.beams is not None and new.num_prompt == 1
+    yield_after = NEVER if in_vain else new.yield_after or NEVER
+    tickets = [
+        Ticket(
+            new=new,
+            number=number + place,
+            tokens=np.frombuffer(array("i", one.tokens), np.int32),  # faster than from a list
+            yield_len=min(len(one.tokens) + yield_after, NEVER),
+            source_len=new.source_len,
+            choice=one.choice,
+            phase=Phase.FOLLOWING if place else Phase.WAITING,
+        )
+        for place, one in enumerate(siblings)
+    ]
+    leader, *leader.followers = tickets
+    if new.params.prompt_logprobs is not None and new.prompt_known < new.num_prompt:
+        leader.prompt_known = new.prompt_known
+    if new.params.beams is not None:
+        for ticket in tickets:
+            ticket.beams = tickets.copy()
+    return tickets
 
 
 class WaitingQueue:

@@ -185,6 +185,21 @@ INVALID: list[tuple[dict[str, Any], str]] = [
         "best_of must be a whole number from 3",
     ),
     ({"text": "x", "sampling": pb.Sampling(logit_bias={5: NAN})}, "logit_bias"),
+    ({"text": "x", "sampling": pb.Sampling(use_beam_search=True)}, "2 to 64 beams: set n"),
+    (
+        {"text": "x", "sampling": pb.Sampling(use_beam_search=True, n=2, best_of=10**9)},
+        "best_of must be a whole number from 2 to 64",
+    ),
+    (
+        {"text": "x", "sampling": pb.Sampling(use_beam_search=True, n=2, length_penalty=NAN)},
+        "length_penalty must be a number from -5 to 5",
+    ),
+    (
+        {"text": "x", "sampling": pb.Sampling(use_beam_search=True, n=2, seed=7)},
+        "leave out seed",
+    ),
+    ({"text": "x", "sampling": pb.Sampling(length_penalty=2.0)}, "set use_beam_search"),
+    ({"text": "x", "sampling": pb.Sampling(early_stopping=7)}, "early_stopping"),
     ({"text": "x", "sampling": pb.Sampling(stop_tokens=[2**31])}, "stop_token_ids"),
     ({"text": "x", "sampling": pb.Sampling(typical_p=0.0)}, "typical_p"),
     ({"text": "x", "sampling": pb.Sampling(bad_words=["x"] * 65)}, "at most 64 words"),

@@ -8,6 +8,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from penstock.protos import worker_pb2
 from penstock.router.config import RouterConfig
 from tests.support.served_router import Served, serving
 from tests.support.stub_worker import StubWorker
@@ -370,6 +371,27 @@ async def test_the_best_of_several_choices(client: Any, talking: Served) -> None
     assert SENTENCE.endswith(choice.text)
     assert choice.text != SENTENCE
     assert talking.worker.submits[0].params.n == 2
+
+
+async def test_a_beam_search(client: Any, talking: Served) -> None:
+    """The worker's order is the answer's: nothing is ranked again."""
+    more = {"use_beam_search": True, "best_of": 5, "length_penalty": 0.7, "early_stopping": "never"}
+    answer = await client.completions.create(
+        model="stub", prompt=PROMPT, max_tokens=100, temperature=0, n=3, extra_body=more
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    ends = [SENTENCE.endswith(choice.text) for choice in answer.choices]
+    assert (answer.choices[0].text, ends) == (SENTENCE, [True] * 3)
+    params = talking.worker.submits[0].params
+    assert (params.n, params.beams.width, params.beams.length_penalty) == (3, 5, 0.7)
+    assert params.beams.early_stopping == worker_pb2.EARLY_STOPPING_NEVER
+    assert not params.HasField("logprobs")
+
+
+async def test_beams_have_a_bound_on_their_tokens_by_default(client: Any, talking: Served) -> None:
+    chat = {"model": "stub", "messages": [{"role": "user", "content": "x"}], "n": 64}
+    await client.chat.completions.create(**chat, extra_body={"use_beam_search": True})
+    assert talking.worker.submits[0].params.max_tokens == 8192 // 64
 
 
 async def test_echo_puts_the_prompt_before_the_answer(client: Any, talking: Served) -> None:

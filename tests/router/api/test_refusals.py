@@ -56,6 +56,8 @@ PARAMETERS = [
     ({"best_of": 10**9}, "best_of"),
     ({"n": 3, "best_of": 2}, "best_of"),
     ({"best_of": 4, "stream": True}, "best_of"),
+    ({"length_penalty": 0.5}, "length_penalty"),
+    ({"early_stopping": True}, "early_stopping"),
     ({"seed": 2**70}, "seed"),
     ({"seed": -(2**63) - 1}, "seed"),
     ({"stop": ["x"] * 17}, "stop"),
@@ -93,6 +95,30 @@ PARAMETERS = [
     ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params"),
     ({"priority": 3}, "priority"),
     ({"model": 7}, "model"),
+    *(
+        ({"use_beam_search": True, "n": 2, **wrong}, param)
+        for wrong, param in [
+            ({"n": 1}, "n"),
+            ({"n": None}, "n"),
+            ({"n": 1, "best_of": 1}, "best_of"),
+            ({"n": 10**9}, "n"),
+            ({"best_of": 10**9}, "best_of"),
+            ({"temperature": 0.7}, "temperature"),
+            ({"top_p": 0.9}, "top_p"),
+            ({"top_k": 5}, "top_k"),
+            ({"min_p": 0.1}, "min_p"),
+            ({"typical_p": 0.9}, "typical_p"),
+            ({"seed": 5}, "seed"),
+            ({"stop": "x"}, "stop"),
+            ({"stream": True}, "use_beam_search"),
+            ({"length_penalty": 5.5}, "length_penalty"),
+            ({"length_penalty": "long"}, "length_penalty"),
+            ({"early_stopping": "always"}, "early_stopping"),
+            ({"early_stopping": 1}, "early_stopping"),
+            ({"n": 9, "max_tokens": 1000}, "max_tokens"),
+            ({"use_beam_search": "yes"}, "use_beam_search"),
+        ]
+    ),
 ]
 
 
@@ -133,7 +159,13 @@ ONLY_COMPLETIONS = [
     ({"prompt": "x", "suffix": "y"}, "suffix is not served"),
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "logprobs": -1}, "logprobs"),
-    ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+    ({"prompt": "x", "use_beam_search": True}, "takes from 2 to 64 beams: set n so"),
+    ({"prompt": "x", "use_beam_search": True, "n": 2, "seed": 1}, "leave out seed"),
+    ({"prompt": "x", "use_beam_search": True, "n": 2, "top_k": 3}, "leave top_k at 0 or -1"),
+    (
+        {"prompt": "x", "use_beam_search": True, "n": 9, "max_tokens": 911},
+        "8192 tokens together: with n = 9, ask for max_tokens of at most 910",
+    ),
 ]
 ONLY_CHAT = [
     ({"messages": HI, "echo": True}, "echo is not served"),
@@ -190,6 +222,7 @@ RAW = [
     (b'{"prompt": "x", "temperature": Infinity}', "temperature"),
     (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
     (b'{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias"),
+    (b'{"prompt": "x", "use_beam_search": true, "n": 2, "length_penalty": NaN}', "length_penalty"),
     (b'{"prompt": "x", "seed": ' + b"9" * 4000 + b"}", "seed"),
     (b'{"prompt": [' + b"9" * 5000 + b"]}", ""),
 ]

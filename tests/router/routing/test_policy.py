@@ -5,7 +5,7 @@ from penstock.router.routing.fleet import Share, WorkerView
 from penstock.router.routing.policy import Demand, LeastLoaded, Placement
 from tests.support.router_world import info_of
 
-FRESH = Demand(1, num_tokens=10, num_choices=1, num_left=8)
+FRESH = Demand(1, num_tokens=10, num_sequences=1, num_left=8)
 LONG_AGO = float("-inf")
 
 
@@ -44,7 +44,7 @@ def test_one_kind_alone_serves_alone(role: str) -> None:
     ("demand", "worker"),
     [
         (Demand(1, 10, 1, num_left=1), "p0"),  # nothing is left for a decode worker
-        (Demand(1, 10, 3, num_left=8), "d0"),  # choices are not moved
+        (Demand(1, 10, 3, num_left=8, stays=True), "d0"),  # choices are not moved
         (Demand(1, 10, 1, num_left=8, has_source=True), "d0"),
     ],
 )

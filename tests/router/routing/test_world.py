@@ -35,12 +35,14 @@ POOLS: dict[str, list[WorkerInfo]] = {
 
 def request_of(rng: Random, number: int, now: float) -> Request:
     num_choices = rng.choice([1, 1, 1, 2, 3])
-    log = [[1, 2]] * num_choices if rng.random() < 0.1 else []
+    num_beams = num_choices + 1 if rng.random() < 0.2 else 0
+    log = [[1, 2]] * num_choices if rng.random() < 0.1 and not num_beams else []
     return Request(
         number,
         [rng.randrange(9973) for _ in range(rng.choice([1, 3, 8, 20]))],
         params=None,
         num_choices=num_choices,
+        num_beams=num_beams,
         max_tokens=rng.choice([1, 2, 5, 12]),
         tenant=rng.choice("abc"),
         priority=rng.choice([0, 0, 1]),
@@ -61,7 +63,8 @@ class Chaos:
     def arrive(self, rng: Random) -> None:
         self.num_requests += 1
         request = request_of(rng, self.num_requests, self.world.now)
-        cuts = {i: rng.randint(1, 6) for i in range(request.num_choices) if rng.random() < 0.3}
+        cuttable = range(0 if request.num_beams else request.num_choices)
+        cuts = {i: rng.randint(1, 6) for i in cuttable if rng.random() < 0.3}
         self.world.arrive(request, cuts)
 
     def go_on(self, rng: Random) -> None:

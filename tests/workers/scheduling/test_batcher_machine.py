@@ -5,6 +5,7 @@ The Hypothesis machine finds small counterexamples; the seeded schedules go deep
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -12,11 +13,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.workers.scheduling.batcher import Limits
-from penstock.workers.scheduling.sequence import SamplingParams
+from penstock.workers.scheduling.sequence import BeamParams, SamplingParams
 from tests.support.fold_world import FoldWorld
 
 _BASE = list(range(1, 30))  # prompts begin alike, so that caches are hit
 _STOPS = [(), (3,), (5, 11, 19, 23, 29, 31)]
+_SEARCHES = [
+    BeamParams(2, 2),
+    BeamParams(2, 1, length_penalty=2.0, early_stopping=True),
+    BeamParams(3, 2, length_penalty=0.0, early_stopping=None),
+]
 
 
 def small(
@@ -67,6 +73,7 @@ class BatcherMachine(RuleBasedStateMachine):
             min_tokens=st.integers(0, 4),
             stop_tokens=st.sampled_from(_STOPS),
             prompt_logprobs=st.sampled_from([None, None, 0]),
+            beams=st.sampled_from([None, None, *_SEARCHES]),
         ),
         salt=st.sampled_from([b"", b"", b"other"]),
         priority=st.sampled_from([0, 0, 0, 1, 2]),
@@ -84,10 +91,12 @@ class BatcherMachine(RuleBasedStateMachine):
         yield_after: int,
         num_choices: int,
     ) -> None:
-        worker = self.world.workers[which]
+        worker, prompt = self.world.workers[which], _BASE[:shared] + own
+        if not self.world.fits(prompt, params):
+            params = replace(params, beams=None)
         self.world.ask(
             worker,
-            _BASE[:shared] + own,
+            prompt,
             params,
             salt=salt,
             priority=priority,
@@ -233,10 +242,14 @@ class Schedule:
                 min_tokens=rng.randint(0, 4),
                 stop_tokens=rng.choice([(), (), *_STOPS]),
                 prompt_logprobs=rng.choice([None, None, 0]),
+                beams=rng.choice([None, None, *_SEARCHES]),
             )
+            prompt = _BASE[: rng.randint(0, 20)] + own
+            if not self.world.fits(prompt, params):
+                params = replace(params, beams=None)
             self.world.ask(
                 rng.choice(self.world.workers),
-                _BASE[: rng.randint(0, 20)] + own,
+                prompt,
                 params,
                 salt=rng.choice([b"", b"", b"other"]),
                 priority=rng.choice([0, 0, 0, 1, 2]),
@@ -302,7 +315,7 @@ class Schedule:
 @pytest.mark.parametrize("first_seed", [0, 30])
 def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> None:
     num_preempted, num_cached, num_arrived, num_ahead = 0, 0, 0, 0
-    num_copies, num_forks, num_scored = 0, 0, 0
+    num_copies, num_forks, num_scored, num_moved = 0, 0, 0, 0
     for seed in range(first_seed, first_seed + 30):
         schedule = Schedule(seed)
         schedule.run(100)
@@ -310,6 +323,7 @@ def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> 
         num_copies += schedule.world.num_copies
         num_forks += schedule.world.num_forks
         num_scored += schedule.world.num_scored
+        num_moved += schedule.world.num_moved
         num_ahead += schedule.world.num_ahead
         for worker in schedule.world.workers:
             load = worker.batcher.load()
@@ -322,4 +336,5 @@ def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> 
     assert num_copies > 20
     assert num_forks > 20
     assert num_scored > 100
+    assert num_moved > 100
     assert num_ahead > 100

@@ -1,0 +1,104 @@
+"""Beam searches over the fold model: each beam's fold decides how likely every next token is."""
+
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from penstock.loadtests.simulate.fold import VOCAB, draw, fold_of, value_of
+from penstock.workers.beams import BeamSearch, Candidates, Searches
+from penstock.workers.scheduling.sequence import (
+    Finish,
+    Ints,
+    NewSequence,
+    SamplingParams,
+    StepPlan,
+)
+from penstock.workers.scheduling.table import SequenceTable
+
+Answer: TypeAlias = tuple[list[int], Finish]
+
+
+def _candidates(folds: Sequence[int], held_back: Sequence[Sequence[int]]) -> Candidates:
+    """All tokens, for each of R folds; held back: of each those that may not come yet."""
+    tokens = np.tile(np.arange(VOCAB, dtype=np.int32), (len(folds), 1))
+    # Steep enough that beams come and go.
+    logprobs = [
+        [-((fold >> 9) * (token + 3) ** 3 % 1009) / 64 for token in range(VOCAB)] for fold in folds
+    ]
+    scores = np.array(logprobs, np.float32).reshape(-1, VOCAB)
+    for row, banned in enumerate(held_back):
+        scores[row, list(banned)] = -np.inf
+    return Candidates(tokens, scores)
+
+
+def _held_back(params: SamplingParams, length: int) -> tuple[int, ...]:
+    return params.stop_tokens if length < params.min_tokens else ()
+
+
+class FoldBeams:
+    """What an engine's searches do, over a fold model."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._searches = Searches()
+        self._params: dict[Hashable, SamplingParams] = {}
+
+    def open(self, new: NewSequence) -> None:
+        """It was submitted; one that is no search: nothing."""
+        if new.params.beams is not None:
+            self._params[new.key] = new.params
+            self._searches.open(new.key, new.params, self._max_model_len - new.num_prompt)
+
+    def close(self, key: Hashable) -> list[Answer]:
+        """Its answers, as far as there are any; unknown: none."""
+        self._params.pop(key, None)
+        search = self._searches.close(key)
+        return [] if search is None else [(each.tokens, each.finish) for each in search.best]
+
+    def draw(
+        self, plan: StepPlan, table: SequenceTable, folds: Sequence[int]
+    ) -> tuple[Ints, Ints | None, list[Hashable]]:
+        """Tokens [S] and parents [S] of the drawing rows, and the searches that are over."""
+        rows = plan.drawing
+        drawn, parents = draw(folds, plan, table.choices), rows.copy()
+        at = np.flatnonzero(table.is_beam[rows])
+        if not at.size:
+            return drawn, None, []
+        beams = rows[at]
+        lengths = (table.num_tokens - table.num_prompt)[beams].tolist()
+        held_back = [
+            _held_back(self._params[key], length) if key in self._params else ()
+            for key, length in zip(table.keys[beams].tolist(), lengths, strict=True)
+        ]
+        turns = self._searches.advance(
+            table.keys[beams],
+            table.choices[beams],
+            beams,
+            _candidates([folds[place] for place in at.tolist()], held_back),
+        )
+        drawn[at], parents[at] = turns.tokens, turns.parents
+        return drawn, parents, turns.over
+
+
+def straight_beams(
+    prompt: Sequence[int], params: SamplingParams, max_model_len: int
+) -> list[Answer]:
+    """The answers of a lone search, folded over its tokens: no blocks, no batch, no rows."""
+    assert params.beams is not None
+    limit = min(params.max_tokens, max_model_len - len(prompt))
+    search = BeamSearch(params.beams, limit, params.stop_tokens)
+    values: list[int] = []
+    for token in prompt:
+        values.append(value_of(values[-1] if values else 0, token, len(values)))
+    beams = [values] * params.beams.width
+    while True:
+        held_back = [_held_back(params, len(beams[0]) - len(prompt))] * len(beams)
+        candidates = _candidates([fold_of(beam) for beam in beams], held_back)
+        turn = search.advance(candidates.tokens, candidates.logprobs)
+        if turn.over:
+            return [(each.tokens, each.finish) for each in search.best]
+        beams = [
+            [*beams[parent], value_of(beams[parent][-1], token, len(beams[parent]))]
+            for parent, token in zip(turn.parents.tolist(), turn.tokens.tolist(), strict=True)
+        ]

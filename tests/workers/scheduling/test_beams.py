@@ -1,0 +1,212 @@
+"""The rows of a search: seated, drawing, moving, preempted and gone together, blocks shared."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.loadtests.simulate.fold import FoldExecutor, copy_blocks
+from penstock.workers.scheduling.sequence import Finished, Ints, NeverFits, NewSequence, Yielded
+from tests.support.fold_bench import Bench, beams, sequence
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 17])
+def test_search_alone(width: int, length: int) -> None:
+    bench = Bench()
+    new = beams("a", list(range(length)), width, 21, stop_tokens=(3, 5))
+    bench.submit(new)
+    bench.run()
+    bench.expect(new)
+    assert bench.batcher.load().prompt_tokens_computed == length
+    assert bench.batcher.load().used_blocks == 0
+    assert bench.batcher.events()[-1] == Finished("a")
+
+
+CROWD: list[dict[str, Any]] = [
+    {"width": 4, "early_stopping": True, "stop_tokens": (1, 2, 3, 4)},
+    {"width": 2, "early_stopping": None, "stop_tokens": (7,), "length_penalty": 2.0},
+    {"width": 3, "num_wanted": 1, "stop_tokens": (9, 10), "min_tokens": 6},
+    {"width": 2, "length_penalty": -1.0, "stop_tokens": (11, 30)},
+]
+
+
+@pytest.mark.parametrize(("num_blocks", "short"), [(32, True), (200, False)])
+def test_searches_in_a_crowd_give_what_they_give_alone(num_blocks: int, short: bool) -> None:
+    bench = Bench(num_blocks=num_blocks, max_sequences=8, watermark=0)
+    prompt = list(range(13))
+    crowd = [sequence(n, prompt[: 5 + n], 20, num_choices=1 + n % 3) for n in range(4)]
+    crowd += [
+        beams(f"beams {n}", prompt[: 9 + n], max_tokens=18, **each) for n, each in enumerate(CROWD)
+    ]
+    for new in crowd:
+        bench.submit(new)
+    bench.run()
+    for new in crowd:
+        bench.expect(new)
+    assert (bench.batcher.load().preemptions > 0) == short
+    assert bench.batcher.load().used_blocks == 0
+
+
+class Forgetful(FoldExecutor):
+    """Makes no copies."""
+
+    def copy(self, pairs: Ints) -> None: ...
+
+
+class Mistaken(FoldExecutor):
+    """Copies to the right blocks from wrong ones."""
+
+    def copy(self, pairs: Ints) -> None:
+        super().copy(np.stack(((pairs[:, 0] + 1) % 32, pairs[:, 1]), axis=1))
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Mistaken])
+def test_a_copy_left_out_or_made_wrong_changes_the_answers(kind: type[FoldExecutor]) -> None:
+    bench = Bench()
+    bench.model = kind(bench.limits.num_blocks, bench.limits.block_size)
+    new = beams("a", list(range(6)), 4, 12)
+    bench.submit(new)
+    bench.run()
+    with pytest.raises(AssertionError):
+        bench.expect(new)
+
+
+def test_blocks_of_the_wrong_parent_change_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    new = beams("a", list(range(6)), 4, 12)
+    original = bench.batcher._seats.reorder
+
+    def turned(rows: Ints, parents: Ints) -> None:
+        original(rows, np.roll(parents, 1))
+
+    monkeypatch.setattr(bench.batcher._seats, "reorder", turned)
+    bench.submit(new)
+    bench.run()
+    with pytest.raises(AssertionError):
+        bench.expect(new)
+
+
+@pytest.mark.parametrize("prompt_len", [1, 24])
+def test_a_search_of_width_4_takes_at_most_half_the_blocks_of_four_sequences(
+    prompt_len: int,
+) -> None:
+    together, apart = (
+        Bench(num_blocks=200, max_model_len=90, max_batched_tokens=200, watermark=0)
+        for _ in range(2)
+    )
+    prompt = list(range(prompt_len))
+    together.submit(beams("a", prompt, 4, 60))
+    for number in range(4):
+        apart.submit(sequence(number, prompt, 60, salt=b"%d" % number))
+    used: tuple[list[int], list[int]] = ([], [])
+    while together.step() is not None and apart.step() is not None:
+        for bench, counts in zip((together, apart), used, strict=True):
+            counts.append(bench.batcher.load().used_blocks)
+    assert len(used[0]) > 55
+    assert together.peak_used <= apart.peak_used / 2
+    assert sum(used[0]) <= sum(used[1]) / 2
+
+
+@pytest.mark.parametrize("length", [5, 8, 21])
+def test_preempted_in_any_step_a_search_goes_on_from_where_it_was(length: int) -> None:
+    new = beams("a", list(range(length)), 3, 15, length_penalty=3.0)
+    alone = Bench()
+    alone.submit(new)
+    alone.run()
+    for step in range(1, 14, 2):
+        bench = Bench(max_batched_tokens=7)
+        bench.submit(new)
+        for _ in range(step):
+            bench.step()
+        num_before = bench.num_tokens
+        bench.batcher._waiting.push(bench.batcher._seats.preempt())
+        bench.batcher.check()
+        bench.run()
+        bench.expect(new)
+        assert bench.num_tokens <= alone.num_tokens + num_before
+        assert bench.num_draws == alone.num_draws  # no token is drawn a second time
+
+
+def test_dropped_between_plan_and_commit_a_search_leaves_nothing() -> None:
+    for step in range(1, 8):
+        bench = Bench()
+        bench.submit(beams("a", list(range(6)), 4, 9))
+        other = sequence("b", list(range(9)), 9)
+        bench.submit(other)
+        for _ in range(step):
+            bench.step()
+        plan = bench.batcher.plan(0.0)
+        assert plan is not None
+        bench.batcher.drop_choice("a", 1)  # of a search nothing is dropped but the whole
+        bench.batcher.drop("a")
+        bench.beams.close("a")
+        bench.commit(plan)
+        bench.run()
+        bench.expect(other)
+        assert bench.batcher.load().used_blocks == 0
+        assert "a" not in bench.searched
+
+
+@pytest.mark.parametrize("length", [2, 5, 14, 17])
+@pytest.mark.parametrize("when", ["first fork", "asked"])
+def test_a_search_is_handed_over_as_its_prompt(length: int, when: str) -> None:
+    prompt = list(range(length))
+    prefill, decode = Bench(), Bench()
+    yield_after = 1 if when == "first fork" else 0
+    prefill.submit(beams("p", prompt, 3, 8, yield_after=yield_after))
+    for _ in range(6):
+        prefill.step()
+    prefill.batcher.ask_yield("p")
+    assert prefill.batcher.events()[-1] == Yielded("p", length - 1)
+    assert prefill.answers == prefill.searched == {}
+    assert prefill.batcher.load().leased_blocks == -(-(length - 1) // 4)
+    new = beams("d", prompt, 3, 8, source_len=length - 1)
+    decode.submit(new)
+    decode.run()
+    into = decode.batcher.receiving("d")
+    copy_blocks(prefill.model, prefill.batcher.pin("p", 0), decode.model, into)
+    decode.batcher.arrived("d")
+    decode.run()
+    decode.expect(new)
+    assert decode.batcher.load().prompt_tokens_computed == 1
+    prefill.batcher.unpin("p")
+    prefill.batcher.drop("p")
+    assert prefill.batcher.load().leased_blocks == 0
+
+
+def test_a_search_without_blocks_to_hand_over_is_run_where_it_is() -> None:
+    bench = Bench()
+    new = beams("a", [5], 3, 8, yield_after=1)
+    bench.submit(new)
+    bench.run()
+    bench.expect(new)
+
+
+def test_nothing_of_an_answer_is_found_by_others() -> None:
+    bench = Bench()
+    bench.submit(beams("a", list(range(9)), 2, 20))
+    bench.run()
+    assert bench.batcher.load().cached_blocks == 2
+    again = beams("b", list(range(9)), 2, 20)
+    bench.submit(again)
+    bench.run()
+    bench.expect(again)
+    assert bench.batcher.load().prompt_tokens_cached == 8
+
+
+def too_wide(**other: Any) -> NewSequence:
+    return beams("a", list(range(9)), **other)
+
+
+def test_what_could_never_run_is_refused() -> None:
+    bench = Bench(num_blocks=20)
+    with pytest.raises(NeverFits, match=r"5 choices .* at most 4"):
+        bench.batcher.submit(too_wide(width=5))
+    # 2 blocks of the prompt are shared, and each may need 5 of its own.
+    with pytest.raises(NeverFits, match=r"4 beams of 28 tokens may need 22 blocks .* has 20"):
+        bench.batcher.submit(too_wide(width=4, max_tokens=20))
+    new = too_wide(width=4, max_tokens=16)
+    bench.submit(new)
+    bench.run()
+    bench.expect(new)
