@@ -174,7 +174,7 @@ class Sampler:
         """Whether `launch` can draw these: nothing of it is done, or known, on the host."""
         params = self._params[rows]
         host = params["shaped"] | params["typical"] | (params["logprobs"] >= 0)
-        host |= params["stops"] & (indices < params["min_tokens"])
+        host |= (params["candidates"] > 0) | (params["stops"] & (indices < params["min_tokens"]))
         return not host.any()
 
     @torch.inference_mode()
