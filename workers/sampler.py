@@ -19,6 +19,7 @@ from penstock.kernels.noise import gumbel_noise
 from penstock.kernels.sampling import Cuts, Penalties, argmax, cut_, penalize_, typical_
 from penstock.workers.bans import Bans, History
 from penstock.workers.beams import Candidates
+from penstock.workers.device.pinned import put
 from penstock.workers.scheduling.sequence import Bools, Ints, Key, SamplingParams
 
 GREEDY_BELOW = 1e-5
@@ -290,14 +291,14 @@ class Sampler:
             tensor[self._put(at)] = picked
 
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array.copy()).to(self._device)
+        return put(array.copy(), self._device)
 
 
 def _pick(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
     """Rows of a tensor; the tensor itself if that is all of them."""
     if len(at) == len(tensor):
         return tensor
-    return tensor[torch.from_numpy(at).to(tensor.device)]
+    return tensor[put(at, tensor.device)]
 
 
 def _finite_rows(logits: Tensor) -> Bools:

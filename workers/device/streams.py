@@ -13,6 +13,8 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.asynchronous = device.type == "cuda"
+        if self.asynchronous:
+            torch.cuda.synchronize(device)  # weights and cache, made so far in no stream of ours
         self._computing = torch.cuda.Stream(device) if self.asynchronous else None
         self._copying = torch.cuda.Stream(device) if self.asynchronous else None
 

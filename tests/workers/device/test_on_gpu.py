@@ -21,7 +21,10 @@ from tests.support.engines import run_out, tokens_of
 from tests.support.planner import Planner, make_cache
 from tests.support.tiny import VOCAB_SIZE, tiny_checkpoint
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 PROMPTS = [[9, 8, 7], list(range(40)), [5]]
 
