@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.aot import AotCase, meta
-from penstock.kernels.launch import FLOATS, check, jit, launch, on_triton, power_of_2, tl
+from penstock.kernels.launch import FLOATS, check, chip_of, jit, launch, on_triton, power_of_2, tl
 
 MOST_COLUMNS = 2048
 """A program, of the result."""
@@ -123,7 +123,7 @@ def _gated(gate_up: Tensor, kind: str, gain: float = 1.0, limit: float = 0.0) ->
         KIND=kind,
         DIM=dim,
         COLUMNS=columns,
-        num_warps=4,
+        num_warps=chip_of(gate_up).warps(128),
     )
     return out
 

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.aot import AotCase, meta
-from penstock.kernels.launch import INTS, check, check_contiguous, jit, launch, on_triton, tl
+from penstock.kernels.launch import (
+    INTS,
+    check,
+    check_contiguous,
+    chip_of,
+    jit,
+    launch,
+    on_triton,
+    tl,
+)
 
 TILE_BYTES = 1 << 14
 """A program: enough loads at a time for every thread."""
@@ -106,7 +115,7 @@ def _move(
         num_heads * head_words,
         OUT=out,
         TILE=tile,
-        num_warps=4,
+        num_warps=chip_of(kv).warps(128),
     )
 
 

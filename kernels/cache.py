@@ -27,7 +27,14 @@ from penstock.kernels.launch import (
     power_of_2,
     tl,
 )
-from penstock.kernels.rotary import check_rotary, load_turned, rotate_, rows_of_a_tile, store_turned
+from penstock.kernels.rotary import (
+    THREADS,
+    check_rotary,
+    load_turned,
+    rotate_,
+    rows_of_a_tile,
+    store_turned,
+)
 
 
 def write_rows(slots: Tensor, layer_shape: torch.Size) -> Tensor:
@@ -117,9 +124,7 @@ def e4m3_bits(x):
 def _narrowed(x, factors, most: tl.constexpr, soft: tl.constexpr):
     """x / scale as float8_e4m3fn, [N, C]; NaN stays what it is."""
     x = tl.clamp(x.to(tl.float32) * factors, -most, most, propagate_nan=tl.PropagateNan.ALL)
-    if soft:
-        return e4m3_bits(x)
-    return x.to(tl.float8e4nv)
+    return e4m3_bits(x) if soft else x.to(tl.float8e4nv)
 
 
 @jit
@@ -247,7 +252,7 @@ def _write(
         HEADS=tile_heads,
         MOST=E4M3_MAX,
         SOFT=soft,
-        num_warps=4,
+        num_warps=chip_of(layer).warps(THREADS),
     )
 
 

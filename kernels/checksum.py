@@ -22,7 +22,7 @@ from penstock.kernels.launch import check, check_contiguous, jit, launch, on_tri
 
 _SEED = 0x50454E5354
 
-TILE = 4096
+TILE = 2048
 """Words a program."""
 
 
@@ -95,7 +95,7 @@ def _sum(words: Tensor, weights: Tensor) -> Tensor:
         raise ValueError(f"weights: more than {len(words)} expected, not {len(weights)}")
     total = torch.zeros(1, dtype=torch.int64, device=words.device)
     grid = (-(-len(words) // TILE),)
-    launch(_add_words, grid, words, weights, total, len(words), TILE=TILE, num_warps=4)
+    launch(_add_words, grid, words, weights, total, len(words), TILE=TILE, num_warps=8)
     return total[0]
 
 

@@ -63,10 +63,8 @@ class InPlace:
         query = query[self.tokens]
         _, num_heads, head_dim = query.shape
         _, num_blocks, num_kv_heads, block_size, _ = layer.shape
-        if scores.sinks is None:
-            sinks = np.full(num_heads, -np.inf, np.float32)
-        else:
-            sinks = scores.sinks.float().numpy()
+        sinks = _by_head(scores.sinks, num_heads, -np.inf)
+        slopes = _by_head(scores.slopes, num_heads, 0.0)
         out = torch.empty(query.shape, dtype=query.dtype)
         _kernel()(
             query.numpy(),
@@ -80,10 +78,17 @@ class InPlace:
             1 / math.sqrt(head_dim) if scores.scale is None else scores.scale,
             scores.cap,
             sinks,
+            slopes,
             out.numpy(),
             num_threads=torch.get_num_threads(),
         )
         return out
+
+
+def _by_head(values: Tensor | None, num_heads: int, none: float) -> npt.NDArray[np.float32]:
+    if values is None:
+        return np.full(num_heads, none, np.float32)
+    return values.float().numpy()
 
 
 def _kernel() -> Any:

@@ -59,6 +59,10 @@ class Chip:
         """Whether it converts to float8_e4m3fn, and does so rightly."""
         return self.is_cuda and self.name not in ("sm_80", "sm_86")
 
+    def warps(self, num_threads: int) -> int:
+        """Warps of a program of so many threads."""
+        return max(1, num_threads // self.warp_size)
+
     @property
     def is_cuda(self) -> bool:
         return self.name.startswith("sm_")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.aot import AotCase, meta
-from penstock.kernels.launch import FLOATS, check, jit, launch, on_triton, power_of_2, tl
+from penstock.kernels.launch import FLOATS, check, chip_of, jit, launch, on_triton, power_of_2, tl
 
 MOST_FEATURES = 1 << 16
 """Of a row, which one program holds in its registers."""
@@ -194,7 +194,7 @@ def _norm(
         DIM=dim,
         SIZE=size,
         ROWS=rows,
-        num_warps=max(4, min(16, size // 1024)),
+        num_warps=chip_of(x).warps(max(128, min(512, size // 32))),
     )
 
 

@@ -85,11 +85,19 @@ def _add_values(shares: Floats, at: int, rows: Floats, row: int, count: int, sum
 
 
 @numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
-def _normalise(scores: Floats, powers: Ints, cap: float, sink: float) -> None:
-    """Scores to shares, in place."""
+def _bend(scores: Floats, cap: float, slope: float) -> None:
+    """In place; the last score is the token's own."""
     if cap > 0:
         for i in range(len(scores)):
             scores[i] = cap * math.tanh(scores[i] / cap)
+    if slope != 0:
+        for i in range(len(scores)):
+            scores[i] += slope * _f32(i + 1 - len(scores))
+
+
+@numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
+def _normalise(scores: Floats, powers: Ints, sink: float) -> None:
+    """Scores to shares, in place."""
     most = sink
     for i in range(len(scores)):
         if scores[i] > most:
@@ -122,6 +130,7 @@ def _attend(
     scale: float,
     cap: float,
     sinks: Floats,
+    slopes: Floats,
     q: Floats,
     scores: Floats,
     powers: Ints,
@@ -140,7 +149,9 @@ def _attend(
         row = (table[b, at] * num_heads + head) * block_size + begin - at * block_size
         _products(q, rows, row, end - begin, scores, begin)
     for g in range(group):
-        _normalise(scores[g, low:context], powers[low:context], cap, sinks[first + g])
+        seen = scores[g, low:context]
+        _bend(seen, cap, slopes[first + g])
+        _normalise(seen, powers[low:context], sinks[first + g])
     for at in range(low // block_size, (context - 1) // block_size + 1):
         begin, end = max(at * block_size, low), min((at + 1) * block_size, context)
         block = num_blocks + table[b, at]
@@ -153,7 +164,7 @@ def _attend(
 
 _SIGNATURE = (
     "void(float32[:,:,:], float32[:,::1], int64, int64, int64, int32[:,::1], int32[::1], int64,"
-    " float32, float32, float32[::1], float32[:,:,::1], int64)"
+    " float32, float32, float32[::1], float32[::1], float32[:,:,::1], int64)"
 )
 
 
@@ -170,6 +181,7 @@ def _paged_decode(
     scale: float,
     cap: float,  # 0: none
     sinks: Floats,  # [Hq]; -inf: none
+    slopes: Floats,  # [Hq]; 0: none
     out: Floats,  # [B, Hq, D]
     num_threads: int,
 ) -> None:
@@ -189,7 +201,7 @@ def _paged_decode(
             _attend(
                 b, piece % num_heads, query, rows, num_blocks, num_heads, block_size, tables,
                 context, max(context - window, 0) if window else 0, scale, cap, sinks,
-                q, scores, powers, sums, out,
+                slopes, q, scores, powers, sums, out,
             )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ class Runner:
             positions=positions,
             cos_sin=self._cos_sin(positions, int(plan.positions.max()) + 1),
             cache_rows=self._cache_rows(self._put(plan.slots)),
-            plans={w: plan_attention(*batch, layer, w) for w in self._windows},
+            plans={w: plan_attention(*batch, layer, w, shares_prefix=True) for w in self._windows},
             latent=(
                 plan_latent_attention(*batch, layer, latent.rank, latent.up_dim) if latent else None
             ),
