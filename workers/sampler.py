@@ -8,15 +8,16 @@ the likeliest tokens are its search's candidates.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.noise import gumbel_noise
-from penstock.kernels.sampling import Cuts, Penalties, argmax, cut_, penalize_, typical_
+from penstock.kernels.draw import Wishes, draw, finite_rows
+from penstock.kernels.logprobs import logprobs
+from penstock.kernels.penalties import Penalties, penalize_, shift_
 from penstock.workers.bans import Bans, History
 from penstock.workers.beams import Candidates
 from penstock.workers.device.pinned import put
@@ -27,7 +28,7 @@ GREEDY_BELOW = 1e-5
 
 ROW = np.dtype(
     [
-        ("temperature", np.float32),
+        ("temperature", np.float32),  # 0: greedy
         ("top_p", np.float32),
         ("top_k", np.int64),
         ("min_p", np.float32),
@@ -39,9 +40,6 @@ ROW = np.dtype(
         ("choice", np.int64),
         ("min_tokens", np.int64),
         ("logprobs", np.int64),  # -1: none
-        ("greedy", np.bool_),
-        ("cut", np.bool_),
-        ("typical", np.bool_),
         ("penalized", np.bool_),
         ("biased", np.bool_),
         ("choosy", np.bool_),  # it has allowed tokens or bad words
@@ -114,7 +112,7 @@ class Sampler:
             bool(params.allowed_tokens or params.bad_words),
         )
         self._params[row] = (
-            params.temperature,
+            0 if params.temperature < GREEDY_BELOW else params.temperature,
             params.top_p,
             params.top_k,
             params.min_p,
@@ -124,9 +122,6 @@ class Sampler:
             choice,
             params.min_tokens,
             -1 if params.logprobs is None else params.logprobs,
-            params.temperature < GREEDY_BELOW,
-            params.top_k > 0 or params.top_p < 1 or params.min_p > 0,
-            params.typical_p < 1,
             *changes,
             any(changes),
             self._bans.can_stop(row),
@@ -144,38 +139,31 @@ class Sampler:
         if not len(rows):
             return Sampled(np.empty(0, np.int32), np.empty(0, np.bool_), [])
         params = self._params[rows]
-        finite = _finite_rows(logits)
         is_beam = params["candidates"] > 0
         beams = np.flatnonzero(is_beam)
         scores = self._normalized(logits, beams) if len(beams) else logits
         shaped = self._shaped(scores, rows, params, indices, history)
-        choosy = np.flatnonzero(params["choosy"] & ~is_beam)
-        if len(choosy):
-            finite[choosy] &= torch.isfinite(_pick(shaped, choosy).amax(-1)).cpu().numpy()
-        tokens = np.zeros(len(rows), np.int32)
-        greedy = np.flatnonzero(params["greedy"] & ~is_beam)
-        drawn = np.flatnonzero(~(params["greedy"] | is_beam))
-        if len(greedy):
-            tokens[greedy] = argmax(_pick(shaped, greedy))
-        if len(drawn):
-            scores = self._noisy(_pick(shaped, drawn), params[drawn], indices[drawn])
-            tokens[drawn] = argmax(scores)
-        tokens[~finite] = 0
-        logprobs = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
+        drawn, good = draw(shaped, self._wishes(params, indices), bans=shaped is not logits)
+        finite = good.cpu().numpy() | is_beam
+        if shaped is not logits:
+            finite &= finite_rows(logits).cpu().numpy()
+        tokens = np.where(finite & ~is_beam, drawn.cpu().numpy(), 0).astype(np.int32)
+        wanted = np.where(is_beam, -1, params["logprobs"])
+        sampled = Sampled(tokens, finite, self._logprobs(logits, wanted, tokens))
         if not len(beams):
-            return Sampled(tokens, finite, logprobs)
+            return sampled
         most = min(int(params["candidates"].max()), self._vocab_size)
         found = _pick(shaped, beams).topk(most)
         candidates = Candidates(
             found.indices.cpu().numpy().astype(np.int32), found.values.cpu().numpy()
         )
-        return Sampled(tokens, finite, logprobs, beams=beams, candidates=candidates)
+        return replace(sampled, beams=beams, candidates=candidates)
 
     def is_plain(self, rows: Ints, indices: Ints) -> bool:
         """Whether `launch` can draw these: nothing of it is done, or known, on the host."""
         params = self._params[rows]
-        host = params["shaped"] | params["typical"] | (params["logprobs"] >= 0)
-        host |= (params["candidates"] > 0) | (params["stops"] & (indices < params["min_tokens"]))
+        host = params["shaped"] | (params["logprobs"] >= 0) | (params["candidates"] > 0)
+        host |= params["stops"] & (indices < params["min_tokens"])
         return not host.any()
 
     @torch.inference_mode()
@@ -184,13 +172,8 @@ class Sampler:
 
         Returns tokens [S] int32, and whether a row's logits were finite [S], on their device.
         """
-        params = self._params[rows]
-        tokens = logits.argmax(-1).to(torch.int32)
-        drawn = np.flatnonzero(~params["greedy"])
-        if len(drawn):
-            scores = self._noisy(_pick(logits, drawn), params[drawn], indices[drawn])
-            tokens[self._put(drawn)] = scores.argmax(-1).to(torch.int32)
-        return tokens, torch.isfinite(logits).all(-1)
+        tokens, finite = draw(logits, self._wishes(self._params[rows], indices))
+        return tokens.to(torch.int32), finite
 
     @torch.inference_mode()
     def score(
@@ -220,9 +203,11 @@ class Sampler:
         if not (len(held_back) or params["shaped"].any()):
             return logits
         shaped = logits.clone()
-        for at in np.flatnonzero(params["biased"]):
-            tokens, values = self._biases[rows[at]]
-            shaped[at, tokens] += values
+        biased = np.flatnonzero(params["biased"])
+        if len(biased):
+            tokens, values = zip(*(self._biases[row] for row in rows[biased]), strict=True)
+            owners = self._put(np.repeat(biased, [len(each) for each in tokens]))
+            shift_(shaped, owners, torch.cat(tokens), torch.cat(values))
         penalized, choosy = np.flatnonzero(params["penalized"]), np.flatnonzero(params["choosy"])
         if len(penalized):
             self._penalize(shaped, rows, params, penalized, history)
@@ -251,18 +236,11 @@ class Sampler:
         )
         self._change_(shaped, at, lambda picked: penalize_(picked, said, starts, ends, penalties))
 
-    def _noisy(self, logits: Tensor, params: npt.NDArray[np.void], indices: Ints) -> Tensor:
-        """Logits at their temperature, cut, with noise: the largest of a row is its draw."""
-        scaled = logits / self._put(params["temperature"])[:, None]
-        cut, typical = np.flatnonzero(params["cut"]), np.flatnonzero(params["typical"])
-        if len(cut):
-            cuts = Cuts(*(self._put(params[name][cut]) for name in ("top_k", "top_p", "min_p")))
-            self._change_(scaled, cut, lambda picked: cut_(picked, cuts))
-        if len(typical):
-            share = self._put(params["typical_p"][typical])
-            self._change_(scaled, typical, lambda picked: typical_(picked, share))
-        noise = gumbel_noise(params["seed"], indices, params["choice"], scaled.shape[1])
-        return scaled.add_(noise.to(self._device))
+    def _wishes(self, params: npt.NDArray[np.void], indices: Ints) -> Wishes:
+        shares = np.stack([params[name] for name in ("temperature", "top_p", "min_p", "typical_p")])
+        seeds = params["seed"].view(np.int64)
+        numbers = np.stack([params["top_k"], seeds, indices.astype(np.int64), params["choice"]])
+        return Wishes(*self._put(shares), *self._put(numbers))
 
     def _logprobs(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
@@ -271,11 +249,9 @@ class Sampler:
         asking = np.flatnonzero(wanted >= 0)
         if not len(asking):
             return found
-        logprobs = _pick(logits, asking).log_softmax(-1)
-        chosen = logprobs.gather(1, self._put(tokens[asking].astype(np.int64))[:, None])[:, 0]
-        ranks = (logprobs > chosen[:, None]).sum(-1) + 1
-        best = logprobs.topk(min(int(wanted.max()), self._vocab_size))
-        lists = (chosen, ranks, best.indices, best.values)
+        drawn = self._put(tokens[asking].astype(np.int64))
+        best = logprobs(_pick(logits, asking), drawn, int(wanted.max()))
+        lists = (best.chosen, best.ranks, best.tokens, best.values)
         columns = zip(asking, *(column.tolist() for column in lists), strict=True)
         for at, value, rank, names, values in columns:
             found[at] = TokenLogprobs(value, rank, names[: wanted[at]], values[: wanted[at]])
@@ -299,11 +275,3 @@ def _pick(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
     if len(at) == len(tensor):
         return tensor
     return tensor[put(at, tensor.device)]
-
-
-def _finite_rows(logits: Tensor) -> Bools:
-    """Which rows hold neither NaN nor an infinity. The sum of one that does is not finite."""
-    found: Bools = torch.isfinite(logits.sum(-1)).cpu().numpy()
-    if not found.all():
-        found = torch.isfinite(logits).all(-1).cpu().numpy()
-    return found

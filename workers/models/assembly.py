@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.activation import clamped_silu_mul, gelu_mul, silu_mul
-from penstock.kernels.experts import Routing
+from penstock.kernels.experts import Gate, Stacks
+from penstock.kernels.routing import Routing
 from penstock.kernels.scores import Scores
 from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.block import Block
@@ -22,6 +24,7 @@ from penstock.workers.models.deepseek import LatentSpec
 from penstock.workers.models.spec import ExpertsSpec, ModelSpec
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+GATE_KINDS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_new": partial(functional.gelu, approximate="tanh"),
@@ -135,10 +138,11 @@ class Assembly:
             shared = SharedExpert(self.mlp(experts.shared_size), gate)
         if experts.clamp is None:
             stacks = None
-            mlps = tuple(self.mlp(experts.inner_size) for _ in range(experts.num_experts))
+            mlps, together = self.expert_mlps(experts)
         else:
             stacks = self.stacks(experts)
             mlps = _unstacked(stacks, *experts.clamp)
+            together = _together(stacks, *experts.clamp) if self.device.type == "cuda" else None
         return Experts(
             router=self.router(experts),
             bias=self.wide_empty(experts.num_experts) if routing.sigmoid else None,
@@ -146,7 +150,22 @@ class Assembly:
             experts=mlps,
             stacks=stacks,
             shared=shared,
+            together=together,
         )
+
+    def expert_mlps(self, experts: ExpertsSpec) -> tuple[tuple[Mlp, ...], Stacks | None]:
+        """On a GPU their weights lie in one tensor, as the product of all of them reads it."""
+        spec, count, inner = self.spec, experts.num_experts, experts.inner_size
+        kind = GATE_KINDS.get(spec.activation)
+        if self.device.type != "cuda" or kind is None or spec.mlp_bias or not spec.gated:
+            return tuple(self.mlp(inner) for _ in range(count)), None
+        hidden, activation = spec.hidden_size, GATES[spec.activation]
+        gate_up, down = self.empty(count, 2 * inner, hidden), self.empty(count, hidden, inner)
+        mlps = tuple(
+            Mlp(Linear(first, None, (inner, inner)), Linear(second, None, (hidden,)), activation)
+            for first, second in zip(gate_up, down, strict=True)
+        )
+        return mlps, Stacks(gate_up.transpose(1, 2), down.transpose(1, 2), Gate(kind))
 
     def router(self, experts: ExpertsSpec) -> Linear:
         hidden, sizes = self.spec.hidden_size, (experts.num_experts,)
@@ -180,6 +199,16 @@ def _routing(experts: ExpertsSpec) -> Routing:
         top_groups=found.top_groups,
         group_best=2 if sigmoid else 1,
         scale=found.scale,
+    )
+
+
+def _together(stacks: dict[str, Tensor], gain: float, limit: float) -> Stacks:
+    return Stacks(
+        stacks["gate_up_proj"],
+        stacks["down_proj"],
+        Gate("clamped", gain, limit),
+        stacks["gate_up_proj_bias"],
+        stacks["down_proj_bias"],
     )
 
 
