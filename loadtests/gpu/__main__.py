@@ -76,7 +76,7 @@ def about(device: str) -> dict[str, Any]:
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return found
 
 

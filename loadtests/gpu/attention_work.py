@@ -169,11 +169,9 @@ def _shared_prefix(device: torch.device, dtype: torch.dtype, small: bool) -> Wor
         paged = Paged.random(sizes, device, dtype)
         tables = paged.block_tables
         tables[:, :shared] = tables[0, :shared]
-        batch_arrays = (paged.query_starts, paged.context_lens, tables)
+        starts, contexts = paged.query_starts.cpu().numpy(), paged.context_lens.cpu().numpy()
         plan = plan_attention(
-            *(array.cpu().numpy() for array in batch_arrays),
-            paged.layer,
-            shares_prefix=shares_prefix,
+            starts, contexts, tables.cpu().numpy(), paged.layer, shares_prefix=shares_prefix
         )
         return lambda: paged_attention(paged.query, paged.layer, plan)
 

@@ -68,7 +68,7 @@ def graph_bytes(free: list[int], num_graphs: int) -> int:
 
 def largest_step(sizes: Sizes) -> StepPlan:
     """Prompts, from their beginnings, that fill a step; all in block 0."""
-    lengths = []
+    lengths: list[int] = []
     left = sizes.num_tokens
     while left and len(lengths) < sizes.num_sequences:
         lengths.append(min(left, sizes.model_len))
