@@ -137,18 +137,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if 0 in grid:
         return
     tensors = [each for each in arguments if isinstance(each, Tensor)]
-    if INTERPRETED:
-        if any(tensor.dtype == torch.bfloat16 for tensor in tensors):
-            raise TypeError("kernels take no bfloat16 under TRITON_INTERPRET: wrong results")
-        kernel[grid](*arguments, **options)
-        return
-    # Triton launches on the current device, whatever its arguments are on.
-    with _current(tensors[0].device):
+    if INTERPRETED and any(tensor.dtype == torch.bfloat16 for tensor in tensors):
+        raise TypeError("kernels take no bfloat16 under TRITON_INTERPRET: wrong results")
+    run_kernel(kernel, grid, tensors[0].device, arguments, options)
+
+
+def run_kernel(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: torch.device,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    """Triton launches on the current device, whatever its arguments are on: so that is `device`."""
+    with _current(device):
         kernel[grid](*arguments, **options)
 
 
 def _current(device: torch.device) -> Any:
-    if device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
 

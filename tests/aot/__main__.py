@@ -1,7 +1,7 @@
 """Compiles all Triton kernels ahead of time: `python -m tests.aot [FILE OF KERNELS...]`.
 
-No device is needed. Writes `report.json` and `table.txt` into `build/aot`; fails where a kernel breaks
-one of `rules`, does not compile, or is in no case. What was compiled is kept there.
+No device is needed. Writes `report.json` and `table.txt` into `build/aot`, and keeps there what was
+compiled; fails where a kernel breaks one of `rules`, does not compile, or is in no case.
 """
 
 import dataclasses

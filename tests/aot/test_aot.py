@@ -1,5 +1,6 @@
 """Every rule refuses a kernel that breaks it, and lets its better twin pass."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,15 @@ pytest.importorskip("triton")
 from penstock.kernels.aot import SM_90
 from penstock.kernels.launch import INTERPRETED, recorded
 from penstock.kernels.norm import rms_norm
+from tests.aot.compiling import compiled
 from tests.aot.jobs import Report, cases_of, forgotten, jobs_of, reports, run
+from tests.aot.rules import complaints
 from tests.support import planted
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled"),
+]
 
 JOBS = {
     (cases_of(job.module)[job.case].name, job.chip.name): job for job in jobs_of([planted.__name__])
@@ -62,12 +68,8 @@ def test_its_better_twin_passes(case: str, chip: str) -> None:
 
 
 def test_too_much_shared_memory_is_refused() -> None:
-    case, chip = cases_of(planted.__name__)[3], SM_90
-    from dataclasses import replace
-
-    from tests.aot.compiling import compiled
-    from tests.aot.rules import complaints
-
+    job = JOBS["tensor cores", "sm_90"]
+    case, chip = cases_of(job.module)[job.case], job.chip
     with recorded(chip) as launches:
         case.call()
     artefact = compiled(launches[0], chip)

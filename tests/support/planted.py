@@ -40,8 +40,8 @@ def _outsider(x):
 
 
 def _multiply(dtype: torch.dtype) -> None:
-    x = meta(64, 64, dtype=dtype)
-    launch(_multiplier, (1,), x, x, meta(64, 64, dtype=torch.float32), SIZE=64, num_warps=4)
+    x, out = meta(32, 32, dtype=dtype), meta(32, 32, dtype=torch.float32)
+    launch(_multiplier, (1,), x, x, out, SIZE=32, num_warps=4)
 
 
 def _copy(step: int) -> None:

@@ -95,7 +95,6 @@ class Assembly:
             window=window,
             scores=Scores(spec.attention_scale, spec.attention_cap, sinks),
             rotary=1 if window and spec.local_rope else 0,
-            rotary_dim=int(spec.head_dim * spec.rope.share),
             neighbours=spec.rope.neighbours,
         )
 
