@@ -21,7 +21,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.kernels.activation import clamped_silu_mul, gelu_mul, silu_mul
+from penstock.kernels.activation import (
+    clamped_silu_mul,
+    clamped_silu_mul_reference,
+    gelu_mul,
+    gelu_mul_reference,
+    silu_mul,
+    silu_mul_reference,
+)
 from penstock.kernels.aot import AotCase, meta
 from penstock.kernels.expert_sort import Sorted, sort_places
 from penstock.kernels.launch import FLOATS, check, check_contiguous, jit, launch, on_triton, tl
@@ -82,6 +89,16 @@ class Gate:
             case "clamped":
                 return clamped_silu_mul(gate_up, self.gain, self.limit)
 
+    def reference(self, gate_up: Tensor) -> Tensor:
+        """What it means."""
+        match self.kind:
+            case "silu":
+                return silu_mul_reference(gate_up)
+            case "gelu":
+                return gelu_mul_reference(gate_up)
+            case "clamped":
+                return clamped_silu_mul_reference(gate_up, self.gain, self.limit)
+
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
@@ -117,16 +134,16 @@ def mix_stacked(
 
 def mix_stacked_reference(x: Tensor, experts: Tensor, weights: Tensor, stacks: Stacks) -> Tensor:
     """What `mix_stacked` means, in float64."""
-    wide = Stacks(
-        stacks.gate_up.double(),
-        stacks.down.double(),
-        stacks.gate,
-        None if stacks.gate_up_bias is None else stacks.gate_up_bias.double(),
-        None if stacks.down_bias is None else stacks.down_bias.double(),
-    )
-    return mix_experts_reference(
-        x.double(), experts, weights.double(), len(stacks.down), wide.expert
-    )
+
+    def run(number: int, rows: Tensor) -> Tensor:
+        inner = rows @ stacks.gate_up[number].double()
+        if stacks.gate_up_bias is not None:
+            inner = inner + stacks.gate_up_bias[number].double()
+        made = stacks.gate.reference(inner) @ stacks.down[number].double()
+        return made if stacks.down_bias is None else made + stacks.down_bias[number].double()
+
+    num_experts = len(stacks.down)
+    return mix_experts_reference(x.double(), experts, weights.double(), num_experts, run)
 
 
 @jit
@@ -252,7 +269,7 @@ SOME = Tiles(64, 128, 64, num_warps=4, num_stages=3)
 MANY = Tiles(128, 128, 64, num_warps=8, num_stages=3)
 WIDE = Tiles(32, 64, 32, num_warps=4, num_stages=2)  # float32, on no tensor core
 
-COMBINED = 1024  # elements a program of `_combine`
+COMBINED = 2048  # elements a program of `_combine`
 
 
 def tiles_for(dtype: torch.dtype, mean_rows: float, fixed: bool) -> Tiles:
@@ -367,15 +384,12 @@ def aot_cases() -> Iterator[AotCase]:
         shares = meta(num_tokens, 8, dtype=torch.float32)
         return mix_stacked(meta(num_tokens, size), chosen, shares, stacks)
 
-    names = {"products": ("_grouped",), "streams": ("_combine",)}
-    for num_tokens in (1, 512, 4096):
-        yield AotCase(
-            f"8 of 128, {num_tokens} tokens, bf16",
-            lambda num_tokens=num_tokens: mix(num_tokens, 128, 2048, 768, Gate("silu")),
-            **names,
-        )
-    yield AotCase(
-        "gpt-oss, 64 tokens, bf16",
-        lambda: mix(64, 32, 2880, 2880, Gate("clamped", 1.702, 7.0)),
-        **names,
-    )
+    def qwen(num_tokens: int) -> Tensor:
+        return mix(num_tokens, 128, 2048, 768, Gate("silu"))
+
+    products, streams = ("_grouped",), ("_combine",)
+    yield AotCase("8 of 128, a token, bf16", lambda: qwen(1), products, streams)
+    yield AotCase("8 of 128, 512 tokens, bf16", lambda: qwen(512), products, streams)
+    yield AotCase("8 of 128, 4096 tokens, bf16", lambda: qwen(4096), products, streams)
+    clamped = Gate("clamped", 1.702, 7.0)
+    yield AotCase("gpt-oss, bf16", lambda: mix(64, 32, 2880, 2880, clamped), products, streams)

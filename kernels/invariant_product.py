@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.aot import AotCase, meta
-from penstock.kernels.launch import FLOATS, check, jit, launch, on_triton, tl
+from penstock.kernels.launch import FLOATS, Chip, check, chip_of, jit, launch, on_triton, tl
 
 
 @jit(unspecialized=("num_rows", "slices_each"))
@@ -116,6 +116,7 @@ class Tiles:
 
 WIDE = Tiles(64, 64, 32, num_warps=4, num_stages=3)  # float32, on no tensor core
 HALF = Tiles(128, 128, 64, num_warps=8, num_stages=3)  # 96 KiB of shared memory
+NARROW = Tiles(64, 128, 64, num_warps=8, num_stages=3)  # where registers hold the operands too
 
 
 def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -129,7 +130,7 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     out = x.new_empty(num_rows, num_outputs)
     if not out.numel():
         return out
-    tiles = WIDE if x.dtype == torch.float32 else HALF
+    tiles = WIDE if x.dtype == torch.float32 else _tiles_of(chip_of(x))
     slice_size, num_slices = slicing(num_outputs, num_inputs, tiles)
     num_tiles = -(-num_rows // tiles.rows) * -(-num_outputs // tiles.outputs)
     apart = num_slices > 1 and are_few(num_tiles)
@@ -170,6 +171,10 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
             TILE=ADDED,
         )
     return out
+
+
+def _tiles_of(chip: Chip) -> Tiles:
+    return NARROW if chip.name in ("sm_80", "sm_86", "sm_89") else HALF
 
 
 def are_few(num_tiles: int) -> bool:

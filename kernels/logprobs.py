@@ -118,11 +118,10 @@ def _best(
         best, best_at = float("-inf"), vocab_size
         for start in range(0, count, TILE):
             at = start + tl.arange(0, TILE)
-            value = tl.load(near_values + at, mask=at < count, other=float("-inf"))
-            value = tl.where(
-                (value < last) | ((value == last) & (at > last_at)), value, float("-inf")
-            )
-            largest, place = tl.max(value, axis=0, return_indices=True)
+            near = tl.load(near_values + at, mask=at < count, other=float("-inf"))
+            later = (near < last) | ((near == last) & (at > last_at))
+            near = tl.where(later, near, float("-inf"))
+            largest, place = tl.max(near, axis=0, return_indices=True)
             best_at = tl.where(largest > best, start + place, best_at)
             best = tl.maximum(best, largest)
         name = tl.load(near_tokens + row * vocab_size + best_at, mask=best_at < count, other=0)

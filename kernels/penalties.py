@@ -116,7 +116,7 @@ def _penalize(
     token = tl.load(tokens + row * tokens_stride + at, mask=inside, other=-1)
     inside = inside & (token >= 0) & (token < vocab_size)
     none = tl.full((TILE,), 0, tl.int32)
-    found = tl.atomic_xchg(said + row * vocab_size + token, none, mask=inside)
+    found = tl.atomic_and(said + row * vocab_size + token, none, mask=inside)
     first = inside & (found != 0)
     score = tl.load(logits + row * logits_stride + token, mask=first, other=0.0)
     factor = tl.load(repetition + row)

@@ -19,7 +19,7 @@ from penstock.kernels.sampling import Cuts
 
 SUB = 64  # tokens whose largest is kept
 SEGMENT = 4096  # tokens a program
-TILE = 1024  # values at a time in a search
+TILE = 512  # values at a time in a search
 
 
 @jit
@@ -256,6 +256,7 @@ def survey(logits: Tensor, temperature: Tensor, bans: bool) -> Survey:
         BANS=bans,
         SUB=SUB,
         SEGMENT=SEGMENT,
+        num_warps=8,
     )
     return found
 
