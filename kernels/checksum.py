@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.aot import AotCase, meta
-from penstock.kernels.launch import check, check_contiguous, jit, launch, on_triton, tl
+from penstock.kernels.launch import check, check_contiguous, jit, launch, on_triton, power_of_2, tl
 
 _SEED = 0x50454E5354
 
@@ -52,14 +52,14 @@ def checksum_reference(data: bytes) -> int:
     padded = data + bytes(-len(data) % 8)
     words = np.frombuffer(padded, np.int64).tolist()
     weights = _weights(_round_up(len(words) + 1), torch.device("cpu")).tolist()
-    total = sum(
+    total: int = sum(
         word * weights[at] + (word >> 32) * weights[at + 1] for at, word in enumerate(words)
     )
     return (total + len(data) * _SEED) % (1 << 64)
 
 
 def _round_up(num_words: int) -> int:
-    return max(1 << 12, 1 << (num_words - 1).bit_length())
+    return max(1 << 12, power_of_2(num_words))
 
 
 @lru_cache(maxsize=8)

@@ -18,15 +18,18 @@ from torch import Tensor
 
 try:
     import triton
-    from triton import language as tl
+    from triton import language
+
+    tl: Any = language
 except ImportError:  # a machine that serves on its CPU
     triton = None
 
-    class tl:  # type: ignore[no-redef]
+    class Names:
         """What the signatures of kernels name."""
 
         constexpr = Any
 
+    tl = Names
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels are interpreted on the CPU. Triton reads the variable when it is imported."""

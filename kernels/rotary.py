@@ -201,11 +201,6 @@ def _rotate(x: Tensor, cos_sin: Tensor, neighbours: bool) -> None:
 
 def aot_cases() -> Iterator[AotCase]:
     streams = ("_turn_heads",)
-    for neighbours in (False, True):
-        yield AotCase(
-            f"latent queries, {'neighbours' if neighbours else 'halves'}",
-            lambda neighbours=neighbours: rotate_(
-                meta(64, 128, 192)[:, :, 128:], meta(64, 2, 64), neighbours
-            ),
-            streams=streams,
-        )
+    heads, angles = meta(64, 128, 192)[:, :, 128:], meta(64, 2, 64)
+    yield AotCase("latent queries, halves", lambda: rotate_(heads, angles), streams=streams)
+    yield AotCase("latent queries, pairs", lambda: rotate_(heads, angles, True), streams=streams)

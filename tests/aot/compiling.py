@@ -90,7 +90,7 @@ def _cuda(result: Any) -> Artefact:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
         file.flush()
-        command = [CUOBJDUMP, "-sass", "-res-usage", file.name]
+        command = [str(CUOBJDUMP), "-sass", "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
     code = _instructions(text, r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)")

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from penstock.kernels.aot import SM_90
+from penstock.kernels.aot import SM_90, meta
 from penstock.kernels.launch import INTERPRETED, recorded
 from penstock.kernels.norm import rms_norm
 from tests.aot.compiling import compiled
@@ -96,7 +96,7 @@ def test_kernels_in_no_case_are_named() -> None:
 
 def test_a_launch_while_recording_touches_nothing() -> None:
     with recorded(SM_90) as launches:
-        rms_norm(*(planted.meta(*shape) for shape in ((3, 64), (64,))), 1e-5)
+        rms_norm(meta(3, 64), meta(64), 1e-5)
     assert [launch.arguments[0].shape for launch in launches] == [(3, 1, 64)]
 
 

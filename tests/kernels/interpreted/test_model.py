@@ -2,11 +2,13 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from penstock.kernels import launch
+from penstock.kernels.aot import kernel_name
 from penstock.workers.runner import Runner
 from penstock.workers.transfer.shards import Rectangle, Shard
 from penstock.workers.transfer.staging import KvStaging
@@ -52,8 +54,8 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     launched: Counter[str] = Counter()
     run = launch.run_kernel
 
-    def counted(kernel: object, *rest: object) -> None:
-        launched[getattr(kernel, "__name__", "?")] += 1
+    def counted(kernel: Any, *rest: Any) -> None:
+        launched[kernel_name(kernel)] += 1
         run(kernel, *rest)
 
     monkeypatch.setattr(launch, "run_kernel", counted)

@@ -1,5 +1,7 @@
 """The kernel of the norms against float64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -46,19 +48,18 @@ def test_layer_norm(num_rows: int, dim: int, dtype: torch.dtype) -> None:
 def test_a_sum_is_rounded_before_it_is_normalised(dtype: torch.dtype) -> None:
     hidden, x, weight, bias = (torch.randn(*n, 96).to(dtype) for n in ((5,), (5,), (), ()))
     summed = hidden + x
-    for made, expected in (
+    above_one = rms_norm_above_one(summed, weight, 1e-5)
+    made: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = [
         (lambda h: add_rms_norm(h, x, weight, 1e-5), rms_norm(summed, weight, 1e-5)),
-        (
-            lambda h: add_rms_norm_above_one(h, x, weight, 1e-5),
-            rms_norm_above_one(summed, weight, 1e-5),
-        ),
+        (lambda h: add_rms_norm_above_one(h, x, weight, 1e-5), above_one),
         (
             lambda h: add_layer_norm(h, x, weight, bias, 1e-5),
             layer_norm(summed, weight, bias, 1e-5),
         ),
-    ):
+    ]
+    for add, expected in made:
         stream = hidden.clone()
-        assert torch.equal(made(stream), expected)
+        assert torch.equal(add(stream), expected)
         assert torch.equal(stream, summed)
 
 
