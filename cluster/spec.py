@@ -54,6 +54,9 @@ class EngineSpec:
     quantization: Literal["none", "int8"] = knob(
         "none", "of weights; int8 also quantizes activations, token by token (CPU)"
     )
+    deterministic: bool = knob(
+        False, "the same request gives the same bytes, whatever else is served (CPU)"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,5 +124,6 @@ def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace
         threads=where.threads,
         dtype=spec.engine.dtype,
         quantization=spec.engine.quantization,
+        deterministic=spec.engine.deterministic,
         device="cuda" if where.gpus else "cpu",
     )

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from penstock.kernels.aot import CHIPS, E4M3_CHIPS, AotCase, meta
 from penstock.kernels.attention_gathered import GatheredPlan
-from penstock.kernels.attention_tiles import SPLIT, Batch, TiledPlan
+from penstock.kernels.attention_tiles import Batch, TiledPlan
 from penstock.kernels.forms import plain_form
 from penstock.kernels.in_place import can_read_in_place
 from penstock.kernels.launch import E4M3, FLOATS, check, check_contiguous, chip_of, on_triton
@@ -59,26 +59,36 @@ def plan_attention(
     block_tables: Ints,
     layer: Tensor,
     window: int = 0,
+    one_path: bool = False,
     shares_prefix: bool = False,
 ) -> AttentionPlan:
     """Prepares a step.
 
     query_starts: [B + 1], context_lens: [B] (this step's tokens included), block_tables: [B, M]
     (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
-    dtype and device; window: positions that a token sees, itself included; 0: all. shares_prefix:
-    whether kernels may read a prefix that all sequences share once for all, which makes the last
-    bits of a sequence depend on its company. ValueError where these cannot be.
+    dtype and device; window: positions that a token sees, itself included; 0: all; one_path: a
+    token of a chunk gets the same bits as a decoded one (ValueError where there is no such form;
+    there is none in kernels yet); shares_prefix: whether kernels may read a prefix that all
+    sequences share once for all, which makes the last bits of a sequence depend on its company.
+    ValueError where these cannot be.
     """
     _check_layer(layer)
     check_batch(query_starts, context_lens, block_tables, layer.shape[1], layer.shape[3])
     num_tokens = int(query_starts[-1])
     if runs_kernel(layer):
-        form = _tiled(query_starts, context_lens, block_tables, layer, window, shares_prefix)
+        if one_path:
+            raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
+        lengths, prefix = np.diff(query_starts), 0
+        if shares_prefix and not window and len(lengths) >= SHARING_TOKENS and (lengths == 1).all():
+            prefix = _shared_positions(context_lens, block_tables, layer.shape[3])
+        form = TiledPlan.of(
+            query_starts, context_lens, block_tables, layer.device, window, prefix
+        )  # fmt: skip
         return AttentionPlan(form, layer, num_tokens)
     plain_form("attention", layer.device, f"{layer.dtype}, {layer.shape[4]} features")
     in_place = can_read_in_place(layer.device, layer.dtype)
     gathered = GatheredPlan.of(
-        query_starts, context_lens, block_tables, layer, window, in_place
+        query_starts, context_lens, block_tables, layer, window, in_place, one_path
     )  # fmt: skip
     return AttentionPlan(gathered, layer, num_tokens)
 
@@ -99,41 +109,10 @@ def device_plan(
     step serves whatever the tensors hold later.
     """
     _check_layer(layer)
-    num_rows, int32 = len(context_lens), (torch.int32,)
-    check("query_starts", query_starts, (num_rows + 1,), int32, like=layer)
-    check("context_lens", context_lens, (num_rows,), int32, like=layer)
-    check("block_tables", block_tables, (num_rows, "M"), int32, like=layer)
-    if max_context > block_tables.shape[1] * layer.shape[3]:
-        raise ValueError(f"block_tables: {block_tables.shape[1]} columns end before {max_context}")
     batch = Batch(query_starts, context_lens, block_tables)
+    check_device_batch(batch, layer, max_context)
     form = TiledPlan(batch, (query_starts, context_lens), max_query, max_context, window)
     return AttentionPlan(form, layer, "T")
-
-
-def _tiled(
-    query_starts: Ints,
-    context_lens: Ints,
-    block_tables: Ints,
-    layer: Tensor,
-    window: int,
-    shares_prefix: bool,
-) -> TiledPlan:
-    lengths = np.diff(query_starts)
-    starts, contexts, tables = (
-        torch.from_numpy(np.ascontiguousarray(array, np.int32))
-        for array in (query_starts, context_lens, block_tables)
-    )
-    prefix = 0
-    if shares_prefix and not window and len(lengths) >= SHARING_TOKENS and (lengths == 1).all():
-        prefix = _shared_positions(context_lens, block_tables, layer.shape[3])
-    return TiledPlan(
-        Batch(*(part.to(layer.device) for part in (starts, contexts, tables))),
-        (starts, contexts),
-        int(lengths.max(initial=0)),
-        int(context_lens.max(initial=0)),
-        window,
-        prefix // SPLIT * SPLIT,
-    )
 
 
 def _shared_positions(context_lens: Ints, block_tables: Ints, block_size: int) -> int:
@@ -192,6 +171,16 @@ def check_batch(
         )
 
 
+def check_device_batch(batch: Batch, layer: Tensor, max_context: int) -> None:
+    """ValueError where shapes, dtypes or devices are not those of a batch: no value is read."""
+    num_rows, int32 = len(batch.context_lens), (torch.int32,)
+    check("query_starts", batch.query_starts, (num_rows + 1,), int32, like=layer)
+    check("context_lens", batch.context_lens, (num_rows,), int32, like=layer)
+    check("block_tables", batch.tables, (num_rows, "M"), int32, like=layer)
+    if max_context > batch.tables.shape[1] * layer.shape[3]:
+        raise ValueError(f"block_tables: {batch.tables.shape[1]} columns end before {max_context}")
+
+
 def _check_layer(layer: Tensor) -> None:
     if layer.dim() != 5 or layer.shape[0] != 2:
         raise ValueError(f"layer: shape [2, N, H, S, D] expected, not {list(layer.shape)}")
@@ -229,7 +218,8 @@ def _check(
 
 
 def _reads_e4m3(layer: Tensor) -> bool:
-    return chip_of(layer).has_e4m3
+    chip = chip_of(layer)
+    return chip.converts_e4m3 or chip.name == "interpreter"
 
 
 def paged_attention_reference(
@@ -242,36 +232,41 @@ def paged_attention_reference(
     scores: Scores = PLAIN,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """What `plan_attention` and `paged_attention` mean, token by token and head by head."""
-    _, num_query_heads, head_dim = query.shape
-    _, _, num_heads, block_size, _ = layer.shape
+    """What `plan_attention` and `paged_attention` mean, sequence and head by themselves."""
+    num_heads, block_size = layer.shape[2:4]
     if scales is not None:
         layer = layer.to(query.dtype) * scales.to(query.dtype)[:, None, :, None, None]
     out = torch.empty_like(query)
     for b, context in enumerate(context_lens.tolist()):
-        start, stop = int(query_starts[b]), int(query_starts[b + 1])
-        for token in range(start, stop):
-            position = context - stop + token
-            lowest = max(position - window + 1, 0) if window else 0
-            seen = np.arange(lowest, position + 1)
-            blocks = torch.from_numpy(block_tables[b, seen // block_size].astype(np.int64))
-            offsets = torch.from_numpy(seen % block_size)
-            for head in range(num_query_heads):
-                keys, values = layer[:, blocks, head * num_heads // num_query_heads, offsets]
-                raw = keys @ query[token, head] * (scores.scale or head_dim**-0.5)
-                distances = torch.from_numpy(seen - position)
-                out[token, head] = _shares_reference(raw, distances, scores, head) @ values
+        tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
+        positions = np.arange(context - tokens.stop + tokens.start, context)[:, None]
+        places = np.arange(max(context - len(positions) - window + 1, 0) if window else 0, context)
+        seen = places <= positions
+        if window:
+            seen &= places > positions - window
+        blocks = torch.from_numpy(block_tables[b, places // block_size].astype(np.int64))
+        offsets = torch.from_numpy(places % block_size)
+        distances = torch.from_numpy(places - positions)
+        for head in range(query.shape[1]):
+            keys, values = layer[:, blocks, head * num_heads // query.shape[1], offsets]
+            raw = query[tokens, head] @ keys.T * (scores.scale or query.shape[2] ** -0.5)
+            shares = _shares_reference(raw, torch.from_numpy(seen), distances, scores, head)
+            out[tokens, head] = shares @ values
     return out
 
 
-def _shares_reference(raw: Tensor, distances: Tensor, scores: Scores, head: int) -> Tensor:
+def _shares_reference(
+    raw: Tensor, seen: Tensor, distances: Tensor, scores: Scores, head: int
+) -> Tensor:
     if scores.cap:
         raw = scores.cap * (raw / scores.cap).tanh()
     if scores.slopes is not None:
         raw = raw + scores.slopes[head] * distances
+    raw = raw.masked_fill(~seen, -torch.inf)
     if scores.sinks is None:
-        return raw.softmax(0)
-    return torch.cat((raw, scores.sinks[head : head + 1])).softmax(0)[:-1]
+        return raw.softmax(-1)
+    sinks = scores.sinks[head].expand(len(raw), 1)
+    return torch.cat((raw, sinks), 1).softmax(-1)[:, :-1]
 
 
 def aot_cases() -> Iterator[AotCase]:
@@ -297,9 +292,9 @@ def _aot_case(
 
     def call() -> None:
         layer = meta(2, 1024, num_heads, 16, head_dim, dtype=cached)
-        batch = (meta(n, dtype=torch.int32) for n in (33, 32))
+        starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
         tables = meta(32, 256, dtype=torch.int32)
-        plan = device_plan(*batch, tables, layer, max_query, 4096, window)
+        plan = device_plan(starts, contexts, tables, layer, max_query, 4096, window)
         scales = meta(2, num_heads, dtype=torch.float32) if cached == E4M3 else None
         query = meta(512, (group + 2) * num_heads, head_dim, dtype=dtype)[:, : group * num_heads]
         paged_attention(query, layer, plan, scores, scales)

@@ -18,10 +18,30 @@ class Tiles(NamedTuple):
 
 _CHUNKS = {
     # widest head: tiles
-    "ample": {64: Tiles(128, 128, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
-    "some": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)},
-    "little": {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 32, 4, 3), 256: Tiles(64, 32, 8, 2)},
-    "amd": {64: Tiles(128, 64, 4, 1), 128: Tiles(128, 64, 8, 1), 256: Tiles(64, 32, 4, 1)},
+    "ample": {
+        64: Tiles(128, 128, 8, 2),
+        128: Tiles(128, 64, 8, 2),
+        256: Tiles(128, 32, 8, 2),
+        1024: Tiles(64, 32, 8, 2),
+    },
+    "some": {
+        64: Tiles(128, 64, 8, 3),
+        128: Tiles(128, 32, 8, 3),
+        256: Tiles(64, 32, 8, 2),
+        1024: Tiles(32, 32, 8, 2),
+    },
+    "little": {
+        64: Tiles(128, 64, 8, 2),
+        128: Tiles(64, 32, 4, 3),
+        256: Tiles(64, 32, 8, 2),
+        1024: Tiles(32, 32, 8, 2),
+    },
+    "amd": {
+        64: Tiles(128, 64, 4, 1),
+        128: Tiles(128, 64, 8, 1),
+        256: Tiles(64, 32, 4, 1),
+        1024: Tiles(32, 16, 8, 1),
+    },
 }
 
 
@@ -41,11 +61,16 @@ def chunk_tiles(chip: Chip, width: int, itemsize: int) -> Tiles:
     return table[next(widest for widest in table if width <= widest)]
 
 
-def part_tiles(chip: Chip, width: int, itemsize: int, group: int) -> Tiles:
-    """Of sequences with few rows; group: query heads a KV head."""
+def part_tiles(chip: Chip, width: int, itemsize: int, group: int, cached: int) -> Tiles:
+    """Of sequences with few rows; group: query heads a KV head; cached: itemsize of the cache."""
     rows = min(64, max(16, 1 << (group - 1).bit_length()))
     if itemsize == 4:
         return Tiles(min(rows, 32), 32, 4, 1)
+    if width > 256:  # rows of latent attention
+        widest = chunk_tiles(chip, width, itemsize)
+        return widest._replace(rows=min(rows, widest.rows))
     if width > 128:
         return Tiles(rows, 32, 4, 2)
+    if cached == 1:  # as many bytes a tile as of 16 bits
+        return Tiles(rows, 128, 8, 2)
     return Tiles(rows, 64, 4, 2 if _family(chip) == "little" else 3)

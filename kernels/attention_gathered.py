@@ -2,7 +2,8 @@
 
 Sequences with one query token are read in place where there is a kernel for that (`in_place`);
 elsewhere they are gathered into padded batches (few where their lengths are alike), with the query
-heads of a KV head packed as rows. A longer chunk runs by itself, gathered. See `attention` for what
+heads of a KV head packed as rows. A longer chunk runs by itself, gathered; or in place too, where
+every token is to be computed in the same way, however its prompt is cut. See `attention` for what
 is computed.
 """
 
@@ -63,10 +64,17 @@ class GatheredPlan:
         layer: Tensor,
         window: int,
         reads_in_place: bool,
+        one_path: bool,
     ) -> "GatheredPlan":
         """Arguments as of `plan_attention`."""
         planner = _Planner(layer, block_tables, window)
         lengths = np.diff(query_starts)
+        if one_path:
+            if not reads_in_place:
+                raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
+            every = np.arange(len(lengths))
+            tiles = InPlace.of(every, query_starts, context_lens, block_tables, window)
+            return cls(tiles, [], [], layer.new_empty(0))
         single = np.flatnonzero(lengths == 1)
         in_place, gathered = None, single
         if len(single) and reads_in_place:
@@ -92,11 +100,9 @@ class GatheredPlan:
         """query [T, Hq, D], layer [2, N, H, S, D], scales [2, H] or None; [T, Hq, D]."""
         if len(self.decodes) == 1 and self.decodes[0].tokens is None:
             return self._decode(query, layer, self.decodes[0], scores, scales)
-        if self.in_place is not None and not self.chunks:
-            return self.in_place.attend(query, layer, scores)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if self.in_place is not None:
-            out[self.in_place.tokens] = self.in_place.attend(query, layer, scores)
+            self.in_place.attend_(out, query, layer, scores)
         for group in self.decodes:
             picked = query[group.tokens]
             out[group.tokens] = self._decode(picked, layer, group, scores, scales)

@@ -4,6 +4,9 @@ The query heads of one KV head are packed as rows: row r of a sequence is its to
 r % G of the KV head's. A program takes BLOCK_M rows of one sequence and KV head, and passes over
 keys and values BLOCK_N positions at a time with a running softmax in float32.
 
+Of latent attention a row of the cache is a key with a tail: its first D features are the value too,
+the TAIL behind them only score. There is one KV head, and no second side.
+
 A long chunk's tile passes over all that it sees (SPLIT = 0). Few rows would leave most of a device
 idle, so their positions are cut at fixed multiples of SPLIT, one program a part; `merge_parts` puts
 the parts together. Where the cuts are, and every order of sums, is a matter of the sequence alone.
@@ -12,13 +15,15 @@ Powers are of two: scores are taken times log2(e). Where nothing was seen the gr
 MASKED: finite, so that no infinity is taken from another.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from penstock.kernels.launch import jit, tl
 
 
 @jit(unspecialized=("table_stride", "part_tokens"))
 def attend_tiles(  # noqa: C901
-    query,  # [T, H G, D], tokens query_stride apart
-    layer,  # [2, N, H, S, D]
+    query,  # [T, H G, D + TAIL], tokens query_stride apart
+    layer,  # [2, N, H, S, D], or [1, N, 1, S, D + TAIL]
     tables,  # [B, M] int32, rows table_stride apart
     query_starts,  # [B + 1] int32
     context_lens,  # [B] int32
@@ -32,7 +37,7 @@ def attend_tiles(  # noqa: C901
     scales,  # [2, H] float32 of stored keys and values, or None
     query_stride,
     table_stride,
-    side_stride,  # N H S D
+    side_stride,  # from keys to values
     scale,  # of scores
     cap,  # or None
     part_tokens,  # rows an item has in `parts`
@@ -40,12 +45,14 @@ def attend_tiles(  # noqa: C901
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    TAIL: tl.constexpr,  # 0: keys and values are apart
     WINDOW: tl.constexpr,  # positions seen; 0: all
     SPLIT: tl.constexpr,  # positions a part, a multiple of BLOCK_N; 0: all at once
     ALL_MERGED: tl.constexpr,  # whether even a sequence of one part is merged
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # D rounded up to a power of two
+    BLOCK_T: tl.constexpr,  # TAIL likewise
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
     MASKED: tl.constexpr = -1e30
@@ -73,8 +80,13 @@ def attend_tiles(  # noqa: C901
     features = tl.arange(0, BLOCK_D)
     wide = features < D if BLOCK_D != D else tl.full((BLOCK_D,), True, tl.int1)
     kept = present[:, None] & wide[None, :]
-    q_at = (first_token + tokens).to(tl.int64) * query_stride + heads * D
+    q_at = (first_token + tokens).to(tl.int64) * query_stride + heads * (D + TAIL)
     q = tl.load(query + q_at[:, None] + features[None, :], mask=kept, other=0.0)
+    if TAIL:
+        behind = tl.arange(0, BLOCK_T)
+        narrow = behind < TAIL if BLOCK_T != TAIL else tl.full((BLOCK_T,), True, tl.int1)
+        tail_at = query + D + q_at[:, None] + behind[None, :]
+        q_tail = tl.load(tail_at, mask=present[:, None] & narrow[None, :], other=0.0)
 
     # What this tile sees: [low, high). All of its rows see all of [all_low, all_high).
     earliest = before + first_row // G
@@ -121,10 +133,15 @@ def attend_tiles(  # noqa: C901
             else:
                 inside = (columns >= low) & (columns < high)
             block = tl.load(table + columns // S, mask=inside, other=0).to(tl.int64)
-            kv_at = ((block * H + head) * S + columns % S) * D
+            kv_at = ((block * H + head) * S + columns % S) * (D + TAIL)
             loaded = inside[:, None] & wide[None, :]
             k = tl.load(layer + kv_at[:, None] + features[None, :], mask=loaded, other=0.0)
-            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * factor
+            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+            if TAIL:
+                tail_at = layer + D + kv_at[:, None] + behind[None, :]
+                k_tail = tl.load(tail_at, mask=inside[:, None] & narrow[None, :], other=0.0)
+                s = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), s, input_precision="ieee")
+            s *= factor
             if cap is not None:
                 s = (1 - 2 / (1 + tl.exp2(s * (2 * LOG2_E / cap)))) * (cap * LOG2_E)
             if slopes is not None:
@@ -138,10 +155,13 @@ def attend_tiles(  # noqa: C901
             shares = tl.exp2(s - higher[:, None])
             fade = tl.exp2(most - higher)
             total = total * fade + tl.sum(shares, 1)
-            v = tl.load(
-                layer + side_stride + kv_at[:, None] + features[None, :], mask=loaded, other=0.0
-            ).to(q.dtype)
-            acc = tl.dot(shares.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
+            if TAIL:
+                v = k
+            else:
+                v_at = layer + side_stride + kv_at[:, None] + features[None, :]
+                v = tl.load(v_at, mask=loaded, other=0.0)
+            acc *= fade[:, None]
+            acc = tl.dot(shares.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
             most = higher
 
     if scales is not None:

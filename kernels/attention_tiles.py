@@ -8,8 +8,10 @@ So a captured graph serves all lengths up to its bound.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,10 +20,12 @@ from penstock.kernels.attention_kernel import attend_tiles, merge_parts
 from penstock.kernels.launch import chip_of, launch, power_of_2
 from penstock.kernels.scores import Scores
 
+Ints: TypeAlias = npt.NDArray[np.integer]
+
 SPLIT = 512
 """Positions a part: always the same, so that a sequence's parts are its own affair."""
 
-MERGED_AT_ONCE = 16
+MERGED_AT_ONCE = 32
 """Parts that one pass of the merge adds up."""
 
 
@@ -89,22 +93,53 @@ class TiledPlan:
     lengths: tuple[Tensor, Tensor]  # starts and contexts to plan with: on the host where known
     max_query: int
     max_context: int
-    window: int
+    window: int = 0
     prefix: int = 0  # positions that all share, a multiple of SPLIT; each sequence has one token
     layouts: dict[tuple[int, int, int], _Layout] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        query_starts: Ints,
+        context_lens: Ints,
+        tables: Ints,
+        device: torch.device,
+        window: int = 0,
+        prefix: int = 0,
+    ) -> "TiledPlan":
+        """Of numbers that are on the host; prefix: positions that all sequences share."""
+        arrays = (query_starts, context_lens, tables)
+        here = Batch(*(torch.from_numpy(np.ascontiguousarray(each, np.int32)) for each in arrays))
+        return cls(
+            Batch(*(each.to(device) for each in here)),
+            (here.query_starts, here.context_lens),
+            int(np.diff(query_starts).max(initial=0)),
+            int(context_lens.max(initial=0)),
+            window,
+            prefix // SPLIT * SPLIT,
+        )
+
     def attend(
-        self, query: Tensor, layer: Tensor, scores: Scores, scales: Tensor | None = None
+        self,
+        query: Tensor,
+        layer: Tensor,
+        scores: Scores,
+        scales: Tensor | None = None,
+        tail: int = 0,
     ) -> Tensor:
-        """query [T, Hq, D], layer [2, N, H, S, D], scales [2, H] or None; [T, Hq, D]."""
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        """query [T, Hq, D], layer [2, N, H, S, D], scales [2, H] or None; [T, Hq, D].
+
+        With a tail: query [T, Hq, D + tail], layer [1, N, 1, S, D + tail]; see the kernel.
+        """
+        shape = (*query.shape[:2], query.shape[2] - tail)
+        out = torch.empty(shape, dtype=query.dtype, device=query.device)
         if not out.numel():
             return out
         key = (len(query), query.shape[1] // layer.shape[2], query.shape[2])
         layout = self.layouts.get(key)
         if layout is None:
             layout = self.layouts[key] = self._layout(query, layer)
-        call = _Call(query, layer, scores, scales, out, self.window)
+        call = _Call(query, layer, scores, scales, out, self.window, tail)
         if layout.chunks is not None:
             call.tiles(self.batch, layout.chunks, layout.chunk_tiles)
         if layout.parts is not None:
@@ -114,8 +149,8 @@ class TiledPlan:
     def _layout(self, query: Tensor, layer: Tensor) -> _Layout:
         starts, contexts = self.lengths
         device, chip = query.device, chip_of(query)
-        group, width = query.shape[1] // layer.shape[2], padded(query.shape[2])
-        of_parts = part_tiles(chip, width, query.itemsize, group)
+        group, width = query.shape[1] // layer.shape[2], power_of_2(query.shape[2])
+        of_parts = part_tiles(chip, width, query.itemsize, group, layer.itemsize)
         of_chunks = chunk_tiles(chip, width, query.itemsize)
         lengths = starts[1:] - starts[:-1]
         few = max(1, of_parts.rows // group)
@@ -172,10 +207,11 @@ class _Call:
     scales: Tensor | None
     out: Tensor
     window: int
+    tail: int
 
     def tiles(self, batch: Batch, items: Items, tiles: Tiles, parts: _Parts | None = None) -> None:
         """A program an item and KV head; with `parts` also a tile of the sequence's rows."""
-        _, num_heads, head_dim = self.query.shape
+        _, num_heads, head_dim = self.out.shape
         _, _, num_kv_heads, block_size, _ = self.layer.shape
         group = num_heads // num_kv_heads
         row_tiles = -(-parts.tokens * group // tiles.rows) if parts else 1
@@ -189,15 +225,16 @@ class _Call:
             self.query.stride(0), batch.tables.stride(0), self.layer.stride(0),
             head_dim**-0.5 if scores.scale is None else scores.scale, scores.cap or None,
             parts.tokens if parts else 1,
-            H=num_kv_heads, G=group, S=block_size, D=head_dim, WINDOW=self.window,
+            H=num_kv_heads, G=group, S=block_size, D=head_dim, TAIL=self.tail,
+            WINDOW=self.window,
             SPLIT=SPLIT if parts else 0, ALL_MERGED=parts is not None and parts.all_merged,
             BLOCK_M=tiles.rows, BLOCK_N=tiles.columns, BLOCK_D=padded(head_dim),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            BLOCK_T=padded(self.tail), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
 
     def merge(self, batch: Batch, items: Items, parts: _Parts, num_shared: int) -> None:
         """Own parts lie first, then those of a shared prefix: a row a token and part."""
-        _, num_heads, head_dim = self.query.shape
+        _, num_heads, head_dim = self.out.shape
         batch_size = len(batch.context_lens)
         launch(
             merge_parts, (batch_size, num_heads),
@@ -209,7 +246,7 @@ class _Call:
 
 
 def _attend_parts(call: _Call, batch: Batch, items: Items, layout: _Layout) -> None:
-    num_tokens, num_heads, head_dim = call.query.shape
+    num_tokens, num_heads, head_dim = call.out.shape
     prefix = layout.prefix
     own = len(items.items) * layout.part_tokens
     num_shared = len(prefix.items.items) if prefix else 0

@@ -56,7 +56,10 @@ def mix_experts(
     for expert, places in expert_groups(experts, num_experts):
         made[places] = run(expert, x[places // top_k])
     parts = made.view(*experts.shape, -1) * weights.to(x.dtype)[:, :, None]
-    return parts.sum(1)
+    out = parts[:, 0]
+    for rank in range(1, top_k):
+        out += parts[:, rank]
+    return out
 
 
 def mix_experts_reference(

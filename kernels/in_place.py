@@ -1,6 +1,6 @@
-"""Attention of single query tokens that reads blocks in place, on a CPU: the way to its kernel.
+"""Attention that reads blocks in place, on a CPU: the way to its kernel.
 
-The kernel (`paged_decode`) is compiled when it is first imported, so that it is imported only where
+The kernel (`paged_tiles`) is compiled when it is first imported, so that it is imported only where
 it is used: by `prepare`, while something else is waited for, or by the first call.
 """
 
@@ -34,46 +34,54 @@ def prepare(device: torch.device, dtype: torch.dtype) -> Thread:
     return thread
 
 
+TILE = 8
+"""Query tokens that read a block together, at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """Sequences with one query token each."""
+    """Tokens of some sequences, in tiles."""
 
-    tokens: slice | Tensor  # [B] their rows of the query
-    tables: npt.NDArray[np.int32]  # [B, M]
-    contexts: npt.NDArray[np.int32]  # [B]
+    tables: npt.NDArray[np.int32]  # [B, M] of the whole batch
+    tiles: npt.NDArray[np.int32]  # [P, 4] see `paged_tiles`
     window: int
 
     @classmethod
     def of(
         cls, rows: Ints, query_starts: Ints, context_lens: Ints, tables: Ints, window: int
     ) -> "InPlace":
-        """Of these rows of the batch; arguments as of `plan_attention`."""
-        contexts = context_lens[rows].astype(np.int32)
-        everything = len(rows) == len(context_lens) == query_starts[-1]
-        tokens = torch.from_numpy(query_starts[rows].astype(np.int64))
-        return cls(
-            slice(None) if everything else tokens,
-            np.ascontiguousarray(tables[rows], np.int32),
-            contexts,
-            window,
+        """All tokens of these sequences; arguments as of `plan_attention`."""
+        lengths = np.diff(query_starts)[rows]
+        num_tiles = -(-lengths // TILE)
+        # Within its sequence, which tile it is, and the tokens before it.
+        number = np.arange(num_tiles.sum()) - (np.cumsum(num_tiles) - num_tiles).repeat(num_tiles)
+        before = number * TILE
+        at = np.repeat(rows, num_tiles)
+        left = lengths.repeat(num_tiles) - before
+        columns = (
+            at,
+            query_starts[at] + before,
+            np.minimum(left, TILE),
+            context_lens[at] - left + 1,
         )
+        tiles = np.stack(columns, 1).astype(np.int32)
+        return cls(np.ascontiguousarray(tables, np.int32), tiles, window)
 
-    def attend(self, query: Tensor, layer: Tensor, scores: Scores = PLAIN) -> Tensor:
-        """query [T, Hq, D] of the whole batch, layer [2, N, H, S, D]; [B, Hq, D]."""
-        query = query[self.tokens]
+    def attend_(self, out: Tensor, query: Tensor, layer: Tensor, scores: Scores = PLAIN) -> None:
+        """Writes these tokens' rows of out [T, Hq, D] contiguous; query [T, Hq, D] of the whole
+        batch, layer [2, N, H, S, D], or [1, N, 1, S, D] where keys are values too."""
         _, num_heads, head_dim = query.shape
-        _, num_blocks, num_kv_heads, block_size, _ = layer.shape
+        num_sides, num_blocks, num_kv_heads, block_size, _ = layer.shape
         sinks = _by_head(scores.sinks, num_heads, -np.inf)
         slopes = _by_head(scores.slopes, num_heads, 0.0)
-        out = torch.empty(query.shape, dtype=query.dtype)
         _kernel()(
             query.numpy(),
             layer.view(-1, head_dim).numpy(),
-            num_blocks,
+            (num_sides - 1) * num_blocks * num_kv_heads * block_size,
             num_kv_heads,
             block_size,
             self.tables,
-            self.contexts,
+            self.tiles,
             self.window,
             1 / math.sqrt(head_dim) if scores.scale is None else scores.scale,
             scores.cap,
@@ -82,7 +90,6 @@ class InPlace:
             out.numpy(),
             num_threads=torch.get_num_threads(),
         )
-        return out
 
 
 def _by_head(values: Tensor | None, num_heads: int, none: float) -> npt.NDArray[np.float32]:
@@ -99,9 +106,9 @@ def _kernel() -> Any:
         settings.CACHE_DIR = str(_cache_folder())
     # OpenMP is what torch computes with: one pool of threads for both.
     settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-    from penstock.kernels.paged_decode import paged_decode
+    from penstock.kernels.paged_tiles import paged_tiles
 
-    return paged_decode
+    return paged_tiles
 
 
 def _cache_folder() -> Path:

@@ -2,7 +2,9 @@
 
 x [T, K] and W [N, K] give [T, N]. Weights are packed once, as a CPU's fast forms read them:
 
-- float32, blocked for oneDNN: up to twice as fast as unpacked for 2 to 32 rows, and equal for more;
+- float32, blocked for oneDNN: up to twice as fast as unpacked for 2 to 32 rows, and equal for more.
+  Each element is summed in an order that is the same for any number of rows and threads, as far
+  as has been seen (docs/performance.md); a worker that needs it so tries it at its start;
 - INT8: a row of weights has one scale, and so has a row of activations, found as it comes:
   y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, summed in 32 bits (FBGEMM). Nothing of a row depends on
   the others. Without VNNI instructions products of 8 by 8 bits saturate, so that activations
@@ -29,12 +31,12 @@ class Product(Protocol):
 class BlockedProduct:
     """float32, with the plain weights beside: for a single row these are the faster form."""
 
-    weight: Tensor  # [N, K]
+    weight: Tensor | None  # [N, K]; None: a single row is computed like any other
     blocked: Tensor  # the same, opaque
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(x) == 1:
+        if len(x) == 1 and self.weight is not None:
             return functional.linear(x, self.weight, self.bias)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
         return y
@@ -42,8 +44,32 @@ class BlockedProduct:
 
 def blocked_product(weight: Tensor, bias: Tensor | None) -> BlockedProduct:
     """weight: [N, K] float32 contiguous on a CPU with oneDNN (`can_block`)."""
+    return BlockedProduct(weight, _blocked(weight), bias)
+
+
+def fixed_product(weight: Tensor, bias: Tensor | None) -> Product:
+    """A form in which a row's bits depend on that row alone; nothing of `weight` is kept.
+
+    weight: [N, K], any strides; where there is no such form: `why_not_fixed`.
+    """
+    return BlockedProduct(None, _blocked(weight.contiguous()), bias)
+
+
+def why_not_fixed(device: torch.device, dtype: torch.dtype) -> str:
+    """Why `fixed_product` is not to be had here; empty where it is."""
+    if device.type != "cpu":
+        return f"it is made for CPUs, not yet for {device.type}"
+    if dtype != torch.float32:
+        return f"on a CPU it takes float32, not {str(dtype).removeprefix('torch.')}"
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return f"this torch has no oneDNN for {platform.machine()}"
+    return ""
+
+
+def _blocked(weight: Tensor) -> Tensor:
     rows_hint = 64
-    return BlockedProduct(weight, torch.ops.mkldnn._reorder_linear_weight(weight, rows_hint), bias)
+    blocked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows_hint)
+    return blocked
 
 
 def can_block(weight: Tensor) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.activation import sigmoid
 from penstock.kernels.aot import AotCase, meta
 from penstock.kernels.launch import FLOATS, check, jit, launch, on_triton, power_of_2, tl
 
@@ -42,7 +43,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     if on_triton(logits):
         return _route_on_device(logits, routing, bias)
     wide = logits.to(torch.float32)
-    chances = wide.sigmoid() if routing.sigmoid else wide.softmax(-1)
+    chances = sigmoid(wide) if routing.sigmoid else wide.softmax(-1)
     merits = chances if bias is None else chances + bias
     if routing.top_groups < routing.num_groups:
         merits = merits.masked_fill(_outside(merits, routing), -torch.inf)

@@ -270,6 +270,11 @@ def test_pool_nodes_and_a_file_of_keys_as_flags(tmp_path: Path) -> None:
     assert spec.router.api_keys == ("two", "one")
 
 
+def test_a_flag_that_says_yes() -> None:
+    assert flags.read_spec(["--deterministic"]).engine.deterministic
+    assert not flags.read_spec([]).engine.deterministic
+
+
 def test_refusals_come_before_ray_and_without_a_traceback() -> None:
     result = run("serve", "--decode", "2")
     assert (result.returncode, result.stdout) == (2, "")

@@ -32,6 +32,7 @@ class WorkerConfig:
     threads: int | None = None  # of torch, on a CPU
     dtype: str = "auto"  # float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # of the weights
+    deterministic: bool = False  # an answer's bits depend on no other request
     device: str = "auto"
     plan_ahead: bool | None = None  # the next step while one computes; None: on a GPU
     beat_seconds: float = 0.5  # the longest silence of a stream; ten of them end it

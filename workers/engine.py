@@ -132,12 +132,16 @@ class Engine:
                 progress,
                 config.max_model_len,
                 config.quantization,
+                config.deterministic,
             )
         self.spec = decoder.spec
         self.limits = _limits(config, self.spec, decoder)
         self.model = model_fingerprint(config.model)
-        self.layout = layout_of(self.model, self.spec, decoder.dtype, self.limits.block_size)
-        self._runner = _make_runner(self.limits, decoder)
+        self.deterministic = config.deterministic
+        self.layout = layout_of(
+            self.model, self.spec, decoder.dtype, self.limits.block_size, config.deterministic
+        )
+        self._runner = _make_runner(self.limits, decoder, config.deterministic)
         self.cache = self._runner.cache
         self.batcher = Batcher(self.limits)
         self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
@@ -410,9 +414,9 @@ def _limits(config: WorkerConfig, spec: ServedSpec, decoder: ServedModel) -> Lim
     )
 
 
-def _make_runner(limits: Limits, decoder: ServedModel) -> Runner:
+def _make_runner(limits: Limits, decoder: ServedModel, deterministic: bool) -> Runner:
     if decoder.device.type == "cpu":
-        return Runner(decoder, _make_cache(limits, decoder, num_scratch=0))
+        return Runner(decoder, _make_cache(limits, decoder, num_scratch=0), deterministic)
     cache = _make_cache(limits, decoder, num_scratch=1)
     return DeviceRunner(decoder, cache, Ladder(limits.max_sequences, limits.max_model_len))
 

@@ -31,8 +31,13 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def layout_of(model: str, spec: ServedSpec, dtype: torch.dtype, block_size: int) -> str:
-    """Of the KV blocks of a worker with that model: blocks travel only where it is the same."""
+def layout_of(
+    model: str, spec: ServedSpec, dtype: torch.dtype, block_size: int, deterministic: bool = False
+) -> str:
+    """Of the KV blocks of a worker with that model: blocks travel only where it is the same.
+
+    What a deterministic worker goes on from must have been computed as it would have done.
+    """
     shape = (spec.num_layers, *spec.kv_shape, block_size, spec.rope.divisors)
-    described = f"{HAND_OVER} {model} {dtype} {shape}"
+    described = f"{HAND_OVER} {model} {dtype} {shape}" + " deterministic" * deterministic
     return blake2b(described.encode(), digest_size=16).hexdigest()

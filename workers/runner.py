@@ -7,7 +7,8 @@ from torch import Tensor
 from penstock.kernels.attention import plan_attention
 from penstock.kernels.blocks import copy_blocks
 from penstock.kernels.cache import write_rows
-from penstock.kernels.latent_attention import plan_latent_attention
+from penstock.kernels.in_place import InPlace
+from penstock.kernels.latent_attention import LatentPlan, plan_latent_attention
 from penstock.kernels.rotary import rotary_table
 from penstock.workers.device.pinned import put
 from penstock.workers.kv_cache import KvCache
@@ -20,14 +21,22 @@ FIRST_POSITIONS = 64
 
 
 class Runner:
-    """A model with its cache: turns step plans into logits."""
+    """A model with its cache: turns step plans into logits.
+
+    deterministic: every token attends by the path that decoding takes; num_positions: rows of the
+    rotary tables, which grow where a step needs more.
+    """
 
     def __init__(
-        self, decoder: ServedModel, cache: KvCache, num_positions: int = FIRST_POSITIONS
+        self,
+        decoder: ServedModel,
+        cache: KvCache,
+        deterministic: bool = False,
+        num_positions: int = FIRST_POSITIONS,
     ) -> None:
-        """num_positions: rows of the rotary tables; they grow where a step needs more."""
         self.decoder = decoder
         self.cache = cache
+        self._one_path = deterministic
         self._latent = decoder.spec.latent
         self._windows = set() if self._latent else set(decoder.spec.windows)
         self._rotary = self._tables(num_positions)
@@ -62,18 +71,29 @@ class Runner:
         return logits
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
-        layer, latent = self.cache.data[0], self._latent
+        layer = self.cache.data[0]
         positions = self._put(plan.positions)
         batch = (plan.query_starts, plan.context_lens, plan.block_tables)
         return StepInputs(
             positions=positions,
             cos_sin=self._cos_sin(positions, int(plan.positions.max()) + 1),
             cache_rows=self._cache_rows(self._put(plan.slots)),
-            plans={w: plan_attention(*batch, layer, w, shares_prefix=True) for w in self._windows},
-            latent=(
-                plan_latent_attention(*batch, layer, latent.rank, latent.up_dim) if latent else None
-            ),
+            plans={
+                window: plan_attention(*batch, layer, window, self._one_path, not self._one_path)
+                for window in self._windows
+            },
+            latent=self._latent_plan(*batch),
         )
+
+    def _latent_plan(
+        self, query_starts: Ints, context_lens: Ints, block_tables: Ints
+    ) -> LatentPlan | InPlace | None:
+        batch, latent = (query_starts, context_lens, block_tables), self._latent
+        if latent is None:
+            return None
+        if self._one_path:
+            return InPlace.of(np.arange(len(context_lens)), *batch, window=0)
+        return plan_latent_attention(*batch, self.cache.data[0], latent.rank, latent.up_dim)
 
     def _cos_sin(self, positions: Tensor, needed: int) -> tuple[Tensor, ...]:
         if self._rotary and needed > len(self._rotary[0]):

@@ -249,13 +249,25 @@ class Sampler:
         asking = np.flatnonzero(wanted >= 0)
         if not len(asking):
             return found
+        # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
+        for count in np.unique(wanted[asking]).tolist():
+            self._note_logprobs(found, np.flatnonzero(wanted == count), count, logits, tokens)
+        return found
+
+    def _note_logprobs(
+        self,
+        found: list[TokenLogprobs | None],
+        asking: npt.NDArray[np.intp],
+        count: int,
+        logits: Tensor,
+        tokens: Ints,
+    ) -> None:
         drawn = self._put(tokens[asking].astype(np.int64))
-        best = logprobs(_pick(logits, asking), drawn, int(wanted.max()))
+        best = logprobs(_pick(logits, asking), drawn, count)
         lists = (best.chosen, best.ranks, best.tokens, best.values)
         columns = zip(asking, *(column.tolist() for column in lists), strict=True)
         for at, value, rank, names, values in columns:
-            found[at] = TokenLogprobs(value, rank, names[: wanted[at]], values[: wanted[at]])
-        return found
+            found[at] = TokenLogprobs(value, rank, names, values)
 
     def _change_(
         self, tensor: Tensor, at: npt.NDArray[np.intp], change_: Callable[[Tensor], None]

@@ -16,6 +16,7 @@ from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
 from penstock.workers.dispatch import BadCommand, Dispatch
 from penstock.workers.engine import Engine, Progress
+from penstock.workers.rehearsal import rehearse
 from penstock.workers.session import Session
 from penstock.workers.step_times import STEP_BOUNDS
 from penstock.workers.transfer.staging import Identity
@@ -195,6 +196,8 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
 
 def _warm_engine(config: WorkerConfig, progress: Progress, captured: Progress) -> Engine:
     engine = Engine(config, progress)
+    if config.deterministic:
+        rehearse(engine)
     engine.warm_up(captured)
     return engine
 

@@ -122,7 +122,8 @@ def _add(group: Any, record: type, where: str, without: Sequence[str] = ()) -> N
     for name, (field, kind) in knobs(record).items():
         if name in without:
             continue
-        default = "" if field.default in (None, ()) else f" ({field.default})"
+        unsaid = field.default in (None, ()) or field.default is False
+        default = "" if unsaid else f" ({field.default})"
         group.add_argument(
             f"--{name.replace('_', '-')}",
             *ALSO.get(name, ()),
@@ -139,6 +140,8 @@ def _form(kind: Any) -> dict[str, Any]:
         return {"choices": get_args(kind)}
     if get_origin(kind) is tuple:
         return {"action": "append", "metavar": "TEXT"}
+    if kind is bool:
+        return {"action": "store_true"}
     first = get_args(kind)[0] if get_args(kind) else kind
     metavar = {int: "N", float: "X", str: "TEXT"}[first]
     return {"type": first, "metavar": metavar}

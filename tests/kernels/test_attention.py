@@ -44,9 +44,9 @@ def check(
         slopes=None if scores.slopes is None else scores.slopes.double(),
     )
     exact = paged_attention_reference(query.double(), layer.double(), *batch, window, wide)
-    for in_place in (False, True):
+    for in_place, one_path in ((False, False), (True, False), (True, True)):
         with form(in_place):
-            plan = plan_attention(*batch, layer, window)
+            plan = plan_attention(*batch, layer, window, one_path)
         found = paged_attention(query, layer, plan, scores)
         torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
 
@@ -130,24 +130,47 @@ def test_a_cache_of_eight_bits() -> None:
 
 
 def in_place(
-    query: torch.Tensor, layer: torch.Tensor, batch: Batch, scores: Scores = PLAIN
+    query: torch.Tensor,
+    layer: torch.Tensor,
+    batch: Batch,
+    scores: Scores = PLAIN,
+    window: int = 0,
 ) -> torch.Tensor:
-    plan = plan_attention(*batch, layer)
+    plan = plan_attention(*batch, layer, window, one_path=True)
     assert isinstance(plan.form, GatheredPlan)
     assert plan.form.in_place is not None
     return paged_attention(query, layer, plan, scores)
 
 
-def test_in_place_a_sequence_is_the_same_alone_and_in_any_number_of_threads() -> None:
-    batch, num_blocks = make_batch([(1, 1), (1, 90), (1, 33), (1, 64)], 16, 0)
-    _, contexts, tables = batch
-    layer, query = torch.randn(2, num_blocks, 2, 16, 24), torch.randn(4, 6, 24)
-    whole = in_place(query, layer, batch)
-    with mock.patch.object(torch, "get_num_threads", return_value=1):
-        assert torch.equal(in_place(query, layer, batch), whole)
-    for b in range(4):
-        one = (np.array([0, 1], np.int32), contexts[b : b + 1], tables[b : b + 1])
-        assert torch.equal(in_place(query[b : b + 1], layer, one)[0], whole[b])
+@pytest.mark.parametrize("window", [0, 9, 33])
+@pytest.mark.parametrize("scores", [PLAIN, Scores(cap=0.7, sinks=torch.arange(6.0))])
+def test_in_place_a_token_is_the_same_however_its_prompt_is_cut(
+    scores: Scores, window: int
+) -> None:
+    lengths = [(1, 1), (9, 90), (33, 33), (8, 64), (1, 50)]
+    batch, num_blocks = make_batch(lengths, 16, 0)
+    starts, _, tables = batch
+    layer, query = torch.randn(2, num_blocks, 2, 16, 24), torch.randn(int(starts[-1]), 6, 24)
+    whole = in_place(query, layer, batch, scores, window)
+    exact = paged_attention_reference(query, layer, *batch, window, scores)
+    torch.testing.assert_close(whole, exact, rtol=1e-5, atol=1e-5)
+    for threads in (1, 3):
+        with mock.patch.object(torch, "get_num_threads", return_value=threads):
+            assert torch.equal(in_place(query, layer, batch, scores, window), whole)
+    for b, (length, context) in enumerate(lengths):
+        for token in range(length):
+            row = int(starts[b]) + token
+            seen = np.array([context - length + token + 1], np.int32)
+            one = (np.array([0, 1], np.int32), seen, tables[b : b + 1])
+            assert torch.equal(
+                in_place(query[row : row + 1], layer, one, scores, window)[0], whole[row]
+            )
+
+
+def test_one_path_is_refused_where_there_is_none() -> None:
+    batch, num_blocks = make_batch([(3, 7)], 16, 0)
+    with pytest.raises(ValueError, match="no one path for"):
+        plan_attention(*batch, torch.zeros(2, num_blocks, 1, 16, 8).bfloat16(), one_path=True)
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -7,12 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels import latent_attention as file
+from penstock.kernels.in_place import InPlace
 from penstock.kernels.latent_attention import (
     LatentPlan,
     latent_attention,
     latent_attention_reference,
     plan_latent_attention,
 )
+from penstock.kernels.latent_in_place import latent_in_place
+from penstock.kernels.products import fixed_product
 from tests.support.batches import Batch, make_batch, poison
 
 Sizes = tuple[int, int, int, int, int]  # H, Q, P, V, R
@@ -132,3 +135,31 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer is torch.float64.*query torch.float32"):
         latent_attention(query, layer.double(), up, plan, 0.3)
     assert np.isfinite(latent_attention(query, layer, up, plan, 0.3).numpy()).all()
+
+
+def in_place(
+    query: torch.Tensor, layer: torch.Tensor, up: torch.Tensor, batch: Batch
+) -> torch.Tensor:
+    """Q is the sizes' second."""
+    rank = up.shape[2]
+    query_dim = query.shape[2] - (layer.shape[4] - rank)
+    keys = [fixed_product(each.T, None) for each in up[:, :query_dim]]
+    values = [fixed_product(each, None) for each in up[:, query_dim:]]
+    plan = InPlace.of(np.arange(len(batch[1])), *batch, window=0)
+    return latent_in_place(query, layer, rank, keys, values, plan, 0.3)
+
+
+@pytest.mark.parametrize("sizes", [SMALL, (2, 16, 6, 2, 16), (5, 2, 2, 16, 6)])
+def test_in_place_a_token_is_the_same_however_its_prompt_is_cut(sizes: Sizes) -> None:
+    lengths = [(1, 1), (20, 20), (1, 30), (9, 40), (3, 12)]
+    query, layer, up, batch = make_inputs(lengths, sizes)
+    starts, _, tables = batch
+    whole = in_place(query, layer, up, batch)
+    expected = latent_attention_reference(query, layer, up, *batch, 0.3)
+    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
+    for b, (length, context) in enumerate(lengths):
+        for token in range(length):
+            row = int(starts[b]) + token
+            seen = np.array([context - length + token + 1], np.int32)
+            one = (np.array([0, 1], np.int32), seen, tables[b : b + 1])
+            assert torch.equal(in_place(query[row : row + 1], layer, up, one)[0], whole[row])

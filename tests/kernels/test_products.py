@@ -7,10 +7,13 @@ from torch.nn import functional
 from penstock.kernels.products import (
     activation_steps,
     blocked_product,
+    fixed_product,
     int8_product,
     int8_product_reference,
     why_no_int8,
+    why_not_fixed,
 )
+from tests.support.threads import threads
 
 ROWS = (1, 2, 7, 64)
 BIASES = (None, torch.randn(19))
@@ -26,6 +29,24 @@ def test_blocked(rows: int, bias: torch.Tensor | None) -> None:
     found = blocked_product(weight, bias)(x)
     exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 45), (19, 45), (7, 1), (130, 2050), (600, 768)])
+def test_a_fixed_row_is_the_same_alone_and_in_a_crowd(shape: tuple[int, int]) -> None:
+    weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(131, shape[1])
+    product = fixed_product(weight.T.contiguous().T, bias)
+    whole = product(x)
+    torch.testing.assert_close(whole, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+    for count in (1, 2, 3):
+        with threads(count):
+            for first, rows in ((0, 131), (3, 1), (5, 2), (9, 33), (2, 128), (60, 7)):
+                assert torch.equal(product(x[first : first + rows]), whole[first : first + rows])
+
+
+def test_why_it_is_not_fixed() -> None:
+    assert why_not_fixed(torch.device("cpu"), torch.float32) == ""
+    assert "float16" in why_not_fixed(torch.device("cpu"), torch.float16)
+    assert "cuda" in why_not_fixed(torch.device("cuda"), torch.float32)
 
 
 @needs_int8

@@ -1,15 +1,19 @@
 """Norm, rotation and gate against their references."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from penstock.kernels.activation import (
     clamped_silu_mul,
+    gelu,
     gelu_mul,
     gelu_mul_reference,
+    sigmoid,
     silu_mul,
+    silu_mul_alike,
     silu_mul_reference,
 )
 from penstock.kernels.norm import (
@@ -20,6 +24,7 @@ from penstock.kernels.norm import (
     rms_norm_reference,
 )
 from penstock.kernels.rotary import rotary_table, rotate_, rotate_reference
+from tests.support.threads import threads
 
 
 def test_rms_norm() -> None:
@@ -38,6 +43,7 @@ def test_layer_norm() -> None:
 def test_silu_mul() -> None:
     gate_up = torch.randn(7, 22) * 4
     expected = silu_mul_reference(gate_up)
+    torch.testing.assert_close(silu_mul_alike(gate_up), expected)
     torch.testing.assert_close(silu_mul(gate_up), expected)
 
 
@@ -52,6 +58,41 @@ def test_clamped_silu_mul() -> None:
     pairs = [(7.0, 0.5), (-1.0, 7.0), (2.0, -7.0)]
     expected = [(up + 1) * gate / (1 + math.exp(-1.5 * gate)) for gate, up in pairs]
     torch.testing.assert_close(found, torch.tensor([expected]))
+
+
+def test_far_from_zero() -> None:
+    x = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4])
+    assert sigmoid(x).tolist() == [0, 0, 0.5, 1, 1]
+    assert gelu(x).tolist() == [0, 0, 0, 100, 1e4]
+    assert silu_mul_alike(torch.cat((x, torch.ones(5)))[None]).tolist() == [[0, 0, 0, 100, 1e4]]
+
+
+WIDTH = 2050  # no vector's multiple
+WEIGHT = torch.randn(WIDTH)
+ROWWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu_mul": silu_mul_alike,
+    "gelu_mul": gelu_mul,
+    "gelu": gelu,
+    "erf": torch.nn.functional.gelu,
+    "sigmoid": sigmoid,
+    "clamped": lambda x: clamped_silu_mul(x, 1.7, 7.0),
+    "rms_norm": lambda x: rms_norm(x, WEIGHT, 1e-5),
+    "rms_norm_above_one": lambda x: rms_norm_above_one(x, WEIGHT, 1e-5),
+    "layer_norm": lambda x: layer_norm(x, WEIGHT, WEIGHT, 1e-5),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "tanh": torch.tanh,
+}
+
+
+@pytest.mark.parametrize("name", ROWWISE)
+def test_a_row_is_the_same_alone_and_in_a_crowd(name: str) -> None:
+    x = torch.randn(67, WIDTH)
+    whole = ROWWISE[name](x.clone())
+    for count in (1, 2, 3):
+        with threads(count):
+            for first, rows in ((0, 67), (3, 1), (5, 2), (9, 31), (2, 64)):
+                found = ROWWISE[name](x[first : first + rows].clone())
+                assert torch.equal(found, whole[first : first + rows])
 
 
 def test_rms_norm_above_one() -> None:

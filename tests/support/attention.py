@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels import attention, attention_tiles
+from penstock.kernels import attention_tiles
 from penstock.kernels.attention import (
     paged_attention,
     paged_attention_reference,
@@ -35,7 +35,6 @@ def small_tiles(tiles: ModuleType = attention_tiles) -> Iterator[None]:
             ("chunk_tiles", lambda *_: CHUNKS),
         ):
             stack.enter_context(mock.patch.object(tiles, name, value))
-        stack.enter_context(mock.patch.object(attention, "SPLIT", SPLIT))
         stack.enter_context(mock.patch.object(torch, "empty", _poisoned_empty))
         yield
 
@@ -108,3 +107,16 @@ def check(
 def compare(found: Tensor, expected: Tensor) -> None:
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[found.dtype]
     torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@contextmanager
+def as_if_on_a_device() -> Iterator[None]:
+    """Items are listed up to the bound, as where the host must not look."""
+    listed = attention_tiles.list_items
+
+    def to_the_bound(counts: Tensor, firsts: Tensor, bound: int) -> attention_tiles.Items:
+        with mock.patch.object(Tensor, "sum", return_value=torch.tensor(bound)):
+            return listed(counts, firsts, bound)
+
+    with mock.patch.object(attention_tiles, "list_items", to_the_bound):
+        yield

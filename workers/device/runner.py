@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import device_plan
+from penstock.kernels.latent_attention import device_latent_plan
 from penstock.workers.device.graphs import Captures, DecodeGraphs
 from penstock.workers.device.inputs import Batch, DecodeInputs
 from penstock.workers.device.ladder import Ladder, Rung
@@ -43,10 +44,9 @@ class DeviceRunner(Runner):
         """Captures the decode steps of these rungs, the largest first; None: of all.
 
         Nothing where the model's steps cannot be captured: what `transformers` computes may read
-        the device, and latent attention is planned on the host.
-        progress: is told how many are captured, and of how many; from 0 on.
+        the device. progress: is told how many are captured, and of how many; from 0 on.
         """
-        if self._latent is not None or not isinstance(self.decoder, Decoder):
+        if not isinstance(self.decoder, Decoder):
             return
         num_blocks, _, block_size = self.cache.data.shape[2:5]
         num_columns = -(-self._ladder.contexts[-1] // block_size)
@@ -57,8 +57,6 @@ class DeviceRunner(Runner):
         self._graphs.capture(self._ladder.rungs() if rungs is None else rungs, progress)
 
     def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
-        if self._latent is not None:
-            return super()._hidden(plan, drawn)
         found = None if self._graphs is None else self._graphs.run(plan, drawn)
         return self._compute(self._batch(plan, drawn)) if found is None else found
 
@@ -78,15 +76,17 @@ class DeviceRunner(Runner):
 
     def _compute(self, batch: Batch) -> Tensor:
         """[T, hidden_size]. Launches only: it is captured."""
-        layer, positions = self.cache.data[0], batch.positions.to(torch.int64)
+        layer, latent = self.cache.data[0], self._latent
+        positions = batch.positions.to(torch.int64)
         where = (batch.query_starts, batch.context_lens, batch.block_tables, layer)
+        most = (batch.max_query, batch.max_context)
         step = StepInputs(
             positions=positions,
             cos_sin=self._rows(positions),
             cache_rows=self._cache_rows(batch.slots.to(torch.int64)),
-            plans={
-                w: device_plan(*where, batch.max_query, batch.max_context, w) for w in self._windows
-            },
-            latent=None,
+            plans={window: device_plan(*where, *most, window) for window in self._windows},
+            latent=(
+                device_latent_plan(*where, latent.rank, latent.up_dim, *most) if latent else None
+            ),
         )
         return self.decoder(batch.tokens, step, self.cache.data)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan, paged_attention
 from penstock.kernels.cache import rotate_and_write
+from penstock.kernels.in_place import InPlace
 from penstock.kernels.latent_attention import LatentPlan
 from penstock.kernels.scores import Scores
 from penstock.workers.layers.linear import Linear
@@ -21,7 +22,7 @@ class StepInputs:
     cos_sin: tuple[Tensor, ...]  # [T, 2, R] rows of each rotary table
     cache_rows: Tensor  # of `write_rows`: where this step's keys and values go
     plans: dict[int, AttentionPlan]  # by window; none where attention is latent
-    latent: LatentPlan | None  # where it is
+    latent: LatentPlan | InPlace | None  # where it is
 
 
 @dataclass(frozen=True, slots=True)

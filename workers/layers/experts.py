@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.kernels.activation import sigmoid
 from penstock.kernels.experts import Stacks, mix_experts, mix_stacked
 from penstock.kernels.routing import Routing, route
 from penstock.workers.layers.linear import Linear
@@ -19,7 +20,7 @@ class SharedExpert:
 
     def __call__(self, x: Tensor) -> Tensor:
         made = self.mlp(x)
-        return made if self.gate is None else self.gate(x).sigmoid() * made
+        return made if self.gate is None else sigmoid(self.gate(x)) * made
 
 
 @dataclass(frozen=True, slots=True)

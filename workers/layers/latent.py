@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cache import write_kv
-from penstock.kernels.latent_attention import latent_attention
+from penstock.kernels.in_place import InPlace
+from penstock.kernels.latent_attention import LatentPlan, latent_attention
+from penstock.kernels.latent_in_place import latent_in_place
+from penstock.kernels.products import Product, fixed_product
 from penstock.kernels.rotary import rotate_
 from penstock.workers.layers.attention import StepInputs
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.norm import Norm
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class LatentAttention:
     """A head's features are Q plain ones and then P rotated ones; a cached row is R and P."""
 
@@ -26,10 +29,19 @@ class LatentAttention:
     rope_dim: int  # P
     neighbours: bool  # whether pairs of rotated features are neighbours
     scale: float
+    fixed: tuple[list[Product], list[Product]] | None = None  # `up`, as `latent_in_place` has it
+
+    def fix(self) -> None:
+        """Have every token computed by itself."""
+        value_dim = self.output.weight.shape[1] // len(self.up)
+        keys, values = self.up[:, :-value_dim], self.up[:, -value_dim:]
+        self.fixed = (
+            [fixed_product(each.T, None) for each in keys],
+            [fixed_product(each, None) for each in values],
+        )
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         """x: [T, hidden]; layer: this layer's cache, [1, N, 1, S, R + P], which is written."""
-        assert step.latent is not None
         query, row = torch.split(self.down(x), list(self.down.sizes), dim=-1)
         if self.query_up is not None and self.query_norm is not None:
             query = self.query_up(self.query_norm(query))
@@ -39,5 +51,12 @@ class LatentAttention:
         self.row_norm.in_place(row[:, : self.up.shape[2]])
         rotate_(row[:, None, -self.rope_dim :], cos_sin, self.neighbours)
         write_kv(layer, step.cache_rows, row[:, None])
-        out = latent_attention(heads, layer, self.up, step.latent, self.scale)
-        return self.output(out.flatten(1))
+        return self.output(self._attend(heads, step, layer).flatten(1))
+
+    def _attend(self, heads: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
+        if self.fixed is not None:
+            assert isinstance(step.latent, InPlace)
+            rank = self.up.shape[2]
+            return latent_in_place(heads, layer, rank, *self.fixed, step.latent, self.scale)
+        assert isinstance(step.latent, LatentPlan)
+        return latent_attention(heads, layer, self.up, step.latent, self.scale)

@@ -7,14 +7,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.products import Product, blocked_product, can_block, int8_product
+from penstock.kernels.products import (
+    Product,
+    blocked_product,
+    can_block,
+    fixed_product,
+    int8_product,
+)
 
 
 @dataclass(slots=True, eq=False)
 class Linear:
     """y = x Wᵀ + b; several products of one x are fused, the rows of W one after another."""
 
-    weight: Tensor  # [sum(sizes), in]; once quantized, empty
+    weight: Tensor  # [sum(sizes), in]; empty once quantized or fixed
     bias: Tensor | None  # [sum(sizes)]
     sizes: tuple[int, ...]  # outputs of each product
     packed: Product | None = None  # the loaded weights in a faster form
@@ -32,6 +38,14 @@ class Linear:
     def quantize(self) -> None:
         """Keep the weights in INT8 only."""
         self.packed = int8_product(self.weight, self.bias)
+        self._forget()
+
+    def fix(self) -> None:
+        """Keep the weights only in a form that computes every row by itself."""
+        self.packed = fixed_product(self.weight, self.bias)
+        self._forget()
+
+    def _forget(self) -> None:
         self.weight = self.weight.new_empty(0, self.weight.shape[1])
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:

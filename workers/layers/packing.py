@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from penstock.kernels.products import can_block, why_no_int8
+from penstock.kernels.products import can_block, why_no_int8, why_not_fixed
+from penstock.workers.layers.latent import LatentAttention
 from penstock.workers.layers.linear import Linear
 
 LEAST_WEIGHTS = 1 << 14
@@ -22,17 +23,29 @@ def check_quantization(name: str, device: torch.device, dtype: torch.dtype) -> N
         raise ValueError(f"quantization int8 cannot be had: {reason}")
 
 
-def pack(model: Any, quantization: str) -> None:
+def check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError where rows cannot be computed each by itself."""
+    if reason := why_not_fixed(device, dtype):
+        raise ValueError(f"deterministic cannot be had: {reason}")
+
+
+def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
     """Packs the products of a loaded model, in place.
 
     model: records of records and tuples, with every `Linear` somewhere in it. A mixture's router is
-    left as it is: a token that goes to another expert is another token.
+    not quantized: a token that goes to another expert is another token.
     """
     found = [linear for linear in linears(model) if linear.weight.numel() >= LEAST_WEIGHTS]
     if quantization == "int8":
         for linear in found:
             linear.quantize()
-        return
+    elif not deterministic:
+        _block(found)
+    if deterministic:
+        _fix(model)
+
+
+def _block(found: list[Linear]) -> None:
     own = [linear for linear in found if can_block(linear.weight)]
     if own and sum(linear.weight.nbytes for linear in own) <= MEMORY_SHARE * _available():
         for linear in own:
@@ -45,14 +58,24 @@ def _available() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def linears(part: Any) -> Iterator[Linear]:
+def _fix(model: Any) -> None:
+    for part in parts(model):
+        if isinstance(part, LatentAttention) or (isinstance(part, Linear) and part.packed is None):
+            part.fix()
+
+
+def linears(model: Any) -> Iterator[Linear]:
     """Every `Linear` in a tree of records, but for routers."""
-    if isinstance(part, Linear):
-        yield part
-    elif isinstance(part, tuple):
+    return (part for part in parts(model, without="router") if isinstance(part, Linear))
+
+
+def parts(part: Any, without: str = "") -> Iterator[Any]:
+    """Every record in a tree of records and tuples; not what is in a field named `without`."""
+    if isinstance(part, tuple):
         for each in part:
-            yield from linears(each)
+            yield from parts(each, without)
     elif dataclasses.is_dataclass(part):
+        yield part
         for field in dataclasses.fields(part):
-            if field.name != "router":
-                yield from linears(getattr(part, field.name))
+            if field.name != without:
+                yield from parts(getattr(part, field.name), without)

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.activation import clamped_silu_mul, gelu_mul, silu_mul
+from penstock.kernels.activation import (
+    clamped_silu_mul,
+    gelu,
+    gelu_mul,
+    silu_mul,
+    silu_mul_alike,
+)
 from penstock.kernels.experts import Gate, Stacks
 from penstock.kernels.routing import Routing
 from penstock.kernels.scores import Scores
@@ -27,7 +33,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_
 GATE_KINDS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
-    "gelu_new": partial(functional.gelu, approximate="tanh"),
+    "gelu_new": gelu,
 }
 """Activations, without a gate."""
 
@@ -41,6 +47,7 @@ class Assembly:
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
+    deterministic: bool = False
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -126,8 +133,12 @@ class Assembly:
         return Mlp(
             gate_up=self.linear(hidden, (inner, inner) if spec.gated else (inner,), bias),
             down=self.linear(inner, (hidden,), bias),
-            activation=(GATES if spec.gated else PLAIN)[spec.activation],
+            activation=self.activation(),
         )
+
+    def activation(self) -> Callable[[Tensor], Tensor]:
+        found = (GATES if self.spec.gated else PLAIN)[self.spec.activation]
+        return silu_mul_alike if self.deterministic and found is silu_mul else found
 
     def experts(self, experts: ExpertsSpec) -> Experts:
         hidden, routing = self.spec.hidden_size, _routing(experts)

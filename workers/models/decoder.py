@@ -74,9 +74,11 @@ class Decoder:
                 block.attention.ungroup()
 
 
-def empty_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
+def empty_decoder(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, deterministic: bool = False
+) -> Decoder:
     """A decoder whose weights are yet to be loaded (on the `meta` device: shapes only)."""
-    assembly = Assembly(spec, dtype, device)
+    assembly = Assembly(spec, dtype, device, deterministic)
     embeddings = assembly.empty(spec.vocab_size, spec.hidden_size)
     head = embeddings if spec.tie_embeddings else torch.empty_like(embeddings)
     head_bias = assembly.empty(spec.vocab_size) if spec.head_bias else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.in_place import prepare
-from penstock.workers.layers.packing import check_quantization, pack
+from penstock.workers.layers.packing import check_deterministic, check_quantization, pack
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.fallback import load_fallback
@@ -39,20 +39,28 @@ def load(
     progress: Callable[[int, int], None] = lambda done, total: None,
     max_model_len: int | None = None,
     quantization: str = "none",
+    deterministic: bool = False,
 ) -> tuple[ServedSpec, ServedModel]:
     """As `load_model`; what is not ours is computed by `transformers`, where it can be."""
     config = read_config(folder)
     if is_ours(config):
-        return load_model(folder, dtype, device, progress, max_model_len, quantization)
-    if quantization != "none":
-        raise UnsupportedModel(
-            f"{folder}: quantization {quantization} is for the families that are computed here, "
-            "not for those that transformers computes"
+        return load_model(
+            folder, dtype, device, progress, max_model_len, quantization, deterministic
         )
+    _check_theirs(folder, quantization, deterministic)
     chosen = choose_dtype(dtype, read_dtype(config), device)
     num_bytes = sum(entry.num_bytes for entry in find_tensors(folder).values())
     eos_tokens = read_eos_tokens(folder, config)
     return load_fallback(config, eos_tokens, chosen, device, max_model_len, num_bytes, progress)
+
+
+def _check_theirs(folder: Path, quantization: str, deterministic: bool) -> None:
+    asked = {f"quantization {quantization}": quantization != "none", "deterministic": deterministic}
+    for what in (what for what, is_asked in asked.items() if is_asked):
+        raise UnsupportedModel(
+            f"{folder}: {what} is for the families that are computed here, not for those that "
+            "transformers computes"
+        )
 
 
 def load_model(
@@ -62,15 +70,16 @@ def load_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
     max_model_len: int | None = None,
     quantization: str = "none",
+    deterministic: bool = False,
 ) -> tuple[ModelSpec, Decoder]:
     """Loads a checkpoint folder.
 
     dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`. `progress` is told the
     bytes read so far and the bytes in all, from (0, all) on. `max_model_len`: the positions that
     will be used, where these are fewer than the model has (longrope has factors for that).
-    quantization: "none" or "int8", of what is computed (`packing`).
-    Raises `BadCheckpoint`, `UnsupportedModel`, or ValueError where it cannot be quantized, before
-    memory is taken for anything.
+    quantization: "none" or "int8", of what is computed (`packing`). deterministic: a token's bits
+    depend on no other token of its batch. Raises `BadCheckpoint`, `UnsupportedModel`, or
+    ValueError where one of these cannot be had, before memory is taken for anything.
     """
     spec = read_spec(folder)
     if max_model_len is not None:
@@ -80,11 +89,13 @@ def load_model(
     shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()
     wanted = _match(folder, spec, shapes, entries)
     check_quantization(quantization, device, chosen)
+    if deterministic:
+        check_deterministic(device, chosen)
     preparing = prepare(device, chosen)
-    decoder = empty_decoder(spec, chosen, device)
+    decoder = empty_decoder(spec, chosen, device, deterministic)
     _stream(wanted, decoder.tensors(), progress)
     decoder.settle()
-    pack(decoder, quantization)
+    pack(decoder, quantization, deterministic)
     preparing.join()
     return spec, decoder
 

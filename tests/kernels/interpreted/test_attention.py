@@ -1,8 +1,6 @@
 """The kernels of paged attention against the reference in float64, through the very launcher."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from unittest import mock
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels import attention_tiles
 from penstock.kernels.attention import (
     AttentionPlan,
     device_plan,
@@ -21,7 +18,14 @@ from penstock.kernels.attention import (
 from penstock.kernels.attention_tiles import TiledPlan
 from penstock.kernels.launch import E4M3
 from penstock.kernels.scores import PLAIN, Scores
-from tests.support.attention import check, compare, exactly, make_case, small_tiles
+from tests.support.attention import (
+    as_if_on_a_device,
+    check,
+    compare,
+    exactly,
+    make_case,
+    small_tiles,
+)
 from tests.support.batches import Batch, make_batch, poison
 from tests.support.devices import DEVICE
 
@@ -172,19 +176,6 @@ def test_a_plan_of_device_tensors_is_the_same(window: int) -> None:
             found, paged_attention(query, layer, plan_attention(*batch, layer, window))
         )
     compare(found, exactly(query, layer, batch, window, PLAIN, None))
-
-
-@contextmanager
-def as_if_on_a_device() -> Iterator[None]:
-    """Items are listed up to the bound, as where the host must not look."""
-    listed = attention_tiles.list_items
-
-    def to_the_bound(counts: Tensor, firsts: Tensor, bound: int) -> attention_tiles.Items:
-        with mock.patch.object(Tensor, "sum", return_value=torch.tensor(bound)):
-            return listed(counts, firsts, bound)
-
-    with mock.patch.object(attention_tiles, "list_items", to_the_bound):
-        yield
 
 
 def test_decodes_planned_on_a_device() -> None:

@@ -34,7 +34,7 @@ KERNEL = {
     ),
     "begin of part": ("tl.maximum(low, which * SPLIT)", "tl.maximum(low, which * SPLIT + 1)"),
     "block": ("table + columns // S", "table + (columns + 1) // S"),
-    "slot": ("+ columns % S) * D", "+ (columns + 1) % S) * D"),
+    "slot": ("+ columns % S) * (D", "+ (columns + 1) % S) * (D"),
     "loaded": ("(columns >= low) & (columns < high)", "columns < high + 1"),
     "row": ("present = tokens < num_tokens", "present = tokens < num_tokens - 1"),
     "merge, count": ("there = numbers < count", "there = numbers < count - 1"),

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.interpreted
 PROMPTS = [[9, 8, 7], list(range(20))]
 
 KERNELS = {
-    "llama3": {"_norm_rows", "_write_tokens", "_gate_rows"},
-    "gemma2": {"_norm_rows", "_write_tokens", "_gate_rows"},
-    "qwen3": {"_norm_rows", "_write_tokens", "_gate_rows"},
-    "gpt-j": {"_norm_rows", "_write_tokens"},
-    "gpt-oss": {"_norm_rows", "_write_tokens", "_gate_rows"},
+    "llama3": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
+    "gemma2": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
+    "qwen3": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
+    "gpt-j": {"attend_tiles", "_norm_rows", "_write_tokens"},
+    "gpt-oss": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
     "deepseek-v3": {"_norm_rows", "_write_tokens", "_gate_rows", "_turn_heads"},
 }
 """What each family must have launched, of the kernels that it has here."""

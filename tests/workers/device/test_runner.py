@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from penstock.kernels.attention import AttentionPlan, plan_attention
+from penstock.kernels.latent_attention import LatentPlan, plan_latent_attention
 from penstock.workers.device import runner as device_runner
 from penstock.workers.device.ladder import Ladder
 from penstock.workers.device.runner import DeviceRunner
@@ -45,12 +46,20 @@ def attention(starts, contexts, tables, layer, max_query, max_context, window) -
     return plan_attention(starts.numpy(), contexts.numpy(), tables.numpy(), layer, window)
 
 
+def latent(starts, contexts, tables, layer, rank, head_dim, max_query, max_context) -> LatentPlan:  # type: ignore[no-untyped-def]
+    assert max_query >= starts.diff().max()
+    assert max_context >= contexts.max()
+    batch = starts.numpy(), contexts.numpy(), tables.numpy()
+    return plan_latent_attention(*batch, layer, rank, head_dim)
+
+
 @pytest.fixture(autouse=True)
 def _plans_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_runner, "device_plan", attention)
+    monkeypatch.setattr(device_runner, "device_latent_plan", latent)
 
 
-@pytest.fixture(scope="module", params=["qwen2-window"])
+@pytest.fixture(scope="module", params=["qwen2-window", "deepseek-v3"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = tmp_path_factory.mktemp("model")
     make_checkpoint(folder, request.param)
@@ -108,14 +117,3 @@ def test_a_captured_step_writes_its_slots_scratch_and_nothing_else(decoder: Deco
     touched = (runner.cache.data[:, :, :-1] != 5.0).any(-1)
     assert torch.equal(touched, written[None, None, :, None].expand_as(touched))
     assert runner.cache.data[:, :, -1].isfinite().all()
-
-
-def test_latent_attention_is_planned_on_the_host(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "deepseek-v3")
-    decoder = load_model(tmp_path, "auto", torch.device("cpu"))[1]
-    planner = Planner(PROMPTS, 2)
-    runner, replays = make_runner(decoder, planner)
-    plain = Runner(decoder, make_cache(decoder, planner.num_blocks))
-    plan = planner.plan(1000)
-    torch.testing.assert_close(runner.run(plan), plain.run(plan))
-    assert replays.captured == 0
