@@ -154,8 +154,9 @@ def _gated(made, gain, limit, GATE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: t
     """The gate of pairs (gate, up): [ROWS, 2 OUTPUTS] to [ROWS, OUTPUTS]."""
     gate, up = tl.split(tl.reshape(made, (ROWS, OUTPUTS, 2)))
     if GATE == "clamped":
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+        # Comparisons that let a NaN through.
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
         inner = gate * gain
     elif GATE == "gelu":
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)

@@ -7,15 +7,21 @@ of four 32-bit words and a key of two into four random words. A token's Gumbel n
 
 with key (seed low, seed high), counter (token // 4, index, choice, purpose) and word token % 4.
 The largest of logit + g over the tokens is then a draw from softmax(logits).
+
+On a CPU numba makes it (`noise_loops`), on a GPU Triton (`draw`), all of them with the same bits.
 """
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from functools import cache
+from threading import Thread
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from penstock.kernels.in_place import _cache_folder
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -51,7 +57,7 @@ def philox_reference(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor
 
 
 def philox(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
-    """The same on a CPU, several times faster; words 0 and 2 apart from 1 and 3.
+    """The same in numpy; words 0 and 2 apart from 1 and 3.
 
     even, odd: [2, R, n]; key: [2, R, 1]. Returns the random words likewise.
     """
@@ -80,20 +86,49 @@ def gumbel_noise(
     purpose: int = DRAW,
 ) -> Tensor:
     """Noise of every token for R draws: seeds, indices, choices [R]; [R, num_tokens] float32."""
-    num_draws, num_lanes = len(seeds), -(-num_tokens // 4)
-    lanes = np.arange(num_lanes, dtype=np.uint32)
+    num_lanes = -(-num_tokens // 4)
     counters = np.stack((choices, indices, np.full_like(indices, purpose))).astype(np.uint32)
     keys = np.stack((seeds & np.uint64(WORD), seeds >> np.uint64(32))).astype(np.uint32)
-    noise = np.empty((num_draws, num_lanes, 4), np.float32)
+    noise = np.empty((len(seeds), 4 * num_lanes), np.float32)
+    (_compiled() or fill)(noise, counters, keys)
+    return torch.from_numpy(noise[:, :num_tokens])
+
+
+def prepare() -> Thread:
+    """Starts to load what makes noise on a CPU; compiled anew on a machine, it takes seconds."""
+    thread = Thread(target=_compiled)
+    thread.start()
+    return thread
+
+
+@cache
+def _compiled() -> Callable[[Floats, Words, Words], None] | None:
+    """As `fill`, with the same bits; nothing where numba is not installed."""
+    try:
+        import numba
+    except ImportError:
+        return None
+    settings: Any = numba.config
+    if not settings.CACHE_DIR:
+        settings.CACHE_DIR = str(_cache_folder())
+    from penstock.kernels import noise_loops
+
+    return cast("Callable[[Floats, Words, Words], None]", noise_loops.fill)
+
+
+def fill(noise: Floats, counters: Words, keys: Words) -> None:
+    """Noise of R draws: [R, 4 lanes], counters [3, R] (choice, index, purpose), keys [2, R]."""
+    num_draws, num_lanes = len(noise), noise.shape[1] // 4
+    lanes = np.arange(num_lanes, dtype=np.uint32)
+    words = noise.reshape(num_draws, num_lanes, 4)
     step = max(CACHED_LANES // num_lanes, 1)
     for start in range(0, num_draws, step):
         part = slice(start, start + step)
         choice, index, extra = counters[:, part, None]
         even = np.stack(np.broadcast_arrays(lanes, choice))
         pairs = philox(even, np.stack((index, extra)), keys[:, part, None])
-        (noise[part, :, 0], noise[part, :, 2]), (noise[part, :, 1], noise[part, :, 3]) = pairs
+        (words[part, :, 0], words[part, :, 2]), (words[part, :, 1], words[part, :, 3]) = pairs
         gumbel_(noise[part])
-    return torch.from_numpy(noise.reshape(num_draws, -1)[:, :num_tokens])
 
 
 def gumbel_(words: Floats) -> Floats:

@@ -299,6 +299,5 @@ def collect(found: Survey, cuts: Cuts, typical_p: Tensor, with_tokens: bool) -> 
         SEGMENT=SEGMENT,
         SEGMENTS=power_of_2(found.num_segments),
         TILE=TILE,
-        num_warps=8,
     )
     return near

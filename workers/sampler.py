@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.draw import Wishes, draw, finite_rows
 from penstock.kernels.logprobs import logprobs
+from penstock.kernels.noise import prepare
 from penstock.kernels.penalties import Penalties, penalize_, shift_
 from penstock.workers.bans import Bans, History
 from penstock.workers.beams import Candidates
@@ -96,6 +97,8 @@ class Sampler:
         self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
         self._vocab_size = vocab_size
         self._device = device
+        if device.type == "cpu":
+            prepare()
 
     def admit(self, row: int, params: SamplingParams, choice: int) -> None:
         """A sequence takes the row. All tokens but stop tokens are within the vocabulary."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.noise import DRAW, gumbel_, gumbel_noise, philox, philox_reference
+from penstock.kernels.noise import DRAW, fill, gumbel_, gumbel_noise, philox, philox_reference
 
 ALL = 0xFFFFFFFF
 
@@ -80,3 +80,15 @@ def test_noise_is_as_exact_as_float32_lets_it_be() -> None:
     uniform = uniform.astype(np.float32).astype(np.float64)  # as it is rounded there
     exact = -np.log(-np.log1p(-uniform))
     np.testing.assert_allclose(gumbel_(words), exact, rtol=4e-7, atol=4e-7)
+
+
+def test_compiled_noise_has_the_bits_of_the_definition() -> None:
+    fill_fast = pytest.importorskip("penstock.kernels.noise_loops").fill
+    numbers = np.random.default_rng(2)
+    for num_lanes in (1, 511, 512, 1500):
+        counters = numbers.integers(0, 2**32, (3, 3), dtype=np.uint32)
+        keys = numbers.integers(0, 2**32, (2, 3), dtype=np.uint32)
+        plain, fast = np.full((2, 3, 4 * num_lanes), np.nan, np.float32)
+        fill(plain, counters, keys)
+        fill_fast(fast, counters, keys)
+        assert np.array_equal(plain.view(np.int32), fast.view(np.int32))

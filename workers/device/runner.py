@@ -85,8 +85,6 @@ class DeviceRunner(Runner):
             cos_sin=self._rows(positions),
             cache_rows=self._cache_rows(batch.slots.to(torch.int64)),
             plans={window: device_plan(*where, *most, window) for window in self._windows},
-            latent=(
-                device_latent_plan(*where, latent.rank, latent.up_dim, *most) if latent else None
-            ),
+            latent=device_latent_plan(*where, latent.rank, *most) if latent else None,
         )
         return self.decoder(batch.tokens, step, self.cache.data)

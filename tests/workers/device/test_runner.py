@@ -46,11 +46,11 @@ def attention(starts, contexts, tables, layer, max_query, max_context, window) -
     return plan_attention(starts.numpy(), contexts.numpy(), tables.numpy(), layer, window)
 
 
-def latent(starts, contexts, tables, layer, rank, head_dim, max_query, max_context) -> LatentPlan:  # type: ignore[no-untyped-def]
+def latent(starts, contexts, tables, layer, rank, max_query, max_context) -> LatentPlan:  # type: ignore[no-untyped-def]
     assert max_query >= starts.diff().max()
     assert max_context >= contexts.max()
     batch = starts.numpy(), contexts.numpy(), tables.numpy()
-    return plan_latent_attention(*batch, layer, rank, head_dim)
+    return plan_latent_attention(*batch, layer, rank, UP_DIM)
 
 
 @pytest.fixture(autouse=True)
