@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from penstock.router.config import RouterConfig
     from penstock.router.server import RunningRouter
     from penstock.workers.config import WorkerConfig
+    from penstock.workers.follower import Follower
+    from penstock.workers.parallel.meeting import Meeting
     from penstock.workers.service import RunningWorker
 
 log = logging.getLogger(__name__)
@@ -116,11 +118,55 @@ class WorkerActor(_Host):
     def __init__(self, title: str) -> None:
         super().__init__(title)
         self._worker: RunningWorker | None = None
+        self._meeting: Meeting | None = None
         self._watching: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
 
+    async def meet(self, config: "WorkerConfig") -> str:
+        """Open the place where the other ranks are met; returns its address. `HostFailed`.
+
+        For a rank 0 that has others; `start` follows.
+        """
+        await self._load_libraries()
+        from penstock.workers.parallel.meeting import Meeting
+
+        try:
+            host, num_ranks = ray.util.get_node_ip_address(), config.place.mesh.num_ranks
+            self._meeting = Meeting(host, config.token, num_ranks)
+        except Exception as error:
+            raise HostFailed(_reason(error)) from None
+        return self._meeting.address
+
     async def start(self, config: "WorkerConfig") -> str:
         """Load and serve on this node; returns the address, host:port. `HostFailed`."""
+        newsroom = await self._load_libraries()
+        from penstock.workers.service import serve_worker
+
+        store = None if self._meeting is None else self._meeting.store
+        try:
+            config = replace(config, host=ray.util.get_node_ip_address())
+            self._worker = await serve_worker(config, self._weights, self._graphs, store)
+        except Exception as error:
+            raise HostFailed(_reason(error)) from None
+        self._watching = asyncio.create_task(self._watch(self._worker, newsroom))
+        self._leaving = asyncio.create_task(leave.watch(self._worker.drain))
+        return self._worker.address
+
+    async def follow(self, config: "WorkerConfig", meeting: str) -> None:
+        """Load, and compute from now on what rank 0 plans, who is met there. `HostFailed`."""
+        newsroom = await self._load_libraries()
+        from penstock.workers.follower import Follower
+        from penstock.workers.parallel.meeting import RemoteStore
+
+        try:
+            config = replace(config, host=ray.util.get_node_ip_address())
+            store = RemoteStore(meeting, config.token)
+            follower = await asyncio.to_thread(Follower, config, store, self._weights)
+        except Exception as error:
+            raise HostFailed(_reason(error)) from None
+        self._watching = asyncio.create_task(self._follow(follower, newsroom))
+
+    async def _load_libraries(self) -> Newsroom:
         newsroom = self._open()
         newsroom.add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # let that out before the import holds everything up
@@ -128,26 +174,25 @@ class WorkerActor(_Host):
         from penstock.workers.process import settle
 
         settle()
-        from penstock.workers.service import serve_worker
+        return newsroom
 
-        def weights(done: int, total: int) -> None:
-            newsroom.add(Progress("weights" if done < total else "warming up", done, total))
+    def _weights(self, done: int, total: int) -> None:
+        self._open().add(Progress("weights" if done < total else "warming up", done, total))
 
-        def graphs(done: int, total: int) -> None:
-            newsroom.add(Progress(f"graphs, {done} of {total}"))
+    def _graphs(self, done: int, total: int) -> None:
+        self._open().add(Progress(f"graphs, {done} of {total}"))
 
+    async def _follow(self, follower: "Follower", newsroom: Newsroom) -> None:
         try:
-            config = replace(config, host=ray.util.get_node_ip_address())
-            self._worker = await serve_worker(config, weights, graphs)
+            await asyncio.to_thread(follower.run)
         except Exception as error:
-            raise HostFailed(_reason(error)) from None
-        self._watching = asyncio.create_task(self._watch(self._worker, newsroom))
-        self._leaving = asyncio.create_task(leave.watch(self._worker.drain))
-        return self._worker.address
+            newsroom.fail(_reason(error))
 
     async def stop(self) -> None:
         if self._worker is not None:
             await self._worker.stop()
+        if self._meeting is not None:  # not before: NCCL asks there as long as it lives
+            self._meeting.close()
 
     async def _watch(self, worker: "RunningWorker", newsroom: Newsroom) -> None:
         try:

@@ -8,8 +8,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.cluster.actors import RouterActor, WorkerActor
+from penstock.cluster.crew import Crew
 from penstock.cluster.member import Member
-from penstock.cluster.notices import Progress, Report
+from penstock.cluster.notices import Notice, Progress, Report
 from penstock.cluster.placement import ROUTER_CPUS, CannotPlace, WorkerPlace, free
 from penstock.cluster.session import free_nodes
 from penstock.router.config import RouterConfig
@@ -81,7 +82,7 @@ class HostedWorker:
         self.title = place.title
         self.config = config
         self.ready = asyncio.Event()
-        self.member: Member | None = None
+        self.member: Crew | None = None
         self._place = place
         self._group: PlacementGroup | None = None
         self._router = router
@@ -105,15 +106,23 @@ class HostedWorker:
         if self._group is not None:
             remove_placement_group(self._group)
 
-    def make(self) -> Member:
+    def make(self) -> Crew:
+        place = self._place
+        self.member = Crew([self._make_rank(rank) for rank in range(place.tp * place.pp)])
+        return self.member
+
+    def _make_rank(self, rank: int) -> Member:
+        bundle = rank // self._place.tp
         remote = ray.remote(
             num_cpus=self._place.cpus,
             num_gpus=self._place.gpus,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
             **_OURS,
         )(WorkerActor)
-        self.member = Member(self.title, remote.remote(f"{self.title}, rank 0"), self._report)
-        return self.member
+        title = f"{self.title}, rank {rank}"
+        # What the others tell of their start is what the first one tells.
+        report = self._report if rank == 0 else _without_progress(self._report)
+        return Member(self.title, remote.remote(title), report)
 
     async def came(self, where: str) -> None:
         await self._router.worker_came(self._place.name, where)
@@ -122,3 +131,11 @@ class HostedWorker:
     async def went(self) -> None:
         self.member = None
         await self._router.worker_went(self._place.name)
+
+
+def _without_progress(report: Report) -> Report:
+    def tell(title: str, notice: Notice) -> None:
+        if not isinstance(notice, Progress):
+            report(title, notice)
+
+    return tell

@@ -1,7 +1,8 @@
 """Where workers go: from a specification and the nodes' free resources to placement groups.
 
 The plan proves by a packing of its own that everything has a place; Ray then chooses the nodes. A
-worker's ranks stay on one node. CPUs that the specification leaves open are shared out evenly.
+stage's ranks stay on one node: they are one bundle. A worker's stages are on as few nodes as can
+be, or each on another. CPUs that the specification leaves open are shared out evenly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +31,19 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """A worker to be: who it is, and the bundles of its placement group, one a rank."""
+    """A worker to be: who it is, and the bundles of its placement group, one a stage.
+
+    Rank 0 is in the first bundle, which is the last stage's.
+    """
 
     role: str
     index: int
     bundles: tuple[dict[str, float], ...]
-    threads: int
-    gpus: int  # of a rank
+    threads: int  # of a rank, and so are the next two
+    gpus: int
+    cpus: float
+    tp: int = 1  # ranks of a bundle
+    ep: int = 1
     strategy: str = "STRICT_PACK"
     is_patient: bool = False  # its node may be yet to come
 
@@ -49,9 +56,8 @@ class WorkerPlace:
         return f"{self.role} worker {self.index}"
 
     @property
-    def cpus(self) -> float:
-        """Of a rank."""
-        return self.bundles[0]["CPU"]
+    def pp(self) -> int:
+        return len(self.bundles)
 
 
 @dataclass(slots=True)
@@ -75,9 +81,13 @@ class _Wish:
     pool: PoolSpec
     role: str
     index: int
-    ranks: int
-    gpus: int
+    gpus: int  # of a rank, and so is the next
     cpus: float | None
+
+    @property
+    def ranks(self) -> int:
+        """Of a stage."""
+        return self.pool.tp
 
 
 def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
@@ -93,19 +103,21 @@ def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
         for index in range(getattr(spec.pools, role).replicas)
     ]
     if spec.pool_nodes:
-        return [_as_place(wish, 0.0, {wish.role: 1.0}, is_patient=True) for wish in wishes]
+        return [
+            _as_place(wish, 0.0, {wish.role: float(wish.ranks)}, is_patient=True) for wish in wishes
+        ]
     rooms = [_Room(node.name, node.cpus, node.gpus) for node in nodes]
     _take_router(rooms, nodes)
     # Those that ask for most first, then first come: the usual way to pack tightly.
     for wish in sorted(wishes, key=lambda w: (-w.gpus * w.ranks, -(w.cpus or 0) * w.ranks)):
-        _find_room(wish, rooms, nodes)
+        _find_rooms(wish, rooms, nodes)
     share = min((room.share for room in rooms if room.num_sharing), default=0.0)
     return [_as_place(wish, share) for wish in wishes]
 
 
 def _wish(pool: PoolSpec, role: str, index: int, have_gpus: bool) -> _Wish:
     gpus = pool.gpus if pool.gpus is not None else int(have_gpus)
-    return _Wish(pool, role, index, pool.tp * pool.pp, gpus, pool.cpus)
+    return _Wish(pool, role, index, gpus, pool.cpus)
 
 
 def _take_router(rooms: list[_Room], nodes: Sequence[Node]) -> None:
@@ -115,20 +127,31 @@ def _take_router(rooms: list[_Room], nodes: Sequence[Node]) -> None:
     room.cpus -= ROUTER_CPUS
 
 
-def _find_room(wish: _Wish, rooms: list[_Room], nodes: Sequence[Node]) -> None:
-    fitting = [room for room in rooms if _fits(wish, room)]
-    if not fitting:
-        raise CannotPlace(
-            f"no place for {wish.role} worker {wish.index}, which asks {_asked(wish)} on one node "
-            f"(others were placed before it); {free(nodes)}: ask for less, or for fewer workers"
+def _find_rooms(wish: _Wish, rooms: list[_Room], nodes: Sequence[Node]) -> None:
+    """One for each stage, and take what it asks."""
+    used: list[_Room] = []
+    for _ in range(wish.pool.pp):
+        fitting = [room for room in rooms if _fits(wish, room)]
+        if wish.pool.stages == "spread":
+            fitting = [room for room in fitting if not any(room is each for each in used)]
+        if not fitting:
+            raise CannotPlace(
+                f"no place for {wish.role} worker {wish.index}, which asks {_asked(wish)} "
+                f"(others were placed before it); {free(nodes)}: ask for less, or for fewer workers"
+            )
+        # The emptiest node first, so that equals spread and shares come out even; but a worker's
+        # own stages side by side.
+        near = [room for room in fitting if any(room is each for each in used)]
+        room = max(
+            near or fitting,
+            key=lambda room: (room.gpus, room.cpus / (room.num_sharing + wish.ranks)),
         )
-    # The emptiest node first, so that equals spread and shares come out even.
-    room = max(fitting, key=lambda room: (room.gpus, room.cpus / (room.num_sharing + wish.ranks)))
-    room.gpus -= wish.gpus * wish.ranks
-    if wish.cpus is None:
-        room.num_sharing += wish.ranks
-    else:
-        room.cpus -= wish.cpus * wish.ranks
+        room.gpus -= wish.gpus * wish.ranks
+        if wish.cpus is None:
+            room.num_sharing += wish.ranks
+        else:
+            room.cpus -= wish.cpus * wish.ranks
+        used.append(room)
 
 
 def _fits(wish: _Wish, room: _Room) -> bool:
@@ -144,18 +167,34 @@ def _as_place(
 ) -> WorkerPlace:
     # Down to what Ray counts in, with a little left for its rounding.
     cpus = wish.cpus if wish.cpus is not None else int(share * 100) / 100
-    bundle = {"CPU": cpus} | ({"GPU": float(wish.gpus)} if wish.gpus else {}) | dict(more)
+    bundle = {"CPU": cpus * wish.ranks} | dict(more)
+    if wish.gpus:
+        bundle["GPU"] = float(wish.gpus * wish.ranks)
     # What the router holds it seldom uses: two cores and one worker make two threads.
     usable = cpus if wish.cpus is not None else cpus + ROUTER_CPUS + 1e-9
-    threads = wish.pool.threads or max(1, int(usable))
-    bundles = (bundle,) * wish.ranks
-    return WorkerPlace(wish.role, wish.index, bundles, threads, wish.gpus, is_patient=is_patient)
+    pool = wish.pool
+    return WorkerPlace(
+        role=wish.role,
+        index=wish.index,
+        bundles=(bundle,) * pool.pp,
+        threads=pool.threads or max(1, int(usable)),
+        gpus=wish.gpus,
+        cpus=cpus,
+        tp=pool.tp,
+        ep=pool.ep,
+        strategy="PACK" if pool.stages == "pack" else "STRICT_SPREAD",
+        is_patient=is_patient,
+    )
 
 
 def _asked(wish: _Wish) -> str:
     cpus = f"{MIN_CPUS if wish.cpus is None else wish.cpus:g} CPUs"
     gpus = f", {wish.gpus} GPU" if wish.gpus else ""
-    return f"{cpus}{gpus}" if wish.ranks == 1 else f"{wish.ranks} times ({cpus}{gpus})"
+    stage = f"{cpus}{gpus}" if wish.ranks == 1 else f"{wish.ranks} times ({cpus}{gpus})"
+    if wish.pool.pp == 1:
+        return f"{stage} on one node"
+    apart = ", each stage on another" if wish.pool.stages == "spread" else ""
+    return f"{stage} on one node for each of {wish.pool.pp} stages{apart}"
 
 
 def free(nodes: Sequence[Node]) -> str:

@@ -64,9 +64,12 @@ class PoolSpec:
     """A pool of like workers."""
 
     replicas: int = knob(1, "workers", 0)
-    tp: int = knob(1, "tensor parallel ranks of a worker", 1)
-    pp: int = knob(1, "pipeline stages of a worker", 1)
-    ep: int = knob(1, "expert parallel ranks of a worker", 1)
+    tp: int = knob(1, "ranks that share each layer of a worker, on one node", 1)
+    pp: int = knob(1, "stages that a worker's layers are cut into, of tp ranks each", 1)
+    ep: int = knob(1, "groups of a stage's ranks that experts are spread over; divides tp", 1)
+    stages: Literal["pack", "spread"] = knob(
+        "pack", "a worker's stages on as few nodes as can be, or each on a node of its own"
+    )
     gpus: int | None = knob(None, "GPUs a rank; by default one where the cluster has any", 0)
     cpus: float | None = knob(
         None, "CPUs a rank; by default the node's, shared out evenly", 0.01, 4096
@@ -74,9 +77,11 @@ class PoolSpec:
     threads: int | None = knob(None, "compute threads a rank; by default its whole CPUs", 1, 1024)
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep"):
-            if getattr(self, name) != 1:
-                raise SpecError(f"{name}: only 1 is served yet, not {getattr(self, name)}")
+        if self.tp % self.ep:
+            raise SpecError(
+                f"ep: {self.ep} does not divide tp ({self.tp}): experts are spread over the tp "
+                "ranks of a stage"
+            )
         if self.gpus is not None and self.gpus > 1:
             raise SpecError(f"gpus: a rank computes on one GPU at most, not {self.gpus}")
 

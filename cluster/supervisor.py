@@ -126,4 +126,7 @@ def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace
         quantization=spec.engine.quantization,
         deterministic=spec.engine.deterministic,
         device="cuda" if where.gpus else "cpu",
+        tp=where.tp,
+        pp=where.pp,
+        ep=where.ep,
     )

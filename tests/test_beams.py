@@ -23,7 +23,7 @@ from penstock.workers.service import RunningWorker, serve_worker
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.served_router import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [5 + (7 * i) % 290 for i in range(60)]
 STOPS = list(range(2, VOCAB_SIZE, 11))
@@ -74,10 +74,11 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     folder = tmp_path_factory.mktemp("model")
     reference = make_checkpoint(folder, "llama3")
     async with AsyncExitStack() as stack:
-        workers = {}
+        workers: dict[str, RunningWorker] = {}
         for name, role in (("p", "prefill"), ("d0", "decode"), ("d1", "decode")):
             workers[name] = await serve(name, role, folder)
-            stack.push_async_callback(workers[name].stop)
+            # Whoever has that name in the end.
+            stack.push_async_callback(lambda name=name: workers[name].stop())
         router = await serve_router(RouterConfig(folder, "m", http_port=0, grpc_port=0))
         stack.push_async_callback(router.stop)
         await router.set_workers({name: worker.address for name, worker in workers.items()})
@@ -143,8 +144,14 @@ async def test_openai_chat_with_logprobs(http: httpx.AsyncClient, cluster: Clust
 async def test_grpc(cluster: Cluster) -> None:
     sampling = pb.Sampling(
         use_beam_search=True,
-        **{"n": 2, "best_of": 3, "max_tokens": 15, "min_tokens": 4, "prompt_logprobs": 0},
-        **{"length_penalty": -0.5, "early_stopping": pb.EARLY_STOPPING_TRUE, "stop_tokens": STOPS},
+        n=2,
+        best_of=3,
+        max_tokens=15,
+        min_tokens=4,
+        prompt_logprobs=0,
+        length_penalty=-0.5,
+        early_stopping=pb.EARLY_STOPPING_TRUE,
+        stop_tokens=STOPS,
     )
     request = pb.GenerateRequest(tokens=pb.Tokens(ids=PROMPT[:30]), sampling=sampling)
     async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:

@@ -16,8 +16,7 @@ from penstock.workers.loop import EngineLoop
 from penstock.workers.scheduling.sequence import NeverFits
 from penstock.workers.session import Held, Session
 from penstock.workers.transfer.handover import HandOver
-from penstock.workers.transfer.shards import Rectangle
-from penstock.workers.transfer.staging import Identity, KvStaging
+from penstock.workers.transfer.staging import Identity
 from penstock.workers.wire import (
     BadSubmit,
     SequenceKey,
@@ -48,10 +47,7 @@ class Dispatch:
         self._sessions: dict[int, Session] = {}
         self._vocabulary = Vocabulary(engine.spec.vocab_size, engine.spec.eos_tokens)
         self._engine = EngineLoop(engine, self._deliver, self._fail)
-        _, num_heads, _ = engine.spec.kv_shape
-        rectangle = Rectangle(0, engine.spec.num_layers, 0, num_heads)
-        staging = KvStaging(engine.cache.data, rectangle)
-        self.handover = HandOver(identity, address, staging, self._engine, seconds)
+        self.handover = HandOver(identity, address, engine.staging, self._engine, seconds)
         self.load = self._load_message(engine.load())
 
     # ------------------------------------------------------------ sessions

@@ -6,29 +6,26 @@ ends that sequence only; an exception of the model ends the engine.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from penstock.workers.beams import Candidates, Hypothesis, Searches
 from penstock.workers.config import WorkerConfig
 from penstock.workers.device.graphs import CudaCaptures
-from penstock.workers.device.ladder import Ladder
 from penstock.workers.device.pinned import Readback
 from penstock.workers.device.runner import DeviceRunner
 from penstock.workers.device.streams import Streams
-from penstock.workers.device.trial import Sizes, bytes_beside
-from penstock.workers.fingerprint import layout_of, model_fingerprint
-from penstock.workers.kv_cache import KvCache
-from penstock.workers.memory import choose_num_blocks
-from penstock.workers.models.served import ServedModel, ServedSpec
-from penstock.workers.runner import Runner
+from penstock.workers.fingerprint import model_fingerprint
+from penstock.workers.models.served import ServedModel
+from penstock.workers.parallel.plans import encode
 from penstock.workers.sampler import PromptLogprobs, Sampled, Sampler, TokenLogprobs
-from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import (
     Admitted,
     Finished,
@@ -43,11 +40,8 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
+from penstock.workers.share import Progress, take_share
 from penstock.workers.step_times import StepTimes
-from penstock.workers.weights.loading import load
-
-Progress = Callable[[int, int], None]
-"""Told how much is done, and of how much: bytes of weights read, or graphs captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +103,8 @@ class EngineLoad:
 
 
 class Engine:
-    """One model on one device.
+    """One model on one device, or on several, of which this process leads one: the others follow
+    (`Follower`), having met it in `store`.
 
     `progress` is told of the weights while they load; `decoder` is a model that is there already.
     Where the engine cannot be, a ValueError says why in one line.
@@ -119,35 +114,25 @@ class Engine:
         self,
         config: WorkerConfig,
         progress: Progress = lambda done, total: None,
+        store: Store | None = None,
         decoder: ServedModel | None = None,
     ) -> None:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        device = choose_device(config.device)
-        if decoder is None:
-            _, decoder = load(
-                config.model,
-                config.dtype,
-                device,
-                progress,
-                config.max_model_len,
-                config.quantization,
-                config.deterministic,
-            )
-        self.spec = decoder.spec
-        self.limits = _limits(config, self.spec, decoder)
+        share = take_share(config, progress, store, decoder)
+        self.spec, self.limits, self.cache = share.spec, share.limits, share.cache
         self.model = model_fingerprint(config.model)
+        self.layout = share.layout(self.model)
         self.deterministic = config.deterministic
-        self.layout = layout_of(
-            self.model, self.spec, decoder.dtype, self.limits.block_size, config.deterministic
-        )
-        self._runner = _make_runner(self.limits, decoder, config.deterministic)
-        self.cache = self._runner.cache
+        self._plans = share.lead(store)  # to the other ranks, if there are any
+        self.staging = share.whole_staging(self._plans)
         self.batcher = Batcher(self.limits)
+        device = share.decoder.device
+        self._runner = share.runner()
         self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
         self._streams = Streams(device)
-        self.on_device = self._streams.asynchronous
-        self.plans_ahead = self.on_device if config.plan_ahead is None else config.plan_ahead
+        self.on_device = isinstance(self._runner, DeviceRunner)
+        ahead = self.on_device if config.plan_ahead is None else config.plan_ahead
+        self.plans_ahead = ahead and config.pp == 1
+        self._begun: deque[StepPlan] = deque()  # that the other ranks were told of
         self._live: dict[Key, NewSequence] = {}  # all but leases
         self._searches = Searches()
         self._step_seconds = 0.0
@@ -185,8 +170,12 @@ class Engine:
         """Plan, compute and book one step, if there is anything to compute."""
         started = time.perf_counter()
         result = StepResult()
-        plan = self.plan(result)
-        if plan is not None:
+        # Of a pipeline as many as it has stages, so that each of them has one to compute.
+        while len(self._begun) < self.limits.num_stages and (plan := self.plan(result)):
+            self._tell(plan)
+            self._begun.append(plan)
+        if self._begun:
+            plan = self._begun.popleft()
             sampled = self._sample(plan)
             self.book(plan, sampled, time.perf_counter() - started, result)
         return result
@@ -194,7 +183,7 @@ class Engine:
     def _sample(self, plan: StepPlan) -> Sampled:
         if self.on_device:
             return self.launch(plan, None).wait()
-        return self.draw(plan, self.compute(plan))
+        return self.draw(plan, self._run(plan))
 
     def plan(self, result: StepResult) -> StepPlan | None:
         """What the next step computes; None if there is nothing to compute."""
@@ -209,8 +198,22 @@ class Engine:
     def compute(self, plan: StepPlan) -> Tensor:
         """Run the model; the logits [S + P, vocab_size] of the rows that draw, and of the prompt
         tokens that are scored."""
+        self._tell(plan)
+        return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> Tensor:
         self._gap_seconds = time.perf_counter() - self._drawn_at
         return self._runner.run(plan)
+
+    def _tell(self, plan: StepPlan) -> None:
+        """Have the other ranks compute it too."""
+        if self._plans is not None:
+            self._plans.write(encode(plan))
+
+    def stop(self) -> None:
+        """The other ranks may end. After the last step."""
+        if self._plans is not None:
+            self._plans.end()
 
     def draw(self, plan: StepPlan, logits: Tensor) -> Sampled:
         """Draw the tokens, once every step before is booked."""
@@ -379,55 +382,3 @@ class Engine:
 
 def _num_logprobs(params: SamplingParams) -> int:
     return -1 if params.logprobs is None else params.logprobs
-
-
-def choose_device(name: str) -> torch.device:
-    """The device that "auto", "cpu" or "cuda" means here; ValueError if there is no GPU."""
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
-        raise ValueError("device is cuda, but torch sees no CUDA device here: use cpu or auto")
-    return torch.device("cuda" if there and name != "cpu" else "cpu")
-
-
-def _limits(config: WorkerConfig, spec: ServedSpec, decoder: ServedModel) -> Limits:
-    max_model_len = config.max_model_len or spec.max_model_len
-    if max_model_len > spec.max_model_len:
-        raise ValueError(
-            f"max_model_len {max_model_len} is more than the {spec.max_model_len} positions that "
-            "the model has"
-        )
-    sizes = Sizes(config.max_sequences, config.max_batched_tokens, max_model_len, config.block_size)
-    return Limits(
-        num_blocks=choose_num_blocks(
-            config,
-            spec,
-            max_model_len,
-            decoder.device,
-            decoder.dtype.itemsize,
-            lambda: bytes_beside(decoder, sizes),
-        ),
-        max_model_len=max_model_len,
-        block_size=config.block_size,
-        max_sequences=config.max_sequences,
-        max_batched_tokens=config.max_batched_tokens,
-        max_queued=config.max_queued,
-    )
-
-
-def _make_runner(limits: Limits, decoder: ServedModel, deterministic: bool) -> Runner:
-    if decoder.device.type == "cpu":
-        return Runner(decoder, _make_cache(limits, decoder, num_scratch=0), deterministic)
-    cache = _make_cache(limits, decoder, num_scratch=1)
-    return DeviceRunner(decoder, cache, Ladder(limits.max_sequences, limits.max_model_len))
-
-
-def _make_cache(limits: Limits, decoder: ServedModel, num_scratch: int) -> KvCache:
-    spec = decoder.spec
-    return KvCache(
-        num_layers=spec.num_layers,
-        num_blocks=limits.num_blocks + num_scratch,
-        block_size=limits.block_size,
-        kv_shape=spec.kv_shape,
-        dtype=decoder.dtype,
-        device=decoder.device,
-    )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.workers.engine import Engine, EngineLoad, StepResult
+from penstock.workers.parallel.group import RankLost
 from penstock.workers.pipeline import OneByOne, Pipeline, steps_of
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,8 @@ class EngineLoop:
             self._tell(self._fatal, error)
         finally:
             steps.stop()
+            with suppress(RankLost):
+                self._engine.stop()
 
     def _take(self, steps: OneByOne | Pipeline) -> list[_Command] | None:
         """What is to be done now; waits while there is nothing, and no step to be booked."""

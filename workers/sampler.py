@@ -155,11 +155,7 @@ class Sampler:
         sampled = Sampled(tokens, finite, self._logprobs(logits, wanted, tokens))
         if not len(beams):
             return sampled
-        most = min(int(params["candidates"].max()), self._vocab_size)
-        found = _pick(shaped, beams).topk(most)
-        candidates = Candidates(
-            found.indices.cpu().numpy().astype(np.int32), found.values.cpu().numpy()
-        )
+        candidates = self._candidates(_pick(shaped, beams), params["candidates"][beams])
         return replace(sampled, beams=beams, candidates=candidates)
 
     def is_plain(self, rows: Ints, indices: Ints) -> bool:
@@ -192,6 +188,19 @@ class Sampler:
         scores = logits.clone()
         scores[self._put(at)] = _pick(logits, at).log_softmax(-1)
         return scores
+
+    def _candidates(self, scores: Tensor, counts: npt.NDArray[np.int64]) -> Candidates:
+        """The likeliest so many [R] tokens of scores [R, V]; the rest is filled up with -inf."""
+        counts = counts.clip(max=self._vocab_size)
+        shape = len(counts), int(counts.max())
+        tokens, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
+        # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
+        for count in np.unique(counts).tolist():
+            at = np.flatnonzero(counts == count)
+            found = _pick(scores, at).topk(count)
+            tokens[at, :count] = found.indices.cpu().numpy()
+            logprobs[at, :count] = found.values.cpu().numpy()
+        return Candidates(tokens, logprobs)
 
     def _shaped(
         self,

@@ -11,6 +11,7 @@ from penstock.workers.engine import EngineLoad, Found, StepResult
 from penstock.workers.sampler import TokenLogprobs
 from penstock.workers.scheduling.sequence import (
     BeamParams,
+    Finish,
     Key,
     NewSequence,
     SamplingParams,
@@ -283,7 +284,9 @@ def found_message(found: Found) -> wire.Step:
         step.token.extend([node.token for node in nodes])
         step.position.extend(range(len(nodes)))
         step.choice.extend([choice] * len(nodes))
-        step.finish.extend([wire.FINISH_NONE] * (len(nodes) - 1) + [answer.finish.value])
+        by_stop = answer.finish is Finish.STOP
+        step.finish.extend([wire.FINISH_NONE] * (len(nodes) - 1))
+        step.finish.append(wire.FINISH_STOP if by_stop else wire.FINISH_LENGTH)
         for row, node in enumerate(nodes, start=first):
             if isinstance(node.logprobs, TokenLogprobs):
                 step.logprobs.add(row=row, **asdict(node.logprobs))

@@ -81,6 +81,8 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
 def _over_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
     """What flags say of every pool, said of each pool that there is."""
     default: dict[str, Any] = {role: {} for role in ROLES if getattr(DEFAULT_POOLS, role).replicas}
+    if ranks.get("tp", 1) != 1 or ranks.get("pp", 1) != 1:
+        default = {"mixed": {}}  # two such workers are more than one machine may have
     pools = content.get("pools", default)
     if not ranks or not isinstance(pools, dict):
         return content  # which is for `parse` to judge

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 from penstock.cli import checkpoint, flags
 from penstock.cli.view import Bars, Lines, make_view
 from penstock.cluster import notices
-from penstock.cluster.spec import ClusterSpec, SpecError
+from penstock.cluster.spec import ROLES, ClusterSpec, SpecError
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
+from penstock.workers.parallel.mesh import BadShape, Mesh
+from penstock.workers.weights.sharding import check_folder
 
 if TYPE_CHECKING:
     from penstock.cluster.session import RaySession
@@ -38,12 +40,16 @@ def main(arguments: Sequence[str]) -> int:
         folder = checkpoint.find(spec.model)
         # Workers on nodes of their own have the weights there.
         checkpoint.check(folder, with_weights=not spec.pool_nodes)
+        check_ranks(spec, folder)
         # In a cluster that runs already the router may come to live on another machine.
         if spec.ray_address is None:
             check_ports(spec)
         else:
             check_ray(spec.ray_address)
-    except (SpecError, checkpoint.NoModel, BadCheckpoint, UnsupportedModel, BadAddress) as error:
+    except (
+        *(SpecError, checkpoint.NoModel, BadCheckpoint, UnsupportedModel),
+        *(BadShape, BadAddress),
+    ) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
     return serve(spec, folder, make_view())
@@ -51,6 +57,17 @@ def main(arguments: Sequence[str]) -> int:
 
 class BadAddress(ValueError):
     """Something cannot be listened on or called; the message says what."""
+
+
+def check_ranks(spec: ClusterSpec, folder: Path) -> None:
+    """That the model can be cut over the ranks of every pool. `BadShape`."""
+    for role in ROLES:
+        pool = getattr(spec.pools, role)
+        if pool.replicas:
+            try:
+                check_folder(folder, Mesh(pool.tp, pool.pp, pool.ep))
+            except BadShape as error:
+                raise BadShape(f"pools.{role}: {error}") from None
 
 
 def check_ports(spec: ClusterSpec) -> None:

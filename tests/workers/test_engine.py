@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine, choose_device
+from penstock.workers.engine import Engine
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import (
     NeverFits,
@@ -19,6 +19,7 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
+from penstock.workers.share import choose_device
 from tests.support.engines import greedy_sequence, run_greedy, run_out, tokens_of
 from tests.support.tiny import tiny_checkpoint
 

@@ -44,6 +44,9 @@ class StubEngine:
         self.num_plans += 1
         return StubPlan() if self.work else None
 
+    def stop(self) -> None:
+        pass
+
     def plan_ahead(self) -> None:
         return None
 

@@ -19,6 +19,7 @@ from tests.support.planner import BLOCK_SIZE, Planner, make_cache
 
 PROMPTS = [[9, 8, 7], list(range(40)), [5]]
 NUM_STEPS = 6
+UP_DIM = 24  # of deepseek-v3 here
 
 
 class Replays:

@@ -159,7 +159,8 @@ def test_a_search_is_handed_over_as_its_prompt(length: int, when: str) -> None:
         prefill.step()
     prefill.batcher.ask_yield("p")
     assert prefill.batcher.events()[-1] == Yielded("p", length - 1)
-    assert prefill.answers == prefill.searched == {}
+    assert not prefill.answers
+    assert not prefill.searched
     assert prefill.batcher.load().leased_blocks == -(-(length - 1) // 4)
     new = beams("d", prompt, 3, 8, source_len=length - 1)
     decode.submit(new)
