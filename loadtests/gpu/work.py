@@ -36,7 +36,8 @@ class Work:
 
     def measure(self, device: torch.device) -> Measured:
         """Times all. What a peer cannot do is noted; what ours cannot, raised."""
-        turns = 1 if self.warm else min(MAX_TURNS, max(1, round(SPREAD_BYTES / self.num_bytes)))
+        spread = min(MAX_TURNS, max(1, round(SPREAD_BYTES / self.num_bytes)))
+        turns = 1 if self.warm or device.type == "cpu" else spread
         own = time_calls(_calls(self.ours, turns), device)
         peers: dict[str, float] = {}
         absent: dict[str, str] = {}
