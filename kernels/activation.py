@@ -3,6 +3,10 @@
 y = f(gate) * up, with f = silu (SwiGLU) or gelu in its tanh form (GeGLU)
 
 gate_up is [T, 2 I], the result a new [T, I] of its dtype. A device computes in float32.
+
+torch computes what is left over of a vector, at the end of a thread's share, by another sigmoid
+than the rest: the place of an element decides about its last bit. Its exponential has no such
+ends: by that everything is computed alike.
 """
 
 import math
@@ -36,6 +40,30 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
     return (gate * gate.sigmoid() * up).to(gate_up.dtype)
 
 
+def silu_mul_alike(gate_up: Tensor) -> Tensor:
+    """As `silu_mul`, every element computed alike; on a CPU slower."""
+    if on_triton(gate_up):
+        return _gated(gate_up, "silu")
+    gate, up = gate_up.chunk(2, dim=-1)
+    below = torch.neg(gate).exp_().add_(1)
+    return torch.div(gate, below, out=below).mul_(up)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x), every element computed alike; a new tensor."""
+    return torch.neg(x).exp_().add_(1).reciprocal_()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """gelu in its tanh form, every element computed alike, and faster than torch's; a new tensor.
+
+    (1 + tanh u) / 2 = 1 / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    """
+    slope = -2 * math.sqrt(2 / math.pi)
+    below = torch.mul(x, x).mul_(0.044715 * slope).add_(slope).mul_(x).exp_().add_(1)
+    return torch.div(x, below, out=below)
+
+
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """As `silu_mul`, with the tanh form of gelu."""
     if on_triton(gate_up):
@@ -58,14 +86,16 @@ def clamped_silu_mul(gate_up: Tensor, gain: float, limit: float) -> Tensor:
     """
     if on_triton(gate_up):
         return _gated(gate_up, "clamped", gain, limit)
-    return clamped_silu_mul_reference(gate_up, gain, limit)
+    gate = gate_up[:, ::2].clamp(max=limit)
+    up = gate_up[:, 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * sigmoid(gate * gain)
 
 
 def clamped_silu_mul_reference(gate_up: Tensor, gain: float, limit: float) -> Tensor:
-    """What it means, in the dtype of its input."""
-    gate = gate_up[:, ::2].clamp(max=limit)
-    up = gate_up[:, 1::2].clamp(-limit, limit)
-    return (up + 1) * gate * (gate * gain).sigmoid()
+    """What it means, in float64."""
+    pairs = gate_up.double().unflatten(-1, (-1, 2))
+    gate, up = pairs[..., 0].clamp(max=limit), pairs[..., 1].clamp(-limit, limit)
+    return ((up + 1) * gate * (gate * gain).sigmoid()).to(gate_up.dtype)
 
 
 @jit

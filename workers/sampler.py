@@ -8,7 +8,7 @@ the likeliest tokens are its search's candidates.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -143,20 +143,15 @@ class Sampler:
             return Sampled(np.empty(0, np.int32), np.empty(0, np.bool_), [])
         params = self._params[rows]
         is_beam = params["candidates"] > 0
-        beams = np.flatnonzero(is_beam)
+        beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
         scores = self._normalized(logits, beams) if len(beams) else logits
         shaped = self._shaped(scores, rows, params, indices, history)
-        drawn, good = draw(shaped, self._wishes(params, indices), bans=shaped is not logits)
-        finite = good.cpu().numpy() | is_beam
-        if shaped is not logits:
-            finite &= finite_rows(logits).cpu().numpy()
-        tokens = np.where(finite & ~is_beam, drawn.cpu().numpy(), 0).astype(np.int32)
-        wanted = np.where(is_beam, -1, params["logprobs"])
-        sampled = Sampled(tokens, finite, self._logprobs(logits, wanted, tokens))
+        tokens, finite = self._draw(logits, shaped, params, indices, others)
+        asked = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
         if not len(beams):
-            return sampled
+            return Sampled(tokens, finite, asked)
         candidates = self._candidates(_pick(shaped, beams), params["candidates"][beams])
-        return replace(sampled, beams=beams, candidates=candidates)
+        return Sampled(tokens, finite, asked, beams=beams, candidates=candidates)
 
     def is_plain(self, rows: Ints, indices: Ints) -> bool:
         """Whether `launch` can draw these: nothing of it is done, or known, on the host."""
@@ -248,6 +243,26 @@ class Sampler:
         )
         self._change_(shaped, at, lambda picked: penalize_(picked, said, starts, ends, penalties))
 
+    def _draw(
+        self,
+        logits: Tensor,
+        shaped: Tensor,
+        params: npt.NDArray[np.void],
+        indices: Ints,
+        at: npt.NDArray[np.intp],
+    ) -> tuple[Ints, Bools]:
+        """Tokens of the rows `at`; and of which rows all logits were finite."""
+        tokens, finite = np.zeros(len(logits), np.int32), np.ones(len(logits), np.bool_)
+        bans = shaped is not logits
+        if bans:
+            finite = finite_rows(logits).cpu().numpy()
+        if len(at):
+            drawn, good = draw(_pick(shaped, at), self._wishes(params[at], indices[at]), bans)
+            finite[at] &= good.cpu().numpy()
+            tokens[at] = drawn.cpu().numpy()
+        tokens[~finite] = 0
+        return tokens, finite
+
     def _wishes(self, params: npt.NDArray[np.void], indices: Ints) -> Wishes:
         shares = np.stack([params[name] for name in ("temperature", "top_p", "min_p", "typical_p")])
         seeds = params["seed"].view(np.int64)
@@ -263,23 +278,14 @@ class Sampler:
             return found
         # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
         for count in np.unique(wanted[asking]).tolist():
-            self._note_logprobs(found, np.flatnonzero(wanted == count), count, logits, tokens)
+            at = np.flatnonzero(wanted == count)
+            drawn = self._put(tokens[at].astype(np.int64))
+            best = logprobs(_pick(logits, at), drawn, count)
+            lists = (best.chosen, best.ranks, best.tokens, best.values)
+            columns = zip(at, *(column.tolist() for column in lists), strict=True)
+            for place, value, rank, names, values in columns:
+                found[place] = TokenLogprobs(value, rank, names, values)
         return found
-
-    def _note_logprobs(
-        self,
-        found: list[TokenLogprobs | None],
-        asking: npt.NDArray[np.intp],
-        count: int,
-        logits: Tensor,
-        tokens: Ints,
-    ) -> None:
-        drawn = self._put(tokens[asking].astype(np.int64))
-        best = logprobs(_pick(logits, asking), drawn, count)
-        lists = (best.chosen, best.ranks, best.tokens, best.values)
-        columns = zip(asking, *(column.tolist() for column in lists), strict=True)
-        for at, value, rank, names, values in columns:
-            found[at] = TokenLogprobs(value, rank, names, values)
 
     def _change_(
         self, tensor: Tensor, at: npt.NDArray[np.intp], change_: Callable[[Tensor], None]

@@ -113,6 +113,7 @@ class Assembly:
             window=window,
             scores=Scores(spec.attention_scale, spec.attention_cap, sinks),
             rotary=1 if window and spec.local_rope else 0,
+            rotary_dim=int(spec.head_dim * spec.rope.share),
             neighbours=spec.rope.neighbours,
         )
 
@@ -159,11 +160,11 @@ class Assembly:
         own = ranks.place.experts(experts.num_experts)
         stacks = None
         if experts.clamp is None:
-            mlps, together = self.expert_mlps(experts, len(own))
+            mlps, together = self.expert_mlps(len(own), experts.inner_size)
         else:
             stacks = self.stacks(experts, len(own))
             mlps = _unstacked(stacks, *experts.clamp)
-            together = _together(stacks, *experts.clamp) if self.alone_on_gpu else None
+            together = _together(stacks, *experts.clamp) if self.device.type == "cuda" else None
         parts: dict[str, Any] = {
             "router": self.router(experts),
             "bias": self.wide_empty(experts.num_experts) if routing.sigmoid else None,
@@ -183,20 +184,12 @@ class Assembly:
         gate = self.linear(self.spec.hidden_size, (1,)) if experts.shared_gate else None
         return SharedExpert(self.part_mlp(experts.shared_size), gate)
 
-    @property
-    def alone_on_gpu(self) -> bool:
-        """Whether one launch computes all experts of a layer."""
-        return self.device.type == "cuda" and self.ranks.stage is None
-
-    def expert_mlps(
-        self, experts: ExpertsSpec, count: int
-    ) -> tuple[tuple[Mlp, ...], Stacks | None]:
+    def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], Stacks | None]:
         """On a GPU their weights lie in one tensor, as the product of all of them reads it."""
-        spec, inner = self.spec, experts.inner_size
-        kind = GATE_KINDS.get(spec.activation)
-        if not self.alone_on_gpu or kind is None or spec.mlp_bias or not spec.gated:
+        spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
+        if self.device.type != "cuda" or kind is None or spec.mlp_bias or not spec.gated:
             return tuple(self.part_mlp(inner) for _ in range(count)), None
-        hidden, activation = spec.hidden_size, GATES[spec.activation]
+        hidden, activation = spec.hidden_size, self.activation()
         gate_up, down = self.empty(count, 2 * inner, hidden), self.empty(count, hidden, inner)
         mlps = tuple(
             Mlp(Linear(first, None, (inner, inner)), Linear(second, None, (hidden,)), activation)
