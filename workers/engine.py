@@ -100,6 +100,7 @@ class EngineLoad:
     gap_seconds: float  # from the newest step's begin back to the end of the one before
     step_counts: tuple[int, ...]  # steps by their length, see `STEP_BOUNDS`
     all_steps_seconds: float  # of all steps together
+    prompt_seconds: float  # of the steps that computed prompts
 
 
 class Engine:
@@ -175,15 +176,16 @@ class Engine:
             self._tell(plan)
             self._begun.append(plan)
         if self._begun:
-            plan = self._begun.popleft()
+            plan = self._begun[0]
             sampled = self._sample(plan)
+            self._begun.popleft()
             self.book(plan, sampled, time.perf_counter() - started, result)
         return result
 
     def _sample(self, plan: StepPlan) -> Sampled:
         if self.on_device:
             return self.launch(plan, None).wait()
-        return self.draw(plan, self._run(plan))
+        return self.draw(plan, self.compute(plan))
 
     def plan(self, result: StepResult) -> StepPlan | None:
         """What the next step computes; None if there is nothing to compute."""
@@ -198,10 +200,8 @@ class Engine:
     def compute(self, plan: StepPlan) -> Tensor:
         """Run the model; the logits [S + P, vocab_size] of the rows that draw, and of the prompt
         tokens that are scored."""
-        self._tell(plan)
-        return self._run(plan)
-
-    def _run(self, plan: StepPlan) -> Tensor:
+        if not any(plan is each for each in self._begun):
+            self._tell(plan)
         self._gap_seconds = time.perf_counter() - self._drawn_at
         return self._runner.run(plan)
 
@@ -287,7 +287,7 @@ class Engine:
         self.note(result)
         self._num_steps += 1
         self._step_seconds = seconds
-        self._times.add(seconds)
+        self._times.add(seconds, with_prompts=len(plan.tokens) > len(plan.rows))
 
     def note(self, result: StepResult) -> None:
         """Take up what has happened in the scheduler since the last call."""
@@ -302,6 +302,7 @@ class Engine:
             self._gap_seconds,
             self._times.counts(),
             self._times.seconds,
+            self._times.prompt_seconds,
         )
 
     def warm_up(self, captured: Progress = lambda done, total: None) -> None:

@@ -206,12 +206,13 @@ def bits_heard(attached: Attached, request: int, attempt: int) -> list[tuple[Any
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_hand_over(folder: Path) -> None:
-    sizes = {"kv_cache_mib": 1, "transfer_seconds": 20.0, "deterministic": True}
+    sizes: dict[str, Any] = {"kv_cache_mib": 1, "transfer_seconds": 20.0, "deterministic": True}
     workers = [
         await serve_worker(WorkerConfig(name, folder, **sizes)) for name in ("prefill", "decode")
     ]
     pools = await HandOvers.open(*(worker.address for worker in workers))
-    prompt, params = REQUESTS[0].prompt, {"temperature": 0.8, "seed": 9, "logprobs": 3}
+    prompt = REQUESTS[0].prompt
+    params: dict[str, Any] = {"temperature": 0.8, "seed": 9, "logprobs": 3}
     await pools.decode.submit(1000, prompt, greedy(12, **params), salt=b"alone")
     await pools.decode.answer(1000)
     moving = await pools.prefilled(prompt, 12, **params)

@@ -33,7 +33,8 @@ class LatentAttention:
 
     def fix(self) -> None:
         """Have every token computed by itself."""
-        value_dim = self.output.weight.shape[1] // len(self.up)
+        output = self.output.part if isinstance(self.output, Summed) else self.output
+        value_dim = output.weight.shape[1] // len(self.up)
         keys, values = self.up[:, :-value_dim], self.up[:, -value_dim:]
         self.fixed = (
             [fixed_product(each.T, None) for each in keys],

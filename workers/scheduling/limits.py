@@ -18,9 +18,7 @@ class Limits:
     lease_share: float = 0.5  # of the pool, that leases may keep from others
     num_stages: int = 1  # of a pipeline: as many steps are in flight, of different sequences
     watermark: int = 1  # blocks a seated sequence that stay free when another one is admitted
-    static: bool = (
-        False  # a batch is let in when all of the last one have ended: to measure against
-    )
+    static: bool = False  # a batch comes in when the last one has ended: to measure against
 
     def __post_init__(self) -> None:
         for name in (
