@@ -21,6 +21,7 @@ from penstock.kernels.noise import prepare
 from penstock.kernels.penalties import Penalties, penalize_, shift_
 from penstock.workers.bans import Bans, History
 from penstock.workers.beams import Candidates
+from penstock.workers.device.pinned import put
 from penstock.workers.scheduling.sequence import Bools, Ints, Key, SamplingParams
 
 GREEDY_BELOW = 1e-5
@@ -152,6 +153,22 @@ class Sampler:
         candidates = self._candidates(_pick(shaped, beams), params["candidates"][beams])
         return Sampled(tokens, finite, asked, beams=beams, candidates=candidates)
 
+    def is_plain(self, rows: Ints, indices: Ints) -> bool:
+        """Whether `launch` can draw these: nothing of it is done, or known, on the host."""
+        params = self._params[rows]
+        host = params["shaped"] | (params["logprobs"] >= 0) | (params["candidates"] > 0)
+        host |= params["stops"] & (indices < params["min_tokens"])
+        return not host.any()
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, rows: Ints, indices: Ints) -> tuple[Tensor, Tensor]:
+        """Draws as `sample`, for rows that are plain; waits for nothing.
+
+        Returns tokens [S] int32, and whether a row's logits were finite [S], on their device.
+        """
+        tokens, finite = draw(logits, self._wishes(self._params[rows], indices))
+        return tokens.to(torch.int32), finite
+
     @torch.inference_mode()
     def score(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
@@ -280,11 +297,11 @@ class Sampler:
             tensor[self._put(at)] = picked
 
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array.copy()).to(self._device)
+        return put(array.copy(), self._device)
 
 
 def _pick(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
     """Rows of a tensor; the tensor itself if that is all of them."""
     if len(at) == len(tensor):
         return tensor
-    return tensor[torch.from_numpy(at).to(tensor.device)]
+    return tensor[put(at, tensor.device)]
