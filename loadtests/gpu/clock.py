@@ -31,7 +31,8 @@ class CudaClock:
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
-        return begin.elapsed_time(end) / 1000
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1000
 
 
 class HostClock:
