@@ -168,7 +168,7 @@ class WorkerActor(_Host):
         store = None if self._meeting is None else self._meeting.store
         try:
             config = replace(config, host=ray.util.get_node_ip_address())
-            self._worker = await serve_worker(config, self._weights, store)
+            self._worker = await serve_worker(config, self._weights, self._graphs, store)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
         self._watching = asyncio.create_task(self._watch(self._worker, newsroom))
@@ -201,6 +201,9 @@ class WorkerActor(_Host):
 
     def _weights(self, done: int, total: int) -> None:
         self._open().add(Progress("weights" if done < total else "warming up", done, total))
+
+    def _graphs(self, done: int, total: int) -> None:
+        self._open().add(Progress(f"graphs, {done} of {total}"))
 
     async def _follow(self, follower: "Follower", newsroom: Newsroom) -> None:
         try:

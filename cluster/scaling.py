@@ -30,7 +30,7 @@ Phases = Mapping[str, Mapping[str, Phase]]
 
 def limits_of(spec: ClusterSpec, places: Sequence[WorkerPlace]) -> dict[str, PoolLimits]:
     """Of the pools that may have workers."""
-    gpus = {each.role: each.gpus * len(each.bundles) for each in places}
+    gpus = {each.role: _gpus_of(each) for each in places}
     pools = {role: getattr(spec.pools, role) for role in ROLES if role in gpus}
     return {role: PoolLimits(pool.least, pool.most, gpus[role]) for role, pool in pools.items()}
 
@@ -51,13 +51,18 @@ def budget_of(
     if budget is None:
         return None if spec.pool_nodes else sum(node.gpus for node in nodes)
     first = [each for each in places if each.index < getattr(spec.pools, each.role).replicas]
-    asked = sum(each.gpus * len(each.bundles) for each in first)
+    asked = sum(map(_gpus_of, first))
     if asked > budget:
         raise CannotPlace(
             f"scaling.max_gpus: {budget}, but the pools begin with workers that hold {asked}: "
             "ask for fewer replicas, or allow more GPUs"
         )
     return budget
+
+
+def _gpus_of(place: WorkerPlace) -> int:
+    """Of all its ranks."""
+    return int(sum(bundle.get("GPU", 0.0) for bundle in place.bundles))
 
 
 class Sight:

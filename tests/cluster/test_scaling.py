@@ -119,6 +119,15 @@ def test_limits_are_those_of_the_pools() -> None:
     assert bounds == {"prefill": (1, 4, 1), "decode": (0, 1, 1)}
 
 
+def test_a_worker_holds_the_gpus_of_all_its_ranks() -> None:
+    given = spec(mixed=PoolSpec(2, tp=2, pp=2, gpus=1))
+    nodes = [Node("here", 8.0, 8)]
+    places = place(given, nodes)
+    assert limits_of(given, places)["mixed"].gpus == 4
+    with pytest.raises(CannotPlace, match=r"7, but the pools begin with workers that hold 8"):
+        budget_of(replace(given, scaling=ScalingSpec(max_gpus=7)), places, nodes)
+
+
 def test_the_budget_is_what_is_given_or_what_the_nodes_have() -> None:
     nodes = [Node("one", 8.0, 3), Node("two", 8.0, 1)]
     given = spec(mixed=PoolSpec(2))
