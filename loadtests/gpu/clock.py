@@ -25,14 +25,13 @@ class CudaClock:
     """Moments of the current stream: a mark is reached when all before it is computed."""
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
-        milliseconds: float = begin.elapsed_time(end)
-        return milliseconds / 1000
+        return float(begin.elapsed_time(end)) / 1000
 
 
 class HostClock:
@@ -85,7 +84,7 @@ def _player(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
 
     if device.type != "cuda":
         return all_of_them, False
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         all_of_them()  # compiles, and sets libraries up
