@@ -21,12 +21,15 @@ from penstock.cluster.notices import LogLine, News, Progress
 if TYPE_CHECKING:
     from penstock.router.config import RouterConfig
     from penstock.router.server import RunningRouter
+    from penstock.router.state import ClusterState, Scaling
     from penstock.workers.config import WorkerConfig
+    from penstock.workers.follower import Follower
+    from penstock.workers.parallel.meeting import Meeting
     from penstock.workers.service import RunningWorker
 
 log = logging.getLogger(__name__)
 
-NEWS_KEPT = 256  # what waits for the driver; the oldest is dropped first
+NEWS_KEPT = 4096  # what waits for the driver; the oldest is dropped first
 
 
 class HostFailed(RuntimeError):
@@ -40,6 +43,7 @@ class Newsroom:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[News] = deque(maxlen=NEWS_KEPT)
         self._any = asyncio.Event()
+        self._num_dropped = 0
         self._failure: HostFailed | None = None
 
     def add(self, item: News) -> None:
@@ -57,6 +61,9 @@ class Newsroom:
             raise self._failure
         news = list(self._waiting)
         self._waiting.clear()
+        if self._num_dropped:
+            news.insert(0, LogLine(f"{self._num_dropped} lines before this one were dropped"))
+            self._num_dropped = 0
         if self._failure is None:
             self._any.clear()
         return news
@@ -66,27 +73,43 @@ class Newsroom:
         last = self._waiting[-1] if self._waiting else None
         if isinstance(item, Progress) and isinstance(last, Progress) and last.stage == item.stage:
             self._waiting.pop()
+        self._num_dropped += len(self._waiting) == NEWS_KEPT
         self._waiting.append(item)
         self._any.set()
 
 
 class _NewsHandler(logging.Handler):
-    """Warnings and worse on their way to the driver, with their process's name on them."""
+    """What is logged on its way to the driver, with its process's name on it.
 
-    def __init__(self, title: str, newsroom: Newsroom) -> None:
-        super().__init__(logging.WARNING)
+    A record with `fields` is an event: its message is the event's name.
+    """
+
+    def __init__(self, title: str, newsroom: Newsroom, level: int) -> None:
+        super().__init__(level)
         self._newsroom = newsroom
         self.setFormatter(logging.Formatter(f"{title}: %(levelname)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._newsroom.add(LogLine(self.format(record)))
+        if record.levelno < logging.WARNING and not record.name.startswith("penstock."):
+            return
+        text, event = self.format(record), record.getMessage()
+        fields = getattr(record, "fields", None)
+        if fields is None:
+            event, fields = "log", {"message": event, "exception": record.exc_text}
+        self._newsroom.add(LogLine(text, record.levelname.lower(), event, fields, record.created))
 
 
 class _Host:
-    """What both kinds of process have in common: a name and news."""
+    """What both kinds of process have in common: a name and news.
 
-    def __init__(self, title: str) -> None:
+    Args:
+        title: who it is.
+        with_events: tell single requests and the like too, not only what needs attention.
+    """
+
+    def __init__(self, title: str, with_events: bool = False) -> None:
         self._title = f"penstock: {title}"
+        self._level = logging.INFO if with_events else logging.WARNING
         setproctitle(self._title)
         self._newsroom: Newsroom | None = None
         self._naming: asyncio.Task[None] | None = None
@@ -99,7 +122,9 @@ class _Host:
         # Not in __init__, which does not run on the event loop.
         if self._newsroom is None:
             self._newsroom = Newsroom()
-            logging.getLogger().addHandler(_NewsHandler(self._title, self._newsroom))
+            logging.getLogger("penstock").setLevel(self._level)
+            handler = _NewsHandler(self._title, self._newsroom, self._level)
+            logging.getLogger().addHandler(handler)
             self._naming = asyncio.create_task(self._keep_name())
         return self._newsroom
 
@@ -113,14 +138,58 @@ class _Host:
 class WorkerActor(_Host):
     """Hosts one rank of a worker."""
 
-    def __init__(self, title: str) -> None:
-        super().__init__(title)
+    def __init__(self, title: str, with_events: bool = False) -> None:
+        super().__init__(title, with_events)
         self._worker: RunningWorker | None = None
+        self._meeting: Meeting | None = None
         self._watching: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
 
+    async def meet(self, config: "WorkerConfig") -> str:
+        """Open the place where the other ranks are met; returns its address. `HostFailed`.
+
+        For a rank 0 that has others; `start` follows.
+        """
+        await self._load_libraries()
+        from penstock.workers.parallel.meeting import Meeting
+
+        try:
+            host, num_ranks = ray.util.get_node_ip_address(), config.place.mesh.num_ranks
+            self._meeting = Meeting(host, config.token, num_ranks)
+        except Exception as error:
+            raise HostFailed(_reason(error)) from None
+        return self._meeting.address
+
     async def start(self, config: "WorkerConfig") -> str:
         """Load and serve on this node; returns the address, host:port. `HostFailed`."""
+        newsroom = await self._load_libraries()
+        from penstock.workers.service import serve_worker
+
+        store = None if self._meeting is None else self._meeting.store
+        try:
+            config = replace(config, host=ray.util.get_node_ip_address())
+            self._worker = await serve_worker(config, self._weights, self._graphs, store)
+        except Exception as error:
+            raise HostFailed(_reason(error)) from None
+        self._watching = asyncio.create_task(self._watch(self._worker, newsroom))
+        self._leaving = asyncio.create_task(leave.watch(self._worker.drain))
+        return self._worker.address
+
+    async def follow(self, config: "WorkerConfig", meeting: str) -> None:
+        """Load, and compute from now on what rank 0 plans, who is met there. `HostFailed`."""
+        newsroom = await self._load_libraries()
+        from penstock.workers.follower import Follower
+        from penstock.workers.parallel.meeting import RemoteStore
+
+        try:
+            config = replace(config, host=ray.util.get_node_ip_address())
+            store = RemoteStore(meeting, config.token)
+            follower = await asyncio.to_thread(Follower, config, store, self._weights)
+        except Exception as error:
+            raise HostFailed(_reason(error)) from None
+        self._watching = asyncio.create_task(self._follow(follower, newsroom))
+
+    async def _load_libraries(self) -> Newsroom:
         newsroom = self._open()
         newsroom.add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # let that out before the import holds everything up
@@ -128,23 +197,30 @@ class WorkerActor(_Host):
         from penstock.workers.process import settle
 
         settle()
-        from penstock.workers.service import serve_worker
+        return newsroom
 
-        def weights(done: int, total: int) -> None:
-            newsroom.add(Progress("weights" if done < total else "warming up", done, total))
+    def _weights(self, done: int, total: int) -> None:
+        self._open().add(Progress("weights" if done < total else "warming up", done, total))
 
+    def _graphs(self, done: int, total: int) -> None:
+        self._open().add(Progress(f"graphs, {done} of {total}"))
+
+    async def _follow(self, follower: "Follower", newsroom: Newsroom) -> None:
         try:
-            config = replace(config, host=ray.util.get_node_ip_address())
-            self._worker = await serve_worker(config, weights)
+            await asyncio.to_thread(follower.run)
         except Exception as error:
-            raise HostFailed(_reason(error)) from None
-        self._watching = asyncio.create_task(self._watch(self._worker, newsroom))
-        self._leaving = asyncio.create_task(leave.watch(self._worker.drain))
-        return self._worker.address
+            newsroom.fail(_reason(error))
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, and wait so long for what is here to end or to move on."""
+        if self._worker is not None:
+            await self._worker.drain(seconds)
 
     async def stop(self) -> None:
         if self._worker is not None:
             await self._worker.stop()
+        if self._meeting is not None:  # not before: NCCL asks there as long as it lives
+            self._meeting.close()
 
     async def _watch(self, worker: "RunningWorker", newsroom: Newsroom) -> None:
         try:
@@ -156,8 +232,8 @@ class WorkerActor(_Host):
 class RouterActor(_Host):
     """Hosts a router."""
 
-    def __init__(self, title: str) -> None:
-        super().__init__(title)
+    def __init__(self, title: str, with_events: bool = False) -> None:
+        super().__init__(title, with_events)
         self._router: RunningRouter | None = None
         self._leaving: asyncio.Task[None] | None = None
 
@@ -185,6 +261,14 @@ class RouterActor(_Host):
 
     async def worker_died(self, name: str) -> None:
         self._running.worker_died(name)
+
+    async def look(self) -> "ClusterState":
+        """The cluster as this router sees it."""
+        return self._running.frontend.look()
+
+    async def set_scaling(self, scaling: "Scaling") -> None:
+        """What is done about the pools' sizes, to be shown."""
+        self._running.frontend.scaling = scaling
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new, and wait so long for what runs."""

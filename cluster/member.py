@@ -48,13 +48,17 @@ class Member:
 
     async def start(self, config: object) -> Any:
         """Start what it hosts; returns where it listens. `StartFailed`."""
+        where = await self.begin("start", config)
+        self.up = True
+        return where
+
+    async def begin(self, method: str, *arguments: object) -> Any:
+        """Call a method that is part of the start. `StartFailed`."""
         try:
-            where = await self._actor.start.remote(config)
+            return await getattr(self._actor, method).remote(*arguments)
         except RayError as error:
             certain = isinstance(error, RayTaskError)
             raise StartFailed(self.title, _reason(error), certain) from None
-        self.up = True
-        return where
 
     async def death(self) -> str:
         """Waits until the process is dead; returns the reason, in one line."""

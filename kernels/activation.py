@@ -94,7 +94,7 @@ def clamped_silu_mul(gate_up: Tensor, gain: float, limit: float) -> Tensor:
 def clamped_silu_mul_reference(gate_up: Tensor, gain: float, limit: float) -> Tensor:
     """What it means, in float64."""
     wide = gate_up.double()
-    gate, up = wide[:, ::2].clamp(max=limit), wide[:, 1::2].clamp(-limit, limit)
+    gate, up = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
     return ((up + 1) * gate * (gate * gain).sigmoid()).to(gate_up.dtype)
 
 

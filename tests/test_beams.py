@@ -2,9 +2,10 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from penstock.workers.service import RunningWorker, serve_worker
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.served_router import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [5 + (7 * i) % 290 for i in range(60)]
 STOPS = list(range(2, VOCAB_SIZE, 11))
@@ -69,15 +70,20 @@ async def serve(name: str, role: str, folder: Path, **other: Any) -> RunningWork
     return await serve_worker(WorkerConfig(name, folder, role=role, **sizes))
 
 
+async def stop(workers: Mapping[str, RunningWorker], name: str) -> None:
+    """Whoever has that name in the end."""
+    await workers[name].stop()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp("model")
     reference = make_checkpoint(folder, "llama3")
     async with AsyncExitStack() as stack:
-        workers = {}
+        workers: dict[str, RunningWorker] = {}
         for name, role in (("p", "prefill"), ("d0", "decode"), ("d1", "decode")):
             workers[name] = await serve(name, role, folder)
-            stack.push_async_callback(workers[name].stop)
+            stack.push_async_callback(partial(stop, workers, name))
         router = await serve_router(RouterConfig(folder, "m", http_port=0, grpc_port=0))
         stack.push_async_callback(router.stop)
         await router.set_workers({name: worker.address for name, worker in workers.items()})
@@ -143,8 +149,14 @@ async def test_openai_chat_with_logprobs(http: httpx.AsyncClient, cluster: Clust
 async def test_grpc(cluster: Cluster) -> None:
     sampling = pb.Sampling(
         use_beam_search=True,
-        **{"n": 2, "best_of": 3, "max_tokens": 15, "min_tokens": 4, "prompt_logprobs": 0},
-        **{"length_penalty": -0.5, "early_stopping": pb.EARLY_STOPPING_TRUE, "stop_tokens": STOPS},
+        n=2,
+        best_of=3,
+        max_tokens=15,
+        min_tokens=4,
+        prompt_logprobs=0,
+        length_penalty=-0.5,
+        early_stopping=pb.EARLY_STOPPING_TRUE,
+        stop_tokens=STOPS,
     )
     request = pb.GenerateRequest(tokens=pb.Tokens(ids=PROMPT[:30]), sampling=sampling)
     async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:

@@ -95,7 +95,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--dtype", "int4"], "invalid choice: 'int4'"),
         (["--decode", "2"], "no worker prefills"),
         (["--prefill", "0", "--decode", "0"], "no worker prefills"),
-        (["--tensor-parallel-size", "2"], "tp: only 1 is served yet, not 2"),
+        (["--ep", "2"], "ep: 2 does not divide tp (1)"),
         (["--config", "none.yaml"], "none.yaml: cannot be read"),
         (["a", "b"], "unrecognized arguments: b"),
         (["no-such-folder"], "is not a folder"),
@@ -302,6 +302,27 @@ def test_flags_of_every_pool_reach_the_default_pools() -> None:
     assert [(pools.prefill.replicas, pools.prefill.threads)] == [(1, 3)]
     assert [(pools.decode.replicas, pools.decode.threads)] == [(1, 3)]
     assert pools.mixed.replicas == 0
+
+
+def test_several_ranks_make_one_mixed_worker_unless_pools_are_named() -> None:
+    pools = flags.read_spec(["--tp", "4", "--pp", "2", "--ep", "2", "--stages", "spread"]).pools
+    assert (pools.prefill.replicas, pools.decode.replicas, pools.mixed.replicas) == (0, 0, 1)
+    mixed = pools.mixed
+    assert (mixed.tp, mixed.pp, mixed.ep, mixed.stages) == (4, 2, 2, "spread")
+    pools = flags.read_spec(["--tp", "2", "--prefill", "1", "--decode", "2"]).pools
+    assert (pools.prefill.tp, pools.decode.tp, pools.mixed.replicas) == (2, 2, 0)
+
+
+def test_how_far_a_pool_may_go() -> None:
+    given = "--prefill 1 --decode 2 --min-decode 0 --max-decode 4 --max-gpus 3"
+    spec = flags.read_spec([*given.split(), "--scale-down-seconds", "9"])
+    assert (spec.pools.decode.replicas, spec.pools.decode.least, spec.pools.decode.most) == (
+        2,
+        0,
+        4,
+    )
+    assert (spec.pools.prefill.least, spec.pools.prefill.most) == (1, 1)
+    assert (spec.scaling.max_gpus, spec.scaling.scale_down_seconds) == (3, 9.0)
 
 
 def test_names_that_others_use() -> None:

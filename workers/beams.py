@@ -140,7 +140,7 @@ class BeamSearch:
 
     def _add(self, new: Hypothesis) -> bool:
         """Keep it if it is among the best; of equals the earlier ones."""
-        place = sum(old.score >= new.score for old in self._finished)
+        place = sum(1 for old in self._finished if old.score >= new.score)
         self._finished.insert(place, new)
         del self._finished[self._params.width :]
         return place < self._params.width

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.workers.parallel.mesh import Mesh, Place
+
 ROLES = ("prefill", "decode", "mixed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -33,10 +35,16 @@ class WorkerConfig:
     dtype: str = "auto"  # float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # of the weights
     deterministic: bool = False  # an answer's bits depend on no other request
+    static_batching: bool = False  # to measure continuous batching against
     device: str = "auto"
-    plan_ahead: bool = False  # the next step while one computes, which then has a thread of its own
+    plan_ahead: bool | None = None  # the next step while one computes; None: on a GPU
     beat_seconds: float = 0.5  # the longest silence of a stream; ten of them end it
     transfer_seconds: float = 5.0  # the longest silence of a hand-over before it is given up
+    tp: int = 1  # ranks that share each layer; see `parallel.mesh` for this and the next three
+    pp: int = 1  # stages of layers
+    ep: int = 1  # groups of ranks that experts are spread over
+    rank: int = 0  # this process's, of tp x pp
+    ranks_seconds: float = 60.0  # the longest that ranks wait for each other within a step
 
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES)
@@ -48,14 +56,21 @@ class WorkerConfig:
         for name in ("kv_cache_mib", "max_model_len", "threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        if not 0 <= self.rank < Mesh(self.tp, self.pp, self.ep).num_ranks:
+            raise ValueError(f"rank {self.rank} is none of tp {self.tp} x pp {self.pp} ranks")
         if not self.name:
             raise ValueError("a worker needs a name")
         if self.host in _WILDCARDS:
             raise ValueError(f"host {self.host!r} is no address that others can reach: name one")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be 0 to 65535, not {self.port}")
-        if min(self.beat_seconds, self.transfer_seconds) <= 0:
-            raise ValueError("beat_seconds and transfer_seconds must be above 0")
+        if min(self.beat_seconds, self.transfer_seconds, self.ranks_seconds) <= 0:
+            raise ValueError("beat_seconds, transfer_seconds, ranks_seconds must be above 0")
+
+    @property
+    def place(self) -> Place:
+        """This process's, among the worker's ranks."""
+        return Place(Mesh(self.tp, self.pp, self.ep), self.rank)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

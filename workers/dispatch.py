@@ -16,8 +16,7 @@ from penstock.workers.loop import EngineLoop
 from penstock.workers.scheduling.sequence import NeverFits
 from penstock.workers.session import Held, Session
 from penstock.workers.transfer.handover import HandOver
-from penstock.workers.transfer.shards import Rectangle
-from penstock.workers.transfer.staging import Identity, KvStaging
+from penstock.workers.transfer.staging import Identity
 from penstock.workers.wire import (
     BadSubmit,
     SequenceKey,
@@ -48,10 +47,7 @@ class Dispatch:
         self._sessions: dict[int, Session] = {}
         self._vocabulary = Vocabulary(engine.spec.vocab_size, engine.spec.eos_tokens)
         self._engine = EngineLoop(engine, self._deliver, self._fail)
-        _, num_heads, _ = engine.spec.kv_shape
-        rectangle = Rectangle(0, engine.spec.num_layers, 0, num_heads)
-        staging = KvStaging(engine.cache.data, rectangle)
-        self.handover = HandOver(identity, address, staging, self._engine, seconds)
+        self.handover = HandOver(identity, address, engine.staging, self._engine, seconds)
         self.load = self._load_message(engine.load())
 
     # ------------------------------------------------------------ sessions
@@ -134,6 +130,7 @@ class Dispatch:
         except BadSubmit as error:
             reject(str(error), True)
             return
+        log.info("sequence", extra={"fields": _facts(submit)})
         # This attempt replaces what else runs here of the request; a lease may be its source.
         self._let_go(session, [other for other in others if not session.held[other].kv_len])
         source = (submit.source.worker, submit.source.incarnation)
@@ -228,6 +225,17 @@ class Dispatch:
         self.stop(grpc.StatusCode.INTERNAL, reason)
         if not self.failed.done():
             self.failed.set_exception(RuntimeError(reason))
+
+
+def _facts(submit: wire.Submit) -> dict[str, str | int]:
+    """What is logged of a submission: none of its content."""
+    return {
+        "request": submit.trace,
+        "attempt": submit.attempt,
+        "prompt_tokens": len(submit.prompt),
+        "answer_tokens": sum(len(each.tokens) for each in submit.log),
+        "source": submit.source.worker,
+    }
 
 
 def _drop_all(keys: list[SequenceKey], engine: Engine) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.workers.engine import Engine, EngineLoad, StepResult
-from penstock.workers.pipeline import OneByOne, Pipeline
+from penstock.workers.parallel.group import RankLost
+from penstock.workers.pipeline import OneByOne, Pipeline, steps_of
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +92,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        ahead = self._engine.plans_ahead
-        steps = Pipeline(self._engine, self._changed) if ahead else OneByOne(self._engine)
+        steps = steps_of(self._engine, self._changed)
         try:
             while (commands := self._take(steps)) is not None:
                 self._apply(commands)
@@ -106,6 +106,8 @@ class EngineLoop:
             self._tell(self._fatal, error)
         finally:
             steps.stop()
+            with suppress(RankLost):
+                self._engine.stop()
 
     def _take(self, steps: OneByOne | Pipeline) -> list[_Command] | None:
         """What is to be done now; waits while there is nothing, and no step to be booked."""

@@ -10,14 +10,16 @@ from itertools import count
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from torch._C._distributed_c10d import Store
 
 from penstock.protos import transfer_pb2_grpc, worker_pb2_grpc
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
 from penstock.workers.dispatch import BadCommand, Dispatch
-from penstock.workers.engine import Engine, Progress
+from penstock.workers.engine import Engine
 from penstock.workers.rehearsal import rehearse
 from penstock.workers.session import Session
+from penstock.workers.share import Progress
 from penstock.workers.step_times import STEP_BOUNDS
 from penstock.workers.transfer.staging import Identity
 from penstock.workers.wire import MAX_MESSAGE_BYTES, PROTOCOL
@@ -153,15 +155,19 @@ class RunningWorker:
 
 
 async def serve_worker(
-    config: WorkerConfig, progress: Progress = lambda done, total: None
+    config: WorkerConfig,
+    progress: Progress = lambda done, total: None,
+    captured: Progress = lambda done, total: None,
+    store: Store | None = None,
 ) -> RunningWorker:
     """Load, warm up, serve. ValueError or OSError with one clear line where that cannot be.
 
-    `progress` is called from another thread.
+    `progress` is told of bytes of weights, `captured` of graphs, both from another thread; `store`
+    is where other ranks are met, if there are any (`RankLost` if they do not come).
     """
     server = grpc.aio.server(options=_OPTIONS)
     address = _bind(server, config)  # first: a taken port is known before the weights are read
-    engine = await asyncio.to_thread(_warm_engine, config, progress)
+    engine = await asyncio.to_thread(_warm_engine, config, progress, captured, store)
     identity = Identity(
         worker=config.name,
         incarnation=secrets.token_hex(8),
@@ -192,11 +198,13 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
     return f"{host}:{port}"
 
 
-def _warm_engine(config: WorkerConfig, progress: Progress) -> Engine:
-    engine = Engine(config, progress)
+def _warm_engine(
+    config: WorkerConfig, progress: Progress, captured: Progress, store: Store | None
+) -> Engine:
+    engine = Engine(config, progress, store)
     if config.deterministic:
         rehearse(engine)
-    engine.warm_up()
+    engine.warm_up(captured)
     return engine
 
 

@@ -11,6 +11,7 @@ from penstock.workers.engine import EngineLoad, Found, StepResult
 from penstock.workers.sampler import TokenLogprobs
 from penstock.workers.scheduling.sequence import (
     BeamParams,
+    Finish,
     Key,
     NewSequence,
     SamplingParams,
@@ -241,6 +242,7 @@ def load_message(load: EngineLoad, bytes_received: int, bytes_sent: int) -> wire
         unwritten_slots=pool.unwritten_slots,
         step_counts=load.step_counts,
         step_seconds=load.all_steps_seconds,
+        prompt_seconds=load.prompt_seconds,
     )
 
 
@@ -283,7 +285,9 @@ def found_message(found: Found) -> wire.Step:
         step.token.extend([node.token for node in nodes])
         step.position.extend(range(len(nodes)))
         step.choice.extend([choice] * len(nodes))
-        step.finish.extend([wire.FINISH_NONE] * (len(nodes) - 1) + [answer.finish.value])
+        by_stop = answer.finish is Finish.STOP
+        step.finish.extend([wire.FINISH_NONE] * (len(nodes) - 1))
+        step.finish.append(wire.FINISH_STOP if by_stop else wire.FINISH_LENGTH)
         for row, node in enumerate(nodes, start=first):
             if isinstance(node.logprobs, TokenLogprobs):
                 step.logprobs.add(row=row, **asdict(node.logprobs))

@@ -15,10 +15,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from penstock.cli import checkpoint, flags
-from penstock.cli.view import Bars, Lines, make_view
+from penstock.cli.view import View, make_view
 from penstock.cluster import notices
-from penstock.cluster.spec import ClusterSpec, SpecError
+from penstock.cluster.spec import ROLES, ClusterSpec, SpecError
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
+from penstock.workers.parallel.mesh import BadShape, Mesh
+from penstock.workers.weights.sharding import check_folder
 
 if TYPE_CHECKING:
     from penstock.cluster.session import RaySession
@@ -38,19 +40,34 @@ def main(arguments: Sequence[str]) -> int:
         folder = checkpoint.find(spec.model)
         # Workers on nodes of their own have the weights there.
         checkpoint.check(folder, with_weights=not spec.pool_nodes)
+        check_ranks(spec, folder)
         # In a cluster that runs already the router may come to live on another machine.
         if spec.ray_address is None:
             check_ports(spec)
         else:
             check_ray(spec.ray_address)
-    except (SpecError, checkpoint.NoModel, BadCheckpoint, UnsupportedModel, BadAddress) as error:
+    except (
+        *(SpecError, checkpoint.NoModel, BadCheckpoint, UnsupportedModel),
+        *(BadShape, BadAddress),
+    ) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
-    return serve(spec, folder, make_view())
+    return serve(spec, folder, make_view(spec.log_format))
 
 
 class BadAddress(ValueError):
     """Something cannot be listened on or called; the message says what."""
+
+
+def check_ranks(spec: ClusterSpec, folder: Path) -> None:
+    """That the model can be cut over the ranks of every pool. `BadShape`."""
+    for role in ROLES:
+        pool = getattr(spec.pools, role)
+        if pool.replicas:
+            try:
+                check_folder(folder, Mesh(pool.tp, pool.pp, pool.ep))
+            except BadShape as error:
+                raise BadShape(f"pools.{role}: {error}") from None
 
 
 def check_ports(spec: ClusterSpec) -> None:
@@ -129,7 +146,7 @@ def _nothing() -> None:
     pass
 
 
-def serve(spec: ClusterSpec, folder: Path, view: Lines | Bars) -> int:
+def serve(spec: ClusterSpec, folder: Path, view: View) -> int:
     """Serve until told to stop; returns the exit code."""
     interrupts = Interrupts()
     interrupts.install()
@@ -164,7 +181,7 @@ class _Run:
         self,
         spec: ClusterSpec,
         folder: Path,
-        view: Lines | Bars,
+        view: View,
         session: "RaySession",
         interrupts: Interrupts,
     ) -> None:
@@ -214,7 +231,7 @@ class _Run:
     def show(self, title: str, notice: notices.Notice) -> None:
         """To the person at the terminal."""
         self._view(title, notice)
-        if isinstance(notice, notices.Serving):
+        if isinstance(notice, notices.Serving) and self._spec.log_format == "text":
             for line in greeting(self._spec, self._folder, notice, self._seconds):
                 self._view.say(line)
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -47,6 +48,37 @@ def test_what_a_pool_says_counts() -> None:
     assert (one.cpus, one.threads) == (3.0, 3)
     (one,) = place(spec(mixed=PoolSpec(threads=5)), [Node("here", 8.0)])
     assert one.threads == 5
+
+
+def growing(**fields: Any) -> PoolSpec:
+    return PoolSpec(replicas=1, max_replicas=3, **fields)
+
+
+def test_workers_that_may_come_have_their_share_from_the_beginning() -> None:
+    places = place(spec(mixed=growing()), [Node("here", 4.0)])
+    assert [each.name for each in places] == ["mixed-0", "mixed-1", "mixed-2"]
+    assert {each.cpus for each in places} == {1.3}
+    assert [each.is_patient for each in places] == [False, True, True]
+
+
+def test_those_that_must_be_there_are_placed_first() -> None:
+    pools = {"prefill": PoolSpec(1, max_replicas=4), "decode": PoolSpec(2)}
+    places = place(spec(**pools), [Node("one", 8.0, 4)])
+    assert [(each.name, each.is_patient) for each in places] == [
+        ("prefill-0", False),
+        ("prefill-1", True),
+        ("prefill-2", True),
+        ("prefill-3", True),
+        ("decode-0", False),
+        ("decode-1", False),
+    ]
+
+
+def test_what_may_come_must_fit_where_no_node_can_be_added() -> None:
+    pools = spec(mixed=growing(cpus=1.0))
+    with pytest.raises(CannotPlace, match="no place for mixed worker 2, which asks 1 CPUs"):
+        place(pools, [Node("here", 2.5)])
+    assert len(place(replace(pools, ray_address="auto"), [Node("here", 2.5)])) == 3
 
 
 def test_gpus_are_used_where_there_are_any() -> None:
@@ -159,3 +191,46 @@ def test_workers_with_nodes_of_their_own_wait_for_them() -> None:
         assert each.bundles == ({"CPU": 1.5, "GPU": 1.0, each.role: 1.0},)
         assert (each.threads, each.gpus) == (1, 1)
     assert not place(ClusterSpec(), [Node("here", 2.0)])[0].is_patient
+
+
+def test_a_worker_s_ranks_are_a_bundle_a_stage() -> None:
+    pool = PoolSpec(tp=2, pp=3, ep=2, cpus=0.5, gpus=1, stages="spread")
+    (one,) = place(spec(mixed=pool), [Node(str(index), 4.0, 2) for index in range(3)])
+    assert one.bundles == ({"CPU": 1.0, "GPU": 2.0},) * 3
+    assert (one.tp, one.pp, one.ep, one.cpus, one.gpus) == (2, 3, 2, 0.5, 1)
+    assert one.strategy == "STRICT_SPREAD"
+    (one,) = place(spec(mixed=replace(pool, stages="pack")), [Node("one", 8.0, 6)])
+    assert one.strategy == "PACK"
+
+
+@pytest.mark.parametrize(
+    ("pool", "nodes", "said"),
+    [
+        (
+            PoolSpec(tp=4, gpus=1),
+            [Node("one", 8.0, 2), Node("two", 8.0, 3)],
+            "no place for mixed worker 0, which asks 4 times (0.1 CPUs, 1 GPU) on one node "
+            "(others were placed before it); free are one: 8 CPUs, 2 GPUs; two: 8 CPUs, 3 GPUs",
+        ),
+        (
+            PoolSpec(tp=2, pp=2, gpus=1, stages="spread"),
+            [Node("one", 8.0, 8)],
+            "no place for mixed worker 0, which asks 2 times (0.1 CPUs, 1 GPU) on one node for "
+            "each of 2 stages, each stage on another (others",
+        ),
+        (
+            PoolSpec(pp=3, cpus=2.0),
+            [Node("one", 3.0), Node("two", 3.0)],
+            "no place for mixed worker 0, which asks 2 CPUs on one node for each of 3 stages (oth",
+        ),
+    ],
+)
+def test_what_ranks_ask_is_said(pool: PoolSpec, nodes: list[Node], said: str) -> None:
+    with pytest.raises(CannotPlace) as refusal:
+        place(spec(mixed=pool), nodes)
+    assert str(refusal.value).startswith(said)
+
+
+def test_even_shares_are_of_ranks() -> None:
+    (one,) = place(spec(mixed=PoolSpec(tp=2, pp=2)), [Node("here", 4.0)])
+    assert (one.cpus, one.threads, one.bundles) == (0.97, 1, ({"CPU": 1.94},) * 2)

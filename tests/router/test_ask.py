@@ -162,7 +162,9 @@ def test_defaults_fill_what_the_context_leaves() -> None:
 
 
 def test_beams_of_every_kind_that_is_served() -> None:
-    for best_of, length_penalty, stopping in [(2, -5.0, False), (64, 5.0, True), (7, 0.0, "never")]:
+    kinds: list[tuple[int, float, bool | str]]
+    kinds = [(2, -5.0, False), (64, 5.0, True), (7, 0.0, "never")]
+    for best_of, length_penalty, stopping in kinds:
         sampling = Sampling(
             n=2,
             best_of=best_of,

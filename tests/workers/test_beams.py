@@ -28,6 +28,8 @@ from penstock.workers.scheduling.sequence import (
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.engines import greedy_sequence, tokens_of
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5 + (7 * i) % 290 for i in range(40)]
 MANY = tuple(range(2, VOCAB_SIZE, 9))
 """Stop tokens, so that searches of random models end by them."""
@@ -165,9 +167,8 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.reference = make_checkpoint(folder, "llama3")
-        sizes = {"kv_cache_mib": 1, "max_sequences": 24, "max_batched_tokens": 64}
+        sizes: Any = {"kv_cache_mib": 1, "max_sequences": 24, "max_batched_tokens": 64}
         self.engine = Engine(WorkerConfig("w", folder, **sizes))
-        self._known: dict[tuple[int, int, SamplingParams], list[list[int]]] = {}
 
     def expected(self, start: int, stop: int, params: SamplingParams) -> list[list[int]]:
         return expected_of(self.reference, PROMPT[start:stop], params)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine, choose_device
+from penstock.workers.engine import Engine
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import (
     NeverFits,
@@ -19,6 +19,7 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
+from penstock.workers.share import choose_device
 from tests.support.engines import greedy_sequence, run_greedy, run_out, tokens_of
 from tests.support.tiny import tiny_checkpoint
 
@@ -83,6 +84,7 @@ def test_a_step_tells_what_has_happened(engine: Engine) -> None:
     load = engine.load()
     assert load.num_steps == sum(load.step_counts) == 2
     assert load.all_steps_seconds > load.step_seconds > 0
+    assert load.prompt_seconds == pytest.approx(load.all_steps_seconds - load.step_seconds)
     assert load.pool.prompt_tokens_computed == 5
 
 

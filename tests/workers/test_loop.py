@@ -26,6 +26,7 @@ class StubEngine:
 
     def __init__(self, plans_ahead: bool) -> None:
         self.plans_ahead = plans_ahead
+        self.on_device = False
         self.work = 0
         self.num_plans = 0
         self.log: list[str] = []
@@ -42,6 +43,9 @@ class StubEngine:
     def plan(self, result: StepResult) -> StubPlan | None:
         self.num_plans += 1
         return StubPlan() if self.work else None
+
+    def stop(self) -> None:
+        pass
 
     def plan_ahead(self) -> None:
         return None

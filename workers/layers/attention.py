@@ -10,7 +10,7 @@ from penstock.kernels.cache import rotate_and_write
 from penstock.kernels.in_place import InPlace
 from penstock.kernels.latent_attention import LatentPlan
 from penstock.kernels.scores import Scores
-from penstock.workers.layers.linear import Linear
+from penstock.workers.layers.linear import Linear, Summed
 from penstock.workers.layers.norm import Norm
 
 
@@ -28,7 +28,7 @@ class StepInputs:
 @dataclass(frozen=True, slots=True)
 class Attention:
     qkv: Linear
-    output: Linear
+    output: Linear | Summed
     q_norm: Norm | None
     k_norm: Norm | None
     num_heads: int

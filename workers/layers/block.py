@@ -9,6 +9,7 @@ from penstock.workers.layers.experts import Experts
 from penstock.workers.layers.latent import LatentAttention
 from penstock.workers.layers.mlp import Mlp
 from penstock.workers.layers.norm import Norm
+from penstock.workers.layers.spread_experts import SpreadExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Block:
     attention: Attention | LatentAttention
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: Mlp | Experts
+    mlp: Mlp | Experts | SpreadExperts
     mlp_post_norm: Norm | None
     parallel: bool = False
 

@@ -12,7 +12,7 @@ from penstock.kernels.latent_in_place import latent_in_place
 from penstock.kernels.products import Product, fixed_product
 from penstock.kernels.rotary import rotate_
 from penstock.workers.layers.attention import StepInputs
-from penstock.workers.layers.linear import Linear
+from penstock.workers.layers.linear import Linear, Summed
 from penstock.workers.layers.norm import Norm
 
 
@@ -25,7 +25,7 @@ class LatentAttention:
     query_up: Linear | None
     row_norm: Norm  # of the first R
     up: Tensor  # [H, Q + V, R]
-    output: Linear
+    output: Linear | Summed
     rope_dim: int  # P
     neighbours: bool  # whether pairs of rotated features are neighbours
     scale: float
@@ -33,7 +33,8 @@ class LatentAttention:
 
     def fix(self) -> None:
         """Have every token computed by itself."""
-        value_dim = self.output.weight.shape[1] // len(self.up)
+        output = self.output.part if isinstance(self.output, Summed) else self.output
+        value_dim = output.weight.shape[1] // len(self.up)
         keys, values = self.up[:, :-value_dim], self.up[:, -value_dim:]
         self.fixed = (
             [fixed_product(each.T, None) for each in keys],

@@ -14,6 +14,7 @@ from penstock.kernels.products import (
     fixed_product,
     int8_product,
 )
+from penstock.workers.parallel.group import Group
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +61,20 @@ class Linear:
             biases = zip(names, torch.split(self.bias, sizes), strict=True)
             found |= {f"{name}.bias": part for name, part in biases}
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A product whose inputs are spread over ranks, each of which has a part of the sum."""
+
+    part: Linear  # with the bias, if there is one, on the first of the ranks
+    group: Group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.sum(self.part(x))
+
+    def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return self.part.tensors(names)
 
 
 def empty_linear(

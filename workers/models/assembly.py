@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,19 +16,23 @@ from penstock.kernels.activation import (
     silu_mul,
     silu_mul_alike,
 )
-from penstock.kernels.experts import Routing
+from penstock.kernels.experts import Gate, Stacks
+from penstock.kernels.routing import Routing
 from penstock.kernels.scores import Scores
 from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.block import Block
 from penstock.workers.layers.experts import Experts, SharedExpert
 from penstock.workers.layers.latent import LatentAttention
-from penstock.workers.layers.linear import Linear, empty_linear
+from penstock.workers.layers.linear import Linear, Summed, empty_linear
 from penstock.workers.layers.mlp import Mlp
 from penstock.workers.layers.norm import LayerNorm, Norm, RmsNorm, RmsNormAboveOne
+from penstock.workers.layers.spread_experts import SpreadExperts
 from penstock.workers.models.deepseek import LatentSpec
 from penstock.workers.models.spec import ExpertsSpec, ModelSpec
+from penstock.workers.parallel.ranks import ALONE, Ranks
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+GATE_KINDS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_new": gelu,
@@ -39,18 +44,27 @@ LATENT_NORM_EPS = 1e-6  # whatever the configuration says of the others
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Makes the parts of one model in one place."""
+    """Makes the parts of one model in one place, or of one rank's share of it."""
 
-    spec: ModelSpec
+    spec: ModelSpec  # as the rank computes it
     dtype: torch.dtype
     device: torch.device
     deterministic: bool = False
+    ranks: Ranks = ALONE
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def linear(self, num_inputs: int, sizes: tuple[int, ...], bias: bool = False) -> Linear:
         return empty_linear(num_inputs, sizes, bias, self.dtype, self.device)
+
+    def rows(self, num_inputs: int, size: int, bias: bool = False) -> Linear | Summed:
+        """A product whose inputs are spread over the stage's ranks."""
+        stage = self.ranks.stage
+        if stage is None:
+            return self.linear(num_inputs, (size,), bias)
+        bias = bias and self.ranks.place.column == 0
+        return Summed(self.linear(num_inputs, (size,), bias), stage)
 
     def norm(self, size: int) -> Norm:
         weight, eps = self.empty(size), self.spec.norm_eps
@@ -90,7 +104,7 @@ class Assembly:
         sinks = self.empty(spec.num_heads) if spec.sinks else None
         return Attention(
             qkv=self.linear(spec.hidden_size, (query_size, kv_size, kv_size), spec.qkv_bias),
-            output=self.linear(query_size, (spec.hidden_size,), spec.output_bias),
+            output=self.rows(query_size, spec.hidden_size, spec.output_bias),
             q_norm=q_norm,
             k_norm=k_norm,
             num_heads=spec.num_heads,
@@ -114,9 +128,7 @@ class Assembly:
             query_up=self.linear(sizes[0], (query_size,)) if latent.query_rank else None,
             row_norm=self.latent_norm(latent.rank),
             up=self.empty(spec.num_heads, latent.up_dim, latent.rank),
-            output=self.linear(
-                spec.num_heads * latent.value_dim, (spec.hidden_size,), spec.output_bias
-            ),
+            output=self.rows(spec.num_heads * latent.value_dim, spec.hidden_size, spec.output_bias),
             rope_dim=latent.rope_dim,
             neighbours=spec.rope.neighbours,
             scale=spec.attention_scale,
@@ -126,37 +138,64 @@ class Assembly:
         return RmsNorm(self.empty(size), LATENT_NORM_EPS)
 
     def mlp(self, inner: int) -> Mlp:
-        spec, hidden, bias = self.spec, self.spec.hidden_size, self.spec.mlp_bias
-        return Mlp(
-            gate_up=self.linear(hidden, (inner, inner) if spec.gated else (inner,), bias),
-            down=self.linear(inner, (hidden,), bias),
-            activation=self.activation(),
-        )
+        down = self.rows(inner, self.spec.hidden_size, self.spec.mlp_bias)
+        return Mlp(self.gate_up(inner), down, self.activation())
+
+    def part_mlp(self, inner: int) -> Mlp:
+        """Of which the caller sums what ranks give."""
+        down = self.linear(inner, (self.spec.hidden_size,), self.spec.mlp_bias)
+        return Mlp(self.gate_up(inner), down, self.activation())
+
+    def gate_up(self, inner: int) -> Linear:
+        sizes = (inner, inner) if self.spec.gated else (inner,)
+        return self.linear(self.spec.hidden_size, sizes, self.spec.mlp_bias)
 
     def activation(self) -> Callable[[Tensor], Tensor]:
         found = (GATES if self.spec.gated else PLAIN)[self.spec.activation]
         return silu_mul_alike if self.deterministic and found is silu_mul else found
 
-    def experts(self, experts: ExpertsSpec) -> Experts:
-        hidden, routing = self.spec.hidden_size, _routing(experts)
-        shared = None
-        if experts.shared_size:
-            gate = self.linear(hidden, (1,)) if experts.shared_gate else None
-            shared = SharedExpert(self.mlp(experts.shared_size), gate)
+    def experts(self, experts: ExpertsSpec) -> Experts | SpreadExperts:
+        ranks, routing = self.ranks, _routing(experts)
+        own = ranks.place.experts(experts.num_experts)
+        stacks = None
         if experts.clamp is None:
-            stacks = None
-            mlps = tuple(self.mlp(experts.inner_size) for _ in range(experts.num_experts))
+            mlps, together = self.expert_mlps(len(own), experts.inner_size)
         else:
-            stacks = self.stacks(experts)
+            stacks = self.stacks(experts, len(own))
             mlps = _unstacked(stacks, *experts.clamp)
-        return Experts(
-            router=self.router(experts),
-            bias=self.wide_empty(experts.num_experts) if routing.sigmoid else None,
-            routing=routing,
-            experts=mlps,
-            stacks=stacks,
-            shared=shared,
+            alone = self.device.type == "cuda" and ranks.stage is None  # else a bias may be absent
+            together = _together(stacks, *experts.clamp) if alone else None
+        parts: dict[str, Any] = {
+            "router": self.router(experts),
+            "bias": self.wide_empty(experts.num_experts) if routing.sigmoid else None,
+            "routing": routing,
+            "experts": mlps,
+            "stacks": stacks,
+            "shared": self.shared(experts) if experts.shared_size else None,
+        }
+        if ranks.stage is None:
+            return Experts(**parts, together=together)
+        load = torch.zeros(experts.num_experts, dtype=torch.int64, device=self.device)
+        return SpreadExperts(
+            **parts, place=ranks.place, stage=ranks.stage, owners=ranks.experts, load=load
         )
+
+    def shared(self, experts: ExpertsSpec) -> SharedExpert:
+        gate = self.linear(self.spec.hidden_size, (1,)) if experts.shared_gate else None
+        return SharedExpert(self.part_mlp(experts.shared_size), gate)
+
+    def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], Stacks | None]:
+        """On a GPU their weights lie in one tensor, as the product of all of them reads it."""
+        spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
+        if self.device.type != "cuda" or kind is None or spec.mlp_bias or not spec.gated:
+            return tuple(self.part_mlp(inner) for _ in range(count)), None
+        hidden, activation = spec.hidden_size, self.activation()
+        gate_up, down = self.empty(count, 2 * inner, hidden), self.empty(count, hidden, inner)
+        mlps = tuple(
+            Mlp(Linear(first, None, (inner, inner)), Linear(second, None, (hidden,)), activation)
+            for first, second in zip(gate_up, down, strict=True)
+        )
+        return mlps, Stacks(gate_up.transpose(1, 2), down.transpose(1, 2), Gate(kind))
 
     def router(self, experts: ExpertsSpec) -> Linear:
         hidden, sizes = self.spec.hidden_size, (experts.num_experts,)
@@ -168,14 +207,16 @@ class Assembly:
         """In float32, as DeepSeek's routing is, whatever the rest is in."""
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
-    def stacks(self, experts: ExpertsSpec) -> dict[str, Tensor]:
-        count, inner, hidden = experts.num_experts, experts.inner_size, self.spec.hidden_size
-        return {
+    def stacks(self, experts: ExpertsSpec, count: int) -> dict[str, Tensor]:
+        inner, hidden = experts.inner_size, self.spec.hidden_size
+        found = {
             "gate_up_proj": self.empty(count, hidden, 2 * inner),
             "gate_up_proj_bias": self.empty(count, 2 * inner),
             "down_proj": self.empty(count, inner, hidden),
-            "down_proj_bias": self.empty(count, hidden),
         }
+        if self.ranks.place.expert_column == 0:  # once in the sum
+            found["down_proj_bias"] = self.empty(count, hidden)
+        return found
 
 
 def _routing(experts: ExpertsSpec) -> Routing:
@@ -193,13 +234,24 @@ def _routing(experts: ExpertsSpec) -> Routing:
     )
 
 
+def _together(stacks: dict[str, Tensor], gain: float, limit: float) -> Stacks:
+    return Stacks(
+        stacks["gate_up_proj"],
+        stacks["down_proj"],
+        Gate("clamped", gain, limit),
+        stacks["gate_up_proj_bias"],
+        stacks["down_proj_bias"],
+    )
+
+
 def _unstacked(stacks: dict[str, Tensor], gain: float, limit: float) -> tuple[Mlp, ...]:
     """Experts whose weights are views of the stacks."""
     activation = partial(clamped_silu_mul, gain=gain, limit=limit)
 
     def linears(name: str) -> list[Linear]:
-        weights, biases = stacks[name].transpose(1, 2), stacks[f"{name}_bias"]
-        return [Linear(w, b, (len(b),)) for w, b in zip(weights, biases, strict=True)]
+        weights, bias = stacks[name].transpose(1, 2), stacks.get(f"{name}_bias")
+        biases = [None] * len(weights) if bias is None else list(bias)
+        return [Linear(w, b, (len(w),)) for w, b in zip(weights, biases, strict=True)]
 
     pairs = zip(linears("gate_up_proj"), linears("down_proj"), strict=True)
     return tuple(Mlp(gate_up, down, activation) for gate_up, down in pairs)

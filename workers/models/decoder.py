@@ -10,60 +10,72 @@ from penstock.workers.layers.attention import Attention, StepInputs
 from penstock.workers.layers.block import Block
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.norm import Norm
+from penstock.workers.layers.vocabulary import embed, whole_logits
 from penstock.workers.models.assembly import Assembly
 from penstock.workers.models.rotary import Rotary, make_rotary
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tensors import block_tensors
+from penstock.workers.parallel.ranks import ALONE, Ranks
+from penstock.workers.weights.sharding import local_spec
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The whole model on one device. Its weights are filled in through `tensors`."""
+    """A model on one device, or one rank's share of it. Its weights are filled in through
+    `tensors`."""
 
-    spec: ModelSpec
-    embeddings: Tensor  # [vocab_size, hidden_size]
+    spec: ModelSpec  # as this rank computes it
+    dtype: torch.dtype
+    device: torch.device
+    embeddings: Tensor | None  # [vocab_size, hidden_size]; None: the first stage's
     embedding_scale: float  # as it is in the embeddings' dtype
+    first_layer: int
     layers: tuple[Block, ...]
-    norm: Norm
-    head: Linear  # to the vocabulary; its weight is the embeddings where they are tied
+    norm: Norm | None  # this and the head: None: the last stage's
+    head: Linear | None  # to the vocabulary; its weight is the embeddings where they are tied
     rotaries: tuple[Rotary, ...]  # the layers name theirs by number
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embeddings.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.embeddings.device
+    ranks: Ranks
 
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
         """Runs T tokens and writes their keys and values.
 
         tokens: [T] integers; cache: the data of a `KvCache`. Returns [T, hidden_size], before
-        the last norm.
+        the last norm; if this is not the last stage, the next one is sent that too.
         """
-        hidden = functional.embedding(tokens, self.embeddings)
-        if self.embedding_scale != 1:
-            hidden *= self.embedding_scale
+        links = self.ranks.links
+        if links is not None and links.before is not None:
+            hidden = self._empty_hidden(len(tokens))
+            links.receive(hidden)
+        else:
+            hidden = self._embed(tokens)
         for layer, layer_cache in zip(self.layers, cache.unbind(0), strict=True):
             layer(hidden, step, layer_cache)
+        if links is not None and links.after is not None:
+            links.send(hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden_size] of chosen tokens to [S, vocab_size] float32."""
+        """[S, hidden_size] of chosen tokens to [S, vocab_size] float32; [S, 0] on all ranks but
+        those of the last stage."""
+        if self.head is None or self.norm is None:
+            return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         logits = self.head(self.norm(hidden)).to(torch.float32)
+        if self.ranks.stage is not None:
+            logits = whole_logits(logits, self.spec.vocab_size, self.ranks.stage)
         cap = self.spec.logit_cap
         return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
 
     def tensors(self) -> dict[str, Tensor]:
         """Where each tensor of the checkpoint goes: views of the weights, by its name there."""
         names = self.spec.names
-        found = {f"{names.embeddings}.weight": self.embeddings, **self.norm.tensors(names.norm)}
-        head = self.head.tensors([names.head])
-        if self.spec.tie_embeddings:
-            del head[f"{names.head}.weight"]
-        found |= head
-        for number, block in enumerate(self.layers):
+        found: dict[str, Tensor] = {}
+        if self.norm is not None and self.head is not None:
+            found = self.norm.tensors(names.norm) | self.head.tensors([names.head])
+            if self.spec.tie_embeddings:
+                found[f"{names.embeddings}.weight"] = found.pop(f"{names.head}.weight")
+        if self.embeddings is not None:
+            found[f"{names.embeddings}.weight"] = self.embeddings
+        for number, block in enumerate(self.layers, self.first_layer):
             found |= block_tensors(block, names, number)
         return found
 
@@ -73,21 +85,56 @@ class Decoder:
             if self.spec.qkv_grouped and isinstance(block.attention, Attention):
                 block.attention.ungroup()
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        assert self.embeddings is not None
+        ranks = self.ranks
+        if ranks.stage is None:
+            hidden = functional.embedding(tokens, self.embeddings)
+        else:
+            first = ranks.place.tokens(self.spec.vocab_size).start
+            hidden = embed(tokens, self.embeddings, first, ranks.stage)
+        if self.embedding_scale != 1:
+            hidden *= self.embedding_scale
+        return hidden
+
+    def _empty_hidden(self, num_tokens: int) -> Tensor:
+        shape = (num_tokens, self.spec.hidden_size)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
 
 def empty_decoder(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, deterministic: bool = False
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
-    """A decoder whose weights are yet to be loaded (on the `meta` device: shapes only)."""
-    assembly = Assembly(spec, dtype, device, deterministic)
-    embeddings = assembly.empty(spec.vocab_size, spec.hidden_size)
-    head = embeddings if spec.tie_embeddings else torch.empty_like(embeddings)
-    head_bias = assembly.empty(spec.vocab_size) if spec.head_bias else None
+    """A decoder whose weights are yet to be loaded (on the `meta` device: shapes only).
+
+    spec: of the whole model. `BadShape` if it cannot be cut over the ranks.
+    """
+    place, local = ranks.place, local_spec(spec, ranks.place)
+    assembly = Assembly(local, dtype, device, deterministic, ranks)
+    embeddings = head = None
+    num_tokens = len(place.tokens(spec.vocab_size))
+    if place.is_first:
+        embeddings = assembly.empty(num_tokens, spec.hidden_size)
+    if place.is_last:
+        tied = embeddings if spec.tie_embeddings else None
+        weight = assembly.empty(num_tokens, spec.hidden_size) if tied is None else tied
+        head_bias = assembly.empty(num_tokens) if spec.head_bias else None
+        head = Linear(weight, head_bias, (num_tokens,))
+    layers = place.layers(spec.num_layers)
     return Decoder(
-        spec=spec,
+        spec=local,
+        dtype=dtype,
+        device=device,
         embeddings=embeddings,
         embedding_scale=float(torch.tensor(spec.embedding_scale, dtype=dtype)),
-        layers=tuple(assembly.block(number) for number in range(spec.num_layers)),
-        norm=assembly.norm(spec.hidden_size),
-        head=Linear(head, head_bias, (spec.vocab_size,)),
+        first_layer=layers.start,
+        layers=tuple(assembly.block(number) for number in range(len(layers))),
+        norm=assembly.norm(spec.hidden_size) if place.is_last else None,
+        head=head,
         rotaries=tuple(make_rotary(rope, spec.rotated_dim, device) for rope in spec.ropes),
+        ranks=ranks,
     )

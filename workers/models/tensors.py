@@ -7,6 +7,7 @@ from penstock.workers.layers.block import Block
 from penstock.workers.layers.experts import Experts
 from penstock.workers.layers.latent import LatentAttention
 from penstock.workers.layers.mlp import Mlp
+from penstock.workers.layers.spread_experts import SpreadExperts
 from penstock.workers.models.names import Names
 
 
@@ -25,7 +26,7 @@ def block_tensors(block: Block, names: Names, number: int) -> dict[str, Tensor]:
     for norm, name in norms:
         if norm is not None:
             found |= norm.tensors(name)
-    if isinstance(block.mlp, Experts):
+    if isinstance(block.mlp, Experts | SpreadExperts):
         found |= _experts_tensors(block.mlp, names)
     else:
         found |= _mlp_tensors(block.mlp, names.mlp, names.gate_up, names.down)
@@ -63,7 +64,7 @@ def _mlp_tensors(mlp: Mlp, prefix: str, gate_up: tuple[str, ...], down: str) -> 
     }
 
 
-def _experts_tensors(experts: Experts, names: Names) -> dict[str, Tensor]:
+def _experts_tensors(experts: Experts | SpreadExperts, names: Names) -> dict[str, Tensor]:
     prefix = names.experts
     found = experts.router.tensors([f"{prefix}.{names.router}"])
     if experts.bias is not None:
@@ -71,7 +72,10 @@ def _experts_tensors(experts: Experts, names: Names) -> dict[str, Tensor]:
     if experts.stacks is not None:
         stacks = experts.stacks.items()
         return found | {f"{prefix}.experts.{name}": tensor for name, tensor in stacks}
-    for number, expert in enumerate(experts.experts):
+    first = 0
+    if isinstance(experts, SpreadExperts):
+        first = experts.place.experts(len(experts.load)).start
+    for number, expert in enumerate(experts.experts, first):
         place = f"{prefix}.experts.{number}"
         found |= _mlp_tensors(expert, place, names.expert_gate_up, names.expert_down)
     if experts.shared is not None:

@@ -49,9 +49,12 @@ class Admission:
 
         Returns those who got theirs, each with its followers behind it.
         """
-        admitted = []
+        admitted: list[list[Ticket]] = []
+        static = self._limits.static
+        if static and len(self._seats):
+            return admitted
         while self._table.num_free_rows and (ticket := self._waiting.head()) is not None:
-            if budget <= 0 and not ticket.source_len:
+            if budget <= 0 and not (static or ticket.source_len):
                 break
             if self._table.num_free_rows <= len(ticket.followers):
                 break

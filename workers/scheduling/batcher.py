@@ -42,9 +42,9 @@ __all__ = ["Batcher", "Limits"]
 class Batcher:
     """Continuous batching over one block pool.
 
-    One step is in flight, and a second one may be planned behind it where that needs none of the
-    first one's tokens. Every verb may be called between `plan` and `commit`: what a step in flight
-    works on keeps its row and blocks until that step's commit.
+    One step is in flight (of a pipeline: one a stage), and a second one may be planned behind it
+    where that needs none of the first one's tokens. Every verb may be called between `plan` and
+    `commit`: what a step in flight works on keeps its row and blocks until that step's commit.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -55,23 +55,13 @@ class Batcher:
         self._waiting = WaitingQueue()
         self._seats = Seats(self.table, self.pool)
         self._leases = Leases(self.pool, int(limits.num_blocks * limits.lease_share))
-        self._admission = Admission(
-            limits, self.table, self.pool, self._waiting, self._seats, self._leases
-        )
+        parts = self.table, self.pool, self._waiting, self._seats, self._leases
+        self._admission = Admission(limits, *parts)
         self._steady = Steady(self.table, self.pool)
         self._flight = Flight(self._seats)
         self._events: list[SchedulerEvent] = []
         self._totals = Totals()
-        self._ledger = Ledger(
-            self.table,
-            self.pool,
-            self._waiting,
-            self._seats,
-            self._leases,
-            self._admission,
-            self._flight,
-            self._totals,
-        )
+        self._ledger = Ledger(*parts, self._admission, self._flight, self._totals)
 
     # ------------------------------------------------------------ coming and going
 
@@ -179,9 +169,12 @@ class Batcher:
         """The next step; None if there is nothing to compute until something else happens.
 
         Behind a step in flight, None also where the next one needs that step's commit first. What
-        is planned behind it may be taken back by `withdraw`.
+        is planned behind it may be taken back by `withdraw`. In a pipeline as many steps may be in
+        flight as it has stages, and each sequence is in one of them at most.
         `now` [s] is for policies in which waiting has a price; the order served today has none.
         """
+        if self.limits.num_stages > 1:
+            return self._plan_stage()
         if len(self._flight.plans) > 1:
             raise ValueError("two steps are not committed yet")
         ahead, number = bool(self._flight.plans), self._totals.steps + 1
@@ -246,6 +239,33 @@ class Batcher:
             return replace(plan, forks=self._seats.forks(plan))
         self._steady.start(plan, self._seats.rows)
         return plan
+
+    def _plan_stage(self) -> StepPlan | None:
+        """The next step of a pipeline, of sequences that are in no other one."""
+        plans, budget = self._flight.plans, self.limits.max_batched_tokens
+        if len(plans) >= self.limits.num_stages:
+            return None
+        if not plans:  # nobody loses blocks that a step works on
+            self._admission.make_room(budget)
+        self._admit(budget)
+        number = self._totals.steps + 1
+        if not self._seats.searches:
+            plan = self._plan_part(number)
+        else:  # beams change places: no other step may be under way
+            plan = None if plans else self._plan_from_tables(number)
+        if plan is not None:
+            self._totals.steps = number
+            plans.append(plan)
+        return plan
+
+    def _plan_part(self, number: int) -> StepPlan | None:
+        """A stage's part of those who are idle."""
+        rows, counts = self._seats.share_idle(self._flight.plans, self.limits)
+        if not rows.size or self._seats.num_missing(rows, counts) > self.pool.num_available:
+            return None
+        copies = self._seats.grow(rows, counts)
+        plan = self.table.pack(number, rows, counts, copies)
+        return replace(plan, forks=self._seats.forks(plan)) if self._seats.leading else plan
 
     def _commit_to_tables(self, plan: StepPlan, drawn: Ints, parents: Ints | None) -> StepOutput:
         table, rows, drawing, lengths = self.table, plan.rows, plan.drawing, plan.context_lens

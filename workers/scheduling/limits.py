@@ -16,10 +16,14 @@ class Limits:
     max_batched_tokens: int = 512  # of a step
     max_queued: int = 1024  # sequences
     lease_share: float = 0.5  # of the pool, that leases may keep from others
+    num_stages: int = 1  # of a pipeline: as many steps are in flight, of different sequences
     watermark: int = 1  # blocks a seated sequence that stay free when another one is admitted
+    static: bool = False  # a batch comes in when the last one has ended: to measure against
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_sequences", "max_batched_tokens"):
+        for name in (
+            *("num_blocks", "block_size", "max_sequences", "max_batched_tokens", "num_stages"),
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_model_len < 2:

@@ -1,12 +1,14 @@
 """The sequences that hold a row of the table, and the blocks that those rows hold."""
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from operator import attrgetter
 
 import numpy as np
 
 from penstock.workers.scheduling.kv_pool import BlockPool, State
-from penstock.workers.scheduling.sequence import NEVER, NO_PAIRS, Ints, StepPlan
+from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.sequence import NEVER, NO_PAIRS, NO_TOKENS, Ints, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import Phase, Ticket
 
@@ -217,6 +219,18 @@ class Seats:
         ours = np.isin(self.rows, [one.row for one in beams if one.phase is Phase.RUNNING])
         if leader.followers or (remaining[ours] > 1).any():
             counts[ours] = np.minimum(counts[ours], remaining[ours] - 1)
+
+    def share_idle(self, in_flight: Sequence[StepPlan], limits: Limits) -> tuple[Ints, Ints]:
+        """[n] rows that are in no step in flight, and [n] how many tokens each gets of the next.
+
+        No more rows than leave each stage of the pipeline its part of those who run.
+        """
+        busy = np.concatenate([plan.rows for plan in in_flight]) if in_flight else NO_TOKENS
+        rows = self.rows[~np.isin(self.rows, busy)]
+        remaining = self._table.num_tokens[rows] - self._table.num_computed[rows]
+        counts = share_budget(remaining, limits.max_batched_tokens)
+        scheduled = np.flatnonzero(counts)[: -(-len(self.rows) // limits.num_stages)]
+        return rows[scheduled], counts[scheduled]
 
     def num_missing(self, rows: Ints, counts: Ints) -> int:
         """Blocks that a step of the next `counts` tokens of these rows has to take."""

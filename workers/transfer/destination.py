@@ -19,15 +19,11 @@ import grpc
 from penstock.kernels.checksum import checksum
 from penstock.protos import transfer_pb2 as wire
 from penstock.protos import transfer_pb2_grpc
+from penstock.workers.parallel.communicator import backend_for
 from penstock.workers.scheduling.sequence import Ints
 from penstock.workers.transfer.shards import BadShard, Coverage, Rectangle, Shard
-from penstock.workers.transfer.staging import PROTOCOL, Identity, KvStaging, blocks_of
-from penstock.workers.transfer.transport import (
-    DESTINATION,
-    MirrorStore,
-    RankPair,
-    backend_for,
-)
+from penstock.workers.transfer.staging import PROTOCOL, Identity, Staging, blocks_of
+from penstock.workers.transfer.transport import DESTINATION, MirrorStore, RankPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +110,7 @@ class _Incoming:
 class Destination(transfer_pb2_grpc.TransferServicer):
     """Takes transfers in. Made and used on the event loop."""
 
-    def __init__(self, identity: Identity, staging: KvStaging, seconds: float) -> None:
+    def __init__(self, identity: Identity, staging: Staging, seconds: float) -> None:
         self._identity = identity
         self._staging = staging
         self._seconds = seconds

@@ -18,7 +18,7 @@ from penstock.workers.scheduling.sequence import LeaseGone
 from penstock.workers.session import Session
 from penstock.workers.transfer.destination import Destination, Expected, Verdict
 from penstock.workers.transfer.source import Outgoing, Peer, Source
-from penstock.workers.transfer.staging import Identity, KvStaging
+from penstock.workers.transfer.staging import Identity, Staging
 from penstock.workers.wire import SequenceKey, named
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class HandOver:
         self,
         identity: Identity,
         address: str,
-        staging: KvStaging,
+        staging: Staging,
         engine: EngineLoop,
         seconds: float,
     ) -> None:

@@ -19,7 +19,7 @@ from penstock.protos import transfer_pb2 as wire
 from penstock.protos import transfer_pb2_grpc
 from penstock.workers.scheduling.sequence import Ints
 from penstock.workers.transfer.shards import Shard, split
-from penstock.workers.transfer.staging import PROTOCOL, Identity, KvStaging, blocks_of
+from penstock.workers.transfer.staging import PROTOCOL, Identity, Staging, blocks_of
 from penstock.workers.transfer.transport import SOURCE, MirrorStore, PairBroken, RankPair
 
 log = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ def _fail(future: asyncio.Future[T], reason: str) -> None:
 class Source:
     """Sends transfers out. Made and used on the event loop."""
 
-    def __init__(self, identity: Identity, staging: KvStaging, seconds: float) -> None:
+    def __init__(self, identity: Identity, staging: Staging, seconds: float) -> None:
         self._identity = identity
         self._staging = staging
         self._seconds = seconds

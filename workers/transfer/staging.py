@@ -1,6 +1,7 @@
 """Between a rank's paged cache and the flat messages that travel; and who a side of a pair is."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -45,14 +46,27 @@ class KvStaging:
     def scatter(self, blocks: Ints, shard: Shard, data: torch.Tensor) -> None:
         """Copy a message's bytes [num_bytes] uint8 into `blocks`; in when it returns."""
         layers, heads = self._slices(shard.rectangle)
-        _, num_sides, _, _, block_size, head_dim = self._kv.shape
-        num_layers, num_heads = layers.stop - layers.start, heads.stop - heads.start
-        shape = (num_layers, num_sides, len(blocks), num_heads, block_size, head_dim)
         indices = torch.from_numpy(blocks).to(self.device)
-        staged = data.view(self._kv.dtype).view(shape)
+        staged = self.viewed(data, blocks, shard.rectangle)
         scatter_blocks(self._kv, indices, layers, heads, staged)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def num_bytes(self, blocks: Ints, part: Rectangle) -> int:
+        """Of a message with that part of these blocks."""
+        return len(blocks) * part.area * self.shape.bytes_per_head
+
+    def room(self, blocks: Ints, part: Rectangle) -> torch.Tensor:
+        """Room for such a message, [layers, sides, n, heads, block_size, head_dim]."""
+        return self.viewed(self.empty(self.num_bytes(blocks, part)), blocks, part)
+
+    def viewed(self, data: torch.Tensor, blocks: Ints, part: Rectangle) -> torch.Tensor:
+        """A message's bytes [num_bytes] as [layers, sides, n, heads, block_size, head_dim]."""
+        _, num_sides, _, _, block_size, head_dim = self._kv.shape
+        num_layers = part.last_layer - part.first_layer
+        num_heads = part.last_head - part.first_head
+        shape = (num_layers, num_sides, len(blocks), num_heads, block_size, head_dim)
+        return data.view(self._kv.dtype).view(shape)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Room for a message."""
@@ -63,6 +77,18 @@ class KvStaging:
         layers = slice(part.first_layer - own.first_layer, part.last_layer - own.first_layer)
         heads = slice(part.first_head - own.first_head, part.last_head - own.first_head)
         return layers, heads
+
+
+class Staging(Protocol):
+    """What packs a worker's blocks: `KvStaging`, or what has several ranks behind it."""
+
+    device: torch.device
+    shape: BlockShape
+    rectangle: Rectangle
+
+    def gather(self, blocks: Ints, shard: Shard) -> torch.Tensor: ...
+    def scatter(self, blocks: Ints, shard: Shard, data: torch.Tensor) -> None: ...
+    def empty(self, num_bytes: int) -> torch.Tensor: ...
 
 
 def blocks_of(shard: Shard, blocks: Ints, start: int, block_size: int) -> Ints:

@@ -5,17 +5,18 @@ pair's host channel: nothing listens for it, and whoever cannot speak on that ch
 part.
 """
 
-import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+
+from penstock.workers.parallel.communicator import Communicator, backend_for, connect, plain
 
 SOURCE, DESTINATION = 0, 1
 """The ranks of a pair."""
@@ -25,14 +26,6 @@ T = TypeVar("T")
 
 class PairBroken(RuntimeError):
     """The other side is gone, or silent for too long."""
-
-
-class Group(Protocol):
-    """What is used of a two-rank communicator."""
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
-    def abort(self) -> None: ...
 
 
 class MirrorStore(Store):
@@ -81,23 +74,6 @@ class MirrorStore(Store):
         return all(key in self._values for key in keys)
 
 
-def backend_for(device: torch.device) -> str:
-    """The communicator that moves tensors of that device."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _make_group(backend: str, store: Store, rank: int, host: str, seconds: float) -> Group:
-    """A two-rank process group, outside of torch's global state. Waits for the other side."""
-    if backend == "nccl":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timedelta(seconds=seconds)
-        return cast(Group, dist.ProcessGroupNCCL(store, rank, 2, nccl))
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = timedelta(seconds=seconds)
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    return cast(Group, dist.ProcessGroupGloo(store, rank, 2, gloo))
-
-
 class RankPair:
     """One rank's end of a directed pair. Its operations run in its own thread, in order.
 
@@ -112,7 +88,7 @@ class RankPair:
         self.store = store
         self._device = device
         self._seconds = seconds
-        self._group: Group | None = None
+        self._group: Communicator | None = None
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pair")
         self._connected = self._thread.submit(self._connect, host)
@@ -157,14 +133,14 @@ class RankPair:
         started = time.monotonic()
         backend = backend_for(self._device)
         try:
-            self._group = _make_group(backend, self.store, self._rank, host, self._seconds)
+            self._group = connect(backend, self.store, self._rank, 2, host, self._seconds)
         except PairBroken:
             raise
         except RuntimeError as error:
             waited = time.monotonic() - started
-            raise PairBroken(f"no {backend} pair after {waited:.1f} s: {_plain(error)}") from error
+            raise PairBroken(f"no {backend} pair after {waited:.1f} s: {plain(error)}") from error
 
-    def _operate(self, start: Callable[[Group], dist.Work]) -> None:
+    def _operate(self, start: Callable[[Communicator], dist.Work]) -> None:
         if self._group is None or self._closed:
             raise PairBroken("the pair is closed")
         try:
@@ -172,7 +148,7 @@ class RankPair:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except RuntimeError as error:
-            raise PairBroken(_plain(error)) from error
+            raise PairBroken(plain(error)) from error
 
     def _abort(self) -> None:
         group = self._group
@@ -181,8 +157,3 @@ class RankPair:
 
     def _release(self) -> None:
         self._group = None
-
-
-def _plain(error: Exception) -> str:
-    """The first sentence of torch's message, without its place in the source."""
-    return re.sub(r"^\[[^]]*\] ", "", str(error)).splitlines()[0].split(". ")[0]

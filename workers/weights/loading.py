@@ -23,7 +23,15 @@ from penstock.workers.models.spec import (
     read_eos_tokens,
     read_spec,
 )
+from penstock.workers.parallel.ranks import ALONE, Ranks
 from penstock.workers.weights.safetensors import DTYPES, Entry, load_tensor, read_header
+from penstock.workers.weights.sharding import (
+    Region,
+    check_ours,
+    check_shape,
+    region_shape,
+    regions,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,13 +48,15 @@ def load(
     max_model_len: int | None = None,
     quantization: str = "none",
     deterministic: bool = False,
+    ranks: Ranks = ALONE,
 ) -> tuple[ServedSpec, ServedModel]:
     """As `load_model`; what is not ours is computed by `transformers`, where it can be."""
     config = read_config(folder)
     if is_ours(config):
         return load_model(
-            folder, dtype, device, progress, max_model_len, quantization, deterministic
+            folder, dtype, device, progress, max_model_len, quantization, deterministic, ranks
         )
+    check_ours(config, ranks.place.mesh)
     _check_theirs(folder, quantization, deterministic)
     chosen = choose_dtype(dtype, read_dtype(config), device)
     num_bytes = sum(entry.num_bytes for entry in find_tensors(folder).values())
@@ -71,29 +81,32 @@ def load_model(
     max_model_len: int | None = None,
     quantization: str = "none",
     deterministic: bool = False,
+    ranks: Ranks = ALONE,
 ) -> tuple[ModelSpec, Decoder]:
-    """Loads a checkpoint folder.
+    """Loads a checkpoint folder, or what one rank has of it: no more of it is read.
 
     dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`. `progress` is told the
     bytes read so far and the bytes in all, from (0, all) on. `max_model_len`: the positions that
     will be used, where these are fewer than the model has (longrope has factors for that).
     quantization: "none" or "int8", of what is computed (`packing`). deterministic: a token's bits
-    depend on no other token of its batch. Raises `BadCheckpoint`, `UnsupportedModel`, or
-    ValueError where one of these cannot be had, before memory is taken for anything.
+    depend on no other token of its batch. Returns the spec of the whole model. Raises
+    `BadCheckpoint`, `UnsupportedModel`, or ValueError where one of these cannot be had or the
+    model cannot be cut over the ranks, before memory is taken for anything.
     """
     spec = read_spec(folder)
     if max_model_len is not None:
         spec = replace(spec, rope=spec.rope.within(max_model_len))
     entries = find_tensors(folder)
     chosen = choose_dtype(dtype, spec.dtype, device)
+    check_shape(spec, ranks.place.mesh)
     shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()
-    wanted = _match(folder, spec, shapes, entries)
+    _match(folder, spec, shapes, entries)
     check_quantization(quantization, device, chosen)
     if deterministic:
         check_deterministic(device, chosen)
     preparing = prepare(device, chosen)
-    decoder = empty_decoder(spec, chosen, device, deterministic)
-    _stream(wanted, decoder.tensors(), progress)
+    decoder = empty_decoder(spec, chosen, device, deterministic, ranks)
+    _stream(entries, decoder.tensors(), regions(spec, ranks.place), progress)
     decoder.settle()
     pack(decoder, quantization, deterministic)
     preparing.join()
@@ -143,8 +156,8 @@ def _is_name(file: object) -> bool:
 
 def _match(
     folder: Path, spec: ModelSpec, shapes: dict[str, Tensor], entries: dict[str, Entry]
-) -> list[Entry]:
-    """The entries to load; checks that they are exactly what the model needs."""
+) -> None:
+    """Checks that the entries are exactly what the whole model needs."""
     tied = {f"{spec.names.head}.weight"} if spec.tie_embeddings else set()
     extra = {name for name in entries if not _is_unused(spec, name)} - tied - shapes.keys()
     problems = (("lacks", shapes.keys() - entries.keys()), ("has the unexpected", extra))
@@ -156,7 +169,6 @@ def _match(
             )
     for name, target in shapes.items():
         _check(entries[name], target)
-    return sorted((entries[name] for name in shapes), key=lambda entry: (entry.path, entry.start))
 
 
 def _is_unused(spec: ModelSpec, name: str) -> bool:
@@ -184,9 +196,13 @@ def _check(entry: Entry, target: Tensor) -> None:
 
 
 def _stream(
-    entries: list[Entry], targets: dict[str, Tensor], progress: Callable[[int, int], None]
+    entries: dict[str, Entry],
+    targets: dict[str, Tensor],
+    parts: dict[str, Region],
+    progress: Callable[[int, int], None],
 ) -> None:
-    total = sum(entry.num_bytes for entry in entries)
+    wanted = sorted((entries[name] for name in targets), key=lambda one: (one.path, one.start))
+    total = sum(_num_bytes(entry, targets[entry.name]) for entry in wanted)
     done = 0
 
     def advance(num_bytes: int) -> None:
@@ -195,7 +211,14 @@ def _stream(
         progress(done, total)
 
     progress(0, total)
-    for path, group in groupby(entries, key=lambda entry: entry.path):
+    for path, group in groupby(wanted, key=lambda entry: entry.path):
         with path.open("rb") as file:
             for entry in group:
-                load_tensor(entry, targets[entry.name], file, advance)
+                target, part = targets[entry.name], parts.get(entry.name, ())
+                assert region_shape(entry.shape, part) == tuple(target.shape), entry.name
+                load_tensor(entry, target, file, advance, part)
+
+
+def _num_bytes(entry: Entry, target: Tensor) -> int:
+    """In the file, of what goes into `target`."""
+    return target.numel() * DTYPES[entry.dtype].itemsize

@@ -4,9 +4,10 @@ A file is 8 bytes (the header's length, little endian), the header (a JSON objec
 shape and byte range) and the data. The format is that of the `safetensors` project's README.
 """
 
+import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.workers.models.config import BadCheckpoint
+from penstock.workers.weights.sharding import Region
 
 MAX_HEADER_BYTES = 100_000_000
 CHUNK_BYTES = 8 << 20
@@ -110,21 +112,49 @@ def _check_ranges(path: Path, entries: list[Entry], file_bytes: int) -> None:
 
 
 def load_tensor(
-    entry: Entry, target: Tensor, file: BufferedReader, progress: Callable[[int], None]
+    entry: Entry,
+    target: Tensor,
+    file: BufferedReader,
+    progress: Callable[[int], None],
+    region: Region = (),
 ) -> None:
-    """Streams one tensor into `target` (contiguous, of the entry's shape; any float dtype).
+    """Streams one tensor, or a region of it, into `target` (contiguous, of the shape that is
+    wanted; any float dtype). No other bytes of it are read.
 
     `file` is the entry's, open; `progress` is told the bytes of each piece as it is in.
     """
     dtype = DTYPES[entry.dtype]
     flat = target.view(-1)
-    buffer = bytearray(min(CHUNK_BYTES, entry.num_bytes))
-    file.seek(entry.start)
-    for start in range(0, entry.num_bytes, CHUNK_BYTES):
-        piece = memoryview(buffer)[: entry.num_bytes - start]
-        if file.readinto(piece) != len(piece):
-            raise _broken(entry.path, f"it ends inside tensor {entry.name}")
-        values = torch.frombuffer(piece, dtype=dtype)
-        first = start // dtype.itemsize
-        flat[first : first + len(values)].copy_(values)
-        progress(len(piece))
+    buffer = bytearray(min(CHUNK_BYTES, len(flat) * dtype.itemsize))
+    num_filled = first = 0
+    for start, size in _runs(entry.shape, region):
+        file.seek(entry.start + start * dtype.itemsize)
+        left = size * dtype.itemsize
+        while left:
+            piece = memoryview(buffer)[num_filled : num_filled + left]
+            if file.readinto(piece) != len(piece):
+                raise _broken(entry.path, f"it ends inside tensor {entry.name}")
+            left -= len(piece)
+            num_filled += len(piece)
+            last = first + num_filled // dtype.itemsize
+            if num_filled == len(buffer) or last == len(flat):
+                flat[first:last].copy_(torch.frombuffer(buffer, dtype=dtype, count=last - first))
+                progress(num_filled)
+                num_filled, first = 0, last
+
+
+def _runs(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]:
+    """Where a region's items lie behind each other in the file: (first item, number)."""
+    cut = max((at for at, ranges in enumerate(region) if ranges is not None), default=-1)
+    if cut < 0:
+        yield 0, math.prod(shape)
+        return
+    parts = [[(0, shape[at])] if ranges is None else ranges for at, ranges in enumerate(region)]
+    inner = math.prod(shape[cut + 1 :])
+    rows = [itertools.chain(*(range(first, last) for first, last in part)) for part in parts[:cut]]
+    for place in itertools.product(*rows):
+        row = 0
+        for size, at in zip(shape, place, strict=False):
+            row = row * size + at
+        for first, last in parts[cut]:
+            yield (row * shape[cut] + first) * inner, (last - first) * inner

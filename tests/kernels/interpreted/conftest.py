@@ -1,11 +1,11 @@
-"""These tests run where Triton interprets; anywhere else they are skipped."""
+"""These tests run where Triton interprets, or on a GPU; anywhere else they are skipped."""
 
 import pytest
 
-from penstock.kernels.launch import INTERPRETED
+from tests.support.devices import runs_kernels
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter() -> None:
-    if not INTERPRETED:
-        pytest.skip("needs TRITON_INTERPRET=1 from the start (make kernels), and triton")
+    if not runs_kernels():
+        pytest.skip("needs TRITON_INTERPRET=1 from the start (make kernels), or a GPU (make gpu)")

@@ -40,7 +40,7 @@ def make_case(
 
 
 def check(query: Tensor, layer: Tensor, up: Tensor, batch: Batch, found: Tensor) -> None:
-    query, layer, up = query.cpu().double(), layer.cpu().double(), up.cpu().double()
+    query, layer, up = (tensor.cpu().double() for tensor in (query, layer, up))
     compare(found, latent_attention_reference(query, layer, up, *batch, 0.3))
 
 

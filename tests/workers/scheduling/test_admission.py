@@ -130,3 +130,20 @@ def test_receivers_are_not_preempted() -> None:
     decode.run()
     decode.expect(new)
     decode.expect(other)
+
+
+def test_static_batches_do_not_mix_and_change_no_answer() -> None:
+    bench = Bench(static=True, max_sequences=3, max_batched_tokens=6)
+    sequences = [sequence(n, list(range(n, n + 9)), 2 + 3 * n) for n in range(7)]
+    sequences.append(sequence("choices", [4, 5], 3, num_choices=2))
+    for new in sequences:
+        bench.submit(new)
+    seated: list[int] = []
+    while bench.step() is not None:
+        seated.append(bench.batcher.load().running)
+    # Rows that become free stay so until the last of the batch has ended.
+    begins = [at for at, (a, b) in enumerate(zip([0, *seated], seated, strict=False)) if b > a]
+    assert [seated[at] for at in begins] == [3, 3, 3]
+    assert all(at == 0 or seated[at - 1] == 0 for at in begins)
+    for new in sequences:
+        bench.expect(new)

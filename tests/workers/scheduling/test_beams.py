@@ -1,12 +1,20 @@
 """The rows of a search: seated, drawing, moving, preempted and gone together, blocks shared."""
 
+from collections import deque
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.loadtests.simulate.fold import FoldExecutor, copy_blocks
-from penstock.workers.scheduling.sequence import Finished, Ints, NeverFits, NewSequence, Yielded
+from penstock.workers.scheduling.sequence import (
+    Finished,
+    Ints,
+    NeverFits,
+    NewSequence,
+    StepPlan,
+    Yielded,
+)
 from tests.support.fold_bench import Bench, beams, sequence
 
 
@@ -46,6 +54,27 @@ def test_searches_in_a_crowd_give_what_they_give_alone(num_blocks: int, short: b
         bench.expect(new)
     assert (bench.batcher.load().preemptions > 0) == short
     assert bench.batcher.load().used_blocks == 0
+
+
+def test_searches_in_a_pipeline_give_what_they_give_alone() -> None:
+    bench = Bench(num_stages=3, num_blocks=60, max_sequences=8)
+    crowd = [sequence(n, list(range(5 + n)), 20) for n in range(5)]
+    crowd += [beams(f"beams {n}", list(range(9 + n)), max_tokens=9, **CROWD[n]) for n in (0, 2)]
+    for new in crowd:
+        bench.submit(new)
+    plans: deque[StepPlan] = deque()
+    most = 0
+    while True:
+        while (plan := bench.batcher.plan(0.0)) is not None:
+            plans.append(plan)
+        if not plans:
+            break
+        most = max(most, len(plans))
+        bench.commit(plans.popleft())
+        bench.batcher.check()
+    for new in crowd:
+        bench.expect(new)
+    assert most > 1
 
 
 class Forgetful(FoldExecutor):
@@ -159,7 +188,8 @@ def test_a_search_is_handed_over_as_its_prompt(length: int, when: str) -> None:
         prefill.step()
     prefill.batcher.ask_yield("p")
     assert prefill.batcher.events()[-1] == Yielded("p", length - 1)
-    assert prefill.answers == prefill.searched == {}
+    assert not prefill.answers
+    assert not prefill.searched
     assert prefill.batcher.load().leased_blocks == -(-(length - 1) // 4)
     new = beams("d", prompt, 3, 8, source_len=length - 1)
     decode.submit(new)

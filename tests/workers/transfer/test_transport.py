@@ -15,7 +15,6 @@ from penstock.workers.transfer.transport import (
     MirrorStore,
     PairBroken,
     RankPair,
-    backend_for,
 )
 
 CPU = torch.device("cpu")
@@ -111,8 +110,3 @@ def test_a_close_ends_the_wait_for_the_other_side() -> None:
     pair = RankPair(SOURCE, MirrorStore(lambda key, value: None, 300), CPU, "127.0.0.1", 300)
     pair.close()
     assert broken(pair.connected())
-
-
-def test_tensors_on_gpus_go_by_nccl() -> None:
-    assert backend_for(CPU) == "gloo"
-    assert backend_for(torch.device("cuda", 1)) == "nccl"

@@ -59,6 +59,7 @@ def test_narrow_checkpoints_are_widened_on_a_cpu(folder: Path, kind: torch.dtype
     configure(folder, dtype=str(kind).removeprefix("torch."))
     spec, decoder = load_model(folder, "auto", CPU)
     assert decoder.dtype == torch.float32
+    assert decoder.norm is not None
     assert torch.equal(decoder.norm.weight, narrow["model.norm.weight"].float())
     assert choose_dtype("auto", spec.dtype, torch.device("cuda")) == kind
     _, kept = load_model(folder, "bfloat16", CPU)

@@ -1,0 +1,83 @@
+"""Workers of several ranks on Ray's own cluster of several nodes, whose GPUs are only declared."""
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from penstock.cluster.placement import CannotPlace, Node, WorkerPlace, place
+from penstock.cluster.session import free_nodes
+from penstock.cluster.spec import ClusterSpec, Pools, PoolSpec
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without GPUs, and two nodes of two."""
+    with tempfile.TemporaryDirectory(prefix="pk-") as folder:
+        found = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False,
+                            "temp_dir": str(Path(folder) / "r")},
+        )  # fmt: skip
+        for _ in range(2):
+            found.add_node(num_cpus=2, num_gpus=2)
+        ray.init(address=found.address, log_to_driver=False)
+        yield found
+        ray.shutdown()
+        found.shutdown()
+
+
+def asked(pool: PoolSpec) -> ClusterSpec:
+    none = PoolSpec(replicas=0)
+    return ClusterSpec(pools=Pools(prefill=none, decode=none, mixed=pool))
+
+
+def nodes_of(one: WorkerPlace) -> list[str]:
+    """Where Ray lays the stages; none are left behind."""
+    group = placement_group(list(one.bundles), one.strategy)
+    try:
+        assert group.wait(60)
+        table = placement_group_table(group)["bundles_to_node_id"]
+        return [table[stage] for stage in range(one.pp)]
+    finally:
+        remove_placement_group(group)
+
+
+def settled(num_gpus: int) -> list[Node]:
+    """The free nodes, once everything has been given back."""
+
+    async def wait() -> list[Node]:
+        async with asyncio.timeout(60):
+            while sum(node.gpus for node in free_nodes()) != num_gpus:
+                await asyncio.sleep(0.1)
+        return free_nodes()
+
+    return asyncio.run(wait())
+
+
+def test_ray_lays_stages_as_planned(cluster: Any) -> None:
+    (packed,) = place(asked(PoolSpec(tp=2, gpus=1, cpus=0.5)), settled(4))
+    assert len(nodes_of(packed)) == 1
+    (spread,) = place(asked(PoolSpec(tp=2, pp=2, gpus=1, cpus=0.5, stages="spread")), settled(4))
+    assert len(set(nodes_of(spread))) == 2
+    (near,) = place(asked(PoolSpec(pp=2, gpus=1, cpus=0.5)), settled(4))
+    assert len(set(nodes_of(near))) == 1
+
+
+def test_what_cannot_be_placed_is_said_and_a_node_more_makes_room(cluster: Any) -> None:
+    wide = asked(PoolSpec(tp=3, gpus=1, cpus=0.1))
+    with pytest.raises(CannotPlace, match=r"asks 3 times \(0.1 CPUs, 1 GPU\) on one node"):
+        place(wide, settled(4))
+    node = cluster.add_node(num_cpus=2, num_gpus=3)
+    (one,) = place(wide, settled(7))
+    assert len(nodes_of(one)) == 1
+    cluster.remove_node(node)
+    settled(4)

@@ -1,0 +1,66 @@
+"""A served worker of two ranks: it answers, survives a rank, and leaves nothing behind."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.cli.checkpoint import SHIPPED
+from penstock.loadtests.server import free_ports
+from penstock.loadtests.startup import left_in_shared_memory, shared_memory
+from tests.support.serving import PATIENCE, Serving, serving
+
+MODEL = SHIPPED.parent / "demo-small"
+
+
+def complete(running: Serving) -> list[str]:
+    body: dict[str, Any] = {"model": "demo-small", "prompt": "What is 2 plus 2?", "max_tokens": 12}
+    body |= {"temperature": 0, "ignore_eos": True, "logprobs": 1}
+    url = f"http://127.0.0.1:{running.http}/v1/completions"
+    reply = httpx.post(url, json=body, timeout=PATIENCE)
+    reply.raise_for_status()
+    found: list[str] = reply.json()["choices"][0]["logprobs"]["tokens"]
+    return found
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_a_worker_of_two_ranks() -> None:
+    before = shared_memory()
+    with tempfile.TemporaryDirectory(prefix="pk-") as name:  # a short path
+        folder = Path(name)
+        arguments = [str(MODEL), "--tp", "2", "--kv-cache-mib", "64"]
+        with serving(arguments, free_ports(2), folder) as running:
+            running.wait_until_said("is served after")
+            answer = complete(running)
+            assert len(answer) == 12
+            running.find("mixed worker 0, rank 1").kill()
+            running.wait_until_said("mixed worker 0: rank 1: its process died")
+            running.wait_until_said("mixed worker 0: ready after", times=2)
+            assert complete(running) == answer
+            running.interrupt()
+            assert running.wait() == 0
+            left = running.left_behind()
+            assert (left["processes"], left["ports"]) == ([], [])
+    assert left_in_shared_memory(before) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tp", "3"], "tp 3 "),
+        (["--pp", "50"], "pp 50: the model has "),
+        (["--tp", "2", "--ep", "2"], "ep 2: the model has no experts"),
+        (["--ep", "2"], "ep: 2 does not divide tp (1)"),
+    ],
+)
+def test_a_shape_that_cannot_be_starts_nothing(flags: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "penstock.cli", "serve", str(MODEL), *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1

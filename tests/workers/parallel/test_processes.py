@@ -1,0 +1,87 @@
+"""Workers of several ranks, each a process: every shape gives the answers of one rank.
+
+One group of processes serves all cases; torch is loaded once in each.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.workers.engine import Engine
+from tests.support.rank_processes import RankProcesses, rank_processes
+from tests.support.ranks import Answers, agree, answer, make_model, rank_config
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+
+DENSE = [(2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1)]
+SPARSE = [*DENSE, (2, 1, 2), (4, 1, 2), (4, 1, 4), (2, 2, 2)]
+CASES = [
+    *(("llama", mesh) for mesh in DENSE),
+    *(("qwen2-moe", mesh) for mesh in SPARSE),
+    *(("deepseek", mesh) for mesh in SPARSE),
+    *((name, (4, 1, 1)) for name in ("qwen2", "phi3", "falcon")),
+    *((name, (4, 1, 2)) for name in ("gpt-oss", "deepseek-v2")),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    with rank_processes(4) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@cache
+def one_rank(folder: Path, name: str) -> tuple[Path, Answers]:
+    model = make_model(folder / name, name)
+    return model, answer(Engine(rank_config(model)))
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_every_shape_gives_the_answers_of_one_rank(
+    ranks: RankProcesses, folder: Path, name: str, mesh: tuple[int, int, int]
+) -> None:
+    model, expected = one_rank(folder, name)
+    assert len({token for tokens in expected.tokens for token in tokens}) > 8
+    agree(ranks.answers(model, mesh), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("llama", (4, 1, 1)), ("qwen2-moe", (4, 1, 2)), ("deepseek", (2, 2, 2))]
+)
+def test_a_shape_gives_the_same_bits_twice(
+    ranks: RankProcesses, folder: Path, name: str, mesh: tuple[int, int, int]
+) -> None:
+    model, _ = one_rank(folder, name)
+    first, second = (ranks.answers(model, mesh) for _ in range(2))
+    assert first.tokens == second.tokens
+    for one, other in zip(first.logits, second.logits, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_narrow_numbers(ranks: RankProcesses, folder: Path) -> None:
+    model, _ = one_rank(folder, "llama")
+    found = ranks.answers(model, (2, 1, 1), dtype="bfloat16")
+    expected = answer(Engine(rank_config(model, dtype="bfloat16")))
+    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours[0], theirs[0], rtol=0.1, atol=0.2)
+
+
+def test_a_dead_rank_ends_the_worker(folder: Path) -> None:
+    model, _ = one_rank(folder, "llama")
+    running = model.with_suffix(".wait")
+    running.touch()
+    with rank_processes(2) as two:
+        two.begin(model, (2, 1, 1))
+        assert two.hear(0) == "answering"
+        two.processes[1].kill()
+        error = two.hear(0)
+    assert isinstance(error, RuntimeError)
+    assert "RankLost" in str(error)

@@ -1,0 +1,164 @@
+"""What ranks have of a model: together everything, each no more than its part."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from penstock.workers.layers.latent import LatentAttention
+from penstock.workers.models.decoder import Decoder, empty_decoder
+from penstock.workers.models.spec import ModelSpec, read_spec
+from penstock.workers.parallel.group import Group
+from penstock.workers.parallel.mesh import BadShape, Mesh, Place
+from penstock.workers.parallel.ranks import ALONE, Ranks
+from penstock.workers.weights.loading import load_model
+from penstock.workers.weights.sharding import check_shape, kv_heads, region_shape, regions
+from tests.support.ranks import MODELS, make_model
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+DENSE = [(2, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1)]
+SPARSE = [*DENSE, (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2)]
+CASES = [(name, mesh) for name in MODELS for mesh in
+         (SPARSE if {"moe", "oss", "deepseek"} & {*name.split("-")} else DENSE)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: make_model(folder / name, name) for name in MODELS}
+
+
+def ranks_of(place: Place) -> Ranks:
+    """As if it had met the others: it only holds weights here."""
+    nobody = cast(Group, object())
+    return Ranks(place, nobody if place.mesh.tp > 1 else None)
+
+
+def cover(tensor: torch.Tensor, region: tuple[object, ...]) -> torch.Tensor:
+    """A mask of the region."""
+    mask = torch.ones(tensor.shape, dtype=torch.bool)
+    for at, ranges in enumerate(region):
+        if ranges is not None:
+            inside = torch.zeros(tensor.shape[at], dtype=torch.bool)
+            for first, last in cast(tuple[tuple[int, int], ...], ranges):
+                inside[first:last] = True
+            shape = [1] * tensor.dim()
+            shape[at] = -1
+            mask &= inside.view(shape)
+    return mask
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_ranks_have_everything_in_shapes_that_fit(
+    models: dict[str, Path], name: str, shape: tuple[int, int, int]
+) -> None:
+    spec, mesh = read_spec(models[name]), Mesh(*shape)
+    whole = empty_decoder(spec, torch.float32, META).tensors()
+    counts = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
+    for rank in range(mesh.num_ranks):
+        place = mesh.place(rank)
+        parts = regions(spec, place)
+        held = empty_decoder(spec, torch.float32, META, ranks=ranks_of(place)).tensors()
+        for tensor, part in held.items():
+            region = parts.get(tensor, ())
+            assert tuple(part.shape) == region_shape(tuple(whole[tensor].shape), region), tensor
+            counts[tensor] += cover(whole[tensor], region)
+    for tensor, count in counts.items():
+        assert count.min() >= 1, tensor
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "falcon", "gpt-oss", "deepseek"])
+def test_a_rank_holds_what_its_region_says(models: dict[str, Path], name: str) -> None:
+    spec, whole = load_model(models[name], "auto", CPU)
+    if spec.qkv_grouped:  # loading has put it into another order since
+        whole = empty_decoder(spec, torch.float32, CPU)
+        load_into(models[name], whole)
+    for rank in range(4):
+        place = Mesh(2, 2).place(rank)
+        seen: list[tuple[int, int]] = []
+        part = load_part(models[name], place, seen)
+        expected = whole.tensors()
+        read = 0
+        for tensor, values in part.tensors().items():
+            region = regions(spec, place).get(tensor, ())
+            if not (spec.qkv_grouped and "query_key_value" in tensor):
+                wanted = expected[tensor][cover(expected[tensor], region)].view(values.shape)
+                assert torch.equal(values, wanted), tensor
+            read += values.nbytes
+        assert seen[-1] == (read, read), "no other bytes were read"
+        assert read < 0.6 * sum(tensor.nbytes for tensor in expected.values())
+
+
+def load_into(folder: Path, decoder: Decoder) -> None:
+    from safetensors.torch import load_file
+
+    values = load_file(folder / "model.safetensors")
+    for name, target in decoder.tensors().items():
+        target.copy_(values[name])
+
+
+def load_part(folder: Path, place: Place, seen: list[tuple[int, int]]) -> Decoder:
+    ranks = ranks_of(place)
+    return load_model(
+        folder, "auto", CPU, lambda done, total: seen.append((done, total)), ranks=ranks
+    )[1]
+
+
+def test_kv_heads_are_cut_or_repeated(models: dict[str, Path]) -> None:
+    spec = read_spec(models["llama"])
+    for tp, expected in ((1, [(0, 2)]), (2, [(0, 1), (1, 2)]), (4, [(0, 1)] * 2 + [(1, 2)] * 2)):
+        found = [kv_heads(spec, Mesh(tp).place(rank)) for rank in range(tp)]
+        assert [(heads.start, heads.stop) for heads in found] == expected
+
+
+def test_latent_rows_are_on_every_rank(models: dict[str, Path]) -> None:
+    spec = read_spec(models["deepseek"])
+    part = empty_decoder(spec, torch.float32, META, ranks=ranks_of(Mesh(4).place(3)))
+    assert part.spec.kv_shape == spec.kv_shape
+    attention = part.layers[0].attention
+    assert isinstance(attention, LatentAttention)
+    assert len(attention.up) == 1
+    assert kv_heads(spec, Mesh(4).place(3)) == range(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "changes", "said"),
+    [
+        ("llama", (3, 1, 1), {}, "tp 3 neither divides the model's 2 KV heads nor"),
+        ("llama", (8, 1, 1), {}, "tp 8 does not divide the model's 4 attention heads"),
+        ("llama", (1, 6, 1), {}, "pp 6: the model has 5 layers, too few for 6 stages"),
+        ("llama", (2, 1, 2), {}, "ep 2: the model has no experts"),
+        ("llama", (4, 1, 1), {"intermediate_size": 50}, "tp 4 does not divide the model's 50 feed"),
+        ("llama", (2, 1, 1), {"qk_norm": "whole"}, "normalises all heads together"),
+        ("qwen2-moe", (16, 1, 8), {"num_heads": 16, "num_kv_heads": 16}, "has 7 experts"),
+        ("deepseek", (8, 1, 1), {}, "tp 8 does not divide the model's 4 attention heads"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_plainly(
+    models: dict[str, Path],
+    name: str,
+    shape: tuple[int, int, int],
+    changes: dict[str, object],
+    said: str,
+) -> None:
+    spec: ModelSpec = replace(read_spec(models[name]), **changes)  # type: ignore[arg-type]
+    with pytest.raises(BadShape, match=said):
+        check_shape(spec, Mesh(*shape))
+
+
+def test_an_expert_that_cannot_be_cut(models: dict[str, Path]) -> None:
+    spec = read_spec(models["gpt-oss"])
+    assert spec.experts is not None
+    odd = replace(spec, experts=replace(spec.experts, inner_size=22))
+    with pytest.raises(BadShape, match=r"22 features of an expert into 4 parts|does not divide"):
+        check_shape(odd, Mesh(4))
+    check_shape(odd, Mesh(4, ep=2))
+    with pytest.raises(BadShape, match=r"does not divide the model's 21 .* into 2 parts"):
+        check_shape(replace(spec, experts=replace(spec.experts, inner_size=21)), Mesh(4, ep=2))
+
+
+def test_one_rank_has_all_of_it(models: dict[str, Path]) -> None:
+    spec = read_spec(models["llama"])
+    assert regions(spec, ALONE.place) == {}

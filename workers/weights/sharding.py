@@ -1,0 +1,263 @@
+"""What a rank has of a model: the model as its rank sees it, and which part of each tensor.
+
+Column products (to heads, to the inner features of a feed-forward layer) have some of the outputs
+on each rank, row products (back to the hidden states) some of the inputs: what ranks give there is
+summed. Where there are more ranks than KV heads, several ranks have the same one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from penstock.workers.models.config import Fields
+from penstock.workers.models.spec import (
+    ExpertsSpec,
+    ModelSpec,
+    is_ours,
+    read_config,
+    read_spec,
+)
+from penstock.workers.parallel.mesh import BadShape, Mesh, Place
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Parts [first, last) of a dimension, one behind the other."""
+
+Region: TypeAlias = tuple[Ranges | None, ...]
+"""What is wanted of each dimension, from the first on; None, or no more entries: all."""
+
+
+def check_folder(folder: Path, mesh: Mesh) -> None:
+    """`BadShape` if a checkpoint's model cannot be cut like that; raises as `read_spec` does."""
+    config = read_config(folder)
+    check_ours(config, mesh)
+    if is_ours(config):
+        check_shape(read_spec(folder), mesh)
+
+
+def check_ours(config: Fields, mesh: Mesh) -> None:
+    """`BadShape` if several ranks are to have a model that only `transformers` computes."""
+    if mesh.num_ranks > 1 and not is_ours(config):
+        raise BadShape(
+            f"tp {mesh.tp}, pp {mesh.pp}: {config.values['architectures'][0]} is computed by "
+            "transformers, on one rank only"
+        )
+
+
+def check_shape(spec: ModelSpec, mesh: Mesh) -> None:
+    """`BadShape` if the model cannot be cut like that."""
+    tp, pp, ep = mesh.tp, mesh.pp, mesh.ep
+    if pp > spec.num_layers:
+        raise BadShape(f"pp {pp}: the model has {spec.num_layers} layers, too few for {pp} stages")
+    if ep > 1 and spec.experts is None:
+        raise BadShape(f"ep {ep}: the model has no experts")
+    if spec.experts is not None and ep > spec.experts.num_experts:
+        raise BadShape(f"ep {ep}: the model has {spec.experts.num_experts} experts")
+    if spec.latent is None and spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+        raise BadShape(f"tp {tp} neither divides the model's {spec.num_kv_heads} KV heads nor is "
+                       "a multiple of them")  # fmt: skip
+    if spec.qk_norm == "whole" and tp > 1:
+        raise BadShape(f"tp {tp}: {spec.family} normalises all heads together, which tp cannot cut")
+    for size, per, what in _cut_sizes(spec, mesh):
+        if size % per:
+            raise BadShape(f"tp {tp} does not divide the model's {size} {what}" + _etp(mesh, per))
+
+
+def _etp(mesh: Mesh, per: int) -> str:
+    return "" if per == mesh.tp else f" into {per} parts (tp {mesh.tp} over ep {mesh.ep})"
+
+
+def _cut_sizes(spec: ModelSpec, mesh: Mesh) -> Iterator[tuple[int, int, str]]:
+    yield spec.num_heads, mesh.tp, "attention heads"
+    experts = spec.experts
+    if experts is None or not all(experts.layers):
+        yield spec.intermediate_size, mesh.tp, "feed-forward features"
+    if experts is not None:
+        yield experts.inner_size, mesh.expert_tp, "features of an expert"
+        yield experts.shared_size, mesh.expert_tp, "features of the shared expert"
+
+
+def local_spec(spec: ModelSpec, place: Place) -> ModelSpec:
+    """The model as one rank computes it: its layers, heads and features. The vocabulary and the
+    number of experts stay those of all ranks. `BadShape`."""
+    check_shape(spec, place.mesh)
+    layers = place.layers(spec.num_layers)
+    here = slice(layers.start, layers.stop)
+    return replace(
+        spec,
+        num_layers=len(layers),
+        num_heads=spec.num_heads // place.mesh.tp,
+        num_kv_heads=max(1, spec.num_kv_heads // place.mesh.tp),
+        intermediate_size=spec.intermediate_size // place.mesh.tp,
+        windows=spec.windows[here],
+        experts=None if spec.experts is None else _local_experts(spec.experts, place, here),
+    )
+
+
+def _local_experts(experts: ExpertsSpec, place: Place, here: slice) -> ExpertsSpec:
+    return replace(
+        experts,
+        inner_size=experts.inner_size // place.mesh.expert_tp,
+        shared_size=experts.shared_size // place.mesh.expert_tp,
+        layers=experts.layers[here],
+    )
+
+
+class HasHeads(Protocol):
+    """What is asked of a spec here, anybody's."""
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]: ...
+
+
+def kv_heads(spec: HasHeads, place: Place) -> range:
+    """The KV heads that a rank keeps. A latent row counts as one, so that every rank has it."""
+    num_heads = spec.kv_shape[1]
+    first = num_heads * place.column // place.mesh.tp
+    return range(first, first + max(1, num_heads // place.mesh.tp))
+
+
+def region_shape(shape: tuple[int, ...], region: Region) -> tuple[int, ...]:
+    """Of a region of a tensor of that shape."""
+    parts = [None if at >= len(region) else region[at] for at in range(len(shape))]
+    return tuple(
+        size if ranges is None else sum(last - first for first, last in ranges)
+        for size, ranges in zip(shape, parts, strict=True)
+    )
+
+
+def regions(spec: ModelSpec, place: Place) -> dict[str, Region]:
+    """Of the checkpoint's tensors of which the rank has a part only, which part, by name.
+
+    spec: of the whole model.
+    """
+    if place.mesh.tp == 1:
+        return {}
+    names, words = spec.names, place.tokens(spec.vocab_size)
+    vocabulary = ((words.start, words.stop),)
+    found: dict[str, Region] = {
+        f"{names.embeddings}.weight": (vocabulary,),
+        f"{names.head}.weight": (vocabulary,),
+        f"{names.head}.bias": (vocabulary,),
+    }
+    cut = _Cut(spec, place)
+    for layer in place.layers(spec.num_layers):
+        in_layer = dict(cut.attention())
+        if spec.experts is not None and spec.experts.layers[layer]:
+            in_layer.update(cut.experts(spec.experts))
+        else:
+            in_layer.update(cut.mlp(names.mlp, names.gate_up, names.down))
+        found |= {f"{names.layers}.{layer}.{name}": part for name, part in in_layer.items()}
+    return found
+
+
+Parts: TypeAlias = Iterator[tuple[str, Region]]
+
+
+class _Cut:
+    """Names relative to a layer, and what the rank has of them."""
+
+    def __init__(self, spec: ModelSpec, place: Place) -> None:
+        self._spec = spec
+        self._place = place
+
+    def attention(self) -> Parts:
+        spec, names = self._spec, self._spec.names
+        if spec.latent is not None:
+            query = names.query_up if spec.latent.query_rank else names.qkv[0]
+            yield from _outputs(query, self._heads(spec.head_dim))
+            yield from _outputs(names.row_up, self._heads(spec.latent.up_dim))
+            yield from _inputs(names.output, self._heads(spec.latent.value_dim))
+            return
+        yield from self._qkv()
+        yield from _inputs(names.output, self._heads(spec.head_dim))
+        yield names.sinks, (self._heads(1),)
+
+    def _heads(self, size: int, first: int = 0) -> Ranges:
+        """The rows of this rank's heads, of `size` each, behind `first` heads of others' kind."""
+        num = self._spec.num_heads // self._place.mesh.tp
+        start = first + num * self._place.column
+        return ((start * size, (start + num) * size),)
+
+    def _qkv(self) -> Parts:
+        spec, size = self._spec, self._spec.head_dim
+        kept = kv_heads(spec, self._place)
+        keys = ((kept.start * size, kept.stop * size),)
+        if len(spec.names.qkv) == 3:
+            for name, rows in zip(spec.names.qkv, (self._heads(size), keys, keys), strict=True):
+                yield from _outputs(name, rows)
+        elif spec.qkv_grouped:
+            yield from _outputs(spec.names.qkv[0], self._grouped(kept))
+        else:
+            first, second = spec.num_heads * size, (spec.num_heads + spec.num_kv_heads) * size
+            ((start, stop),) = keys
+            rows = (first + start, first + stop), (second + start, second + stop)
+            yield from _outputs(spec.names.qkv[0], self._heads(size) + rows)
+
+    def _grouped(self, kept: range) -> Ranges:
+        """Each KV head's query heads, of which this rank may have some only, its key, its value."""
+        spec, size = self._spec, self._spec.head_dim
+        group = spec.num_heads // spec.num_kv_heads
+        num = spec.num_heads // self._place.mesh.tp // len(kept)
+        found = []
+        for head in kept:
+            first = head * (group + 2)
+            query = first + (num * self._place.column) % group
+            found += [(query * size, (query + num) * size)]
+            found += [((first + group) * size, (first + group + 2) * size)]
+        return tuple(found)
+
+    def mlp(self, prefix: str, gate_up: tuple[str, ...], down: str) -> Parts:
+        inner, tp = self._spec.intermediate_size, self._place.mesh.tp
+        yield from self._feed_forward(prefix, gate_up, down, (inner, tp, self._place.column))
+
+    def _feed_forward(
+        self, prefix: str, gate_up: tuple[str, ...], down: str, cut: tuple[int, int, int]
+    ) -> Parts:
+        """cut: the inner features of all ranks, over how many they are cut, and which one."""
+        inner, num, column = cut
+        first, last = inner // num * column, inner // num * (column + 1)
+        rows: Ranges = ((first, last),)
+        if self._spec.gated and len(gate_up) == 1:
+            rows += ((inner + first, inner + last),)
+        for name in gate_up:
+            yield from _outputs(f"{prefix}.{name}", rows)
+        yield from _inputs(f"{prefix}.{down}", ((first, last),))
+
+    def experts(self, experts: ExpertsSpec) -> Parts:
+        names, place = self._spec.names, self._place
+        num, column = place.mesh.expert_tp, place.expert_column
+        if experts.clamp is not None:
+            yield from self._stacks(experts)
+            return
+        cut = (experts.inner_size, num, column)
+        for expert in place.experts(experts.num_experts):
+            prefix = f"{names.experts}.experts.{expert}"
+            yield from self._feed_forward(prefix, names.expert_gate_up, names.expert_down, cut)
+        if experts.shared_size:
+            cut = (experts.shared_size, num, column)
+            prefix = f"{names.experts}.{names.shared}"
+            yield from self._feed_forward(prefix, names.gate_up, names.down, cut)
+
+    def _stacks(self, experts: ExpertsSpec) -> Parts:
+        """gpt-oss: all experts in one tensor, gate and up features taking turns."""
+        place, prefix = self._place, f"{self._spec.names.experts}.experts"
+        mine = place.experts(experts.num_experts)
+        num = experts.inner_size // place.mesh.expert_tp
+        first, last = num * place.expert_column, num * (place.expert_column + 1)
+        own: Ranges = ((mine.start, mine.stop),)
+        pairs: Ranges = ((2 * first, 2 * last),)
+        yield f"{prefix}.gate_up_proj", (own, None, pairs)
+        yield f"{prefix}.gate_up_proj_bias", (own, pairs)
+        yield f"{prefix}.down_proj", (own, ((first, last),))
+        yield f"{prefix}.down_proj_bias", (own,)
+
+
+def _outputs(name: str, rows: Ranges) -> Parts:
+    yield f"{name}.weight", (rows,)
+    yield f"{name}.bias", (rows,)
+
+
+def _inputs(name: str, columns: Ranges) -> Parts:
+    """A row product's bias is whole: one rank adds it."""
+    yield f"{name}.weight", (None, columns)
