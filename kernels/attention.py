@@ -299,11 +299,13 @@ def _aot_case(
         query = meta(512, (group + 2) * num_heads, head_dim, dtype=dtype)[:, : group * num_heads]
         paged_attention(query, layer, plan, scores, scales)
 
+    # Rows of eight bits come 16 bytes at a time too, but entries of the table outweigh them: 49%.
+    streams = ("merge_parts",) if cached == E4M3 else ("attend_tiles", "merge_parts")
     return AotCase(
         name,
         call,
         products=("attend_tiles",),
-        streams=("attend_tiles", "merge_parts"),
+        streams=streams,
         chips=E4M3_CHIPS if cached == E4M3 else CHIPS,
     )
 

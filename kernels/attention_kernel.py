@@ -116,9 +116,9 @@ def attend_tiles(  # noqa: C901
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     # Three stretches: the window's edge, what every row sees and needs no mask, the causal edge.
-    # A part is short and waits for memory: one masked stretch does.
-    for stretch in tl.static_range(2 if SPLIT else (0 if WINDOW else 1), 3):
-        if SPLIT:
+    # A part is short and waits for memory, a wide tile has no registers left: one masked stretch.
+    for stretch in tl.static_range(2 if SPLIT or TAIL else (0 if WINDOW else 1), 3):
+        if SPLIT or TAIL:
             start, stop = begin, high
         elif stretch == 0:
             start, stop = begin, tl.minimum(all_low, high)
