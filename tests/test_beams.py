@@ -69,6 +69,11 @@ async def serve(name: str, role: str, folder: Path, **other: Any) -> RunningWork
     return await serve_worker(WorkerConfig(name, folder, role=role, **sizes))
 
 
+async def _stop(workers: dict[str, RunningWorker]) -> None:
+    for worker in workers.values():
+        await worker.stop()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp("model")
@@ -77,8 +82,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         workers: dict[str, RunningWorker] = {}
         for name, role in (("p", "prefill"), ("d0", "decode"), ("d1", "decode")):
             workers[name] = await serve(name, role, folder)
-            # Whoever has that name in the end.
-            stack.push_async_callback(lambda name=name: workers[name].stop())
+        stack.push_async_callback(_stop, workers)  # those who have the names in the end
         router = await serve_router(RouterConfig(folder, "m", http_port=0, grpc_port=0))
         stack.push_async_callback(router.stop)
         await router.set_workers({name: worker.address for name, worker in workers.items()})
