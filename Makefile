@@ -1,10 +1,10 @@
-# Six verbs: setup, serve, check, test, protos, train-demo.
+# The verbs: setup, serve, check, test, kernels, aot, gpu, protos, train-demo.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.penstock-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve check test protos train-demo
+.PHONY: setup serve check test kernels aot gpu gpu-carry protos train-demo
 
 setup: $(STAMP)
 
@@ -23,11 +23,29 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.generated
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not process and not cluster and not gpu"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not process and not cluster and not gpu and not interpreted"
 
 test: setup
-	$(BIN)/python -m pytest -q -n 2 -m "not process and not cluster and not gpu"
+	$(BIN)/python -m pytest -q -n 2 -m "not process and not cluster and not gpu and not interpreted"
 	$(BIN)/python -m pytest -q -m "process or cluster"
+	@$(MAKE) --no-print-directory kernels aot
+
+# Triton reads the variable when it is imported: hence a run of their own.
+kernels: setup
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m interpreted tests/kernels/interpreted
+
+aot: setup
+	$(BIN)/python -m tests.aot
+
+# On a machine with a GPU, with the Python that is there: nothing is installed. See docs/gpu.md.
+gpu:
+	@PYTHONPATH=.:build/gpu-site $(PYTHON) -m penstock.loadtests.gpu $(ARGS)
+
+# What such a machine may lack, for its Python: into build/gpu-site, to be carried there.
+GPU_PYTHON ?= 3.12
+gpu-carry: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --target build/gpu-site --upgrade \
+	  --python-version $(GPU_PYTHON) --only-binary=:all: pytest hypothesis
 
 protos: setup
 	$(BIN)/python -m tests.generated --write

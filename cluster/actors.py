@@ -21,6 +21,7 @@ from penstock.cluster.notices import LogLine, News, Progress
 if TYPE_CHECKING:
     from penstock.router.config import RouterConfig
     from penstock.router.server import RunningRouter
+    from penstock.router.state import ClusterState, Scaling
     from penstock.workers.config import WorkerConfig
     from penstock.workers.follower import Follower
     from penstock.workers.parallel.meeting import Meeting
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NEWS_KEPT = 256  # what waits for the driver; the oldest is dropped first
+NEWS_KEPT = 4096  # what waits for the driver; the oldest is dropped first
 
 
 class HostFailed(RuntimeError):
@@ -42,6 +43,7 @@ class Newsroom:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[News] = deque(maxlen=NEWS_KEPT)
         self._any = asyncio.Event()
+        self._num_dropped = 0
         self._failure: HostFailed | None = None
 
     def add(self, item: News) -> None:
@@ -59,6 +61,9 @@ class Newsroom:
             raise self._failure
         news = list(self._waiting)
         self._waiting.clear()
+        if self._num_dropped:
+            news.insert(0, LogLine(f"{self._num_dropped} lines before this one were dropped"))
+            self._num_dropped = 0
         if self._failure is None:
             self._any.clear()
         return news
@@ -68,27 +73,43 @@ class Newsroom:
         last = self._waiting[-1] if self._waiting else None
         if isinstance(item, Progress) and isinstance(last, Progress) and last.stage == item.stage:
             self._waiting.pop()
+        self._num_dropped += len(self._waiting) == NEWS_KEPT
         self._waiting.append(item)
         self._any.set()
 
 
 class _NewsHandler(logging.Handler):
-    """Warnings and worse on their way to the driver, with their process's name on them."""
+    """What is logged on its way to the driver, with its process's name on it.
 
-    def __init__(self, title: str, newsroom: Newsroom) -> None:
-        super().__init__(logging.WARNING)
+    A record with `fields` is an event: its message is the event's name.
+    """
+
+    def __init__(self, title: str, newsroom: Newsroom, level: int) -> None:
+        super().__init__(level)
         self._newsroom = newsroom
         self.setFormatter(logging.Formatter(f"{title}: %(levelname)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._newsroom.add(LogLine(self.format(record)))
+        if record.levelno < logging.WARNING and not record.name.startswith("penstock."):
+            return
+        text, event = self.format(record), record.getMessage()
+        fields = getattr(record, "fields", None)
+        if fields is None:
+            event, fields = "log", {"message": event, "exception": record.exc_text}
+        self._newsroom.add(LogLine(text, record.levelname.lower(), event, fields, record.created))
 
 
 class _Host:
-    """What both kinds of process have in common: a name and news."""
+    """What both kinds of process have in common: a name and news.
 
-    def __init__(self, title: str) -> None:
+    Args:
+        title: who it is.
+        with_events: tell single requests and the like too, not only what needs attention.
+    """
+
+    def __init__(self, title: str, with_events: bool = False) -> None:
         self._title = f"penstock: {title}"
+        self._level = logging.INFO if with_events else logging.WARNING
         setproctitle(self._title)
         self._newsroom: Newsroom | None = None
         self._naming: asyncio.Task[None] | None = None
@@ -101,7 +122,9 @@ class _Host:
         # Not in __init__, which does not run on the event loop.
         if self._newsroom is None:
             self._newsroom = Newsroom()
-            logging.getLogger().addHandler(_NewsHandler(self._title, self._newsroom))
+            logging.getLogger("penstock").setLevel(self._level)
+            handler = _NewsHandler(self._title, self._newsroom, self._level)
+            logging.getLogger().addHandler(handler)
             self._naming = asyncio.create_task(self._keep_name())
         return self._newsroom
 
@@ -115,8 +138,8 @@ class _Host:
 class WorkerActor(_Host):
     """Hosts one rank of a worker."""
 
-    def __init__(self, title: str) -> None:
-        super().__init__(title)
+    def __init__(self, title: str, with_events: bool = False) -> None:
+        super().__init__(title, with_events)
         self._worker: RunningWorker | None = None
         self._meeting: Meeting | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -145,7 +168,7 @@ class WorkerActor(_Host):
         store = None if self._meeting is None else self._meeting.store
         try:
             config = replace(config, host=ray.util.get_node_ip_address())
-            self._worker = await serve_worker(config, self._weights, store)
+            self._worker = await serve_worker(config, self._weights, self._graphs, store)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
         self._watching = asyncio.create_task(self._watch(self._worker, newsroom))
@@ -179,11 +202,19 @@ class WorkerActor(_Host):
     def _weights(self, done: int, total: int) -> None:
         self._open().add(Progress("weights" if done < total else "warming up", done, total))
 
+    def _graphs(self, done: int, total: int) -> None:
+        self._open().add(Progress(f"graphs, {done} of {total}"))
+
     async def _follow(self, follower: "Follower", newsroom: Newsroom) -> None:
         try:
             await asyncio.to_thread(follower.run)
         except Exception as error:
             newsroom.fail(_reason(error))
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, and wait so long for what is here to end or to move on."""
+        if self._worker is not None:
+            await self._worker.drain(seconds)
 
     async def stop(self) -> None:
         if self._worker is not None:
@@ -201,8 +232,8 @@ class WorkerActor(_Host):
 class RouterActor(_Host):
     """Hosts a router."""
 
-    def __init__(self, title: str) -> None:
-        super().__init__(title)
+    def __init__(self, title: str, with_events: bool = False) -> None:
+        super().__init__(title, with_events)
         self._router: RunningRouter | None = None
         self._leaving: asyncio.Task[None] | None = None
 
@@ -230,6 +261,14 @@ class RouterActor(_Host):
 
     async def worker_died(self, name: str) -> None:
         self._running.worker_died(name)
+
+    async def look(self) -> "ClusterState":
+        """The cluster as this router sees it."""
+        return self._running.frontend.look()
+
+    async def set_scaling(self, scaling: "Scaling") -> None:
+        """What is done about the pools' sizes, to be shown."""
+        self._running.frontend.scaling = scaling
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new, and wait so long for what runs."""

@@ -142,7 +142,10 @@ class Autoscaler:
         """What each pool should be brought to; a pool without a state is left as it is."""
         decisions = [self._decide(name, states[name], now) for name in self._limits & states.keys()]
         decisions.sort(key=lambda decision: decision.pool)
-        return self._within_budget(decisions)
+        leaving = sum(
+            self._limits[each.pool].gpus * states[each.pool].draining for each in decisions
+        )
+        return self._within_budget(decisions, leaving)
 
     def _decide(self, pool: str, state: PoolState, now: float) -> Decision:
         limits, memory = self._limits[pool], self._memories[pool]
@@ -198,7 +201,7 @@ class Autoscaler:
         kv = _of_all(state, fresh, [load.kv_share for load in fresh])
         running = _of_all(state, fresh, [load.running for load in fresh])
         places = median(load.places for load in fresh) if fresh else inf
-        waiting = 0 if pool == "mixed" else state.waiting
+        waiting = state.waiting
         queue = (running + waiting) / places if fresh else float(waiting > 0)
         return _Need(
             queue,
@@ -245,12 +248,14 @@ class Autoscaler:
 
     # ------------------------------------------------------------ budget
 
-    def _within_budget(self, decisions: list[Decision]) -> list[Decision]:
-        """Pools grow in turn, the one that lacks most first, while the budget has GPUs."""
+    def _within_budget(self, decisions: list[Decision], leaving: int) -> list[Decision]:
+        """Pools grow in turn, the one that lacks most first, while the budget has GPUs; workers
+        that drain hold theirs still."""
         if self._budget is None:
             return decisions
         granted = {each.pool: min(each.desired, each.count) for each in decisions}
-        left = self._budget - sum(self._limits[p].gpus * n for p, n in granted.items())
+        held = leaving + sum(self._limits[pool].gpus * count for pool, count in granted.items())
+        left = max(self._budget - held, 0)
         while True:
             short = [
                 each

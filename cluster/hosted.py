@@ -1,6 +1,7 @@
 """The router and the workers as the supervisor knows them: their configurations and actors."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
 import ray
@@ -14,9 +15,11 @@ from penstock.cluster.notices import Notice, Progress, Report
 from penstock.cluster.placement import ROUTER_CPUS, CannotPlace, WorkerPlace, free
 from penstock.cluster.session import free_nodes
 from penstock.router.config import RouterConfig
+from penstock.router.state import ClusterState, Scaling
 from penstock.workers.config import WorkerConfig
 
 SECONDS_TO_PLACE = 60  # for Ray to grant what is free
+SECONDS_TO_SAY_SO = 5.0  # for a worker that has drained
 
 # A call of an actor is never repeated by Ray, and an actor is replaced by us only.
 _OURS = {"max_restarts": 0, "max_task_retries": 0}
@@ -27,8 +30,15 @@ class HostedRouter:
 
     title = "router 0"
 
-    def __init__(self, config: RouterConfig, report: Report, own_node: bool = False) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        report: Report,
+        own_node: bool = False,
+        with_events: bool = False,
+    ) -> None:
         self.config = config
+        self.with_events = with_events  # its log, and that of its workers
         self._resources = {"router": 1} if own_node else {}
         self.ready = asyncio.Event()
         self.listening = ("", "")  # addresses of HTTP and of gRPC
@@ -38,7 +48,7 @@ class HostedRouter:
 
     def make(self) -> Member:
         remote = ray.remote(num_cpus=ROUTER_CPUS, resources=self._resources, **_OURS)(RouterActor)
-        actor = remote.remote(self.title)
+        actor = remote.remote(self.title, self.with_events)
         self.member = Member(self.title, actor, self._report)
         return self.member
 
@@ -56,6 +66,23 @@ class HostedRouter:
     async def worker_came(self, name: str, address: str) -> None:
         self._addresses[name] = address
         await self._tell()
+
+    async def worker_left(self, name: str) -> None:
+        """It has drained, and goes."""
+        if self._addresses.pop(name, None) is not None:
+            await self._tell()
+
+    async def look(self) -> ClusterState | None:
+        """The cluster as the router sees it; None while there is no router."""
+        state: ClusterState | None = None
+        if self.member is not None and self.member.up:
+            state = await self.member.call("look")
+        return state
+
+    async def tell_scaling(self, scaling: Scaling) -> None:
+        """What is done about the pools' sizes, for the router to show."""
+        if self.member is not None and self.member.up:
+            await self.member.call("set_scaling", scaling)
 
     async def worker_went(self, name: str) -> None:
         if self._addresses.pop(name, None) is not None and self.member is not None:
@@ -80,8 +107,10 @@ class HostedWorker:
         self, place: WorkerPlace, config: WorkerConfig, router: HostedRouter, report: Report
     ) -> None:
         self.title = place.title
+        self.name = place.name
         self.config = config
         self.ready = asyncio.Event()
+        self.serves = False
         self.member: Crew | None = None
         self._place = place
         self._group: PlacementGroup | None = None
@@ -101,10 +130,26 @@ class HostedWorker:
         asked = " + ".join(map(str, self._place.bundles))
         raise CannotPlace(f"Ray has no room for {self.title} ({asked}); {free(free_nodes())}")
 
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new; what runs there goes on elsewhere, or ends, within so many seconds."""
+        if self.serves and self.member is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds + SECONDS_TO_SAY_SO):
+                    await self.member.call("drain", seconds)
+
+    async def leave(self) -> None:
+        """End it, and give its place back."""
+        self.serves = False
+        await self._router.worker_left(self.name)
+        if self.member is not None:
+            await self.member.stop()
+        self.release()
+
     def release(self) -> None:
         """Give its place back."""
         if self._group is not None:
             remove_placement_group(self._group)
+            self._group = None
 
     def make(self) -> Crew:
         place = self._place
@@ -122,15 +167,16 @@ class HostedWorker:
         title = f"{self.title}, rank {rank}"
         # What the others tell of their start is what the first one tells.
         report = self._report if rank == 0 else _without_progress(self._report)
-        return Member(self.title, remote.remote(title), report)
+        return Member(self.title, remote.remote(title, self._router.with_events), report)
 
     async def came(self, where: str) -> None:
-        await self._router.worker_came(self._place.name, where)
+        await self._router.worker_came(self.name, where)
+        self.serves = True
         self.ready.set()
 
     async def went(self) -> None:
-        self.member = None
-        await self._router.worker_went(self._place.name)
+        self.member, self.serves = None, False
+        await self._router.worker_went(self.name)
 
 
 def _without_progress(report: Report) -> Report:

@@ -1,8 +1,10 @@
 """What a supervisor tells of its cluster, for a person or a log to show."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
+
+Scalar: TypeAlias = str | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
+    """What a process logs: as a text for people, and as an event with what there is to say."""
+
     text: str
+    level: str = "warning"
+    event: str = "log"
+    fields: Mapping[str, Scalar] = field(default_factory=dict)
+    at: float | None = None  # seconds since 1970; None: now
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +64,18 @@ class Draining:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A pool is to have another number of workers; the text says from how many to how many, why."""
+
+    pool: str
+    text: str
+
+
 News: TypeAlias = Progress | LogLine
 """What a process tells of itself."""
 
-Notice: TypeAlias = News | Ready | Died | GivenUp | Serving | Draining
+Notice: TypeAlias = News | Ready | Died | GivenUp | Serving | Draining | Decided
 
 Report: TypeAlias = Callable[[str, Notice], None]
 """Takes the title of the process that a notice is about ("" for the whole cluster)."""

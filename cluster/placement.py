@@ -6,7 +6,7 @@ be, or each on another. CPUs that the specification leaves open are shared out e
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from penstock.cluster.spec import ROLES, ClusterSpec, PoolSpec
@@ -89,9 +89,18 @@ class _Wish:
         """Of a stage."""
         return self.pool.tp
 
+    @property
+    def may_wait(self) -> bool:
+        """It is not there at first."""
+        return self.index >= self.pool.replicas
+
 
 def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
-    """The workers of `spec`, each with its bundles; `CannotPlace` where they do not fit `nodes`.
+    """All workers that `spec` allows, each with its bundles; a pool begins with its lowest numbers.
+    `CannotPlace` where those do not fit `nodes`.
+
+    Workers that may come later have their share of the CPUs from the beginning. In a Ray that runs
+    already nodes may be added for them: they wait for their place.
 
     GPUs are used wherever the nodes have any, unless a pool says otherwise. With `pool_nodes` a
     worker asks for its pool's resource too, and waits for a node that has room.
@@ -100,7 +109,7 @@ def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
     wishes = [
         _wish(getattr(spec.pools, role), role, index, have_gpus)
         for role in ROLES
-        for index in range(getattr(spec.pools, role).replicas)
+        for index in range(getattr(spec.pools, role).most)
     ]
     if spec.pool_nodes:
         return [
@@ -108,11 +117,20 @@ def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
         ]
     rooms = [_Room(node.name, node.cpus, node.gpus) for node in nodes]
     _take_router(rooms, nodes)
-    # Those that ask for most first, then first come: the usual way to pack tightly.
-    for wish in sorted(wishes, key=lambda w: (-w.gpus * w.ranks, -(w.cpus or 0) * w.ranks)):
-        _find_rooms(wish, rooms, nodes)
+    # The first ones first; of them those that ask for most, then first come: the usual way to pack
+    # tightly.
+    for wish in sorted(
+        wishes, key=lambda w: (w.may_wait, -w.gpus * w.ranks, -(w.cpus or 0) * w.ranks)
+    ):
+        # For more GPUs than there are nobody asks: the pools share a budget.
+        must = not wish.may_wait or (spec.ray_address is None and not wish.gpus)
+        if not _find_rooms(wish, rooms) and must:
+            raise CannotPlace(
+                f"no place for {wish.role} worker {wish.index}, which asks {_asked(wish)} "
+                f"(others were placed before it); {free(nodes)}: ask for less, or for fewer workers"
+            )
     share = min((room.share for room in rooms if room.num_sharing), default=0.0)
-    return [_as_place(wish, share) for wish in wishes]
+    return [_as_place(wish, share, is_patient=wish.may_wait) for wish in wishes]
 
 
 def _wish(pool: PoolSpec, role: str, index: int, have_gpus: bool) -> _Wish:
@@ -127,31 +145,38 @@ def _take_router(rooms: list[_Room], nodes: Sequence[Node]) -> None:
     room.cpus -= ROUTER_CPUS
 
 
-def _find_rooms(wish: _Wish, rooms: list[_Room], nodes: Sequence[Node]) -> None:
-    """One for each stage, and take what it asks."""
-    used: list[_Room] = []
+def _find_rooms(wish: _Wish, rooms: list[_Room]) -> bool:
+    """Take a room for each of its stages, if there are; else none."""
+    before = [replace(room) for room in rooms]
+    used: list[int] = []
     for _ in range(wish.pool.pp):
-        fitting = [room for room in rooms if _fits(wish, room)]
-        if wish.pool.stages == "spread":
-            fitting = [room for room in fitting if not any(room is each for each in used)]
-        if not fitting:
-            raise CannotPlace(
-                f"no place for {wish.role} worker {wish.index}, which asks {_asked(wish)} "
-                f"(others were placed before it); {free(nodes)}: ask for less, or for fewer workers"
-            )
-        # The emptiest node first, so that equals spread and shares come out even; but a worker's
-        # own stages side by side.
-        near = [room for room in fitting if any(room is each for each in used)]
-        room = max(
-            near or fitting,
-            key=lambda room: (room.gpus, room.cpus / (room.num_sharing + wish.ranks)),
-        )
+        index = _best_room(wish, rooms, used)
+        if index is None:
+            rooms[:] = before
+            return False
+        room = rooms[index]
         room.gpus -= wish.gpus * wish.ranks
         if wish.cpus is None:
             room.num_sharing += wish.ranks
         else:
             room.cpus -= wish.cpus * wish.ranks
-        used.append(room)
+        used.append(index)
+    return True
+
+
+def _best_room(wish: _Wish, rooms: Sequence[_Room], used: Sequence[int]) -> int | None:
+    """For the next stage of a worker whose others have `used` these."""
+    fitting = [index for index, room in enumerate(rooms) if _fits(wish, room)]
+    if wish.pool.stages == "spread":
+        fitting = [index for index in fitting if index not in used]
+    # The emptiest node first, so that equals spread and shares come out even; but a worker's own
+    # stages side by side.
+    near = [index for index in fitting if index in used]
+    return max(
+        near or fitting,
+        key=lambda at: (rooms[at].gpus, rooms[at].cpus / (rooms[at].num_sharing + wish.ranks)),
+        default=None,
+    )
 
 
 def _fits(wish: _Wish, room: _Room) -> bool:

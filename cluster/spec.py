@@ -39,6 +39,7 @@ class RouterSpec:
     api_keys_file: str | None = knob(None, "file with more keys, one a line")
     max_queued: int = knob(1024, "requests that may wait", 1)
     drain_seconds: float = knob(30.0, "time for running requests when asked to stop", 0, 86400)
+    vllm_metrics: bool = knob(False, "tell the metrics under vLLM's names too")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,11 @@ class EngineSpec:
 class PoolSpec:
     """A pool of like workers."""
 
-    replicas: int = knob(1, "workers", 0)
+    replicas: int = knob(1, "workers; at first, where their number may change", 0, 1024)
+    min_replicas: int | None = knob(
+        None, "fewest workers, by default replicas; 0: none while nothing is asked", 0, 1024
+    )
+    max_replicas: int | None = knob(None, "most workers; by default replicas", 0, 1024)
     tp: int = knob(1, "ranks that share each layer of a worker, on one node", 1)
     pp: int = knob(1, "stages that a worker's layers are cut into, of tp ranks each", 1)
     ep: int = knob(1, "groups of a stage's ranks that experts are spread over; divides tp", 1)
@@ -84,6 +89,23 @@ class PoolSpec:
             )
         if self.gpus is not None and self.gpus > 1:
             raise SpecError(f"gpus: a rank computes on one GPU at most, not {self.gpus}")
+        if self.least > self.most:
+            raise SpecError(f"min_replicas, {self.least}, is more than max_replicas, {self.most}")
+        if not self.least <= self.replicas <= self.most:
+            raise SpecError(
+                f"replicas: {self.replicas} is not from min_replicas, {self.least}, to "
+                f"max_replicas, {self.most}"
+            )
+
+    @property
+    def least(self) -> int:
+        """Workers that there always are."""
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        """Workers that there may be."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +117,28 @@ class Pools:
     mixed: PoolSpec = PoolSpec(replicas=0)
 
     def __post_init__(self) -> None:
-        prefill, decode, mixed = (getattr(self, role).replicas for role in ROLES)
+        prefill, decode, mixed = (getattr(self, role).most for role in ROLES)
         if not prefill + mixed:
             raise SpecError("no worker prefills: give prefill or mixed one replica or more")
         if not decode + mixed:
             raise SpecError("no worker decodes: give decode or mixed one replica or more")
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether there may be no worker at all, until something is asked."""
+        return not any(getattr(self, role).least for role in ROLES)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingSpec:
+    """How far and how fast pools follow what is asked, where their workers may change in number."""
+
+    max_gpus: int | None = knob(
+        None, "GPUs that all pools may hold together; by default what the nodes have", 1
+    )
+    scale_down_seconds: float = knob(
+        120.0, "a worker drains when fewer have been enough for so long", 1, 86400
+    )
 
 
 DEFAULT_POOLS = Pools(prefill=PoolSpec(), decode=PoolSpec())
@@ -114,6 +153,10 @@ class ClusterSpec:
     router: RouterSpec = RouterSpec()
     engine: EngineSpec = EngineSpec()
     pools: Pools = DEFAULT_POOLS
+    scaling: ScalingSpec = ScalingSpec()
+    log_format: Literal["text", "keys", "json"] = knob(
+        "text", "of what is told: for people, or a line an event as key=value or JSON"
+    )
     pool_nodes: bool = knob(
         False, "wait for nodes that carry a Ray resource named like the pool (or router), use those"
     )
@@ -125,7 +168,7 @@ class ClusterSpec:
         for role in ROLES if self.pool_nodes else ():
             pool = getattr(self.pools, role)
             for name in ("cpus", "gpus"):
-                if pool.replicas and getattr(pool, name) is None:
+                if pool.most and getattr(pool, name) is None:
                     raise SpecError(
                         f"pools.{role}.{name}: say how many a rank has: with pool_nodes the nodes "
                         "that would tell may not be there yet"

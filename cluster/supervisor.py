@@ -1,17 +1,25 @@
-"""Starts a cluster's processes side by side, keeps them alive, and ends them all."""
+"""Starts a cluster's processes side by side, keeps them alive, sizes its pools, ends them all."""
 
 import asyncio
 import secrets
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from penstock.cluster.configs import router_config, worker_config
 from penstock.cluster.hosted import HostedRouter, HostedWorker
 from penstock.cluster.keeper import keep
-from penstock.cluster.notices import Draining, GivenUp, Report, Serving
+from penstock.cluster.member import StartFailed
+from penstock.cluster.notices import Decided, Draining, GivenUp, LogLine, Report, Serving
 from penstock.cluster.placement import WorkerPlace, place
-from penstock.cluster.session import free_nodes
+from penstock.cluster.scaling import Phases, Sizes, busy_of
+from penstock.cluster.session import first_line, free_nodes
 from penstock.cluster.spec import ClusterSpec
-from penstock.router.config import RouterConfig
-from penstock.workers.config import WorkerConfig
+from penstock.cluster.workforce import Workforce
+
+SECONDS_BETWEEN_DECISIONS = 2.0
 
 
 class Supervisor:
@@ -27,15 +35,30 @@ class Supervisor:
 
     def __init__(self, spec: ClusterSpec, model: Path, report: Report) -> None:
         # New at every start: the workers hear nobody but this cluster's routers.
-        token = secrets.token_urlsafe(32)
+        self._token = secrets.token_urlsafe(32)
+        self._spec = spec
+        self._model = model
+        nodes = free_nodes()
+        places = place(spec, nodes)
+        self._sizes = Sizes(spec, places, nodes)
         self._drain_seconds = spec.router.drain_seconds
         self._report = report
-        self._router = HostedRouter(router_config(spec, model, token), report, spec.pool_nodes)
-        self._workers = [
-            HostedWorker(each, worker_config(spec, model, token, each), self._router, report)
-            for each in place(spec, free_nodes())
-        ]
-        self._num_given_up = 0
+        config = router_config(spec, model, self._token)
+        with_events = spec.log_format != "text"
+        self._router = HostedRouter(config, report, spec.pool_nodes, with_events)
+        self._pools = {
+            role: Workforce(
+                [each for each in places if each.role == role],
+                self._make,
+                self._spawn,
+                self._drain_seconds,
+                report,
+                self._given_up,
+            )
+            for role in self._sizes.desired
+        }
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._serving = False
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -47,11 +70,13 @@ class Supervisor:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                work = [self._keep_router(), self._announce()]
-                work += [self._keep_worker(worker) for worker in self._workers]
-                tasks = [group.create_task(each) for each in work]
+                self._group = group
+                self._spawn(self._keep_router())
+                for role, pool in self._pools.items():
+                    pool.aim(self._sizes.desired[role], {})
+                self._spawn(self._serve())
                 await stop.wait()
-                for task in tasks:
+                for task in self._tasks:
                     task.cancel()
             await self._drain()
         except ExceptionGroup as failures:
@@ -59,25 +84,60 @@ class Supervisor:
         finally:
             await self._end()
 
+    def _make(self, where: WorkerPlace) -> HostedWorker:
+        # What comes later waits for its place: a cluster that serves does not fall for it.
+        where = replace(where, is_patient=where.is_patient or self._serving)
+        config = worker_config(self._spec, self._model, self._token, where)
+        return HostedWorker(where, config, self._router, self._report)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._group is not None, "nothing is begun before it runs"
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     async def _keep_router(self) -> None:
         raise await keep(self._router, self._report)
 
-    async def _keep_worker(self, worker: HostedWorker) -> None:
-        await worker.reserve()
-        failure = await keep(worker, self._report)
-        self._num_given_up += 1
+    def _given_up(self, title: str, failure: StartFailed) -> None:
         # Before the first answer it is the person at the terminal who must act.
-        if not self._serving or self._num_given_up == len(self._workers):
+        if not self._serving or all(pool.is_spoilt for pool in self._pools.values()):
             raise failure
-        self._report(worker.title, GivenUp(failure.reason))
+        self._report(title, GivenUp(failure.reason))
 
-    async def _announce(self) -> None:
-        for ready in (self._router.ready, *(worker.ready for worker in self._workers)):
+    async def _serve(self) -> None:
+        """Wait until everything is ready, say so, then keep the pools at their sizes."""
+        first = [worker for pool in self._pools.values() for worker in pool.workers]
+        for ready in (self._router.ready, *(worker.ready for worker in first)):
             await ready.wait()
         if self._router.member is not None:
-            await self._router.member.call("has_workers", len(self._workers))
+            await self._router.member.call("has_workers", len(first))
         self._serving = True
         self._report("", Serving(*self._router.listening))
+        wrong = ""
+        while True:
+            try:
+                await self._size()
+            except Exception as error:  # a running cluster does not fall for a mistake in sizing it
+                if wrong != (wrong := f"sizing the pools failed: {first_line(error)}"):
+                    self._report("", LogLine(wrong))
+            await asyncio.sleep(SECONDS_BETWEEN_DECISIONS)
+
+    async def _size(self) -> None:
+        state = await self._router.look()
+        if state is None:
+            return
+        decisions = self._sizes.decide(state, self._phases(), asyncio.get_running_loop().time())
+        busy = busy_of(state)
+        for decision in decisions:
+            self._pools[decision.pool].aim(decision.desired, busy)
+        for note in self._sizes.note(decisions, time.time()):
+            self._report("", Decided(note.pool, note.text))
+        await self._router.tell_scaling(self._sizes.told(decisions, self._phases()))
+
+    def _phases(self) -> Phases:
+        return {role: pool.phases() for role, pool in self._pools.items()}
 
     async def _drain(self) -> None:
         if self._router.member is not None and self._router.member.up:
@@ -88,45 +148,6 @@ class Supervisor:
         # The router first: its workers then see their streams end in order.
         if self._router.member is not None:
             await self._router.member.stop()
-        members = [worker.member for worker in self._workers if worker.member is not None]
-        await asyncio.gather(*(member.stop() for member in members))
-        for worker in self._workers:
-            worker.release()
-
-
-def router_config(spec: ClusterSpec, model: Path, token: str) -> RouterConfig:
-    """What the router of a cluster is started with."""
-    return RouterConfig(
-        model=model,
-        served_name=spec.router.model_name or model.name,
-        host=spec.router.host,
-        http_port=spec.router.http_port,
-        grpc_port=spec.router.grpc_port,
-        api_keys=spec.router.api_keys,
-        worker_token=token,
-        max_model_len=spec.engine.max_model_len,
-        max_queued_requests=spec.router.max_queued,
-    )
-
-
-def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace) -> WorkerConfig:
-    """What one worker of a cluster is started with; its host is known where it runs."""
-    return WorkerConfig(
-        name=where.name,
-        model=model,
-        role=where.role,
-        token=token,
-        block_size=spec.engine.block_size,
-        kv_cache_mib=spec.engine.kv_cache_mib,
-        max_sequences=spec.engine.max_sequences,
-        max_batched_tokens=spec.engine.max_batched_tokens,
-        max_model_len=spec.engine.max_model_len,
-        threads=where.threads,
-        dtype=spec.engine.dtype,
-        quantization=spec.engine.quantization,
-        deterministic=spec.engine.deterministic,
-        device="cuda" if where.gpus else "cpu",
-        tp=where.tp,
-        pp=where.pp,
-        ep=where.ep,
-    )
+            self._router.member = None
+        workers = [worker for pool in self._pools.values() for worker in pool.workers]
+        await asyncio.gather(*(worker.leave() for worker in workers))

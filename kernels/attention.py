@@ -7,17 +7,17 @@ to p without a window) through its block table:
 
 query [T, Hq, D]; one layer's cache [2, N, H, S, D] (see `cache`), already holding this step's keys
 and values. Query heads [h G, (h + 1) G) read KV head h, G = Hq / H. Slots that no token may see
-can hold anything, NaN included.
+can hold anything, NaN included. Scores may be bent on their way (`scores`). A cache of
+float8_e4m3fn stands for its numbers times `scales` [2, H], of keys and of values.
 
-What depends on the batch alone is worked out once a step by `plan_attention` and serves every
-layer of the same window. Sequences with one query token are read in place where there is a kernel
-for that (`in_place`); elsewhere they are gathered into padded batches (few where their lengths are
-alike), with the query heads of a KV head packed as rows. A longer chunk runs by itself, gathered;
-or in place too, where every token is to be computed in the same way, however its prompt is cut.
+What depends on the batch alone is worked out once a step by `plan_attention`, or by `device_plan`
+from lengths that are on a device, and serves every layer of the same window. On a GPU kernels read
+the blocks in place (`attention_kernel`, launched by `attention_tiles`); elsewhere numba does for
+single tokens (`in_place`), and the rest is gathered for torch (`attention_gathered`).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -25,43 +25,32 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.in_place import InPlace, can_read_in_place
-from penstock.kernels.scores import PLAIN, Scores, attend
+from penstock.kernels.aot import CHIPS, E4M3_CHIPS, AotCase, meta
+from penstock.kernels.attention_gathered import GatheredPlan
+from penstock.kernels.attention_tiles import Batch, TiledPlan
+from penstock.kernels.forms import plain_form
+from penstock.kernels.in_place import can_read_in_place
+from penstock.kernels.launch import E4M3, FLOATS, check, check_contiguous, chip_of, on_triton
+from penstock.kernels.scores import PLAIN, Scores
 
 Ints: TypeAlias = npt.NDArray[np.integer]
 
-SPLIT_BYTES = 1 << 19
-"""Padding worth a further padded batch; measured: what one costs in operations on a CPU core."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Decodes:
-    """Sequences with one query token each, padded to M blocks."""
-
-    tokens: Tensor | None  # [B] their rows of the query; None: they are the whole batch, in order
-    blocks: Tensor  # [2 B H M] rows of the cache seen as [2 N H, S D]
-    unseen: Tensor  # rows of the gathered blocks, as [2 B H M S, D], that no token may see
-    mask: Tensor  # [B, 1, 1, M S] 0 or -inf
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """One sequence with several query tokens."""
-
-    tokens: slice  # its rows of the query
-    blocks: Tensor  # [2 H M]
-    context: slice  # the gathered positions that some token may see
-    mask: Tensor | None  # [tokens, context] 0 or -inf; None: plainly causal, nothing before
+SHARING_TOKENS = 8
+"""Decoded tokens from which on a prefix that they share is read once for all; not yet measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """How one step attends; for layers of one window."""
 
-    in_place: InPlace | None
-    decodes: list[_Decodes]
-    chunks: list[_Chunk]
-    gathered: Tensor  # [most blocks at once, S D] scratch, used by one batch after another
+    form: GatheredPlan | TiledPlan
+    layer: Tensor  # some layer, to hold others against
+    num_tokens: int | str  # a letter: known on the device only
+
+
+def runs_kernel(layer: Tensor) -> bool:
+    """The rule by which the Triton kernels are taken."""
+    return layer.dtype in (*FLOATS, E4M3) and layer.shape[4] <= 256 and on_triton(layer)
 
 
 def plan_attention(
@@ -71,192 +60,166 @@ def plan_attention(
     layer: Tensor,
     window: int = 0,
     one_path: bool = False,
+    shares_prefix: bool = False,
 ) -> AttentionPlan:
     """Prepares a step.
 
     query_starts: [B + 1], context_lens: [B] (this step's tokens included), block_tables: [B, M]
     (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
     dtype and device; window: positions that a token sees, itself included; 0: all; one_path: a
-    token of a chunk gets the same bits as a decoded one (ValueError where there is no such form).
+    token of a chunk gets the same bits as a decoded one (ValueError where there is no such form;
+    there is none in kernels yet); shares_prefix: whether kernels may read a prefix that all
+    sequences share once for all, which makes the last bits of a sequence depend on its company.
+    ValueError where these cannot be.
     """
-    planner = _Planner(layer, block_tables, window)
-    lengths = np.diff(query_starts)
-    if one_path:
-        if not can_read_in_place(layer.device, layer.dtype):
+    _check_layer(layer)
+    check_batch(query_starts, context_lens, block_tables, layer.shape[1], layer.shape[3])
+    num_tokens = int(query_starts[-1])
+    if runs_kernel(layer):
+        if one_path:
             raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
-        every = np.arange(len(lengths))
-        batch = (query_starts, context_lens, block_tables)
-        return AttentionPlan(InPlace.of(every, *batch, window), [], [], layer.new_empty(0))
-    single = np.flatnonzero(lengths == 1)
-    in_place, gathered = None, single
-    if len(single) and can_read_in_place(layer.device, layer.dtype):
-        in_place = InPlace.of(single, query_starts, context_lens, block_tables, window)
-        gathered = single[:0]
-    decodes = [
-        planner.decodes(query_starts, context_lens, group)
-        for group in planner.alike(gathered, context_lens)
-    ]
-    chunks = [
-        planner.chunk(
-            b, slice(int(query_starts[b]), int(query_starts[b + 1])), int(context_lens[b])
-        )
-        for b in np.flatnonzero(lengths > 1).tolist()
-    ]
-    most = max(map(len, [p.blocks for p in decodes] + [p.blocks for p in chunks]), default=0)
-    block_size, head_dim = layer.shape[3:]
-    return AttentionPlan(in_place, decodes, chunks, layer.new_empty(most, block_size * head_dim))
+        lengths, prefix = np.diff(query_starts), 0
+        if shares_prefix and not window and len(lengths) >= SHARING_TOKENS and (lengths == 1).all():
+            prefix = _shared_positions(context_lens, block_tables, layer.shape[3])
+        form = TiledPlan.of(
+            query_starts, context_lens, block_tables, layer.device, window, prefix
+        )  # fmt: skip
+        return AttentionPlan(form, layer, num_tokens)
+    plain_form("attention", layer.device, f"{layer.dtype}, {layer.shape[4]} features")
+    in_place = can_read_in_place(layer.device, layer.dtype)
+    gathered = GatheredPlan.of(
+        query_starts, context_lens, block_tables, layer, window, in_place, one_path
+    )  # fmt: skip
+    return AttentionPlan(gathered, layer, num_tokens)
 
 
-class _Planner:
-    def __init__(self, layer: Tensor, block_tables: Ints, window: int) -> None:
-        _, self.num_blocks, self.num_heads, self.block_size, head_dim = layer.shape
-        self.tables = block_tables
-        self.window = window
-        self.dtype = layer.dtype
-        self.device = layer.device
-        self.block_bytes = 2 * self.num_heads * self.block_size * head_dim * layer.itemsize
+def device_plan(
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    layer: Tensor,
+    max_query: int,
+    max_context: int,
+    window: int = 0,
+) -> AttentionPlan:
+    """As `plan_attention`, for kernels, of int32 tensors on the layer's device.
 
-    def seen_blocks(self, query_len: int, contexts: Ints) -> tuple[Ints, Ints]:
-        """The first block that some token sees, and the number of blocks from there."""
-        last = (contexts - 1) // self.block_size
-        if not self.window:
-            return np.zeros_like(last), last + 1
-        lowest = np.maximum(contexts - query_len - self.window + 1, 0)
-        first = lowest // self.block_size
-        return first, last + 1 - first
+    The host reads nothing of them: what `check_batch` checks is for the caller to keep, and no
+    sequence may have more tokens than `max_query` or positions than `max_context`. Then a captured
+    step serves whatever the tensors hold later.
+    """
+    _check_layer(layer)
+    batch = Batch(query_starts, context_lens, block_tables)
+    check_device_batch(batch, layer, max_context)
+    form = TiledPlan(batch, (query_starts, context_lens), max_query, max_context, window)
+    return AttentionPlan(form, layer, "T")
 
-    def alike(self, rows: Ints, context_lens: Ints) -> Iterator[Ints]:
-        """Splits the rows into groups of like length where padding would cost more."""
-        if not len(rows):
-            return
-        _, num_blocks = self.seen_blocks(1, context_lens[rows])
-        order = np.argsort(num_blocks, kind="stable")
-        ascending = num_blocks[order]
-        stop = len(rows)
-        while stop > 1:
-            cuts = np.arange(1, stop)
-            saved = cuts * (ascending[stop - 1] - ascending[: stop - 1])
-            best = int(saved.argmax())
-            if saved[best] * self.block_bytes <= SPLIT_BYTES:
-                break
-            yield rows[np.sort(order[best + 1 : stop])]
-            stop = best + 1
-        yield rows[np.sort(order[:stop])]
 
-    def decodes(self, query_starts: Ints, context_lens: Ints, rows: Ints) -> _Decodes:
-        contexts = context_lens[rows]
-        first, num_blocks = self.seen_blocks(1, contexts)
-        columns = first[:, None] + np.arange(num_blocks.max())
-        # A padded column repeats the sequence's own last block: it is there, and wholly unseen.
-        columns = np.minimum(columns, (first + num_blocks - 1)[:, None])
-        positions = first[:, None] * self.block_size + np.arange(columns.shape[1] * self.block_size)
-        seen = positions < contexts[:, None]
-        if self.window:
-            seen &= positions >= contexts[:, None] - self.window
-        everything = len(rows) == len(context_lens) == query_starts[-1]
-        return _Decodes(
-            None if everything else self.put(query_starts[rows]),
-            self.put(self.cache_rows(self.tables[rows[:, None], columns])),
-            self.put(self.unseen_rows(seen)),
-            self.put_mask(seen[:, None, None]),
-        )
-
-    def chunk(self, row: int, tokens: slice, context: int) -> _Chunk:
-        query_len = tokens.stop - tokens.start
-        lowest = max(context - query_len - self.window + 1, 0) if self.window else 0
-        first, last = lowest // self.block_size, (context - 1) // self.block_size
-        begin = first * self.block_size
-        positions = np.arange(lowest, context)
-        queries = np.arange(context - query_len, context)[:, None]
-        mask = None
-        if query_len != context or 0 < self.window < context:
-            seen = positions <= queries
-            if self.window:
-                seen &= positions > queries - self.window
-            mask = self.put_mask(seen)
-        return _Chunk(
-            tokens,
-            self.put(self.cache_rows(self.tables[row : row + 1, first : last + 1])),
-            slice(lowest - begin, context - begin),
-            mask,
-        )
-
-    def cache_rows(self, table: Ints) -> Ints:
-        """[B, M] blocks to [2 B H M] rows of the cache seen as [2 N H, S D]."""
-        sides = np.arange(2)[:, None, None, None] * self.num_blocks
-        blocks = table.astype(np.int64)[None, :, None] + sides
-        heads = np.arange(self.num_heads)[:, None]
-        return (blocks * self.num_heads + heads).ravel()
-
-    def unseen_rows(self, seen: npt.NDArray[np.bool_]) -> Ints:
-        """[B, M S] to the rows of the gathered [2 B H M S, D] that are not seen."""
-        batch, num_slots = seen.shape
-        row, slot = np.nonzero(~seen)
-        sides = np.arange(2)[:, None, None] * batch
-        heads = np.arange(self.num_heads)[:, None]
-        rows: Ints = ((sides + row) * self.num_heads + heads) * num_slots + slot
-        return rows.ravel()
-
-    def put(self, array: Ints) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.device)
-
-    def put_mask(self, seen: npt.NDArray[np.bool_]) -> Tensor:
-        mask = np.where(seen, np.float32(0), np.float32(-np.inf))
-        return torch.from_numpy(mask).to(self.device, self.dtype)
+def _shared_positions(context_lens: Ints, block_tables: Ints, block_size: int) -> int:
+    """Positions whose blocks are all sequences', and before everyone's last."""
+    width = int(context_lens.min() - 1) // block_size
+    if not width or (block_tables[:, 0] != block_tables[0, 0]).any():
+        return 0
+    same = (block_tables[:, :width] == block_tables[0, :width]).all(0)
+    return int(width if same.all() else same.argmin()) * block_size
 
 
 def paged_attention(
-    query: Tensor, layer: Tensor, plan: AttentionPlan, scores: Scores = PLAIN
+    query: Tensor,
+    layer: Tensor,
+    plan: AttentionPlan,
+    scores: Scores = PLAIN,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """Attends: query [T, Hq, D], layer [2, N, H, S, D] contiguous, one dtype; [T, Hq, D]."""
-    if len(plan.decodes) == 1 and plan.decodes[0].tokens is None:
-        return _decode(query, layer, plan.decodes[0], plan.gathered, scores)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    if plan.in_place is not None:
-        plan.in_place.attend_(out, query, layer, scores)
-    for group in plan.decodes:
-        picked = query[group.tokens]
-        out[group.tokens] = _decode(picked, layer, group, plan.gathered, scores)
-    for chunk in plan.chunks:
-        out[chunk.tokens] = _prefill(query[chunk.tokens], layer, chunk, plan.gathered, scores)
-    return out
+    """Attends: query [T, Hq, D], layer [2, N, H, S, D] contiguous; [T, Hq, D].
+
+    One dtype, unless the cache is of float8_e4m3fn, with scales [2, H] float32. ValueError where
+    the shapes, dtypes or devices do not fit together.
+    """
+    _check(query, layer, plan, scores, scales)
+    return plan.form.attend(query, layer, scores, scales)
 
 
-def _gather(layer: Tensor, blocks: Tensor, gathered: Tensor) -> Tensor:
-    num_sides, num_blocks, num_heads, block_size, head_dim = layer.shape
-    rows = layer.view(num_sides * num_blocks * num_heads, block_size * head_dim)
-    return torch.index_select(rows, 0, blocks, out=gathered[: len(blocks)])
+def check_batch(
+    query_starts: Ints, context_lens: Ints, block_tables: Ints, num_blocks: int, block_size: int
+) -> None:
+    """ValueError unless every position of every sequence is in some block of the cache."""
+    batch, width = len(context_lens), block_tables.shape[-1]
+    if query_starts.shape != (batch + 1,) or block_tables.shape != (batch, width):
+        raise ValueError(
+            f"query_starts, block_tables: shapes [{batch + 1}] and [{batch}, M] expected, "
+            f"not {list(query_starts.shape)} and {list(block_tables.shape)}"
+        )
+    lengths = np.diff(query_starts)
+    if query_starts[0] != 0 or (lengths < 0).any():
+        raise ValueError("query_starts: numbers that ascend from 0 expected")
+    if (context_lens < lengths).any():
+        b = int((context_lens < lengths).argmax())
+        raise ValueError(
+            f"context_lens: {lengths[b]} at least expected of sequence {b}, not {context_lens[b]}"
+        )
+    used = np.where(lengths > 0, -(-context_lens // block_size), 0)[:, None]
+    if (used > width).any():
+        raise ValueError(f"block_tables: {used.max()} columns expected, not {width}")
+    outside = (block_tables < 0) | (block_tables >= num_blocks)
+    outside &= np.arange(width) < used
+    if outside.any():
+        b, at = np.argwhere(outside)[0].tolist()
+        raise ValueError(
+            f"block_tables: blocks below {num_blocks} expected, not {block_tables[b, at]} "
+            f"at [{b}, {at}]"
+        )
 
 
-def _decode(
-    query: Tensor, layer: Tensor, group: _Decodes, gathered: Tensor, scores: Scores
-) -> Tensor:
-    batch, num_query_heads, head_dim = query.shape
-    num_heads = layer.shape[2]
-    kv = _gather(layer, group.blocks, gathered)
-    # 0 * NaN is NaN: what is masked must still be finite.
-    kv.view(-1, head_dim).index_fill_(0, group.unseen, 0.0)
-    keys, values = kv.view(2, batch, num_heads, -1, head_dim)
-    packed = query.view(batch, num_heads, num_query_heads // num_heads, head_dim)
-    if scores.sinks is not None:
-        scores = replace(scores, sinks=scores.sinks.view(num_heads, -1, 1))
-    out = attend(packed, keys, values, group.mask, scores)
-    return out.reshape(query.shape)
+def check_device_batch(batch: Batch, layer: Tensor, max_context: int) -> None:
+    """ValueError where shapes, dtypes or devices are not those of a batch: no value is read."""
+    num_rows, int32 = len(batch.context_lens), (torch.int32,)
+    check("query_starts", batch.query_starts, (num_rows + 1,), int32, like=layer)
+    check("context_lens", batch.context_lens, (num_rows,), int32, like=layer)
+    check("block_tables", batch.tables, (num_rows, "M"), int32, like=layer)
+    if max_context > batch.tables.shape[1] * layer.shape[3]:
+        raise ValueError(f"block_tables: {batch.tables.shape[1]} columns end before {max_context}")
 
 
-def _prefill(
-    query: Tensor, layer: Tensor, chunk: _Chunk, gathered: Tensor, scores: Scores
-) -> Tensor:
-    length, num_query_heads, head_dim = query.shape
-    num_heads = layer.shape[2]
-    kv = _gather(layer, chunk.blocks, gathered).view(2, num_heads, 1, -1, head_dim)
-    group = num_query_heads // num_heads
-    keys, values = kv[:, :, :, chunk.context].expand(-1, -1, group, -1, -1)
-    packed = query.view(length, num_heads, group, head_dim).permute(1, 2, 0, 3)
-    if scores.sinks is not None:
-        scores = replace(scores, sinks=scores.sinks.view(num_heads, group, 1, 1))
-    out = attend(packed, keys, values, chunk.mask, scores)
-    return out.permute(2, 0, 1, 3).reshape(query.shape)
+def _check_layer(layer: Tensor) -> None:
+    if layer.dim() != 5 or layer.shape[0] != 2:
+        raise ValueError(f"layer: shape [2, N, H, S, D] expected, not {list(layer.shape)}")
+    check_contiguous("layer", layer)
+
+
+def _check(
+    query: Tensor, layer: Tensor, plan: AttentionPlan, scores: Scores, scales: Tensor | None
+) -> None:
+    num_heads, head_dim, planned = layer.shape[2], layer.shape[4], plan.layer
+    check("layer", layer, planned.shape, (planned.dtype,), like=planned)
+    check_contiguous("layer", layer)
+    narrow = layer.dtype == E4M3
+    check(
+        "query",
+        query,
+        (plan.num_tokens, "Hq", head_dim),
+        FLOATS if narrow else (layer.dtype,),
+        like=layer,
+    )
+    if query.shape[1] % num_heads:
+        raise ValueError(f"query: a multiple of {num_heads} heads expected, not {query.shape[1]}")
+    if query.stride(1) != head_dim:
+        raise ValueError(f"query: heads side by side expected, not of strides {query.stride()}")
+    for name, values in (("sinks", scores.sinks), ("slopes", scores.slopes)):
+        if values is not None:
+            check(name, values, query.shape[1:2], FLOATS, like=query)
+    if scales is not None:
+        if not narrow:
+            raise ValueError(f"scales: none expected for a layer of {layer.dtype}")
+        check("scales", scales, (2, num_heads), (torch.float32,), like=query)
+        check_contiguous("scales", scales)
+    if narrow and isinstance(plan.form, TiledPlan) and not _reads_e4m3(layer):
+        raise ValueError(f"layer: {chip_of(layer).name} does not compute with {layer.dtype}")
+
+
+def _reads_e4m3(layer: Tensor) -> bool:
+    chip = chip_of(layer)
+    return chip.converts_e4m3 or chip.name == "interpreter"
 
 
 def paged_attention_reference(
@@ -267,29 +230,86 @@ def paged_attention_reference(
     block_tables: Ints,
     window: int = 0,
     scores: Scores = PLAIN,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """What `plan_attention` and `paged_attention` mean, token by token and head by head."""
-    _, num_query_heads, head_dim = query.shape
-    _, _, num_heads, block_size, _ = layer.shape
+    """What `plan_attention` and `paged_attention` mean, sequence and head by themselves."""
+    num_heads, block_size = layer.shape[2:4]
+    if scales is not None:
+        layer = layer.to(query.dtype) * scales.to(query.dtype)[:, None, :, None, None]
     out = torch.empty_like(query)
     for b, context in enumerate(context_lens.tolist()):
-        start, stop = int(query_starts[b]), int(query_starts[b + 1])
-        for token in range(start, stop):
-            position = context - stop + token
-            lowest = max(position - window + 1, 0) if window else 0
-            seen = np.arange(lowest, position + 1)
-            blocks = torch.from_numpy(block_tables[b, seen // block_size].astype(np.int64))
-            offsets = torch.from_numpy(seen % block_size)
-            for head in range(num_query_heads):
-                keys, values = layer[:, blocks, head * num_heads // num_query_heads, offsets]
-                raw = keys @ query[token, head] * (scores.scale or head_dim**-0.5)
-                out[token, head] = _shares_reference(raw, scores, head) @ values
+        tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
+        positions = np.arange(context - tokens.stop + tokens.start, context)[:, None]
+        places = np.arange(max(context - len(positions) - window + 1, 0) if window else 0, context)
+        seen = places <= positions
+        if window:
+            seen &= places > positions - window
+        blocks = torch.from_numpy(block_tables[b, places // block_size].astype(np.int64))
+        offsets = torch.from_numpy(places % block_size)
+        distances = torch.from_numpy(places - positions)
+        for head in range(query.shape[1]):
+            keys, values = layer[:, blocks, head * num_heads // query.shape[1], offsets]
+            raw = query[tokens, head] @ keys.T * (scores.scale or query.shape[2] ** -0.5)
+            shares = _shares_reference(raw, torch.from_numpy(seen), distances, scores, head)
+            out[tokens, head] = shares @ values
     return out
 
 
-def _shares_reference(raw: Tensor, scores: Scores, head: int) -> Tensor:
+def _shares_reference(
+    raw: Tensor, seen: Tensor, distances: Tensor, scores: Scores, head: int
+) -> Tensor:
     if scores.cap:
         raw = scores.cap * (raw / scores.cap).tanh()
+    if scores.slopes is not None:
+        raw = raw + scores.slopes[head] * distances
+    raw = raw.masked_fill(~seen, -torch.inf)
     if scores.sinks is None:
-        return raw.softmax(0)
-    return torch.cat((raw, scores.sinks[head : head + 1])).softmax(0)[:-1]
+        return raw.softmax(-1)
+    sinks = scores.sinks[head].expand(len(raw), 1)
+    return torch.cat((raw, sinks), 1).softmax(-1)[:, :-1]
+
+
+def aot_cases() -> Iterator[AotCase]:
+    """Decodes and chunks in one batch, of the shapes that models have."""
+    bf16, half = torch.bfloat16, torch.float16
+    yield _aot_case("llama 8b", bf16, bf16, (8, 4, 128), 512, 0, PLAIN)
+    yield _aot_case("gemma 2", bf16, bf16, (4, 2, 256), 512, 4096, Scores(cap=50.0))
+    yield _aot_case("gpt-oss, fp16", half, half, (8, 8, 64), 1, 128, Scores(sinks=meta(64)))
+    yield _aot_case("llama 8b, fp8 cache", bf16, E4M3, (8, 4, 128), 1, 0, PLAIN)
+    yield AotCase("llama 1b, shared prefix", _aot_prefix, ("attend_tiles",), ("attend_tiles",))
+
+
+def _aot_case(
+    name: str,
+    dtype: torch.dtype,
+    cached: torch.dtype,
+    sizes: tuple[int, int, int],
+    max_query: int,
+    window: int,
+    scores: Scores,
+) -> AotCase:
+    num_heads, group, head_dim = sizes
+
+    def call() -> None:
+        layer = meta(2, 1024, num_heads, 16, head_dim, dtype=cached)
+        starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
+        tables = meta(32, 256, dtype=torch.int32)
+        plan = device_plan(starts, contexts, tables, layer, max_query, 4096, window)
+        scales = meta(2, num_heads, dtype=torch.float32) if cached == E4M3 else None
+        query = meta(512, (group + 2) * num_heads, head_dim, dtype=dtype)[:, : group * num_heads]
+        paged_attention(query, layer, plan, scores, scales)
+
+    return AotCase(
+        name,
+        call,
+        products=("attend_tiles",),
+        streams=("attend_tiles", "merge_parts"),
+        chips=E4M3_CHIPS if cached == E4M3 else CHIPS,
+    )
+
+
+def _aot_prefix() -> None:
+    layer, query = meta(2, 1024, 8, 16, 64), meta(64, 32, 64)
+    starts, contexts = np.arange(65, dtype=np.int32), np.full(64, 1100, np.int32)
+    plan = plan_attention(starts, contexts, np.zeros((64, 69), np.int32), layer, shares_prefix=True)
+    paged_attention(query, layer, plan)

@@ -1,82 +1,37 @@
-"""Mixture of experts: choosing a few experts for every token, and their feed-forward products.
+"""Mixture of experts: the feed-forward products of every token's own experts, and their sum.
 
-A router gives each token a logit an expert; the k likeliest compute, and what they give is
-summed with the probabilities as weights (Shazeer et al., 2017; Jiang et al., 2024):
+    y_t = sum over ranks r of w_tr f_e(x_t),  e = the r-th of the token's experts (see `routing`)
 
-    y_t = sum over e in top_k(p_t) of w_te f_e(x_t),  p_t = softmax(router x_t)
+On a CPU experts are computed one after another, each on its rows. On a GPU all are in one launch,
+over weights that lie together:
 
-with w = p, or p divided by its sum over the chosen, times a scale. DeepSeek's routing differs in
-up to three ways (see `Routing`): p may be the sigmoid of each logit; the choice, but not the
-weights, may be by p + bias; and it may be of the experts of a few groups only.
+    h_p = gate(x_t W_e + a_e),  f_p = h_p V_e + b_e,  y_t = sum of w_p f_p,  p = t k + r
+
+Rows are sorted by expert (`expert_sort`). A program has a tile of one expert's rows and a tile of
+its outputs, multiplies on tensor cores with sums in float32, and applies the gate to what is still
+in registers. A token's sum is in the order of its ranks. So no bit of a row depends on other rows,
+but by the size of the tiles, which follows the number of rows that an expert has on average;
+`fixed_tiles` takes that away.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.activation import sigmoid
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How experts are chosen and weighted."""
-
-    top_k: int  # experts a token
-    normalise: bool = False  # the weights of a token's experts sum to `scale`
-    sigmoid: bool = False  # p is the sigmoid of each logit, not the softmax of all
-    num_groups: int = 1  # of neighbouring experts, equally large
-    top_groups: int = 1  # groups whose experts a token may have, together at least `top_k`
-    group_best: int = 1  # a group counts as much as so many of its best experts together
-    scale: float = 1.0  # of the weights
-
-
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each token's experts and their weights, the first choice first.
-
-    logits: [T, E]; bias: [E] float32, added to p for the choice. Returns experts [T, k] int64 and
-    weights [T, k] float32.
-    """
-    wide = logits.to(torch.float32)
-    chances = sigmoid(wide) if routing.sigmoid else wide.softmax(-1)
-    merits = chances if bias is None else chances + bias
-    if routing.top_groups < routing.num_groups:
-        merits = merits.masked_fill(_outside(merits, routing), -torch.inf)
-    experts = merits.topk(routing.top_k).indices
-    weights = chances.gather(1, experts)
-    if routing.normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return experts, weights * routing.scale
-
-
-def _outside(merits: Tensor, routing: Routing) -> Tensor:
-    """Which experts are not of a token's best groups: [T, E]."""
-    groups = merits.view(len(merits), routing.num_groups, -1)
-    worth = groups.topk(routing.group_best).values.sum(-1)
-    best = worth.topk(routing.top_groups).indices
-    outside = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
-    return outside.repeat_interleave(groups.shape[2], dim=1)
-
-
-def route_reference(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """What `route` means, token by token."""
-    size = logits.shape[1] // routing.num_groups
-    chosen, weights = [], []
-    for row in logits.to(torch.float32):
-        chances = row.sigmoid() if routing.sigmoid else row.softmax(0)
-        merits = (chances if bias is None else chances + bias).tolist()
-        groups = [merits[start : start + size] for start in range(0, len(merits), size)]
-        worth = [sum(sorted(group)[-routing.group_best :]) for group in groups]
-        best = sorted(range(len(groups)), key=lambda group: -worth[group])[: routing.top_groups]
-        allowed = [expert for expert in range(len(merits)) if expert // size in best]
-        experts = sorted(allowed, key=lambda expert: -merits[expert])[: routing.top_k]
-        shares = chances[experts]
-        chosen.append(experts)
-        weights.append((shares / shares.sum() if routing.normalise else shares) * routing.scale)
-    return torch.tensor(chosen), torch.stack(weights)
+from penstock.kernels.activation import (
+    clamped_silu_mul,
+    clamped_silu_mul_reference,
+    gelu_mul,
+    gelu_mul_reference,
+    silu_mul,
+    silu_mul_reference,
+)
+from penstock.kernels.aot import AotCase, meta
+from penstock.kernels.expert_sort import Sorted, sort_places
+from penstock.kernels.launch import FLOATS, check, check_contiguous, jit, launch, on_triton, tl
 
 
 def expert_groups(experts: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
@@ -117,3 +72,328 @@ def mix_experts_reference(
         for expert, share in zip(chosen, shares, strict=True):
             out[token] += share * run(expert, x[token : token + 1])[0]
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What is between an expert's two products: see `activation`."""
+
+    kind: Literal["silu", "gelu", "clamped"]  # gelu in its tanh form
+    gain: float = 1.0  # these two: of the clamped one
+    limit: float = 0.0
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 I] to [T, I]."""
+        match self.kind:
+            case "silu":
+                return silu_mul(gate_up)
+            case "gelu":
+                return gelu_mul(gate_up)
+            case "clamped":
+                return clamped_silu_mul(gate_up, self.gain, self.limit)
+
+    def reference(self, gate_up: Tensor) -> Tensor:
+        """What it means."""
+        match self.kind:
+            case "silu":
+                return silu_mul_reference(gate_up)
+            case "gelu":
+                return gelu_mul_reference(gate_up)
+            case "clamped":
+                return clamped_silu_mul_reference(gate_up, self.gain, self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """The weights of all experts of a layer, each kind in one tensor, all of one dtype."""
+
+    gate_up: Tensor  # [E, D, 2 I]; one of the last two dimensions is contiguous
+    down: Tensor  # [E, I, D]; likewise
+    gate: Gate
+    gate_up_bias: Tensor | None = None  # [E, 2 I]
+    down_bias: Tensor | None = None  # [E, D]
+
+    def expert(self, number: int, rows: Tensor) -> Tensor:
+        """What one expert makes of rows [n, D]."""
+        inner = rows @ self.gate_up[number]
+        if self.gate_up_bias is not None:
+            inner += self.gate_up_bias[number]
+        made = self.gate(inner) @ self.down[number]
+        return made if self.down_bias is None else made + self.down_bias[number]
+
+
+def mix_stacked(
+    x: Tensor, experts: Tensor, weights: Tensor, stacks: Stacks, fixed_tiles: bool = False
+) -> Tensor:
+    """As `mix_experts`, with stacked weights: x [T, D], experts and weights [T, k]; [T, D].
+
+    fixed_tiles: on a CUDA device, where the size of the products' tiles follows the number of
+    rows otherwise, no bit of a row depends on other rows.
+    """
+    if on_triton(x):
+        return _mix_on_device(x, experts, weights, stacks, fixed_tiles)
+    return mix_experts(x, experts, weights, len(stacks.down), stacks.expert)
+
+
+def mix_stacked_reference(x: Tensor, experts: Tensor, weights: Tensor, stacks: Stacks) -> Tensor:
+    """What `mix_stacked` means, in float64."""
+
+    def run(number: int, rows: Tensor) -> Tensor:
+        inner = rows @ stacks.gate_up[number].double()
+        if stacks.gate_up_bias is not None:
+            inner = inner + stacks.gate_up_bias[number].double()
+        made = stacks.gate.reference(inner) @ stacks.down[number].double()
+        return made if stacks.down_bias is None else made + stacks.down_bias[number].double()
+
+    num_experts = len(stacks.down)
+    return mix_experts_reference(x.double(), experts, weights.double(), num_experts, run)
+
+
+@jit
+def _gated(made, gain, limit, GATE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
+    """The gate of pairs (gate, up): [ROWS, 2 OUTPUTS] to [ROWS, OUTPUTS]."""
+    gate, up = tl.split(tl.reshape(made, (ROWS, OUTPUTS, 2)))
+    if GATE == "clamped":
+        # Comparisons that let a NaN through.
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
+        inner = gate * gain
+    elif GATE == "gelu":
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    else:
+        inner = gate
+    return gate / (1 + tl.exp(-inner)) * up
+
+
+@jit(unspecialized=("max_tiles",))
+def _grouped(
+    x,  # [T, K] to be gathered where there is a GATE, else [places, K] sorted by expert
+    weight,  # [E, K, N] with some strides, one of the last two 1
+    bias,  # [E, N]; not read without HAS_BIAS
+    out,  # with a GATE [places, N / 2] sorted by expert, else [places, N] in their own order
+    order,  # these three: see `Sorted`
+    tiles,
+    num_tiles,
+    max_tiles,
+    top_k,
+    num_outputs,  # N
+    num_inputs,
+    x_stride,
+    expert_stride,
+    input_stride,
+    output_stride,
+    gain,
+    limit,
+    GATE: tl.constexpr,  # "" or a gate's name
+    HAS_BIAS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    TILE_INPUTS: tl.constexpr,
+):
+    # Programs that run together have the same outputs of all experts: a tile of weights is read
+    # by all of its expert's rows while it is in the L2 cache.
+    tile = tl.program_id(0) % max_tiles
+    first_output = tl.program_id(0) // max_tiles * TILE_OUTPUTS
+    if tile >= tl.load(num_tiles):
+        return
+    expert = tl.load(tiles + tile).to(tl.int64)
+    first = tl.load(tiles + max_tiles + tile)
+    count = tl.load(tiles + 2 * max_tiles + tile)
+    row = tl.arange(0, TILE_ROWS)
+    has_row = row < count
+    place = tl.load(order + first + row, mask=has_row, other=0)
+    column = first_output + tl.arange(0, TILE_OUTPUTS)
+    has_column = column < num_outputs
+    if GATE == "silu" or GATE == "gelu":
+        # Pairs in turns within the tile, where the weights have all gates and then all ups.
+        column = column // 2 + column % 2 * (num_outputs // 2)
+    source = (place // top_k if GATE != "" else first + row).to(tl.int64)
+    x_rows = x + source[:, None] * x_stride
+    columns = weight + expert * expert_stride + column.to(tl.int64)[None, :] * output_stride
+
+    acc = tl.zeros((TILE_ROWS, TILE_OUTPUTS), tl.float32)
+    for start in range(0, num_inputs, TILE_INPUTS):
+        inputs = start + tl.arange(0, TILE_INPUTS)
+        has_input = inputs < num_inputs
+        left = tl.load(
+            x_rows + inputs[None, :], mask=has_row[:, None] & has_input[None, :], other=0.0
+        )
+        right = tl.load(
+            columns + inputs[:, None] * input_stride,
+            mask=has_input[:, None] & has_column[None, :],
+            other=0.0,
+        )
+        acc = tl.dot(left, right, acc, input_precision="ieee")
+    if HAS_BIAS:
+        shift = tl.load(bias + expert * num_outputs + column, mask=has_column, other=0.0)
+        acc += shift.to(tl.float32)[None, :]
+
+    if GATE != "":
+        acc = _gated(acc, gain, limit, GATE, TILE_ROWS, TILE_OUTPUTS // 2)
+        column = first_output // 2 + tl.arange(0, TILE_OUTPUTS // 2)
+        num_outputs = num_outputs // 2
+        target = first + row
+    else:
+        target = place
+    at = target.to(tl.int64)[:, None] * num_outputs + column[None, :]
+    has = has_row[:, None] & (column < num_outputs)[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=has)
+
+
+@jit
+def _combine(
+    made,  # [T TOP_K, D]
+    weights,  # [T, TOP_K] float32
+    out,  # [T, D]
+    size,  # D
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < size
+    total = tl.zeros((TILE,), tl.float32)
+    for rank in tl.static_range(TOP_K):
+        part = tl.load(made + (token * TOP_K + rank) * size + column, mask=inside, other=0.0)
+        total += tl.load(weights + token * TOP_K + rank) * part.to(tl.float32)
+    tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    rows: int
+    outputs: int  # of the weights: gates and ups both count
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+FEW = Tiles(16, 128, 64, num_warps=4, num_stages=4)
+SOME = Tiles(64, 128, 64, num_warps=4, num_stages=3)
+MANY = Tiles(128, 128, 64, num_warps=8, num_stages=3)
+WIDE = Tiles(32, 64, 32, num_warps=4, num_stages=2)  # float32, on no tensor core
+
+COMBINED = 2048  # elements a program of `_combine`
+
+
+def tiles_for(dtype: torch.dtype, mean_rows: float, fixed: bool) -> Tiles:
+    """mean_rows: of an expert."""
+    if dtype == torch.float32:
+        return WIDE
+    if fixed:
+        return SOME
+    if mean_rows <= FEW.rows:
+        return FEW
+    return SOME if mean_rows <= SOME.rows else MANY
+
+
+def _mix_on_device(
+    x: Tensor, experts: Tensor, weights: Tensor, stacks: Stacks, fixed_tiles: bool
+) -> Tensor:
+    _check(x, experts, weights, stacks)
+    (num_tokens, top_k), num_experts = experts.shape, len(stacks.down)
+    if not num_tokens:
+        return torch.empty_like(x)
+    tiles = tiles_for(x.dtype, experts.numel() / num_experts, fixed_tiles)
+    found = sort_places(experts, num_experts, tiles.rows)
+    size, inner_size = x.shape[1], stacks.down.shape[1]
+    inner, made = x.new_empty(experts.numel(), inner_size), x.new_empty(experts.numel(), size)
+    _launch(x, stacks.gate_up, stacks.gate_up_bias, inner, found, tiles, top_k, stacks.gate)
+    _launch(inner, stacks.down, stacks.down_bias, made, found, tiles, top_k, None)
+    out = x.new_empty(num_tokens, size)
+    grid = (num_tokens, -(-size // COMBINED))
+    launch(_combine, grid, made, weights, out, size, TOP_K=top_k, TILE=COMBINED)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    found: Sorted,
+    tiles: Tiles,
+    top_k: int,
+    gate: Gate | None,
+) -> None:
+    _, num_inputs, num_outputs = weight.shape
+    programs = found.max_tiles * -(-num_outputs // tiles.outputs)
+    launch(
+        _grouped,
+        (programs,),
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        found.order,
+        found.tiles,
+        found.num_tiles,
+        found.max_tiles,
+        top_k,
+        num_outputs,
+        num_inputs,
+        x.stride(0),
+        *weight.stride(),
+        gate.gain if gate else 0.0,
+        gate.limit if gate else 0.0,
+        GATE=gate.kind if gate else "",
+        HAS_BIAS=bias is not None,
+        TILE_ROWS=tiles.rows,
+        TILE_OUTPUTS=tiles.outputs,
+        TILE_INPUTS=tiles.inputs,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def _check(x: Tensor, experts: Tensor, weights: Tensor, stacks: Stacks) -> None:
+    size = x.shape[-1]
+    check("x", x, ("T", size), FLOATS)
+    check("experts", experts, (len(x), "k"), (torch.int32,), like=x)
+    check("weights", weights, tuple(experts.shape), (torch.float32,), like=x)
+    check_contiguous("weights", weights)
+    num_experts, inner_size, _ = stacks.down.shape
+    _check_stack("gate_up", stacks.gate_up, (num_experts, size, 2 * inner_size), x)
+    _check_stack("down", stacks.down, (num_experts, inner_size, size), x)
+    shapes = {"gate_up_bias": 2 * inner_size, "down_bias": size}
+    for name, width in shapes.items():
+        bias: Tensor | None = getattr(stacks, name)
+        if bias is not None:
+            check(name, bias, (num_experts, width), (x.dtype,), like=x)
+            check_contiguous(name, bias)
+
+
+def _check_stack(name: str, stack: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    """Either of the last two dimensions may be the contiguous one."""
+    inner_first = stack.stride(1) == 1
+    order = (shape[0], shape[2], shape[1]) if inner_first else shape
+    check(name, stack.transpose(1, 2) if inner_first else stack, order, (x.dtype,), like=x)
+
+
+def aot_cases() -> Iterator[AotCase]:
+    def mix(num_tokens: int, num_experts: int, size: int, inner: int, gate: Gate) -> Tensor:
+        """Of 8 experts a token."""
+        gate_up, down = meta(num_experts, 2 * inner, size), meta(num_experts, size, inner)
+        if gate.kind == "clamped":
+            stacks = Stacks(
+                gate_up.view(num_experts, size, 2 * inner),
+                down.view(num_experts, inner, size),
+                gate,
+                meta(num_experts, 2 * inner),
+                meta(num_experts, size),
+            )
+        else:
+            stacks = Stacks(gate_up.transpose(1, 2), down.transpose(1, 2), gate)
+        chosen = meta(num_tokens, 8, dtype=torch.int32)
+        shares = meta(num_tokens, 8, dtype=torch.float32)
+        return mix_stacked(meta(num_tokens, size), chosen, shares, stacks)
+
+    def qwen(num_tokens: int) -> Tensor:
+        return mix(num_tokens, 128, 2048, 768, Gate("silu"))
+
+    products, streams = ("_grouped",), ("_combine",)
+    yield AotCase("8 of 128, a token, bf16", lambda: qwen(1), products, streams)
+    yield AotCase("8 of 128, 512 tokens, bf16", lambda: qwen(512), products, streams)
+    yield AotCase("8 of 128, 4096 tokens, bf16", lambda: qwen(4096), products, streams)
+    clamped = Gate("clamped", 1.702, 7.0)
+    yield AotCase("gpt-oss, bf16", lambda: mix(64, 32, 2880, 2880, clamped), products, streams)

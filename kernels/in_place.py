@@ -72,10 +72,8 @@ class InPlace:
         batch, layer [2, N, H, S, D], or [1, N, 1, S, D] where keys are values too."""
         _, num_heads, head_dim = query.shape
         num_sides, num_blocks, num_kv_heads, block_size, _ = layer.shape
-        if scores.sinks is None:
-            sinks = np.full(num_heads, -np.inf, np.float32)
-        else:
-            sinks = scores.sinks.float().numpy()
+        sinks = _by_head(scores.sinks, num_heads, -np.inf)
+        slopes = _by_head(scores.slopes, num_heads, 0.0)
         _kernel()(
             query.numpy(),
             layer.view(-1, head_dim).numpy(),
@@ -88,9 +86,16 @@ class InPlace:
             1 / math.sqrt(head_dim) if scores.scale is None else scores.scale,
             scores.cap,
             sinks,
+            slopes,
             out.numpy(),
             num_threads=torch.get_num_threads(),
         )
+
+
+def _by_head(values: Tensor | None, num_heads: int, none: float) -> npt.NDArray[np.float32]:
+    if values is None:
+        return np.full(num_heads, none, np.float32)
+    return values.float().numpy()
 
 
 def _kernel() -> Any:

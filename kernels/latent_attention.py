@@ -13,7 +13,8 @@ NaN included.
 The sum has two forms. Absorbed: q goes through Uk and the sum through Uv, so that the cached rows
 themselves are keys and values; 2 R + P products a head, query and key. A decoded token takes it.
 Expanded: the keys and values of the whole context are made for this step; Q + P + V a head, query
-and key. A chunk takes whichever has fewer products.
+and key. A chunk takes whichever has fewer products. On a GPU the absorbed form reads the rows where
+they lie, in the kernels of `attention`: the rows are keys with a tail, and all heads one KV head's.
 """
 
 from collections.abc import Iterator
@@ -25,6 +26,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from penstock.kernels.aot import AotCase, meta
+from penstock.kernels.attention import check_batch, check_device_batch
+from penstock.kernels.attention_tiles import Batch, TiledPlan
+from penstock.kernels.forms import plain_form
+from penstock.kernels.launch import FLOATS, on_triton
+from penstock.kernels.scores import Scores
 
 Ints: TypeAlias = npt.NDArray[np.integer]
 
@@ -46,10 +54,11 @@ class _Span:
 class LatentPlan:
     """How one step attends; for all layers."""
 
-    absorbed: list[_Span]
+    tiled: TiledPlan | None  # of what is absorbed, where kernels do it
+    absorbed: list[_Span]  # elsewhere
     expanded: list[_Span]
     rows: Tensor | None  # [A] the absorbed rows of the query, span after span; None: all, in order
-    num_tokens: int
+    num_tokens: int | None  # None: known on the device only
     gathered: Tensor  # [most blocks at once, S (R + P)] scratch, used by one span after another
 
 
@@ -69,23 +78,65 @@ def plan_latent_attention(
     """
     _check_layer(layer, rank)
     block_size, width = layer.shape[3:]
+    check_batch(query_starts, context_lens, block_tables, layer.shape[1], block_size)
+    lengths = np.diff(query_starts)
+    absorbs = np.array(
+        [
+            length < 2 or _absorbed_is_less(length, context, rank, width - rank, head_dim)
+            for length, context in zip(lengths.tolist(), context_lens.tolist(), strict=True)
+        ],
+        np.bool_,
+    )
+    chosen, tiled = np.flatnonzero(absorbs), None
+    in_kernel = runs_kernel(layer)
+    if in_kernel and len(chosen):
+        starts = np.concatenate(([0], np.cumsum(lengths[chosen])))
+        tiled = TiledPlan.of(starts, context_lens[chosen], block_tables[chosen], layer.device)
+    if not in_kernel:
+        plain_form("latent attention", layer.device, f"{layer.dtype}")
     absorbed: list[_Span] = []
     expanded: list[_Span] = []
-    for b, context in enumerate(context_lens.tolist()):
-        tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
-        query_len = tokens.stop - tokens.start
-        table = block_tables[b, : -(-context // block_size)].astype(np.int64)
-        blocks = torch.from_numpy(table).to(layer.device)
-        span = _Span(tokens, blocks, context, _mask(query_len, context, layer))
-        sizes = (query_len, context, rank, width - rank, head_dim)
-        (absorbed if query_len == 1 or _absorbed_is_less(*sizes) else expanded).append(span)
+    for b in np.flatnonzero((lengths > 0) & ~(absorbs & in_kernel)).tolist():
+        span = _span(query_starts, int(context_lens[b]), block_tables[b], b, layer)
+        (absorbed if absorbs[b] else expanded).append(span)
     rows = None
     if expanded:
-        ranges = [np.arange(span.tokens.start, span.tokens.stop) for span in absorbed]
-        rows = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(layer.device)
+        rows = _put(np.flatnonzero(np.repeat(absorbs, lengths)), layer)
     most = max((len(span.blocks) for span in absorbed + expanded), default=0)
     gathered = layer.new_empty(most, block_size * width)
-    return LatentPlan(absorbed, expanded, rows, int(query_starts[-1]), gathered)
+    return LatentPlan(tiled, absorbed, expanded, rows, int(query_starts[-1]), gathered)
+
+
+def device_latent_plan(
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    layer: Tensor,
+    rank: int,
+    max_query: int,
+    max_context: int,
+) -> LatentPlan:
+    """As `plan_latent_attention`, all absorbed, of device tensors: see `attention.device_plan`."""
+    _check_layer(layer, rank)
+    batch = Batch(query_starts, context_lens, block_tables)
+    check_device_batch(batch, layer, max_context)
+    tiled = TiledPlan(batch, (query_starts, context_lens), max_query, max_context)
+    return LatentPlan(tiled, [], [], None, None, layer.new_empty(0, 0))
+
+
+def runs_kernel(layer: Tensor) -> bool:
+    """The rule by which the Triton kernels are taken."""
+    return layer.dtype in FLOATS and on_triton(layer)
+
+
+def _span(query_starts: Ints, context: int, table: Ints, b: int, layer: Tensor) -> _Span:
+    tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
+    blocks = _put(table[: -(-context // layer.shape[3])], layer)
+    return _Span(tokens, blocks, context, _mask(tokens.stop - tokens.start, context, layer))
+
+
+def _put(numbers: Ints, layer: Tensor) -> Tensor:
+    return torch.from_numpy(numbers.astype(np.int64)).to(layer.device)
 
 
 def _absorbed_is_less(
@@ -121,7 +172,8 @@ def latent_attention(
     if plan.rows is None:
         return _absorbed(query, layer, keys_up, values_up, plan, scale)
     out = query.new_empty(*query.shape[:2], values_up.shape[1])
-    if plan.absorbed:
+    assert plan.rows is not None
+    if len(plan.rows):
         picked = query[plan.rows]
         out[plan.rows] = _absorbed(picked, layer, keys_up, values_up, plan, scale)
     for span in plan.expanded:
@@ -150,6 +202,10 @@ def _absorbed(
     wide = query.new_empty(num_tokens, num_heads, layer.shape[4])
     wide[:, :, :rank] = torch.bmm(query[:, :, :query_dim].transpose(0, 1), keys_up).transpose(0, 1)
     wide[:, :, rank:] = query[:, :, query_dim:]
+    if plan.tiled is not None:
+        tail = layer.shape[4] - rank
+        sums = plan.tiled.attend(wide, layer, Scores(scale), tail=tail).transpose(0, 1)
+        return torch.bmm(sums, values_up.transpose(1, 2)).transpose(0, 1)
     sums = query.new_empty(num_heads, num_tokens, rank)
     start = 0
     for span in plan.absorbed:
@@ -224,8 +280,9 @@ def _check(query: Tensor, layer: Tensor, up: Tensor, plan: LatentPlan) -> None:
         raise ValueError(f"up is {tuple(up.shape)}, not a contiguous [H, Q + V, R]")
     _check_layer(layer, up.shape[2])
     rope_dim = layer.shape[4] - up.shape[2]
-    if query.shape[:2] != (plan.num_tokens, len(up)):
-        raise ValueError(f"query is {tuple(query.shape)}, not [{plan.num_tokens}, {len(up)}, ...]")
+    num_tokens = len(query) if plan.num_tokens is None else plan.num_tokens
+    if query.shape[:2] != (num_tokens, len(up)):
+        raise ValueError(f"query is {tuple(query.shape)}, not [{num_tokens}, {len(up)}, ...]")
     if not rope_dim < query.shape[2] < rope_dim + up.shape[1]:
         raise ValueError(f"query has {query.shape[2]} features: Q + P does not fit up and layer")
     for name, other in (("layer", layer), ("up", up)):
@@ -244,19 +301,35 @@ def latent_attention_reference(
     block_tables: Ints,
     scale: float,
 ) -> Tensor:
-    """What `plan_latent_attention` and `latent_attention` mean, token by token and head by head."""
+    """What `plan_latent_attention` and `latent_attention` mean, sequence and head by themselves."""
     num_heads, height, rank = up.shape
     query_dim = query.shape[2] - (layer.shape[4] - rank)
     out = query.new_empty(len(query), num_heads, height - query_dim)
     for b, context in enumerate(context_lens.tolist()):
-        start, stop = int(query_starts[b]), int(query_starts[b + 1])
-        for token in range(start, stop):
-            seen = np.arange(context - stop + token + 1)
-            blocks = torch.from_numpy(block_tables[b, seen // layer.shape[3]].astype(np.int64))
-            rows = layer[0, blocks, 0, torch.from_numpy(seen % layer.shape[3])]
-            latents, shared_key = rows[:, :rank], rows[:, rank:]
-            for head in range(num_heads):
-                keys = torch.cat((latents @ up[head, :query_dim].T, shared_key), 1)
-                shares = (keys @ query[token, head] * scale).softmax(0)
-                out[token, head] = shares @ (latents @ up[head, query_dim:].T)
+        tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
+        places = np.arange(context)
+        blocks = torch.from_numpy(block_tables[b, places // layer.shape[3]].astype(np.int64))
+        rows = layer[0, blocks, 0, torch.from_numpy(places % layer.shape[3])]
+        latents, shared_key = rows[:, :rank], rows[:, rank:]
+        unseen = torch.from_numpy(places > places[context - tokens.stop + tokens.start :, None])
+        for head in range(num_heads):
+            keys = torch.cat((latents @ up[head, :query_dim].T, shared_key), 1)
+            scores = query[tokens, head] @ keys.T * scale
+            shares = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+            out[tokens, head] = shares @ (latents @ up[head, query_dim:].T)
     return out
+
+
+def aot_cases() -> Iterator[AotCase]:
+    """What DeepSeek V3 computes on one GPU of eight, and V2 Lite on one."""
+    kernels = ("attend_tiles",)
+    yield AotCase("deepseek v3, tp 8", lambda: _aot_call(16, 1), kernels, kernels)
+    yield AotCase("deepseek v3", lambda: _aot_call(128, 512), kernels, kernels)
+
+
+def _aot_call(num_heads: int, max_query: int) -> None:
+    layer, up = meta(1, 1024, 1, 64, 576), meta(num_heads, 256, 512)
+    starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
+    tables = meta(32, 64, dtype=torch.int32)
+    plan = device_latent_plan(starts, contexts, tables, layer, 512, max_query, 4096)
+    latent_attention(meta(32 * max_query, num_heads, 192), layer, up, plan, 0.1)

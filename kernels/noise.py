@@ -7,17 +7,24 @@ of four 32-bit words and a key of two into four random words. A token's Gumbel n
 
 with key (seed low, seed high), counter (token // 4, index, choice, purpose) and word token % 4.
 The largest of logit + g over the tokens is then a draw from softmax(logits).
+
+On a CPU numba makes it (`noise_loops`), on a GPU Triton (`draw`), all of them with the same bits.
 """
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from functools import cache
+from threading import Thread
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.kernels.in_place import _cache_folder
+
 Words: TypeAlias = npt.NDArray[np.uint32]
+Floats: TypeAlias = npt.NDArray[np.float32]
 
 NUM_ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -26,6 +33,11 @@ WORD = 0xFFFFFFFF
 
 CACHED_LANES = 8192
 """So many at a time stay in a core's cache: three times as fast as all at once."""
+
+ONE, ROOT_HALF, MANTISSA = 0x3F800000, 0x3F3504F3, 0x7FFFFF  # 1 and sqrt(1/2), as bits
+NEAR_ONE = np.float32(1 - 2.0**-24)
+SERIES = (0.2857142857, 0.4, 0.6666666667)  # 2/7, 2/5, 2/3
+LOG_2 = 0.6931471806
 
 DRAW = 0
 """The purpose of a counter that draws a token; others keep their noise apart from it."""
@@ -45,7 +57,7 @@ def philox_reference(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor
 
 
 def philox(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
-    """The same on a CPU, several times faster; words 0 and 2 apart from 1 and 3.
+    """The same in numpy; words 0 and 2 apart from 1 and 3.
 
     even, odd: [2, R, n]; key: [2, R, 1]. Returns the random words likewise.
     """
@@ -74,11 +86,41 @@ def gumbel_noise(
     purpose: int = DRAW,
 ) -> Tensor:
     """Noise of every token for R draws: seeds, indices, choices [R]; [R, num_tokens] float32."""
-    num_draws, num_lanes = len(seeds), -(-num_tokens // 4)
-    lanes = np.arange(num_lanes, dtype=np.uint32)
+    num_lanes = -(-num_tokens // 4)
     counters = np.stack((choices, indices, np.full_like(indices, purpose))).astype(np.uint32)
     keys = np.stack((seeds & np.uint64(WORD), seeds >> np.uint64(32))).astype(np.uint32)
-    words = np.empty((num_draws, num_lanes, 4), np.float32)
+    noise = np.empty((len(seeds), 4 * num_lanes), np.float32)
+    (_compiled() or fill)(noise, counters, keys)
+    return torch.from_numpy(noise[:, :num_tokens])
+
+
+def prepare() -> Thread:
+    """Starts to load what makes noise on a CPU; compiled anew on a machine, it takes seconds."""
+    thread = Thread(target=_compiled)
+    thread.start()
+    return thread
+
+
+@cache
+def _compiled() -> Callable[[Floats, Words, Words], None] | None:
+    """As `fill`, with the same bits; nothing where numba is not installed."""
+    try:
+        import numba
+    except ImportError:
+        return None
+    settings: Any = numba.config
+    if not settings.CACHE_DIR:
+        settings.CACHE_DIR = str(_cache_folder())
+    from penstock.kernels import noise_loops
+
+    return cast("Callable[[Floats, Words, Words], None]", noise_loops.fill)
+
+
+def fill(noise: Floats, counters: Words, keys: Words) -> None:
+    """Noise of R draws: [R, 4 lanes], counters [3, R] (choice, index, purpose), keys [2, R]."""
+    num_draws, num_lanes = len(noise), noise.shape[1] // 4
+    lanes = np.arange(num_lanes, dtype=np.uint32)
+    words = noise.reshape(num_draws, num_lanes, 4)
     step = max(CACHED_LANES // num_lanes, 1)
     for start in range(0, num_draws, step):
         part = slice(start, start + step)
@@ -86,11 +128,48 @@ def gumbel_noise(
         even = np.stack(np.broadcast_arrays(lanes, choice))
         pairs = philox(even, np.stack((index, extra)), keys[:, part, None])
         (words[part, :, 0], words[part, :, 2]), (words[part, :, 1], words[part, :, 3]) = pairs
-    return _gumbel_(torch.from_numpy(words.reshape(num_draws, -1)))[:, :num_tokens]
+        gumbel_(noise[part])
 
 
-def _gumbel_(words: Tensor) -> Tensor:
-    """Uniform words, as float32, to Gumbel noise, in place."""
-    # Close to 2^32 one is rounded up to it, and its noise would be -inf.
-    uniform = words.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+def gumbel_(words: Floats) -> Floats:
+    """Random words, as float32, to Gumbel noise, in place.
+
+    By sums, products and quotients alone, each rounded on its own: whatever computes them in this
+    order gets the same bits, where a library's logarithm is another one on every device.
+    """
+    # Close to 2^32 a word is rounded up to it, and its noise would be -inf.
+    uniform = np.minimum(np.multiply(np.add(words, 0.5, out=words), 2.0**-32, out=words), NEAR_ONE)
+    # -log(1 - u) is -log(r) u / (1 - r), where r is 1 - u rounded; or u, where that is 1.
+    rest = 1 - uniform
+    lost = 1 - rest
+    gone = lost == 0
+    np.copyto(lost, 1, where=gone)
+    scale = np.divide(uniform, lost, out=lost)
+    surprise = np.multiply(_log_(rest, words), scale, out=rest)
+    np.negative(surprise, out=surprise)
+    np.copyto(surprise, uniform, where=gone)
+    return np.negative(_log_(surprise, lost), out=words)
+
+
+def _log_(x: Floats, spare: Floats) -> Floats:
+    """The natural logarithm in place, with a second buffer; x positive, and not denormal.
+
+    x = 2^n m with m about 1, and log(m) = 2 artanh(s) with s = (m - 1) / (m + 1).
+    """
+    bits = x.view(np.int32)
+    bits += ONE - ROOT_HALF
+    exponent = np.subtract(bits >> 23, 127, dtype=np.int32).astype(np.float32)
+    bits &= MANTISSA
+    bits += ROOT_HALF
+    above = np.add(x, 1, out=spare)
+    s = np.divide(np.subtract(x, 1, out=x), above, out=x)
+    z = np.multiply(s, s, out=spare)
+    series = z * SERIES[0]
+    for coefficient in SERIES[1:]:
+        series += coefficient
+        series *= z
+    series += 2
+    s *= series
+    exponent *= LOG_2
+    s += exponent
+    return s

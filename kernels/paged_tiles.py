@@ -94,11 +94,19 @@ def _add_values(
 
 
 @numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
-def _normalise(scores: Floats, powers: Ints, cap: float, sink: float) -> None:
-    """Scores to shares, in place."""
+def _bend(scores: Floats, cap: float, slope: float) -> None:
+    """In place; the last score is the token's own."""
     if cap > 0:
         for i in range(len(scores)):
             scores[i] = cap * math.tanh(scores[i] / cap)
+    if slope != 0:
+        for i in range(len(scores)):
+            scores[i] += slope * _f32(i + 1 - len(scores))
+
+
+@numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
+def _normalise(scores: Floats, powers: Ints, sink: float) -> None:
+    """Scores to shares, in place."""
     most = sink
     for i in range(len(scores)):
         if scores[i] > most:
@@ -181,6 +189,7 @@ def _attend(
     scale: float,
     cap: float,
     sinks: Floats,
+    slopes: Floats,
     q: Floats,
     scores: Floats,
     powers: Ints,
@@ -205,7 +214,9 @@ def _attend(
     for g in range(len(q)):
         seen = context + g // group
         low = max(seen - behind, 0)
-        _normalise(scores[g, low:seen], powers[low:seen], cap, sinks[first + g % group])
+        head = first + g % group
+        _bend(scores[g, low:seen], cap, slopes[head])
+        _normalise(scores[g, low:seen], powers[low:seen], sinks[head])
     _sum(scores, rows, table, blocks, place, tile, values_at, sums)
     for r in range(count):
         out[start + r, first : first + group] = sums[r * group : (r + 1) * group]
@@ -213,7 +224,7 @@ def _attend(
 
 _SIGNATURE = (
     "void(float32[:,:,:], float32[:,::1], int64, int64, int64, int32[:,::1], int32[:,::1], int64,"
-    " float32, float32, float32[::1], float32[:,:,::1], int64)"
+    " float32, float32, float32[::1], float32[::1], float32[:,:,::1], int64)"
 )
 
 
@@ -230,6 +241,7 @@ def _paged_tiles(
     scale: float,
     cap: float,  # 0: none
     sinks: Floats,  # [Hq]; -inf: none
+    slopes: Floats,  # [Hq]; 0: none
     out: Floats,  # [T, Hq, D]
     num_threads: int,
 ) -> None:
@@ -251,7 +263,7 @@ def _paged_tiles(
             _attend(
                 start, (count, context, behind), (num_heads, piece % num_heads, block_size),
                 query, rows, values_at, tables[sequence], scale, cap, sinks,
-                q[:tall], scores[:tall], powers, sums[:tall], out,
+                slopes, q[:tall], scores[:tall], powers, sums[:tall], out,
             )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 x [T, K] and W [N, K] give [T, N]. Weights are packed once, as a CPU's fast forms read them:
 
 - float32, blocked for oneDNN: up to twice as fast as unpacked for 2 to 32 rows, and equal for more.
-  Each element is summed in an order that is the same for any number of rows and threads, as far
-  as has been seen (docs/performance.md); a worker that needs it so tries it at its start;
+  An element's sum has then the same order for any number of rows and threads, as far as has been
+  seen (docs/performance.md); `fixed_product`, which promises it, tries it, and else pads;
 - INT8: a row of weights has one scale, and so has a row of activations, found as it comes:
   y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, summed in 32 bits (FBGEMM). Nothing of a row depends on
   the others. Without VNNI instructions products of 8 by 8 bits saturate, so that activations
@@ -47,12 +47,40 @@ def blocked_product(weight: Tensor, bias: Tensor | None) -> BlockedProduct:
     return BlockedProduct(weight, _blocked(weight), bias)
 
 
+@dataclass(frozen=True, slots=True)
+class PaddedProduct:
+    """Rows in blocks of one size, the last one filled up: a library has one way for that many."""
+
+    product: Product
+    rows: int = 16
+
+    def __call__(self, x: Tensor) -> Tensor:
+        filled = functional.pad(x, (0, 0, 0, -len(x) % self.rows))
+        made = [self.product(block) for block in torch.split(filled, self.rows)]
+        return torch.cat(made)[: len(x)]
+
+
 def fixed_product(weight: Tensor, bias: Tensor | None) -> Product:
     """A form in which a row's bits depend on that row alone; nothing of `weight` is kept.
 
     weight: [N, K], any strides; where there is no such form: `why_not_fixed`.
     """
-    return BlockedProduct(None, _blocked(weight.contiguous()), bias)
+    product = BlockedProduct(None, _blocked(weight.contiguous()), bias)
+    key = (*weight.shape, torch.get_num_threads())
+    if key not in _fixed_by_itself:
+        _fixed_by_itself[key] = _rows_are_alone(product, weight.shape[1])
+    return product if _fixed_by_itself[key] else PaddedProduct(product)
+
+
+_fixed_by_itself: dict[tuple[int, ...], bool] = {}
+"""Whether the library computes rows alone here, by N, K and threads; as tried."""
+
+
+def _rows_are_alone(product: Product, num_inputs: int) -> bool:
+    x = torch.randn(160, num_inputs, generator=torch.Generator().manual_seed(0))
+    whole = product(x)
+    parts = ((at, at + rows) for at, rows in ((0, 1), (9, 2), (3, 3), (5, 7), (1, 17), (30, 64)))
+    return all(torch.equal(product(x[at:end]), whole[at:end]) for at, end in parts)
 
 
 def why_not_fixed(device: torch.device, dtype: torch.dtype) -> str:

@@ -1,14 +1,35 @@
 """Rotary position embedding (Su et al., 2021).
 
-Feature pairs are half a head apart, (i, i + D/2), as in Llama, or neighbours, (2i, 2i + 1), as in
+Feature pairs are half a head apart, (i, i + R/2), as in Llama, or neighbours, (2i, 2i + 1), as in
 GPT-J. A pair (u, v) of a head at position p turns by the angle a = p * frequency:
 
     u' = u cos a - v sin a
     v' = v cos a + u sin a
+
+What turns is the first R features of every head, or any view of R features. A device computes in
+float32; see `cache` for heads that turn on their way into the cache.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from penstock.kernels.aot import AotCase, meta
+from penstock.kernels.launch import (
+    FLOATS,
+    check,
+    check_contiguous,
+    chip_of,
+    jit,
+    launch,
+    on_triton,
+    power_of_2,
+    tl,
+)
+
+TILE, THREADS = 2048, 128
+"""Features and threads of a program: a thread moves eight of each half, 16 bytes of bfloat16."""
 
 
 def rotary_table(
@@ -20,7 +41,7 @@ def rotary_table(
 ) -> Tensor:
     """Cosines and sines of every position, in the form that `rotate_` reads.
 
-    frequencies: [D/2] float32. The result: [num_positions, 2, D]; row 0 holds the cosines of both
+    frequencies: [R/2] float32. The result: [num_positions, 2, R]; row 0 holds the cosines of both
     of a pair, row 1 the sines with the sign that each of them takes, both times `scale`.
     """
     positions = torch.arange(num_positions, dtype=torch.float32, device=frequencies.device)
@@ -35,7 +56,10 @@ def rotary_table(
 
 
 def rotate_(x: Tensor, cos_sin: Tensor, neighbours: bool = False) -> None:
-    """Rotates in place: x [T, H, D], cos_sin [T, 2, D] (rows of `rotary_table`), one dtype."""
+    """Rotates in place: x [T, H, R], cos_sin [T, 2, R] (rows of `rotary_table`), one dtype."""
+    if on_triton(x):
+        _rotate(x, cos_sin, neighbours)
+        return
     if neighbours:
         swapped = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
@@ -47,9 +71,9 @@ def rotate_(x: Tensor, cos_sin: Tensor, neighbours: bool = False) -> None:
 def rotate_reference(
     x: Tensor, positions: Tensor, frequencies: Tensor, neighbours: bool = False
 ) -> Tensor:
-    """What `rotate_` means: x [T, H, D], positions [T], frequencies [D/2]; a new tensor."""
-    angles = positions.to(torch.float32)[:, None, None] * frequencies
-    wide, cos, sin = x.to(torch.float32), angles.cos(), angles.sin()
+    """What `rotate_` means, in float64: x [T, H, R], positions [T], frequencies [R/2]."""
+    angles = positions.double()[:, None, None] * frequencies.double()
+    wide, cos, sin = x.double(), angles.cos(), angles.sin()
     if neighbours:
         u, v = wide[..., ::2], wide[..., 1::2]
         turned = torch.stack((u * cos - v * sin, v * cos + u * sin), dim=-1).flatten(-2)
@@ -57,3 +81,126 @@ def rotate_reference(
         u, v = wide.chunk(2, dim=-1)
         turned = torch.cat((u * cos - v * sin, v * cos + u * sin), dim=-1)
     return turned.to(x.dtype)
+
+
+@jit
+def load_turned(
+    source,  # [N, 1] pointers to heads
+    cos_sin,  # [N, 1] pointers to their rows, [2, R]
+    mask,  # [N, 1]
+    HALF: tl.constexpr,  # R/2
+    PAIRS: tl.constexpr,  # the power of two that holds it
+    NEIGHBOURS: tl.constexpr,
+):
+    """The turned pairs of N heads: u' and v', [N, PAIRS] float32 each."""
+    if NEIGHBOURS:
+        both = tl.arange(0, 2 * PAIRS)[None, :]
+        inside = mask & (both < 2 * HALF)
+        x = tl.load(source + both, mask=inside, other=0.0).to(tl.float32)
+        cosines = tl.load(cos_sin + both, mask=inside, other=0.0).to(tl.float32)
+        sines = tl.load(cos_sin + 2 * HALF + both, mask=inside, other=0.0).to(tl.float32)
+        u, v = tl.split(x.reshape(x.shape[0], PAIRS, 2))
+        cos, _ = tl.split(cosines.reshape(x.shape[0], PAIRS, 2))
+        _, sin = tl.split(sines.reshape(x.shape[0], PAIRS, 2))
+    else:
+        pairs = tl.arange(0, PAIRS)[None, :]
+        inside = mask & (pairs < HALF)
+        u = tl.load(source + pairs, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(source + HALF + pairs, mask=inside, other=0.0).to(tl.float32)
+        cos = tl.load(cos_sin + pairs, mask=inside, other=0.0).to(tl.float32)
+        sin = tl.load(cos_sin + 3 * HALF + pairs, mask=inside, other=0.0).to(tl.float32)
+    return u * cos - v * sin, v * cos + u * sin
+
+
+@jit
+def store_turned(
+    target,  # [N, 1] pointers to heads
+    u,  # [N, PAIRS]
+    v,
+    mask,  # [N, 1]
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+):
+    """Writes pairs as `load_turned` reads them; in place too: a thread writes what it read."""
+    u, v = u.to(target.dtype.element_ty), v.to(target.dtype.element_ty)
+    if NEIGHBOURS:
+        both = tl.arange(0, 2 * PAIRS)[None, :]
+        x = tl.join(u, v).reshape(u.shape[0], 2 * PAIRS)
+        tl.store(target + both, x, mask=mask & (both < 2 * HALF))
+    else:
+        pairs = tl.arange(0, PAIRS)[None, :]
+        inside = mask & (pairs < HALF)
+        tl.store(target + pairs, u, mask=inside)
+        tl.store(target + HALF + pairs, v, mask=inside)
+
+
+@jit(unspecialized=("num_tokens",))
+def _turn_heads(
+    x,  # [T, H, R]
+    cos_sin,  # [T, 2, R]
+    num_tokens,
+    num_heads,
+    token_stride,
+    head_stride,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    TOKENS: tl.constexpr,  # a program
+    HEADS: tl.constexpr,  # a program
+):
+    """In place; [T / TOKENS, H / HEADS] programs."""
+    rows = tl.arange(0, TOKENS * HEADS)[:, None]
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + rows // HEADS
+    heads = tl.program_id(1) * HEADS + rows % HEADS
+    mask = (tokens < num_tokens) & (heads < num_heads)
+    places = x + tokens * token_stride + heads * head_stride
+    u, v = load_turned(places, cos_sin + tokens * (4 * HALF), mask, HALF, PAIRS, NEIGHBOURS)
+    store_turned(places, u, v, mask, HALF, PAIRS, NEIGHBOURS)
+
+
+def check_rotary(cos_sin: Tensor, num_tokens: int, dim: int, like: Tensor) -> None:
+    """ValueError unless these are rows for so many tokens with heads of `dim` features."""
+    check("cos_sin", cos_sin, [num_tokens, 2, "R"], [like.dtype, torch.float32], like=like)
+    check_contiguous("cos_sin", cos_sin)
+    turned = cos_sin.shape[2]
+    if turned % 2 or not 0 < turned <= dim:
+        raise ValueError(f"cos_sin: an even number of at most {dim} features, not {turned}")
+
+
+def rows_of_a_tile(num_heads: int, dim: int) -> tuple[int, int]:
+    """Tokens and heads of a program: powers of two."""
+    rows = max(1, TILE // power_of_2(dim))
+    heads = min(rows, power_of_2(num_heads))
+    return rows // heads, heads
+
+
+def _rotate(x: Tensor, cos_sin: Tensor, neighbours: bool) -> None:
+    check("x", x, ["T", "H", "R"], FLOATS)
+    num_tokens, num_heads, dim = x.shape
+    check_rotary(cos_sin, num_tokens, dim, x)
+    if cos_sin.shape[2] != dim:
+        raise ValueError(f"cos_sin: {dim} features expected, as x has, not {cos_sin.shape[2]}")
+    tokens, heads = rows_of_a_tile(num_heads, dim)
+    launch(
+        _turn_heads,
+        (-(-num_tokens // tokens), -(-num_heads // heads)),
+        x,
+        cos_sin,
+        num_tokens,
+        num_heads,
+        *x.stride()[:2],
+        HALF=dim // 2,
+        PAIRS=power_of_2(dim // 2),
+        NEIGHBOURS=neighbours,
+        TOKENS=tokens,
+        HEADS=heads,
+        num_warps=chip_of(x).warps(THREADS),
+    )
+
+
+def aot_cases() -> Iterator[AotCase]:
+    streams = ("_turn_heads",)
+    heads, angles = meta(64, 128, 192)[:, :, 128:], meta(64, 2, 64)
+    yield AotCase("latent queries, halves", lambda: rotate_(heads, angles), streams=streams)
+    yield AotCase("latent queries, pairs", lambda: rotate_(heads, angles, True), streams=streams)

@@ -1,4 +1,7 @@
-"""From logits to tokens: penalties, cuts, and the largest of what is left."""
+"""Cutting off what is too unlikely to be drawn, and the largest of what is left, on a CPU.
+
+`draw` puts these together; on a GPU its kernels find the same cuts in their own way.
+"""
 
 from dataclasses import dataclass
 
@@ -6,61 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """Of P rows: each field [P] float32. 1, 0 and 0 change nothing."""
-
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-
-
-def penalize_(
-    logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
-) -> None:
-    """Penalises, in place, what was said before.
-
-    Each token of the prompt or the answer has its logit divided by `repetition` if it is
-    positive, else multiplied (Keskar et al., 2019). Each token of the answer then loses
-    `frequency` for every time that it is there, and `presence` once.
-
-    logits: [P, V] float32; tokens: [P, L] int64, prompt, answer, then anything;
-    num_prompt, num_tokens: [P] int64, num_tokens > 0.
-    """
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    said = positions < num_tokens[:, None]
-    answered = said & (positions >= num_prompt[:, None])
-    # Repeats, and the padding with a token that is there, all write the same value.
-    seen = torch.where(said, tokens, tokens[:, :1])
-    scores = logits.gather(1, seen)
-    factor = penalties.repetition[:, None]
-    logits.scatter_(1, seen, torch.where(scores > 0, scores / factor, scores * factor))
-    logits.scatter_add_(1, seen, answered * -penalties.frequency[:, None])
-    first = num_prompt.minimum(num_tokens - 1)[:, None]
-    present = torch.where(answered, tokens, tokens.gather(1, first))
-    has_answer = (num_tokens > num_prompt)[:, None]
-    logits.scatter_(
-        1, present, logits.gather(1, present) - has_answer * penalties.presence[:, None]
-    )
-
-
-def penalize_reference(
-    logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
-) -> Tensor:
-    """What `penalize_` means, token by token; a new tensor."""
-    out = logits.clone()
-    for row, (start, stop) in enumerate(zip(num_prompt.tolist(), num_tokens.tolist(), strict=True)):
-        answer = tokens[row, start:stop].tolist()
-        factor = penalties.repetition[row]
-        for token in set(tokens[row, :stop].tolist()):
-            score = out[row, token]
-            out[row, token] = score / factor if score > 0 else score * factor
-        for token in set(answer):
-            out[row, token] -= penalties.frequency[row] * answer.count(token)
-            out[row, token] -= penalties.presence[row]
-    return out
 
 
 @dataclass(frozen=True, slots=True)

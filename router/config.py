@@ -46,4 +46,6 @@ class RouterConfig:
     timeout: float = 600.0  # seconds
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 << 20
+    vllm_metrics: bool = False  # tell the metrics under vLLM's names too
+    wakes_workers: bool = False  # none may be there: they come when something waits for them
     bounds: Bounds = field(default_factory=Bounds)

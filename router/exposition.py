@@ -9,69 +9,75 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
 
-from penstock.router.state import ClusterState, PoolState, WorkerNumbers, WorkerState
+from penstock.router.state import (
+    ClusterState,
+    PoolScaling,
+    PoolState,
+    WorkerNumbers,
+    WorkerState,
+)
 from penstock.router.tally import Tally
 
 Samples = Iterable[tuple[Sequence[str], float]]
 Spread = tuple[Sequence[float], Sequence[int], float]  # bounds, counts between them, the sum
 
 
-class Exposition(Collector):
-    """Makes the metrics anew at every scrape, so that what is gone is not in them.
-
-    Args:
-        look: gives the cluster as it is.
-        tally: what the router counts.
-    """
-
-    def __init__(self, look: Callable[[], ClusterState], tally: Tally) -> None:
-        self._look = look
-        self._tally = tally
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # nothing is looked at before the first scrape
-
-    def collect(self) -> Iterator[Metric]:
-        state = self._look()
-        yield from pool_metrics(state.pools)
-        yield from worker_metrics(state.workers)
-        told = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
-        yield from number_metrics(told)
-        yield from router_metrics(state, self._tally)
+def all_metrics(state: ClusterState, tally: Tally) -> Iterator[Metric]:
+    """All of them: of the cluster as it is, and what the router counts."""
+    yield from pool_metrics(state.pools)
+    yield from scaling_metrics(state.scaling.pools)
+    yield from worker_metrics(state.workers)
+    told = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
+    yield from number_metrics(told)
+    yield from router_metrics(state, tally)
 
 
 def pool_metrics(pools: Sequence[PoolState]) -> Iterator[Metric]:
-    yield _gauge(
-        "requests_waiting",
+    yield gauge(
+        "penstock_requests_waiting",
         "Requests that wait for a worker of the pool, at the router or there.",
         ["pool"],
         (([each.pool], each.waiting) for each in pools),
     )
-    yield _gauge(
-        "tokens_waiting",
+    yield gauge(
+        "penstock_tokens_waiting",
         "Prompt tokens that wait to be computed in the pool.",
         ["pool"],
         (([each.pool], each.waiting_tokens) for each in pools),
     )
-    yield _gauge(
-        "workers_ready",
+    yield gauge(
+        "penstock_workers_ready",
         "Workers of the pool that take new work.",
         ["pool"],
         (([each.pool], each.ready) for each in pools),
     )
 
 
+def scaling_metrics(pools: Sequence[PoolScaling]) -> Iterator[Metric]:
+    yield gauge(
+        "penstock_workers_desired",
+        "Workers that the pool should have.",
+        ["pool"],
+        (([each.pool], each.desired) for each in pools),
+    )
+    yield gauge(
+        "penstock_workers_pending",
+        "Workers of the pool that were asked for and do not serve yet.",
+        ["pool"],
+        (([each.pool], each.pending) for each in pools),
+    )
+
+
 def worker_metrics(workers: Sequence[WorkerState]) -> Iterator[Metric]:
-    yield _gauge(
-        "worker_up",
+    yield gauge(
+        "penstock_worker_up",
         "1 while the worker is heard, 0 while it should be there and is not.",
         ["worker"],
         (([each.worker], each.up) for each in workers),
     )
-    yield _gauge(
-        "requests_running",
+    yield gauge(
+        "penstock_requests_running",
         "Sequences that the worker runs.",
         ["worker", "role"],
         (([each.worker, each.role], each.numbers.running) for each in workers if each.numbers),
@@ -80,14 +86,14 @@ def worker_metrics(workers: Sequence[WorkerState]) -> Iterator[Metric]:
 
 def number_metrics(workers: Sequence[tuple[str, WorkerNumbers]]) -> Iterator[Metric]:
     """What only a worker that is heard can tell."""
-    yield _gauge(
-        "kv_blocks",
+    yield gauge(
+        "penstock_kv_blocks",
         "Blocks of the worker's KV memory by what they are: they sum up to all there are.",
         ["worker", "state"],
         (([name, kind], count) for name, each in workers for kind, count in each.blocks.items()),
     )
-    yield _gauge(
-        "kv_waste_ratio",
+    yield gauge(
+        "penstock_kv_waste_ratio",
         "Share of the used KV blocks' slots that hold nothing.",
         ["worker"],
         (([name], each.kv_waste) for name, each in workers),
@@ -106,11 +112,14 @@ def number_metrics(workers: Sequence[tuple[str, WorkerNumbers]]) -> Iterator[Met
         ),
     )
     for name, about, number in counters:
-        yield _counter(
-            name, about, ["worker"], (([worker], number(each)) for worker, each in workers)
+        yield counter(
+            f"penstock_{name}",
+            about,
+            ["worker"],
+            (([worker], number(each)) for worker, each in workers),
         )
-    yield _histogram(
-        "step_seconds",
+    yield histogram(
+        "penstock_step_seconds",
         "Time of the engine's steps.",
         ["worker"],
         (
@@ -135,49 +144,58 @@ def router_metrics(state: ClusterState, tally: Tally) -> Iterator[Metric]:
             tally.between_tokens,
         ),
         ("request_seconds", "From a request to the end of its answer.", tally.request),
+        ("queue_seconds", "From a request to its going to a worker.", tally.queue),
+        ("prefill_seconds", "From there to its first token.", tally.prefill),
+        ("decode_seconds", "From its first token to its last.", tally.decode),
+        ("prompt_length_tokens", "Length of prompts that were answered.", tally.prompt_lengths),
+        ("answer_length_tokens", "Length of answers.", tally.answer_lengths),
         ("handover_seconds", "From asking for KV blocks to their arrival.", tally.handover),
     )
     for name, about, each in histograms:
-        yield _histogram(name, about, [], [([], (each.bounds, each.counts, each.total))])
-    yield _counter("handover_bytes", "Bytes of KV handed over.", [], [([], tally.handover_bytes)])
-    yield _counter(
-        "failovers",
+        yield histogram(
+            f"penstock_{name}", about, [], [([], (each.bounds, each.counts, each.total))]
+        )
+    yield counter(
+        "penstock_handover_bytes", "Bytes of KV handed over.", [], [([], tally.handover_bytes)]
+    )
+    yield counter(
+        "penstock_failovers",
         "Requests begun again elsewhere because their worker was lost.",
         [],
         [([], state.failovers)],
     )
-    yield _counter(
-        "requests_finished",
+    yield counter(
+        "penstock_requests_finished",
         "Requests by how they ended.",
         ["reason"],
         (([reason], count) for reason, count in tally.finished.items()),
     )
-    yield _counter(
-        "generated_tokens",
+    yield counter(
+        "penstock_generated_tokens",
         "Tokens of answers by whose key asked; a key is told by its place in the list of keys.",
         ["tenant"],
         (([name], count) for name, count in state.generated.items()),
     )
 
 
-def _gauge(name: str, about: str, labels: Sequence[str], samples: Samples) -> Metric:
-    metric = GaugeMetricFamily(f"penstock_{name}", about, labels=labels)
+def gauge(name: str, about: str, labels: Sequence[str], samples: Samples) -> Metric:
+    metric = GaugeMetricFamily(name, about, labels=labels)
     for values, value in samples:
         metric.add_metric(values, value)
     return metric
 
 
-def _counter(name: str, about: str, labels: Sequence[str], samples: Samples) -> Metric:
-    metric = CounterMetricFamily(f"penstock_{name}", about, labels=labels)
+def counter(name: str, about: str, labels: Sequence[str], samples: Samples) -> Metric:
+    metric = CounterMetricFamily(name, about, labels=labels)
     for values, value in samples:
         metric.add_metric(values, value)
     return metric
 
 
-def _histogram(
+def histogram(
     name: str, about: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], Spread]]
 ) -> Metric:
-    metric = HistogramMetricFamily(f"penstock_{name}", about, labels=labels)
+    metric = HistogramMetricFamily(name, about, labels=labels)
     for values, (bounds, counts, total) in samples:
         ends = [*(f"{bound:g}" for bound in bounds), "+Inf"]
         metric.add_metric(values, list(zip(ends, accumulate(counts), strict=True)), total)

@@ -21,7 +21,7 @@ from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.links import Links
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
-from penstock.router.tally import Tally
+from penstock.router.tally import Ended, Tally
 from penstock.router.text.tokenizer import TextModel
 from penstock.router.worker_link import Identity
 
@@ -46,6 +46,32 @@ def presentable(message: str) -> str:
         return message
     log.error("a request ended with: %s", message)
     return "the request failed on its worker: the server's log tells more"
+
+
+def _log_ended(ended: Ended | None) -> None:
+    """An event for every request, with none of its content."""
+    if ended is None or not log.isEnabledFor(logging.INFO):
+        return
+    fields = {
+        "request": ended.request.trace,
+        "tenant": ended.tenant,
+        "reason": ended.reason,
+        "prompt_tokens": len(ended.request.prompt),
+        "answer_tokens": ended.num_tokens,
+        "queued_seconds": ended.queued,
+        "first_token_seconds": ended.first_token,
+        "seconds": ended.seconds,
+    }
+    log.info("request", extra={"fields": fields})
+
+
+def _log_worker(event: ev.WorkerUp | ev.WorkerLost | ev.Tick) -> None:
+    match event:
+        case ev.WorkerUp(info):
+            fields = {"worker": info.worker, "role": info.role, "incarnation": info.incarnation}
+            log.info("worker_up", extra={"fields": fields})
+        case ev.WorkerLost(worker):
+            log.info("worker_gone", extra={"fields": {"worker": worker}})
 
 
 class Frontend:
@@ -73,6 +99,7 @@ class Frontend:
         self.text = text
         self.tally = Tally(tenants)
         self.is_draining = False
+        self.scaling = state.Scaling()  # what the supervisor said last
         self._limits = limits
         self._dispatcher = dispatcher
         identity = Identity(config.name, incarnation, config.worker_token)
@@ -109,6 +136,8 @@ class Frontend:
         workers = self.workers()
         if any(worker.state == "ready" for worker in workers):
             return ""
+        if self.config.wakes_workers:
+            return ""  # what is asked waits, and workers come for it
         return "no worker is ready" if workers else "no worker is there yet"
 
     @property
@@ -133,6 +162,7 @@ class Frontend:
             self._links.wanted(),
             self._dispatcher,
             self.tally,
+            self.scaling,
         )
 
     def watch(self, changed: Callable[[str], None]) -> None:
@@ -176,7 +206,7 @@ class Frontend:
         self._tracks.update({r.id: track for r, track in zip(requests, tracks, strict=True)})
         try:
             for request in requests:
-                self.tally.opened(request.id, request.tenant, self._loop.time())
+                self.tally.opened(request, self._loop.time())
                 self.tell(ev.Arrived(request))
         except BaseException:
             answers.close()
@@ -224,7 +254,7 @@ class Frontend:
     def _let_go(self, requests: Sequence[int]) -> None:
         for request in requests:
             if self._tracks.pop(request, None) is not None:
-                self.tally.ended(request, ev.Status.CANCELLED, self._loop.time())
+                _log_ended(self.tally.ended(request, ev.Status.CANCELLED, self._loop.time()))
                 self.tell(ev.Gone(request))
 
     # ------------------------------------------------------------ events and commands
@@ -245,6 +275,7 @@ class Frontend:
                     self._carry_out(command, now)
                 if isinstance(event, ev.WorkerUp | ev.WorkerLost | ev.Tick):
                     self._look()
+                    _log_worker(event)
                 elif isinstance(event, ev.Received):
                     self.tally.received(event, now)
         finally:
@@ -261,7 +292,7 @@ class Frontend:
                 if track is not None:
                     track.deliver_prompt(command)
             case ev.End():
-                self.tally.ended(command.request, command.status, now)
+                _log_ended(self.tally.ended(command.request, command.status, now))
                 self._end(command)
             case ev.Hang():
                 log.warning("worker %s: %s", command.worker, command.reason)
@@ -269,6 +300,8 @@ class Frontend:
             case _:
                 if isinstance(command, ev.Send):
                     self.tally.sent(command, now)
+                elif isinstance(command, ev.Submit):
+                    self.tally.submitted(command, now)
                 self._links.send(command)
 
     def _end(self, end: ev.End) -> None:

@@ -6,6 +6,7 @@ import json
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from penstock.router.routing.dispatcher import Dispatcher, Limits
 from penstock.router.routing.policy import LeastLoaded
 from penstock.router.text.tokenizer import TextModel
 
+WAIT_WITHOUT_WORKERS = 60.0  # seconds; then a request that waits is told that nobody is there
 UNBOUNDED = 2**31 - 1
 """The context of a model whose configuration names none: the workers' own bound decides."""
 
@@ -95,6 +97,8 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
             Limits(
                 max_queued=config.max_queued_requests,
                 max_queued_tokens=config.max_queued_tokens,
+                # Where workers are made for what waits, its own deadline is its patience.
+                wait_without_workers=inf if config.wakes_workers else WAIT_WITHOUT_WORKERS,
             ),
         )
         check_free(config.host, config.grpc_port)

@@ -1,6 +1,6 @@
 """A router and its cluster at one moment, as plain numbers: for metrics and for status pages."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ class WorkerNumbers:
     """What a worker last said of itself. Totals are since its start."""
 
     running: int  # sequences
+    places: int  # sequences that may run at once
     waiting: int
     waiting_tokens: int
     blocks: Mapping[str, int]  # used, leased, reserved, cached and free
@@ -37,6 +38,7 @@ class WorkerNumbers:
     prompt_tokens: int
     prefix_hit_tokens: int  # of them, found in the prefix cache
     preemptions: int
+    prompt_seconds: float  # of the steps that computed prompts
     step_seconds: float  # of the last step
     steps: StepTimes
 
@@ -66,6 +68,39 @@ class PoolState:
     running: int  # sequences
     waiting: int  # requests, at the router and at the workers
     waiting_tokens: int
+    queued: int  # of them, at the router
+    queued_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolScaling:
+    """What is done about a pool's size, and why."""
+
+    pool: str
+    least: int
+    most: int
+    desired: int  # workers
+    pending: int  # that do not serve yet, or not again
+    draining: int
+    reason: str
+    held_by: str  # what kept it from more, or from less; empty: nothing
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionNote:
+    """A pool was to have another number of workers."""
+
+    at: float  # seconds since 1970
+    pool: str
+    text: str  # from how many to how many, and why
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the supervisor says of the pools' sizes."""
+
+    pools: Sequence[PoolScaling] = ()
+    decisions: Sequence[DecisionNote] = ()  # the last ones, in their order
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +121,8 @@ class ClusterState:
     handovers: int
     handovers_failed: int
     handover_bytes: int
+    prompt_tokens: int  # of all requests that were taken
+    scaling: Scaling
 
 
 def look(
@@ -94,6 +131,7 @@ def look(
     links: Sequence[WorkerLink],
     dispatcher: Dispatcher,
     tally: Tally,
+    scaling: Scaling,
 ) -> ClusterState:
     """All that is known now."""
     workers = look_at_workers(links, dispatcher.workers())
@@ -105,7 +143,7 @@ def look(
         streams=dispatcher.num_requests,
         waiting=dispatcher.num_queued,
         waiting_tokens=dispatcher.num_queued_tokens,
-        pools=look_at_pools(workers, dispatcher),
+        pools=look_at_pools(workers, dispatcher, [each.pool for each in scaling.pools]),
         workers=workers,
         finished=dict(tally.finished),
         generated=tally.generated(),
@@ -113,6 +151,8 @@ def look(
         handovers=counters.num_handovers,
         handovers_failed=counters.num_handovers_failed,
         handover_bytes=tally.handover_bytes,
+        prompt_tokens=tally.prompt_tokens,
+        scaling=scaling,
     )
 
 
@@ -139,6 +179,7 @@ def read_load(welcome: pb.Welcome, load: pb.Load) -> WorkerNumbers:
     slots = load.used_blocks * welcome.block_size
     return WorkerNumbers(
         running=load.running,
+        places=welcome.max_sequences,
         waiting=load.queued,
         waiting_tokens=load.queued_tokens,
         blocks={
@@ -152,6 +193,7 @@ def read_load(welcome: pb.Welcome, load: pb.Load) -> WorkerNumbers:
         prompt_tokens=load.prompt_tokens_computed + load.prompt_tokens_cached,
         prefix_hit_tokens=load.prompt_tokens_cached,
         preemptions=load.preemptions,
+        prompt_seconds=load.prompt_seconds,
         step_seconds=load.step_micros / 1e6,
         steps=_step_times(welcome, load),
     )
@@ -164,21 +206,25 @@ def _step_times(welcome: pb.Welcome, load: pb.Load) -> StepTimes:
     return StepTimes(bounds, counts, load.step_seconds)
 
 
-def look_at_pools(workers: Sequence[WorkerState], dispatcher: Dispatcher) -> list[PoolState]:
-    """The pools that there are, by name.
+def look_at_pools(
+    workers: Sequence[WorkerState], dispatcher: Dispatcher, names: Sequence[str]
+) -> list[PoolState]:
+    """The pools that there are, and those named, which may have no worker now; by name.
 
-    What waits at the router waits for the pool that would run it next: the one that takes prompts,
-    or, where its blocks are kept for it already, the one that decodes.
+    What waits at the router waits for the pools that have no room for it, for both where both have
+    none; else for the one that takes prompts. What has its blocks kept waits for the one that
+    decodes. Prompt tokens wait only for a pool that is to compute them.
     """
-    members: dict[str, list[WorkerState]] = defaultdict(list)
+    members: dict[str, list[WorkerState]] = {name: [] for name in names}
     for worker in workers:
         if worker.role:
-            members[worker.role].append(worker)
+            members.setdefault(worker.role, []).append(worker)
     phases = dispatcher.phases()
     first = _first(members, "prefill", "mixed", "decode")
-    waiting = Counter({first: phases[Phase.QUEUED]})
+    short = set(dispatcher.short_of) & members.keys() or {first}
+    waiting = Counter(dict.fromkeys(short, phases[Phase.QUEUED]))
     waiting[_first(members, "decode", "mixed", "prefill")] += phases[Phase.YIELDED]
-    tokens = Counter({first: dispatcher.num_queued_tokens})
+    tokens = Counter({first: dispatcher.num_queued_tokens} if first in short else {})
     return [_pool(pool, members[pool], waiting[pool], tokens[pool]) for pool in sorted(members)]
 
 
@@ -186,13 +232,15 @@ def _first(members: Mapping[str, object], *roles: str) -> str:
     return next((role for role in roles if role in members), "")
 
 
-def _pool(pool: str, members: Sequence[WorkerState], waiting: int, tokens: int) -> PoolState:
+def _pool(pool: str, members: Sequence[WorkerState], queued: int, tokens: int) -> PoolState:
     numbers = [worker.numbers for worker in members if worker.numbers is not None]
     return PoolState(
         pool=pool,
         workers=len(members),
         ready=sum(worker.state == "ready" for worker in members),
         running=sum(each.running for each in numbers),
-        waiting=waiting + sum(each.waiting for each in numbers),
+        waiting=queued + sum(each.waiting for each in numbers),
         waiting_tokens=tokens + sum(each.waiting_tokens for each in numbers),
+        queued=queued,
+        queued_tokens=tokens,
     )

@@ -13,6 +13,7 @@ TOKEN_BOUNDS = (
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
 )
 REQUEST_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
+LENGTH_BOUNDS = tuple(float(2**power) for power in range(18))
 HANDOVER_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 REASONS: Mapping[ev.Status, str] = {
@@ -63,7 +64,10 @@ class _Open:
     """A request that has not ended."""
 
     name: str  # of its tenant
+    request: ev.Request
     since: float
+    submitted: float | None = None  # when it first went to a worker
+    first: float | None = None  # when its first token came
     stretches: dict[int, _Stretch] = field(default_factory=dict)  # by choice
 
     @property
@@ -76,6 +80,19 @@ class _Open:
         without tokens was to have none."""
         finishes = {stretch.newest.finish for stretch in self.stretches.values()}
         return "stop" if finishes and ev.Finish.LENGTH not in finishes else "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How one request went, for the log. Times are in seconds since its arrival."""
+
+    request: ev.Request
+    tenant: str  # as it is called where others can read it
+    reason: str
+    num_tokens: int  # of its answer
+    queued: float | None  # until it first went to a worker; None: it never did
+    first_token: float | None
+    seconds: float  # until its end
 
 
 class Tally:
@@ -92,8 +109,14 @@ class Tally:
         self.per_token = Histogram(TOKEN_BOUNDS)  # of an answer: mean after its first
         self.between_tokens = Histogram(TOKEN_BOUNDS)
         self.request = Histogram(REQUEST_BOUNDS)
+        self.queue = Histogram(REQUEST_BOUNDS)  # until a request first goes to a worker
+        self.prefill = Histogram(FIRST_BOUNDS)  # from there to its first token
+        self.decode = Histogram(REQUEST_BOUNDS)  # from there to its last
+        self.prompt_lengths = Histogram(LENGTH_BOUNDS)
+        self.answer_lengths = Histogram(LENGTH_BOUNDS)
         self.handover = Histogram(HANDOVER_BOUNDS)
         self.handover_bytes = 0
+        self.prompt_tokens = 0  # of all requests that were taken
         self._names = names
         self._tokens = dict.fromkeys((*names.values(), OTHER), 0)  # of ended requests
         self._open: dict[int, _Open] = {}
@@ -106,9 +129,18 @@ class Tally:
             tokens[one.name] += one.num_tokens
         return tokens
 
-    def opened(self, request: int, tenant: str, now: float) -> None:
+    def opened(self, request: ev.Request, now: float) -> None:
         """A client's request was taken."""
-        self._open[request] = _Open(self._names.get(tenant, OTHER), now)
+        name = self._names.get(request.tenant, OTHER)
+        self._open[request.id] = _Open(name, request, now)
+        self.prompt_tokens += len(request.prompt)
+
+    def submitted(self, command: ev.Submit, now: float) -> None:
+        """A request goes to a worker."""
+        one = self._open.get(command.request.id)
+        if one is not None and one.submitted is None:
+            one.submitted = now
+            self.queue.add(now - one.since)
 
     def delivered(self, commands: Iterable[ev.Command], now: float) -> None:
         """What one event gave to clients. There is one a token, so it is made to be quick."""
@@ -121,8 +153,8 @@ class Tally:
                 continue
             stretch = one.stretches.get(command.choice)
             if stretch is None:
-                if not one.stretches:
-                    self.first_token.add(now - one.since)
+                if one.first is None:
+                    self._begun(one, now)
                 one.stretches[command.choice] = _Stretch(now, now, command)
             else:
                 gaps.append(now - stretch.last)
@@ -132,17 +164,34 @@ class Tally:
         for gap, number in Counter(gaps).items():
             self.between_tokens.add(gap, number)
 
-    def ended(self, request: int, status: ev.Status, now: float) -> None:
+    def _begun(self, one: _Open, now: float) -> None:
+        one.first = now
+        self.first_token.add(now - one.since)
+        if one.submitted is not None:
+            self.prefill.add(now - one.submitted)
+
+    def ended(self, request: int, status: ev.Status, now: float) -> Ended | None:
         """A request is over; unknown: nothing."""
         one = self._open.pop(request, None)
         self._moving.pop(request, None)
         if one is None:
-            return
-        self._tokens[one.name] += one.num_tokens
-        self.finished[REASONS.get(status) or one.reason] += 1
-        if status is not ev.Status.OK:
-            return
+            return None
+        num_tokens, reason = one.num_tokens, REASONS.get(status) or one.reason
+        self._tokens[one.name] += num_tokens
+        self.finished[reason] += 1
+        if status is ev.Status.OK:
+            self._served(one, num_tokens, now)
+        times = (one.submitted, one.first)
+        queued, first = (None if at is None else at - one.since for at in times)
+        return Ended(one.request, one.name, reason, num_tokens, queued, first, now - one.since)
+
+    def _served(self, one: _Open, num_tokens: int, now: float) -> None:
+        """An answer is whole."""
         self.request.add(now - one.since)
+        self.prompt_lengths.add(len(one.request.prompt))
+        self.answer_lengths.add(num_tokens)
+        if one.first is not None:
+            self.decode.add(max(stretch.last for stretch in one.stretches.values()) - one.first)
         for stretch in one.stretches.values():
             if stretch.num_tokens > 1:
                 self.per_token.add((stretch.last - stretch.first) / (stretch.num_tokens - 1))

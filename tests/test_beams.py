@@ -2,9 +2,10 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,9 @@ async def serve(name: str, role: str, folder: Path, **other: Any) -> RunningWork
     return await serve_worker(WorkerConfig(name, folder, role=role, **sizes))
 
 
-async def _stop(workers: dict[str, RunningWorker]) -> None:
-    for worker in workers.values():
-        await worker.stop()
+async def stop(workers: Mapping[str, RunningWorker], name: str) -> None:
+    """Whoever has that name in the end."""
+    await workers[name].stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -82,7 +83,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         workers: dict[str, RunningWorker] = {}
         for name, role in (("p", "prefill"), ("d0", "decode"), ("d1", "decode")):
             workers[name] = await serve(name, role, folder)
-        stack.push_async_callback(_stop, workers)  # those who have the names in the end
+            stack.push_async_callback(partial(stop, workers, name))
         router = await serve_router(RouterConfig(folder, "m", http_port=0, grpc_port=0))
         stack.push_async_callback(router.stop)
         await router.set_workers({name: worker.address for name, worker in workers.items()})

@@ -313,6 +313,18 @@ def test_several_ranks_make_one_mixed_worker_unless_pools_are_named() -> None:
     assert (pools.prefill.tp, pools.decode.tp, pools.mixed.replicas) == (2, 2, 0)
 
 
+def test_how_far_a_pool_may_go() -> None:
+    given = "--prefill 1 --decode 2 --min-decode 0 --max-decode 4 --max-gpus 3"
+    spec = flags.read_spec([*given.split(), "--scale-down-seconds", "9"])
+    assert (spec.pools.decode.replicas, spec.pools.decode.least, spec.pools.decode.most) == (
+        2,
+        0,
+        4,
+    )
+    assert (spec.pools.prefill.least, spec.pools.prefill.most) == (1, 1)
+    assert (spec.scaling.max_gpus, spec.scaling.scale_down_seconds) == (3, 9.0)
+
+
 def test_names_that_others_use() -> None:
     given = """
         some/model --port 1 --served-model-name m --api-key a --api-key b --max-num-seqs 2

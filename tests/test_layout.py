@@ -28,6 +28,8 @@ DECIDING = {
     "penstock.cluster.spec": {"yaml"},
     "penstock.cluster.placement": {"penstock.cluster.spec"},
     "penstock.cluster.restarts": set(),
+    "penstock.cluster.autoscaler": set(),
+    "penstock.cluster.slots": set(),
     "penstock.cluster.notices": set(),
 }
 """What deciding code may import beside the standard library and itself."""

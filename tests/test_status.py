@@ -20,6 +20,7 @@ from penstock.cli.status import fetch
 from penstock.cli.status_view import duration, number, page
 from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
+from penstock.router.state import DecisionNote, PoolScaling, Scaling
 from tests.support.served_router import Served, model_folder, serving, until
 from tests.support.stub_worker import StubWorker
 
@@ -56,7 +57,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 def drawn(told: dict[str, object], width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(page(told, "http://127.0.0.1:8000"))
+    console.print(page(told, "http://127.0.0.1:8000", 1e9))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -79,6 +80,23 @@ async def test_the_tables_fit_80_columns(
         assert word in busy.split(), (word, busy)
     assert await command(served.url, "--api-key", "open-sesame") == 0
     assert "decode-worker-0" in capsys.readouterr().out
+
+
+async def test_sizes_and_what_changed_them(served: Served) -> None:
+    served.router.frontend.scaling = Scaling(
+        [
+            PoolScaling(
+                "decode", 0, 12, 10, 8, 1, "KV of 7.9 workers in use", "the budget of 9 GPUs"
+            )
+        ],
+        [DecisionNote(1e9 - 90, "decode", "decode: 5 to 10: KV of 7.9 workers in use")],
+    )
+    lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    assert max(map(len, lines)) <= 80
+    assert "decode, 0 to 12: KV of 7.9 workers in use; held by the budget of 9 GPUs" in lines
+    assert "90.0 s ago: decode: 5 to 10: KV of 7.9 workers in use" in lines
+    (pool,) = (line.split() for line in lines if line.startswith("decode  "))
+    assert pool[:5] == ["decode", "10", "8", "1", "0"]
 
 
 async def test_json_is_what_the_router_says(
@@ -208,7 +226,15 @@ def test_numbers_are_short(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "0.0 ms"), (0.0034, "3.4 ms"), (0.12, "120 ms"), (0.9996, "1.0 s"), (12.34, "12.3 s")],
+    [
+        (0.0, "0.0 ms"),
+        (0.0034, "3.4 ms"),
+        (0.12, "120 ms"),
+        (0.9996, "1.0 s"),
+        (12.34, "12.3 s"),
+        (840.0, "14 min"),
+        (10800.0, "3 h"),
+    ],
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text

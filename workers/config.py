@@ -37,7 +37,7 @@ class WorkerConfig:
     deterministic: bool = False  # an answer's bits depend on no other request
     static_batching: bool = False  # to measure continuous batching against
     device: str = "auto"
-    plan_ahead: bool = False  # the next step while one computes, which then has a thread of its own
+    plan_ahead: bool | None = None  # the next step while one computes; None: on a GPU
     beat_seconds: float = 0.5  # the longest silence of a stream; ten of them end it
     transfer_seconds: float = 5.0  # the longest silence of a hand-over before it is given up
     tp: int = 1  # ranks that share each layer; see `parallel.mesh` for this and the next three

@@ -130,6 +130,7 @@ class Dispatch:
         except BadSubmit as error:
             reject(str(error), True)
             return
+        log.info("sequence", extra={"fields": _facts(submit)})
         # This attempt replaces what else runs here of the request; a lease may be its source.
         self._let_go(session, [other for other in others if not session.held[other].kv_len])
         source = (submit.source.worker, submit.source.incarnation)
@@ -224,6 +225,17 @@ class Dispatch:
         self.stop(grpc.StatusCode.INTERNAL, reason)
         if not self.failed.done():
             self.failed.set_exception(RuntimeError(reason))
+
+
+def _facts(submit: wire.Submit) -> dict[str, str | int]:
+    """What is logged of a submission: none of its content."""
+    return {
+        "request": submit.trace,
+        "attempt": submit.attempt,
+        "prompt_tokens": len(submit.prompt),
+        "answer_tokens": sum(len(each.tokens) for each in submit.log),
+        "source": submit.source.worker,
+    }
 
 
 def _drop_all(keys: list[SequenceKey], engine: Engine) -> None:

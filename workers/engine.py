@@ -7,6 +7,8 @@ ends that sequence only; an exception of the model ends the engine.
 
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,9 +17,13 @@ from torch._C._distributed_c10d import Store
 
 from penstock.workers.beams import Candidates, Hypothesis, Searches
 from penstock.workers.config import WorkerConfig
+from penstock.workers.device.graphs import CudaCaptures
+from penstock.workers.device.pinned import Readback
+from penstock.workers.device.runner import DeviceRunner
+from penstock.workers.device.streams import Streams
 from penstock.workers.fingerprint import model_fingerprint
+from penstock.workers.models.served import ServedModel
 from penstock.workers.parallel.plans import encode
-from penstock.workers.runner import Runner
 from penstock.workers.sampler import PromptLogprobs, Sampled, Sampler, TokenLogprobs
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import (
@@ -75,6 +81,16 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that a device computes, or will."""
+
+    plan: StepPlan
+    tokens: Tensor | None  # [S] what it draws, on the device; None: only the host knows
+    wait: Callable[[], Sampled]  # until its tokens are here; from any thread
+    began: float  # seconds, of `perf_counter`
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """How busy the engine is, and totals since its start."""
 
@@ -84,14 +100,15 @@ class EngineLoad:
     gap_seconds: float  # from the newest step's begin back to the end of the one before
     step_counts: tuple[int, ...]  # steps by their length, see `STEP_BOUNDS`
     all_steps_seconds: float  # of all steps together
+    prompt_seconds: float  # of the steps that computed prompts
 
 
 class Engine:
     """One model on one device, or on several, of which this process leads one: the others follow
     (`Follower`), having met it in `store`.
 
-    `progress` is told of the weights while they load. Where the engine cannot be, a ValueError says
-    why in one line.
+    `progress` is told of the weights while they load; `decoder` is a model that is there already.
+    Where the engine cannot be, a ValueError says why in one line.
     """
 
     def __init__(
@@ -99,8 +116,9 @@ class Engine:
         config: WorkerConfig,
         progress: Progress = lambda done, total: None,
         store: Store | None = None,
+        decoder: ServedModel | None = None,
     ) -> None:
-        share = take_share(config, progress, store)
+        share = take_share(config, progress, store, decoder)
         self.spec, self.limits, self.cache = share.spec, share.limits, share.cache
         self.model = model_fingerprint(config.model)
         self.layout = share.layout(self.model)
@@ -108,11 +126,13 @@ class Engine:
         self._plans = share.lead(store)  # to the other ranks, if there are any
         self.staging = share.whole_staging(self._plans)
         self.batcher = Batcher(self.limits)
-        self._runner = Runner(share.decoder, self.cache, config.deterministic)
-        self._sampler = Sampler(
-            self.limits.max_sequences, self.spec.vocab_size, share.decoder.device
-        )
-        self.plans_ahead = config.plan_ahead and config.pp == 1
+        device = share.decoder.device
+        self._runner = share.runner()
+        self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
+        self._streams = Streams(device)
+        self.on_device = isinstance(self._runner, DeviceRunner)
+        ahead = self.on_device if config.plan_ahead is None else config.plan_ahead
+        self.plans_ahead = ahead and config.pp == 1
         self._begun: deque[StepPlan] = deque()  # that the other ranks were told of
         self._live: dict[Key, NewSequence] = {}  # all but leases
         self._searches = Searches()
@@ -156,10 +176,16 @@ class Engine:
             self._tell(plan)
             self._begun.append(plan)
         if self._begun:
-            plan = self._begun.popleft()
-            sampled = self.draw(plan, self._run(plan))
+            plan = self._begun[0]
+            sampled = self._sample(plan)
+            self._begun.popleft()
             self.book(plan, sampled, time.perf_counter() - started, result)
         return result
+
+    def _sample(self, plan: StepPlan) -> Sampled:
+        if self.on_device:
+            return self.launch(plan, None).wait()
+        return self.draw(plan, self.compute(plan))
 
     def plan(self, result: StepResult) -> StepPlan | None:
         """What the next step computes; None if there is nothing to compute."""
@@ -174,10 +200,8 @@ class Engine:
     def compute(self, plan: StepPlan) -> Tensor:
         """Run the model; the logits [S + P, vocab_size] of the rows that draw, and of the prompt
         tokens that are scored."""
-        self._tell(plan)
-        return self._run(plan)
-
-    def _run(self, plan: StepPlan) -> Tensor:
+        if not any(plan is each for each in self._begun):
+            self._tell(plan)
         self._gap_seconds = time.perf_counter() - self._drawn_at
         return self._runner.run(plan)
 
@@ -194,7 +218,7 @@ class Engine:
     def draw(self, plan: StepPlan, logits: Tensor) -> Sampled:
         """Draw the tokens, once every step before is booked."""
         rows, table = plan.drawing, self.batcher.table
-        indices = table.num_tokens[rows] - table.num_prompt[rows]
+        indices = self._indices(plan)
         sampled = self._sampler.sample(logits[: len(rows)], rows, indices, table)
         if sampled.candidates is not None:
             sampled = self._take_turns(sampled, sampled.candidates, rows, logits)
@@ -202,6 +226,44 @@ class Engine:
             sampled = replace(sampled, prompts=self._score(plan, logits[len(rows) :]))
         self._drawn_at = time.perf_counter()
         return sampled
+
+    def launch(self, plan: StepPlan, before: Launched | None) -> Launched:
+        """Compute and draw, as far as that needs nobody to wait.
+
+        before: the step launched before, whose tokens a plan made ahead goes on from: they are not
+        None. What is drawn with the answer so far in sight is drawn before this returns, and wants
+        every step before to be booked.
+        """
+        began = time.perf_counter()
+        drawn = before.tokens if plan.ahead and before is not None else None
+        self._gap_seconds = 0.0 if plan.ahead else began - self._drawn_at
+        with self.computing():
+            logits = self._runner.run(plan, drawn)
+            rows, indices = plan.drawing, self._indices(plan)
+            if len(plan.scored) or not self._sampler.is_plain(rows, indices):
+                sampled = self.draw(plan, logits)
+                return Launched(plan, None, lambda: sampled, began)
+            tokens, finite = self._sampler.launch(logits, rows, indices)
+            arriving = self._streams.read_back(tokens, finite)
+        return Launched(plan, tokens, lambda: self._arrived(arriving), began)
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Within, what is launched on a device computes after what the engine launched before."""
+        return self._streams.computing()
+
+    def _arrived(self, arriving: Readback) -> Sampled:
+        tokens, finite = arriving.wait()
+        self._drawn_at = time.perf_counter()
+        return Sampled(tokens, finite, [None] * len(tokens))
+
+    def _indices(self, plan: StepPlan) -> Ints:
+        """[S] of the tokens to draw in their answers; the steps before need not be booked."""
+        rows, table = plan.drawing, self.batcher.table
+        lengths = plan.context_lens[plan.samples]
+        if len(plan.forks):
+            lengths = np.concatenate((lengths, table.num_tokens[plan.forks[:, 1]]))
+        indices: Ints = lengths - table.num_prompt[rows]
+        return indices
 
     def book(self, plan: StepPlan, sampled: Sampled, seconds: float, result: StepResult) -> None:
         """Take up what a step gave; it took `seconds`."""
@@ -225,7 +287,7 @@ class Engine:
         self.note(result)
         self._num_steps += 1
         self._step_seconds = seconds
-        self._times.add(seconds)
+        self._times.add(seconds, with_prompts=len(plan.tokens) > len(plan.rows))
 
     def note(self, result: StepResult) -> None:
         """Take up what has happened in the scheduler since the last call."""
@@ -240,13 +302,17 @@ class Engine:
             self._gap_seconds,
             self._times.counts(),
             self._times.seconds,
+            self._times.prompt_seconds,
         )
 
-    def warm_up(self) -> None:
+    def warm_up(self, captured: Progress = lambda done, total: None) -> None:
         """Run a prompt and a decode, so that the first request does not pay for what is made once.
 
+        On a GPU, capture the decodes first; `captured` is told how many are, and of how many.
         Only before the first submission: the scheduler starts afresh.
         """
+        if isinstance(self._runner, DeviceRunner):
+            self._runner.capture(CudaCaptures(self._runner.decoder.device), captured)
         num_tokens = min(self.limits.max_batched_tokens, self.limits.max_model_len - 2)
         params = SamplingParams(temperature=0.0, max_tokens=2)
         tokens = [0] * max(1, num_tokens)

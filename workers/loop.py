@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from penstock.workers.engine import Engine, EngineLoad, StepResult
 from penstock.workers.parallel.group import RankLost
-from penstock.workers.pipeline import OneByOne, Pipeline
+from penstock.workers.pipeline import OneByOne, Pipeline, steps_of
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        ahead = self._engine.plans_ahead
-        steps = Pipeline(self._engine, self._changed) if ahead else OneByOne(self._engine)
+        steps = steps_of(self._engine, self._changed)
         try:
             while (commands := self._take(steps)) is not None:
                 self._apply(commands)

@@ -1,21 +1,29 @@
 """How many KV blocks a worker has."""
 
-import psutil
+from collections.abc import Callable
+
 import torch
 
 from penstock.workers.config import WorkerConfig
 from penstock.workers.models.served import ServedSpec
 
 _CPU_SHARE = 0.25  # of what is available: other workers and the router live there too
-_GPU_SHARE = 0.85  # of what the weights left: a step's own tensors need the rest
+_GPU_SHARE = 0.85  # of what the weights left, where what a step needs is not tried out
+_GPU_SHARE_OF_REST = 0.97  # where it is: communicators, and odd ends
 
 
 def choose_num_blocks(
-    config: WorkerConfig, spec: ServedSpec, max_model_len: int, device: torch.device, itemsize: int
+    config: WorkerConfig,
+    spec: ServedSpec,
+    max_model_len: int,
+    device: torch.device,
+    itemsize: int,
+    beside: Callable[[], int] | None = None,
 ) -> int:
     """As many as `config` says or memory allows; on a CPU no more than all sequences could fill.
 
     spec: of the model as this rank computes it. Ranks share what a worker may have, evenly.
+    beside: finds the bytes that a GPU needs for steps and graphs; asked where memory decides.
     ValueError if not even one sequence of `max_model_len` tokens would fit.
     """
     block_bytes = spec.kv_bytes_per_token(itemsize) * config.block_size
@@ -24,7 +32,7 @@ def choose_num_blocks(
     if config.kv_cache_mib is not None:
         num_blocks = (config.kv_cache_mib << 20) // num_ranks // block_bytes
     else:
-        num_blocks = _room(device) // block_bytes
+        num_blocks = _room(device, beside) // block_bytes
         if device.type == "cpu":  # whose memory is everybody's
             num_blocks = min(num_blocks // num_ranks, one * config.max_sequences)
     if num_blocks < one:
@@ -37,7 +45,12 @@ def choose_num_blocks(
     return num_blocks
 
 
-def _room(device: torch.device) -> int:
+def _room(device: torch.device, beside: Callable[[], int] | None) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
+        if beside is None:
+            return int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
+        needed = beside()
+        return max(0, int((torch.cuda.mem_get_info(device)[0] - needed) * _GPU_SHARE_OF_REST))
+    import psutil  # not where only GPUs compute, see docs/gpu.md
+
     return int(psutil.virtual_memory().available * _CPU_SHARE)

@@ -4,6 +4,10 @@ In a pipeline there are two threads. The computing one runs the model and draws;
 plans, books, and applies commands. A step planned ahead begins as soon as the one before it has
 drawn its tokens, whatever the engine's thread does then; it draws its own once that one is booked,
 since penalties and the like read the answer so far.
+
+A GPU computes by itself. There the engine's thread launches too: a step planned ahead goes to the
+device behind the one that computes, and finds that one's tokens there. The second thread only waits
+for tokens to arrive.
 """
 
 import threading
@@ -11,7 +15,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from penstock.workers.engine import Engine, StepResult
+from penstock.workers.engine import Engine, Launched, StepResult
 from penstock.workers.sampler import Sampled
 from penstock.workers.scheduling.sequence import StepPlan
 
@@ -43,6 +47,13 @@ class OneByOne:
 
     def stop(self) -> None:
         """Nothing computes."""
+
+
+def steps_of(engine: Engine, changed: threading.Condition) -> "OneByOne | Pipeline":
+    """As the engine was told, on the device that it has."""
+    if not engine.plans_ahead:
+        return OneByOne(engine)
+    return DevicePipeline(engine, changed) if engine.on_device else Pipeline(engine, changed)
 
 
 class Pipeline:
@@ -160,3 +171,51 @@ class Pipeline:
         """The step before has to be in the history."""
         with self._changed:
             self._changed.wait_for(lambda: not self._computed or self._stopping)
+
+
+class DevicePipeline(Pipeline):
+    """The same where the engine's thread launches steps and does not compute them."""
+
+    def __init__(self, engine: Engine, changed: threading.Condition) -> None:
+        self._launched: deque[Launched] = deque()  # tokens not arrived
+        self._newest: Launched | None = None
+        super().__init__(engine, changed)
+
+    def look_ahead(self) -> None:
+        """As of `Pipeline`; but what is drawn on the host has to be there first."""
+        if self._newest is not None and self._newest.tokens is not None:
+            super().look_ahead()
+
+    def _num_unbooked(self) -> int:
+        with self._changed:
+            return len(self._launched) + len(self._computed)
+
+    def _give(self, plan: StepPlan | None) -> None:
+        if plan is not None:
+            self._newest = self._engine.launch(plan, self._newest)
+            with self._changed:
+                self._launched.append(self._newest)
+                self._changed.notify_all()
+
+    def _take_back(self) -> None:
+        """What is launched runs."""
+
+    def _run(self) -> None:
+        arrived = time.perf_counter()
+        try:
+            while (step := self._oldest()) is not None:
+                sampled = step.wait()
+                began, arrived = max(step.began, arrived), time.perf_counter()
+                with self._changed:
+                    self._launched.popleft()
+                    self._computed.append(_Computed(step.plan, sampled, arrived - began))
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _oldest(self) -> Launched | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._launched or self._stopping)
+            return None if self._stopping else self._launched[0]

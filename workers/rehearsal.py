@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -70,7 +71,7 @@ def _bits(
     return torch.cat(written), torch.cat(drawn)
 
 
-def _written(engine: Engine, plan: StepPlan, of: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+def _written(engine: Engine, plan: StepPlan, of: npt.NDArray[np.bool_]) -> Tensor:
     """What this step wrote of some of its sequences: [tokens, sides, heads, D]."""
     slots = torch.from_numpy(plan.slots[of.repeat(np.diff(plan.query_starts))].astype(np.int64))
     block_size = engine.limits.block_size

@@ -5,10 +5,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import plan_attention
-from penstock.kernels.cache import copy_blocks, write_rows
+from penstock.kernels.blocks import copy_blocks
+from penstock.kernels.cache import write_rows
 from penstock.kernels.in_place import InPlace
 from penstock.kernels.latent_attention import LatentPlan, plan_latent_attention
 from penstock.kernels.rotary import rotary_table
+from penstock.workers.device.pinned import put
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.layers.attention import StepInputs
 from penstock.workers.models.served import ServedModel
@@ -21,33 +23,48 @@ FIRST_POSITIONS = 64
 class Runner:
     """A model with its cache: turns step plans into logits.
 
-    deterministic: every token attends by the path that decoding takes.
+    deterministic: every token attends by the path that decoding takes; num_positions: rows of the
+    rotary tables, which grow where a step needs more.
     """
 
-    def __init__(self, decoder: ServedModel, cache: KvCache, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: ServedModel,
+        cache: KvCache,
+        deterministic: bool = False,
+        num_positions: int = FIRST_POSITIONS,
+    ) -> None:
         self.decoder = decoder
         self.cache = cache
         self._one_path = deterministic
         self._latent = decoder.spec.latent
         self._windows = set() if self._latent else set(decoder.spec.windows)
-        self._rotary = self._tables(FIRST_POSITIONS)
+        self._rotary = self._tables(num_positions)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> Tensor:
+    def run(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
         """Copies the plan's blocks, computes its tokens and writes their keys and values.
 
+        drawn: [T] the tokens, where the plan was made ahead and has none yet.
         Returns [S + P, vocab_size] float32: the logits that each of the plan's drawing rows draws
         from, then those after each of its scored tokens.
         """
-        decoder, cache = self.decoder, self.cache.data
         if len(plan.copies):
-            copy_blocks(cache, self._put(plan.copies[:, 0]), self._put(plan.copies[:, 1]))
-        hidden = decoder(self._put(plan.tokens), self._inputs(plan), cache)
+            sources, targets = self._put(plan.copies[:, 0]), self._put(plan.copies[:, 1])
+            copy_blocks(self.cache.data, sources, targets)
+        return self._logits(plan, self._hidden(plan, drawn))
+
+    def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
+        """[T, hidden_size]; good until the next step."""
+        tokens = self._put(plan.tokens) if drawn is None else drawn
+        return self.decoder(tokens, self._inputs(plan), self.cache.data)
+
+    def _logits(self, plan: StepPlan, hidden: Tensor) -> Tensor:
         last = plan.query_starts[1:][plan.samples] - 1
         wanted = np.concatenate((last, plan.scored))
         if len(last) < len(hidden) or len(plan.scored):
             hidden = hidden[self._put(wanted)]
-        logits = decoder.logits(hidden)
+        logits = self.decoder.logits(hidden)
         if len(plan.forks):
             forked = logits[self._put(plan.forks[:, 0])]
             logits = torch.cat((logits[: len(last)], forked, logits[len(last) :]))
@@ -60,8 +77,11 @@ class Runner:
         return StepInputs(
             positions=positions,
             cos_sin=self._cos_sin(positions, int(plan.positions.max()) + 1),
-            cache_rows=write_rows(self._put(plan.slots), layer.shape),
-            plans={w: plan_attention(*batch, layer, w, self._one_path) for w in self._windows},
+            cache_rows=self._cache_rows(self._put(plan.slots)),
+            plans={
+                window: plan_attention(*batch, layer, window, self._one_path, not self._one_path)
+                for window in self._windows
+            },
             latent=self._latent_plan(*batch),
         )
 
@@ -80,7 +100,13 @@ class Runner:
             # Made as sequences grow: a table of all positions of a long model takes a gigabyte.
             size = 1 << (needed - 1).bit_length()
             self._rotary = self._tables(size)
+        return self._rows(positions)
+
+    def _rows(self, positions: Tensor) -> tuple[Tensor, ...]:
         return tuple(table.index_select(0, positions) for table in self._rotary)
+
+    def _cache_rows(self, slots: Tensor) -> Tensor:
+        return write_rows(slots, self.cache.data.shape[1:])
 
     def _tables(self, size: int) -> tuple[Tensor, ...]:
         decoder = self.decoder
@@ -90,4 +116,4 @@ class Runner:
         )
 
     def _put(self, array: Ints) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self.decoder.device)
+        return put(array.astype(np.int64), self.decoder.device)

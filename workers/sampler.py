@@ -15,10 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.noise import gumbel_noise
-from penstock.kernels.sampling import Cuts, Penalties, argmax, cut_, penalize_, typical_
+from penstock.kernels.draw import Wishes, draw, finite_rows
+from penstock.kernels.logprobs import logprobs
+from penstock.kernels.noise import prepare
+from penstock.kernels.penalties import Penalties, penalize_, shift_
 from penstock.workers.bans import Bans, History
 from penstock.workers.beams import Candidates
+from penstock.workers.device.pinned import put
 from penstock.workers.scheduling.sequence import Bools, Ints, Key, SamplingParams
 
 GREEDY_BELOW = 1e-5
@@ -26,7 +29,7 @@ GREEDY_BELOW = 1e-5
 
 ROW = np.dtype(
     [
-        ("temperature", np.float32),
+        ("temperature", np.float32),  # 0: greedy
         ("top_p", np.float32),
         ("top_k", np.int64),
         ("min_p", np.float32),
@@ -38,9 +41,6 @@ ROW = np.dtype(
         ("choice", np.int64),
         ("min_tokens", np.int64),
         ("logprobs", np.int64),  # -1: none
-        ("greedy", np.bool_),
-        ("cut", np.bool_),
-        ("typical", np.bool_),
         ("penalized", np.bool_),
         ("biased", np.bool_),
         ("choosy", np.bool_),  # it has allowed tokens or bad words
@@ -97,6 +97,8 @@ class Sampler:
         self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
         self._vocab_size = vocab_size
         self._device = device
+        if device.type == "cpu":
+            prepare()
 
     def admit(self, row: int, params: SamplingParams, choice: int) -> None:
         """A sequence takes the row. All tokens but stop tokens are within the vocabulary."""
@@ -113,7 +115,7 @@ class Sampler:
             bool(params.allowed_tokens or params.bad_words),
         )
         self._params[row] = (
-            params.temperature,
+            0 if params.temperature < GREEDY_BELOW else params.temperature,
             params.top_p,
             params.top_k,
             params.min_p,
@@ -123,9 +125,6 @@ class Sampler:
             choice,
             params.min_tokens,
             -1 if params.logprobs is None else params.logprobs,
-            params.temperature < GREEDY_BELOW,
-            params.top_k > 0 or params.top_p < 1 or params.min_p > 0,
-            params.typical_p < 1,
             *changes,
             any(changes),
             self._bans.can_stop(row),
@@ -143,28 +142,32 @@ class Sampler:
         if not len(rows):
             return Sampled(np.empty(0, np.int32), np.empty(0, np.bool_), [])
         params = self._params[rows]
-        finite = _finite_rows(logits)
         is_beam = params["candidates"] > 0
-        beams = np.flatnonzero(is_beam)
+        beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
         scores = self._normalized(logits, beams) if len(beams) else logits
         shaped = self._shaped(scores, rows, params, indices, history)
-        choosy = np.flatnonzero(params["choosy"] & ~is_beam)
-        if len(choosy):
-            finite[choosy] &= torch.isfinite(_pick(shaped, choosy).amax(-1)).cpu().numpy()
-        tokens = np.zeros(len(rows), np.int32)
-        greedy = np.flatnonzero(params["greedy"] & ~is_beam)
-        drawn = np.flatnonzero(~(params["greedy"] | is_beam))
-        if len(greedy):
-            tokens[greedy] = argmax(_pick(shaped, greedy))
-        if len(drawn):
-            scores = self._noisy(_pick(shaped, drawn), params[drawn], indices[drawn])
-            tokens[drawn] = argmax(scores)
-        tokens[~finite] = 0
-        logprobs = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
+        tokens, finite = self._draw(logits, shaped, params, indices, others)
+        asked = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
         if not len(beams):
-            return Sampled(tokens, finite, logprobs)
+            return Sampled(tokens, finite, asked)
         candidates = self._candidates(_pick(shaped, beams), params["candidates"][beams])
-        return Sampled(tokens, finite, logprobs, beams=beams, candidates=candidates)
+        return Sampled(tokens, finite, asked, beams=beams, candidates=candidates)
+
+    def is_plain(self, rows: Ints, indices: Ints) -> bool:
+        """Whether `launch` can draw these: nothing of it is done, or known, on the host."""
+        params = self._params[rows]
+        host = params["shaped"] | (params["logprobs"] >= 0) | (params["candidates"] > 0)
+        host |= params["stops"] & (indices < params["min_tokens"])
+        return not host.any()
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, rows: Ints, indices: Ints) -> tuple[Tensor, Tensor]:
+        """Draws as `sample`, for rows that are plain; waits for nothing.
+
+        Returns tokens [S] int32, and whether a row's logits were finite [S], on their device.
+        """
+        tokens, finite = draw(logits, self._wishes(self._params[rows], indices))
+        return tokens.to(torch.int32), finite
 
     @torch.inference_mode()
     def score(
@@ -207,9 +210,11 @@ class Sampler:
         if not (len(held_back) or params["shaped"].any()):
             return logits
         shaped = logits.clone()
-        for at in np.flatnonzero(params["biased"]):
-            tokens, values = self._biases[rows[at]]
-            shaped[at, tokens] += values
+        biased = np.flatnonzero(params["biased"])
+        if len(biased):
+            tokens, values = zip(*(self._biases[row] for row in rows[biased]), strict=True)
+            owners = self._put(np.repeat(biased, [len(each) for each in tokens]))
+            shift_(shaped, owners, torch.cat(tokens), torch.cat(values))
         penalized, choosy = np.flatnonzero(params["penalized"]), np.flatnonzero(params["choosy"])
         if len(penalized):
             self._penalize(shaped, rows, params, penalized, history)
@@ -238,18 +243,31 @@ class Sampler:
         )
         self._change_(shaped, at, lambda picked: penalize_(picked, said, starts, ends, penalties))
 
-    def _noisy(self, logits: Tensor, params: npt.NDArray[np.void], indices: Ints) -> Tensor:
-        """Logits at their temperature, cut, with noise: the largest of a row is its draw."""
-        scaled = logits / self._put(params["temperature"])[:, None]
-        cut, typical = np.flatnonzero(params["cut"]), np.flatnonzero(params["typical"])
-        if len(cut):
-            cuts = Cuts(*(self._put(params[name][cut]) for name in ("top_k", "top_p", "min_p")))
-            self._change_(scaled, cut, lambda picked: cut_(picked, cuts))
-        if len(typical):
-            share = self._put(params["typical_p"][typical])
-            self._change_(scaled, typical, lambda picked: typical_(picked, share))
-        noise = gumbel_noise(params["seed"], indices, params["choice"], scaled.shape[1])
-        return scaled.add_(noise.to(self._device))
+    def _draw(
+        self,
+        logits: Tensor,
+        shaped: Tensor,
+        params: npt.NDArray[np.void],
+        indices: Ints,
+        at: npt.NDArray[np.intp],
+    ) -> tuple[Ints, Bools]:
+        """Tokens of the rows `at`; and of which rows all logits were finite."""
+        tokens, finite = np.zeros(len(logits), np.int32), np.ones(len(logits), np.bool_)
+        bans = shaped is not logits
+        if bans:
+            finite = finite_rows(logits).cpu().numpy()
+        if len(at):
+            drawn, good = draw(_pick(shaped, at), self._wishes(params[at], indices[at]), bans)
+            finite[at] &= good.cpu().numpy()
+            tokens[at] = drawn.cpu().numpy()
+        tokens[~finite] = 0
+        return tokens, finite
+
+    def _wishes(self, params: npt.NDArray[np.void], indices: Ints) -> Wishes:
+        shares = np.stack([params[name] for name in ("temperature", "top_p", "min_p", "typical_p")])
+        seeds = params["seed"].view(np.int64)
+        numbers = np.stack([params["top_k"], seeds, indices.astype(np.int64), params["choice"]])
+        return Wishes(*self._put(shares), *self._put(numbers))
 
     def _logprobs(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
@@ -260,25 +278,14 @@ class Sampler:
             return found
         # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
         for count in np.unique(wanted[asking]).tolist():
-            self._note_logprobs(found, np.flatnonzero(wanted == count), count, logits, tokens)
+            at = np.flatnonzero(wanted == count)
+            drawn = self._put(tokens[at].astype(np.int64))
+            best = logprobs(_pick(logits, at), drawn, count)
+            lists = (best.chosen, best.ranks, best.tokens, best.values)
+            columns = zip(at, *(column.tolist() for column in lists), strict=True)
+            for place, value, rank, names, values in columns:
+                found[place] = TokenLogprobs(value, rank, names, values)
         return found
-
-    def _note_logprobs(
-        self,
-        found: list[TokenLogprobs | None],
-        asking: npt.NDArray[np.intp],
-        count: int,
-        logits: Tensor,
-        tokens: Ints,
-    ) -> None:
-        logprobs = _pick(logits, asking).log_softmax(-1)
-        chosen = logprobs.gather(1, self._put(tokens[asking].astype(np.int64))[:, None])[:, 0]
-        ranks = (logprobs > chosen[:, None]).sum(-1) + 1
-        best = logprobs.topk(min(count, self._vocab_size))
-        lists = (chosen, ranks, best.indices, best.values)
-        columns = zip(asking, *(column.tolist() for column in lists), strict=True)
-        for at, value, rank, names, values in columns:
-            found[at] = TokenLogprobs(value, rank, names, values)
 
     def _change_(
         self, tensor: Tensor, at: npt.NDArray[np.intp], change_: Callable[[Tensor], None]
@@ -290,19 +297,11 @@ class Sampler:
             tensor[self._put(at)] = picked
 
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array.copy()).to(self._device)
+        return put(array.copy(), self._device)
 
 
 def _pick(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
     """Rows of a tensor; the tensor itself if that is all of them."""
     if len(at) == len(tensor):
         return tensor
-    return tensor[torch.from_numpy(at).to(tensor.device)]
-
-
-def _finite_rows(logits: Tensor) -> Bools:
-    """Which rows hold neither NaN nor an infinity. The sum of one that does is not finite."""
-    found: Bools = torch.isfinite(logits.sum(-1)).cpu().numpy()
-    if not found.all():
-        found = torch.isfinite(logits).all(-1).cpu().numpy()
-    return found
+    return tensor[put(at, tensor.device)]

@@ -157,16 +157,17 @@ class RunningWorker:
 async def serve_worker(
     config: WorkerConfig,
     progress: Progress = lambda done, total: None,
+    captured: Progress = lambda done, total: None,
     store: Store | None = None,
 ) -> RunningWorker:
     """Load, warm up, serve. ValueError or OSError with one clear line where that cannot be.
 
-    `progress` is called from another thread; `store` is where other ranks are met, if there are
-    any (`RankLost` if they do not come).
+    `progress` is told of bytes of weights, `captured` of graphs, both from another thread; `store`
+    is where other ranks are met, if there are any (`RankLost` if they do not come).
     """
     server = grpc.aio.server(options=_OPTIONS)
     address = _bind(server, config)  # first: a taken port is known before the weights are read
-    engine = await asyncio.to_thread(_warm_engine, config, progress, store)
+    engine = await asyncio.to_thread(_warm_engine, config, progress, captured, store)
     identity = Identity(
         worker=config.name,
         incarnation=secrets.token_hex(8),
@@ -197,11 +198,13 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
     return f"{host}:{port}"
 
 
-def _warm_engine(config: WorkerConfig, progress: Progress, store: Store | None) -> Engine:
+def _warm_engine(
+    config: WorkerConfig, progress: Progress, captured: Progress, store: Store | None
+) -> Engine:
     engine = Engine(config, progress, store)
     if config.deterministic:
         rehearse(engine)
-    engine.warm_up()
+    engine.warm_up(captured)
     return engine
 
 

@@ -5,11 +5,15 @@ A worker of one rank has all of both.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from penstock.workers.config import WorkerConfig
+from penstock.workers.device.ladder import Ladder
+from penstock.workers.device.runner import DeviceRunner
+from penstock.workers.device.trial import Sizes, bytes_beside
 from penstock.workers.fingerprint import layout_of
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.memory import choose_num_blocks
@@ -25,6 +29,7 @@ from penstock.workers.parallel.plan_channel import (
 )
 from penstock.workers.parallel.plans import most_bytes
 from penstock.workers.parallel.ranks import ALONE, join, least
+from penstock.workers.runner import Runner
 from penstock.workers.scheduling.limits import Limits
 from penstock.workers.transfer.shards import Rectangle
 from penstock.workers.transfer.staging import KvStaging, Staging
@@ -32,7 +37,7 @@ from penstock.workers.weights.loading import load
 from penstock.workers.weights.sharding import kv_heads
 
 Progress = Callable[[int, int], None]
-"""Told the bytes of weights read so far, and the bytes in all."""
+"""Told how much is done, and of how much: bytes of weights read, or graphs captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,14 @@ class Share:
     limits: Limits
     cache: KvCache
     line: BlockLine | None  # to the other ranks, if there are any
+
+    def runner(self) -> Runner:
+        """What computes steps on it. On a GPU, of a worker that has no other: without waiting."""
+        limits = self.limits
+        if not _computes_by_itself(self.config, self.decoder):
+            return Runner(self.decoder, self.cache, self.config.deterministic)
+        ladder = Ladder(limits.max_sequences, limits.max_model_len)
+        return DeviceRunner(self.decoder, self.cache, ladder)
 
     def staging(self) -> KvStaging:
         """Of what this rank has of the KV blocks."""
@@ -79,9 +92,15 @@ class Share:
         return read_plans(store, config.rank, num_ranks, node_name(), config.host)
 
 
-def take_share(config: WorkerConfig, progress: Progress, store: Store | None) -> Share:
+def take_share(
+    config: WorkerConfig,
+    progress: Progress,
+    store: Store | None,
+    decoder: ServedModel | None = None,
+) -> Share:
     """Load it. If there are other ranks, they are met in `store` (`RankLost` if they do not come).
 
+    decoder: a whole model that is there already, with no other rank.
     Where it cannot be, a ValueError says why in one line.
     """
     if config.threads is not None:
@@ -92,18 +111,27 @@ def take_share(config: WorkerConfig, progress: Progress, store: Store | None) ->
         assert store is not None
         ranks = join(place, store, device, config.host, config.ranks_seconds)
         line = connect_blocks(store, place, config.host, config.ranks_seconds)
-    spec, decoder = load(
-        config.model,
-        config.dtype,
-        device,
-        progress,
-        config.max_model_len,
-        config.quantization,
-        config.deterministic,
-        ranks,
-    )
+    if decoder is not None:
+        spec = decoder.spec
+    else:
+        spec, decoder = load(
+            config.model,
+            config.dtype,
+            device,
+            progress,
+            config.max_model_len,
+            config.quantization,
+            config.deterministic,
+            ranks,
+        )
     limits = _limits(config, spec, decoder, store)
-    return Share(config, spec, decoder, limits, _make_cache(limits, decoder), line)
+    num_scratch = 1 if _computes_by_itself(config, decoder) else 0
+    return Share(config, spec, decoder, limits, _make_cache(limits, decoder, num_scratch), line)
+
+
+def _computes_by_itself(config: WorkerConfig, decoder: ServedModel) -> bool:
+    """Whether a device computes while nobody waits: a GPU does, as long as no other rank is met."""
+    return decoder.device.type == "cuda" and config.place.mesh.num_ranks == 1
 
 
 def _rectangle(spec: ServedSpec, place: Place) -> Rectangle:
@@ -129,8 +157,14 @@ def _limits(
             f"max_model_len {max_model_len} is more than the {spec.max_model_len} positions that "
             "the model has"
         )
+    sizes = Sizes(config.max_sequences, config.max_batched_tokens, max_model_len, config.block_size)
     num_blocks = choose_num_blocks(
-        config, decoder.spec, max_model_len, decoder.device, decoder.dtype.itemsize
+        config,
+        decoder.spec,
+        max_model_len,
+        decoder.device,
+        decoder.dtype.itemsize,
+        partial(bytes_beside, decoder, sizes) if _computes_by_itself(config, decoder) else None,
     )
     if store is not None and config.place.mesh.num_ranks > 1:
         num_blocks = least(store, "blocks", config.place, num_blocks)
@@ -146,11 +180,11 @@ def _limits(
     )
 
 
-def _make_cache(limits: Limits, decoder: ServedModel) -> KvCache:
+def _make_cache(limits: Limits, decoder: ServedModel, num_scratch: int) -> KvCache:
     spec = decoder.spec
     return KvCache(
         num_layers=spec.num_layers,
-        num_blocks=limits.num_blocks,
+        num_blocks=limits.num_blocks + num_scratch,
         block_size=limits.block_size,
         kv_shape=spec.kv_shape,
         dtype=decoder.dtype,

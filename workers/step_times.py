@@ -11,10 +11,12 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.seconds = 0.0  # of all steps together
+        self.prompt_seconds = 0.0  # of those that computed prompts
         self._counts = [0] * (len(STEP_BOUNDS) + 1)
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, with_prompts: bool) -> None:
         self.seconds += seconds
+        self.prompt_seconds += seconds if with_prompts else 0.0
         self._counts[bisect_left(STEP_BOUNDS, seconds)] += 1
 
     def counts(self) -> tuple[int, ...]:

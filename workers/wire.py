@@ -242,6 +242,7 @@ def load_message(load: EngineLoad, bytes_received: int, bytes_sent: int) -> wire
         unwritten_slots=pool.unwritten_slots,
         step_counts=load.step_counts,
         step_seconds=load.all_steps_seconds,
+        prompt_seconds=load.prompt_seconds,
     )
 
 

@@ -251,14 +251,16 @@ class Cluster:
 
     def _sight(self, name: str, now: float) -> PoolSight:
         pool, dispatcher = self._pools[name], self._router.dispatcher
-        takes_new = name != "decode"
+        # As `router/state` and `cluster/scaling` tell it.
+        first = "prefill" if "prefill" in self._pools else "mixed"
+        waits = name in (set(dispatcher.short_of) & self._pools.keys() or {first})
         state = PoolState(
             workers=[_load_of(worker, now) for worker in pool.serving],
             pending=pool.pending,
             draining=len(pool.draining),
-            waiting=dispatcher.num_queued if takes_new else 0,
-            waiting_tokens=dispatcher.num_queued_tokens if takes_new else 0,
-            arrived_tokens=self._arrived_tokens,
+            waiting=dispatcher.num_queued if waits else 0,
+            waiting_tokens=dispatcher.num_queued_tokens if waits and name == first else 0,
+            arrived_tokens=self._arrived_tokens if name == first else 0,
         )
         busy = sum(worker.busy_seconds for worker in pool.serving)
         seconds = (now - self._looked_at) * max(len(pool.serving), 1)

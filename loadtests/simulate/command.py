@@ -6,6 +6,7 @@ from importlib import import_module
 
 KINDS = {
     "load": "play a cluster under a load: latencies, worker hours, a page of charts",
+    "scaling": "play the autoscaler beside others on several loads, and judge it",
     "faults": "play seeded fault schedules and check every answer and every block",
 }
 

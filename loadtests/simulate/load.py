@@ -169,13 +169,14 @@ def scaler_of(kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int)
         case "cpu":
             return CpuLike(limits)
         case "clairvoyant":
-            wanted = {name: _needs(load, plan) for name in plan.pools}
-            return Clairvoyant(wanted, SLOT_SECONDS, plan.cold_start + SLOT_SECONDS)
+            wanted = {name: needs_of(load, plan) for name in plan.pools}
+            return Clairvoyant(wanted, SLOT_SECONDS, plan.cold_start + SLOT_SECONDS, most)
         case "static":
             return Static(plan.pools)
 
 
-def _needs(load: Sequence[Planned], plan: ClusterPlan) -> list[int]:
+def needs_of(load: Sequence[Planned], plan: ClusterPlan) -> list[int]:
+    """Workers that each slot of SLOT_SECONDS needs."""
     limits = plan.limits
     batch = max(1, limits.max_sequences // 4)
     return needs(load, plan.timing, limits.max_batched_tokens, batch, SLOT_SECONDS)
@@ -248,8 +249,13 @@ def static_peak(load: Sequence[Planned], plan: ClusterPlan, most: int) -> int:
 
 def _show(rows: Sequence[Sequence[str]], cluster: Cluster, seconds: float) -> None:
     print(f"{len(cluster.calls)} requests, {cluster.clock.now:.0f} s, simulated in {seconds:.1f} s")
-    widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
-    for line in (HEADER, *rows):
+    print_table(HEADER, rows)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns flush right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for line in (header, *rows):
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 

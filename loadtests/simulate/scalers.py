@@ -104,10 +104,14 @@ class Clairvoyant:
     Args:
         needs: for each pool, workers needed in each slot of `slot` seconds.
         ahead: seconds that a new worker takes.
+        most: workers of a pool.
     """
 
-    def __init__(self, needs: Mapping[str, Sequence[int]], slot: float, ahead: float) -> None:
+    def __init__(
+        self, needs: Mapping[str, Sequence[int]], slot: float, ahead: float, most: int
+    ) -> None:
         self._needs = needs
+        self._most = most
         self._slot = slot
         self._ahead = ahead
 
@@ -115,5 +119,6 @@ class Clairvoyant:
         first = int(now / self._slot)
         last = int((now + self._ahead) / self._slot) + 1
         return {
-            name: max(needs[first : last + 1], default=1) for name, needs in self._needs.items()
+            name: min(max(needs[first : last + 1], default=1), self._most)
+            for name, needs in self._needs.items()
         }

@@ -14,6 +14,7 @@ from penstock.cluster.spec import (
     EngineSpec,
     PoolSpec,
     RouterSpec,
+    ScalingSpec,
     knobs,
     merged,
     parse,
@@ -33,6 +34,8 @@ ALSO = {
 """Other names of a flag; most are those of vLLM."""
 
 EVERY_POOL = "pools.*"
+COUNTS = ("replicas", "min_replicas", "max_replicas")
+"""What is said of each pool by a flag of its own."""
 UNSAID = argparse.SUPPRESS
 
 
@@ -107,17 +110,39 @@ def _parser() -> Parser:
     parser.add_argument(
         "--pool-nodes", action="store_true", default=UNSAID, help=_help("pool_nodes")
     )
+    parser.add_argument(
+        "--log-format",
+        default=UNSAID,
+        help=_help("log_format"),
+        **_form(knobs(ClusterSpec)["log_format"][1]),
+    )
     _add(parser.add_argument_group("router"), RouterSpec, "router")
     _add(parser.add_argument_group("every worker"), EngineSpec, "engine")
     pools = parser.add_argument_group("pools")
     for role in ROLES:
-        about = f"{role} workers ({getattr(DEFAULT_POOLS, role).replicas} if no pool is named)"
-        dest = f"pools.{role}.replicas"
-        pools.add_argument(
-            f"--{role}", type=int, default=UNSAID, dest=dest, metavar="N", help=about
-        )
-    _add(pools, PoolSpec, EVERY_POOL, without=("replicas",))
+        _add_counts(pools, role)
+    _add(pools, PoolSpec, EVERY_POOL, without=COUNTS)
+    _add(parser.add_argument_group("scaling"), ScalingSpec, "scaling")
     return parser
+
+
+def _add_counts(group: Any, role: str) -> None:
+    """How many workers a pool has."""
+    at_first = getattr(DEFAULT_POOLS, role).replicas
+    abouts = (
+        f"{role} workers, at first ({at_first} if no pool is named)",
+        f"fewest {role} workers, by default as at first; 0: none while nothing is asked",
+        f"most {role} workers, by default as at first",
+    )
+    for prefix, key, about in zip(("", "min-", "max-"), COUNTS, abouts, strict=True):
+        group.add_argument(
+            f"--{prefix}{role}",
+            type=int,
+            default=UNSAID,
+            dest=f"pools.{role}.{key}",
+            metavar="N",
+            help=about,
+        )
 
 
 def _add(group: Any, record: type, where: str, without: Sequence[str] = ()) -> None:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from penstock.cli import checkpoint, flags
-from penstock.cli.view import Bars, Lines, make_view
+from penstock.cli.view import View, make_view
 from penstock.cluster import notices
 from penstock.cluster.spec import ROLES, ClusterSpec, SpecError
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     ) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
-    return serve(spec, folder, make_view())
+    return serve(spec, folder, make_view(spec.log_format))
 
 
 class BadAddress(ValueError):
@@ -146,7 +146,7 @@ def _nothing() -> None:
     pass
 
 
-def serve(spec: ClusterSpec, folder: Path, view: Lines | Bars) -> int:
+def serve(spec: ClusterSpec, folder: Path, view: View) -> int:
     """Serve until told to stop; returns the exit code."""
     interrupts = Interrupts()
     interrupts.install()
@@ -181,7 +181,7 @@ class _Run:
         self,
         spec: ClusterSpec,
         folder: Path,
-        view: Lines | Bars,
+        view: View,
         session: "RaySession",
         interrupts: Interrupts,
     ) -> None:
@@ -231,7 +231,7 @@ class _Run:
     def show(self, title: str, notice: notices.Notice) -> None:
         """To the person at the terminal."""
         self._view(title, notice)
-        if isinstance(notice, notices.Serving):
+        if isinstance(notice, notices.Serving) and self._spec.log_format == "text":
             for line in greeting(self._spec, self._folder, notice, self._seconds):
                 self._view.say(line)
 

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         if given.json:
             print(json.dumps(status, indent=2))
         else:
-            Console(highlight=False).print(page(status, given.url))
+            Console(highlight=False).print(page(status, given.url, time.time()))
     except ValueError as error:
         print(f"penstock status: {error}", file=sys.stderr)
         return 2
@@ -56,7 +56,7 @@ def watch(url: str, key: str | None, seconds: float) -> None:
     status = fetch(url, key)
     with Live(console=Console(highlight=False), auto_refresh=False, screen=False) as live:
         while True:
-            live.update(page(status, url), refresh=True)
+            live.update(page(status, url, time.time()), refresh=True)
             time.sleep(seconds)
             try:
                 status, missed = fetch(url, key), 0

@@ -14,11 +14,15 @@ BAR = 8  # characters
 NOTHING = "-"
 
 
-def page(status: Json, url: str) -> RenderableType:
-    """The whole status, as `/status` tells it."""
+def page(status: Json, url: str, now: float) -> RenderableType:
+    """The whole status, as `/status` tells it; `now` is seconds since 1970."""
     parts: list[RenderableType] = [_head(status, url)]
+    if status["pools"]:
+        parts.append(_pools(status["pools"], status["scaling"]["pools"]))
     if status["workers"]:
-        parts += [_pools(status["pools"]), _workers(status["workers"])]
+        parts.append(_workers(status["workers"]))
+    if status["scaling"]["pools"]:
+        parts.append(_scaling(status["scaling"], now))
     return Group(*parts, _totals(status))
 
 
@@ -32,7 +36,9 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Short: 3.4 ms, 120 ms, 12.3 s."""
+    """Short: 3.4 ms, 120 ms, 12.3 s, 14 min, 3 h."""
+    if seconds >= 599.5:
+        return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
     if seconds >= 0.9995:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
@@ -58,13 +64,18 @@ def _table(*columns: str, left: int = 1, gap: int = 2) -> Table:
     return table
 
 
-def _pools(pools: Sequence[Json]) -> Table:
-    table = _table("pool", "workers", "ready", "running", "waiting", "tokens waiting")
+def _pools(pools: Sequence[Json], sizes: Sequence[Json]) -> Table:
+    counts = ("desired", "pending", "workers", "ready")
+    table = _table("pool", *counts, "running", "waiting", "tokens waiting")
+    by_pool = {size["pool"]: size for size in sizes}
     for pool in pools:
-        short = pool["ready"] < pool["workers"]
+        size = by_pool.get(pool["pool"], {})
+        short = pool["ready"] < size.get("desired", pool["workers"])
         ready = Text(str(pool["ready"]), style="red" if short else "")
         table.add_row(
             pool["pool"],
+            str(size.get("desired", NOTHING)),
+            str(size.get("pending", NOTHING)),
             str(pool["workers"]),
             ready,
             number(pool["running"]),
@@ -114,6 +125,17 @@ def _kv(blocks: Mapping[str, int]) -> Text:
     bar.append("░" * (BAR - full), style="dim")
     bar.append(f" {share:4.0%}")
     return bar
+
+
+def _scaling(scaling: Json, now: float) -> Text:
+    """Why the pools have the sizes that they have, and what changed them."""
+    text = Text()
+    for size in scaling["pools"]:
+        held = f"; held by {size['held_by']}" if size["held_by"] else ""
+        text.append(f"{size['pool']}, {size['least']} to {size['most']}: {size['reason']}{held}\n")
+    for note in scaling["decisions"]:
+        text.append(f"{duration(max(now - note['at'], 0.0))} ago: {note['text']}\n", style="dim")
+    return text
 
 
 def _totals(status: Json) -> Text:

@@ -1,11 +1,13 @@
 """What `penstock serve` shows: bars while things start, lines where nobody looks at a terminal."""
 
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
+from penstock.cli.log_lines import Events
 from penstock.cluster import notices
 
 MB = 1e6
@@ -25,6 +27,8 @@ def sentence(title: str, notice: notices.Notice) -> str:
             return f"{title}: {reason}; it is given up, the others go on"
         case notices.Draining(seconds):
             return f"draining: what runs has {seconds:g} s; Ctrl-C again ends it at once"
+        case notices.Decided(_, text):
+            return f"pool {text}"
         case notices.LogLine(text):
             return text
     return ""
@@ -129,8 +133,13 @@ class Bars:
             self._progress.update(task.id, stage=notice.stage)
 
 
-def make_view() -> Lines | Bars:
-    """The view that suits where standard output goes."""
+View: TypeAlias = Lines | Bars | Events
+
+
+def make_view(form: Literal["text", "keys", "json"]) -> View:
+    """The view that suits the format asked for, and where standard output goes."""
+    if form != "text":
+        return Events(form, _print)
     console = Console()
     return Bars(console) if console.is_terminal else Lines(_print)
 

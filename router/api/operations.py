@@ -1,15 +1,34 @@
 """What those who run a cluster ask over HTTP: /metrics for Prometheus, /status for `penstock`."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.router.api.http import json_response
-from penstock.router.exposition import Exposition
+from penstock.router.exposition import all_metrics
 from penstock.router.frontend import Frontend
+from penstock.router.vllm_names import vllm_metrics
+
+
+class Collecting(Collector):
+    """Makes the metrics anew at every scrape, so that what is gone is not in them."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # nothing is looked at before the first scrape
+
+    def collect(self) -> Iterator[Metric]:
+        state, tally, config = self._frontend.look(), self._frontend.tally, self._frontend.config
+        yield from all_metrics(state, tally)
+        if config.vllm_metrics:
+            yield from vllm_metrics(config.name, state, tally)
 
 
 class Operations:
@@ -18,7 +37,7 @@ class Operations:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
         self._registry = CollectorRegistry()
-        self._registry.register(Exposition(frontend.look, frontend.tally))
+        self._registry.register(Collecting(frontend))
 
     async def metrics(self, request: Request) -> Response:
         """In the format that the scraper prefers."""

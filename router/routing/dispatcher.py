@@ -5,7 +5,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -166,6 +166,11 @@ class Dispatcher:
     def num_queued_tokens(self) -> int:
         """Prompt tokens of the requests that wait for their first worker."""
         return self._queue.num_tokens
+
+    @property
+    def short_of(self) -> Collection[str]:
+        """The roles of which more workers, or emptier ones, would let the queue move on."""
+        return self._placer.short_of()
 
     @property
     def num_ended(self) -> Mapping[Status, int]:

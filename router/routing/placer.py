@@ -1,6 +1,7 @@
 """Keeps every request somewhere: in the line, on a worker, or on its way from one to another."""
 
 from collections import Counter
+from collections.abc import Collection
 
 from penstock.router.routing import lifecycle
 from penstock.router.routing.admission import Admission, Entry
@@ -112,6 +113,16 @@ class Placer:
             elif not self.end_if_unfit(life, "it fits on no worker that is there", out, now):
                 break
         self.stirred = False
+
+    def short_of(self) -> Collection[str]:
+        """The roles of which no worker has room for the request whose turn it is."""
+        head = self._queue.head()
+        if head is None:
+            return ()
+        life = self.lives[head]
+        size = (life.log.num_known, life.request.num_choices)
+        usable = [view for view in self._fleet.views() if view.usable and view.has_room(*size)]
+        return {"prefill", "decode", "mixed"} - {view.info.role for view in usable}
 
     def end_if_unfit(self, life: Life, reason: str, out: list[Command], now: float) -> bool:
         """End a request that fits on none of the workers that stay."""

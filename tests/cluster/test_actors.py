@@ -39,8 +39,11 @@ async def test_the_oldest_are_dropped_where_nobody_asks() -> None:
     for number in range(NEWS_KEPT + 5):
         room.add(LogLine(str(number)))
     news = await room.next()
-    assert len(news) == NEWS_KEPT
+    assert len(news) == NEWS_KEPT + 1
+    assert news[0] == LogLine("5 lines before this one were dropped")
     assert news[-1] == LogLine(str(NEWS_KEPT + 4))
+    room.add(LogLine("more"))
+    assert await room.next() == [LogLine("more")]
 
 
 async def test_a_failure_is_the_last_news() -> None:
@@ -57,9 +60,11 @@ async def test_a_failure_is_the_last_news() -> None:
 def quiet_root() -> object:
     """Takes off the handlers that an actor puts on."""
     root = logging.getLogger()
-    before = list(root.handlers)
+    ours = logging.getLogger("penstock")
+    before, level = list(root.handlers), ours.level
     yield root
     root.handlers[:] = before
+    ours.setLevel(level)
 
 
 async def test_warnings_reach_the_driver_with_a_name_on_them(
@@ -71,7 +76,33 @@ async def test_warnings_reach_the_driver_with_a_name_on_them(
     await asyncio.sleep(0)
     logging.getLogger("anything").warning("mind the gap")
     logging.getLogger("anything").info("nothing to see")
-    assert await asking == [LogLine("penstock: decode worker 0, rank 0: WARNING: mind the gap")]
+    (line,) = await asking
+    assert isinstance(line, LogLine)
+    assert line.text == "penstock: decode worker 0, rank 0: WARNING: mind the gap"
+    assert (line.level, line.event) == ("warning", "log")
+    assert line.fields == {"message": "mind the gap", "exception": None}
+
+
+async def test_events_reach_the_driver_where_they_are_wanted(
+    quiet_root: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cluster.actors.setproctitle", lambda title: None)
+    actor = WorkerActor("decode worker 0, rank 0", with_events=True)
+    asking = asyncio.create_task(actor.news())
+    await asyncio.sleep(0)
+    logging.getLogger("another").info("nothing to see")
+    ours = logging.getLogger("penstock.anything")
+    ours.info("sequence", extra={"fields": {"request": "r-1"}})
+    try:
+        raise ValueError("odd")
+    except ValueError:
+        ours.exception("it broke")
+    event, failure = await asking
+    assert isinstance(event, LogLine)
+    assert (event.level, event.event, event.fields) == ("info", "sequence", {"request": "r-1"})
+    assert isinstance(failure, LogLine)
+    assert (failure.level, failure.fields["message"]) == ("error", "it broke")
+    assert "ValueError: odd" in str(failure.fields["exception"])
 
 
 async def test_a_router_that_cannot_start_says_why_in_one_line(

@@ -78,6 +78,11 @@ def test_a_mixed_pool_wants_the_most_of_both() -> None:
     assert first("mixed", PoolState(full, waiting=9, waiting_tokens=3900)).desired == 4
 
 
+def test_short_prompts_that_wait_for_a_place_count_in_a_mixed_pool_too() -> None:
+    full = PoolState(workers(2, running=16), waiting=20, waiting_tokens=60)
+    assert first("mixed", full).desired == 4
+
+
 def test_one_silent_worker_counts_like_the_others_and_holds_nothing() -> None:
     loads = [*workers(3, at=100.0, kv_share=0.9, running=5), worker("gone", at=0.0)]
     decision = first("decode", PoolState(loads), now=101.0)
@@ -156,6 +161,14 @@ def test_the_budget_goes_to_the_pool_that_lacks_most() -> None:
     by_pool = {each.pool: each for each in Autoscaler(limits, 11).decide(states, 0.0)}
     assert (by_pool["prefill"].desired, by_pool["decode"].desired) == (2, 4)
     assert "budget of 11 GPUs" in by_pool["decode"].blocked_by
+
+
+def test_workers_that_drain_hold_their_gpus_still() -> None:
+    limits = {"decode": PoolLimits(most=9, gpus=1)}
+    state = PoolState(workers(2, kv_share=0.95, running=16), draining=1, waiting=30)
+    (decision,) = Autoscaler(limits, 4).decide({"decode": state}, 0.0)
+    assert decision.desired == 3
+    assert "budget of 4 GPUs" in decision.blocked_by
 
 
 loads = st.builds(

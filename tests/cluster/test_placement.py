@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -47,6 +48,37 @@ def test_what_a_pool_says_counts() -> None:
     assert (one.cpus, one.threads) == (3.0, 3)
     (one,) = place(spec(mixed=PoolSpec(threads=5)), [Node("here", 8.0)])
     assert one.threads == 5
+
+
+def growing(**fields: Any) -> PoolSpec:
+    return PoolSpec(replicas=1, max_replicas=3, **fields)
+
+
+def test_workers_that_may_come_have_their_share_from_the_beginning() -> None:
+    places = place(spec(mixed=growing()), [Node("here", 4.0)])
+    assert [each.name for each in places] == ["mixed-0", "mixed-1", "mixed-2"]
+    assert {each.cpus for each in places} == {1.3}
+    assert [each.is_patient for each in places] == [False, True, True]
+
+
+def test_those_that_must_be_there_are_placed_first() -> None:
+    pools = {"prefill": PoolSpec(1, max_replicas=4), "decode": PoolSpec(2)}
+    places = place(spec(**pools), [Node("one", 8.0, 4)])
+    assert [(each.name, each.is_patient) for each in places] == [
+        ("prefill-0", False),
+        ("prefill-1", True),
+        ("prefill-2", True),
+        ("prefill-3", True),
+        ("decode-0", False),
+        ("decode-1", False),
+    ]
+
+
+def test_what_may_come_must_fit_where_no_node_can_be_added() -> None:
+    pools = spec(mixed=growing(cpus=1.0))
+    with pytest.raises(CannotPlace, match="no place for mixed worker 2, which asks 1 CPUs"):
+        place(pools, [Node("here", 2.5)])
+    assert len(place(replace(pools, ray_address="auto"), [Node("here", 2.5)])) == 3
 
 
 def test_gpus_are_used_where_there_are_any() -> None:

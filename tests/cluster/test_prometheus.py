@@ -13,7 +13,7 @@ import pytest
 
 from penstock.cli.checkpoint import SHIPPED
 from penstock.loadtests.server import free_ports
-from tests.support.metrics import HISTOGRAMS, SERIES
+from tests.support.metrics import HISTOGRAMS, SERIES, SIZES
 from tests.support.serving import PATIENCE, Serving, serving, wait_for
 
 PROMETHEUS = shutil.which("prometheus")
@@ -106,7 +106,7 @@ def test_every_series_returns_data(cluster: Serving, prometheus: httpx.Client) -
     def complete() -> bool:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(ask, [cluster] * 4))
-        queries = [*sorted(SERIES), *RATES]
+        queries = [*sorted(SERIES | SIZES), *RATES]
         lacking[:] = [query for query in queries if not has_data(prometheus, query)]
         return not lacking
 

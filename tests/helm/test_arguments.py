@@ -84,6 +84,19 @@ def _with_one_rank(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
+def test_the_driver_may_go_as_far_as_the_nodes(tmp_path: Path) -> None:
+    pools = {"decode": {"minReplicas": 0, "maxReplicas": 6}, "mixed": {"replicas": 0}}
+    values = chart.merged(chart.example("8b"), {"pools": pools})
+    decode = read(chart.objects(chart.render(values)), tmp_path).pools.decode
+    assert (decode.least, decode.replicas, decode.most) == (0, 2, 6)
+
+
+def test_what_the_driver_tells_machines(tmp_path: Path) -> None:
+    told = {"logFormat": "json", "router": {"vllmMetrics": True}}
+    spec = read(chart.objects(chart.render(chart.merged(chart.example("8b"), told))), tmp_path)
+    assert (spec.log_format, spec.router.vllm_metrics) == ("json", True)
+
+
 def test_keys_come_from_the_secret(tmp_path: Path) -> None:
     found = chart.example_objects("8b", "kuberay")
     assert read(found, tmp_path).router.api_keys == ("one", "two")

@@ -14,7 +14,7 @@ import yaml
 pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
 
 from tests.support import chart
-from tests.support.metrics import SERIES
+from tests.support.metrics import SERIES, SIZES
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
@@ -22,7 +22,7 @@ needs_promtool = pytest.mark.skipif(
 )
 
 # The last two are for the autoscaler, which nothing acts on yet: no router tells them so far.
-METRICS = SERIES | {"penstock_workers_desired", "penstock_workers_pending"}
+METRICS = SERIES | SIZES
 
 OF = '{namespace="apps",job="rel-penstock"'
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.kernels import attention
 from penstock.kernels.attention import paged_attention, paged_attention_reference, plan_attention
+from penstock.kernels.attention_gathered import GatheredPlan
 from penstock.kernels.scores import PLAIN, Scores
 from tests.support.batches import Batch, make_batch, poison
 
@@ -37,9 +38,11 @@ def check(
     layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
     poison(layer, batch)
     query = torch.randn(int(batch[0][-1]), num_heads * group, head_dim)
-    wide = scores
-    if scores.sinks is not None:
-        wide = replace(scores, sinks=scores.sinks.double())
+    wide = replace(
+        scores,
+        sinks=None if scores.sinks is None else scores.sinks.double(),
+        slopes=None if scores.slopes is None else scores.slopes.double(),
+    )
     exact = paged_attention_reference(query.double(), layer.double(), *batch, window, wide)
     for in_place, one_path in ((False, False), (True, False), (True, True)):
         with form(in_place):
@@ -82,6 +85,8 @@ def test_decodes_alone(window: int) -> None:
         Scores(scale=0.9, cap=1.5),
         Scores(sinks=torch.tensor([0.3, -2.0, 4.0, 0.0, 1.0, -torch.inf])),
         Scores(cap=0.7, sinks=torch.arange(6.0)),
+        Scores(slopes=torch.tensor([0.5, 0.0, 0.25, 2.0, 0.1, 0.03])),
+        Scores(cap=0.7, sinks=torch.arange(6.0), slopes=torch.arange(6.0) / 9),
     ],
 )
 def test_bent_scores(scores: Scores, window: int) -> None:
@@ -94,7 +99,8 @@ def test_unlike_lengths_are_padded_apart() -> None:
     batch, num_blocks = make_batch(lengths, 16, 0)
     layer = torch.zeros(2, num_blocks, 4, 16, 64)
     with form(in_place=False):
-        plan = plan_attention(*batch, layer)
+        plan = plan_attention(*batch, layer).form
+    assert isinstance(plan, GatheredPlan)
     assert len(plan.decodes) == 2
     assert len(plan.gathered) < 2 * 4 * (94 + 94 + 3)
     check(lengths, (4, 1, 64), 16, 0)
@@ -111,6 +117,18 @@ def test_narrow_dtypes() -> None:
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
 
 
+def test_a_cache_of_eight_bits() -> None:
+    batch, num_blocks = make_batch([(1, 40), (9, 30), (4, 4)], 16, 0)
+    layer = torch.randn(2, num_blocks, 2, 16, 8)
+    poison(layer, batch)
+    narrow, query = layer.to(torch.float8_e4m3fn), torch.randn(14, 4, 8)
+    scales = torch.tensor([[0.5, 2.0], [0.25, 1.5]])
+    plan = plan_attention(*batch, narrow, 20)
+    found = paged_attention(query, narrow, plan, PLAIN, scales)
+    exact = paged_attention_reference(query, narrow.float(), *batch, 20, PLAIN, scales)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
 def in_place(
     query: torch.Tensor,
     layer: torch.Tensor,
@@ -119,7 +137,8 @@ def in_place(
     window: int = 0,
 ) -> torch.Tensor:
     plan = plan_attention(*batch, layer, window, one_path=True)
-    assert plan.in_place is not None
+    assert isinstance(plan.form, GatheredPlan)
+    assert plan.form.in_place is not None
     return paged_attention(query, layer, plan, scores)
 
 

@@ -2,13 +2,8 @@
 
 import torch
 
-from penstock.kernels.cache import (
-    gather_blocks,
-    scatter_blocks,
-    write_kv,
-    write_kv_reference,
-    write_rows,
-)
+from penstock.kernels.blocks import gather_blocks, scatter_blocks
+from penstock.kernels.cache import write_kv, write_kv_reference, write_rows
 
 
 def test_write_goes_to_the_slots_and_nowhere_else() -> None:
@@ -29,6 +24,17 @@ def test_compressed_rows_have_one_side() -> None:
     write_kv_reference(expected, slots, rows)
     assert torch.equal(layer, expected)
     assert torch.equal(layer[0, 2, 0, 1], rows[0, 0])
+
+
+def test_an_fp8_cache_holds_what_its_scales_say() -> None:
+    layer = torch.zeros(2, 7, 3, 4, 8).to(torch.float8_e4m3fn)
+    expected = layer.clone()
+    scales = torch.tensor([[0.25, 1.0, 2.0], [4.0, 0.5, 1.0]])
+    slots, new = torch.tensor([9, 0, 27]), torch.randn(3, 6, 8) * 300
+    write_kv(layer, write_rows(slots, layer.shape), new, scales)
+    write_kv_reference(expected, slots, new, scales)
+    assert torch.equal(layer.view(torch.uint8), expected.view(torch.uint8))
+    assert (layer.float().abs() == 448).any()
 
 
 def test_a_rectangle_of_blocks_moves_whole() -> None:

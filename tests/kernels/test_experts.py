@@ -1,76 +1,19 @@
-"""Routing and mixing of experts against their references."""
+"""Mixing of experts against its references."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock.kernels.experts import (
-    Routing,
+    Gate,
+    Stacks,
     mix_experts,
     mix_experts_reference,
-    route,
-    route_reference,
+    mix_stacked,
+    mix_stacked_reference,
 )
+from penstock.kernels.routing import Routing, route
 
 NUM_EXPERTS = 5
-
-
-@pytest.mark.parametrize("normalise", [False, True])
-def test_the_likeliest_are_chosen(normalise: bool) -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 3.5]])
-    experts, weights = route(logits, Routing(2, normalise))
-    assert experts.tolist() == [[1, 2], [2, 0]]
-    expected = logits.softmax(-1).gather(1, experts)
-    if normalise:
-        expected = expected / expected.sum(-1, keepdim=True)
-    torch.testing.assert_close(weights, expected)
-
-
-@st.composite
-def routings(draw: st.DrawFn) -> tuple[Routing, int]:
-    """A routing, and a number of experts that it can be for."""
-    num_groups, size = draw(st.integers(1, 6)), draw(st.integers(2, 5))
-    top_groups = draw(st.integers(1, num_groups))
-    routing = Routing(
-        top_k=draw(st.integers(1, top_groups * size)),
-        normalise=draw(st.booleans()),
-        sigmoid=draw(st.booleans()),
-        num_groups=num_groups,
-        top_groups=top_groups,
-        group_best=draw(st.integers(1, 2)),
-        scale=draw(st.sampled_from([1.0, 2.5])),
-    )
-    return routing, num_groups * size
-
-
-@settings(max_examples=60, deadline=None)
-@given(routings(), st.booleans(), st.integers(0, 100))
-def test_any_routing(found: tuple[Routing, int], biased: bool, seed: int) -> None:
-    routing, num_experts = found
-    torch.manual_seed(seed)
-    logits = torch.randn(9, num_experts) * 2
-    bias = torch.randn(num_experts) if biased else None
-    experts, weights = route(logits, routing, bias)
-    expected, shares = route_reference(logits, routing, bias)
-    assert torch.equal(experts, expected)
-    torch.testing.assert_close(weights, shares)
-
-
-def test_a_bias_chooses_and_does_not_weigh() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0]])
-    bias = torch.tensor([5.0, 0.0, -5.0])
-    experts, weights = route(logits, Routing(2, sigmoid=True), bias)
-    assert experts.tolist() == [[0, 1]]
-    torch.testing.assert_close(weights, logits[:, :2].sigmoid())
-
-
-def test_only_the_best_groups_are_chosen_from() -> None:
-    logits = torch.tensor([[9.0, 0.0, 1.0, 2.0, 6.0, 6.0]])
-    one = Routing(2, num_groups=3, top_groups=1)
-    assert route(logits, one)[0].tolist() == [[0, 1]]
-    two_together = Routing(2, sigmoid=True, num_groups=3, top_groups=1, group_best=2)
-    assert sorted(route(logits, two_together)[0].tolist()[0]) == [4, 5]
 
 
 @pytest.mark.parametrize("top_k", [1, 2, NUM_EXPERTS])
@@ -94,3 +37,15 @@ def test_a_neighbour_that_is_not_finite_harms_nobody() -> None:
     experts, weights = route(torch.randn(4, NUM_EXPERTS), Routing(2))
     out = mix_experts(x, experts, weights, NUM_EXPERTS, lambda e, rows: rows @ matrices[e])
     assert torch.isfinite(out).all(-1).tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("gate", [Gate("silu"), Gate("gelu"), Gate("clamped", 1.7, 7.0)])
+def test_stacked_weights(gate: Gate) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(9, 6)
+    experts, weights = route(torch.randn(9, NUM_EXPERTS), Routing(2))
+    biases = (torch.randn(NUM_EXPERTS, 14), torch.randn(NUM_EXPERTS, 6))
+    stacks = Stacks(torch.randn(NUM_EXPERTS, 6, 14), torch.randn(NUM_EXPERTS, 7, 6), gate, *biases)
+    found = mix_stacked(x, experts, weights, stacks)
+    expected = mix_stacked_reference(x, experts, weights, stacks)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)

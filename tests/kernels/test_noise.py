@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.noise import DRAW, _gumbel_, gumbel_noise, philox, philox_reference
+from penstock.kernels.noise import DRAW, fill, gumbel_, gumbel_noise, philox, philox_reference
 
 ALL = 0xFFFFFFFF
 
@@ -68,7 +68,27 @@ def test_another_seed_index_choice_or_purpose_is_other_noise() -> None:
 
 
 def test_the_least_and_the_largest_word_give_finite_noise() -> None:
-    words = torch.tensor([0, 1, 2**31, 2**32 - 129, 2**32 - 128, 2**32 - 1], dtype=torch.float32)
-    noise = _gumbel_(words)
-    assert bool(noise.isfinite().all())
-    assert float(noise[0]) == pytest.approx(-np.log(2.0**-33), rel=1e-5)
+    words = np.array([0, 1, 2**31, 2**32 - 129, 2**32 - 128, 2**32 - 1], np.float32)
+    noise = gumbel_(words)
+    assert np.isfinite(noise).all()
+    assert float(noise[0]) == pytest.approx(-np.log(2.0**-33), rel=1e-6)
+
+
+def test_noise_is_as_exact_as_float32_lets_it_be() -> None:
+    words = np.random.default_rng(1).integers(0, 2**32, 100_000).astype(np.float32)
+    uniform = np.minimum((words.astype(np.float64) + 0.5) / 2**32, 1 - 2.0**-24)
+    uniform = uniform.astype(np.float32).astype(np.float64)  # as it is rounded there
+    exact = -np.log(-np.log1p(-uniform))
+    np.testing.assert_allclose(gumbel_(words), exact, rtol=4e-7, atol=4e-7)
+
+
+def test_compiled_noise_has_the_bits_of_the_definition() -> None:
+    fill_fast = pytest.importorskip("penstock.kernels.noise_loops").fill
+    numbers = np.random.default_rng(2)
+    for num_lanes in (1, 511, 512, 1500):
+        counters = numbers.integers(0, 2**32, (3, 3), dtype=np.uint32)
+        keys = numbers.integers(0, 2**32, (2, 3), dtype=np.uint32)
+        plain, fast = np.full((2, 3, 4 * num_lanes), np.nan, np.float32)
+        fill(plain, counters, keys)
+        fill_fast(fast, counters, keys)
+        assert np.array_equal(plain.view(np.int32), fast.view(np.int32))

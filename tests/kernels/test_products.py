@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from penstock.kernels import products
 from penstock.kernels.products import (
+    BlockedProduct,
+    PaddedProduct,
     activation_steps,
     blocked_product,
     fixed_product,
@@ -41,6 +44,26 @@ def test_a_fixed_row_is_the_same_alone_and_in_a_crowd(shape: tuple[int, int]) ->
         with threads(count):
             for first, rows in ((0, 131), (3, 1), (5, 2), (9, 33), (2, 128), (60, 7)):
                 assert torch.equal(product(x[first : first + rows]), whole[first : first + rows])
+
+
+def varied(product: BlockedProduct, x: torch.Tensor) -> torch.Tensor:
+    """A library whose rows' last bits depend on how many there are."""
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+        x, product.blocked, product.bias, "none", [], ""
+    )
+    return y * (1 + 2**-22 * (len(x) % 5))
+
+
+def test_where_rows_are_not_alone_they_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias, x = torch.randn(9, 33), torch.randn(9), torch.randn(50, 33)
+    monkeypatch.setattr(products, "_fixed_by_itself", {})
+    monkeypatch.setattr(BlockedProduct, "__call__", varied)
+    product = fixed_product(weight, bias)
+    assert isinstance(product, PaddedProduct)
+    whole = product(x)
+    torch.testing.assert_close(whole, functional.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+    for first, rows in ((0, 50), (3, 1), (5, 16), (9, 33)):
+        assert torch.equal(product(x[first : first + rows]), whole[first : first + rows])
 
 
 def test_why_it_is_not_fixed() -> None:

@@ -1,6 +1,5 @@
-"""Penalties and cuts against their references."""
+"""Cuts against their references."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,12 +8,9 @@ from transformers import TypicalLogitsWarper
 
 from penstock.kernels.sampling import (
     Cuts,
-    Penalties,
     argmax,
     cut_,
     cut_reference,
-    penalize_,
-    penalize_reference,
     typical_,
     typical_reference,
 )
@@ -138,33 +134,6 @@ def test_a_row_is_as_typical_in_any_company() -> None:
             alone = logits[row : row + 1].clone()
             typical_(alone, masses[row : row + 1])
             assert torch.equal(alone[0], crowd[row])
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    rows=st.lists(
-        st.tuples(st.integers(1, 12), st.integers(0, 12), st.integers(0, 3)), min_size=1, max_size=4
-    ),
-)
-def test_penalties_as_the_reference(seed: int, rows: list[tuple[int, int, int]]) -> None:
-    numbers = np.random.default_rng(seed)
-    logits = torch.from_numpy(numbers.normal(0, 4, (len(rows), 17)).astype(np.float32))
-    num_prompt = torch.tensor([prompt for prompt, _, _ in rows])
-    num_tokens = num_prompt + torch.tensor([answer for _, answer, _ in rows])
-    tokens = torch.from_numpy(numbers.integers(0, 17, (len(rows), 24)))
-    tokens[torch.arange(24) >= num_tokens[:, None]] = -(10**6)  # never read
-    kinds = torch.tensor([kind for _, _, kind in rows])
-    penalties = Penalties(
-        torch.where(kinds == 1, 1.7, 1.0),
-        torch.where(kinds == 2, 0.6, 0.0),
-        torch.where(kinds == 3, -0.3, 0.0),
-    )
-    expected = penalize_reference(logits, tokens, num_prompt, num_tokens, penalties)
-    found = logits.clone()
-    penalize_(found, tokens, num_prompt, num_tokens, penalties)
-    torch.testing.assert_close(found, expected)
-    assert torch.equal(found[kinds == 0], logits[kinds == 0])
 
 
 def test_argmax_takes_the_first_of_equals() -> None:

@@ -4,10 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.router.routing import events as ev
-from penstock.router.tally import FIRST_BOUNDS, OTHER, Histogram, Tally
+from penstock.router.tally import FIRST_BOUNDS, OTHER, Ended, Histogram, Tally
 
 NONE = ev.Finish.NONE
 NAMES = {"t1": "key-1", "t2": "key-2"}
+
+
+def asked(number: int, tenant: str, num_prompt: int = 3) -> ev.Request:
+    return ev.Request(number, [7] * num_prompt, None, tenant=tenant)
 
 
 def deliver(
@@ -35,7 +39,7 @@ def test_a_histogram_counts_each_value_under_the_first_bound_that_holds_it(
 
 def test_the_times_of_one_request() -> None:
     tally = Tally(NAMES)
-    tally.opened(1, "t1", 10.0)
+    tally.opened(asked(1, "t1"), 10.0)
     for position, moment in enumerate((10.5, 11.0, 13.0)):
         tally.delivered([plain(1, position)], moment)
     tally.delivered([deliver(1, 0, 3, finish=ev.Finish.LENGTH)], 14.0)
@@ -48,9 +52,35 @@ def test_the_times_of_one_request() -> None:
     assert {reason: n for reason, n in tally.finished.items() if n} == {"length": 1}
 
 
+def test_where_the_time_of_a_request_went() -> None:
+    tally = Tally(NAMES)
+    request = asked(1, "t1", num_prompt=9)
+    tally.opened(request, 10.0)
+    for moment in (12.0, 13.0):  # to one that prefills, then to one that decodes
+        tally.submitted(ev.Submit("w", request, 1, [], [], None, 1), moment)
+    for position, moment in enumerate((15.0, 19.0)):
+        tally.delivered([plain(1, position)], moment)
+    ended = tally.ended(1, ev.Status.OK, 20.0)
+    assert (tally.queue.total, tally.prefill.total, tally.decode.total) == (2.0, 3.0, 4.0)
+    assert (tally.prompt_lengths.total, tally.answer_lengths.total) == (9, 2)
+    assert tally.prompt_tokens == 9
+    assert ended == Ended(request, "key-1", "stop", 2, 2.0, 5.0, 10.0)
+    assert tally.ended(1, ev.Status.OK, 21.0) is None
+
+
+def test_one_that_nobody_ran_has_no_times_but_its_own() -> None:
+    tally = Tally(NAMES)
+    tally.opened(asked(1, "who"), 0.0)
+    ended = tally.ended(1, ev.Status.OVERLOADED, 1.0)
+    assert ended is not None
+    assert (ended.tenant, ended.reason, ended.seconds) == (OTHER, "overloaded", 1.0)
+    assert (ended.queued, ended.first_token) == (None, None)
+    assert sum(tally.queue.counts) == sum(tally.answer_lengths.counts) == 0
+
+
 def test_choices_are_timed_apart_and_the_first_token_is_the_requests() -> None:
     tally = Tally(NAMES)
-    tally.opened(1, "t1", 0.0)
+    tally.opened(asked(1, "t1"), 0.0)
     for position, moment in enumerate((1.0, 2.0)):
         tally.delivered([deliver(1, choice, position) for choice in (0, 1)], moment)
     tally.ended(1, ev.Status.OK, 2.0)
@@ -61,7 +91,7 @@ def test_choices_are_timed_apart_and_the_first_token_is_the_requests() -> None:
 
 def test_an_answer_cut_at_a_stop_string_was_stopped() -> None:
     tally = Tally(NAMES)
-    tally.opened(1, "t1", 0.0)
+    tally.opened(asked(1, "t1"), 0.0)
     tally.delivered([plain(1)], 1.0)
     tally.ended(1, ev.Status.OK, 1.0)
     assert tally.finished["stop"] == 1
@@ -69,7 +99,7 @@ def test_an_answer_cut_at_a_stop_string_was_stopped() -> None:
 
 def test_an_answer_that_was_to_have_no_token_has_its_length() -> None:
     tally = Tally(NAMES)
-    tally.opened(1, "t1", 0.0)
+    tally.opened(asked(1, "t1"), 0.0)
     tally.delivered([deliver(1, 0, 0, 0, ev.Finish.LENGTH)], 1.0)
     tally.ended(1, ev.Status.OK, 1.0)
     assert tally.finished["length"] == 1
@@ -80,7 +110,7 @@ def test_what_fails_has_a_reason_and_no_duration() -> None:
     tally = Tally(NAMES)
     failures = [status for status in ev.Status if status is not ev.Status.OK]
     for number, status in enumerate(failures):
-        tally.opened(number, "t1", 0.0)
+        tally.opened(asked(number, "t1"), 0.0)
         tally.ended(number, status, 1.0)
     reasons = {reason for reason, n in tally.finished.items() if n}
     assert len(reasons) == len(failures)
@@ -91,7 +121,7 @@ def test_what_fails_has_a_reason_and_no_duration() -> None:
 def test_only_the_transfer_that_is_under_way_counts() -> None:
     tally = Tally(NAMES)
     to = ev.Meeting("d", "i", "address", "secret")
-    tally.opened(1, "t1", 0.0)
+    tally.opened(asked(1, "t1"), 0.0)
     tally.sent(ev.Send("p", 1, 1, to, 2, 5, 0), 1.0)
     tally.received(ev.Received("d", 1, 9, 5, 100), 1.5)
     tally.received(ev.Received("d", 1, 2, 5, 100), 3.0)
@@ -115,7 +145,7 @@ def test_totals_agree_with_what_happened(story: list[tuple[str, int, object]]) -
         if what == "open" and request not in live:
             live[request] = str(detail)
             so_far[request] = 0
-            tally.opened(request, str(detail), float(now))
+            tally.opened(asked(request, str(detail)), float(now))
         elif what == "token":
             assert isinstance(detail, int)
             tally.delivered([plain(request, so_far.get(request, 0), detail)], float(now))

@@ -6,6 +6,11 @@ HISTOGRAMS = (
     "time_per_output_token_seconds",
     "inter_token_seconds",
     "request_seconds",
+    "queue_seconds",
+    "prefill_seconds",
+    "decode_seconds",
+    "prompt_length_tokens",
+    "answer_length_tokens",
     "handover_seconds",
 )
 PLAIN = (
@@ -24,6 +29,8 @@ PLAIN = (
     "workers_ready",
     "worker_up",
 )
+SIZES = {"penstock_workers_desired", "penstock_workers_pending"}
+"""What a router tells once a supervisor sizes its pools."""
 SERIES = {f"penstock_{name}" for name in PLAIN} | {
     f"penstock_{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "count", "sum")
 }

@@ -46,10 +46,11 @@ class RankProcesses:
 @contextmanager
 def rank_processes(count: int) -> Iterator[RankProcesses]:
     context = multiprocessing.get_context("spawn")
-    processes, pipes = [], []
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
     for _ in range(count):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         processes.append(process)
         pipes.append(ours)
@@ -71,8 +72,11 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            pipe.send(_lead(pipe, model, mesh, config) if part == "lead" else
-                      _follow(model, mesh, config, rank, meeting))  # fmt: skip
+            if part == "lead":
+                pipe.send(_lead(pipe, model, mesh, config))
+            else:
+                _follow(model, mesh, config, rank, meeting)
+                pipe.send(None)
         except Exception as error:
             pipe.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
 

@@ -1,7 +1,7 @@
 """A deterministic engine gives the same request the same bits, whatever else happens to it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.products import BlockedProduct
+from penstock.kernels.products import Product
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
 from penstock.workers.fingerprint import layout_of
@@ -126,19 +126,22 @@ def test_another_engine_begun_long_ago(folder: Path, engine: Engine, expected: B
     assert play(other, REQUESTS, Schedule(max_batched_tokens=9)) == expected
 
 
-class Varied(BlockedProduct):
-    """Its rows' last bits depend on how many there are."""
+@dataclass
+class Varied:
+    """A product whose rows' last bits depend on how many there are."""
+
+    product: Product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = BlockedProduct.__call__(self, x)
+        y = self.product(x)
         return y * (1 + 2**-22) if len(x) % 2 else y
 
 
 def vary(engine: Engine) -> None:
-    head: Any = engine._runner.decoder.head  # type: ignore[attr-defined]
-    for linear in (engine._runner.decoder.layers[1].mlp.down, head):  # type: ignore[attr-defined]
+    decoder: Any = engine._runner.decoder
+    for linear in (decoder.layers[1].mlp.down, decoder.head):
         assert linear.weight.numel() == 0
-        linear.packed = Varied(None, linear.packed.blocked, linear.packed.bias)
+        linear.packed = Varied(linear.packed)
 
 
 def test_a_product_that_varies_is_noticed(folder: Path) -> None:
@@ -206,12 +209,13 @@ def bits_heard(attached: Attached, request: int, attempt: int) -> list[tuple[Any
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_hand_over(folder: Path) -> None:
-    sizes = {"kv_cache_mib": 1, "transfer_seconds": 20.0, "deterministic": True}
+    sizes: dict[str, Any] = {"kv_cache_mib": 1, "transfer_seconds": 20.0, "deterministic": True}
     workers = [
         await serve_worker(WorkerConfig(name, folder, **sizes)) for name in ("prefill", "decode")
     ]
     pools = await HandOvers.open(*(worker.address for worker in workers))
-    prompt, params = REQUESTS[0].prompt, {"temperature": 0.8, "seed": 9, "logprobs": 3}
+    prompt = REQUESTS[0].prompt
+    params: dict[str, Any] = {"temperature": 0.8, "seed": 9, "logprobs": 3}
     await pools.decode.submit(1000, prompt, greedy(12, **params), salt=b"alone")
     await pools.decode.answer(1000)
     moving = await pools.prefilled(prompt, 12, **params)

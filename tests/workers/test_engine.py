@@ -84,6 +84,7 @@ def test_a_step_tells_what_has_happened(engine: Engine) -> None:
     load = engine.load()
     assert load.num_steps == sum(load.step_counts) == 2
     assert load.all_steps_seconds > load.step_seconds > 0
+    assert load.prompt_seconds == pytest.approx(load.all_steps_seconds - load.step_seconds)
     assert load.pool.prompt_tokens_computed == 5
 
 

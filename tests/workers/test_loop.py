@@ -26,6 +26,7 @@ class StubEngine:
 
     def __init__(self, plans_ahead: bool) -> None:
         self.plans_ahead = plans_ahead
+        self.on_device = False
         self.work = 0
         self.num_plans = 0
         self.log: list[str] = []

@@ -9,7 +9,7 @@ import torch
 
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine, StepResult
-from penstock.workers.pipeline import Pipeline
+from penstock.workers.pipeline import Pipeline, steps_of
 from penstock.workers.scheduling.sequence import Key, NewSequence, SamplingParams
 from tests.support.engines import run_out
 from tests.support.tiny import tiny_checkpoint
@@ -36,7 +36,9 @@ class Driven:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.changed = threading.Condition()
-        self.pipeline = Pipeline(engine, self.changed)
+        pipeline = steps_of(engine, self.changed)
+        assert isinstance(pipeline, Pipeline)
+        self.pipeline = pipeline
         self.answers: dict[Key, list[int]] = {}
         self.failed: list[Key] = []
         self.num_ended = 0
@@ -74,9 +76,13 @@ def make_engine(checkpoint: Path) -> Engine:
     )
 
 
-@pytest.fixture
-def engine(checkpoint: Path) -> Engine:
-    return make_engine(checkpoint)
+@pytest.fixture(params=["a thread computes", "a device computes"])
+def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Engine:
+    """In the second form the CPU stands in for a device: steps are launched, tokens read back."""
+    engine = make_engine(checkpoint)
+    engine.plans_ahead = True
+    engine.on_device = request.param == "a device computes"
+    return engine
 
 
 def test_answers_are_those_of_steps_one_by_one(engine: Engine, checkpoint: Path) -> None:
@@ -90,7 +96,7 @@ def test_answers_are_those_of_steps_one_by_one(engine: Engine, checkpoint: Path)
     while driven.num_ended < len(PROMPTS):
         driven.turn()
     assert driven.answers == expected
-    assert driven.num_ahead > 10
+    assert driven.num_ahead > 5
     driven.pipeline.stop()
     engine.batcher.check()
 
@@ -117,14 +123,14 @@ def test_failure_of_one_ends_it_alone(engine: Engine, monkeypatch: pytest.Monkey
     while len(driven.answers.get(1, [])) < 3:
         driven.turn()
     row = engine.batcher.table.keys.tolist().index(0)
-    compute = engine.compute
+    run = engine._runner.run
 
-    def spoilt(plan):  # type: ignore[no-untyped-def]
-        logits = compute(plan).clone()
+    def spoilt(plan, drawn=None):  # type: ignore[no-untyped-def]
+        logits = run(plan, drawn).clone()
         logits[plan.rows[plan.samples] == row] = torch.nan
         return logits
 
-    monkeypatch.setattr(engine, "compute", spoilt)
+    monkeypatch.setattr(engine._runner, "run", spoilt)
     while driven.num_ended < 2:
         driven.turn()
     assert driven.failed == [0]
@@ -136,12 +142,30 @@ def test_failure_of_one_ends_it_alone(engine: Engine, monkeypatch: pytest.Monkey
 def test_exception_of_the_model_is_raised_on_the_engines_thread(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(plan: object) -> None:
+    def broken(plan: object, drawn: object = None) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine, "compute", broken)
+    monkeypatch.setattr(engine._runner, "run", broken)
     driven = Driven(engine)
-    driven.turn(lambda engine: engine.submit(sequences()[0]))
-    with pytest.raises(RuntimeError, match="out of memory"):
+
+    def submit_and_wait() -> None:
+        driven.turn(lambda engine: engine.submit(sequences()[0]))
         driven.turn()
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        submit_and_wait()
     driven.pipeline.stop()
+
+
+def test_tokens_stay_on_the_device_until_a_draw_needs_the_answer(checkpoint: Path) -> None:
+    """Plain sequences are planned ahead all the way; one with a penalty wants its answer first."""
+    plain, *_, penalised, _ = sequences()
+    for new, ahead in ((plain, True), (penalised, False)):
+        engine = make_engine(checkpoint)
+        engine.plans_ahead = engine.on_device = True
+        driven = Driven(engine)
+        driven.turn(lambda engine, new=new: engine.submit(new))  # type: ignore[misc]
+        while driven.num_ended == 0:
+            driven.turn()
+        assert driven.num_ahead > 20 if ahead else driven.num_ahead == 0
+        driven.pipeline.stop()

@@ -43,6 +43,32 @@ def test_greedy_takes_the_likeliest() -> None:
     assert draw(logits, [GREEDY] * 5) == logits.argmax(-1).tolist()
 
 
+def test_what_is_launched_draws_the_same_and_what_the_host_has_to_see_is_not() -> None:
+    plain = [GREEDY, SamplingParams(seed=4, top_p=0.9), SamplingParams(temperature=0.7, top_k=5)]
+    seen = [
+        SamplingParams(logprobs=0),
+        SamplingParams(presence_penalty=0.5),
+        SamplingParams(logit_bias={3: 1.0}),
+        SamplingParams(bad_words=((4, 5),)),
+        SamplingParams(min_tokens=3, stop_tokens=(7,)),
+    ]
+    sampler = Sampler(8, VOCAB_SIZE, CPU)
+    for row, params in enumerate(plain + seen):
+        sampler.admit(row, params, choice=0)
+    logits = torch.randn(3, VOCAB_SIZE)
+    logits[2, 9] = torch.nan
+    rows, indices = np.arange(3, dtype=np.int32), np.array([0, 4, 1], np.int32)
+    assert sampler.is_plain(rows, indices)
+    expected = sampler.sample(logits, rows, indices, table(8))
+    tokens, finite = sampler.launch(logits, rows, indices)
+    assert tokens.dtype == torch.int32
+    assert finite.tolist() == expected.finite.tolist() == [True, True, False]
+    assert tokens[:2].tolist() == expected.tokens[:2].tolist()
+    for row in range(len(plain), 8):
+        assert not sampler.is_plain(np.array([0, row], np.int32), np.array([2, 2], np.int32))
+    assert sampler.is_plain(np.array([7], np.int32), np.array([3], np.int32))
+
+
 def test_nothing_to_draw() -> None:
     sampler = Sampler(4, VOCAB_SIZE, CPU)
     none = np.empty(0, np.int32)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan, paged_attention
-from penstock.kernels.cache import write_kv
+from penstock.kernels.cache import rotate_and_write
 from penstock.kernels.in_place import InPlace
 from penstock.kernels.latent_attention import LatentPlan
-from penstock.kernels.rotary import rotate_
 from penstock.kernels.scores import Scores
 from penstock.workers.layers.linear import Linear, Summed
 from penstock.workers.layers.norm import Norm
@@ -21,7 +20,7 @@ class StepInputs:
 
     positions: Tensor  # [T]
     cos_sin: tuple[Tensor, ...]  # [T, 2, R] rows of each rotary table
-    cache_rows: Tensor  # [T, 2 H] where this step's keys and values go
+    cache_rows: Tensor  # of `write_rows`: where this step's keys and values go
     plans: dict[int, AttentionPlan]  # by window; none where attention is latent
     latent: LatentPlan | InPlace | None  # where it is
 
@@ -38,22 +37,18 @@ class Attention:
     window: int
     scores: Scores
     rotary: int  # which of the rotary tables
-    rotary_dim: int  # features that are turned, the first ones of a head
     neighbours: bool  # whether the pairs that turn are neighbours
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         """x: [T, hidden]; layer: this layer's cache, [2, N, H, S, D], which is written."""
         heads = self.qkv(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        query, kv = heads[:, : self.num_heads], heads[:, self.num_heads :]
+        query = heads[:, : self.num_heads]
         if self.q_norm is not None and self.k_norm is not None:
-            keys = kv[:, : self.num_kv_heads]
+            keys = heads[:, self.num_heads : self.num_heads + self.num_kv_heads]
             self._normalise(query, self.q_norm)
             self._normalise(keys, self.k_norm)
-        turned = heads[:, : self.num_heads + self.num_kv_heads]
-        if self.rotary_dim < self.head_dim:
-            turned = turned[:, :, : self.rotary_dim]
-        rotate_(turned, step.cos_sin[self.rotary], self.neighbours)
-        write_kv(layer, step.cache_rows, kv)
+        cos_sin = step.cos_sin[self.rotary]
+        rotate_and_write(heads, self.num_heads, cos_sin, step.cache_rows, layer, self.neighbours)
         out = paged_attention(query, layer, step.plans[self.window], self.scores)
         return self.output(out.flatten(1))
 
@@ -69,5 +64,4 @@ class Attention:
 
     def _normalise(self, heads: Tensor, norm: Norm) -> None:
         """In place, head by head or all heads together, as long as the norm's weight is."""
-        rows = heads.view(len(heads), -1, norm.weight.shape[0])
-        rows.copy_(norm(rows))
+        norm.in_place(heads.view(len(heads), -1, norm.weight.shape[0]))

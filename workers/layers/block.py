@@ -37,6 +37,7 @@ class Block:
             hidden += made
             return
         x = self.attention(x, step, layer_cache)
-        hidden += x if self.attention_post_norm is None else self.attention_post_norm(x)
-        x = self.mlp(hidden if self.mlp_norm is None else self.mlp_norm(hidden))
+        if self.attention_post_norm is not None:
+            x = self.attention_post_norm(x)
+        x = self.mlp(hidden.add_(x) if self.mlp_norm is None else self.mlp_norm.of_sum(hidden, x))
         hidden += x if self.mlp_post_norm is None else self.mlp_post_norm(x)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.kernels.activation import sigmoid
-from penstock.kernels.experts import Routing, mix_experts, route
+from penstock.kernels.experts import Stacks, mix_experts, mix_stacked
+from penstock.kernels.routing import Routing, route
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.mlp import Mlp
 
@@ -30,12 +31,16 @@ class Experts:
     experts: tuple[Mlp, ...]
     shared: SharedExpert | None
     stacks: dict[str, Tensor] | None  # where the checkpoint has all experts in one: [E, in, out]
+    together: Stacks | None = None  # the same weights on a GPU, which computes all experts at once
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, hidden]."""
         logits = self.router(x.to(self.router.weight.dtype))
         chosen, weights = route(logits, self.routing, self.bias)
-        out = mix_experts(x, chosen, weights, len(self.experts), self._run)
+        if self.together is not None:
+            out = mix_stacked(x, chosen, weights, self.together)
+        else:
+            out = mix_experts(x, chosen, weights, len(self.experts), self._run)
         return out if self.shared is None else out + self.shared(x)
 
     def _run(self, expert: int, rows: Tensor) -> Tensor:

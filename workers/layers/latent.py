@@ -33,7 +33,8 @@ class LatentAttention:
 
     def fix(self) -> None:
         """Have every token computed by itself."""
-        value_dim = self.output.weight.shape[1] // len(self.up)
+        output = self.output.part if isinstance(self.output, Summed) else self.output
+        value_dim = output.weight.shape[1] // len(self.up)
         keys, values = self.up[:, :-value_dim], self.up[:, -value_dim:]
         self.fixed = (
             [fixed_product(each.T, None) for each in keys],
@@ -48,8 +49,7 @@ class LatentAttention:
         heads = query.view(len(x), len(self.up), -1)
         cos_sin = step.cos_sin[0]
         rotate_(heads[:, :, -self.rope_dim :], cos_sin, self.neighbours)
-        latent = row[:, : self.up.shape[2]]
-        latent.copy_(self.row_norm(latent))
+        self.row_norm.in_place(row[:, : self.up.shape[2]])
         rotate_(row[:, None, -self.rope_dim :], cos_sin, self.neighbours)
         write_kv(layer, step.cache_rows, row[:, None])
         return self.output(self._attend(heads, step, layer).flatten(1))

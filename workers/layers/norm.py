@@ -1,11 +1,23 @@
-"""Normalisations with their weights."""
+"""Normalisations with their weights.
+
+Each makes a new tensor of one (`norm(x)`), or of a stream once something is added to it, in place
+(`norm.of_sum(hidden, x)`), or normalises in place (`norm.in_place(x)`).
+"""
 
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import Tensor
 
-from penstock.kernels.norm import layer_norm, rms_norm, rms_norm_above_one
+from penstock.kernels.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    add_rms_norm_above_one,
+    layer_norm,
+    rms_norm,
+    rms_norm_,
+    rms_norm_above_one,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +27,12 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, hidden: Tensor, x: Tensor) -> Tensor:
+        return add_rms_norm(hidden, x, self.weight, self.eps)
+
+    def in_place(self, x: Tensor) -> None:
+        rms_norm_(x, self.weight, self.eps)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Where its weights go, by their names in the checkpoint."""
@@ -31,6 +49,12 @@ class RmsNormAboveOne:
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm_above_one(x, self.weight, self.eps)
 
+    def of_sum(self, hidden: Tensor, x: Tensor) -> Tensor:
+        return add_rms_norm_above_one(hidden, x, self.weight, self.eps)
+
+    def in_place(self, x: Tensor) -> None:
+        x.copy_(self(x))
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         return {f"{name}.weight": self.weight}
 
@@ -43,6 +67,12 @@ class LayerNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def of_sum(self, hidden: Tensor, x: Tensor) -> Tensor:
+        return add_layer_norm(hidden, x, self.weight, self.bias, self.eps)
+
+    def in_place(self, x: Tensor) -> None:
+        x.copy_(self(x))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         return {f"{name}.weight": self.weight, f"{name}.bias": self.bias}

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import torch
 
 from penstock.kernels.products import can_block, why_no_int8, why_not_fixed
@@ -48,10 +47,15 @@ def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
 
 def _block(found: list[Linear]) -> None:
     own = [linear for linear in found if can_block(linear.weight)]
-    num_bytes = sum(linear.weight.nbytes for linear in own)
-    if num_bytes <= MEMORY_SHARE * psutil.virtual_memory().available:
+    if own and sum(linear.weight.nbytes for linear in own) <= MEMORY_SHARE * _available():
         for linear in own:
             linear.block()
+
+
+def _available() -> int:
+    import psutil  # not where only GPUs compute, see docs/gpu.md
+
+    return int(psutil.virtual_memory().available)
 
 
 def _fix(model: Any) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from penstock.kernels.activation import (
     silu_mul,
     silu_mul_alike,
 )
-from penstock.kernels.experts import Routing
+from penstock.kernels.experts import Gate, Stacks
+from penstock.kernels.routing import Routing
 from penstock.kernels.scores import Scores
 from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.block import Block
@@ -31,6 +32,7 @@ from penstock.workers.models.spec import ExpertsSpec, ModelSpec
 from penstock.workers.parallel.ranks import ALONE, Ranks
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+GATE_KINDS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_new": gelu,
@@ -111,7 +113,6 @@ class Assembly:
             window=window,
             scores=Scores(spec.attention_scale, spec.attention_cap, sinks),
             rotary=1 if window and spec.local_rope else 0,
-            rotary_dim=int(spec.head_dim * spec.rope.share),
             neighbours=spec.rope.neighbours,
         )
 
@@ -158,10 +159,12 @@ class Assembly:
         own = ranks.place.experts(experts.num_experts)
         stacks = None
         if experts.clamp is None:
-            mlps = tuple(self.part_mlp(experts.inner_size) for _ in own)
+            mlps, together = self.expert_mlps(len(own), experts.inner_size)
         else:
             stacks = self.stacks(experts, len(own))
             mlps = _unstacked(stacks, *experts.clamp)
+            alone = self.device.type == "cuda" and ranks.stage is None  # else a bias may be absent
+            together = _together(stacks, *experts.clamp) if alone else None
         parts: dict[str, Any] = {
             "router": self.router(experts),
             "bias": self.wide_empty(experts.num_experts) if routing.sigmoid else None,
@@ -171,7 +174,7 @@ class Assembly:
             "shared": self.shared(experts) if experts.shared_size else None,
         }
         if ranks.stage is None:
-            return Experts(**parts)
+            return Experts(**parts, together=together)
         load = torch.zeros(experts.num_experts, dtype=torch.int64, device=self.device)
         return SpreadExperts(
             **parts, place=ranks.place, stage=ranks.stage, owners=ranks.experts, load=load
@@ -180,6 +183,19 @@ class Assembly:
     def shared(self, experts: ExpertsSpec) -> SharedExpert:
         gate = self.linear(self.spec.hidden_size, (1,)) if experts.shared_gate else None
         return SharedExpert(self.part_mlp(experts.shared_size), gate)
+
+    def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], Stacks | None]:
+        """On a GPU their weights lie in one tensor, as the product of all of them reads it."""
+        spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
+        if self.device.type != "cuda" or kind is None or spec.mlp_bias or not spec.gated:
+            return tuple(self.part_mlp(inner) for _ in range(count)), None
+        hidden, activation = spec.hidden_size, self.activation()
+        gate_up, down = self.empty(count, 2 * inner, hidden), self.empty(count, hidden, inner)
+        mlps = tuple(
+            Mlp(Linear(first, None, (inner, inner)), Linear(second, None, (hidden,)), activation)
+            for first, second in zip(gate_up, down, strict=True)
+        )
+        return mlps, Stacks(gate_up.transpose(1, 2), down.transpose(1, 2), Gate(kind))
 
     def router(self, experts: ExpertsSpec) -> Linear:
         hidden, sizes = self.spec.hidden_size, (experts.num_experts,)
@@ -215,6 +231,16 @@ def _routing(experts: ExpertsSpec) -> Routing:
         top_groups=found.top_groups,
         group_best=2 if sigmoid else 1,
         scale=found.scale,
+    )
+
+
+def _together(stacks: dict[str, Tensor], gain: float, limit: float) -> Stacks:
+    return Stacks(
+        stacks["gate_up_proj"],
+        stacks["down_proj"],
+        Gate("clamped", gain, limit),
+        stacks["gate_up_proj_bias"],
+        stacks["down_proj_bias"],
     )
 
 

@@ -16,11 +16,11 @@ from threading import Lock
 
 import grpc
 
+from penstock.kernels.checksum import checksum
 from penstock.protos import transfer_pb2 as wire
 from penstock.protos import transfer_pb2_grpc
 from penstock.workers.parallel.communicator import backend_for
 from penstock.workers.scheduling.sequence import Ints
-from penstock.workers.transfer.checksum import checksum
 from penstock.workers.transfer.shards import BadShard, Coverage, Rectangle, Shard
 from penstock.workers.transfer.staging import PROTOCOL, Identity, Staging, blocks_of
 from penstock.workers.transfer.transport import DESTINATION, MirrorStore, RankPair

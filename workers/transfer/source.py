@@ -14,10 +14,10 @@ from typing import TypeVar
 import grpc
 import torch
 
+from penstock.kernels.checksum import checksum
 from penstock.protos import transfer_pb2 as wire
 from penstock.protos import transfer_pb2_grpc
 from penstock.workers.scheduling.sequence import Ints
-from penstock.workers.transfer.checksum import checksum
 from penstock.workers.transfer.shards import Shard, split
 from penstock.workers.transfer.staging import PROTOCOL, Identity, Staging, blocks_of
 from penstock.workers.transfer.transport import SOURCE, MirrorStore, PairBroken, RankPair

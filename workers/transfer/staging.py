@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.kernels.cache import gather_blocks, scatter_blocks
+from penstock.kernels.blocks import gather_blocks, scatter_blocks
 from penstock.workers.scheduling.sequence import Ints
 from penstock.workers.transfer.shards import BlockShape, Rectangle, Shard
 

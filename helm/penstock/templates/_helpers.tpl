@@ -80,7 +80,7 @@ podGpus. */ -}}
 {{- range $role := list "prefill" "decode" "mixed" -}}
 {{- $pool := include "penstock.pool" (dict "root" $ "role" $role) | fromYaml -}}
 {{- $least := int $pool.least -}}{{- $most := int $pool.most -}}{{- $replicas := int $pool.replicas -}}
-{{- $_ := set $counts $role $replicas -}}
+{{- $_ := set $counts $role $most -}}
 {{- if or (lt $replicas $least) (gt $replicas $most) -}}
 {{- fail (printf "pools.%s: replicas, %d, must be from minReplicas, %d, to maxReplicas, %d" $role $replicas $least $most) -}}
 {{- end -}}

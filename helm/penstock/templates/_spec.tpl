@@ -4,12 +4,14 @@
 model: {{ . }}
 {{ end -}}
 pool_nodes: true
+log_format: {{ .Values.logFormat }}
 router:
   host: 0.0.0.0
   http_port: {{ .Values.router.httpPort }}
   grpc_port: {{ .Values.router.grpcPort }}
   max_queued: {{ .Values.router.maxQueued }}
   drain_seconds: {{ .Values.router.drainSeconds }}
+  vllm_metrics: {{ .Values.router.vllmMetrics }}
   {{- with include "penstock.modelName" . }}
   model_name: {{ . | quote }}
   {{- end }}
@@ -30,6 +32,8 @@ pools:
 {{- range $key := list "replicas" "tp" "pp" "ep" "gpus" }}
 {{ $key }}: {{ get $pool $key | int }}
 {{- end }}
+min_replicas: {{ $pool.least | int }}
+max_replicas: {{ $pool.most | int }}
 cpus: {{ $pool.cpus }}
 {{- with $pool.threads }}
 threads: {{ . | int }}

@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -199,7 +199,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
         "leave out seed",
     ),
     ({"text": "x", "sampling": pb.Sampling(length_penalty=2.0)}, "set use_beam_search"),
-    ({"text": "x", "sampling": pb.Sampling(early_stopping=7)}, "early_stopping"),
+    ({"text": "x", "sampling": pb.Sampling(early_stopping=cast(Any, 7))}, "early_stopping"),
     ({"text": "x", "sampling": pb.Sampling(stop_tokens=[2**31])}, "stop_token_ids"),
     ({"text": "x", "sampling": pb.Sampling(typical_p=0.0)}, "typical_p"),
     ({"text": "x", "sampling": pb.Sampling(bad_words=["x"] * 65)}, "at most 64 words"),

@@ -1,6 +1,7 @@
 """/metrics and /status over HTTP, with stub workers behind the router."""
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
+from penstock.router.state import DecisionNote, PoolScaling, Scaling
 from tests.support.metrics import SERIES
 from tests.support.served_router import Served, serving, until
 from tests.support.stub_worker import StubWorker
@@ -97,9 +99,40 @@ async def test_a_cluster_in_one_scrape(config: RouterConfig) -> None:
     assert told(values, "handover_seconds_count") == 1
     assert told(values, "time_to_first_token_seconds_count") == 1
     assert told(values, "inter_token_seconds_count") == 2
+    assert not [name for name in names(values) if not name.startswith("penstock_")]
     assert told(values, "requests_finished_total", reason="length") == 1
     assert told(values, "requests_finished_total", reason="error") == 0
     assert told(values, "generated_tokens_total", tenant="anonymous") == 3
+
+
+async def test_the_same_under_the_names_of_vllm(config: RouterConfig) -> None:
+    worker = StubWorker()
+    renamed = replace(config, vllm_metrics=True)
+    async with serving(renamed, worker) as served, client_of(served) as http:
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+        worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        await until(lambda: served.router.frontend.look().pools[0].running == 3)
+        values = await scrape(http)
+
+    def theirs(name: str, engine: str = "router-0", **labels: str) -> float:
+        labels |= {"model_name": "stub", "engine": engine}
+        return values[f"vllm:{name}", tuple(sorted(labels.items()))]
+
+    assert theirs("num_requests_running", "w0") == 3
+    assert (theirs("num_requests_waiting", "w0"), theirs("num_requests_waiting")) == (2, 0)
+    assert theirs("kv_cache_usage_perc", "w0") == theirs("gpu_cache_usage_perc", "w0") == 0.16
+    assert theirs("prefix_cache_queries_total", "w0") == 400
+    assert theirs("prefix_cache_hits_total", "w0") == 100
+    assert theirs("num_preemptions_total", "w0") == 6
+    assert theirs("generation_tokens_total") == 3
+    assert theirs("prompt_tokens_total") == theirs("request_prompt_tokens_sum") > 0
+    assert theirs("request_success_total", finished_reason="length") == 1
+    assert theirs("request_generation_tokens_sum") == 3
+    assert theirs("time_per_output_token_seconds_count") == 2
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert theirs(f"{name}_seconds_count") == 1, name
+    for name in ("prefill_time", "decode_time", "time_per_output_token"):
+        assert theirs(f"request_{name}_seconds_count") == 1, name
 
 
 async def test_what_a_dead_worker_said_is_gone(config: RouterConfig) -> None:
@@ -147,6 +180,73 @@ async def test_the_line_at_the_router_is_that_of_the_pool_which_takes_prompts(
         decode, prefill = served.router.frontend.look().pools
         assert (prefill.waiting, decode.waiting) == (1, 0)
         waiting.cancel()
+
+
+async def test_the_line_waits_for_the_pools_that_have_no_room(config: RouterConfig) -> None:
+    peers: dict[str, StubWorker] = {}
+    workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
+    workers[1].welcome.num_blocks = 3
+    workers[1].go.clear()
+    async with serving(config, *workers) as served, client_of(served) as http:
+        ask = {**BODY, "prompt": [7] * 20}
+        asking = [asyncio.create_task(http.post("/v1/completions", json=ask)) for _ in range(3)]
+        await until(lambda: served.router.frontend.look().waiting == 2)
+        decode, prefill = served.router.frontend.look().pools
+        assert (prefill.queued, decode.queued, prefill.queued_tokens) == (0, 2, 0)
+        for each in asking:
+            each.cancel()
+
+
+async def test_a_line_a_request_with_its_name_and_nothing_of_its_content(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "penstock")
+    ask = {"prompt": "sesame", "max_tokens": 3}
+    async with serving(config, StubWorker()) as served, client_of(served) as http:
+        reply = await http.post("/v1/completions", json=ask, headers={"x-request-id": "mine"})
+        assert reply.status_code == 200
+    (fields,) = (vars(each)["fields"] for each in caplog.records if each.msg == "request")
+    seconds = [fields.pop(f"{name}seconds") for name in ("queued_", "first_token_", "")]
+    assert seconds == sorted(seconds)
+    assert fields.pop("prompt_tokens") > 3
+    assert fields == {
+        "request": "mine",
+        "tenant": "anonymous",
+        "reason": "length",
+        "answer_tokens": 3,
+    }
+    (up,) = (vars(each)["fields"] for each in caplog.records if each.msg == "worker_up")
+    assert (up["worker"], up["role"]) == ("w0", "mixed")
+
+
+SIZES = Scaling(
+    [PoolScaling("mixed", 0, 4, 3, 2, 1, "12 requests wait", "doubling at most in 15 s")],
+    [DecisionNote(1e9, "mixed", "mixed: 1 to 3: 12 requests wait")],
+)
+
+
+async def test_what_is_done_about_sizes_is_told(served: Served) -> None:
+    served.router.frontend.scaling = SIZES
+    async with client_of(served) as http:
+        values, status = await scrape(http), (await http.get("/status")).json()
+    assert told(values, "workers_desired", pool="mixed") == 3
+    assert told(values, "workers_pending", pool="mixed") == 2
+    assert status["scaling"]["pools"][0]["reason"] == "12 requests wait"
+    assert status["scaling"]["decisions"][0]["text"] == "mixed: 1 to 3: 12 requests wait"
+
+
+async def test_a_pool_at_nothing_is_told_and_its_line_counted(config: RouterConfig) -> None:
+    waking = replace(config, wakes_workers=True)
+    async with serving(waking) as served, client_of(served) as http:
+        served.router.frontend.scaling = SIZES
+        assert (await http.get("/health")).status_code == 200, "it can queue"
+        asking = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        await until(lambda: served.router.frontend.look().waiting == 1)
+        (pool,) = served.router.frontend.look().pools
+        assert (pool.pool, pool.workers, pool.queued) == ("mixed", 0, 1)
+        async with StubWorker() as worker:
+            await served.router.set_workers({worker.name: worker.address})
+            assert (await asking).status_code == 200
 
 
 async def test_tenants_are_told_by_the_place_of_their_key(config: RouterConfig) -> None:
@@ -201,6 +301,8 @@ async def test_the_status_of_a_cluster(served: Served) -> None:
         "running": 3,
         "waiting": 2,
         "waiting_tokens": 70,
+        "queued": 0,
+        "queued_tokens": 0,
     }
     assert (worker["worker"], worker["role"], worker["state"]) == ("w0", "mixed", "ready")
     assert worker["numbers"]["blocks"]["used"] == 10

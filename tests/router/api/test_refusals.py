@@ -24,6 +24,27 @@ async def http(lasting: Served) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+WRONG_BEAMS: list[tuple[dict[str, object], str]] = [
+    ({"n": 1}, "n"),
+    ({"n": None}, "n"),
+    ({"n": 1, "best_of": 1}, "best_of"),
+    ({"n": 10**9}, "n"),
+    ({"best_of": 10**9}, "best_of"),
+    ({"temperature": 0.7}, "temperature"),
+    ({"top_p": 0.9}, "top_p"),
+    ({"top_k": 5}, "top_k"),
+    ({"min_p": 0.1}, "min_p"),
+    ({"typical_p": 0.9}, "typical_p"),
+    ({"seed": 5}, "seed"),
+    ({"stop": "x"}, "stop"),
+    ({"stream": True}, "use_beam_search"),
+    ({"length_penalty": 5.5}, "length_penalty"),
+    ({"length_penalty": "long"}, "length_penalty"),
+    ({"early_stopping": "always"}, "early_stopping"),
+    ({"early_stopping": 1}, "early_stopping"),
+    ({"n": 9, "max_tokens": 1000}, "max_tokens"),
+    ({"use_beam_search": "yes"}, "use_beam_search"),
+]
 PARAMETERS = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
@@ -95,30 +116,7 @@ PARAMETERS = [
     ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params"),
     ({"priority": 3}, "priority"),
     ({"model": 7}, "model"),
-    *(
-        ({"use_beam_search": True, "n": 2, **wrong}, param)
-        for wrong, param in [
-            ({"n": 1}, "n"),
-            ({"n": None}, "n"),
-            ({"n": 1, "best_of": 1}, "best_of"),
-            ({"n": 10**9}, "n"),
-            ({"best_of": 10**9}, "best_of"),
-            ({"temperature": 0.7}, "temperature"),
-            ({"top_p": 0.9}, "top_p"),
-            ({"top_k": 5}, "top_k"),
-            ({"min_p": 0.1}, "min_p"),
-            ({"typical_p": 0.9}, "typical_p"),
-            ({"seed": 5}, "seed"),
-            ({"stop": "x"}, "stop"),
-            ({"stream": True}, "use_beam_search"),
-            ({"length_penalty": 5.5}, "length_penalty"),
-            ({"length_penalty": "long"}, "length_penalty"),
-            ({"early_stopping": "always"}, "early_stopping"),
-            ({"early_stopping": 1}, "early_stopping"),
-            ({"n": 9, "max_tokens": 1000}, "max_tokens"),
-            ({"use_beam_search": "yes"}, "use_beam_search"),
-        ]
-    ),
+    *(({"use_beam_search": True, "n": 2} | wrong, param) for wrong, param in WRONG_BEAMS),
 ]
 
 

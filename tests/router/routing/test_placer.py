@@ -53,6 +53,26 @@ def test_what_ends_while_it_is_held_back_is_forgotten() -> None:
     assert pace.release(1) == []
 
 
+# ------------------------------------------------------------------ waiting
+
+
+def test_a_line_is_short_of_the_roles_that_have_no_room() -> None:
+    router = Router()
+    assert set(router.dispatcher.short_of) == set(), "nothing waits"
+    router.arrive(1)
+    assert set(router.dispatcher.short_of) == {"prefill", "decode", "mixed"}
+    router = Router(P, D)
+    router(Draining("d"))
+    router(Draining("p"))
+    router.arrive(1)
+    router(WorkerUp(P))
+    assert set(router.dispatcher.short_of) == set(), "it has gone to the one that came"
+    router = Router(P, info_of("d", "decode", max_sequences=1))
+    router.arrive(1)
+    router.arrive(2)
+    assert set(router.dispatcher.short_of) == {"decode", "mixed"}
+
+
 # ------------------------------------------------------------------ draining
 
 

@@ -66,7 +66,10 @@ def test_the_load_of_experts_is_counted(tmp_path: Path) -> None:
 
     def work(rank: int, store: LocalStore) -> list[torch.Tensor] | None:
         config = replace(rank_config(model, (2, 1, 2)), rank=rank)
-        return lead(config, store, count) if rank == 0 else follow(config, store)
+        if rank == 0:
+            return lead(config, store, count)
+        follow(config, store)
+        return None
 
     loads = in_threads(2, work)[0]
     assert loads is not None

@@ -12,11 +12,11 @@ import pytest
 import pytest_asyncio
 import torch
 
+from penstock.kernels.checksum import checksum
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
 from penstock.workers.service import RunningWorker, serve_worker
 from penstock.workers.transfer import source as source_side
-from penstock.workers.transfer.checksum import checksum
 from penstock.workers.transfer.staging import KvStaging
 from tests.support.attached import Attached, greedy
 from tests.support.handover import HandOvers, Moving

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.transfer.checksum import checksum
+from penstock.kernels.checksum import checksum
 
 
 def data(num_bytes: int, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,201 @@
+"""Between the autoscaler and a cluster: its limits, what it is to see, what is told of it. Pure.
+
+What it sees comes from two who know different things: the supervisor knows which workers there are
+to be, the router what they and the queue last said.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from math import inf
+
+from penstock.cluster.autoscaler import (
+    Autoscaler,
+    Decision,
+    Pace,
+    PoolLimits,
+    PoolState,
+    WorkerLoad,
+)
+from penstock.cluster.placement import CannotPlace, Node, WorkerPlace
+from penstock.cluster.slots import Phase
+from penstock.cluster.spec import ROLES, ClusterSpec
+from penstock.router import state as told
+
+NOTES = 10
+"""Decisions that are told, the last ones."""
+
+Phases = Mapping[str, Mapping[str, Phase]]
+"""Pool to worker to what it does; in the order of the workers' numbers."""
+
+
+def limits_of(spec: ClusterSpec, places: Sequence[WorkerPlace]) -> dict[str, PoolLimits]:
+    """Of the pools that may have workers."""
+    gpus = {each.role: _gpus_of(each) for each in places}
+    pools = {role: getattr(spec.pools, role) for role in ROLES if role in gpus}
+    return {role: PoolLimits(pool.least, pool.most, gpus[role]) for role, pool in pools.items()}
+
+
+def pace_of(spec: ClusterSpec) -> Pace:
+    down = spec.scaling.scale_down_seconds
+    return Pace(down=down, down_step=min(Pace().down_step, down))
+
+
+def budget_of(
+    spec: ClusterSpec, places: Sequence[WorkerPlace], nodes: Sequence[Node]
+) -> int | None:
+    """GPUs that all pools may hold together; None: no bound, more nodes may come.
+
+    `CannotPlace` where the pools' first workers hold more.
+    """
+    budget = spec.scaling.max_gpus
+    if budget is None:
+        return None if spec.pool_nodes else sum(node.gpus for node in nodes)
+    first = [each for each in places if each.index < getattr(spec.pools, each.role).replicas]
+    asked = sum(map(_gpus_of, first))
+    if asked > budget:
+        raise CannotPlace(
+            f"scaling.max_gpus: {budget}, but the pools begin with workers that hold {asked}: "
+            "ask for fewer replicas, or allow more GPUs"
+        )
+    return budget
+
+
+def _gpus_of(place: WorkerPlace) -> int:
+    """Of all its ranks."""
+    return int(sum(bundle.get("GPU", 0.0) for bundle in place.bundles))
+
+
+class Sight:
+    """What the autoscaler sees. Remembers what the router has counted before."""
+
+    def __init__(self) -> None:
+        self._counted = 0  # prompt tokens, when the router was last looked at
+        self._uncached = 0.0  # of all that arrived
+
+    def pools(self, state: told.ClusterState, phases: Phases, now: float) -> dict[str, PoolState]:
+        """The pools as they are at `now`, on any clock that never goes back."""
+        numbers = {each.worker: each.numbers for each in state.workers}
+        queues = {each.pool: each for each in state.pools}
+        self._arrive(state)
+        return {
+            pool: PoolState(
+                workers=[
+                    _load(name, numbers.get(name), pool, now)
+                    for name, phase in of.items()
+                    if phase is Phase.SERVING
+                ],
+                pending=_count(of.values(), Phase.PENDING),
+                draining=_count(of.values(), Phase.LEAVING),
+                waiting=queues[pool].queued if pool in queues else state.waiting,
+                waiting_tokens=queues[pool].queued_tokens if pool in queues else 0,
+                arrived_tokens=int(self._uncached) if _takes_prompts(pool, phases) else 0,
+            )
+            for pool, of in phases.items()
+        }
+
+    def _arrive(self, state: told.ClusterState) -> None:
+        """As many of the new tokens need computing as did of those before."""
+        new = state.prompt_tokens - self._counted
+        self._counted = state.prompt_tokens
+        heard = [each.numbers for each in state.workers if each.numbers is not None]
+        taken = sum(each.prompt_tokens for each in heard)
+        hits = sum(each.prefix_hit_tokens for each in heard) / taken if taken else 0.0
+        self._uncached += max(new, 0) * (1 - hits)  # a router that began anew counts from 0
+
+
+class Sizes:
+    """How large the pools are to be, and what was decided of late.
+
+    `CannotPlace` where the pools begin with more GPUs than they may hold.
+    """
+
+    def __init__(
+        self, spec: ClusterSpec, places: Sequence[WorkerPlace], nodes: Sequence[Node]
+    ) -> None:
+        self._limits = limits_of(spec, places)
+        self._scaler = Autoscaler(self._limits, budget_of(spec, places, nodes), pace_of(spec))
+        self._sight = Sight()
+        self._desired = {role: getattr(spec.pools, role).replicas for role in self._limits}
+        self._notes: deque[told.DecisionNote] = deque(maxlen=NOTES)
+
+    @property
+    def desired(self) -> Mapping[str, int]:
+        """Workers that each pool is to have now."""
+        return self._desired
+
+    def decide(self, state: told.ClusterState, phases: Phases, now: float) -> Sequence[Decision]:
+        """Of every pool; `now` is any clock that never goes back."""
+        return self._scaler.decide(self._sight.pools(state, phases, now), now)
+
+    def note(self, decisions: Sequence[Decision], at: float) -> Sequence[told.DecisionNote]:
+        """Those that are news; `at` is seconds since 1970."""
+        news = [
+            told.DecisionNote(at, each.pool, str(each))
+            for each in decisions
+            if each.desired != self._desired[each.pool]
+        ]
+        self._desired = self._desired | {each.pool: each.desired for each in decisions}
+        self._notes.extend(news)
+        return news
+
+    def told(self, decisions: Sequence[Decision], phases: Phases) -> told.Scaling:
+        """What is told of the pools' sizes, once what was decided has begun."""
+        return scaling_of(decisions, self._limits, phases, tuple(self._notes))
+
+
+def busy_of(state: told.ClusterState) -> dict[str, float]:
+    """How much each worker has to do."""
+    return {
+        each.worker: float(each.numbers.running + each.numbers.waiting)
+        for each in state.workers
+        if each.numbers is not None
+    }
+
+
+def scaling_of(
+    decisions: Sequence[Decision],
+    limits: Mapping[str, PoolLimits],
+    phases: Phases,
+    notes: Sequence[told.DecisionNote],
+) -> told.Scaling:
+    """What is told of the pools' sizes."""
+    pools = [
+        told.PoolScaling(
+            pool=each.pool,
+            least=limits[each.pool].least,
+            most=limits[each.pool].most,
+            desired=each.desired,
+            pending=_count(phases[each.pool].values(), Phase.PENDING),
+            draining=_count(phases[each.pool].values(), Phase.LEAVING),
+            reason=each.reason,
+            held_by=each.blocked_by,
+        )
+        for each in decisions
+    ]
+    return told.Scaling(pools, notes)
+
+
+def _load(name: str, numbers: told.WorkerNumbers | None, pool: str, now: float) -> WorkerLoad:
+    if numbers is None:
+        return WorkerLoad(name, at=-inf)
+    held = sum(numbers.blocks[kind] for kind in ("used", "leased", "reserved"))
+    return WorkerLoad(
+        name=name,
+        at=now,
+        queued_tokens=numbers.waiting_tokens,
+        # At a decoding worker one that waits there for room waits for a place too.
+        running=numbers.running + (numbers.waiting if pool == "decode" else 0),
+        places=max(numbers.places, 1),
+        kv_share=held / max(sum(numbers.blocks.values()), 1),
+        prompt_tokens=numbers.prompt_tokens - numbers.prefix_hit_tokens,
+        prompt_seconds=numbers.prompt_seconds,
+    )
+
+
+def _count(phases: Collection[Phase], phase: Phase) -> int:
+    return sum(each is phase for each in phases)
+
+
+def _takes_prompts(pool: str, phases: Phases) -> bool:
+    """What arrives is counted once: for the prefilling pool where there is one."""
+    return pool == "prefill" or (pool == "mixed" and "prefill" not in phases)

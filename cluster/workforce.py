@@ -1,0 +1,145 @@
+"""The workers of one pool: made, kept alive, and let go once they have drained."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.cluster.keeper import Hosted, keep
+from penstock.cluster.member import StartFailed
+from penstock.cluster.notices import Progress, Report
+from penstock.cluster.placement import WorkerPlace
+from penstock.cluster.slots import Phase, change
+
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+class Worker(Hosted, Protocol):
+    """What fills a place; `HostedWorker` is the real one."""
+
+    @property
+    def ready(self) -> asyncio.Event:
+        """Set once it has served."""
+        ...
+
+    @property
+    def serves(self) -> bool: ...
+
+    async def reserve(self) -> None:
+        """Take what it needs; before anything else."""
+        ...
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new; what runs there goes on elsewhere, or ends, within so many seconds."""
+        ...
+
+    async def leave(self) -> None:
+        """End it, and give back what it took."""
+        ...
+
+    def release(self) -> None:
+        """Give back what it took."""
+        ...
+
+
+@dataclass(slots=True)
+class _Post:
+    """A place that is taken."""
+
+    worker: Worker
+    task: asyncio.Task[None] | None = None  # keeps it alive
+    leaves: bool = False
+    is_spoilt: bool = False
+
+    @property
+    def phase(self) -> Phase:
+        if self.is_spoilt:
+            return Phase.SPOILT
+        if self.leaves:
+            return Phase.LEAVING
+        return Phase.SERVING if self.worker.serves else Phase.PENDING
+
+
+class Workforce:
+    """One pool.
+
+    Args:
+        places: for as many workers as it may have.
+        make: makes the worker for a place.
+        spawn: runs what goes on beside; an exception there ends everything.
+        drain_seconds: for a worker that is to leave.
+        report: told what happens.
+        given_up: told the title of a worker that cannot be started, and why; what it raises ends
+            everything.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[WorkerPlace],
+        make: Callable[[WorkerPlace], Worker],
+        spawn: Spawn,
+        drain_seconds: float,
+        report: Report,
+        given_up: Callable[[str, StartFailed], None],
+    ) -> None:
+        self._places = places
+        self._make = make
+        self._spawn = spawn
+        self._drain_seconds = drain_seconds
+        self._report = report
+        self._given_up = given_up
+        self._posts: dict[str, _Post] = {}
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """Those that there are, in whatever state."""
+        return [post.worker for post in self._posts.values()]
+
+    @property
+    def is_spoilt(self) -> bool:
+        """No place is left that could be filled."""
+        return all(phase is Phase.SPOILT for phase in self.phases().values())
+
+    def phases(self) -> dict[str, Phase]:
+        """Of each place, by the name of the worker that it is for."""
+        posts = ((place.name, self._posts.get(place.name)) for place in self._places)
+        return {name: Phase.EMPTY if post is None else post.phase for name, post in posts}
+
+    def aim(self, wanted: int, busy: Mapping[str, float]) -> None:
+        """Begin what brings it to so many workers.
+
+        Args:
+            wanted: those that leave already not counted.
+            busy: how much each has to do, by name.
+        """
+        numbered = {at: busy.get(place.name, 0.0) for at, place in enumerate(self._places)}
+        asked = change(list(self.phases().values()), wanted, numbered)
+        for at in asked.fill:
+            self._fill(self._places[at])
+        for at in asked.leave:
+            name = self._places[at].name
+            self._posts[name].leaves = True
+            self._spawn(self._let_go(name))
+
+    def _fill(self, place: WorkerPlace) -> None:
+        post = self._posts[place.name] = _Post(self._make(place))
+        post.task = self._spawn(self._keep(post))
+
+    async def _keep(self, post: _Post) -> None:
+        await post.worker.reserve()
+        failure = await keep(post.worker, self._report)
+        post.is_spoilt = True
+        post.worker.release()
+        self._given_up(post.worker.title, failure)
+
+    async def _let_go(self, name: str) -> None:
+        post = self._posts[name]
+        assert post.task is not None
+        post.task.cancel()  # one that dies now is not to come back
+        await asyncio.wait((post.task,))
+        if post.worker.serves:
+            self._report(post.worker.title, Progress("draining: fewer workers are enough"))
+            await post.worker.drain(self._drain_seconds)
+        await post.worker.leave()
+        del self._posts[name]
+        self._report(post.worker.title, Progress("gone"))

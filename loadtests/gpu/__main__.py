@@ -1,0 +1,118 @@
+"""Kernels and engine on a GPU: `make gpu`, or `python -m penstock.loadtests.gpu`.
+
+One command of less than ten minutes: the tests of kernels on the device, a hand-over between two
+processes, what the device can do, every operation beside its peers, and decode steps of the engine.
+It needs no ray. It fails where a section fails, and where anything was computed without its kernel;
+a goal that is not met is no failure.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.loadtests.gpu.models import SHAPES
+from penstock.loadtests.gpu.sections import Outcome, Section, run_section
+from penstock.loadtests.gpu.table import report
+
+ALL_SECONDS = 590.0
+BOUNDS = "bounds"
+
+
+def sections(bounds: Path, device: str, small: bool) -> list[Section]:
+    """In their order; the times add up to no more than `ALL_SECONDS`."""
+    common = ("--device", device, "--bounds", str(bounds), *(["--small"] if small else []))
+
+    def section(name: str, module: str, seconds: float, *others: str) -> Section:
+        return Section(name, f"penstock.loadtests.gpu.{module}", seconds, (*common, *others))
+
+    engine_seconds = {"1b": 60.0, "8b": 90.0, "moe": 70.0}
+    return [
+        section(BOUNDS, "bounds", 40),
+        section("hand-over of two processes", "handover", 50),
+        section("tests of kernels", "kernel_tests", 160),
+        section("operations", "operations", 120),
+        *(
+            section(f"engine, {name}", "steps", engine_seconds[name], "--model", name)
+            for name in SHAPES
+        ),
+    ]
+
+
+def run(
+    wanted: Sequence[str], device: str, small: bool, seconds: float = ALL_SECONDS
+) -> Iterator[Outcome]:
+    """Runs those whose name begins with one of `wanted`, all without any; the bounds always."""
+    ends = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
+        bounds = Path(folder) / "bounds.json"
+        for section in sections(bounds, device, small):
+            chosen = not wanted or section.name.startswith(tuple(wanted))
+            if not chosen and section.name != BOUNDS:
+                continue
+            print(f"{section.name} ...", file=sys.stderr, flush=True)
+            outcome = run_section(section, ends - time.monotonic())
+            if section.name == BOUNDS and outcome.figures:
+                bounds.write_text(json.dumps(outcome.figures))
+            yield outcome
+
+
+def about(device: str) -> dict[str, Any]:
+    """What it ran on."""
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "penstock": penstock.__version__,
+        "torch": torch.__version__,
+        "device": device,
+    }
+    if device == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    program = "python -m penstock.loadtests.gpu"
+    parser = argparse.ArgumentParser(prog=program, description="Kernels and engine on a GPU.")
+    parser.add_argument("sections", nargs="*", help="beginnings of names; all without any")
+    parser.add_argument("--save-json", type=Path, default=Path("build/gpu.json"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="to try the command itself")
+    given = parser.parse_args(arguments)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print(f"{program}: torch sees no CUDA device here", file=sys.stderr)
+        return 2
+    outcomes: list[Outcome] = []
+    for outcome in run(given.sections, given.device, given.small):
+        outcomes.append(outcome)
+        _save(given.save_json, about(given.device), outcomes)  # what there is, whatever comes
+    print(report(outcomes))
+    print(f"figures: {given.save_json}")
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+def _save(path: Path, on: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {
+        outcome.name: {
+            "passed": outcome.passed,
+            "seconds": outcome.seconds,
+            "failures": outcome.failures,
+            **{key: value for key, value in outcome.figures.items() if key != "failures"},
+        }
+        for outcome in outcomes
+    }
+    path.write_text(json.dumps({"about": on, "sections": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Attention over a paged cache, beside torch over dense keys and FlashInfer over the same pages."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.attention import device_plan, paged_attention, plan_attention
+from penstock.loadtests.gpu.clock import Call
+from penstock.loadtests.gpu.goals import PLAIN, Goal
+from penstock.loadtests.gpu.work import Absent, Work
+
+BLOCK_SIZE = 16
+WORKSPACE_BYTES = 1 << 28  # of FlashInfer
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sequences of one length, which decode, or are prompts from their beginnings."""
+
+    batch: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    prompts: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * (self.context if self.prompts else 1)
+
+    @property
+    def num_columns(self) -> int:
+        return -(-self.context // BLOCK_SIZE)
+
+    def num_bytes(self, itemsize: int) -> float:
+        kv = 2 * self.batch * self.context * self.kv_heads * self.head_dim
+        return itemsize * (kv + 2 * self.num_tokens * self.heads * self.head_dim)
+
+    @property
+    def num_flops(self) -> float:
+        """Of scores and sums; of a prompt, of the pairs that are seen."""
+        pairs = self.context * (self.context + 1) / 2 if self.prompts else self.context
+        return 4 * self.batch * pairs * self.heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """One random batch on a device."""
+
+    sizes: Sizes
+    query: Tensor  # [T, Hq, D]
+    layer: Tensor  # [2, N, H, S, D]
+    query_starts: Tensor  # [B + 1] int32
+    context_lens: Tensor  # [B] int32
+    block_tables: Tensor  # [B, M] int32
+
+    @classmethod
+    def random(cls, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> "Paged":
+        """Blocks are scattered."""
+        num_blocks = sizes.batch * sizes.num_columns
+        shape = (2, num_blocks, sizes.kv_heads, BLOCK_SIZE, sizes.head_dim)
+        step = sizes.num_tokens // sizes.batch
+        tables = torch.randperm(num_blocks).view(sizes.batch, sizes.num_columns)
+        return cls(
+            sizes,
+            torch.randn(sizes.num_tokens, sizes.heads, sizes.head_dim, device=device).to(dtype),
+            torch.randn(shape, device=device).to(dtype),
+            torch.arange(0, sizes.num_tokens + 1, step, dtype=torch.int32, device=device),
+            torch.full((sizes.batch,), sizes.context, dtype=torch.int32, device=device),
+            tables.to(device, torch.int32),
+        )
+
+    def ours(self) -> Call:
+        sizes = self.sizes
+        max_query = sizes.context if sizes.prompts else 1
+        batch = (self.query_starts, self.context_lens, self.block_tables)
+        plan = device_plan(*batch, self.layer, max_query, sizes.context)
+        return lambda: paged_attention(self.query, self.layer, plan)
+
+    def torch_dense(self) -> Call:
+        """Keys and values dense from the start, which no paged cache is."""
+        sizes = self.sizes
+        gathered = self.layer[:, self.block_tables.long()].transpose(2, 3)
+        shape = (2, sizes.batch, sizes.kv_heads, sizes.num_columns * BLOCK_SIZE, sizes.head_dim)
+        keys, values = gathered.reshape(shape)[:, :, :, : sizes.context].contiguous()
+        length = sizes.num_tokens // sizes.batch
+        query = self.query.view(sizes.batch, length, sizes.heads, -1).transpose(1, 2)
+        return lambda: functional.scaled_dot_product_attention(
+            query, keys, values, is_causal=sizes.prompts, enable_gqa=True
+        )
+
+    def flashinfer(self) -> Call:
+        """Over our pages as they are: [N, H, S, D] is its layout "HND"."""
+        wrapper = _flashinfer(self)
+        return lambda: wrapper.run(self.query, (self.layer[0], self.layer[1]))
+
+
+def _flashinfer(paged: Paged) -> Any:
+    try:
+        import flashinfer
+    except Exception as error:
+        raise Absent(f"cannot be imported: {error}") from None
+    sizes, device = paged.sizes, paged.query.device
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    per_row = torch.full((sizes.batch,), sizes.num_columns, dtype=torch.int32)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int32), per_row.cumsum(0))).to(torch.int32)
+    last = torch.full((sizes.batch,), (sizes.context - 1) % BLOCK_SIZE + 1, dtype=torch.int32)
+    pages = (starts.to(device), paged.block_tables.flatten(), last.to(device))
+    heads = (sizes.heads, sizes.kv_heads, sizes.head_dim, BLOCK_SIZE)
+    kind = {"q_data_type": paged.query.dtype, "kv_data_type": paged.layer.dtype}
+    if sizes.prompts:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        wrapper.plan(paged.query_starts, *pages, *heads, causal=True, **kind)
+    else:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "HND", use_tensor_cores=True
+        )
+        wrapper.plan(*pages, *heads, **kind)
+    return wrapper
+
+
+def attention_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Work]:
+    """The rows of the table that are attention."""
+    rows = [
+        ("decode, 64 x 4k", Sizes(64, 4096), Goal(most_us=295, least_of_peer=0.95)),
+        ("decode, 1 x 32k", Sizes(1, 32768), Goal(most_us=48)),
+        ("decode, 1 x 4k", Sizes(1, 4096), Goal(most_us=13)),
+        *(
+            (f"decode, {batch} x {context // 1024}k", Sizes(batch, context), Goal(least_of_peer=1))
+            for batch in (1, 16, 256)
+            for context in (1024, 8192)
+        ),
+        ("prompt of 8k", Sizes(1, 8192, prompts=True), Goal(least_tflops=450, least_of_peer=0.95)),
+        ("4 prompts of 2k", Sizes(4, 2048, prompts=True), Goal(least_of_peer=0.95)),
+    ]
+    for name, sizes, goal in rows:
+        if small:
+            sizes = Sizes(min(sizes.batch, 2), 64, 4, 2, 16, sizes.prompts)
+        yield _work(f"attention, {name}", sizes, goal, device, dtype)
+    yield _shared_prefix(device, dtype, small)
+
+
+def _work(name: str, sizes: Sizes, goal: Goal, device: torch.device, dtype: torch.dtype) -> Work:
+    def make(form: Callable[[Paged], Call]) -> Callable[[], Call]:
+        return lambda: form(Paged.random(sizes, device, dtype))
+
+    return Work(
+        name,
+        goal,
+        sizes.num_bytes(dtype.itemsize),
+        sizes.num_flops,
+        make(Paged.ours),
+        {"torch SDPA, dense": make(Paged.torch_dense), "FlashInfer": make(Paged.flashinfer)},
+        warm=sizes.batch == 1 and sizes.context <= 4096,
+    )
+
+
+def _shared_prefix(device: torch.device, dtype: torch.dtype, small: bool) -> Work:
+    """Sequences with a prefix in common and something of their own; plainly, and read once."""
+    batch, prefix, own = (8, 512, 32) if small else (64, 8192, 256)
+    sizes = Sizes(batch, prefix + own, *((4, 2, 16) if small else ()))
+    shared = prefix // BLOCK_SIZE
+
+    def make(shares_prefix: bool) -> Call:
+        paged = Paged.random(sizes, device, dtype)
+        tables = paged.block_tables
+        tables[:, :shared] = tables[0, :shared]
+        starts, contexts = paged.query_starts.cpu().numpy(), paged.context_lens.cpu().numpy()
+        plan = plan_attention(
+            starts, contexts, tables.cpu().numpy(), paged.layer, shares_prefix=shares_prefix
+        )
+        return lambda: paged_attention(paged.query, paged.layer, plan)
+
+    position_bytes = 2 * sizes.kv_heads * sizes.head_dim * dtype.itemsize
+    return Work(
+        f"attention, {batch} behind a prefix of {prefix}",
+        Goal(over_plain=8),
+        (prefix + batch * own) * position_bytes,
+        sizes.num_flops,
+        lambda: make(True),
+        {PLAIN: lambda: make(False)},
+    )

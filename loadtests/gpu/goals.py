@@ -1,0 +1,92 @@
+"""What an operation should reach: one of a few kinds of goal, and whether it was met. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.loadtests.gpu.bounds import Bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """All that are set have to be met."""
+
+    most_us: float | None = None
+    least_share: float | None = None  # of what the bounds allow
+    least_tflops: float | None = None
+    least_of_peer: float | None = None  # of the speed of the fastest peer
+    over_plain: float | None = None  # times as fast as our own plain form, a peer named PLAIN
+
+    def __str__(self) -> str:
+        parts = (
+            (self.most_us, "{:.0f} µs or less"),
+            (self.least_share, "{:.0%} of the bound"),
+            (self.least_tflops, "{:.0f} TFLOP/s"),
+            (self.least_of_peer, "{:.2f} of the best peer"),
+            (self.over_plain, "{:.0f}x our plain form"),
+        )
+        return ", ".join(text.format(value) for value, text in parts if value is not None)
+
+
+PLAIN = "ours, plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One operation of the table."""
+
+    name: str
+    goal: Goal
+    num_bytes: float
+    num_flops: float
+    seconds: float
+    captured: bool
+    peers: Mapping[str, float]  # seconds
+    absent: Mapping[str, str]  # peers that were not to be had, and why
+
+    def figures(self, bounds: Bounds) -> dict[str, Any]:
+        floor = bounds.floor(self.num_bytes, self.num_flops)
+        rivals = {name: seconds for name, seconds in self.peers.items() if name != PLAIN}
+        best = min(rivals.items(), key=lambda pair: pair[1], default=None)
+        return {
+            "name": self.name,
+            "goal": str(self.goal),
+            "met": self.met(bounds),
+            "us": self.seconds * 1e6,
+            "floor_us": floor * 1e6,
+            "share": floor / self.seconds,
+            "tflops": self.num_flops / self.seconds / 1e12,
+            "captured": self.captured,
+            "peers_us": {name: seconds * 1e6 for name, seconds in self.peers.items()},
+            "absent": dict(self.absent),
+            "best_peer": None if best is None else best[0],
+            "of_best_peer": None if best is None else best[1] / self.seconds,
+        }
+
+    def met(self, bounds: Bounds) -> bool | None:
+        """Whether the goal was met; None where a part of it could not be compared."""
+        goal = self.goal
+        rivals = [seconds for name, seconds in self.peers.items() if name != PLAIN]
+        reached = (
+            (goal.most_us, goal.most_us and self.seconds * 1e6 <= goal.most_us),
+            (
+                goal.least_share,
+                bounds.floor(self.num_bytes, self.num_flops)
+                >= (goal.least_share or 0) * self.seconds,
+            ),
+            (goal.least_tflops, self.num_flops >= (goal.least_tflops or 0) * 1e12 * self.seconds),
+            (
+                goal.least_of_peer,
+                min(rivals) >= (goal.least_of_peer or 0) * self.seconds if rivals else None,
+            ),
+            (
+                goal.over_plain,
+                self.peers[PLAIN] >= (goal.over_plain or 0) * self.seconds
+                if PLAIN in self.peers
+                else None,
+            ),
+        )
+        asked = [result for wanted, result in reached if wanted is not None]
+        if False in asked:
+            return False
+        return None if None in asked else True

@@ -1,0 +1,167 @@
+"""Blocks that go from one process to another, over NCCL, on one device; every byte is compared.
+
+Two ranks of one communicator may not be on one GPU of one host, so that each process says that it
+is a host of its own (NCCL_HOSTID). NCCL then moves the bytes through sockets: it is right, but its
+speed says nothing of two GPUs.
+
+The parent carries the values of the pair's store between its two children, as lines.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from penstock.loadtests.gpu.options import read_options
+from penstock.loadtests.gpu.sections import write_figures
+from penstock.workers.transfer.shards import Rectangle, Shard
+from penstock.workers.transfer.staging import KvStaging
+from penstock.workers.transfer.transport import DESTINATION, SOURCE, MirrorStore, RankPair
+
+SECONDS = 30.0  # that a side waits for the other
+FULL = (32, 8, 16, 128, 256)
+SMALL = (2, 2, 4, 8, 16)
+"""Of a cache: layers, heads, block size, features, blocks."""
+
+
+def kv_cache(device: torch.device, small: bool, seed: int) -> torch.Tensor:
+    """[layers, 2, blocks, heads, block_size, head_dim] of what the seed says; the same anywhere."""
+    layers, heads, block_size, head_dim, num_blocks = SMALL if small else FULL
+    shape = (layers, 2, num_blocks, heads, block_size, head_dim)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)
+    return values.view(torch.float16).to(device)
+
+
+def sides_blocks(num_blocks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Scattered blocks of the source, and those of the destination that they go to."""
+    rng = np.random.default_rng(3)
+    half = num_blocks // 2
+    return (
+        rng.permutation(num_blocks)[:half].astype(np.int32),
+        rng.permutation(num_blocks)[:half].astype(np.int32),
+    )
+
+
+def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
+    """One process: sends, or receives and compares."""
+    said = threading.Lock()
+
+    def publish(key: str, value: bytes) -> None:
+        with said:
+            print(json.dumps({"key": key, "value": value.hex()}), flush=True)
+
+    store = MirrorStore(publish, SECONDS)
+    threading.Thread(target=_listen, args=(sys.stdin, store), daemon=True).start()
+    kv = kv_cache(device, small, seed=rank)
+    rectangle = Rectangle(0, kv.shape[0], 0, kv.shape[3])
+    staging = KvStaging(kv, rectangle)
+    sent, received = sides_blocks(kv.shape[2])
+    shard = Shard(rectangle, 0, len(sent) * kv.shape[4])
+    pair = RankPair(rank, store, device, "127.0.0.1", SECONDS)
+    pair.connected().result(SECONDS)
+    began = time.monotonic()
+    if rank == SOURCE:
+        message = pair.run(lambda: staging.gather(sent, shard)).result(SECONDS)
+        pair.run(lambda: pair.send(message)).result(SECONDS)
+        return {"bytes": len(message), "seconds": time.monotonic() - began}
+    room = staging.empty(len(sent) * kv[:, :, 0].numel() * kv.element_size())
+    pair.run(lambda: pair.receive(room)).result(SECONDS)
+    pair.run(lambda: staging.scatter(received, shard, room)).result(SECONDS)
+    seconds = time.monotonic() - began
+    expected = kv_cache(device, small, seed=DESTINATION)
+    source = kv_cache(device, small, seed=SOURCE)
+    expected[:, :, torch.from_numpy(received).long()] = source[:, :, torch.from_numpy(sent).long()]
+    same = torch.equal(kv.view(torch.int16), expected.view(torch.int16))
+    return {"bytes": len(room), "seconds": seconds, "same": same}
+
+
+def _listen(lines: IO[str], store: MirrorStore) -> None:
+    for line in lines:
+        told = json.loads(line)
+        store.receive(told["key"], bytes.fromhex(told["value"]))
+
+
+class Child:
+    """One side, and what it says: values for the other, and at the end its figures."""
+
+    def __init__(self, rank: int, device: str, small: bool) -> None:
+        environment = {
+            **os.environ,
+            "NCCL_HOSTID": f"penstock-{rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        command = [sys.executable, "-m", __spec__.name, "--side", str(rank), "--device", device]
+        self.figures: dict[str, Any] = {}
+        self.process = subprocess.Popen(
+            [*command, *(["--small"] if small else [])],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def relay(self, other: "Child") -> threading.Thread:
+        """Carries what it says to the other side, until it ends."""
+        thread = threading.Thread(target=self._relay, args=(other,), daemon=True)
+        thread.start()
+        return thread
+
+    def _relay(self, other: "Child") -> None:
+        assert self.process.stdout is not None
+        assert other.process.stdin is not None
+        for line in self.process.stdout:
+            if not line.startswith("{"):
+                continue  # NCCL says something
+            told = json.loads(line)
+            if "key" not in told:
+                self.figures = told
+                continue
+            try:
+                other.process.stdin.write(line)
+                other.process.stdin.flush()
+            except OSError:
+                return  # it has ended
+
+
+def measure(device: str, small: bool) -> dict[str, Any]:
+    sides = [Child(rank, device, small) for rank in (SOURCE, DESTINATION)]
+    threads = [sides[0].relay(sides[1]), sides[1].relay(sides[0])]
+    try:
+        codes = [side.process.wait(2 * SECONDS) for side in sides]
+    finally:
+        for side in sides:
+            side.process.kill()
+    for thread in threads:
+        thread.join(SECONDS)
+    source, destination = (side.figures for side in sides)
+    failures = [f"side {rank} ended with {code}" for rank, code in enumerate(codes) if code]
+    if not failures and not destination.get("same"):
+        failures.append("what arrived is not what was sent")
+    return {"source": source, "destination": destination, "failures": failures}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--side", type=int)
+    side, others = parser.parse_known_args()
+    if side.side is None:
+        options = read_options("handover")
+        write_figures(options.json, measure(options.device.type, options.small))
+        return 0
+    options = read_options("handover", [*others, "--json", str(Path(os.devnull))])
+    print(json.dumps(run_side(side.side, options.device, options.small)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Every operation of the goals' table: its time, what the bounds allow, and its peers."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from penstock.kernels.forms import kernels_only
+from penstock.loadtests.gpu.attention_work import attention_work
+from penstock.loadtests.gpu.bounds import Bounds
+from penstock.loadtests.gpu.options import Options, read_options
+from penstock.loadtests.gpu.row_work import row_work
+from penstock.loadtests.gpu.sections import read_figures, write_figures
+from penstock.loadtests.gpu.token_work import draw_work, expert_work
+from penstock.loadtests.gpu.work import Work
+
+
+def all_work(options: Options) -> Iterator[Callable[[], Iterable[Work]]]:
+    """By kind: one whose memory is not to be had, say, does not end the others."""
+    device, dtype, small = options.device, options.dtype, options.small
+    yield lambda: attention_work(device, dtype, small)
+    yield lambda: row_work(device, dtype, small)
+    yield lambda: [draw_work(device, small)]
+    yield lambda: expert_work(device, dtype, small)
+
+
+def measure(options: Options, bounds: Bounds) -> Iterator[dict[str, Any]]:
+    """The figures as they grow, a row after another."""
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    figures = {"rows": rows, "failures": failures}
+    for kind in all_work(options):
+        try:
+            for work in kind():
+                try:
+                    with kernels_only():
+                        rows.append(work.measure(options.device).figures(bounds))
+                except Exception as error:
+                    failures.append(f"{work.name}: {type(error).__name__}: {error}")
+                yield figures
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+        yield figures
+
+
+def main() -> int:
+    options = read_options("operations")
+    assert options.bounds is not None
+    bounds = Bounds(**read_figures(options.bounds))
+    for figures in measure(options, bounds):
+        write_figures(options.json, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Operations that stream rows or blocks through: norms, rotation, gates, moves of the cache."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.activation import silu_mul
+from penstock.kernels.blocks import gather_blocks, scatter_blocks
+from penstock.kernels.norm import add_rms_norm
+from penstock.kernels.rotary import rotary_table, rotate_
+from penstock.loadtests.gpu.clock import Call
+from penstock.loadtests.gpu.goals import Goal
+from penstock.loadtests.gpu.work import Absent, Work
+
+STREAMS = Goal(least_share=0.88)
+MOVES = Goal(least_share=0.90)
+EPS = 1e-5
+
+
+def flashinfer() -> Any:
+    try:
+        import flashinfer
+    except Exception as error:
+        raise Absent(f"cannot be imported: {error}") from None
+    return flashinfer
+
+
+def row_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Work]:
+    """The rows of the table for them; at least 64 MB each."""
+    tokens, hidden = (8, 64) if small else (8192, 4096)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    yield _norm(randn, tokens, hidden, dtype.itemsize)
+    yield _rotation(randn, tokens, hidden, device, dtype)
+    yield _gate(randn, tokens, 2 * hidden, dtype.itemsize)
+    yield from _moves(randn, device, dtype, small)
+
+
+def _norm(randn: Callable[..., Tensor], tokens: int, hidden: int, itemsize: int) -> Work:
+    def ours() -> Call:
+        stream, x, weight = randn(tokens, hidden), randn(tokens, hidden), randn(hidden)
+        return lambda: add_rms_norm(stream, x, weight, EPS)
+
+    def by_torch() -> Call:
+        stream, x, weight = randn(tokens, hidden), randn(tokens, hidden), randn(hidden)
+
+        def both() -> Tensor:
+            stream.add_(x)
+            return functional.rms_norm(stream, (hidden,), weight, EPS)
+
+        return both
+
+    def by_flashinfer() -> Call:
+        stream, x, weight = randn(tokens, hidden), randn(tokens, hidden), randn(hidden)
+        fused = flashinfer().fused_add_rmsnorm
+        return lambda: fused(x, stream, weight, EPS)
+
+    return Work(
+        f"RMS norm of a sum, {tokens} x {hidden}",
+        STREAMS,
+        4 * tokens * hidden * itemsize,  # both read; the stream and the result written
+        0,
+        ours,
+        {"torch": by_torch, "FlashInfer": by_flashinfer},
+    )
+
+
+def _rotation(
+    randn: Callable[..., Tensor],
+    tokens: int,
+    hidden: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Work:
+    dim = min(128, hidden // 4)
+    frequencies = 10000.0 ** (-torch.arange(0, dim, 2, device=device) / dim)
+    cos_sin = rotary_table(frequencies, tokens, dtype)
+
+    def ours() -> Call:
+        heads = randn(tokens, hidden // dim, dim)
+        return lambda: rotate_(heads, cos_sin)
+
+    def by_torch() -> Call:
+        heads = randn(tokens, hidden // dim, dim)
+        cos, sin = cos_sin[:, :1].chunk(2, -1)[0], cos_sin[:, 1:].chunk(2, -1)[1]
+
+        def turn() -> Tensor:
+            low, high = heads.chunk(2, -1)
+            return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+        return turn
+
+    num_bytes = (2 * tokens * hidden + cos_sin.numel()) * dtype.itemsize
+    return Work(
+        f"rotation, {tokens} x {hidden // dim} heads of {dim}",
+        STREAMS,
+        num_bytes,
+        0,
+        ours,
+        {"torch": by_torch},
+    )
+
+
+def _gate(randn: Callable[..., Tensor], tokens: int, inner: int, itemsize: int) -> Work:
+    def ours() -> Call:
+        gate_up = randn(tokens, 2 * inner)
+        return lambda: silu_mul(gate_up)
+
+    def by_torch() -> Call:
+        gate_up = randn(tokens, 2 * inner)
+
+        def both() -> Tensor:
+            gate, up = gate_up.chunk(2, -1)
+            return functional.silu(gate) * up
+
+        return both
+
+    def by_flashinfer() -> Call:
+        gate_up, fused = randn(tokens, 2 * inner), flashinfer().silu_and_mul
+        return lambda: fused(gate_up)
+
+    return Work(
+        f"gate of silu, {tokens} x {inner}",
+        STREAMS,
+        3 * tokens * inner * itemsize,
+        0,
+        ours,
+        {"torch": by_torch, "FlashInfer": by_flashinfer},
+    )
+
+
+def _moves(
+    randn: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, small: bool
+) -> Iterator[Work]:
+    """Of a cache of 8 heads of 128: a block of a head is 4 KB, of a layer and side 32 KB."""
+    layers, count = (2, 3) if small else (8, 256)
+    shape = (layers, 2, 2 * count, 8, 16, 128)
+    everything = slice(0, layers), slice(0, 8)
+    num_bytes = 2 * layers * 2 * count * 8 * 16 * 128 * dtype.itemsize
+
+    def gather(form: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Call]:
+        def make() -> Call:
+            kv, blocks = randn(*shape), torch.randperm(2 * count)[:count].to(device, torch.int32)
+            return lambda: form(kv, blocks)
+
+        return make
+
+    def scatter(form: Callable[[Tensor, Tensor, Tensor], object]) -> Callable[[], Call]:
+        def make() -> Call:
+            kv, blocks = randn(*shape), torch.randperm(2 * count)[:count].to(device, torch.int32)
+            staged = gather_blocks(kv, blocks, *everything)
+            return lambda: form(kv, blocks, staged)
+
+        return make
+
+    yield Work(
+        f"gather of {count} blocks",
+        MOVES,
+        num_bytes,
+        0,
+        gather(lambda kv, blocks: gather_blocks(kv, blocks, *everything)),
+        {"torch": gather(lambda kv, blocks: kv.index_select(2, blocks))},
+    )
+    yield Work(
+        f"scatter to {count} blocks",
+        MOVES,
+        num_bytes,
+        0,
+        scatter(lambda kv, blocks, staged: scatter_blocks(kv, blocks, *everything, staged)),
+        {"torch": scatter(lambda kv, blocks, staged: kv.index_copy_(2, blocks.long(), staged))},
+    )

@@ -1,0 +1,183 @@
+"""Decode steps of the engine with random weights: their time over their bytes' time, and the gaps.
+
+Time is the device's own: a mark before the first launch of a step and one behind its last. The gap
+between the end of a step and the beginning of the next is time in which the device had nothing.
+"""
+
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.kernels.forms import kernels_only, plain_forms
+from penstock.loadtests.gpu.bounds import Bounds
+from penstock.loadtests.gpu.clock import Clock, clock_of
+from penstock.loadtests.gpu.model_bytes import step_bytes
+from penstock.loadtests.gpu.models import SHAPES, random_model, small
+from penstock.loadtests.gpu.options import Options, read_options
+from penstock.loadtests.gpu.sections import read_figures, write_figures
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine import Engine, Launched
+from penstock.workers.pipeline import Pipeline, steps_of
+from penstock.workers.scheduling.sequence import NewSequence, SamplingParams, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sequences that decode together."""
+
+    batches: tuple[int, ...] = (1, 16, 64, 256)
+    input_len: int = 1000
+    output_len: int = 96
+    num_warmups: int = 16  # first steps of full decodes that do not count
+    max_batched_tokens: int = 8192
+
+
+SMALL_LOAD = Load((1, 3), 20, 12, 2, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Marks of one launched step in which every sequence decodes."""
+
+    begin: Any
+    end: Any
+    context: float  # positions of a sequence, on average
+
+
+class Marks:
+    """Puts marks around every launch of an engine."""
+
+    def __init__(self, engine: Engine, clock: Clock, batch: int) -> None:
+        self.steps: list[Step] = []
+        self._engine = engine
+        self._clock = clock
+        self._batch = batch
+        self._launch = engine.launch
+
+    def launch(self, plan: StepPlan, before: Launched | None) -> Launched:
+        with self._engine.computing():
+            begin = self._clock.mark()
+        launched = self._launch(plan, before)
+        with self._engine.computing():
+            end = self._clock.mark()
+        if len(plan.rows) == len(plan.tokens) == self._batch:
+            self.steps.append(Step(begin, end, float(plan.context_lens.mean())))
+        return launched
+
+
+def summary(steps: Sequence[Step], clock: Clock, floor: float) -> dict[str, float]:
+    """Of steps in a row: times from end to end, gaps, and both over what the bytes take."""
+    pairs = list(pairwise(steps))
+    periods = np.array([clock.seconds(one.end, other.end) for one, other in pairs])
+    gaps = np.array([clock.seconds(one.end, other.begin) for one, other in pairs])
+    period = float(np.median(periods))
+    return {
+        "step_us": period * 1e6,
+        "step_p99_us": float(np.percentile(periods, 99)) * 1e6,
+        "floor_us": floor * 1e6,
+        "over_floor": period / floor,
+        "gap_p50_us": float(np.median(gaps)) * 1e6,
+        "gap_p99_us": float(np.percentile(gaps, 99)) * 1e6,
+    }
+
+
+def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
+    """Runs so many sequences to their ends; the steps in which all of them decode."""
+    rng = np.random.default_rng(batch)
+    for number in range(batch):
+        prompt = rng.integers(2, engine.spec.vocab_size, load.input_len).tolist()
+        params = SamplingParams(temperature=1.0, seed=number, max_tokens=load.output_len)
+        engine.submit(NewSequence((batch, number), prompt, len(prompt), params))
+    marks, changed = Marks(engine, clock, batch), threading.Condition()
+    engine.launch = marks.launch  # type: ignore[method-assign]
+    pipeline = steps_of(engine, changed)
+    assert isinstance(pipeline, Pipeline)
+    left, commanded = batch, True
+    try:
+        while left:
+            result = pipeline.advance(commanded)
+            commanded = False
+            left -= len(result.finished)
+            if result.failed:
+                raise RuntimeError("logits of random weights were not finite")
+            pipeline.look_ahead()
+            with changed:
+                changed.wait_for(lambda: pipeline.due or not pipeline.busy)
+    finally:
+        pipeline.stop()
+        del engine.launch
+    return marks.steps[load.num_warmups :]
+
+
+@contextmanager
+def noted_waits(device: torch.device) -> Iterator[list[str]]:
+    """Where the host waits for the device without meaning to, as torch tells; within."""
+    waits: list[str] = []
+    if device.type != "cuda":
+        yield waits
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            waits += sorted({f"{each.filename}:{each.lineno}" for each in caught})
+
+
+def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, Any]]:
+    """The figures as they grow, a batch after another."""
+    shape = SHAPES[options.model]
+    config = small(shape.config) if options.small else shape.config
+    with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
+        decoder = random_model(Path(folder), config, options.dtype, options.device)
+        worker = WorkerConfig(
+            name="gpu",
+            model=Path(folder),
+            device=options.device.type,
+            max_sequences=max(load.batches),
+            max_batched_tokens=load.max_batched_tokens,
+            max_model_len=4096 if not options.small else 64,
+            kv_cache_mib=4 if options.small else None,
+        )
+        engine = Engine(worker, decoder=decoder)
+    engine.on_device = engine.plans_ahead = True
+    clock, spec = clock_of(options.device), decoder.spec
+    figures: dict[str, Any] = {"about": shape.about, "batches": {}, "failures": []}
+    with kernels_only():
+        engine.warm_up(lambda done, total: print(f"captured {done} of {total}", flush=True))
+        for batch in load.batches:
+            decode(engine, clock, batch, Load((batch,), 4, 2, 0))  # its first run is no measure
+            with noted_waits(options.device) as waits:
+                steps = decode(engine, clock, batch, load)
+            context = float(np.mean([step.context for step in steps]))
+            floor = bounds.floor(step_bytes(spec, options.dtype, batch, context), 0)
+            figures["batches"][batch] = summary(steps, clock, floor) | {"waits": waits}
+            yield figures
+    if plain_forms():
+        figures["failures"] += [f"computed without a kernel: {plain_forms()}"]
+    yield figures
+
+
+def main() -> int:
+    options = read_options("steps")
+    assert options.bounds is not None
+    bounds = Bounds(**read_figures(options.bounds))
+    for figures in measure(options, bounds, SMALL_LOAD if options.small else Load()):
+        write_figures(options.json, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

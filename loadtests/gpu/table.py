@@ -1,0 +1,76 @@
+"""The figures of a run as text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.loadtests.gpu.sections import Outcome
+
+Row = Sequence[str]
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """Every section: whether it passed, why not, and its table if it has one."""
+    return "\n".join(line for outcome in outcomes for line in _section(outcome))
+
+
+def _section(outcome: Outcome) -> Iterator[str]:
+    verdict = "passed" if outcome.passed else "FAILED"
+    yield f"{outcome.name}: {verdict} in {outcome.seconds:.0f} s"
+    for reason in outcome.failures:
+        yield "    " + reason.replace("\n", "\n    ")
+    figures = outcome.figures
+    if "rows" in figures:
+        yield from columns(OPERATION, [_operation(row) for row in figures["rows"]])
+    if "batches" in figures:
+        yield f"    {figures['about']}"
+        yield from columns(BATCH, [_batch(n, row) for n, row in figures["batches"].items()])
+    if "bytes_per_second" in figures:
+        yield f"    copy {figures['bytes_per_second'] / 1e12:.2f} TB/s (read and written)"
+        yield f"    product {figures['flops_per_second'] / 1e12:.0f} TFLOP/s"
+    for name, each in figures.get("files", {}).items():
+        yield f"    {name}: {each['said']}"
+    yield ""
+
+
+OPERATION = ("operation", "µs", "of bound", "TFLOP/s", "goal", "met", "best peer", "of its speed")
+
+
+def _operation(row: Mapping[str, Any]) -> Row:
+    ratio = row["of_best_peer"]
+    return (
+        row["name"] + ("" if row["captured"] else " (uncaptured)"),
+        f"{row['us']:.1f}",
+        f"{row['share']:.0%}",
+        f"{row['tflops']:.0f}" if row["tflops"] >= 1 else "",
+        row["goal"],
+        {True: "yes", False: "no", None: "not compared"}[row["met"]],
+        row["best_peer"] or f"none: {', '.join(row['absent'])}",
+        "" if ratio is None else f"{ratio:.2f}",
+    )
+
+
+BATCH = ("batch", "step µs", "p99", "bytes' µs", "over", "gap p50 µs", "gap p99", "waits")
+
+
+def _batch(batch: str | int, row: Mapping[str, Any]) -> Row:
+    return (
+        str(batch),
+        f"{row['step_us']:.0f}",
+        f"{row['step_p99_us']:.0f}",
+        f"{row['floor_us']:.0f}",
+        f"{row['over_floor']:.2f}x",
+        f"{row['gap_p50_us']:.0f}",
+        f"{row['gap_p99_us']:.0f}",
+        ", ".join(row["waits"]) or "none",
+    )
+
+
+def columns(head: Row, rows: Sequence[Row]) -> Iterator[str]:
+    """Aligned, the first column to the left; nothing without rows."""
+    if not rows:
+        return
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        first, *others = zip(row, widths, strict=True)
+        cells = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]
+        yield "    " + "  ".join(cells).rstrip()

@@ -1,0 +1,111 @@
+"""What `penstock serve` tells machines: a line an event, as key=value or as JSON."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Literal
+
+from penstock.cluster import notices
+from penstock.cluster.notices import Scalar
+
+Fields = Mapping[str, Scalar]
+
+PLAIN = re.compile(r"[^\s\"=\\]+")
+
+
+def keys_line(fields: Fields) -> str:
+    """As key=value; what is more than a word is a JSON string, what is None is left out."""
+    return " ".join(f"{key}={_word(value)}" for key, value in fields.items() if value is not None)
+
+
+def json_line(fields: Fields) -> str:
+    return json.dumps(fields)
+
+
+FORMS: Mapping[str, Callable[[Fields], str]] = {"keys": keys_line, "json": json_line}
+
+
+class Events:
+    """A line an event, to whoever reads standard output.
+
+    Args:
+        form: of a line.
+        write: takes a line.
+        now: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        form: Literal["keys", "json"],
+        write: Callable[[str], None],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._form = FORMS[form]
+        self._write = write
+        self._now = now
+        self._stages: dict[str, str] = {}
+
+    def __call__(self, title: str, notice: notices.Notice) -> None:
+        if isinstance(notice, notices.Progress):
+            # Bytes come many times a second: one line a stage is enough.
+            if self._stages.get(title) == notice.stage:
+                return
+            self._stages[title] = notice.stage
+        at = notice.at if isinstance(notice, notices.LogLine) else None
+        level, event, fields = facts(notice)
+        self._put(at, level, title, event, fields)
+
+    def say(self, text: str) -> None:
+        """What is for people to read is told as it is, if there is anything."""
+        if text.strip():
+            self._put(None, "info", "", "said", {"message": text.strip()})
+
+    def close(self) -> None:
+        pass
+
+    def _put(self, at: float | None, level: str, title: str, event: str, fields: Fields) -> None:
+        when = datetime.fromtimestamp(self._now() if at is None else at, UTC)
+        head = {
+            "time": f"{when:%Y-%m-%dT%H:%M:%S}.{when.microsecond // 1000:03}Z",
+            "level": level,
+            "from": title or "supervisor",
+            "event": event,
+        }
+        rest = {key: _rounded(value) for key, value in fields.items() if key not in head}
+        self._write(self._form({**head, **rest}))
+
+
+def facts(notice: notices.Notice) -> tuple[str, str, Fields]:
+    """A notice as a level, the name of its event and what there is to say of it."""
+    match notice:
+        case notices.Progress(stage, _, total):
+            return "info", "progress", {"stage": stage, "bytes": total or None}
+        case notices.Ready(seconds):
+            return "info", "ready", {"seconds": seconds}
+        case notices.Died(reason, delay):
+            return "warning", "died", {"reason": reason, "restart_seconds": delay}
+        case notices.GivenUp(reason):
+            return "error", "given_up", {"reason": reason}
+        case notices.Serving(http, grpc):
+            return "info", "serving", {"http": http, "grpc": grpc}
+        case notices.Draining(seconds):
+            return "info", "draining", {"seconds": seconds}
+        case notices.Decided(pool, text):
+            return "info", "decision", {"pool": pool, "decision": text}
+        case notices.LogLine(text, level, event, fields, _):
+            return level, event, fields or {"message": text}
+
+
+def _word(value: Scalar) -> str:
+    text = str(value)
+    return text if PLAIN.fullmatch(text) and text.isprintable() else json.dumps(text)
+
+
+def _rounded(value: Scalar) -> Scalar:
+    """Times to microseconds; what is no number JSON can hold is told as a word."""
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else str(value)
+    return value

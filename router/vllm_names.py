@@ -1,0 +1,90 @@
+"""The numbers of `exposition` under vLLM's names and labels, for dashboards that people have.
+
+`engine` is a worker's name, or the router's for what only a router knows. What vLLM has renamed is
+told under both names. Left out is what has no like here (speculation, adapters, swapping).
+"""
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import Metric
+
+from penstock.router.exposition import counter, gauge, histogram
+from penstock.router.state import ClusterState, WorkerNumbers
+from penstock.router.tally import Tally
+
+LABELS = ("model_name", "engine")
+REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+KV_NAMES = ("kv_cache_usage_perc", "gpu_cache_usage_perc")
+GAP_NAMES = ("inter_token_latency_seconds", "time_per_output_token_seconds")
+
+
+def vllm_metrics(router: str, state: ClusterState, tally: Tally) -> Iterator[Metric]:
+    """All of them. `router` is its name."""
+    told = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
+    yield from _of_workers(router, state, told)
+    yield from _of_router((state.model, router), state, tally)
+
+
+def _of_workers(
+    router: str, state: ClusterState, told: Sequence[tuple[str, WorkerNumbers]]
+) -> Iterator[Metric]:
+    named = [((state.model, worker), numbers) for worker, numbers in told]
+    yield gauge(
+        "vllm:num_requests_running",
+        "Sequences that run.",
+        LABELS,
+        ((labels, each.running) for labels, each in named),
+    )
+    waiting = [(labels, float(each.waiting)) for labels, each in named]
+    yield gauge(
+        "vllm:num_requests_waiting",
+        "Requests that wait, at a worker or at the router.",
+        LABELS,
+        [((state.model, router), float(state.waiting)), *waiting],
+    )
+    for name in KV_NAMES:
+        yield gauge(
+            f"vllm:{name}",
+            "Share of the KV blocks in use, from 0 to 1.",
+            LABELS,
+            ((labels, _in_use(each)) for labels, each in named),
+        )
+    counters = (
+        ("prefix_cache_queries", [each.prompt_tokens for _, each in named]),
+        ("prefix_cache_hits", [each.prefix_hit_tokens for _, each in named]),
+        ("num_preemptions", [each.preemptions for _, each in named]),
+    )
+    for name, values in counters:
+        samples = zip((labels for labels, _ in named), values, strict=True)
+        yield counter(f"vllm:{name}", "As penstock's own, by worker.", LABELS, samples)
+
+
+def _of_router(labels: Sequence[str], state: ClusterState, tally: Tally) -> Iterator[Metric]:
+    yield counter("vllm:prompt_tokens", "Prompt tokens.", LABELS, [(labels, state.prompt_tokens)])
+    generated = sum(state.generated.values())
+    yield counter("vllm:generation_tokens", "Tokens of answers.", LABELS, [(labels, generated)])
+    yield counter(
+        "vllm:request_success",
+        "Requests by how they ended.",
+        (*LABELS, "finished_reason"),
+        (((*labels, theirs), state.finished[ours]) for ours, theirs in REASONS.items()),
+    )
+    histograms = (
+        ("time_to_first_token_seconds", tally.first_token),
+        *((name, tally.between_tokens) for name in GAP_NAMES),
+        ("request_time_per_output_token_seconds", tally.per_token),
+        ("e2e_request_latency_seconds", tally.request),
+        ("request_queue_time_seconds", tally.queue),
+        ("request_prefill_time_seconds", tally.prefill),
+        ("request_decode_time_seconds", tally.decode),
+        ("request_prompt_tokens", tally.prompt_lengths),
+        ("request_generation_tokens", tally.answer_lengths),
+    )
+    for name, each in histograms:
+        spread = (each.bounds, each.counts, each.total)
+        yield histogram(f"vllm:{name}", "As penstock's own.", LABELS, [(labels, spread)])
+
+
+def _in_use(numbers: WorkerNumbers) -> float:
+    held = sum(numbers.blocks[kind] for kind in ("used", "leased", "reserved"))
+    return held / max(sum(numbers.blocks.values()), 1)

@@ -1,0 +1,77 @@
+"""Compiles all Triton kernels ahead of time: `python -m tests.aot [FILE OF KERNELS...]`.
+
+No device is needed. Writes `report.json` and `table.txt` into `build/aot`, and keeps there what was
+compiled; fails where a kernel breaks one of `rules`, does not compile, or is in no case.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = ROOT / "build" / "aot"
+
+# Before triton is imported, here and in every process of `jobs`.
+os.environ["TRITON_CACHE_DIR"] = str(FOLDER / "cache")
+os.environ.pop("TRITON_INTERPRET", None)
+
+from tests.aot.jobs import Report, forgotten, jobs_of, run  # noqa: E402
+
+COLUMNS = ("kernel", "case", "chip", "regs", "spill", "shared", "warps", "tensor core", "wide")
+
+
+def modules(names: list[str]) -> list[str]:
+    """The files of kernels that have cases, or those named."""
+    files = sorted((ROOT / "kernels").glob("*.py"))
+    found = [path.stem for path in files if "def aot_cases(" in path.read_text()]
+    if unknown := set(names) - set(found):
+        raise SystemExit(f"no kernels with cases: {', '.join(sorted(unknown))}")
+    return [f"penstock.kernels.{name}" for name in names or found]
+
+
+def row(report: Report) -> tuple[str, ...]:
+    found = report.artefact
+    head = (report.kernel, report.case, report.chip)
+    if found is None:
+        return (*head, *"-" * (len(COLUMNS) - len(head)))
+    numbers = ("registers", "spilled", "shared_bytes", "num_warps", "tensor_core")
+    return (*head, *(str(found[name]) for name in numbers), f"{found['wide_share']:.0%}")
+
+
+def table(reports: list[Report]) -> str:
+    rows = [COLUMNS, *map(row, reports)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        + "\n"
+        for cells in rows
+    )
+
+
+def main() -> int:
+    begun = time.monotonic()
+    names = modules(sys.argv[1:])
+    left_out = [f"{name}: {kernel} is in no case" for name in names for kernel in forgotten(name)]
+    reports = run(jobs_of(names))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "table.txt").write_text(table(reports))
+    (FOLDER / "report.json").write_text(json.dumps([dataclasses.asdict(each) for each in reports]))
+    wrong = left_out + [
+        f"{each.kernel} ({each.case}) for {each.chip}: {complaint}"
+        for each in reports
+        for complaint in each.complaints
+    ]
+    for line in wrong:
+        print(line)
+    seconds = time.monotonic() - begun
+    print(
+        f"{len(reports)} kernels compiled in {seconds:.0f} s, {len(wrong)} complaints; see {FOLDER}"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""A recorded launch, compiled as a device would have it, and what the machine code shows."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from penstock.kernels.launch import Chip, Launch
+
+CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+
+TENSOR_CORE = re.compile(r"[HIQB]MMA|[HIQ]GMMA|UTC\w*MMA|v_s?mfma\w*")
+LOCAL_MEMORY = re.compile(r"(?:LDL|STL)\b")
+
+CUDA_READS = re.compile(r"(?:LDG|LDGSTS|UTMALDG|UBLKCP)\b")
+HIP_READS = re.compile(r"(?:buffer|global|flat)_load_")
+WIDTHS = {
+    **{"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32},
+    **{"UTMALDG": 16, "UBLKCP": 16},  # the memory unit reads a whole tile
+    **{"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2},
+    **{"dwordx2": 8, "dwordx3": 12, "dwordx4": 16},
+}
+"""Bytes, by a part of an instruction's name; four where there is none of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Artefact:
+    """What was made of one kernel for one chip."""
+
+    registers: int
+    spilled: int  # bytes a thread, or reads and writes of local memory, if any
+    shared_bytes: int
+    num_warps: int
+    tensor_core: int  # instructions
+    read_bytes: dict[int, int]  # by the bytes that an instruction reads, as the code has it
+
+    @property
+    def wide_share(self) -> float:
+        """Of what its instructions read, the share of those that read 16 bytes and more."""
+        wide = sum(total for width, total in self.read_bytes.items() if width >= 16)
+        return wide / max(1, sum(self.read_bytes.values()))
+
+
+def compiled(launch: Launch, chip: Chip) -> Artefact:
+    """Specialised by Triton's own binder, as `kernel[grid](...)` would have it, then compiled."""
+    target = (
+        GPUTarget("cuda", int(chip.name.removeprefix("sm_")), chip.warp_size)
+        if chip.is_cuda
+        else GPUTarget("hip", chip.name, chip.warp_size)
+    )
+    kernel, backend = launch.kernel, make_backend(target)
+    options = {**launch.options, "debug": False}
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = bind(*launch.arguments, **options)
+    made, signature, constants, attributes = kernel._pack_args(
+        backend, options, bound, specialization, dict(options)
+    )
+    source = ASTSource(kernel, signature, constants, attributes)
+    result = triton.compile(source, target=target, options=made.__dict__)
+    known = Path(triton.knobs.cache.dir) / f"{result.hash}-{_VERSION}.json"
+    if known.exists():
+        return _from_json(known.read_text())
+    artefact = _cuda(result) if chip.is_cuda else _hip(result)
+    known.write_text(json.dumps(dataclasses.asdict(artefact)))
+    return artefact
+
+
+def _from_json(text: str) -> Artefact:
+    fields = json.loads(text)
+    return Artefact(**fields | {"read_bytes": {int(k): v for k, v in fields["read_bytes"].items()}})
+
+
+_VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+"""What is read out of an artefact changes with this file."""
+
+
+def _cuda(result: Any) -> Artefact:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(result.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "-sass", "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
+    code = _instructions(text, r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)")
+    spilled = int(usage["STACK"]) + int(usage["LOCAL"])
+    return Artefact(
+        registers=int(usage["REG"]),
+        spilled=max(spilled, sum(code[name] for name in code if LOCAL_MEMORY.match(name))),
+        shared_bytes=result.metadata.shared,
+        num_warps=result.metadata.num_warps,
+        tensor_core=_count(code, TENSOR_CORE),
+        read_bytes=_reads(code, CUDA_READS),
+    )
+
+
+def _hip(result: Any) -> Artefact:
+    text = result.asm["amdgcn"]
+    found = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|private_\w+): *(\d+)", text))
+    code = _instructions(text, r"^\s+([a-z]\w+)")
+    return Artefact(
+        registers=int(found["vgpr_count"]),
+        spilled=int(found["vgpr_spill_count"]) + int(found["private_segment_fixed_size"]),
+        shared_bytes=result.metadata.shared,
+        num_warps=result.metadata.num_warps,
+        tensor_core=_count(code, TENSOR_CORE),
+        read_bytes=_reads(code, HIP_READS),
+    )
+
+
+def _instructions(text: str, pattern: str) -> Counter[str]:
+    return Counter(re.findall(pattern, text, re.MULTILINE))
+
+
+def _count(code: Counter[str], pattern: re.Pattern[str]) -> int:
+    return sum(number for name, number in code.items() if pattern.match(name))
+
+
+def _reads(code: Counter[str], pattern: re.Pattern[str]) -> dict[int, int]:
+    """Bytes that instructions of each width read together."""
+    found: Counter[int] = Counter()
+    for name, number in code.items():
+        if pattern.match(name):
+            parts = set(re.split(r"[._]", name))
+            width = max((WIDTHS[part] for part in parts & WIDTHS.keys()), default=4)
+            found[width] += width * number
+    return dict(sorted(found.items()))

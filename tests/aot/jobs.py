@@ -1,0 +1,156 @@
+"""Cases to reports: each job compiles what one case launches on one chip, in a process of its own.
+
+A compiler that dies takes its process along, and its job only.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from queue import Queue
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+from penstock.kernels.aot import AotCase, kernel_name
+from penstock.kernels.launch import Chip, Launch, recorded
+from tests.aot.compiling import compiled
+from tests.aot.rules import complaints
+
+LANES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    module: str  # an importable name, with an `aot_cases`
+    case: int
+    chip: Chip
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One kernel of a case on one chip."""
+
+    module: str
+    case: str
+    chip: str
+    kernel: str
+    artefact: dict[str, Any] | None
+    complaints: list[str]
+
+
+def jobs_of(modules: Sequence[str]) -> list[Job]:
+    return [
+        Job(module, number, chip)
+        for module in modules
+        for number, case in enumerate(cases_of(module))
+        for chip in case.chips
+    ]
+
+
+def cases_of(module: str) -> list[AotCase]:
+    return list(importlib.import_module(module).aot_cases())
+
+
+def run(jobs: Sequence[Job]) -> list[Report]:
+    """In the order of the jobs."""
+    lanes: Queue[_Lane] = Queue()
+    for _ in range(LANES):
+        lanes.put(_Lane())
+
+    def one(job: Job) -> list[Report]:
+        lane = lanes.get()
+        try:
+            return lane.run(job)
+        finally:
+            lanes.put(lane)
+
+    with ThreadPoolExecutor(LANES) as threads:
+        found = [report for made in threads.map(one, jobs) for report in made]
+    while not lanes.empty():
+        lanes.get().close()
+    return found
+
+
+class _Lane:
+    """A process that is replaced when it dies."""
+
+    def __init__(self) -> None:
+        self._pool = self._fresh()
+
+    def run(self, job: Job) -> list[Report]:
+        try:
+            return self._pool.submit(reports, job).result()
+        except BrokenProcessPool:
+            self._pool = self._fresh()
+            case = cases_of(job.module)[job.case]
+            return [_report(job, case, "?", ["the compiler died"])]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _fresh(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+
+
+def reports(job: Job) -> list[Report]:
+    """Compiles a job, here."""
+    case = cases_of(job.module)[job.case]
+    launches = _launches(case, job.chip)
+    absent = {*case.products, *case.streams} - {kernel_name(each.kernel) for each in launches}
+    missing = [_report(job, case, name, ["is not launched by its case"]) for name in sorted(absent)]
+    return missing + [_compiled(job, case, each) for each in launches]
+
+
+def _compiled(job: Job, case: AotCase, launch: Launch) -> Report:
+    name = kernel_name(launch.kernel)
+    try:
+        artefact = compiled(launch, job.chip)
+    except Exception as error:
+        return _report(job, case, name, [f"does not compile: {_innermost(error)}"])
+    found = complaints(artefact, name, case, job.chip)
+    numbers = {**dataclasses.asdict(artefact), "wide_share": artefact.wide_share}
+    return _report(job, case, name, found, numbers)
+
+
+def _innermost(error: BaseException) -> str:
+    """The first cause: Triton wraps one in another, each with all the source of its function."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def _report(
+    job: Job,
+    case: AotCase,
+    kernel: str,
+    complaints: list[str],
+    artefact: dict[str, Any] | None = None,
+) -> Report:
+    return Report(job.module, case.name, job.chip.name, kernel, artefact, complaints)
+
+
+def _launches(case: AotCase, chip: Chip) -> list[Launch]:
+    with recorded(chip) as launches:
+        case.call()
+    return launches
+
+
+def forgotten(module: str) -> list[str]:
+    """Kernels of a file that none of its cases launches."""
+    launched = {
+        kernel_name(launch.kernel)
+        for case in cases_of(module)
+        for chip in case.chips
+        for launch in _launches(case, chip)
+    }
+    functions = {
+        name: each
+        for name, each in vars(importlib.import_module(module)).items()
+        if isinstance(each, JITFunction) and each.fn.__module__ == module
+    }
+    kernels = {name for name, each in functions.items() if "program_id" in each.src}
+    return sorted(kernels - launched)

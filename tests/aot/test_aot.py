@@ -1,0 +1,118 @@
+"""Every rule refuses a kernel that breaks it, and lets its better twin pass."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from penstock.kernels.aot import SM_90, meta
+from penstock.kernels.launch import INTERPRETED, recorded
+from penstock.kernels.norm import rms_norm
+from tests.aot.compiling import compiled
+from tests.aot.jobs import Report, cases_of, forgotten, jobs_of, reports, run
+from tests.aot.rules import complaints
+from tests.support import planted
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled"),
+]
+
+JOBS = {
+    (cases_of(job.module)[job.case].name, job.chip.name): job for job in jobs_of([planted.__name__])
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+
+
+def only(case: str, chip: str) -> Report:
+    (report,) = reports(JOBS[case, chip])
+    return report
+
+
+@pytest.mark.parametrize(
+    ("case", "chip", "complaint"),
+    [
+        ("spills", "sm_90", "spills: "),
+        ("no tensor cores", "sm_90", "a product without tensor cores"),
+        ("narrow reads", "sm_90", "a streaming kernel that reads 16 bytes at a time only for 0%"),
+        ("narrow reads", "gfx942", "a streaming kernel that reads 16 bytes at a time only for 0%"),
+        ("does not compile", "sm_90", "does not compile: "),
+    ],
+)
+def test_a_bad_kernel_is_refused(case: str, chip: str, complaint: str) -> None:
+    (found,) = only(case, chip).complaints
+    assert found.startswith(complaint)
+
+
+@pytest.mark.parametrize(
+    ("case", "chip"),
+    [
+        ("hoards no more", "sm_90"),
+        ("tensor cores", "sm_90"),
+        ("tensor cores", "gfx942"),
+        ("wide reads", "sm_90"),
+        ("wide reads", "gfx942"),
+    ],
+)
+def test_its_better_twin_passes(case: str, chip: str) -> None:
+    report = only(case, chip)
+    assert report.complaints == []
+    assert report.artefact is not None
+    assert report.artefact["registers"] > 0
+
+
+def test_too_much_shared_memory_is_refused() -> None:
+    job = JOBS["tensor cores", "sm_90"]
+    case, chip = cases_of(job.module)[job.case], job.chip
+    with recorded(chip) as launches:
+        case.call()
+    artefact = compiled(launches[0], chip)
+    small = replace(chip, shared_bytes=artefact.shared_bytes - 1)
+    assert complaints(artefact, "_multiplier", case, chip) == []
+    (found,) = complaints(artefact, "_multiplier", case, small)
+    assert found.startswith(f"shared memory: {artefact.shared_bytes} bytes")
+
+
+def test_a_kernel_that_a_case_names_must_be_launched() -> None:
+    first, second = reports(JOBS["absent", "sm_90"])
+    assert (first.kernel, first.complaints) == ("_multiplier", ["is not launched by its case"])
+    assert (second.kernel, second.complaints) == ("_copier", [])
+
+
+def test_kernels_in_no_case_are_named() -> None:
+    assert forgotten("penstock.kernels.norm") == []
+    # The one case that would end this process is not called for that.
+    cases = [case for case in planted.aot_cases() if case.name != "dies"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planted, "aot_cases", lambda: iter(cases))
+        assert forgotten(planted.__name__) == ["_outsider"]
+
+
+def test_a_launch_while_recording_touches_nothing() -> None:
+    with recorded(SM_90) as launches:
+        rms_norm(meta(3, 64), meta(64), 1e-5)
+    assert [launch.arguments[0].shape for launch in launches] == [(3, 1, 64)]
+
+
+@pytest.mark.process
+def test_a_compiler_that_dies_takes_one_job_along() -> None:
+    jobs = [JOBS["dies", "sm_90"], JOBS["wide reads", "sm_90"], JOBS["dies", "sm_90"]]
+    assert [report.complaints for report in run(jobs)] == [
+        ["the compiler died"],
+        [],
+        ["the compiler died"],
+    ]
+
+
+def test_the_answer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    fresh = only("wide reads", "sm_90")
+    assert list(tmp_path.glob("*.json"))
+    monkeypatch.setattr("tests.aot.compiling._cuda", None)
+    assert only("wide reads", "sm_90") == fresh

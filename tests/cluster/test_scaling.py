@@ -1,0 +1,173 @@
+"""What the autoscaler is shown of a cluster, and what is told of its decisions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from penstock.cluster.placement import CannotPlace, Node, place
+from penstock.cluster.scaling import NOTES, Sight, Sizes, budget_of, busy_of, limits_of
+from penstock.cluster.slots import Phase
+from penstock.cluster.spec import ROLES, ClusterSpec, Pools, PoolSpec, ScalingSpec
+from penstock.router.state import (
+    ClusterState,
+    PoolState,
+    Scaling,
+    StepTimes,
+    WorkerNumbers,
+    WorkerState,
+)
+
+NUMBERS = WorkerNumbers(
+    running=3,
+    places=16,
+    waiting=2,
+    waiting_tokens=70,
+    blocks={"used": 20, "leased": 10, "reserved": 10, "cached": 30, "free": 30},
+    kv_waste=0.0,
+    prompt_tokens=400,
+    prefix_hit_tokens=100,
+    preemptions=0,
+    prompt_seconds=1.5,
+    step_seconds=0.01,
+    steps=StepTimes((), (1,), 0.01),
+)
+S, P, L, E = Phase.SERVING, Phase.PENDING, Phase.LEAVING, Phase.EMPTY
+PHASES = {
+    "prefill": {"prefill-0": S, "prefill-1": P},
+    "decode": {"decode-0": S, "decode-1": S, "decode-2": L, "decode-3": E},
+}
+
+
+def told(
+    workers: dict[str, WorkerNumbers | None],
+    pools: Sequence[PoolState] = (),
+    prompt_tokens: int = 0,
+    waiting: int = 0,
+) -> ClusterState:
+    return ClusterState(
+        model="m",
+        version="1",
+        not_ready="",
+        streams=0,
+        waiting=waiting,
+        waiting_tokens=0,
+        pools=pools,
+        workers=[WorkerState(name, "", "ready", 0, each) for name, each in workers.items()],
+        finished={},
+        generated={},
+        failovers=0,
+        handovers=0,
+        handovers_failed=0,
+        handover_bytes=0,
+        prompt_tokens=prompt_tokens,
+        scaling=Scaling(),
+    )
+
+
+def spec(scaling: ScalingSpec | None = None, **pools: PoolSpec) -> ClusterSpec:
+    empty = dict.fromkeys(ROLES, PoolSpec(replicas=0))
+    return ClusterSpec(pools=Pools(**{**empty, **pools}), scaling=scaling or ScalingSpec())
+
+
+def test_pools_are_seen_by_who_knows_what() -> None:
+    state = told(
+        {"prefill-0": NUMBERS, "decode-0": NUMBERS, "decode-1": None, "decode-2": NUMBERS},
+        [PoolState("prefill", 1, 1, 3, 7, 170, queued=5, queued_tokens=100)],
+    )
+    seen = Sight().pools(state, PHASES, now=50.0)
+    prefill, decode = seen["prefill"], seen["decode"]
+    assert (prefill.pending, prefill.draining, prefill.count) == (1, 0, 2)
+    assert (prefill.waiting, prefill.waiting_tokens) == (5, 100)
+    (load,) = prefill.workers
+    assert (load.at, load.queued_tokens, load.running, load.places) == (50.0, 70, 3, 16)
+    assert load.kv_share == 0.4
+    assert (load.prompt_tokens, load.prompt_seconds) == (300, 1.5)
+    assert (decode.pending, decode.draining) == (0, 1)
+    heard, silent = decode.workers
+    assert heard.running == 5, "what waits there for blocks waits for a place"
+    assert silent.at == -inf
+
+
+def test_arrivals_are_those_that_need_computing_and_of_one_pool() -> None:
+    sight = Sight()
+    workers: dict[str, WorkerNumbers | None] = {"prefill-0": NUMBERS}  # a quarter is cached
+    sight.pools(told(workers, prompt_tokens=1000), PHASES, 0.0)
+    seen = sight.pools(told(workers, prompt_tokens=1400), PHASES, 1.0)
+    assert (seen["prefill"].arrived_tokens, seen["decode"].arrived_tokens) == (1050, 0)
+    again = sight.pools(told(workers, prompt_tokens=100), PHASES, 2.0)
+    assert again["prefill"].arrived_tokens == 1050, "a router that began anew"
+    both = {**PHASES, "mixed": {"mixed-0": S}}
+    assert sight.pools(told(workers), both, 3.0)["mixed"].arrived_tokens == 0
+
+
+def test_before_a_router_names_the_pools_its_whole_queue_wakes_them() -> None:
+    seen = Sight().pools(told({}, waiting=3), {"mixed": {"mixed-0": E}}, 0.0)
+    assert (seen["mixed"].waiting, seen["mixed"].count) == (3, 0)
+
+
+def test_how_busy_workers_are() -> None:
+    assert busy_of(told({"a": NUMBERS, "b": None})) == {"a": 5.0}
+
+
+def test_limits_are_those_of_the_pools() -> None:
+    given = spec(prefill=PoolSpec(2, 1, 4), decode=PoolSpec(1, 0))
+    places = place(given, [Node("here", 8.0, 8)])
+    limits = limits_of(given, places)
+    bounds = {name: (each.least, each.most, each.gpus) for name, each in limits.items()}
+    assert bounds == {"prefill": (1, 4, 1), "decode": (0, 1, 1)}
+
+
+def test_a_worker_holds_the_gpus_of_all_its_ranks() -> None:
+    given = spec(mixed=PoolSpec(2, tp=2, pp=2, gpus=1))
+    nodes = [Node("here", 8.0, 8)]
+    places = place(given, nodes)
+    assert limits_of(given, places)["mixed"].gpus == 4
+    with pytest.raises(CannotPlace, match=r"7, but the pools begin with workers that hold 8"):
+        budget_of(replace(given, scaling=ScalingSpec(max_gpus=7)), places, nodes)
+
+
+def test_the_budget_is_what_is_given_or_what_the_nodes_have() -> None:
+    nodes = [Node("one", 8.0, 3), Node("two", 8.0, 1)]
+    given = spec(mixed=PoolSpec(2))
+    places = place(given, nodes)
+    assert budget_of(given, places, nodes) == 4
+    assert budget_of(replace(given, scaling=ScalingSpec(max_gpus=2)), places, nodes) == 2
+    later = spec(mixed=PoolSpec(2, cpus=1.0, gpus=1))
+    assert budget_of(replace(later, pool_nodes=True), places, []) is None
+    with pytest.raises(CannotPlace, match=r"^scaling\.max_gpus: 1, but the pools begin with .* 2"):
+        budget_of(replace(given, scaling=ScalingSpec(max_gpus=1)), places, nodes)
+
+
+def test_only_news_is_noted_and_all_of_it_is_told() -> None:
+    given = spec(mixed=PoolSpec(1, 0, 3), scaling=ScalingSpec(scale_down_seconds=1.0))
+    sizes = Sizes(given, place(given, [Node("here", 4.0)]), [Node("here", 4.0)])
+    phases = {"mixed": {"mixed-0": S, "mixed-1": E, "mixed-2": E}}
+    busy = told(
+        {"mixed-0": NUMBERS}, [PoolState("mixed", 1, 1, 3, 9, 0, queued=9, queued_tokens=9000)]
+    )
+    decisions = sizes.decide(busy, phases, 0.0)
+    (news,) = sizes.note(decisions, at=1000.0)
+    assert (news.at, news.pool) == (1000.0, "mixed")
+    assert news.text.startswith("mixed: 1 to 2: 9070 prompt tokens wait")
+    assert sizes.desired == {"mixed": 2}
+    phases["mixed"]["mixed-1"] = P
+    decisions = sizes.decide(busy, phases, 1.0)
+    assert not sizes.note(decisions, at=1001.0), "it is on its way"
+    (size,) = sizes.told(decisions, phases).pools
+    assert (size.least, size.most, size.desired, size.pending, size.draining) == (0, 3, 2, 1, 0)
+    assert size.reason
+    assert "doubling" in size.held_by
+    assert [note.at for note in sizes.told(decisions, phases).decisions] == [1000.0]
+
+
+def test_the_last_decisions_are_kept() -> None:
+    given = spec(mixed=PoolSpec(1, 1, 2))
+    sizes = Sizes(given, place(given, [Node("here", 4.0)]), [Node("here", 4.0)])
+    phases = {"mixed": {"mixed-0": S, "mixed-1": E}}
+    (decision,) = sizes.decide(told({"mixed-0": NUMBERS}), phases, 0.0)
+    for at in range(NOTES + 3):
+        sizes.note([replace(decision, desired=2 - at % 2)], float(at))
+    kept = sizes.told([decision], phases).decisions
+    assert [note.at for note in kept] == [float(at) for at in range(3, NOTES + 3)]

@@ -1,0 +1,183 @@
+"""A pool's workers, scripted: made, kept alive, drained before they go, given up."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from penstock.cluster.member import StartFailed
+from penstock.cluster.notices import Notice, Progress
+from penstock.cluster.placement import WorkerPlace
+from penstock.cluster.slots import Phase
+from penstock.cluster.workforce import Workforce
+
+PLACES = [WorkerPlace("decode", at, ({"CPU": 1.0},), 1, 0, 1.0) for at in range(3)]
+
+
+class ScriptedWorker:
+    """A worker, its process and what has happened to it in turn; it goes on when told to."""
+
+    def __init__(self, place: WorkerPlace) -> None:
+        self.title, self.name = place.title, place.name
+        self.config = None
+        self.ready = asyncio.Event()
+        self.serves = False
+        self.has_place, self.has_drained = asyncio.Event(), asyncio.Event()
+        self.dies = asyncio.Event()
+        self.fails: StartFailed | None = None
+        self.happened: list[str] = []
+
+    async def reserve(self) -> None:
+        await self.has_place.wait()
+
+    def make(self) -> "ScriptedWorker":
+        self.happened.append("made")
+        self.dies.clear()
+        return self
+
+    async def start(self, config: object) -> Any:
+        await asyncio.sleep(0)
+        if self.fails is not None:
+            raise self.fails
+        return "somewhere"
+
+    async def came(self, where: Any) -> None:
+        self.serves = True
+        self.ready.set()
+
+    async def death(self) -> str:
+        await self.dies.wait()
+        return "it died"
+
+    async def went(self) -> None:
+        self.serves = False
+
+    def kill(self) -> None:
+        pass
+
+    async def drain(self, seconds: float) -> None:
+        self.happened.append(f"drains {seconds:g}")
+        await self.has_drained.wait()
+
+    async def leave(self) -> None:
+        self.serves = False
+        self.happened.append("left")
+
+    def release(self) -> None:
+        self.happened.append("released")
+
+
+class Pool:
+    """A workforce of scripted workers."""
+
+    def __init__(self) -> None:
+        self.workers: list[ScriptedWorker] = []
+        self.told: list[tuple[str, Notice]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.failures: list[str] = []
+        self.force = Workforce(
+            PLACES,
+            self.make,
+            self.spawn,
+            7.0,
+            lambda title, notice: self.told.append((title, notice)),
+            lambda title, failure: self.failures.append(title),
+        )
+
+    def make(self, place: WorkerPlace) -> ScriptedWorker:
+        self.workers.append(ScriptedWorker(place))
+        return self.workers[-1]
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.create_task(work))
+        return self.tasks[-1]
+
+    @property
+    def phases(self) -> list[Phase]:
+        return list(self.force.phases().values())
+
+    async def until(self, happened: Callable[[], object]) -> None:
+        async with asyncio.timeout(10):
+            while not happened():
+                await asyncio.sleep(0)
+
+    async def serve(self, number: int) -> None:
+        """Have so many serve."""
+        self.force.aim(number, {})
+        for worker in self.workers:
+            worker.has_place.set()
+        await self.until(lambda: self.phases.count(Phase.SERVING) == number)
+
+
+@pytest.fixture
+async def pool() -> Any:
+    made = Pool()
+    yield made
+    for task in made.tasks:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+async def test_what_is_asked_for_is_made_and_serves(pool: Pool) -> None:
+    assert pool.phases == [Phase.EMPTY] * 3
+    pool.force.aim(2, {})
+    assert pool.phases == [Phase.PENDING, Phase.PENDING, Phase.EMPTY]
+    await pool.serve(2)
+    assert [worker.name for worker in pool.workers] == ["decode-0", "decode-1"]
+
+
+async def test_one_too_many_drains_before_it_goes_and_its_place_is_free_then(pool: Pool) -> None:
+    await pool.serve(2)
+    other, idle = pool.workers
+    pool.force.aim(1, {"decode-0": 5.0})
+    await pool.until(lambda: "drains 7" in idle.happened)
+    assert pool.phases == [Phase.SERVING, Phase.LEAVING, Phase.EMPTY]
+    pool.force.aim(1, {})
+    pool.force.aim(2, {})
+    assert pool.phases[2] is Phase.PENDING, "one that drains does not come back"
+    idle.has_drained.set()
+    await pool.until(lambda: pool.phases[1] is Phase.EMPTY)
+    assert idle.happened == ["made", "drains 7", "left"]
+    assert other.happened == ["made"]
+    assert (idle.title, Progress("gone")) in pool.told
+
+
+async def test_what_waits_for_its_place_goes_at_once(pool: Pool) -> None:
+    pool.force.aim(1, {})
+    await asyncio.sleep(0)
+    pool.force.aim(0, {})
+    await pool.until(lambda: pool.phases == [Phase.EMPTY] * 3)
+    assert pool.workers[0].happened == ["left"]
+
+
+async def test_one_that_dies_is_pending_until_it_serves_again(pool: Pool) -> None:
+    await pool.serve(1)
+    pool.workers[0].dies.set()
+    await pool.until(lambda: pool.phases[0] is Phase.PENDING)
+    await pool.until(lambda: pool.phases[0] is Phase.SERVING)
+    assert pool.workers[0].happened == ["made", "made"]
+
+
+async def test_one_that_dies_while_it_drains_does_not_come_back(pool: Pool) -> None:
+    await pool.serve(1)
+    (worker,) = pool.workers
+    pool.force.aim(0, {})
+    await pool.until(lambda: "drains 7" in worker.happened)
+    worker.dies.set()
+    worker.has_drained.set()
+    await pool.until(lambda: pool.phases[0] is Phase.EMPTY)
+    assert worker.happened == ["made", "drains 7", "left"]
+
+
+async def test_what_cannot_start_is_given_up_and_another_place_is_taken(pool: Pool) -> None:
+    pool.force.aim(1, {})
+    (worker,) = pool.workers
+    worker.fails = StartFailed(worker.title, "no memory", certain=True)
+    worker.has_place.set()
+    await pool.until(lambda: pool.phases[0] is Phase.SPOILT)
+    assert pool.failures == ["decode worker 0"]
+    assert worker.happened == ["made", "released"]
+    assert not pool.force.is_spoilt
+    await pool.serve(1)
+    assert pool.phases == [Phase.SPOILT, Phase.SERVING, Phase.EMPTY]

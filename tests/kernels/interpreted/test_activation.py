@@ -1,0 +1,69 @@
+"""The kernel of the gates against float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.activation import (
+    clamped_silu_mul,
+    clamped_silu_mul_reference,
+    gelu_mul,
+    gelu_mul_reference,
+    silu_mul,
+    silu_mul_reference,
+)
+from tests.support.kernels import DTYPES, close
+
+pytestmark = pytest.mark.interpreted
+
+GATES = [
+    (silu_mul, silu_mul_reference),
+    (gelu_mul, gelu_mul_reference),
+    (
+        lambda x: clamped_silu_mul(x, 1.702, 7.0),
+        lambda x: clamped_silu_mul_reference(x, 1.702, 7.0),
+    ),
+]
+
+
+@pytest.mark.parametrize("gate", range(len(GATES)), ids=["silu", "gelu", "clamped"])
+@settings(max_examples=8)
+@given(st.integers(0, 9), st.sampled_from([1, 3, 64, 500, 2049]), st.sampled_from(DTYPES))
+def test_gates(gate: int, num_rows: int, dim: int, dtype: torch.dtype) -> None:
+    found, expected = GATES[gate]
+    gate_up = (torch.randn(num_rows, 2 * dim) * 4).to(dtype)
+    wide = expected(gate_up.double())
+    close(found(gate_up), wide, 50.0)
+
+
+@pytest.mark.parametrize(("found", "expected"), GATES, ids=["silu", "gelu", "clamped"])
+def test_far_from_zero(found: object, expected: object) -> None:
+    assert callable(found)
+    assert callable(expected)
+    edges = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, torch.nan])
+    gate_up = torch.cartesian_prod(edges, torch.tensor([1.0])).view(1, -1)
+    torch.testing.assert_close(
+        found(gate_up.clone()).double(),
+        expected(gate_up.double()),
+        rtol=1e-6,
+        atol=1e-30,
+        equal_nan=True,
+    )
+
+
+def test_rows_may_be_part_of_wider_ones() -> None:
+    wide = torch.randn(6, 96)
+    assert torch.equal(silu_mul(wide[:, 32:]), silu_mul(wide[:, 32:].contiguous()))
+
+
+def test_a_row_alone_is_the_row_in_a_crowd() -> None:
+    gate_up = torch.randn(9, 400)
+    assert torch.equal(silu_mul(gate_up)[5], silu_mul(gate_up[5:6])[0])
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="gate_up: rows of two equal halves expected, not of 7"):
+        silu_mul(torch.randn(3, 7))
+    with pytest.raises(ValueError, match=r"gate_up: shape \[T, 2 I\] expected, not \[8\]"):
+        gelu_mul(torch.randn(8))

@@ -1,0 +1,285 @@
+"""The kernels of paged attention against the reference in float64, through the very launcher."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.kernels.attention import (
+    AttentionPlan,
+    device_plan,
+    paged_attention,
+    plan_attention,
+)
+from penstock.kernels.attention_tiles import TiledPlan
+from penstock.kernels.launch import E4M3
+from penstock.kernels.scores import PLAIN, Scores
+from tests.support.attention import (
+    as_if_on_a_device,
+    check,
+    compare,
+    exactly,
+    make_case,
+    small_tiles,
+)
+from tests.support.batches import Batch, make_batch, poison
+from tests.support.devices import DEVICE
+
+pytestmark = pytest.mark.interpreted
+
+RAGGED = [(1, 1), (5, 5), (1, 33), (0, 9), (1, 64), (20, 50), (1, 65), (2, 40), (9, 9)]
+"""Nothing before, all cached but one, edges of parts and tiles, an empty chunk."""
+
+
+@pytest.mark.parametrize("window", [0, 7, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_ragged_batch(window: int, dtype: torch.dtype) -> None:
+    check(RAGGED, window=window, dtype=dtype)
+
+
+SINKS = torch.tensor([0.3, -2.0, 4.0], device=DEVICE)
+SLOPES = torch.tensor([0.5, 0.0, 0.03], device=DEVICE)
+
+
+@pytest.mark.parametrize("window", [0, 21])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        Scores(scale=0.4, cap=1.5),
+        Scores(sinks=SINKS),
+        Scores(slopes=SLOPES),
+        Scores(scale=0.9, cap=0.7, sinks=torch.full_like(SINKS, -torch.inf), slopes=SLOPES),
+    ],
+)
+def test_bent_scores(scores: Scores, window: int) -> None:
+    check([(1, 33), (13, 40), (1, 1), (1, 70)], scores=scores, window=window)
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size"),
+    [
+        ((2, 1, 64), 16),
+        ((1, 4, 80), 8),
+        ((1, 2, 96), 1),
+        ((1, 5, 112), 32),
+        ((2, 8, 128), 16),
+        ((1, 2, 256), 64),
+        ((1, 20, 16), 3),  # a token's heads are more than a tile has rows
+        ((3, 1, 6), 5),
+    ],
+)
+def test_sizes_of_heads_and_blocks(heads: tuple[int, int, int], block_size: int) -> None:
+    check([(1, 34), (19, 30), (2, 2)], heads, block_size)
+
+
+@settings(max_examples=10)
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(0, 24), st.integers(0, 60)).map(lambda pair: (pair[0], sum(pair))),
+        min_size=1,
+        max_size=4,
+    ).filter(lambda lengths: any(query for query, _ in lengths)),
+    heads=st.tuples(st.integers(1, 2), st.integers(1, 5), st.sampled_from([16, 24])),
+    block_size=st.sampled_from([1, 7, 16, 64]),
+    window=st.sampled_from([0, 1, 15, 16, 33, 1000]),
+)
+def test_any_batch(
+    lengths: list[tuple[int, int]], heads: tuple[int, int, int], block_size: int, window: int
+) -> None:
+    check(lengths, heads, block_size, window)
+
+
+def test_nothing_to_do() -> None:
+    query, layer, batch = make_case([(0, 5), (0, 0)], (1, 3, 16), 16)
+    assert paged_attention(query, layer, plan_attention(*batch, layer)).shape == (0, 3, 16)
+
+
+def test_the_real_tiles() -> None:
+    """Those that a device gets; with them a part is 512 positions."""
+    query, layer, batch = make_case([(1, 513), (40, 90), (1, 512)], (1, 4, 64), 16, torch.float16)
+    found = paged_attention(query, layer, plan_attention(*batch, layer))
+    compare(found, exactly(query, layer, batch, 0, PLAIN, None))
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_cache_of_eight_bits(window: int) -> None:
+    query, layer, batch = make_case([(1, 40), (11, 20), (1, 9)], (2, 2, 32), 16)
+    scales = torch.tensor([[0.5, 2.0], [0.25, 1.5]], device=DEVICE)
+    narrow = layer.nan_to_num(torch.nan).to(E4M3)
+    with small_tiles():
+        plan = plan_attention(*batch, narrow, window)
+        found = paged_attention(query, narrow, plan, PLAIN, scales)
+    exact = exactly(query, narrow.float(), batch, window, PLAIN, scales)
+    compare(found, exact)
+
+
+def shared_batch(num_tokens: int, prefix: int, contexts: list[int], block_size: int) -> Batch:
+    """Single tokens whose first `prefix` positions are in the same blocks."""
+    (starts, lens, tables), _ = make_batch(
+        [(1, contexts[i % len(contexts)]) for i in range(num_tokens)], block_size, 0
+    )
+    tables[:, : prefix // block_size] = tables[0, : prefix // block_size]
+    return starts, lens, tables
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS])
+def test_a_shared_prefix_is_read_once(sinks: Tensor | None) -> None:
+    batch = shared_batch(11, 80, [97, 81, 130], 16)
+    layer = torch.randn(2, 200, 1, 16, 16)
+    poison(layer, batch)
+    query, layer = torch.randn(11, 3, 16, device=DEVICE), layer.to(DEVICE)
+    with small_tiles():
+        plan = plan_attention(*batch, layer, shares_prefix=True)
+        assert isinstance(plan.form, TiledPlan)
+        assert plan.form.prefix == 64
+        found = paged_attention(query, layer, plan, Scores(sinks=sinks))
+    compare(found, exactly(query, layer, batch, 0, Scores(sinks=sinks), None))
+
+
+def test_what_is_a_shared_prefix() -> None:
+    layer = torch.randn(2, 200, 1, 16, 16, device=DEVICE)
+
+    def prefix_of(batch: Batch, window: int = 0) -> int:
+        with small_tiles():
+            plan = plan_attention(*batch, layer, window, shares_prefix=True)
+        assert isinstance(plan.form, TiledPlan)
+        return plan.form.prefix
+
+    assert prefix_of(shared_batch(8, 96, [97], 16)) == 96
+    assert prefix_of(shared_batch(8, 96, [96], 16)) == 64  # everyone's own token is behind it
+    assert prefix_of(shared_batch(8, 96, [97, 33], 16)) == 32
+    assert prefix_of(shared_batch(8, 16, [97], 16)) == 0
+    assert prefix_of(shared_batch(8, 0, [97], 16)) == 0
+    assert prefix_of(shared_batch(7, 96, [97], 16)) == 0
+    assert prefix_of(shared_batch(8, 96, [97], 16), window=50) == 0
+
+
+def on_device(batch: Batch, layer: Tensor, max_query: int, room: int, window: int) -> AttentionPlan:
+    """Of tensors, with wider tables than needed and bounds that are not met."""
+    starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
+    tables = torch.nn.functional.pad(tables, (0, room // layer.shape[3] + 1), value=-1)
+    bound = int(contexts.max()) + room
+    return device_plan(starts, contexts, tables, layer, max_query, bound, window)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_plan_of_device_tensors_is_the_same(window: int) -> None:
+    query, layer, batch = make_case(RAGGED, (1, 3, 16), 16)
+    with small_tiles(), as_if_on_a_device():
+        plan = on_device(batch, layer, 30, 100, window)
+        found = paged_attention(query, layer, plan)
+        assert torch.equal(
+            found, paged_attention(query, layer, plan_attention(*batch, layer, window))
+        )
+    compare(found, exactly(query, layer, batch, window, PLAIN, None))
+
+
+def test_decodes_planned_on_a_device() -> None:
+    query, layer, batch = make_case([(1, 70), (1, 1), (1, 32)], (2, 2, 16), 16)
+    with small_tiles(), as_if_on_a_device():
+        found = paged_attention(query, layer, on_device(batch, layer, 1, 40, 0))
+    compare(found, exactly(query, layer, batch, 0, PLAIN, None))
+
+
+@pytest.mark.parametrize("window", [0, 37])
+def test_a_sequence_is_the_same_alone_and_in_a_crowd(window: int) -> None:
+    query, layer, batch = make_case(RAGGED, (1, 3, 16), 16, torch.float16)
+    starts, contexts, tables = batch
+    with small_tiles():
+        crowd = paged_attention(query, layer, plan_attention(*batch, layer, window))
+        for b in (2, 5, 6, 7):
+            tokens = slice(starts[b], starts[b + 1])
+            length = np.array([0, starts[b + 1] - starts[b]], np.int32)
+            alone = (length, contexts[b : b + 1], tables[b : b + 1])
+            plan = plan_attention(*alone, layer, window)
+            assert torch.equal(paged_attention(query[tokens], layer, plan), crowd[tokens])
+
+
+def test_a_broken_slot_harms_its_own_sequence_only() -> None:
+    query, layer, batch = make_case([(1, 40), (1, 40), (9, 20)], (1, 2, 16), 16)
+    layer[1, batch[2][1, 1], 0, 3] = torch.nan
+    with small_tiles():
+        found = paged_attention(query, layer, plan_attention(*batch, layer))
+    assert found[0].isfinite().all()
+    assert found[1].isnan().all()
+    assert found[2:].isfinite().all()
+
+
+def refusals() -> dict[str, Callable[[Tensor, Tensor, Batch], object]]:
+    wrong = torch.zeros(4, device=DEVICE)
+
+    def call(query: Tensor, layer: Tensor, batch: Batch, **other: object) -> object:
+        return paged_attention(query, layer, plan_attention(*batch, layer), **other)  # type: ignore[arg-type]
+
+    def planned(**change: object) -> Callable[[Tensor, Tensor, Batch], object]:
+        def plan(query: Tensor, layer: Tensor, batch: Batch) -> object:
+            names = ("query_starts", "context_lens", "block_tables")
+            return plan_attention(**{**dict(zip(names, batch, strict=True)), **change}, layer=layer)  # type: ignore[arg-type]
+
+        return plan
+
+    def changed(array: int, at: tuple[int, ...], value: int) -> Callable[..., object]:
+        def plan(query: Tensor, layer: Tensor, batch: Batch) -> object:
+            batch[array][at] = value
+            return plan_attention(*batch, layer)
+
+        return plan
+
+    return {
+        r"query: shape \[10, Hq, 16\] expected, not \[9, 6, 16\]": lambda q, c, b: call(
+            q[1:], c, b
+        ),
+        r"query: shape \[10, Hq, 16\] expected, not \[10, 6, 8\]": lambda q, c, b: call(
+            q[..., :8], c, b
+        ),
+        "query: a multiple of 2 heads": lambda q, c, b: call(q[:, :5], c, b),
+        "query: float32 expected, not float16": lambda q, c, b: call(q.half(), c, b),
+        "query: last dimension not contiguous": lambda q, c, b: call(q.mT.contiguous().mT, c, b),
+        "query: heads side by side": lambda q, c, b: call(q[:, ::3], c, b),
+        "layer: a contiguous": lambda q, c, b: call(
+            q, c.transpose(2, 3).contiguous().transpose(2, 3), b
+        ),
+        r"layer: shape \[2, N, H, S, D\]": lambda q, c, b: call(q, c[:1], b),
+        "layer: shape": lambda q, c, b: paged_attention(q, c[:, 1:].clone(), plan_attention(*b, c)),
+        r"sinks: shape \[6\] expected": lambda q, c, b: call(q, c, b, scores=Scores(sinks=wrong)),
+        r"slopes: shape \[6\] expected": lambda q, c, b: call(q, c, b, scores=Scores(slopes=wrong)),
+        "scales: none expected": lambda q, c, b: call(q, c, b, scales=wrong),
+        r"scales: shape \[2, 2\]": lambda q, c, b: call(q, c.to(E4M3), b, scales=wrong),
+        "query_starts, block_tables: shapes": planned(query_starts=np.zeros(1, np.int32)),
+        "query_starts: numbers that ascend": changed(0, (1,), 11),
+        "context_lens: 9 at least expected of sequence 1, not 8": changed(1, (1,), 8),
+        "block_tables: 63 columns expected, not 4": changed(1, (0,), 1000),
+        r"block_tables: blocks below 8 expected, not 8 at \[0, 2\]": changed(2, (0, 2), 8),
+        r"block_tables: blocks below 8 expected, not -1 at \[1, 0\]": changed(2, (1, 0), -1),
+    }
+
+
+@pytest.mark.parametrize("message", refusals())
+def test_what_would_be_a_wild_read_is_refused(message: str) -> None:
+    query, layer, batch = make_case([(1, 40), (9, 20)], (2, 3, 16), 16)
+    with pytest.raises(ValueError, match=message):
+        refusals()[message](query, layer, batch)
+
+
+def test_what_the_interpreter_cannot_do_is_refused() -> None:
+    query, layer, batch = make_case([(1, 40), (9, 20)], (2, 3, 16), 16, torch.bfloat16)
+    with pytest.raises(TypeError, match="bfloat16"):
+        paged_attention(query, layer, plan_attention(*batch, layer))
+
+
+def test_device_tensors_that_do_not_fit_are_refused() -> None:
+    _, layer, batch = make_case([(1, 40), (9, 20)], (2, 3, 16), 16)
+    starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
+    for bad, message in (
+        ((starts[1:], contexts, tables), "query_starts: shape"),
+        ((starts, contexts.long(), tables), "context_lens: int32 expected"),
+        ((starts, contexts, tables[:1]), "block_tables: shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            device_plan(*bad, layer, 9, 40)
+    with pytest.raises(ValueError, match="block_tables: 4 columns end before 65"):
+        device_plan(starts, contexts, tables, layer, 9, 65)

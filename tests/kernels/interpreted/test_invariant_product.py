@@ -1,0 +1,79 @@
+"""The product whose rows know nothing of each other."""
+
+import pytest
+import torch
+
+from penstock.kernels import invariant_product as module
+from penstock.kernels.invariant_product import invariant_product, invariant_product_reference
+from tests.support.devices import DTYPES, ON_GPU
+from tests.support.poison import poisoned_memory
+
+SHAPES = [(1, 1, 1), (3, 5, 7), (129, 130, 65), (70, 150, 1100)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
+def test_as_the_reference(
+    device: torch.device, dtype: torch.dtype, rows: int, outputs: int, inputs: int
+) -> None:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 2 * inputs).to(device, dtype)[:, :inputs]
+    weight = (torch.randn(outputs, inputs + 3) / inputs**0.5).to(device, dtype)[:, :inputs]
+    bias = torch.randn(outputs).to(device, dtype) if rows > 1 else None
+    with poisoned_memory():
+        found = invariant_product(x, weight, bias)
+    expected = invariant_product_reference(x, weight, bias)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=4e-6)
+    assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_company(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(140, 1100).to(device, dtype), torch.randn(40, 1100).to(device, dtype)
+    bias = torch.randn(40).to(device, dtype)
+    crowd = invariant_product(x, weight, bias)
+    # numpy's products, by which the interpreter multiplies, are not alike at all places of a tile.
+    for row in (0, 128, *((77, 139) if ON_GPU else ())):
+        assert torch.equal(invariant_product(x[row : row + 1], weight, bias)[0], crowd[row])
+    assert torch.equal(invariant_product(x[128:], weight, bias), crowd[128:])
+    # With many rows a program has all slices, one after another.
+    monkeypatch.setattr(module, "are_few", lambda num_tiles: False)
+    assert torch.equal(invariant_product(x, weight, bias), crowd)
+
+
+def test_slices_are_cut_by_the_weights_shape() -> None:
+    assert module.slicing(4096, 4096, module.HALF) == (512, 8)
+    assert module.slicing(28672, 4096, module.HALF) == (2048, 2)
+    assert module.slicing(152064, 4096, module.HALF) == (4096, 1)
+    assert module.slicing(10, 100, module.HALF) == (128, 1)
+    for inputs in (511, 513, 1600, 2880, 11008):
+        size, count = module.slicing(2048, inputs, module.HALF)
+        assert (count - 1) * size < inputs <= count * size
+
+
+def test_a_broken_row_breaks_no_other(device: torch.device) -> None:
+    x, weight = torch.randn(5, 40, device=device), torch.randn(9, 40, device=device)
+    x[1], x[3, 0] = torch.nan, torch.inf
+    good = invariant_product(x, weight).isfinite().all(-1)
+    assert good.tolist() == [True, False, True, False, True]
+
+
+def test_nothing_to_multiply(device: torch.device) -> None:
+    none = torch.empty(0, 8, device=device)
+    assert invariant_product(none, torch.randn(3, 8, device=device)).shape == (0, 3)
+
+
+def test_what_is_wrong_is_named(device: torch.device) -> None:
+    x, weight = torch.randn(2, 8, device=device), torch.randn(3, 8, device=device)
+    with pytest.raises(ValueError, match="weight: shape"):
+        invariant_product(x, weight[:, 1:])
+    with pytest.raises(ValueError, match="weight: float32"):
+        invariant_product(x, weight.half())
+    with pytest.raises(ValueError, match="bias: shape"):
+        invariant_product(x, weight, torch.zeros(2, device=device))
+    with pytest.raises(ValueError, match="x: last dimension"):
+        invariant_product(x.T.contiguous().T, weight)

@@ -1,0 +1,37 @@
+"""The kernels of logprobs."""
+
+import pytest
+import torch
+
+from penstock.kernels.logprobs import logprobs, logprobs_reference
+from tests.support.poison import poisoned_memory
+
+
+@pytest.mark.parametrize(("vocab_size", "count"), [(7, 3), (300, 20), (4200, 5), (4200, 0)])
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_logprobs_as_the_reference(
+    device: torch.device, vocab_size: int, count: int, spread: float
+) -> None:
+    torch.manual_seed(vocab_size)
+    logits, tokens = torch.randn(3, vocab_size) * spread, torch.randint(0, vocab_size, (3,))
+    logits[:, 2] = logits[:, 6]  # a tie
+    tokens[0], tokens[1] = logits[0].argmax(), vocab_size - 1
+    with poisoned_memory():
+        found = logprobs(logits.to(device), tokens.to(device), count)
+    expected = logprobs_reference(logits, tokens, count)
+    torch.testing.assert_close(found.chosen.cpu().double(), expected.chosen, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(found.values.cpu().double(), expected.values, rtol=2e-6, atol=2e-6)
+    assert torch.equal(found.ranks.cpu(), expected.ranks)
+    assert torch.equal(found.tokens.cpu(), expected.tokens)
+
+
+def test_a_broken_row_breaks_no_other(device: torch.device) -> None:
+    logits, tokens = torch.randn(3, 90), torch.tensor([4, 5, 6])
+    broken = logits.clone()
+    broken[1, 8] = torch.nan
+    found = logprobs(broken.to(device), tokens.to(device), 4)
+    whole = logprobs(logits.to(device), tokens.to(device), 4)
+    for row in (0, 2):
+        for name in ("chosen", "ranks", "tokens", "values"):
+            assert torch.equal(getattr(found, name)[row], getattr(whole, name)[row])
+    assert ((found.tokens >= 0) & (found.tokens < 90)).all()

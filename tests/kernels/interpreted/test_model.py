@@ -1,0 +1,80 @@
+"""Whole models by their kernels, as a device runs them: the launchers are the layers' own."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.kernels import launch
+from penstock.kernels.aot import kernel_name
+from penstock.workers.runner import Runner
+from penstock.workers.transfer.shards import Rectangle, Shard
+from penstock.workers.transfer.staging import KvStaging
+from penstock.workers.weights.loading import load_model
+from tests.support.checkpoints import make_checkpoint
+from tests.support.planner import BLOCK_SIZE, Planner, make_cache
+
+pytestmark = pytest.mark.interpreted
+
+PROMPTS = [[9, 8, 7], list(range(20))]
+
+KERNELS = {
+    "llama3": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
+    "gemma2": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
+    "qwen3": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
+    "gpt-j": {"attend_tiles", "_norm_rows", "_write_tokens"},
+    "gpt-oss": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
+    "deepseek-v3": {"_norm_rows", "_write_tokens", "_gate_rows", "_turn_heads"},
+}
+"""What each family must have launched, of the kernels that it has here."""
+
+
+@pytest.mark.parametrize("family", KERNELS)
+def test_logits_are_those_of_the_cpu(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, family)
+    decoder = load_model(tmp_path, "auto", torch.device("cpu"))[1]
+    planner = Planner(PROMPTS, max_new=1)
+    plan = planner.plan(chunk=1000)
+    launched = count_launches(monkeypatch)
+    cache = make_cache(decoder, planner.num_blocks)
+    found = Runner(decoder, cache).run(plan)
+    assert KERNELS[family] <= launched.keys()
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    expected_cache = make_cache(decoder, planner.num_blocks)
+    expected = Runner(decoder, expected_cache).run(plan)
+    torch.testing.assert_close(cache.data, expected_cache.data, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    launched: Counter[str] = Counter()
+    run = launch.run_kernel
+
+    def counted(kernel: Any, *rest: Any) -> None:
+        launched[kernel_name(kernel)] += 1
+        run(kernel, *rest)
+
+    monkeypatch.setattr(launch, "run_kernel", counted)
+    return launched
+
+
+def test_a_hand_over_goes_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Rectangle(0, 3, 0, 4)
+    source, target = (torch.randn(3, 2, 9, 4, BLOCK_SIZE, 8) for _ in range(2))
+    shard = Shard(Rectangle(1, 3, 2, 4), 0, 2 * BLOCK_SIZE)
+    blocks = torch.tensor([7, 2], dtype=torch.int32).numpy()
+    launched = count_launches(monkeypatch)
+    message = KvStaging(source, whole).gather(blocks, shard)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    assert torch.equal(message, KvStaging(source, whole).gather(blocks, shard))
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    expected = target.clone()
+    expected[1:3, :, [3, 5], 2:4] = source[1:3, :, [7, 2], 2:4]
+    there = torch.tensor([3, 5], dtype=torch.int32).numpy()
+    KvStaging(target, whole).scatter(there, shard, message)
+    assert torch.equal(target, expected)
+    assert launched == {"_move_blocks": 2}

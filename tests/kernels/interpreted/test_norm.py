@@ -1,0 +1,125 @@
+"""The kernel of the norms against float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels import norm
+from penstock.kernels.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    add_rms_norm_above_one,
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_,
+    rms_norm_above_one,
+    rms_norm_reference,
+)
+from tests.support.kernels import DTYPES, close
+
+pytestmark = pytest.mark.interpreted
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(0, 70),
+    st.sampled_from([1, 2, 3, 63, 64, 100, 256, 1100]),
+    st.sampled_from(DTYPES),
+)
+def test_rms_norm(num_rows: int, dim: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(num_rows, dim).to(dtype) * 9, torch.randn(dim).to(dtype)
+    close(rms_norm(x, weight, 1e-5), rms_norm_reference(x.double(), weight, 1e-5))
+
+
+@settings(max_examples=8)
+@given(st.integers(1, 9), st.sampled_from([1, 24, 100, 128]), st.sampled_from(DTYPES))
+def test_layer_norm(num_rows: int, dim: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(*n, dim).to(dtype) for n in ((num_rows,), (), ()))
+    x = x * 3 + 7  # the mean is most of it
+    expected = layer_norm_reference(x.double(), weight, bias, 1e-5)
+    close(layer_norm(x, weight, bias, 1e-5), expected, 3.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_is_rounded_before_it_is_normalised(dtype: torch.dtype) -> None:
+    hidden, x, weight, bias = (torch.randn(*n, 96).to(dtype) for n in ((5,), (5,), (), ()))
+    summed = hidden + x
+    above_one = rms_norm_above_one(summed, weight, 1e-5)
+    made: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = [
+        (lambda h: add_rms_norm(h, x, weight, 1e-5), rms_norm(summed, weight, 1e-5)),
+        (lambda h: add_rms_norm_above_one(h, x, weight, 1e-5), above_one),
+        (
+            lambda h: add_layer_norm(h, x, weight, bias, 1e-5),
+            layer_norm(summed, weight, bias, 1e-5),
+        ),
+    ]
+    for add, expected in made:
+        stream = hidden.clone()
+        assert torch.equal(add(stream), expected)
+        assert torch.equal(stream, summed)
+
+
+def test_above_one_keeps_small_weights() -> None:
+    x = torch.randn(4, 64).half()
+    weight = torch.full((64,), 2.0**-13).half()  # 1 + weight is 1 in float16
+    expected = rms_norm_reference(x.double(), 1 + weight.double(), 1e-5)
+    found = rms_norm_above_one(x, weight, 1e-5)
+    close(found, expected)
+    assert not torch.equal(found, rms_norm(x, torch.ones(64).half(), 1e-5))
+
+
+def test_in_place_of_a_view_of_heads() -> None:
+    fused, weight = torch.randn(7, 6, 24), torch.randn(24)
+    expected = fused.clone()
+    expected[:, 2:5] = rms_norm_reference(fused[:, 2:5].double(), weight, 1e-6).float()
+    rms_norm_(fused[:, 2:5], weight, 1e-6)
+    close(fused, expected)
+    assert torch.equal(fused[:, :2], expected[:, :2])
+    rows = torch.randn(5, 40)
+    whole = rows.clone()
+    rms_norm_(rows[:, :24], weight, 1e-6)
+    close(rows[:, :24], rms_norm_reference(whole[:, :24].double(), weight, 1e-6))
+    assert torch.equal(rows[:, 24:], whole[:, 24:])
+
+
+@pytest.mark.parametrize("dim", [48, 4096])
+def test_a_row_alone_is_the_row_in_a_crowd(dim: int) -> None:
+    x, weight = torch.randn(90, dim), torch.randn(dim)
+    together = rms_norm(x, weight, 1e-5)
+    for row in (0, 41, 89):
+        assert torch.equal(rms_norm(x[row : row + 1], weight, 1e-5)[0], together[row])
+
+
+def test_one_row_of_nan_stays_alone() -> None:
+    x = torch.randn(50, 48)
+    x[7, 3] = torch.nan
+    found = rms_norm(x, torch.ones(48), 1e-5)
+    assert found[7].isnan().all()
+    assert found.isnan().any(1).sum() == 1
+
+
+def test_wrong_arguments_are_named() -> None:
+    x, weight = torch.randn(4, 64), torch.randn(64)
+    with pytest.raises(ValueError, match=r"weight: shape \[64\] expected, not \[63\]"):
+        rms_norm(x, weight[:63], 1e-5)
+    with pytest.raises(ValueError, match="weight: float32 expected, not float16"):
+        rms_norm(x, weight.half(), 1e-5)
+    with pytest.raises(ValueError, match="x: float32 or float16 or bfloat16 expected, not int64"):
+        rms_norm(x.long(), weight.long(), 1e-5)
+    with pytest.raises(ValueError, match="x: last dimension not contiguous"):
+        rms_norm_(x.t(), weight[:4], 1e-5)
+    with pytest.raises(ValueError, match=r"added: shape \[4, 64\] expected"):
+        add_rms_norm(x, x[:3], weight, 1e-5)
+    wide = norm.MOST_FEATURES + 1
+    with pytest.raises(ValueError, match="x: rows of 1 to"):
+        rms_norm(torch.empty(1, wide), torch.empty(wide), 1e-5)
+
+
+def test_bfloat16_is_refused_by_the_interpreter() -> None:
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="bfloat16"):
+        rms_norm(x, x[0], 1e-5)

@@ -1,0 +1,75 @@
+"""What a machine with a GPU may lack: nothing here imports it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+THERE = {"torch", "triton", "numpy", "transformers", "grpc", "pytest", "penstock", "tests"}
+"""Beside the standard library, and what these bring along."""
+
+BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in {blocked!r}:
+            raise ModuleNotFoundError(name, name=top)
+sys.meta_path.insert(0, Blocked())
+"""
+LACKING = (
+    *("ray", "psutil", "numba", "hypothesis", "uvloop", "aiohttp", "uvicorn", "starlette", "rich"),
+    *("prometheus_client", "pydantic", "httptools", "openai", "httpx", "setproctitle"),
+)
+MODULES = sorted(
+    f"penstock.loadtests.gpu.{path.stem}"
+    for path in (ROOT / "loadtests/gpu").glob("*.py")
+    if path.stem != "__main__"
+)
+
+
+def run_blocked(code: str, blocked: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", BLOCK.format(blocked=blocked) + code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.process
+def test_every_section_is_imported_without_what_may_be_lacking() -> None:
+    names = ", ".join([*MODULES, "penstock.loadtests.gpu.__main__"])
+    done = run_blocked(f"import {names}", LACKING)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.process
+def test_the_block_blocks() -> None:
+    assert run_blocked("import ray", LACKING).returncode == 1
+
+
+@pytest.mark.process
+def test_the_engine_steps_without_ray(tmp_path: Path) -> None:
+    (tmp_path / "bounds.json").write_text('{"bytes_per_second": 1e10, "flops_per_second": 1e11}')
+    options = ["--json", str(tmp_path / "x.json"), "--bounds", str(tmp_path / "bounds.json")]
+    options += ["--device", "cpu", "--small", "--model", "1b"]
+    code = f"sys.argv[1:] = {options!r}\nfrom penstock.loadtests.gpu.steps import main\nmain()"
+    done = run_blocked(code, ("ray",))
+    assert done.returncode == 0, done.stderr
+    assert '"over_floor"' in (tmp_path / "x.json").read_text()
+
+
+@pytest.mark.parametrize("folder", ["tests/kernels", "tests/workers/device"])
+def test_tests_of_kernels_want_nothing_else(folder: str) -> None:
+    """At their heads; hypothesis is carried, see docs/gpu.md."""
+    allowed = {*sys.stdlib_module_names, *THERE, "hypothesis"}
+    for path in (ROOT / folder).rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
+            if isinstance(node, ast.Import):
+                names = {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {str(node.module).partition(".")[0]}
+            else:
+                continue
+            assert not names - allowed, path

@@ -1,0 +1,63 @@
+"""Goals of operations: what counts as met, and what could not be compared."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.loadtests.gpu.bounds import Bounds
+from penstock.loadtests.gpu.goals import PLAIN, Goal, Measured
+
+BOUNDS = Bounds(bytes_per_second=4e12, flops_per_second=8e14)
+
+
+def measured(goal: Goal, seconds: float, **peers: float) -> Measured:
+    """1 GB and 1 GFLOP: 250 µs at least."""
+    renamed = {PLAIN if name == "plain" else name: value for name, value in peers.items()}
+    return Measured("x", goal, 1e9, 1e9, seconds, True, renamed, {})
+
+
+@pytest.mark.parametrize(
+    ("goal", "seconds", "met"),
+    [
+        (Goal(most_us=300), 299e-6, True),
+        (Goal(most_us=300), 301e-6, False),
+        (Goal(least_share=0.85), 294e-6, True),
+        (Goal(least_share=0.85), 295e-6, False),
+        (Goal(least_tflops=4), 249e-6, True),
+        (Goal(least_tflops=4), 251e-6, False),
+        (Goal(most_us=300, least_share=0.85), 299e-6, False),
+    ],
+)
+def test_a_goal_is_met_when_all_of_it_is(goal: Goal, seconds: float, met: bool) -> None:
+    assert measured(goal, seconds).met(BOUNDS) is met
+
+
+def test_the_fastest_peer_counts_and_our_plain_form_is_none() -> None:
+    goal = Goal(least_of_peer=0.95)
+    assert measured(goal, 1.0, slow=5.0, fast=0.96).met(BOUNDS) is True
+    assert measured(goal, 1.0, slow=5.0, fast=0.94).met(BOUNDS) is False
+    assert measured(goal, 1.0, plain=0.1).met(BOUNDS) is None
+    over = Goal(over_plain=8)
+    assert measured(over, 1.0, plain=8.1).met(BOUNDS) is True
+    assert measured(over, 1.0, plain=7.9).met(BOUNDS) is False
+    assert measured(over, 1.0).met(BOUNDS) is None
+    # What is missed is missed, whatever could not be compared.
+    assert measured(Goal(most_us=1, least_of_peer=1), 1.0).met(BOUNDS) is False
+
+
+@given(st.floats(1e-6, 1), st.floats(1e-6, 1))
+def test_figures_agree_with_each_other(seconds: float, peer: float) -> None:
+    figures = measured(Goal(most_us=300), seconds, peer=peer).figures(BOUNDS)
+    assert figures["share"] * figures["us"] == pytest.approx(figures["floor_us"])
+    assert figures["floor_us"] == pytest.approx(250)
+    assert figures["of_best_peer"] * figures["us"] == pytest.approx(figures["peers_us"]["peer"])
+    assert figures["tflops"] == pytest.approx(1e-3 / seconds)
+
+
+def test_a_floor_is_of_bytes_or_of_operations() -> None:
+    assert BOUNDS.floor(4e9, 1) == pytest.approx(1e-3)
+    assert BOUNDS.floor(1, 8e11) == pytest.approx(1e-3)
+
+
+def test_a_goal_is_said_in_words() -> None:
+    assert str(Goal(most_us=295, least_of_peer=0.95)) == "295 µs or less, 0.95 of the best peer"

@@ -1,0 +1,95 @@
+"""Sections: what fails in one is said, and hides no other; what was measured before is kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.loadtests.gpu import __main__ as gpu
+from penstock.loadtests.gpu import sections
+from penstock.loadtests.gpu.sections import Outcome, Section, read_figures, run_section
+
+SCRIPT = """
+import json, pathlib, sys, time
+path, kind = sys.argv[2], sys.argv[3]
+pathlib.Path(path).write_text(json.dumps({"kind": kind}))
+if kind == "crash":
+    print("the reason"); sys.exit(3)
+if kind == "hang":
+    time.sleep(60)
+if kind == "says so":
+    pathlib.Path(path).write_text(json.dumps({"failures": ["one is wrong"], "rows": []}))
+if kind == "nothing":
+    pathlib.Path(path).unlink()
+if kind == "half":
+    pathlib.Path(path).write_text('{"rows": [')
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    (tmp_path / "stub_section.py").write_text(SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def run(kind: str, seconds: float = 30.0, left: float = 100.0) -> Outcome:
+        return run_section(Section(kind, "stub_section", seconds, (kind,)), left)
+
+    return run
+
+
+def test_what_came_of_it(run) -> None:  # type: ignore[no-untyped-def]
+    fine = run("fine")
+    assert fine.passed
+    assert fine.figures == {"kind": "fine"}
+    crashed = run("crash")
+    assert not crashed.passed
+    assert "ended with 3" in crashed.failures[0]
+    assert "the reason" in crashed.failures[0]
+    assert crashed.figures == {"kind": "crash"}
+    assert run("says so").failures == ["one is wrong"]
+    assert run("nothing").failures == ["it left no figures"]
+    assert run("half").failures == ["it left no figures"]
+
+
+def test_time_is_kept(run) -> None:  # type: ignore[no-untyped-def]
+    hung = run("hang", seconds=1.5)
+    assert "stopped after its 2 s" in hung.failures[0]
+    assert hung.figures == {"kind": "hang"}
+    assert run("fine", left=0.0).failures == ["no time was left for it"]
+
+
+def test_one_failure_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stub(section: Section, left: float) -> Outcome:
+        failures = ["it broke"] if section.name == "operations" else []
+        return Outcome(section.name, 1.0, failures, {"failures": failures, "seen": left > 0})
+
+    monkeypatch.setattr(gpu, "run_section", stub)
+    target = tmp_path / "folder" / "gpu.json"
+    assert gpu.main(["--device", "cpu", "--save-json", str(target)]) == 1
+    found = json.loads(target.read_text())["sections"]
+    assert [name for name, each in found.items() if not each["passed"]] == ["operations"]
+    assert list(found) == [each.name for each in gpu.sections(Path(), "cpu", small=True)]
+    assert "operations: FAILED in 1 s\n    it broke\n" in capsys.readouterr().out
+    assert gpu.main(["engine", "--device", "cpu", "--save-json", str(target)]) == 0
+    found = json.loads(target.read_text())["sections"]
+    assert list(found) == ["bounds", "engine, 1b", "engine, 8b", "engine, moe"]
+
+
+def test_all_sections_together_take_less_than_ten_minutes() -> None:
+    every = gpu.sections(Path(), "cuda", small=False)
+    assert sum(section.seconds for section in every) <= gpu.ALL_SECONDS < 600
+
+
+def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_figures_are_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    assert read_figures(path) == {}
+    sections.write_figures(path, {"a": 1})
+    assert read_figures(path) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,54 @@
+"""The report: every figure with its unit, every failure, nothing that was not measured."""
+
+from penstock.loadtests.gpu.goals import Goal, Measured
+from penstock.loadtests.gpu.sections import Outcome
+from penstock.loadtests.gpu.table import columns, report
+from tests.loadtests.gpu.test_goals import BOUNDS
+
+
+def test_rows_say_what_was_compared() -> None:
+    rows = [
+        Measured("decode", Goal(most_us=300), 1e9, 2e12, 280e-6, True, {"torch": 1e-3}, {}),
+        Measured("draw", Goal(least_of_peer=1), 1e9, 0, 500e-6, False, {}, {"FlashInfer": "no"}),
+    ]
+    figures = {"rows": [row.figures(BOUNDS) for row in rows], "failures": []}
+    text = report([Outcome("operations", 61.2, [], figures)])
+    assert text.splitlines()[0] == "operations: passed in 61 s"
+    decode, draw = text.splitlines()[2:4]
+    assert decode.split() == [
+        "decode",
+        "280.0",
+        "893%",
+        "7143",
+        "300",
+        "µs",
+        "or",
+        "less",
+        "yes",
+        "torch",
+        "3.57",
+    ]
+    assert "draw (uncaptured)" in draw
+    assert draw.endswith("none: FlashInfer")
+    assert "not compared" in draw
+
+
+def test_batches_and_failures_are_shown_together() -> None:
+    row = {
+        "step_us": 1234.5,
+        "step_p99_us": 1300.0,
+        "floor_us": 1000.0,
+        "over_floor": 1.2345,
+        "gap_p50_us": 3.0,
+        "gap_p99_us": 9.0,
+        "waits": ["a.py:3"],
+    }
+    figures = {"about": "a model", "batches": {"16": row}, "failures": ["one"]}
+    lines = report([Outcome("engine", 5.0, ["one", "two\nlines"], figures)]).splitlines()
+    assert lines[:5] == ["engine: FAILED in 5 s", "    one", "    two", "    lines", "    a model"]
+    assert lines[6].split() == ["16", "1234", "1300", "1000", "1.23x", "3", "9", "a.py:3"]
+
+
+def test_columns_are_aligned() -> None:
+    assert list(columns(("a", "b"), [])) == []
+    assert list(columns(("a", "bb"), [("long", "1")])) == ["    a     bb", "    long   1"]

@@ -1,0 +1,122 @@
+"""Paged attention in kernels, cut so small that a test has every edge, beside the reference."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import ModuleType
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels import attention_tiles
+from penstock.kernels.attention import (
+    paged_attention,
+    paged_attention_reference,
+    plan_attention,
+)
+from penstock.kernels.attention_configs import Tiles
+from penstock.kernels.scores import PLAIN, Scores
+from tests.support.batches import Batch, make_batch, poison
+from tests.support.devices import DEVICE
+
+SPLIT = 32
+PARTS, CHUNKS = Tiles(16, 16, 4, 1), Tiles(32, 16, 4, 1)
+
+
+@contextmanager
+def small_tiles(tiles: ModuleType = attention_tiles) -> Iterator[None]:
+    """So small that a test has edges of tiles and parts, on memory that shows what was written."""
+    with ExitStack() as stack:
+        for name, value in (
+            ("SPLIT", SPLIT),
+            ("part_tiles", lambda *_: PARTS),
+            ("chunk_tiles", lambda *_: CHUNKS),
+        ):
+            stack.enter_context(mock.patch.object(tiles, name, value))
+        stack.enter_context(mock.patch.object(torch, "empty", _poisoned_empty))
+        yield
+
+
+def _poisoned_empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    sizes = shape[0] if isinstance(shape[0], tuple) else shape
+    return torch.full(sizes, torch.nan, dtype=dtype, device=device)
+
+
+def make_case(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Batch]:
+    num_heads, group, head_dim = heads
+    batch, num_blocks = make_batch(lengths, block_size, seed=len(lengths))
+    batch = within_bounds(batch, num_blocks)
+    torch.manual_seed(sum(heads))
+    layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
+    poison(layer, batch)
+    # As it comes from a fused product: a strided view.
+    fused = torch.randn(int(batch[0][-1]), num_heads * (group + 2), head_dim)
+    query = fused.to(DEVICE, dtype)[:, : num_heads * group]
+    return query, layer.to(DEVICE, dtype), batch
+
+
+def exactly(
+    query: Tensor, layer: Tensor, batch: Batch, window: int, scores: Scores, scales: Tensor | None
+) -> Tensor:
+    wide = replace(
+        scores,
+        sinks=None if scores.sinks is None else scores.sinks.cpu().double(),
+        slopes=None if scores.slopes is None else scores.slopes.cpu().double(),
+    )
+    return paged_attention_reference(
+        query.cpu().double(),
+        layer.cpu().double(),
+        *batch,
+        window,
+        wide,
+        None if scales is None else scales.cpu(),
+    )
+
+
+def within_bounds(batch: Batch, num_blocks: int) -> Batch:
+    """Tables, and a column more, whose meaningless entries are a block that no one has: what a
+    broken kernel reads there is poison, and no wild read."""
+    starts, contexts, tables = batch
+    spare = np.setdiff1d(np.arange(num_blocks), tables)[0]
+    tables = np.where(tables < num_blocks, tables, spare).astype(np.int32)
+    return starts, contexts, np.pad(tables, ((0, 0), (0, 1)), constant_values=spare)
+
+
+def check(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int] = (1, 3, 16),
+    block_size: int = 16,
+    window: int = 0,
+    scores: Scores = PLAIN,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    query, layer, batch = make_case(lengths, heads, block_size, dtype)
+    with small_tiles():
+        plan = plan_attention(*batch, layer, window)
+        found = paged_attention(query, layer, plan, scores)
+    compare(found, exactly(query, layer, batch, window, scores, None))
+
+
+def compare(found: Tensor, expected: Tensor) -> None:
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[found.dtype]
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@contextmanager
+def as_if_on_a_device() -> Iterator[None]:
+    """Items are listed up to the bound, as where the host must not look."""
+    listed = attention_tiles.list_items
+
+    def to_the_bound(counts: Tensor, firsts: Tensor, bound: int) -> attention_tiles.Items:
+        with mock.patch.object(Tensor, "sum", return_value=torch.tensor(bound)):
+            return listed(counts, firsts, bound)
+
+    with mock.patch.object(attention_tiles, "list_items", to_the_bound):
+        yield

@@ -1,0 +1,22 @@
+"""Any way of routing tokens to experts."""
+
+from hypothesis import strategies as st
+
+from penstock.kernels.routing import Routing
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[Routing, int]:
+    """A routing, and a number of experts that it can be for."""
+    num_groups, size = draw(st.integers(1, 6)), draw(st.integers(2, 5))
+    top_groups = draw(st.integers(1, num_groups))
+    routing = Routing(
+        top_k=draw(st.integers(1, top_groups * size)),
+        normalise=draw(st.booleans()),
+        sigmoid=draw(st.booleans()),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_best=draw(st.integers(1, 2)),
+        scale=draw(st.sampled_from([1.0, 2.5])),
+    )
+    return routing, num_groups * size

@@ -1,0 +1,93 @@
+"""What is told to machines: a line an event, whatever it holds."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cli.log_lines import Events, json_line, keys_line
+from penstock.cluster import notices
+
+AT = 1_700_000_000.25
+STORY: list[tuple[str, notices.Notice]] = [
+    ("router 0", notices.Progress("starting its process")),
+    ("decode worker 0", notices.Progress("weights", 1_000, 5_000)),
+    ("decode worker 0", notices.Progress("weights", 2_000, 5_000)),
+    ("decode worker 0", notices.Ready(2.5)),
+    ("", notices.Serving("127.0.0.1:1", "127.0.0.1:2")),
+    ("decode worker 0", notices.Died("its process died (killed)", 0.5)),
+    ("decode worker 0", notices.GivenUp("no memory")),
+    ("", notices.Decided("decode", "decode: 1 to 2: KV is full")),
+    ("router 0", notices.LogLine("x", "info", "request", {"request": "r-1", "seconds": 0.5}, AT)),
+    ("router 0", notices.LogLine("WARNING: mind the gap")),
+    ("", notices.Draining(30.0)),
+]
+
+
+def told(form: str) -> list[str]:
+    lines: list[str] = []
+    events = Events(form, lines.append, lambda: AT + 1)  # type: ignore[arg-type]
+    for title, notice in STORY:
+        events(title, notice)
+    events.say("")
+    events.say("stopped")
+    events.close()
+    return lines
+
+
+def test_json_lines() -> None:
+    events = [json.loads(line) for line in told("json")]
+    assert [(each["from"], each["event"], each["level"]) for each in events] == [
+        ("router 0", "progress", "info"),
+        ("decode worker 0", "progress", "info"),
+        ("decode worker 0", "ready", "info"),
+        ("supervisor", "serving", "info"),
+        ("decode worker 0", "died", "warning"),
+        ("decode worker 0", "given_up", "error"),
+        ("supervisor", "decision", "info"),
+        ("router 0", "request", "info"),
+        ("router 0", "log", "warning"),
+        ("supervisor", "draining", "info"),
+        ("supervisor", "said", "info"),
+    ]
+    assert events[1]["bytes"] == 5_000
+    assert events[6]["decision"] == "decode: 1 to 2: KV is full"
+    assert events[7]["time"] == "2023-11-14T22:13:20.250Z", "when it was, not when it is told"
+    assert events[8]["message"] == "WARNING: mind the gap"
+
+
+def test_lines_of_keys() -> None:
+    lines = told("keys")
+    assert lines[7] == (
+        'time=2023-11-14T22:13:20.250Z level=info from="router 0" event=request '
+        "request=r-1 seconds=0.5"
+    )
+    assert lines[4].endswith('reason="its process died (killed)" restart_seconds=0.5')
+    assert lines[-1].endswith("from=supervisor event=said message=stopped")
+
+
+VALUES = st.text() | st.integers() | st.floats() | st.none()
+FIELDS = st.dictionaries(st.from_regex("[a-z_]{1,9}", fullmatch=True), VALUES)
+
+
+@given(FIELDS)
+def test_an_event_is_a_line_whatever_it_holds(fields: dict[str, notices.Scalar]) -> None:
+    for form in ("json", "keys"):
+        lines: list[str] = []
+        events = Events(form, lines.append)
+        events("who", notices.LogLine("x", "info", "it", fields, AT))
+        (line,) = lines
+        assert len(line.splitlines()) == 1
+        if form == "json":
+            told = json.loads(line, parse_constant=pytest.fail)
+            assert (told["from"], told["event"]) == ("who", "it"), "nothing goes over these"
+
+
+@given(FIELDS)
+def test_words_can_be_read_back(fields: dict[str, notices.Scalar]) -> None:
+    found = re.findall(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|\S+)', keys_line(fields))
+    said = {key: json.loads(word) if word.startswith('"') else word for key, word in found}
+    assert said == {key: str(value) for key, value in fields.items() if value is not None}
+    assert json_line({"a": 1}) == '{"a": 1}'
