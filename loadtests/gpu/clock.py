@@ -31,7 +31,7 @@ class CudaClock:
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
-        return begin.elapsed_time(end) / 1000
+        return float(begin.elapsed_time(end)) / 1000
 
 
 class HostClock:

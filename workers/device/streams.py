@@ -15,8 +15,8 @@ class Streams:
         self.asynchronous = device.type == "cuda"
         if self.asynchronous:
             torch.cuda.synchronize(device)  # weights and cache, made so far in no stream of ours
-        self._computing = torch.cuda.Stream(device) if self.asynchronous else None
-        self._copying = torch.cuda.Stream(device) if self.asynchronous else None
+        self._computing = _stream(device)
+        self._copying = _stream(device)
 
     def computing(self) -> AbstractContextManager[object]:
         """Within, whatever is launched computes after what was launched so before."""
@@ -25,3 +25,9 @@ class Streams:
     def read_back(self, tokens: Tensor, finite: Tensor) -> Readback:
         """Sends drawn tokens [S] int32 to the host, with whether they are any [S]."""
         return Readback(tokens, finite, self._copying)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)
