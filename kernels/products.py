@@ -56,9 +56,8 @@ class PaddedProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         filled = functional.pad(x, (0, 0, 0, -len(x) % self.rows))
-        return torch.cat([self.product(block) for block in torch.split(filled, self.rows)])[
-            : len(x)
-        ]
+        made = [self.product(block) for block in torch.split(filled, self.rows)]
+        return torch.cat(made)[: len(x)]
 
 
 def fixed_product(weight: Tensor, bias: Tensor | None) -> Product:

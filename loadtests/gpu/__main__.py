@@ -76,7 +76,7 @@ def about(device: str) -> dict[str, Any]:
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 

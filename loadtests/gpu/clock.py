@@ -25,7 +25,7 @@ class CudaClock:
     """Moments of the current stream: a mark is reached when all before it is computed."""
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -84,7 +84,7 @@ def _player(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
 
     if device.type != "cuda":
         return all_of_them, False
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         all_of_them()  # compiles, and sets libraries up

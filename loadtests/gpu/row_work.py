@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from penstock.kernels.blocks import gather_blocks, scatter_blocks
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.activation import silu_mul
+from penstock.kernels.blocks import gather_blocks, scatter_blocks
 from penstock.kernels.norm import add_rms_norm
 from penstock.kernels.rotary import rotary_table, rotate_
 from penstock.loadtests.gpu.clock import Call

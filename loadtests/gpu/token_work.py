@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 import torch
-from penstock.kernels.draw import Wishes, draw
-from penstock.kernels.routing import Routing, route
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.kernels.draw import Wishes, draw
 from penstock.kernels.experts import Gate, Stacks, mix_stacked
+from penstock.kernels.routing import Routing, route
 from penstock.loadtests.gpu.clock import Call
 from penstock.loadtests.gpu.goals import Goal
 from penstock.loadtests.gpu.model_bytes import expected_share

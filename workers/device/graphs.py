@@ -29,7 +29,7 @@ class CudaCaptures:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -35,14 +35,14 @@ class Readback:
         if copying is None:
             self._host = marked
             return
-        drawn = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        drawn = torch.cuda.Event()
         drawn.record()  # on the stream that computes
         self._host = torch.empty(marked.shape, dtype=marked.dtype, pin_memory=True)
         with torch.cuda.stream(copying):
             copying.wait_event(drawn)
             self._host.copy_(marked, non_blocking=True)
             marked.record_stream(copying)  # or its memory would be used again before it is read
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()
             self._event.record(copying)
 
     def wait(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

@@ -30,4 +30,4 @@ class Streams:
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)

@@ -163,7 +163,8 @@ class Assembly:
         else:
             stacks = self.stacks(experts, len(own))
             mlps = _unstacked(stacks, *experts.clamp)
-            together = _together(stacks, *experts.clamp) if self.device.type == "cuda" else None
+            alone = self.device.type == "cuda" and ranks.stage is None  # else a bias may be absent
+            together = _together(stacks, *experts.clamp) if alone else None
         parts: dict[str, Any] = {
             "router": self.router(experts),
             "bias": self.wide_empty(experts.num_experts) if routing.sigmoid else None,

@@ -102,7 +102,7 @@ def test_steps_planned_ahead_give_the_same_tokens(checkpoint: Path) -> None:
 
 
 def test_tokens_come_back_while_the_stream_goes_on() -> None:
-    copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    copying = torch.cuda.Stream()
     work = torch.randn(2048, 2048, device="cuda")
     found = []
     for number in range(20):
