@@ -72,5 +72,5 @@ def part_tiles(chip: Chip, width: int, itemsize: int, group: int, cached: int) -
     if width > 128:
         return Tiles(rows, 32, 4, 2)
     if cached == 1:  # as many bytes a tile as of 16 bits
-        return Tiles(rows, 128, 8, 2)
+        return Tiles(rows, 128, 4, 2)
     return Tiles(rows, 64, 4, 2 if _family(chip) == "little" else 3)

@@ -85,8 +85,8 @@ def attend_tiles(  # noqa: C901
     if TAIL:
         behind = tl.arange(0, BLOCK_T)
         narrow = behind < TAIL if BLOCK_T != TAIL else tl.full((BLOCK_T,), True, tl.int1)
-        tail_at = query + D + q_at[:, None] + behind[None, :]
-        q_tail = tl.load(tail_at, mask=present[:, None] & narrow[None, :], other=0.0)
+        q_tail_at = query + D + q_at[:, None] + behind[None, :]
+        q_tail = tl.load(q_tail_at, mask=present[:, None] & narrow[None, :], other=0.0)
 
     # What this tile sees: [low, high). All of its rows see all of [all_low, all_high).
     earliest = before + first_row // G
@@ -138,8 +138,8 @@ def attend_tiles(  # noqa: C901
             k = tl.load(layer + kv_at[:, None] + features[None, :], mask=loaded, other=0.0)
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
             if TAIL:
-                tail_at = layer + D + kv_at[:, None] + behind[None, :]
-                k_tail = tl.load(tail_at, mask=inside[:, None] & narrow[None, :], other=0.0)
+                k_tail_at = layer + D + kv_at[:, None] + behind[None, :]
+                k_tail = tl.load(k_tail_at, mask=inside[:, None] & narrow[None, :], other=0.0)
                 s = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), s, input_precision="ieee")
             s *= factor
             if cap is not None:
