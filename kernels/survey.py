@@ -190,10 +190,10 @@ def _collect(
             logit = tl.math.div_rn(logit, heat)
             token = segment * SEGMENT + tl.arange(0, SEGMENT)
             keep = (logit >= bound) & (logit > float("-inf"))
-            place = row * vocab_size + count + tl.cumsum(keep.to(tl.int32), axis=0) - 1
-            tl.store(values + place, logit, mask=keep)
+            place = count + tl.cumsum(keep.to(tl.int32), axis=0) - 1
+            tl.store(values + row * vocab_size + place, logit, mask=keep)
             if TOKENS:
-                tl.store(tokens + place, token, mask=keep)
+                tl.store(tokens + row * vocab_size + place, token, mask=keep)
             count += tl.sum(keep.to(tl.int32), axis=0)
     tl.store(counts + row, count)
 
@@ -299,5 +299,6 @@ def collect(found: Survey, cuts: Cuts, typical_p: Tensor, with_tokens: bool) -> 
         SEGMENT=SEGMENT,
         SEGMENTS=power_of_2(found.num_segments),
         TILE=TILE,
+        num_warps=8,
     )
     return near

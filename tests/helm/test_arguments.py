@@ -13,7 +13,7 @@ pytest.importorskip("helm_python", reason="Helm's engine is in the dependency gr
 from penstock.cli import fetch, flags
 from penstock.cluster import leave
 from penstock.cluster.placement import place
-from penstock.cluster.spec import ROLES, ClusterSpec, EngineSpec, PoolSpec, SpecError, knobs, parse
+from penstock.cluster.spec import ROLES, ClusterSpec, EngineSpec, knobs, parse
 from tests.support import chart
 
 CASES = [(name, mode) for name in chart.EXAMPLES for mode in chart.MODES]
@@ -52,36 +52,14 @@ def ray_start(words: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_the_driver_reads_its_configuration(name: str, mode: str, tmp_path: Path) -> None:
     found = chart.example_objects(name, mode)
-    if name in ranked():
-        # Refused for its ranks by the engine of today, and for nothing else.
-        with pytest.raises(SpecError, match="only 1 is served yet"):
-            read(found, tmp_path)
-        spec = parse(_with_one_rank(yaml.safe_load(config(found))))
-    else:
-        spec = read(found, tmp_path)
+    spec = read(found, tmp_path)
     assert spec.pool_nodes
     assert spec.router.host == "0.0.0.0"
     grace = driver(found)["terminationGracePeriodSeconds"]
     assert grace > spec.router.drain_seconds
-    asked = {place.role: place.bundles[0] for place in place(spec, [])}
-    for role, bundle in asked.items():
-        assert bundle[role] == 1.0
-
-
-def ranked() -> set[str]:
-    """The examples that ask for more ranks than are served: none once all are."""
-    try:
-        PoolSpec(tp=2)
-    except SpecError:
-        return {"70b-tp4", "moe-tp8-ep8"}
-    return set()
-
-
-def _with_one_rank(content: dict[str, Any]) -> dict[str, Any]:
-    for pool in content["pools"].values():
-        pool.update(tp=1, pp=1, ep=1)
-    content["router"].pop("api_keys_file", None)
-    return content
+    for worker in place(spec, []):
+        # What one of the pool's nodes has: its place for each rank of a stage.
+        assert all(bundle[worker.role] == worker.tp for bundle in worker.bundles)
 
 
 def test_the_driver_may_go_as_far_as_the_nodes(tmp_path: Path) -> None:

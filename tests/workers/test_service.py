@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
+from penstock.workers.runner import Runner
 from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.service import RunningWorker, serve_worker
 from tests.support.attached import Attached, greedy
@@ -472,10 +473,10 @@ async def test_an_engine_that_fails_ends_the_worker_plainly(
     running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1))
     attached = await Attached(running.address).open()
 
-    def broken(engine: Engine, plan: StepPlan) -> None:
+    def broken(runner: Runner, plan: StepPlan) -> None:
         raise MemoryError("out of everything")
 
-    monkeypatch.setattr(Engine, "compute", broken)
+    monkeypatch.setattr(Runner, "run", broken)
     await attached.submit(1, PROMPT, greedy(5))
     error = await attached.until_closed()
     assert error.code() is grpc.StatusCode.INTERNAL

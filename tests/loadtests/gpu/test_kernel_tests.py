@@ -19,8 +19,10 @@ def test_a_file_without_a_test_for_a_device_does_not_count() -> None:
 
 
 def test_no_test_at_all_is_a_failure() -> None:
+    skipped = figures_of([FileRun("a.py", 0, 1.0, "s\n1 skipped in 1s")])
+    assert skipped["failures"] == ["no test of a kernel has passed"]
     assert figures_of([FileRun("b.py", 5, 1.0, "")])["failures"] == [
-        "no test of a kernel was found"
+        "no test of a kernel has passed"
     ]
 
 
