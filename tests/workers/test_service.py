@@ -68,11 +68,15 @@ def free_blocks(attached: Attached) -> int:
     return attached.load.free_blocks + attached.load.cached_blocks
 
 
-async def refused(attached: Attached, **hello: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await attached.open(**hello)
-    await attached.close()
-    return caught.value
+async def refused(address: str, token: str | None, **hello: Any) -> grpc.aio.AioRpcError:
+    while True:
+        attached = Attached(address, token)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await attached.open(**hello)
+        await attached.close()
+        # A refusal that comes while Hello is being written is hidden by the client's library.
+        if "execute_batch" not in (caught.value.debug_error_string() or ""):
+            return caught.value
 
 
 # ------------------------------------------------------------------ the stream
@@ -96,13 +100,13 @@ async def test_health_is_serving(worker: RunningWorker) -> None:
 
 @pytest.mark.parametrize("token", [None, "wrong", "secret2", ""])
 async def test_a_stranger_is_unauthenticated(worker: RunningWorker, token: str | None) -> None:
-    error = await refused(Attached(worker.address, token))
+    error = await refused(worker.address, token)
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "token" in error.details()
 
 
 async def test_another_protocol_is_refused_by_name(worker: RunningWorker) -> None:
-    error = await refused(Attached(worker.address, "secret"), protocol=2)
+    error = await refused(worker.address, "secret", protocol=2)
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "protocol 2 and this worker 1" in error.details()
 
