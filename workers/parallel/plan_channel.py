@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -151,6 +150,8 @@ def _told(store: Store, key: str) -> str:
 
 def _lives(pid: int) -> Callable[[], bool]:
     """Asks whether a process lives; one whose number was given anew counts as dead."""
+    import psutil  # not where one rank computes on a GPU, see docs/gpu.md
+
     process = psutil.Process(pid)
 
     def lives() -> bool:
