@@ -156,7 +156,7 @@ def test_ctrl_c_prints_what_was_measured() -> None:
     told = Behaviour()
     with grpc_stub(told) as address:
         command = [sys.executable, "-m", "penstock.loadtests.bench", address]
-        flags = ["--num-requests", "100000", "--output-len", "2", "--concurrency", "2"]
+        flags = ["--num-requests", "10000", "--output-len", "2", "--concurrency", "2"]
         process = subprocess.Popen(
             [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
