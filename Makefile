@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.penstock-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many processes: each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup serve check test kernels aot gpu gpu-carry protos train-demo
 
@@ -32,7 +34,7 @@ test: setup
 
 # Triton reads the variable when it is imported: hence a run of their own.
 kernels: setup
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m interpreted tests/kernels/interpreted
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m interpreted tests/kernels/interpreted tests/workers/device
 
 aot: setup
 	$(BIN)/python -m tests.aot

@@ -15,17 +15,20 @@ import ray.util
 # Ray's own: another copy of that library would not find the title that Ray has moved.
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
-from penstock.cluster import leave
-from penstock.cluster.notices import LogLine, News, Progress
+from penstock.cluster import leave, processes, ready
+from penstock.cluster.notices import LogLine, News, Progress, Stuck
+from penstock.cluster.processes import ProcessName
 
 if TYPE_CHECKING:
     from penstock.router.config import RouterConfig
+    from penstock.router.roles import Assignment
     from penstock.router.server import RunningRouter
-    from penstock.router.state import ClusterState, Scaling
+    from penstock.router.state import ClusterState, RouterState, Scaling
     from penstock.workers.config import WorkerConfig
     from penstock.workers.follower import Follower
     from penstock.workers.parallel.meeting import Meeting
     from penstock.workers.service import RunningWorker
+    from penstock.workers.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +117,13 @@ class _Host:
         self._newsroom: Newsroom | None = None
         self._naming: asyncio.Task[None] | None = None
 
+    async def who(self) -> ProcessName:
+        """What to end, should it answer no more."""
+        return processes.own_name()
+
+    async def ping(self) -> None:
+        """A sign of life of its event loop."""
+
     async def news(self) -> list[News]:
         """Waits for news; never returns without any, and fails when the process dies."""
         return await self._open().next()
@@ -142,8 +152,10 @@ class WorkerActor(_Host):
         super().__init__(title, with_events)
         self._worker: RunningWorker | None = None
         self._meeting: Meeting | None = None
+        self._watchdog: Watchdog | None = None
         self._watching: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
+        self._marking: asyncio.Task[None] | None = None
 
     async def meet(self, config: "WorkerConfig") -> str:
         """Open the place where the other ranks are met; returns its address. `HostFailed`.
@@ -166,28 +178,41 @@ class WorkerActor(_Host):
         from penstock.workers.service import serve_worker
 
         store = None if self._meeting is None else self._meeting.store
+        watchdog = self._make_watchdog(config, newsroom)
         try:
             config = replace(config, host=ray.util.get_node_ip_address())
-            self._worker = await serve_worker(config, self._weights, self._graphs, store)
+            self._worker = await serve_worker(config, self._weights, self._graphs, store, watchdog)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
+        watchdog.start()
         self._watching = asyncio.create_task(self._watch(self._worker, newsroom))
         self._leaving = asyncio.create_task(leave.watch(self._worker.drain))
+        worker = self._worker
+        self._marking = asyncio.create_task(ready.keep(lambda: worker.silence))
         return self._worker.address
 
     async def follow(self, config: "WorkerConfig", meeting: str) -> None:
         """Load, and compute from now on what rank 0 plans, who is met there. `HostFailed`."""
         newsroom = await self._load_libraries()
+        watchdog = self._make_watchdog(config, newsroom)
         from penstock.workers.follower import Follower
         from penstock.workers.parallel.meeting import RemoteStore
 
         try:
             config = replace(config, host=ray.util.get_node_ip_address())
             store = RemoteStore(meeting, config.token)
-            follower = await asyncio.to_thread(Follower, config, store, self._weights)
+            follower = await asyncio.to_thread(Follower, config, store, self._weights, watchdog)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
+        watchdog.start()
         self._watching = asyncio.create_task(self._follow(follower, newsroom))
+
+    def _make_watchdog(self, config: "WorkerConfig", newsroom: Newsroom) -> "Watchdog":
+        from penstock.workers.watchdog import Watchdog
+
+        name = f"{config.name}, rank {config.rank}"
+        self._watchdog = Watchdog(name, config.hang_seconds, config.bundles, newsroom.fail)
+        return self._watchdog
 
     async def _load_libraries(self) -> Newsroom:
         newsroom = self._open()
@@ -217,6 +242,8 @@ class WorkerActor(_Host):
             await self._worker.drain(seconds)
 
     async def stop(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
         if self._worker is not None:
             await self._worker.stop()
         if self._meeting is not None:  # not before: NCCL asks there as long as it lives
@@ -247,6 +274,7 @@ class RouterActor(_Host):
             self._router = await serve_router(config)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
+        self._router.frontend.tell_stuck = self._tell_stuck
         self._leaving = asyncio.create_task(leave.watch(self._router.drain))
         return self._router.http_address, self._router.grpc_address
 
@@ -259,6 +287,9 @@ class RouterActor(_Host):
         while self._running.frontend.num_workers < count:
             await asyncio.sleep(0.02)
 
+    def _tell_stuck(self, worker: str, reason: str) -> None:
+        self._open().add(Stuck(worker, reason))
+
     async def worker_died(self, name: str) -> None:
         self._running.worker_died(name)
 
@@ -266,9 +297,14 @@ class RouterActor(_Host):
         """The cluster as this router sees it."""
         return self._running.frontend.look()
 
-    async def set_scaling(self, scaling: "Scaling") -> None:
-        """What is done about the pools' sizes, to be shown."""
+    async def set_roles(self, assignments: "dict[str, Assignment]") -> None:
+        """Roles that operators gave to workers, here or to a router before this one."""
+        self._running.frontend.set_roles(assignments)
+
+    async def tell(self, scaling: "Scaling", routers: "list[RouterState]") -> None:
+        """What is done about the pools' sizes, and how the other routers are: to be shown."""
         self._running.frontend.scaling = scaling
+        self._running.frontend.routers = routers
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new, and wait so long for what runs."""

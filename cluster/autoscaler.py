@@ -6,9 +6,11 @@ Pure: loads and the time in, decisions out; the caller makes and drains workers.
 
 Prefill is a rate: tokens that wait, over what a worker computes a second and the wait allowed; and
 tokens that arrive, over the share of its time that a worker should be busy (the method of
-TokenScale, arXiv 2512.03416). Decode is an occupancy: KV in use over the share wanted in use, and
-sequences, those that wait for a place included, over a worker's places. A mixed pool wants the
-most of these.
+TokenScale, arXiv 2512.03416). Bursts are over before a new worker serves: so many tokens a second
+as came in the largest of late, and some more, are provided for, the longer the longer a worker
+takes to start. The more evenly tokens arrive the less is provided for nothing.
+Decode is an occupancy: KV in use over the share wanted in use, and sequences, those that wait for a
+place included, over a worker's places. A mixed pool wants the most of these.
 """
 
 from collections import deque
@@ -17,8 +19,12 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from statistics import median
 
+from penstock.cluster.bursts import Arrivals
+
 CALIBRATED_SECONDS = 1.0
 """Of computing prompts, before a worker's rate is believed."""
+MEMORY_COLD_STARTS = 20
+"""Where a worker is long in coming, what one burst costs pays for long waiting for the next."""
 MANY = 10**6
 """No pool wants more workers."""
 
@@ -31,7 +37,7 @@ class PoolLimits:
     most: int = 1
     gpus: int = 0  # of a worker, counted against the budget
     wait_seconds: float = 1.0  # for a prompt in the queue
-    busy: float = 0.7  # share of a prefilling worker's time
+    busy: float = 0.8  # share of a prefilling worker's time
     kv: float = 0.8  # share of a decoding worker's KV
 
 
@@ -44,6 +50,11 @@ class Pace:
     up: float = 15.0  # a pool at most doubles in this time
     down: float = 120.0  # less must have been enough for this long
     down_step: float = 15.0  # from one worker less to the next
+    headroom: float = 0.25  # over the largest burst of late, of what that was above the usual
+
+    def memory(self, cold_start: float) -> float:
+        """Seconds for which a burst is remembered: 20 cold starts, from 2.5 to 15 times `down`."""
+        return min(max(MEMORY_COLD_STARTS * cold_start, 2.5 * self.down), 15 * self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,7 @@ class PoolState:
     waiting: int = 0  # requests in the routers' queues for this pool
     waiting_tokens: int = 0  # their uncached prompt tokens
     arrived_tokens: int = 0  # total of uncached prompt tokens
+    cold_start: float = 0.0  # seconds that a new worker takes to serve, as measured; 0: not known
 
     @property
     def count(self) -> int:
@@ -111,11 +123,12 @@ class _Need:
 class _Memory:
     """What is remembered of a pool between decisions."""
 
-    arrivals: deque[tuple[float, int]] = field(default_factory=deque)
+    arrivals: Arrivals
     needs: deque[tuple[float, int]] = field(default_factory=deque)
     rate: float | None = None  # prompt tokens a second, of the usual worker
     grown: deque[tuple[float, int]] = field(default_factory=deque)  # counts within the up window
     shrunk_at: float = -inf
+    begun: float = inf
 
 
 class Autoscaler:
@@ -136,7 +149,8 @@ class Autoscaler:
         self._limits = dict(pools)
         self._budget = gpu_budget
         self._pace = pace or Pace()
-        self._memories = {name: _Memory() for name in pools}
+        window = self._pace.rate_window
+        self._memories = {name: _Memory(Arrivals(window)) for name in pools}
 
     def decide(self, states: Mapping[str, PoolState], now: float) -> list[Decision]:
         """What each pool should be brought to; a pool without a state is left as it is."""
@@ -167,34 +181,34 @@ class Autoscaler:
     # ------------------------------------------------------------ need
 
     def _need(self, pool: str, state: PoolState, fresh: list[WorkerLoad], now: float) -> _Need:
-        arriving = self._arriving(pool, state, now)
         needs = []
         if pool != "decode":
-            needs.append(self._prefill_need(pool, state, fresh, arriving))
+            needs.append(self._prefill_need(pool, state, fresh, now))
         if pool != "prefill":
             needs.append(self._decode_need(pool, state, fresh))
         return max(needs, key=lambda need: max(need.queue, need.occupancy))
 
     def _prefill_need(
-        self, pool: str, state: PoolState, fresh: list[WorkerLoad], arriving: float
+        self, pool: str, state: PoolState, fresh: list[WorkerLoad], now: float
     ) -> _Need:
-        limits, rate = self._limits[pool], self._memories[pool].rate
+        limits, memory = self._limits[pool], self._memories[pool]
+        memory.arrivals.count(now, state.arrived_tokens)
+        kept = self._pace.memory(state.cold_start)
+        rate, (arriving, usual, burst) = memory.rate, memory.arrivals.rates(kept)
         backlog = state.waiting_tokens + _of_all(state, fresh, [w.queued_tokens for w in fresh])
         if rate is None:
             # Until a worker's rate is known: the plain length of the queue.
             queue = float(state.waiting)
             return _Need(queue, 0.0, f"{state.waiting} requests wait (rate not known yet)")
-        queue = backlog / (rate * limits.wait_seconds)
+        queue = _queue_term(state, backlog / rate, limits.wait_seconds)
         occupancy = arriving / (rate * limits.busy)
-        # Workers on their way will take their part of it: a queue that grows during a cold start
-        # must not ask for them again.
-        queue = max(queue - state.pending, min(queue, state.count))
-        return _Need(
-            queue,
-            occupancy,
-            f"{backlog:.0f} prompt tokens wait and {arriving:.0f} arrive a second, where a worker "
-            f"computes {rate:.0f}",
-        )
+        provided = (burst + self._pace.headroom * max(burst - usual, 0.0)) / rate
+        reason = f"{backlog:.0f} prompt tokens wait and {arriving:.0f} arrive a second"
+        # The last worker is not held for a burst: it goes when there is nothing to do.
+        if provided > max(queue, occupancy, 1.0):
+            reason += f", {burst:.0f} in the largest burst of {kept:.0f} s"
+            occupancy = provided
+        return _Need(queue, occupancy, f"{reason}, where a worker computes {rate:.0f}")
 
     def _decode_need(self, pool: str, state: PoolState, fresh: list[WorkerLoad]) -> _Need:
         limits = self._limits[pool]
@@ -209,22 +223,12 @@ class Autoscaler:
             f"KV of {kv:.2f} workers in use, {running:.0f} sequences run and {waiting} wait",
         )
 
-    def _arriving(self, pool: str, state: PoolState, now: float) -> float:
-        """Uncached prompt tokens a second, over the window."""
-        arrivals = self._memories[pool].arrivals
-        if arrivals and state.arrived_tokens < arrivals[-1][1]:
-            arrivals.clear()  # the routers' counting began anew
-        arrivals.append((now, state.arrived_tokens))
-        while len(arrivals) > 2 and arrivals[1][0] <= now - self._pace.rate_window:
-            arrivals.popleft()
-        (then, before), (_, total) = arrivals[0], arrivals[-1]
-        return (total - before) / (now - then) if now > then else 0.0
-
     # ------------------------------------------------------------ pace
 
     def _paced(self, pool: str, state: PoolState, need: _Need, now: float) -> tuple[int, str]:
         memory = self._memories[pool]
         wanted = max(need.workers, int(_is_needed(state)))
+        memory.begun = min(memory.begun, now)
         _remember(memory.needs, now, wanted, self._pace.down)
         _remember(memory.grown, now, state.count, self._pace.up)
         if wanted > state.count:
@@ -232,10 +236,14 @@ class Autoscaler:
             held = f"doubling at most in {self._pace.up:g} s" if wanted > most else ""
             return max(min(wanted, most), state.count), held
         if wanted < state.count:
-            return self._fewer(memory, state, now)
+            return self._fewer(pool, state, now)
         return wanted, ""
 
-    def _fewer(self, memory: _Memory, state: PoolState, now: float) -> tuple[int, str]:
+    def _fewer(self, pool: str, state: PoolState, now: float) -> tuple[int, str]:
+        memory = self._memories[pool]
+        kept = self._pace.memory(state.cold_start)
+        if pool != "decode" and state.count > 1 and now - memory.begun < kept:
+            return state.count, f"bursts of {kept:g} s are not known yet"
         oldest = memory.needs[0][0]
         if now - oldest < self._pace.down:
             return state.count, f"{self._pace.down:g} s of less need first"
@@ -268,6 +276,17 @@ class Autoscaler:
             granted[worst.pool] += 1
             left -= self._limits[worst.pool].gpus
         return [_granted(each, granted[each.pool], self._budget) for each in decisions]
+
+
+def _queue_term(state: PoolState, seconds: float, wait: float) -> float:
+    """Workers that compute the queue, `seconds` of one worker's work, in time.
+
+    Those who serve compute at it until a new one comes, and who is on its way will take its part:
+    a queue that grows during a cold start must not ask for the same workers again.
+    """
+    cold_start = state.cold_start
+    left = max(seconds - len(state.workers) * cold_start, 0.0) / (wait + cold_start)
+    return max(left - state.pending, min(seconds / wait, state.count))
 
 
 def _calibrate(memory: _Memory, state: PoolState) -> None:

@@ -8,20 +8,24 @@ from penstock.router.config import RouterConfig
 from penstock.workers.config import WorkerConfig
 
 
-def router_config(spec: ClusterSpec, model: Path, token: str) -> RouterConfig:
-    """What the router of a cluster is started with."""
+def router_config(spec: ClusterSpec, model: Path, token: str, number: int = 0) -> RouterConfig:
+    """What the router of that number is started with."""
+    http_port, grpc_port = spec.ports(number)
     return RouterConfig(
         model=model,
         served_name=spec.router.model_name or model.name,
+        name=f"router-{number}",
         host=spec.router.host,
-        http_port=spec.router.http_port,
-        grpc_port=spec.router.grpc_port,
+        http_port=http_port,
+        grpc_port=grpc_port,
         api_keys=spec.router.api_keys,
         worker_token=token,
         max_model_len=spec.engine.max_model_len,
         max_queued_requests=spec.router.max_queued,
         vllm_metrics=spec.router.vllm_metrics,
         wakes_workers=spec.pools.may_be_empty,
+        lost_seconds=spec.router.lost_seconds,
+        hang_seconds=spec.engine.hang_seconds,
     )
 
 
@@ -41,6 +45,9 @@ def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace
         dtype=spec.engine.dtype,
         quantization=spec.engine.quantization,
         deterministic=spec.engine.deterministic,
+        canary_seconds=spec.engine.canary_seconds,
+        hang_seconds=spec.engine.hang_seconds,
+        bundles=None if spec.engine.bundles is None else Path(spec.engine.bundles),
         device="cuda" if where.gpus else "cpu",
         tp=where.tp,
         pp=where.pp,

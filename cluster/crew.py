@@ -21,6 +21,11 @@ class Crew:
         self._leader = members[0]
 
     @property
+    def members(self) -> Sequence[Member]:
+        """In the order of ranks."""
+        return self._members
+
+    @property
     def up(self) -> bool:
         return self._leader.up
 
@@ -29,7 +34,7 @@ class Crew:
         whoever failed first."""
         assert isinstance(config, WorkerConfig)
         if len(self._members) == 1:
-            return await self._leader.start(config)
+            return await self._leader.start(config)  # which has it watched
         meeting = await self._leader.begin("meet", config)
         starts = [asyncio.create_task(self._leader.start(config))]
         for rank, member in enumerate(self._members[1:], 1):
@@ -40,6 +45,8 @@ class Crew:
         finally:
             for task in starts:  # those that wait for one that failed would wait for long
                 task.cancel()
+        for member in self._members[1:]:
+            member.watch()
         return where
 
     async def death(self) -> str:
@@ -55,6 +62,10 @@ class Crew:
     async def _death(self, rank: int) -> str:
         reason = await self._members[rank].death()
         return reason if len(self._members) == 1 else f"rank {rank}: {reason}"
+
+    def give_up(self, reason: str) -> None:
+        """Somebody has seen that it is of no use any more: it counts as dead."""
+        self._leader.give_up(reason)
 
     async def call(self, method: str, *arguments: object) -> Any:
         """Call a method of the one that leads; None where it is dead."""

@@ -1,8 +1,10 @@
 """The router and the workers as the supervisor knows them: their configurations and actors."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -11,24 +13,44 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from penstock.cluster.actors import RouterActor, WorkerActor
 from penstock.cluster.crew import Crew
 from penstock.cluster.member import Member
-from penstock.cluster.notices import Notice, Progress, Report
+from penstock.cluster.notices import News, Notice, Progress, Report, Stuck
 from penstock.cluster.placement import ROUTER_CPUS, CannotPlace, WorkerPlace, free
 from penstock.cluster.session import free_nodes
 from penstock.router.config import RouterConfig
-from penstock.router.state import ClusterState, Scaling
+from penstock.router.roles import Book
+from penstock.router.state import ClusterState, RouterState, Scaling
 from penstock.workers.config import WorkerConfig
 
 SECONDS_TO_PLACE = 60  # for Ray to grant what is free
-SECONDS_TO_SAY_SO = 5.0  # for a worker that has drained
+SECONDS_TO_SAY_WHY = 5  # what a worker waits for
+SECONDS_TO_SAY_SO = 5.0  # for one that has drained
 
 # A call of an actor is never repeated by Ray, and an actor is replaced by us only.
 _OURS = {"max_restarts": 0, "max_task_retries": 0}
 
 
-class HostedRouter:
-    """The router, and what every one of its processes must know: where the workers are."""
+class Listener(Protocol):
+    """Who is told where workers are, and which of them do not get on."""
 
-    title = "router 0"
+    give_up: dict[str, Callable[[str], None]]  # of each worker, by name
+
+    @property
+    def with_events(self) -> bool: ...
+
+    async def worker_came(self, name: str, address: str) -> None: ...
+
+    async def worker_left(self, name: str) -> None: ...
+
+    async def worker_went(self, name: str) -> None: ...
+
+
+class HostedRouter:
+    """A router, and what every one of its processes must know: where the workers are, and what
+    operators made of them.
+
+    Args:
+        roles: shared by all routers of a cluster, so that each hears what another was told.
+    """
 
     def __init__(
         self,
@@ -36,21 +58,31 @@ class HostedRouter:
         report: Report,
         own_node: bool = False,
         with_events: bool = False,
+        roles: Book | None = None,
     ) -> None:
+        self.title = config.name.replace("-", " ")
         self.config = config
         self.with_events = with_events  # its log, and that of its workers
+        self.given_up = False
         self._resources = {"router": 1} if own_node else {}
         self.ready = asyncio.Event()
         self.listening = ("", "")  # addresses of HTTP and of gRPC
         self.member: Member | None = None
+        self.give_up: dict[str, Callable[[str], None]] = {}  # of each worker, by name
         self._report = report
         self._addresses: dict[str, str] = {}  # of the workers that are ready
+        self._roles = roles or Book()
 
     def make(self) -> Member:
         remote = ray.remote(num_cpus=ROUTER_CPUS, resources=self._resources, **_OURS)(RouterActor)
         actor = remote.remote(self.title, self.with_events)
-        self.member = Member(self.title, actor, self._report)
+        self.member = Member(self.title, actor, self._heard, self.config.hang_seconds)
         return self.member
+
+    def _heard(self, title: str, news: News) -> None:
+        self._report(title, news)
+        if isinstance(news, Stuck) and news.worker in self.give_up:
+            self.give_up[news.worker](f"it is stuck: {news.reason}")
 
     async def came(self, where: tuple[str, str]) -> None:
         self.listening = where
@@ -77,20 +109,38 @@ class HostedRouter:
         state: ClusterState | None = None
         if self.member is not None and self.member.up:
             state = await self.member.call("look")
+        if state is not None and not self._roles.hear(state.roles):
+            await self._tell()
         return state
 
-    async def tell_scaling(self, scaling: Scaling) -> None:
-        """What is done about the pools' sizes, for the router to show."""
+    async def tell(self, scaling: Scaling, routers: Sequence[RouterState]) -> None:
+        """What is done about the pools' sizes, and how all routers are, for this one to show."""
         if self.member is not None and self.member.up:
-            await self.member.call("set_scaling", scaling)
+            await self.member.call("tell", scaling, list(routers))
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new; what runs has so many seconds."""
+        if self.member is not None and self.member.up:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds + SECONDS_TO_SAY_SO):
+                    await self.member.call("drain", seconds)
+
+    async def stop(self) -> None:
+        if self.member is not None:
+            await self.member.stop()
+            self.member = None
 
     async def worker_went(self, name: str) -> None:
-        if self._addresses.pop(name, None) is not None and self.member is not None:
+        gone = self._addresses.pop(name, None) is not None
+        # One that is being started will be told who is there, by then.
+        if gone and self.member is not None and self.member.up:
             await self.member.call("worker_died", name)
 
     async def _tell(self) -> None:
         if self.member is not None and self.member.up:
             await self.member.call("set_workers", dict(self._addresses))
+            if self._roles.said:
+                await self.member.call("set_roles", dict(self._roles.said))
 
 
 class HostedWorker:
@@ -99,12 +149,12 @@ class HostedWorker:
     Args:
         place: who it is, and what it holds.
         config: what it is started with.
-        router: told when it comes and goes.
+        router: told when it comes and goes; or all routers.
         report: told what its processes say.
     """
 
     def __init__(
-        self, place: WorkerPlace, config: WorkerConfig, router: HostedRouter, report: Report
+        self, place: WorkerPlace, config: WorkerConfig, router: Listener, report: Report
     ) -> None:
         self.title = place.title
         self.name = place.name
@@ -127,6 +177,9 @@ class HostedWorker:
             if await asyncio.to_thread(self._group.wait, 1):
                 return
             waited += 1
+            if waited == SECONDS_TO_SAY_WHY:
+                missing = f"waiting for its place: no node has {_amounts(self._place)} free"
+                self._report(self.title, Progress(missing))
         asked = " + ".join(map(str, self._place.bundles))
         raise CannotPlace(f"Ray has no room for {self.title} ({asked}); {free(free_nodes())}")
 
@@ -154,6 +207,7 @@ class HostedWorker:
     def make(self) -> Crew:
         place = self._place
         self.member = Crew([self._make_rank(rank) for rank in range(place.tp * place.pp)])
+        self._router.give_up[self.name] = self.member.give_up
         return self.member
 
     def _make_rank(self, rank: int) -> Member:
@@ -167,7 +221,8 @@ class HostedWorker:
         title = f"{self.title}, rank {rank}"
         # What the others tell of their start is what the first one tells.
         report = self._report if rank == 0 else _without_progress(self._report)
-        return Member(self.title, remote.remote(title, self._router.with_events), report)
+        actor = remote.remote(title, self._router.with_events)
+        return Member(self.title, actor, report, self.config.hang_seconds)
 
     async def came(self, where: str) -> None:
         await self._router.worker_came(self.name, where)
@@ -176,7 +231,13 @@ class HostedWorker:
 
     async def went(self) -> None:
         self.member, self.serves = None, False
+        self._router.give_up.pop(self.name, None)
         await self._router.worker_went(self.name)
+
+
+def _amounts(place: WorkerPlace) -> str:
+    """What one of its bundles asks for, in words."""
+    return ", ".join(f"{what} {amount:g}" for what, amount in place.bundles[0].items())
 
 
 def _without_progress(report: Report) -> Report:

@@ -1,6 +1,6 @@
 """What a supervisor tells of its cluster, for a person or a log to show."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -44,9 +44,10 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """It will not be started again."""
+    """Its starts keep failing: its place may be filled again in `delay` seconds."""
 
     reason: str
+    delay: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Serving:
 
     http: str
     grpc: str
+    others: Sequence[tuple[str, str]] = ()  # the same of the routers after the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,15 @@ class Decided:
     text: str
 
 
-News: TypeAlias = Progress | LogLine
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A router says of a worker: it answers, but does not get on."""
+
+    worker: str
+    reason: str
+
+
+News: TypeAlias = Progress | LogLine | Stuck
 """What a process tells of itself."""
 
 Notice: TypeAlias = News | Ready | Died | GivenUp | Serving | Draining | Decided

@@ -116,7 +116,8 @@ def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
             _as_place(wish, 0.0, {wish.role: float(wish.ranks)}, is_patient=True) for wish in wishes
         ]
     rooms = [_Room(node.name, node.cpus, node.gpus) for node in nodes]
-    _take_router(rooms, nodes)
+    for _ in range(spec.routers):
+        _take_router(rooms, nodes)
     # The first ones first; of them those that ask for most, then first come: the usual way to pack
     # tightly.
     for wish in sorted(
@@ -130,7 +131,8 @@ def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
                 f"(others were placed before it); {free(nodes)}: ask for less, or for fewer workers"
             )
     share = min((room.share for room in rooms if room.num_sharing), default=0.0)
-    return [_as_place(wish, share, is_patient=wish.may_wait) for wish in wishes]
+    spare = ROUTER_CPUS * spec.routers
+    return [_as_place(wish, share, is_patient=wish.may_wait, spare=spare) for wish in wishes]
 
 
 def _wish(pool: PoolSpec, role: str, index: int, have_gpus: bool) -> _Wish:
@@ -141,7 +143,7 @@ def _wish(pool: PoolSpec, role: str, index: int, have_gpus: bool) -> _Wish:
 def _take_router(rooms: list[_Room], nodes: Sequence[Node]) -> None:
     room = max(rooms, key=lambda room: room.cpus, default=None)
     if room is None or room.cpus < ROUTER_CPUS:
-        raise CannotPlace(f"the router asks {ROUTER_CPUS} CPUs; {free(nodes)}")
+        raise CannotPlace(f"a router asks {ROUTER_CPUS} CPUs; {free(nodes)}")
     room.cpus -= ROUTER_CPUS
 
 
@@ -188,15 +190,19 @@ def _fits(wish: _Wish, room: _Room) -> bool:
 
 
 def _as_place(
-    wish: _Wish, share: float, more: Mapping[str, float] = _NOTHING, is_patient: bool = False
+    wish: _Wish,
+    share: float,
+    more: Mapping[str, float] = _NOTHING,
+    is_patient: bool = False,
+    spare: float = 0.0,
 ) -> WorkerPlace:
     # Down to what Ray counts in, with a little left for its rounding.
-    cpus = wish.cpus if wish.cpus is not None else int(share * 100) / 100
+    cpus = wish.cpus if wish.cpus is not None else int(share * 100 + 1e-6) / 100
     bundle = {"CPU": cpus * wish.ranks} | dict(more)
     if wish.gpus:
         bundle["GPU"] = float(wish.gpus * wish.ranks)
-    # What the router holds it seldom uses: two cores and one worker make two threads.
-    usable = cpus if wish.cpus is not None else cpus + ROUTER_CPUS + 1e-9
+    # What routers hold they seldom use: two cores and one worker make two threads.
+    usable = cpus if wish.cpus is not None else cpus + spare + 1e-9
     pool = wish.pool
     return WorkerPlace(
         role=wish.role,

@@ -1,4 +1,7 @@
-"""How a worker that died is replaced: at once, later, or no more. Pure: times come as arguments."""
+"""How a worker that died is replaced: at once, later, or much later, once it has been given up.
+
+Pure: times come as arguments.
+"""
 
 from dataclasses import dataclass
 
@@ -6,6 +9,8 @@ STEADY_SECONDS = 60.0  # a worker that lived so long starts with a clean record
 FIRST_DELAY = 0.5
 LONGEST_DELAY = 30.0
 MAX_FAILED_STARTS = 3  # in a row
+FIRST_PAUSE = 60.0  # after a worker was given up
+LONGEST_PAUSE = 900.0
 
 
 @dataclass(slots=True)
@@ -32,3 +37,15 @@ class Restarts:
         if self.deaths <= 1:
             return 0.0
         return min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(self.deaths - 2, 16))
+
+
+@dataclass(slots=True)
+class Retries:
+    """The record of one place: how often in a row the worker in it was given up."""
+
+    given_up: int = 0
+
+    def after_giving_up(self, served: bool) -> float:
+        """Seconds until the place may be filled again; `served`: whether the worker had before."""
+        self.given_up = 1 if served else self.given_up + 1
+        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.given_up - 1, 16))

@@ -19,6 +19,7 @@ from penstock.cluster.autoscaler import (
 from penstock.cluster.placement import CannotPlace, Node, WorkerPlace
 from penstock.cluster.slots import Phase
 from penstock.cluster.spec import ROLES, ClusterSpec
+from penstock.cluster.starts import Starts
 from penstock.router import state as told
 
 NOTES = 10
@@ -71,12 +72,14 @@ class Sight:
     def __init__(self) -> None:
         self._counted = 0  # prompt tokens, when the router was last looked at
         self._uncached = 0.0  # of all that arrived
+        self._starts = Starts()
 
     def pools(self, state: told.ClusterState, phases: Phases, now: float) -> dict[str, PoolState]:
         """The pools as they are at `now`, on any clock that never goes back."""
         numbers = {each.worker: each.numbers for each in state.workers}
         queues = {each.pool: each for each in state.pools}
         self._arrive(state)
+        self._starts.see(phases, now)
         return {
             pool: PoolState(
                 workers=[
@@ -85,10 +88,12 @@ class Sight:
                     if phase is Phase.SERVING
                 ],
                 pending=_count(of.values(), Phase.PENDING),
-                draining=_count(of.values(), Phase.LEAVING),
+                # What is lent holds its GPUs, and is of no use here.
+                draining=_count(of.values(), Phase.LEAVING, Phase.LENT),
                 waiting=queues[pool].queued if pool in queues else state.waiting,
                 waiting_tokens=queues[pool].queued_tokens if pool in queues else 0,
                 arrived_tokens=int(self._uncached) if _takes_prompts(pool, phases) else 0,
+                cold_start=self._starts.usual(pool),
             )
             for pool, of in phases.items()
         }
@@ -143,6 +148,13 @@ class Sizes:
         return scaling_of(decisions, self._limits, phases, tuple(self._notes))
 
 
+def lent_of(state: told.ClusterState, places: Sequence[WorkerPlace]) -> frozenset[str]:
+    """The workers that an operator gave another role than their place has."""
+    own = {each.name: each.role for each in places}
+    given = {name: each.role for name, each in state.roles.items() if name in own}
+    return frozenset(name for name, role in given.items() if role != own[name])
+
+
 def busy_of(state: told.ClusterState) -> dict[str, float]:
     """How much each worker has to do."""
     return {
@@ -159,16 +171,21 @@ def scaling_of(
     notes: Sequence[told.DecisionNote],
 ) -> told.Scaling:
     """What is told of the pools' sizes."""
+
+    def lent(pool: str) -> int:
+        return _count(phases[pool].values(), Phase.LENT)
+
     pools = [
         told.PoolScaling(
             pool=each.pool,
             least=limits[each.pool].least,
             most=limits[each.pool].most,
-            desired=each.desired,
+            desired=min(each.desired, len(phases[each.pool]) - lent(each.pool)),
             pending=_count(phases[each.pool].values(), Phase.PENDING),
             draining=_count(phases[each.pool].values(), Phase.LEAVING),
             reason=each.reason,
             held_by=each.blocked_by,
+            given_up=_count(phases[each.pool].values(), Phase.SPOILT),
         )
         for each in decisions
     ]
@@ -192,8 +209,8 @@ def _load(name: str, numbers: told.WorkerNumbers | None, pool: str, now: float) 
     )
 
 
-def _count(phases: Collection[Phase], phase: Phase) -> int:
-    return sum(each is phase for each in phases)
+def _count(phases: Collection[Phase], *counted: Phase) -> int:
+    return sum(each in counted for each in phases)
 
 
 def _takes_prompts(pool: str, phases: Phases) -> bool:

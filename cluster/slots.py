@@ -15,7 +15,8 @@ class Phase(Enum):
     PENDING = "pending"  # a worker that does not serve yet, or not again yet
     SERVING = "serving"
     LEAVING = "leaving"  # one that drains; the place is not free before it has gone
-    SPOILT = "spoilt"  # its worker was given up: it is not filled again
+    LENT = "lent"  # one that an operator gave another role: nobody but an operator ends it
+    SPOILT = "spoilt"  # its worker was given up: it is not filled again for a while
 
 
 @dataclass(frozen=True, slots=True)

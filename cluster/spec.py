@@ -38,6 +38,9 @@ class RouterSpec:
     )
     api_keys_file: str | None = knob(None, "file with more keys, one a line")
     max_queued: int = knob(1024, "requests that may wait", 1)
+    lost_seconds: float = knob(
+        10.0, "a worker that says nothing for so long is lost, and its streams go on elsewhere", 3
+    )
     drain_seconds: float = knob(30.0, "time for running requests when asked to stop", 0, 86400)
     vllm_metrics: bool = knob(False, "tell the metrics under vLLM's names too")
 
@@ -57,6 +60,15 @@ class EngineSpec:
     )
     deterministic: bool = knob(
         False, "the same request gives the same bytes, whatever else is served (CPU)"
+    )
+    canary_seconds: float = knob(
+        10.0, "an idle worker decodes a token of its own so often, to show that it can", 0.1, 3600
+    )
+    hang_seconds: float = knob(
+        30.0, "a step, or an answer to the supervisor, may take so long; then it is replaced", 1
+    )
+    bundles: str | None = knob(
+        None, "folder for what is left of a worker that hung; by default among temporary files"
     )
 
 
@@ -154,6 +166,12 @@ class ClusterSpec:
     engine: EngineSpec = EngineSpec()
     pools: Pools = DEFAULT_POOLS
     scaling: ScalingSpec = ScalingSpec()
+    routers: int = knob(
+        1,
+        "routers, each with ports of its own: the first has those given, the next one more",
+        1,
+        64,
+    )
     log_format: Literal["text", "keys", "json"] = knob(
         "text", "of what is told: for people, or a line an event as key=value or JSON"
     )
@@ -162,9 +180,7 @@ class ClusterSpec:
     )
 
     def __post_init__(self) -> None:
-        router = self.router
-        if router.http_port == router.grpc_port != 0:
-            raise SpecError(f"router: HTTP and gRPC cannot share port {router.http_port}")
+        self._check_ports()
         for role in ROLES if self.pool_nodes else ():
             pool = getattr(self.pools, role)
             for name in ("cpus", "gpus"):
@@ -173,6 +189,30 @@ class ClusterSpec:
                         f"pools.{role}.{name}: say how many a rank has: with pool_nodes the nodes "
                         "that would tell may not be there yet"
                     )
+
+    def ports(self, router: int) -> tuple[int, int]:
+        """Of HTTP and gRPC of the router of that number; 0: any free one.
+
+        On nodes of their own all have the same.
+        """
+        after = 0 if self.pool_nodes else router
+        http, grpc = self.router.http_port, self.router.grpc_port
+        return http and http + after, grpc and grpc + after
+
+    def _check_ports(self) -> None:
+        http, grpc = self.router.http_port, self.router.grpc_port
+        last = max(self.ports(self.routers - 1))
+        if last > 65535:
+            raise SpecError(f"routers: the last of {self.routers} would have port {last}")
+        if not (http and grpc):
+            return
+        if http == grpc:
+            raise SpecError(f"router: HTTP and gRPC cannot share port {http}")
+        if not self.pool_nodes and abs(http - grpc) < self.routers:
+            raise SpecError(
+                f"routers: {self.routers} take as many ports from {http} on for HTTP and from "
+                f"{grpc} on for gRPC: keep those {self.routers} apart"
+            )
 
 
 def read_file(path: Path) -> dict[str, Any]:

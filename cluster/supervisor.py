@@ -14,10 +14,13 @@ from penstock.cluster.keeper import keep
 from penstock.cluster.member import StartFailed
 from penstock.cluster.notices import Decided, Draining, GivenUp, LogLine, Report, Serving
 from penstock.cluster.placement import WorkerPlace, place
-from penstock.cluster.scaling import Phases, Sizes, busy_of
+from penstock.cluster.restarts import Retries
+from penstock.cluster.routers import Routers
+from penstock.cluster.scaling import Phases, Sizes, busy_of, lent_of
 from penstock.cluster.session import first_line, free_nodes
 from penstock.cluster.spec import ClusterSpec
 from penstock.cluster.workforce import Workforce
+from penstock.router.roles import Book
 
 SECONDS_BETWEEN_DECISIONS = 2.0
 
@@ -40,12 +43,25 @@ class Supervisor:
         self._model = model
         nodes = free_nodes()
         places = place(spec, nodes)
+        self._places = places
+        self._lent: frozenset[str] = frozenset()  # workers that an operator gave another role
         self._sizes = Sizes(spec, places, nodes)
         self._drain_seconds = spec.router.drain_seconds
         self._report = report
-        config = router_config(spec, model, self._token)
         with_events = spec.log_format != "text"
-        self._router = HostedRouter(config, report, spec.pool_nodes, with_events)
+        roles = Book()
+        self._routers = Routers(
+            [
+                HostedRouter(
+                    router_config(spec, model, self._token, number),
+                    report,
+                    spec.pool_nodes,
+                    with_events,
+                    roles,
+                )
+                for number in range(spec.routers)
+            ]
+        )
         self._pools = {
             role: Workforce(
                 [each for each in places if each.role == role],
@@ -61,17 +77,29 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = False
 
+    @property
+    def router(self) -> HostedRouter:
+        """The first one."""
+        return self._routers.all[0]
+
+    @property
+    def workers(self) -> list[HostedWorker]:
+        """Those that there are, in whatever state."""
+        there = [worker for pool in self._pools.values() for worker in pool.workers]
+        return [worker for worker in there if isinstance(worker, HostedWorker)]
+
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then drain and end everything.
 
         Raises:
             CannotPlace: Ray did not grant what seemed free.
-            StartFailed: a process did not get ready at first, or too few are left to serve.
+            StartFailed: a process did not get ready at first, or no router again.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                self._spawn(self._keep_router())
+                for router in self._routers.all:
+                    self._spawn(self._keep_router(router))
                 for role, pool in self._pools.items():
                     pool.aim(self._sizes.desired[role], {})
                 self._spawn(self._serve())
@@ -88,7 +116,7 @@ class Supervisor:
         # What comes later waits for its place: a cluster that serves does not fall for it.
         where = replace(where, is_patient=where.is_patient or self._serving)
         config = worker_config(self._spec, self._model, self._token, where)
-        return HostedWorker(where, config, self._router, self._report)
+        return HostedWorker(where, config, self._routers, self._report)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._group is not None, "nothing is begun before it runs"
@@ -97,24 +125,34 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _keep_router(self) -> None:
-        raise await keep(self._router, self._report)
+    async def _keep_router(self, router: HostedRouter) -> None:
+        retries = Retries()
+        while True:
+            failure = await keep(router, self._report)
+            router.given_up = True
+            if not self._serving or self._routers.is_lost:
+                raise failure
+            seconds = retries.after_giving_up(served=router.ready.is_set())
+            self._report(router.title, GivenUp(failure.reason, seconds))
+            await asyncio.sleep(seconds)
+            router.given_up = False
 
-    def _given_up(self, title: str, failure: StartFailed) -> None:
+    def _given_up(self, title: str, failure: StartFailed, seconds: float) -> None:
         # Before the first answer it is the person at the terminal who must act.
-        if not self._serving or all(pool.is_spoilt for pool in self._pools.values()):
+        if not self._serving:
             raise failure
-        self._report(title, GivenUp(failure.reason))
+        self._report(title, GivenUp(failure.reason, seconds))
 
     async def _serve(self) -> None:
         """Wait until everything is ready, say so, then keep the pools at their sizes."""
         first = [worker for pool in self._pools.values() for worker in pool.workers]
-        for ready in (self._router.ready, *(worker.ready for worker in first)):
-            await ready.wait()
-        if self._router.member is not None:
-            await self._router.member.call("has_workers", len(first))
+        await self._routers.ready()
+        for worker in first:
+            await worker.ready.wait()
+        await self._routers.have_workers(len(first))
         self._serving = True
-        self._report("", Serving(*self._router.listening))
+        (http, grpc), *others = self._routers.listening
+        self._report("", Serving(http, grpc, others))
         wrong = ""
         while True:
             try:
@@ -125,29 +163,28 @@ class Supervisor:
             await asyncio.sleep(SECONDS_BETWEEN_DECISIONS)
 
     async def _size(self) -> None:
-        state = await self._router.look()
+        state = await self._routers.look()
         if state is None:
             return
+        self._lent = lent_of(state, self._places)
         decisions = self._sizes.decide(state, self._phases(), asyncio.get_running_loop().time())
         busy = busy_of(state)
         for decision in decisions:
-            self._pools[decision.pool].aim(decision.desired, busy)
+            self._pools[decision.pool].aim(decision.desired, busy, self._lent)
         for note in self._sizes.note(decisions, time.time()):
             self._report("", Decided(note.pool, note.text))
-        await self._router.tell_scaling(self._sizes.told(decisions, self._phases()))
+        await self._routers.tell(self._sizes.told(decisions, self._phases()))
 
     def _phases(self) -> Phases:
-        return {role: pool.phases() for role, pool in self._pools.items()}
+        return {role: pool.phases(self._lent) for role, pool in self._pools.items()}
 
     async def _drain(self) -> None:
-        if self._router.member is not None and self._router.member.up:
+        if any(router.member is not None and router.member.up for router in self._routers.all):
             self._report("", Draining(self._drain_seconds))
-            await self._router.member.call("drain", self._drain_seconds)
+            await self._routers.drain(self._drain_seconds)
 
     async def _end(self) -> None:
-        # The router first: its workers then see their streams end in order.
-        if self._router.member is not None:
-            await self._router.member.stop()
-            self._router.member = None
+        # The routers first: their workers then see their streams end in order.
+        await self._routers.stop()
         workers = [worker for pool in self._pools.values() for worker in pool.workers]
         await asyncio.gather(*(worker.leave() for worker in workers))

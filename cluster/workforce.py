@@ -1,7 +1,7 @@
 """The workers of one pool: made, kept alive, and let go once they have drained."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ from penstock.cluster.keeper import Hosted, keep
 from penstock.cluster.member import StartFailed
 from penstock.cluster.notices import Progress, Report
 from penstock.cluster.placement import WorkerPlace
+from penstock.cluster.restarts import Retries
 from penstock.cluster.slots import Phase, change
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -69,8 +70,9 @@ class Workforce:
         spawn: runs what goes on beside; an exception there ends everything.
         drain_seconds: for a worker that is to leave.
         report: told what happens.
-        given_up: told the title of a worker that cannot be started, and why; what it raises ends
-            everything.
+        given_up: told the title of a worker that cannot be started, why, and in how many seconds
+            its place may be filled again; what it raises ends everything.
+        pause: waits those seconds.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class Workforce:
         spawn: Spawn,
         drain_seconds: float,
         report: Report,
-        given_up: Callable[[str, StartFailed], None],
+        given_up: Callable[[str, StartFailed, float], None],
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._places = places
         self._make = make
@@ -88,32 +91,38 @@ class Workforce:
         self._drain_seconds = drain_seconds
         self._report = report
         self._given_up = given_up
+        self._pause = pause
         self._posts: dict[str, _Post] = {}
+        self._retries = {place.name: Retries() for place in places}
 
     @property
     def workers(self) -> Sequence[Worker]:
         """Those that there are, in whatever state."""
         return [post.worker for post in self._posts.values()]
 
-    @property
-    def is_spoilt(self) -> bool:
-        """No place is left that could be filled."""
-        return all(phase is Phase.SPOILT for phase in self.phases().values())
+    def phases(self, lent: Collection[str] = ()) -> dict[str, Phase]:
+        """Of each place, by the name of the worker that it is for.
 
-    def phases(self) -> dict[str, Phase]:
-        """Of each place, by the name of the worker that it is for."""
+        `lent`: names of workers that have another role for now.
+        """
         posts = ((place.name, self._posts.get(place.name)) for place in self._places)
-        return {name: Phase.EMPTY if post is None else post.phase for name, post in posts}
+        phases = {name: Phase.EMPTY if post is None else post.phase for name, post in posts}
+        useful = (Phase.PENDING, Phase.SERVING)
+        return {
+            name: Phase.LENT if name in lent and phase in useful else phase
+            for name, phase in phases.items()
+        }
 
-    def aim(self, wanted: int, busy: Mapping[str, float]) -> None:
+    def aim(self, wanted: int, busy: Mapping[str, float], lent: Collection[str] = ()) -> None:
         """Begin what brings it to so many workers.
 
         Args:
-            wanted: those that leave already not counted.
+            wanted: those that leave already, and those lent, not counted.
             busy: how much each has to do, by name.
+            lent: names of workers that have another role for now: they stay.
         """
         numbered = {at: busy.get(place.name, 0.0) for at, place in enumerate(self._places)}
-        asked = change(list(self.phases().values()), wanted, numbered)
+        asked = change(list(self.phases(lent).values()), wanted, numbered)
         for at in asked.fill:
             self._fill(self._places[at])
         for at in asked.leave:
@@ -123,14 +132,17 @@ class Workforce:
 
     def _fill(self, place: WorkerPlace) -> None:
         post = self._posts[place.name] = _Post(self._make(place))
-        post.task = self._spawn(self._keep(post))
+        post.task = self._spawn(self._keep(place.name, post))
 
-    async def _keep(self, post: _Post) -> None:
+    async def _keep(self, name: str, post: _Post) -> None:
         await post.worker.reserve()
         failure = await keep(post.worker, self._report)
         post.is_spoilt = True
         post.worker.release()
-        self._given_up(post.worker.title, failure)
+        seconds = self._retries[name].after_giving_up(served=post.worker.ready.is_set())
+        self._given_up(post.worker.title, failure, seconds)
+        await self._pause(seconds)
+        del self._posts[name]  # free: whoever aims next may fill it
 
     async def _let_go(self, name: str) -> None:
         post = self._posts[name]

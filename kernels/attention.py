@@ -67,8 +67,8 @@ def plan_attention(
     query_starts: [B + 1], context_lens: [B] (this step's tokens included), block_tables: [B, M]
     (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
     dtype and device; window: positions that a token sees, itself included; 0: all; one_path: a
-    token of a chunk gets the same bits as a decoded one (ValueError where there is no such form;
-    there is none in kernels yet); shares_prefix: whether kernels may read a prefix that all
+    token gets the same bits in a chunk, by itself and in any batch (ValueError where there is no
+    such form); shares_prefix: whether kernels may read a prefix that all
     sequences share once for all, which makes the last bits of a sequence depend on its company.
     ValueError where these cannot be.
     """
@@ -76,13 +76,12 @@ def plan_attention(
     check_batch(query_starts, context_lens, block_tables, layer.shape[1], layer.shape[3])
     num_tokens = int(query_starts[-1])
     if runs_kernel(layer):
-        if one_path:
-            raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
         lengths, prefix = np.diff(query_starts), 0
-        if shares_prefix and not window and len(lengths) >= SHARING_TOKENS and (lengths == 1).all():
+        shares = shares_prefix and not (one_path or window)
+        if shares and len(lengths) >= SHARING_TOKENS and (lengths == 1).all():
             prefix = _shared_positions(context_lens, block_tables, layer.shape[3])
         form = TiledPlan.of(
-            query_starts, context_lens, block_tables, layer.device, window, prefix
+            query_starts, context_lens, block_tables, layer.device, window, prefix, one_path
         )  # fmt: skip
         return AttentionPlan(form, layer, num_tokens)
     plain_form("attention", layer.device, f"{layer.dtype}, {layer.shape[4]} features")
@@ -101,6 +100,7 @@ def device_plan(
     max_query: int,
     max_context: int,
     window: int = 0,
+    one_path: bool = False,
 ) -> AttentionPlan:
     """As `plan_attention`, for kernels, of int32 tensors on the layer's device.
 
@@ -111,7 +111,8 @@ def device_plan(
     _check_layer(layer)
     batch = Batch(query_starts, context_lens, block_tables)
     check_device_batch(batch, layer, max_context)
-    form = TiledPlan(batch, (query_starts, context_lens), max_query, max_context, window)
+    lengths = query_starts, context_lens
+    form = TiledPlan(batch, lengths, max_query, max_context, window, one_path=one_path)
     return AttentionPlan(form, layer, "T")
 
 
@@ -275,6 +276,8 @@ def aot_cases() -> Iterator[AotCase]:
     yield _aot_case("llama 8b", bf16, bf16, (8, 4, 128), 512, 0, PLAIN)
     yield _aot_case("gemma 2", bf16, bf16, (4, 2, 256), 512, 4096, Scores(cap=50.0))
     yield _aot_case("gpt-oss, fp16", half, half, (8, 8, 64), 1, 128, Scores(sinks=meta(64)))
+    for name, sizes, window in (("llama 8b", (8, 4, 128), 0), ("gemma 2", (4, 2, 256), 4096)):
+        yield _aot_case(f"{name}, one path", bf16, bf16, sizes, 512, window, PLAIN, one_path=True)
     yield _aot_case("llama 8b, fp8 cache", bf16, E4M3, (8, 4, 128), 1, 0, PLAIN)
     yield AotCase("llama 1b, shared prefix", _aot_prefix, ("attend_tiles",), ("attend_tiles",))
 
@@ -287,6 +290,7 @@ def _aot_case(
     max_query: int,
     window: int,
     scores: Scores,
+    one_path: bool = False,
 ) -> AotCase:
     num_heads, group, head_dim = sizes
 
@@ -294,7 +298,7 @@ def _aot_case(
         layer = meta(2, 1024, num_heads, 16, head_dim, dtype=cached)
         starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
         tables = meta(32, 256, dtype=torch.int32)
-        plan = device_plan(starts, contexts, tables, layer, max_query, 4096, window)
+        plan = device_plan(starts, contexts, tables, layer, max_query, 4096, window, one_path)
         scales = meta(2, num_heads, dtype=torch.float32) if cached == E4M3 else None
         query = meta(512, (group + 2) * num_heads, head_dim, dtype=dtype)[:, : group * num_heads]
         paged_attention(query, layer, plan, scores, scales)

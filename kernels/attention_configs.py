@@ -74,3 +74,13 @@ def part_tiles(chip: Chip, width: int, itemsize: int, group: int, cached: int) -
     if cached == 1:  # as many bytes a tile as of 16 bits
         return Tiles(rows, 128, 4, 2)
     return Tiles(rows, 64, 4, 2 if _family(chip) == "little" else 3)
+
+
+def fixed_tiles(chip: Chip, width: int, itemsize: int) -> Tiles:
+    """Of chunks and single tokens alike, so that both have the same arithmetic; with room for the
+    sums of a part beside those of all parts."""
+    found = chunk_tiles(chip, width, itemsize)
+    if itemsize == 4:
+        return found
+    rows, columns = min(found.rows, 64 if width <= 256 else 16), min(found.columns, 64)
+    return Tiles(rows, columns, 4 if width <= 128 else 8, found.num_stages)

@@ -11,6 +11,11 @@ A long chunk's tile passes over all that it sees (SPLIT = 0). Few rows would lea
 idle, so their positions are cut at fixed multiples of SPLIT, one program a part; `merge_parts` puts
 the parts together. Where the cuts are, and every order of sums, is a matter of the sequence alone.
 
+With IN_TURN a long chunk's tile is cut likewise: it takes one part after another, each summed by
+itself, and adds them up as `merge_parts` does with BLOCK_P = 1. With tiles of one size, and without
+products fused into sums (which each place in a program may do in its own way), a token then gets
+the same bits in a chunk as by itself.
+
 Powers are of two: scores are taken times log2(e). Where nothing was seen the greatest score is
 MASKED: finite, so that no infinity is taken from another.
 """
@@ -48,6 +53,7 @@ def attend_tiles(  # noqa: C901
     TAIL: tl.constexpr,  # 0: keys and values are apart
     WINDOW: tl.constexpr,  # positions seen; 0: all
     SPLIT: tl.constexpr,  # positions a part, a multiple of BLOCK_N; 0: all at once
+    IN_TURN: tl.constexpr,  # whether one program takes all parts; else it takes one
     ALL_MERGED: tl.constexpr,  # whether even a sequence of one part is merged
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -64,7 +70,7 @@ def attend_tiles(  # noqa: C901
     first_token = tl.load(query_starts + sequence)
     num_tokens = tl.load(query_starts + sequence + 1) - first_token
     context = tl.load(context_lens + sequence)
-    if SPLIT:
+    if SPLIT and not IN_TURN:
         first_row = tl.program_id(2) * BLOCK_M
         if first_row >= num_tokens * G:
             return
@@ -93,7 +99,11 @@ def attend_tiles(  # noqa: C901
     latest = tl.minimum(before + (first_row + BLOCK_M - 1) // G, context - 1)
     low = tl.maximum(earliest - WINDOW + 1, 0) if WINDOW else 0
     high = latest + 1
-    if SPLIT:
+    first_turn, num_turns = 0, 1
+    if IN_TURN:
+        first_turn = low // SPLIT
+        num_turns = (high + SPLIT - 1) // SPLIT - first_turn
+    elif SPLIT:
         low = tl.maximum(low, which * SPLIT)
         high = tl.minimum(high, (which + 1) * SPLIT)
     begin = low // BLOCK_N * BLOCK_N
@@ -115,59 +125,78 @@ def attend_tiles(  # noqa: C901
     most = tl.full((BLOCK_M,), MASKED, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # Three stretches: the window's edge, what every row sees and needs no mask, the causal edge.
-    # A part is short and waits for memory, a wide tile has no registers left: one masked stretch.
-    for stretch in tl.static_range(2 if SPLIT or TAIL else (0 if WINDOW else 1), 3):
-        if SPLIT or TAIL:
-            start, stop = begin, high
-        elif stretch == 0:
-            start, stop = begin, tl.minimum(all_low, high)
-        elif stretch == 1:
-            start, stop = all_low, all_high
-        else:
-            start, stop = all_high, high
-        for at in tl.range(start, stop, BLOCK_N):
-            columns = at + tl.arange(0, BLOCK_N)
-            if stretch == 1:
-                inside = tl.full((BLOCK_N,), True, tl.int1)
+    if IN_TURN:
+        all_most, all_total, all_acc = most, total, acc
+    for turn in range(0, num_turns):
+        if IN_TURN:
+            most = tl.full((BLOCK_M,), MASKED, tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        # Three stretches: the window's edge, what every row sees and needs no mask, the causal
+        # edge. A part is short, a wide tile has no registers left: one masked stretch.
+        for stretch in tl.static_range(2 if SPLIT or TAIL else (0 if WINDOW else 1), 3):
+            if IN_TURN:
+                start = tl.maximum(begin, (first_turn + turn) * SPLIT)
+                stop = tl.minimum(high, (first_turn + turn + 1) * SPLIT)
+            elif SPLIT or TAIL:
+                start, stop = begin, high
+            elif stretch == 0:
+                start, stop = begin, tl.minimum(all_low, high)
+            elif stretch == 1:
+                start, stop = all_low, all_high
             else:
-                inside = (columns >= low) & (columns < high)
-            block = tl.load(table + columns // S, mask=inside, other=0).to(tl.int64)
-            kv_at = ((block * H + head) * S + columns % S) * (D + TAIL)
-            loaded = inside[:, None] & wide[None, :]
-            k = tl.load(layer + kv_at[:, None] + features[None, :], mask=loaded, other=0.0)
-            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-            if TAIL:
-                k_tail_at = layer + D + kv_at[:, None] + behind[None, :]
-                k_tail = tl.load(k_tail_at, mask=inside[:, None] & narrow[None, :], other=0.0)
-                s = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), s, input_precision="ieee")
-            s *= factor
-            if cap is not None:
-                s = (1 - 2 / (1 + tl.exp2(s * (2 * LOG2_E / cap)))) * (cap * LOG2_E)
-            if slopes is not None:
-                s += slope[:, None] * (columns[None, :] - positions[:, None])
-            if stretch != 1:
-                seen = columns[None, :] <= positions[:, None]
-                if WINDOW:
-                    seen &= columns[None, :] > positions[:, None] - WINDOW
-                s = tl.where(seen, s, float("-inf"))
-            higher = tl.maximum(most, tl.max(s, 1))
-            shares = tl.exp2(s - higher[:, None])
-            fade = tl.exp2(most - higher)
-            total = total * fade + tl.sum(shares, 1)
-            if TAIL:
-                v = k
-            else:
-                v_at = layer + side_stride + kv_at[:, None] + features[None, :]
-                v = tl.load(v_at, mask=loaded, other=0.0)
-            acc *= fade[:, None]
-            acc = tl.dot(shares.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-            most = higher
+                start, stop = all_high, high
+            for at in tl.range(start, stop, BLOCK_N):
+                columns = at + tl.arange(0, BLOCK_N)
+                if stretch == 1:
+                    inside = tl.full((BLOCK_N,), True, tl.int1)
+                else:
+                    inside = (columns >= low) & (columns < high)
+                block = tl.load(table + columns // S, mask=inside, other=0).to(tl.int64)
+                kv_at = ((block * H + head) * S + columns % S) * (D + TAIL)
+                loaded = inside[:, None] & wide[None, :]
+                k = tl.load(layer + kv_at[:, None] + features[None, :], mask=loaded, other=0.0)
+                s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+                if TAIL:
+                    k_tail_at = layer + D + kv_at[:, None] + behind[None, :]
+                    k_tail = tl.load(k_tail_at, mask=inside[:, None] & narrow[None, :], other=0.0)
+                    s = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), s, input_precision="ieee")
+                s *= factor
+                if cap is not None:
+                    s = (1 - 2 / (1 + tl.exp2(s * (2 * LOG2_E / cap)))) * (cap * LOG2_E)
+                if slopes is not None:
+                    s += slope[:, None] * (columns[None, :] - positions[:, None])
+                if stretch != 1:
+                    seen = columns[None, :] <= positions[:, None]
+                    if WINDOW:
+                        seen &= columns[None, :] > positions[:, None] - WINDOW
+                    s = tl.where(seen, s, float("-inf"))
+                higher = tl.maximum(most, tl.max(s, 1))
+                shares = tl.exp2(s - higher[:, None])
+                fade = tl.exp2(most - higher)
+                total = total * fade + tl.sum(shares, 1)
+                if TAIL:
+                    v = k
+                else:
+                    v_at = layer + side_stride + kv_at[:, None] + features[None, :]
+                    v = tl.load(v_at, mask=loaded, other=0.0)
+                acc *= fade[:, None]
+                acc = tl.dot(shares.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+                most = higher
 
-    if scales is not None:
-        acc *= tl.load(scales + H + head)
+        if scales is not None:
+            acc *= tl.load(scales + H + head)
+        if IN_TURN:
+            higher = tl.maximum(all_most, most)
+            fade, gain = tl.exp2(all_most - higher), tl.exp2(most - higher)
+            all_total = all_total * fade + total * gain
+            all_acc = all_acc * fade[:, None] + acc * gain[:, None]
+            all_most = higher
+
+    if IN_TURN:
+        most, total, acc = all_most, all_total, all_acc
     alone = not ALL_MERGED
-    if SPLIT and not ALL_MERGED:
+    if SPLIT and not (IN_TURN or ALL_MERGED):
         count = tl.load(item_starts + sequence + 1) - tl.load(item_starts + sequence)
         alone = count == 1
     if alone:
@@ -180,7 +209,7 @@ def attend_tiles(  # noqa: C901
         out_at = (first_token + tokens).to(tl.int64) * (H * G * D) + heads * D
         made = (acc / tl.where(present, total, 1.0)[:, None]).to(out.dtype.element_ty)
         tl.store(out + out_at[:, None] + features[None, :], made, mask=kept)
-    elif SPLIT:
+    elif SPLIT and not IN_TURN:
         part = (item * part_tokens + tokens).to(tl.int64) * (H * G) + heads
         tl.store(parts + part[:, None] * D + features[None, :], acc, mask=kept)
         tl.store(weights + part * 2, most, mask=present)
@@ -219,10 +248,6 @@ def merge_parts(
     for token in range(0, num_tokens):
         most = tl.full((1,), MASKED, tl.float32)
         total = tl.zeros((1,), tl.float32)
-        if sinks is not None:
-            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-            most = tl.maximum(most, sink)
-            total = tl.exp2(sink - most)
         acc = tl.zeros((BLOCK_D,), tl.float32)
         for at in range(0, count, BLOCK_P):
             numbers = at + tl.arange(0, BLOCK_P)
@@ -242,6 +267,12 @@ def merge_parts(
             )
             acc = acc * fade + tl.sum(values * gain[:, None], 0)
             most = higher
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            higher = tl.maximum(most, sink)
+            fade = tl.exp2(most - higher)
+            total = total * fade + tl.exp2(sink - higher)
+            acc *= fade
         out_at = (first_token + token).to(tl.int64) * HEADS + head
         made = (acc / total).to(out.dtype.element_ty)
         tl.store(out + out_at * D + features, made, mask=features < D)

@@ -5,6 +5,10 @@ longer chunk has a program per tile of rows. Which program does what stands in a
 by tensor operations wherever the batch's lengths are: on the host as many items as there are; on
 the device as many as there could be, the rest marked -1, without a word from device to host.
 So a captured graph serves all lengths up to its bound.
+
+On one path a token gets the same bits whatever else is in its chunk or batch: all tiles are of one
+size, a chunk's too have parts of SPLIT, which are added up one after another, and arithmetic is as
+written, no product fused into a sum.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention_configs import Tiles, chunk_tiles, part_tiles
+from penstock.kernels.attention_configs import Tiles, chunk_tiles, fixed_tiles, part_tiles
 from penstock.kernels.attention_kernel import attend_tiles, merge_parts
 from penstock.kernels.launch import chip_of, launch, power_of_2
 from penstock.kernels.scores import Scores
@@ -95,6 +99,7 @@ class TiledPlan:
     max_context: int
     window: int = 0
     prefix: int = 0  # positions that all share, a multiple of SPLIT; each sequence has one token
+    one_path: bool = False  # then without a prefix
     layouts: dict[tuple[int, int, int], _Layout] = field(default_factory=dict)
 
     @classmethod
@@ -106,6 +111,7 @@ class TiledPlan:
         device: torch.device,
         window: int = 0,
         prefix: int = 0,
+        one_path: bool = False,
     ) -> "TiledPlan":
         """Of numbers that are on the host; prefix: positions that all sequences share."""
         arrays = (query_starts, context_lens, tables)
@@ -117,6 +123,7 @@ class TiledPlan:
             int(context_lens.max(initial=0)),
             window,
             prefix // SPLIT * SPLIT,
+            one_path,
         )
 
     def attend(
@@ -139,7 +146,7 @@ class TiledPlan:
         layout = self.layouts.get(key)
         if layout is None:
             layout = self.layouts[key] = self._layout(query, layer)
-        call = _Call(query, layer, scores, scales, out, self.window, tail)
+        call = _Call(query, layer, scores, scales, out, self.window, tail, self.one_path)
         if layout.chunks is not None:
             call.tiles(self.batch, layout.chunks, layout.chunk_tiles)
         if layout.parts is not None:
@@ -148,10 +155,8 @@ class TiledPlan:
 
     def _layout(self, query: Tensor, layer: Tensor) -> _Layout:
         starts, contexts = self.lengths
-        device, chip = query.device, chip_of(query)
-        group, width = query.shape[1] // layer.shape[2], power_of_2(query.shape[2])
-        of_parts = part_tiles(chip, width, query.itemsize, group, layer.itemsize)
-        of_chunks = chunk_tiles(chip, width, query.itemsize)
+        device, group = query.device, query.shape[1] // layer.shape[2]
+        of_parts, of_chunks = self._tiles(query, layer)
         lengths = starts[1:] - starts[:-1]
         few = max(1, of_parts.rows // group)
         is_few = (lengths > 0) & (lengths <= few)
@@ -173,6 +178,16 @@ class TiledPlan:
             not known or bool(self.prefix) or len(parts.items) > int(is_few.sum()),
             self._prefix(len(query), of_chunks) if self.prefix else None,
         )
+
+    def _tiles(self, query: Tensor, layer: Tensor) -> tuple[Tiles, Tiles]:
+        """Of parts and of chunks."""
+        chip, width = chip_of(query), power_of_2(query.shape[2])
+        if self.one_path:
+            fixed = fixed_tiles(chip, width, query.itemsize)
+            return fixed, fixed
+        group = query.shape[1] // layer.shape[2]
+        of_parts = part_tiles(chip, width, query.itemsize, group, layer.itemsize)
+        return of_parts, chunk_tiles(chip, width, query.itemsize)
 
     def _prefix(self, num_tokens: int, tiles: Tiles) -> _Prefix:
         device = self.batch.tables.device
@@ -208,6 +223,7 @@ class _Call:
     out: Tensor
     window: int
     tail: int
+    one_path: bool
 
     def tiles(self, batch: Batch, items: Items, tiles: Tiles, parts: _Parts | None = None) -> None:
         """A program an item and KV head; with `parts` also a tile of the sequence's rows."""
@@ -227,9 +243,11 @@ class _Call:
             parts.tokens if parts else 1,
             H=num_kv_heads, G=group, S=block_size, D=head_dim, TAIL=self.tail,
             WINDOW=self.window,
-            SPLIT=SPLIT if parts else 0, ALL_MERGED=parts is not None and parts.all_merged,
+            SPLIT=SPLIT if parts or self.one_path else 0, IN_TURN=self.one_path and parts is None,
+            ALL_MERGED=parts is not None and parts.all_merged,
             BLOCK_M=tiles.rows, BLOCK_N=tiles.columns, BLOCK_D=padded(head_dim),
             BLOCK_T=padded(self.tail), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            enable_fp_fusion=not self.one_path,
         )  # fmt: skip
 
     def merge(self, batch: Batch, items: Items, parts: _Parts, num_shared: int) -> None:
@@ -241,7 +259,8 @@ class _Call:
             parts.sums, parts.weights, items.starts, batch.query_starts, self.out,
             self.scores.sinks, parts.tokens, num_shared, len(items.items) * parts.tokens,
             batch_size, HEADS=num_heads, D=head_dim,
-            BLOCK_P=MERGED_AT_ONCE, BLOCK_D=padded(head_dim), num_warps=4, num_stages=1,
+            BLOCK_P=1 if self.one_path else MERGED_AT_ONCE, BLOCK_D=padded(head_dim),
+            num_warps=1 if self.one_path else 4, num_stages=1, enable_fp_fusion=not self.one_path,
         )  # fmt: skip
 
 

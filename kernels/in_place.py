@@ -5,10 +5,7 @@ it is used: by `prepare`, while something else is waited for, or by the first ca
 """
 
 import math
-import os
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
@@ -17,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.kernels.compiled import settle_numba
 from penstock.kernels.scores import PLAIN, Scores
 
 Ints = npt.NDArray[np.integer[Any]]
@@ -34,17 +32,19 @@ def prepare(device: torch.device, dtype: torch.dtype) -> Thread:
     return thread
 
 
-TILE = 8
-"""Query tokens that read a block together, at most."""
+MOST_ROWS = 96
+"""Of a tile: its tokens times the query heads of a KV head, which read a block together. More only
+where a single token has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """Tokens of some sequences, in tiles."""
+    """Tokens of some sequences, all of each."""
 
     tables: npt.NDArray[np.int32]  # [B, M] of the whole batch
-    tiles: npt.NDArray[np.int32]  # [P, 4] see `paged_tiles`
+    spans: Ints  # [P, 4] of each sequence: which, its first row, its rows, what the first sees
     window: int
+    tiles: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)  # by their most tokens
 
     @classmethod
     def of(
@@ -52,20 +52,24 @@ class InPlace:
     ) -> "InPlace":
         """All tokens of these sequences; arguments as of `plan_attention`."""
         lengths = np.diff(query_starts)[rows]
-        num_tiles = -(-lengths // TILE)
-        # Within its sequence, which tile it is, and the tokens before it.
-        number = np.arange(num_tiles.sum()) - (np.cumsum(num_tiles) - num_tiles).repeat(num_tiles)
-        before = number * TILE
-        at = np.repeat(rows, num_tiles)
-        left = lengths.repeat(num_tiles) - before
-        columns = (
-            at,
-            query_starts[at] + before,
-            np.minimum(left, TILE),
-            context_lens[at] - left + 1,
-        )
-        tiles = np.stack(columns, 1).astype(np.int32)
-        return cls(np.ascontiguousarray(tables, np.int32), tiles, window)
+        columns = (rows, query_starts[rows], lengths, context_lens[rows] - lengths + 1)
+        spans = np.stack(columns, 1).astype(np.int32)
+        return cls(np.ascontiguousarray(tables, np.int32), spans, window)
+
+    def _tiles(self, tokens: int) -> npt.NDArray[np.int32]:
+        """[P, 4] as `paged_tiles` has them, of at most so many tokens."""
+        if tokens not in self.tiles:
+            lengths = self.spans[:, 2]
+            num_tiles = -(-lengths // tokens)
+            # Within its sequence, which tile it is, and the tokens before it.
+            ends = np.cumsum(num_tiles)
+            before = (np.arange(num_tiles.sum()) - (ends - num_tiles).repeat(num_tiles)) * tokens
+            found = self.spans.repeat(num_tiles, 0)
+            found[:, 1] += before
+            found[:, 2] = np.minimum(found[:, 2] - before, tokens)
+            found[:, 3] += before
+            self.tiles[tokens] = found.astype(np.int32, copy=False)
+        return self.tiles[tokens]
 
     def attend_(self, out: Tensor, query: Tensor, layer: Tensor, scores: Scores = PLAIN) -> None:
         """Writes these tokens' rows of out [T, Hq, D] contiguous; query [T, Hq, D] of the whole
@@ -76,12 +80,12 @@ class InPlace:
         slopes = _by_head(scores.slopes, num_heads, 0.0)
         _kernel()(
             query.numpy(),
-            layer.view(-1, head_dim).numpy(),
-            (num_sides - 1) * num_blocks * num_kv_heads * block_size,
+            layer.view(-1).numpy(),
+            (num_sides - 1) * num_blocks * num_kv_heads * block_size * head_dim,
             num_kv_heads,
             block_size,
             self.tables,
-            self.tiles,
+            self._tiles(max(1, MOST_ROWS // (num_heads // num_kv_heads))),
             self.window,
             1 / math.sqrt(head_dim) if scores.scale is None else scores.scale,
             scores.cap,
@@ -99,24 +103,7 @@ def _by_head(values: Tensor | None, num_heads: int, none: float) -> npt.NDArray[
 
 
 def _kernel() -> Any:
-    import numba
-
-    settings: Any = numba.config
-    if not settings.CACHE_DIR:
-        settings.CACHE_DIR = str(_cache_folder())
-    # OpenMP is what torch computes with: one pool of threads for both.
-    settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+    settle_numba()
     from penstock.kernels.paged_tiles import paged_tiles
 
     return paged_tiles
-
-
-def _cache_folder() -> Path:
-    """Where compiled kernels are kept; one that lasts as this process where there is no home."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    folder = root / "penstock" / "kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except (OSError, RuntimeError):
-        return Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
-    return folder

@@ -7,7 +7,8 @@ by one tile, and slices are added in order. With few rows each slice has a progr
 second kernel adds them up; with many one program does them in turn. Both give the same bits.
 
 x [T, K], weight [N, K], bias [N], one of float32, float16, bfloat16; y [T, N] likewise. float32 is
-multiplied as float32 (never TF32).
+multiplied as float32 (never TF32). Heads that each have a weight of their own are as many such
+products in one launch.
 """
 
 from collections.abc import Iterator
@@ -22,15 +23,18 @@ from penstock.kernels.launch import FLOATS, Chip, check, chip_of, jit, launch, o
 
 @jit(unspecialized=("num_rows", "slices_each"))
 def _product(
-    x,  # [T, K], rows x_stride apart
-    weight,  # [N, K], rows weight_stride apart
-    bias,  # [N]; not read without HAS_BIAS
-    out,  # [T, N], or [slices, T, N] float32 where there is a program a slice
+    x,  # [T, H, K] with strides x_row, x_head, 1
+    weight,  # [H, N, K] with some strides, one of the last two 1
+    bias,  # [N], of a single head; not read without HAS_BIAS
+    out,  # [T, H, N], or [slices, T, H, N] float32 where there is a program a slice
     num_rows,
     num_outputs,
     num_inputs,
-    x_stride,
-    weight_stride,
+    x_row,
+    x_head,
+    weight_head,
+    weight_output,
+    weight_input,
     slice_size,  # a multiple of TILE_INPUTS
     slices_each,  # slices a program: 1 or all
     HAS_BIAS: tl.constexpr,
@@ -42,13 +46,14 @@ def _product(
     row_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
     output_tiles = (num_outputs + TILE_OUTPUTS - 1) // TILE_OUTPUTS
     tile, first_slice = tl.program_id(0), tl.program_id(1) * slices_each
+    head, num_heads = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     band = tile // (BAND * output_tiles)
     band_rows = tl.minimum(row_tiles - band * BAND, BAND)
     place = tile % (BAND * output_tiles)
     rows = (band * BAND + place % band_rows) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     outputs = (place // band_rows) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
-    x_rows = x + rows.to(tl.int64)[:, None] * x_stride
-    weight_rows = weight + outputs.to(tl.int64)[None, :] * weight_stride
+    x_rows = x + head * x_head + rows.to(tl.int64)[:, None] * x_row
+    weight_rows = weight + head * weight_head + outputs.to(tl.int64)[None, :] * weight_output
     has_row, has_output = rows[:, None] < num_rows, outputs[None, :] < num_outputs
 
     total = tl.zeros((TILE_ROWS, TILE_OUTPUTS), tl.float32)
@@ -62,7 +67,7 @@ def _product(
                 other=0.0,
             )
             right = tl.load(
-                weight_rows + inputs[:, None],
+                weight_rows + inputs[:, None] * weight_input,
                 mask=has_output & (inputs[:, None] < num_inputs),
                 other=0.0,
             )
@@ -70,7 +75,7 @@ def _product(
         total += acc
     if HAS_BIAS:
         total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
-    at = (tl.program_id(1) * num_rows + rows).to(tl.int64)[:, None] * num_outputs + outputs
+    at = ((tl.program_id(1) * num_rows + rows) * num_heads + head)[:, None] * num_outputs + outputs
     tl.store(out + at, total.to(out.dtype.element_ty), mask=has_row & has_output)
 
 
@@ -122,22 +127,44 @@ NARROW = Tiles(64, 128, 64, num_warps=8, num_stages=3)  # where registers hold t
 def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K], weight [N, K], bias [N] of one dtype on one GPU; [T, N].
 
-    The last dimensions are contiguous. A row's bits are the same whatever T and its place.
-    ValueError elsewhere: a CPU's is not made here.
+    Elements of x's rows, and of the weight's rows or columns, lie side by side. A row's bits are
+    the same whatever T and its place. ValueError elsewhere: a CPU's is not made here.
     """
-    _check(x, weight, bias)
-    (num_rows, num_inputs), num_outputs = x.shape, len(weight)
-    out = x.new_empty(num_rows, num_outputs)
+    _check(x[:, None], weight[None], bias)
+    return _multiplied(x[:, None], weight[None], bias)[:, 0]
+
+
+def invariant_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Each head by its own weight: x [T, H, K], weight [H, N, K]; [T, H, N]. Otherwise alike."""
+    _check(x, weight, None)
+    return _multiplied(x, weight, None)
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantProduct:
+    """`invariant_product` of one weight."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] to [T, N]."""
+        return invariant_product(x, self.weight, self.bias)
+
+
+def _multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    (num_rows, num_heads, num_inputs), num_outputs = x.shape, weight.shape[1]
+    out = x.new_empty(num_rows, num_heads, num_outputs)
     if not out.numel():
         return out
     tiles = WIDE if x.dtype == torch.float32 else _tiles_of(chip_of(x))
     slice_size, num_slices = slicing(num_outputs, num_inputs, tiles)
     num_tiles = -(-num_rows // tiles.rows) * -(-num_outputs // tiles.outputs)
-    apart = num_slices > 1 and are_few(num_tiles)
+    apart = num_slices > 1 and are_few(num_tiles * num_heads)
     made = x.new_empty(num_slices, *out.shape, dtype=torch.float32) if apart else out
     launch(
         _product,
-        (num_tiles, num_slices if apart else 1),
+        (num_tiles, num_slices if apart else 1, num_heads),
         x,
         weight,
         weight if bias is None else bias,
@@ -145,8 +172,8 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         num_rows,
         num_outputs,
         num_inputs,
-        x.stride(0),
-        weight.stride(0),
+        *x.stride()[:2],
+        *weight.stride(),
         slice_size,
         1 if apart else num_slices,
         HAS_BIAS=bias is not None and not apart,
@@ -193,11 +220,15 @@ def slicing(num_outputs: int, num_inputs: int, tiles: Tiles) -> tuple[int, int]:
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not on_triton(x):
         raise ValueError(f"x: expected on a GPU, not on {x.device}")
-    check("x", x, ("T", "K"), FLOATS)
-    check("weight", weight, ("N", x.shape[1]), (x.dtype,), like=x)
+    check("x", x, ("T", "H", "K"), FLOATS)
+    _, num_heads, num_inputs = x.shape
+    outputs_first = weight.dim() == 3 and weight.stride(1) == 1 != weight.stride(2)
+    stored = weight.transpose(1, 2) if outputs_first else weight
+    inner: tuple[int | str, ...] = (num_inputs, "N") if outputs_first else ("N", num_inputs)
+    check("weight", stored, (num_heads, *inner), (x.dtype,), like=x)
     if bias is not None:
-        check("bias", bias, (len(weight),), (x.dtype,), like=x)
-    if not x.shape[1]:
+        check("bias", bias, (weight.shape[1],), (x.dtype,), like=x)
+    if not num_inputs:
         raise ValueError("x: at least one input expected, not 0")
 
 
@@ -205,6 +236,11 @@ def invariant_product_reference(x: Tensor, weight: Tensor, bias: Tensor | None) 
     """What `invariant_product` means, in float64."""
     y = x.double() @ weight.double().T
     return y if bias is None else y + bias.double()
+
+
+def invariant_heads_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """What `invariant_heads` means, in float64."""
+    return torch.stack([x[:, h].double() @ weight[h].double().T for h in range(len(weight))], 1)
 
 
 def aot_cases() -> Iterator[AotCase]:
@@ -224,4 +260,9 @@ def aot_cases() -> Iterator[AotCase]:
     yield AotCase(
         "4096 by 4096, 64 rows, fp32",
         lambda: invariant_product(meta(64, 4096, **wide), meta(4096, 4096, **wide)),
+    )
+    yield AotCase(
+        "deepseek v3, into 16 heads' latents",
+        lambda: invariant_heads(meta(64, 16, 192)[:, :, :128], meta(16, 128, 512).transpose(1, 2)),
+        products=products,
     )

@@ -15,6 +15,7 @@ themselves are keys and values; 2 R + P products a head, query and key. A decode
 Expanded: the keys and values of the whole context are made for this step; Q + P + V a head, query
 and key. A chunk takes whichever has fewer products. On a GPU the absorbed form reads the rows where
 they lie, in the kernels of `attention`: the rows are keys with a tail, and all heads one KV head's.
+On one path, there, everything is absorbed, by products whose rows know nothing of each other.
 """
 
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from penstock.kernels.aot import AotCase, meta
 from penstock.kernels.attention import check_batch, check_device_batch
 from penstock.kernels.attention_tiles import Batch, TiledPlan
 from penstock.kernels.forms import plain_form
+from penstock.kernels.invariant_product import invariant_heads
 from penstock.kernels.launch import FLOATS, on_triton
 from penstock.kernels.scores import Scores
 
@@ -60,6 +62,7 @@ class LatentPlan:
     rows: Tensor | None  # [A] the absorbed rows of the query, span after span; None: all, in order
     num_tokens: int | None  # None: known on the device only
     gathered: Tensor  # [most blocks at once, S (R + P)] scratch, used by one span after another
+    one_path: bool = False  # whether a token gets the same bits in any chunk and batch
 
 
 def plan_latent_attention(
@@ -69,12 +72,14 @@ def plan_latent_attention(
     layer: Tensor,
     rank: int,
     head_dim: int,
+    one_path: bool = False,
 ) -> LatentPlan:
     """Prepares a step.
 
     query_starts: [B + 1], context_lens: [B] (this step's tokens included), block_tables: [B, M]
     (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
-    dtype and device; rank: R; head_dim: Q + V. ValueError where these cannot be.
+    dtype and device; rank: R; head_dim: Q + V; one_path: see `LatentPlan` (ValueError where kernels
+    do not compute: `latent_in_place` is a CPU's). ValueError where these cannot be.
     """
     _check_layer(layer, rank)
     block_size, width = layer.shape[3:]
@@ -82,16 +87,22 @@ def plan_latent_attention(
     lengths = np.diff(query_starts)
     absorbs = np.array(
         [
-            length < 2 or _absorbed_is_less(length, context, rank, width - rank, head_dim)
+            one_path
+            or length < 2
+            or _absorbed_is_less(length, context, rank, width - rank, head_dim)
             for length, context in zip(lengths.tolist(), context_lens.tolist(), strict=True)
         ],
         np.bool_,
     )
     chosen, tiled = np.flatnonzero(absorbs), None
     in_kernel = runs_kernel(layer)
+    if one_path and not in_kernel:
+        raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
     if in_kernel and len(chosen):
         starts = np.concatenate(([0], np.cumsum(lengths[chosen])))
-        tiled = TiledPlan.of(starts, context_lens[chosen], block_tables[chosen], layer.device)
+        tiled = TiledPlan.of(
+            starts, context_lens[chosen], block_tables[chosen], layer.device, one_path=one_path
+        )
     if not in_kernel:
         plain_form("latent attention", layer.device, f"{layer.dtype}")
     absorbed: list[_Span] = []
@@ -104,7 +115,7 @@ def plan_latent_attention(
         rows = _put(np.flatnonzero(np.repeat(absorbs, lengths)), layer)
     most = max((len(span.blocks) for span in absorbed + expanded), default=0)
     gathered = layer.new_empty(most, block_size * width)
-    return LatentPlan(tiled, absorbed, expanded, rows, int(query_starts[-1]), gathered)
+    return LatentPlan(tiled, absorbed, expanded, rows, int(query_starts[-1]), gathered, one_path)
 
 
 def device_latent_plan(
@@ -115,13 +126,15 @@ def device_latent_plan(
     rank: int,
     max_query: int,
     max_context: int,
+    one_path: bool = False,
 ) -> LatentPlan:
     """As `plan_latent_attention`, all absorbed, of device tensors: see `attention.device_plan`."""
     _check_layer(layer, rank)
     batch = Batch(query_starts, context_lens, block_tables)
     check_device_batch(batch, layer, max_context)
-    tiled = TiledPlan(batch, (query_starts, context_lens), max_query, max_context)
-    return LatentPlan(tiled, [], [], None, None, layer.new_empty(0, 0))
+    lengths = query_starts, context_lens
+    tiled = TiledPlan(batch, lengths, max_query, max_context, one_path=one_path)
+    return LatentPlan(tiled, [], [], None, None, layer.new_empty(0, 0), one_path)
 
 
 def runs_kernel(layer: Tensor) -> bool:
@@ -200,12 +213,11 @@ def _absorbed(
     num_tokens, num_heads, _ = query.shape
     query_dim, rank = keys_up.shape[1:]
     wide = query.new_empty(num_tokens, num_heads, layer.shape[4])
-    wide[:, :, :rank] = torch.bmm(query[:, :, :query_dim].transpose(0, 1), keys_up).transpose(0, 1)
+    wide[:, :, :rank] = _by_head(query[:, :, :query_dim], keys_up.transpose(1, 2), plan.one_path)
     wide[:, :, rank:] = query[:, :, query_dim:]
     if plan.tiled is not None:
-        tail = layer.shape[4] - rank
-        sums = plan.tiled.attend(wide, layer, Scores(scale), tail=tail).transpose(0, 1)
-        return torch.bmm(sums, values_up.transpose(1, 2)).transpose(0, 1)
+        found = plan.tiled.attend(wide, layer, Scores(scale), tail=layer.shape[4] - rank)
+        return _by_head(found, values_up, plan.one_path)
     sums = query.new_empty(num_heads, num_tokens, rank)
     start = 0
     for span in plan.absorbed:
@@ -214,6 +226,13 @@ def _absorbed(
         _attend_rows(sums[:, start:stop], wide[start:stop], rows, span.mask, scale)
         start = stop
     return torch.bmm(sums, values_up.transpose(1, 2)).transpose(0, 1)
+
+
+def _by_head(x: Tensor, weight: Tensor, one_path: bool) -> Tensor:
+    """x [T, H, K], weight [H, N, K]; [T, H, N]."""
+    if one_path:
+        return invariant_heads(x, weight)
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
 def _attend_rows(
@@ -325,11 +344,13 @@ def aot_cases() -> Iterator[AotCase]:
     kernels = ("attend_tiles",)
     yield AotCase("deepseek v3, tp 8", lambda: _aot_call(16, 1), kernels, kernels)
     yield AotCase("deepseek v3", lambda: _aot_call(128, 512), kernels, kernels)
+    products = ("attend_tiles", "_product")
+    yield AotCase("deepseek v3, one path", lambda: _aot_call(16, 64, True), products)
 
 
-def _aot_call(num_heads: int, max_query: int) -> None:
+def _aot_call(num_heads: int, max_query: int, one_path: bool = False) -> None:
     layer, up = meta(1, 1024, 1, 64, 576), meta(num_heads, 256, 512)
     starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
     tables = meta(32, 64, dtype=torch.int32)
-    plan = device_latent_plan(starts, contexts, tables, layer, 512, max_query, 4096)
+    plan = device_latent_plan(starts, contexts, tables, layer, 512, max_query, 4096, one_path)
     latent_attention(meta(32 * max_query, num_heads, 192), layer, up, plan, 0.1)

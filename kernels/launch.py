@@ -112,6 +112,11 @@ def on_triton(tensor: Tensor) -> bool:
     return INTERPRETED or (tensor.is_meta and _recording.get() is not None)
 
 
+def runs_kernels(device: torch.device) -> bool:
+    """Whether launchers take their kernels for what is on this device."""
+    return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
+
+
 def chip_of(tensor: Tensor) -> Chip:
     """The device that a launch with this tensor is for."""
     if (recording := _recording.get()) is not None:

@@ -14,14 +14,14 @@ On a CPU numba makes it (`noise_loops`), on a GPU Triton (`draw`), all of them w
 from collections.abc import Callable, Sequence
 from functools import cache
 from threading import Thread
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.in_place import _cache_folder
+from penstock.kernels.compiled import settle_numba
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -105,12 +105,9 @@ def prepare() -> Thread:
 def _compiled() -> Callable[[Floats, Words, Words], None] | None:
     """As `fill`, with the same bits; nothing where numba is not installed."""
     try:
-        import numba
+        settle_numba()
     except ImportError:
         return None
-    settings: Any = numba.config
-    if not settings.CACHE_DIR:
-        settings.CACHE_DIR = str(_cache_folder())
     from penstock.kernels import noise_loops
 
     return cast("Callable[[Floats, Words, Words], None]", noise_loops.fill)

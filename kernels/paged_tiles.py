@@ -1,238 +1,161 @@
 """Paged attention on a CPU that reads the cache's blocks where they lie.
 
-See `attention` for what is computed. Compiled by numba for float32. A tile is a few consecutive
-query tokens of one sequence: it shares what it reads of a block. A tile and KV head is one piece of
-work, computed by one thread; each of its tokens is computed in an order that depends on its own
-position alone, whatever else is in the tile and in the batch. The first import on a machine
-compiles for some seconds; the result is kept on disk.
+See `attention` for what is computed. Compiled by numba for float32. A tile is some consecutive
+query tokens of one sequence; a tile and KV head is one piece of work, computed by one thread. Each
+token is computed in an order that depends on its own position alone, whatever else is in its tile
+and in the batch (`tile_rows`). The first import on a machine compiles for some seconds; the result
+is kept on disk.
 """
 
-import math
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
+from penstock.kernels.lanes import WIDE, ask
+from penstock.kernels.tile_rows import (
+    score_row,
+    score_rows,
+    share_row,
+    share_rows,
+    sum_row,
+    sum_rows,
+)
+
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
-# Sums may be taken in vector lanes. Neither infinities nor NaN may be reasoned away.
-_LOOSE = {"reassoc", "contract", "nsz"}
 
-_f32 = np.float32
-_LOG2_E = _f32(math.log2(math.e))
-# exp(x ln 2) between -1/2 and 1/2: its Taylor series, right to the last bit but one.
-_C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
-    _f32(math.log(2) ** n / math.factorial(n)) for n in range(1, 8)
-)
+@numba.njit(nogil=True)
+def _seen(at: int, block_size: int, low: int, high: int) -> tuple[int, int]:
+    """Positions of block `at` that are within [low, high)."""
+    return max(at * block_size, low), min((at + 1) * block_size, high)
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
-def _exp(x: Floats, powers: Ints) -> None:
-    """x = e^x in place, in vectors; for x <= 0. `powers` is scratch, as long as x."""
-    factors = powers.view(np.float32)
-    for i in range(len(x)):
-        t = x[i] * _LOG2_E
-        if t < _f32(-126):  # not max(), which could lose a NaN
-            t = _f32(-126)
-        n = np.floor(t + _f32(0.5))
-        f = t - n
-        powers[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
-        p = _C4 + f * (_C5 + f * (_C6 + f * _C7))
-        x[i] = _f32(1) + f * (_C1 + f * (_C2 + f * (_C3 + f * p)))
-    for i in range(len(x)):
-        x[i] *= factors[i]
+@numba.njit(nogil=True)
+def _own(
+    at: int, block_size: int, tile: tuple[int, int, int], group: int, row: int
+) -> tuple[int, int]:
+    """Positions of block `at` that a row of the tile sees."""
+    seen = tile[1] + row // group
+    return _seen(at, block_size, max(seen - tile[2], 0), seen)
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
-def _products(
-    q: Floats, top: int, stop: int, rows: Floats, row: int, count: int, scores: Floats, at: int
-) -> None:
-    """scores[top : stop, at : at + count] = q[top : stop] rows[row : row + count].
-
-    No slices: they cost more.
-    """
-    head_dim = q.shape[1]
-    whole = count - count % 4
-    for g in range(top, stop):
-        for s in range(0, whole, 4):
-            a = b = c = d = _f32(0)
-            for i in range(head_dim):
-                a += q[g, i] * rows[row + s, i]
-                b += q[g, i] * rows[row + s + 1, i]
-                c += q[g, i] * rows[row + s + 2, i]
-                d += q[g, i] * rows[row + s + 3, i]
-            scores[g, at + s], scores[g, at + s + 1] = a, b
-            scores[g, at + s + 2], scores[g, at + s + 3] = c, d
-        for s in range(whole, count):
-            a = _f32(0)
-            for i in range(head_dim):
-                a += q[g, i] * rows[row + s, i]
-            scores[g, at + s] = a
-
-
-@numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
-def _add_values(
-    shares: Floats, at: int, rows: Floats, row: int, count: int, top: int, stop: int, sums: Floats
-) -> None:
-    """sums[top : stop] += shares[top : stop, at : at + count] rows[row : row + count]."""
-    head_dim = sums.shape[1]
-    whole = count - count % 4
-    for g in range(top, stop):
-        for s in range(0, whole, 4):
-            a, b = shares[g, at + s], shares[g, at + s + 1]
-            c, d = shares[g, at + s + 2], shares[g, at + s + 3]
-            for i in range(head_dim):
-                sums[g, i] += (a * rows[row + s, i] + b * rows[row + s + 1, i]) + (
-                    c * rows[row + s + 2, i] + d * rows[row + s + 3, i]
-                )
-        for s in range(whole, count):
-            a = shares[g, at + s]
-            for i in range(head_dim):
-                sums[g, i] += a * rows[row + s, i]
-
-
-@numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
-def _bend(scores: Floats, cap: float, slope: float) -> None:
-    """In place; the last score is the token's own."""
-    if cap > 0:
-        for i in range(len(scores)):
-            scores[i] = cap * math.tanh(scores[i] / cap)
-    if slope != 0:
-        for i in range(len(scores)):
-            scores[i] += slope * _f32(i + 1 - len(scores))
-
-
-@numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
-def _normalise(scores: Floats, powers: Ints, sink: float) -> None:
-    """Scores to shares, in place."""
-    most = sink
-    for i in range(len(scores)):
-        if scores[i] > most:
-            most = scores[i]
-    for i in range(len(scores)):
-        scores[i] -= most
-    _exp(scores, powers)
-    total = _f32(0)
-    for i in range(len(scores)):
-        total += scores[i]
-    if sink > -np.inf:
-        total += _f32(math.exp(sink - most))
-    one = _f32(1) / total
-    for i in range(len(scores)):
-        scores[i] *= one
-
-
-@numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
-def _seen(at: int, block_size: int, seen: int, behind: int) -> tuple[int, int]:
-    """Positions of block `at` that a token sees: of the `behind` ones below `seen`."""
-    return max(at * block_size, seen - behind), min((at + 1) * block_size, seen)
-
-
-@numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
-def _score(
-    q: Floats,
-    rows: Floats,
-    table: Ints,
-    blocks: tuple[int, int],
-    place: tuple[int, int, int],
-    tile: tuple[int, int, int],
-    scores: Floats,
-) -> None:
-    """Scores of a tile, block by block: every token of the tile that sees it reads it in turn."""
+@numba.njit(nogil=True)
+def _block_at(table: Ints, at: int, place: tuple[int, int, int]) -> int:
+    """The row of the cache where position 0 would be, if it were in one row with block `at`."""
     num_heads, head, block_size = place
-    count, context, behind = tile
-    group = len(q) // count
-    for at in range(blocks[0], blocks[1]):
-        row = (table[at] * num_heads + head) * block_size - at * block_size
-        for r in range(count):
-            begin, end = _seen(at, block_size, context + r, behind)
-            if begin < end:
-                top = r * group
-                _products(q, top, top + group, rows, row + begin, end - begin, scores, begin)
+    row: int = (table[at] * num_heads + head) * block_size - at * block_size
+    return row
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
-def _sum(
-    scores: Floats,
-    rows: Floats,
-    table: Ints,
-    blocks: tuple[int, int],
-    place: tuple[int, int, int],
-    tile: tuple[int, int, int],
-    values_at: int,
-    sums: Floats,
-) -> None:
-    """Sums of values of a tile, likewise."""
-    num_heads, head, block_size = place
-    count, context, behind = tile
-    group = len(sums) // count
-    for at in range(blocks[0], blocks[1]):
-        row = values_at + (table[at] * num_heads + head) * block_size - at * block_size
-        for r in range(count):
-            begin, end = _seen(at, block_size, context + r, behind)
-            if begin < end:
-                top = r * group
-                _add_values(scores, begin, rows, row + begin, end - begin, top, top + group, sums)
+@numba.njit(nogil=True)
+def _ask_block(rows: Floats, row_at: int, at: int, block_size: int, head_dim: int) -> None:
+    """Has block `at` brought near; a machine foresees no more than a page."""
+    first = (row_at + at * block_size) * head_dim
+    for place in range(first, first + block_size * head_dim, 16):
+        ask(rows, place)
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True, cache=True)
-def _attend(
-    start: int,
-    tile: tuple[int, int, int],
-    place: tuple[int, int, int],
-    query: Floats,
-    rows: Floats,
-    values_at: int,
-    table: Ints,
-    scale: float,
-    cap: float,
-    sinks: Floats,
-    slopes: Floats,
-    q: Floats,
-    scores: Floats,
-    powers: Ints,
-    sums: Floats,
-    out: Floats,
-) -> None:
-    """One tile and KV head.
+@numba.njit(nogil=True)
+def _one_by_one(  # noqa: C901
+    start: int, tile: tuple[int, int, int], place: tuple[int, int, int], query: Floats,
+    rows: Floats, values_at: int, table: Ints, scale: float, cap: float, sinks: Floats,
+    slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, ones: Floats,
+    spare: Floats, out: Floats,
+) -> None:  # fmt: skip
+    """A tile and KV head of a few rows.
 
     tile: its tokens, from row `start` on; what the first sees; how far back each sees. place: KV
-    heads, which of them, block size. q, scores, powers, sums: scratch.
+    heads, which of them, block size. sinks, slopes: of the group. q to spare: scratch.
     """
     count, context, behind = tile
-    block_size = place[2]
-    group = len(q) // count
-    first = place[1] * group
-    for r in range(count):
-        q[r * group : (r + 1) * group] = query[start + r, first : first + group] * scale
-    sums[:] = 0
-    last = context + count - 1
-    blocks = max(context - behind, 0) // block_size, (last - 1) // block_size + 1
-    _score(q, rows, table, blocks, place, tile, scores)
-    for g in range(len(q)):
-        seen = context + g // group
+    block_size, head = place[2], place[1]
+    group, head_dim = len(sinks), query.shape[2]
+    padded, span = (head_dim + 7) // 8 * 8, (context + count + 6) // 8 * 8
+    blocks = max(context - behind, 0) // block_size, (context + count - 2) // block_size + 1
+    for r in range(count * group):
+        whole = query[start + r // group, head * group + r % group]
+        q[r * padded : r * padded + head_dim] = whole * scale
+        q[r * padded + head_dim : (r + 1) * padded] = 0
+    for at in range(blocks[0], blocks[1]):
+        row_at = _block_at(table, at, place) * head_dim
+        if at + 1 < blocks[1]:
+            _ask_block(rows, _block_at(table, at + 1, place), at + 1, block_size, head_dim)
+        for r in range(count * group):
+            begin, end = _own(at, block_size, tile, group, r)
+            if begin < end:
+                score_row(
+                    q, r * padded, head_dim, rows, row_at, begin, end, scores, r * span, spare
+                )
+    for r in range(count * group):
+        seen, g = context + r // group, r % group
         low = max(seen - behind, 0)
-        head = first + g % group
-        _bend(scores[g, low:seen], cap, slopes[head])
-        _normalise(scores[g, low:seen], powers[low:seen], sinks[head])
-    _sum(scores, rows, table, blocks, place, tile, values_at, sums)
-    for r in range(count):
-        out[start + r, first : first + group] = sums[r * group : (r + 1) * group]
+        ones[r] = share_row(scores, r * span, low, seen, cap, slopes[g], sinks[g], powers, spare)
+    sums[: count * group * head_dim] = 0
+    values = rows[values_at:]
+    for at in range(blocks[0], blocks[1]):
+        row_at = _block_at(table, at, place) * head_dim
+        if at + 1 < blocks[1]:
+            _ask_block(values, _block_at(table, at + 1, place), at + 1, block_size, head_dim)
+        for r in range(count * group):
+            begin, end = _own(at, block_size, tile, group, r)
+            if begin < end:
+                sum_row(scores, r * span, values, row_at, begin, end, head_dim, sums, r * head_dim)
+    for r in range(count * group):
+        whole = out[start + r // group, head * group + r % group]
+        whole[:] = sums[r * head_dim : (r + 1) * head_dim] * ones[r]
+
+
+@numba.njit(nogil=True)
+def _together(
+    start: int, tile: tuple[int, int, int], place: tuple[int, int, int], query: Floats,
+    rows: Floats, values_at: int, table: Ints, scale: float, cap: float, sinks: Floats,
+    slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, most: Floats,
+    totals: Floats, ones: Floats, out: Floats,
+) -> None:  # fmt: skip
+    """The same of many rows, a lane each."""
+    count, context, behind = tile
+    block_size, head = place[2], place[1]
+    group, head_dim = len(sinks), query.shape[2]
+    height = (count * group + 2 * WIDE - 1) // (2 * WIDE) * (2 * WIDE)
+    low, high = max(context - behind, 0), context + count - 1
+    for r in range(height):
+        for i in range(head_dim):
+            q[i * height + r] = 0
+            if r < count * group:
+                x = query[start + r // group, head * group + r % group, i]
+                q[i * height + r] = x * scale
+    for at in range(low // block_size, (high - 1) // block_size + 1):
+        row_at = _block_at(table, at, place) * head_dim
+        begin, end = _seen(at, block_size, low, high)
+        score_rows(q, height, head_dim, rows, row_at, begin, end, scores)
+    share_rows(
+        scores, height, group, tile, cap, slopes, sinks, powers, most[:height],
+        totals[: 8 * height], ones,
+    )  # fmt: skip
+    sums[: head_dim * height] = 0
+    for at in range(low // block_size, (high - 1) // block_size + 1):
+        row_at = _block_at(table, at, place) * head_dim
+        begin, end = _seen(at, block_size, low, high)
+        sum_rows(scores, height, rows, values_at + row_at, begin, end, head_dim, sums)
+    for r in range(count * group):
+        for i in range(head_dim):
+            out[start + r // group, head * group + r % group, i] = sums[i * height + r] * ones[r]
 
 
 _SIGNATURE = (
-    "void(float32[:,:,:], float32[:,::1], int64, int64, int64, int32[:,::1], int32[:,::1], int64,"
+    "void(float32[:,:,:], float32[::1], int64, int64, int64, int32[:,::1], int32[:,::1], int64,"
     " float32, float32, float32[::1], float32[::1], float32[:,:,::1], int64)"
 )
 
 
-@numba.njit(_SIGNATURE, fastmath=_LOOSE, parallel=True, nogil=True, cache=True)
+@numba.njit(_SIGNATURE, parallel=True, nogil=True, cache=True)
 def _paged_tiles(
     query: Floats,  # [T, Hq, D]
-    rows: Floats,  # [2 N H S, D] the cache's
-    values_at: int,  # the first row of the values
+    rows: Floats,  # [2 N H S D] the cache's
+    values_at: int,  # the first element of the values
     num_heads: int,
     block_size: int,
     tables: Ints,  # [B, M]
@@ -245,26 +168,35 @@ def _paged_tiles(
     out: Floats,  # [T, Hq, D]
     num_threads: int,
 ) -> None:
-    """Writes the tiles' rows of `out`. Slots that a token does not see are unread."""
+    """Writes the tiles' rows of `out`. Slots that no token of a tile sees are unread."""
     num_tiles, head_dim = len(tiles), query.shape[2]
     group = query.shape[1] // num_heads
-    height = tiles[:, 2].max() * group
-    longest = (tiles[:, 3] + tiles[:, 2]).max()
+    height = (tiles[:, 2].max() * group + 2 * WIDE - 1) // (2 * WIDE) * (2 * WIDE)
+    span = ((tiles[:, 3] + tiles[:, 2]).max() + 7) // 8 * 8
     for thread in numba.prange(num_threads):
-        scores = np.empty((height, longest), np.float32)
-        powers = np.empty(longest, np.int32)
-        q = np.empty((height, head_dim), np.float32)
-        sums = np.empty((height, head_dim), np.float32)
+        scores = np.empty(height * span, np.float32)
+        powers = np.empty(max(8 * height, span), np.int32)
+        q = np.empty(height * (head_dim + 8), np.float32)
+        sums = np.empty(height * head_dim, np.float32)
+        most, ones = np.empty(height, np.float32), np.empty(height, np.float32)
+        totals, spare = np.empty(8 * height, np.float32), np.zeros(8, np.float32)
         # Pieces in turns: neighbours in the batch are often alike in length.
         for piece in range(thread, num_tiles * num_heads, num_threads):
             sequence, start, count, context = tiles[piece // num_heads]
-            tall = count * group
-            behind = window if window else context + count
-            _attend(
-                start, (count, context, behind), (num_heads, piece % num_heads, block_size),
-                query, rows, values_at, tables[sequence], scale, cap, sinks,
-                slopes, q[:tall], scores[:tall], powers, sums[:tall], out,
-            )  # fmt: skip
+            head = piece % num_heads
+            own = slice(head * group, (head + 1) * group)
+            tile = (count, context, window if window else context + count)
+            place = (num_heads, head, block_size)
+            if count * group < WIDE:
+                _one_by_one(
+                    start, tile, place, query, rows, values_at, tables[sequence], scale, cap,
+                    sinks[own], slopes[own], q, scores, powers, sums, ones, spare, out,
+                )  # fmt: skip
+            else:
+                _together(
+                    start, tile, place, query, rows, values_at, tables[sequence], scale, cap,
+                    sinks[own], slopes[own], q, scores, powers, sums, most, totals, ones, out,
+                )  # fmt: skip
 
 
 def paged_tiles(*arguments: Any, num_threads: int) -> None:

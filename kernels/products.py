@@ -6,9 +6,11 @@ x [T, K] and W [N, K] give [T, N]. Weights are packed once, as a CPU's fast form
   An element's sum has then the same order for any number of rows and threads, as far as has been
   seen (docs/performance.md); `fixed_product`, which promises it, tries it, and else pads;
 - INT8: a row of weights has one scale, and so has a row of activations, found as it comes:
-  y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, summed in 32 bits (FBGEMM). Nothing of a row depends on
-  the others. Without VNNI instructions products of 8 by 8 bits saturate, so that activations
-  then have 7.
+  y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, summed in 32 bits. Nothing of a row depends on the others.
+  By oneDNN with VNNI instructions; by FBGEMM without, where products of 8 by 8 bits saturate, so
+  that activations then have 7.
+
+On a GPU only `fixed_product` is made here, of a kernel that promises it (`invariant_product`).
 """
 
 import platform
@@ -19,6 +21,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from penstock.kernels.invariant_product import InvariantProduct
+from penstock.kernels.launch import FLOATS, runs_kernels
+from penstock.kernels.row_levels import MIDDLE, row_levels
 
 
 class Product(Protocol):
@@ -61,10 +67,12 @@ class PaddedProduct:
 
 
 def fixed_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """A form in which a row's bits depend on that row alone; nothing of `weight` is kept.
+    """A form in which a row's bits depend on that row alone; on a CPU nothing of `weight` is kept.
 
-    weight: [N, K], any strides; where there is no such form: `why_not_fixed`.
+    weight: [N, K], on a CPU of any strides; where there is no such form: `why_not_fixed`.
     """
+    if runs_kernels(weight.device):
+        return InvariantProduct(weight, bias)
     product = BlockedProduct(None, _blocked(weight.contiguous()), bias)
     key = (*weight.shape, torch.get_num_threads())
     if key not in _fixed_by_itself:
@@ -85,8 +93,10 @@ def _rows_are_alone(product: Product, num_inputs: int) -> bool:
 
 def why_not_fixed(device: torch.device, dtype: torch.dtype) -> str:
     """Why `fixed_product` is not to be had here; empty where it is."""
+    if runs_kernels(device):
+        return "" if dtype in FLOATS else f"it takes floats of 16 or 32 bits, not {dtype}"
     if device.type != "cpu":
-        return f"it is made for CPUs, not yet for {device.type}"
+        return f"it is made for CPUs and CUDA, not for {device.type}"
     if dtype != torch.float32:
         return f"on a CPU it takes float32, not {str(dtype).removeprefix('torch.')}"
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -122,6 +132,25 @@ def why_no_int8(device: torch.device, dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class VnniProduct:
+    packed: Tensor  # oneDNN's
+    scales: Tensor  # [N]
+    zeros: Tensor  # [N] int32
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not len(x):
+            return x.new_empty(0, len(self.scales))
+        levels, factors = row_levels(x)
+        y: Tensor = torch.ops.onednn.qlinear_pointwise(
+            levels, 1.0, MIDDLE, self.packed, self.scales, self.zeros,
+            None, 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        y.mul_(factors)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
 class Int8Product:
     packed: Any  # FBGEMM's
     bias: Tensor | None
@@ -136,9 +165,12 @@ class Int8Product:
         return y if self.bias is None else y.add_(self.bias)
 
 
-def int8_product(weight: Tensor, bias: Tensor | None) -> Int8Product:
+def int8_product(weight: Tensor, bias: Tensor | None) -> Product:
     """weight: [N, K] float32, of which nothing is kept."""
     scales, levels = _quantized_rows(weight)
+    if _has_vnni():
+        packed = torch.ops.onednn.qlinear_prepack(levels, None)
+        return VnniProduct(packed, scales, torch.zeros(len(weight), dtype=torch.int32), bias)
     zeros = torch.zeros(len(weight), dtype=torch.int64)
     with warnings.catch_warnings():
         # Such tensors are to leave torch one day; the version is pinned, and nothing else packs.
@@ -155,7 +187,11 @@ def int8_product(weight: Tensor, bias: Tensor | None) -> Int8Product:
 
 def activation_steps() -> int:
     """Steps of an activation on either side of zero."""
-    return 127 if torch.cpu._is_vnni_supported() else 63
+    return 127 if _has_vnni() else 63
+
+
+def _has_vnni() -> bool:
+    return torch.cpu._is_vnni_supported()
 
 
 def _quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from penstock.loadtests.clients import Client, RequestFailed
@@ -27,32 +27,36 @@ class Load:
 
     async def run(self) -> None:
         """Run to the end, or until cancelled: what has ended until then counts."""
-        slots = asyncio.Semaphore(self.concurrency) if self.concurrency else nullcontext()
         self._origin = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for planned in self.plan:
-                    await asyncio.sleep(max(0.0, planned.due - self._now()))
-                    tasks.create_task(self._one(planned, self._now(), slots))
+                await self._release(tasks)
         except asyncio.CancelledError:
             self.interrupted = True  # by Ctrl-C: asyncio.Runner cancels the main task
         self.duration = self._now()
 
-    async def _one(
-        self,
-        planned: Planned,
-        released: float,
-        slots: "asyncio.Semaphore | nullcontext[None]",
-    ) -> None:
-        async with slots:
-            outcome = Outcome(
-                planned.number,
-                planned.due,
-                planned.input_len,
-                planned.output_len,
-                released=released,
-            )
-            await self._send(self.prompts.tokens(planned), outcome)
+    async def _release(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin each request at its time and, of so many at once, when one of them has ended.
+
+        A task is made only for what has a slot: those that wait cost nothing.
+        """
+        slots = asyncio.Semaphore(self.concurrency or len(self.plan))
+        full_until = 0.0
+        for planned in self.plan:
+            await asyncio.sleep(max(0.0, planned.due - self._now()))
+            # What came due while all slots were taken was not late by this client's fault.
+            released = planned.due if planned.due < full_until else self._now()
+            was_full = slots.locked()
+            await slots.acquire()
+            full_until = self._now() if was_full else full_until
+            task = tasks.create_task(self._one(planned, released))
+            task.add_done_callback(lambda _: slots.release())
+
+    async def _one(self, planned: Planned, released: float) -> None:
+        outcome = Outcome(
+            planned.number, planned.due, planned.input_len, planned.output_len, released=released
+        )
+        await self._send(self.prompts.tokens(planned), outcome)
         self.outcomes.append(outcome)
         self.on_done(outcome)
 

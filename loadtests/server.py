@@ -72,20 +72,26 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def free_ports(count: int) -> list[int]:
-    """Return different ports that nobody listens on now.
+def free_ports(count: int, run: int = 1) -> list[int]:
+    """Return different ports that nobody listens on now, nor on the `run` - 1 after each.
 
     Not from where outgoing connections get theirs: Ray alone makes a hundred, and one of them would
     take a port now and then before a server that starts later does.
     """
     found: list[int] = []
-    for port in random.sample(range(_LOWEST_PORT, _first_outgoing()), 1000):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+    for port in random.sample(range(_LOWEST_PORT, _first_outgoing() - run, run), 1000 // run):
+        if all(map(_is_free, range(port, port + run))):
             found.append(port)
         if len(found) == count:
             return found
     raise ServerFailed(f"there are no {count} free ports")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def _first_outgoing() -> int:

@@ -20,30 +20,104 @@ class Entry(_message.Message):
     def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("plan", "send", "take")
+    __slots__ = ("plan", "move")
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    plan: Plan
+    move: Move
+    def __init__(self, plan: _Optional[_Union[Plan, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ...) -> None: ...
+
+class Move(_message.Message):
+    __slots__ = ("rank", "end", "open", "value", "send", "take", "close", "settle")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
     TAKE_FIELD_NUMBER: _ClassVar[int]
-    plan: Plan
-    send: Blocks
-    take: Blocks
-    def __init__(self, plan: _Optional[_Union[Plan, _Mapping]] = ..., send: _Optional[_Union[Blocks, _Mapping]] = ..., take: _Optional[_Union[Blocks, _Mapping]] = ...) -> None: ...
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    SETTLE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    end: int
+    open: Open
+    value: Value
+    send: Piece
+    take: Piece
+    close: Close
+    settle: int
+    def __init__(self, rank: _Optional[int] = ..., end: _Optional[int] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., value: _Optional[_Union[Value, _Mapping]] = ..., send: _Optional[_Union[Piece, _Mapping]] = ..., take: _Optional[_Union[Piece, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., settle: _Optional[int] = ...) -> None: ...
 
-class Blocks(_message.Message):
-    __slots__ = ("rank", "blocks", "first_layer", "last_layer", "first_head", "last_head")
-    RANK_FIELD_NUMBER: _ClassVar[int]
+class Open(_message.Message):
+    __slots__ = ("takes",)
+    TAKES_FIELD_NUMBER: _ClassVar[int]
+    takes: bool
+    def __init__(self, takes: _Optional[bool] = ...) -> None: ...
+
+class Value(_message.Message):
+    __slots__ = ("key", "value")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    value: bytes
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("epoch", "index", "blocks", "start", "stop", "first_layer", "last_layer", "first_head", "last_head", "unit")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     LAST_LAYER_FIELD_NUMBER: _ClassVar[int]
     FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
     LAST_HEAD_FIELD_NUMBER: _ClassVar[int]
-    rank: int
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    index: int
     blocks: bytes
+    start: int
+    stop: int
     first_layer: int
     last_layer: int
     first_head: int
     last_head: int
-    def __init__(self, rank: _Optional[int] = ..., blocks: _Optional[bytes] = ..., first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., first_head: _Optional[int] = ..., last_head: _Optional[int] = ...) -> None: ...
+    unit: int
+    def __init__(self, epoch: _Optional[int] = ..., index: _Optional[int] = ..., blocks: _Optional[bytes] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., first_head: _Optional[int] = ..., last_head: _Optional[int] = ..., unit: _Optional[int] = ...) -> None: ...
+
+class Close(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("end", "value", "met", "moved", "settled", "closed")
+    END_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    MET_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    end: int
+    value: Value
+    met: Outcome
+    moved: Outcome
+    settled: int
+    closed: Close
+    def __init__(self, end: _Optional[int] = ..., value: _Optional[_Union[Value, _Mapping]] = ..., met: _Optional[_Union[Outcome, _Mapping]] = ..., moved: _Optional[_Union[Outcome, _Mapping]] = ..., settled: _Optional[int] = ..., closed: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+
+class Outcome(_message.Message):
+    __slots__ = ("epoch", "index", "bytes", "problem", "broken")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    index: int
+    bytes: int
+    problem: str
+    broken: str
+    def __init__(self, epoch: _Optional[int] = ..., index: _Optional[int] = ..., bytes: _Optional[int] = ..., problem: _Optional[str] = ..., broken: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("number", "rows", "tokens", "positions", "query_starts", "context_lens", "block_tables", "slots", "samples", "copies", "forks", "scored")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epenstock/protos/transfer.proto\x12\x14penstock.transfer.v1\"\xdd\x01\n\nFromSource\x12:\n\x0cintroduction\x18\x01 \x01(\x0b\x32\".penstock.transfer.v1.IntroductionH\x00\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32 .penstock.transfer.v1.StoreValueH\x00\x12.\n\x06header\x18\x03 \x01(\x0b\x32\x1c.penstock.transfer.v1.HeaderH\x00\x12(\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x19.penstock.transfer.v1.EndH\x00\x42\x06\n\x04\x62ody\"\xe2\x01\n\x0f\x46romDestination\x12\x32\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1e.penstock.transfer.v1.AcceptedH\x00\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32 .penstock.transfer.v1.StoreValueH\x00\x12.\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x1c.penstock.transfer.v1.CreditH\x00\x12\x30\n\x07outcome\x18\x04 \x01(\x0b\x32\x1d.penstock.transfer.v1.OutcomeH\x00\x42\x06\n\x04\x62ody\"U\n\x0cIntroduction\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\"/\n\x08\x41\x63\x63\x65pted\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\"(\n\nStoreValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\xe6\x01\n\x06Header\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x0f\n\x07request\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05index\x18\x05 \x01(\r\x12\r\n\x05start\x18\x06 \x01(\r\x12\x0c\n\x04stop\x18\x07 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x08 \x01(\r\x12\x12\n\nlast_layer\x18\t \x01(\r\x12\x12\n\nfirst_head\x18\n \x01(\r\x12\x11\n\tlast_head\x18\x0b \x01(\r\x12\r\n\x05\x62ytes\x18\x0c \x01(\x04\x12\x10\n\x08\x63hecksum\x18\r \x01(\x06\"7\n\x06\x43redit\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0f\n\x07\x64iscard\x18\x03 \x01(\x08\"7\n\x03\x45nd\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x62orted\x18\x02 \x01(\x08\x12\x10\n\x08messages\x18\x03 \x01(\r\":\n\x07Outcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08received\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t2_\n\x08Transfer\x12S\n\x04Pair\x12 .penstock.transfer.v1.FromSource\x1a%.penstock.transfer.v1.FromDestination(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epenstock/protos/transfer.proto\x12\x14penstock.transfer.v1\"\xdd\x01\n\nFromSource\x12:\n\x0cintroduction\x18\x01 \x01(\x0b\x32\".penstock.transfer.v1.IntroductionH\x00\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32 .penstock.transfer.v1.StoreValueH\x00\x12.\n\x06header\x18\x03 \x01(\x0b\x32\x1c.penstock.transfer.v1.HeaderH\x00\x12(\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x19.penstock.transfer.v1.EndH\x00\x42\x06\n\x04\x62ody\"\xe2\x01\n\x0f\x46romDestination\x12\x32\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1e.penstock.transfer.v1.AcceptedH\x00\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32 .penstock.transfer.v1.StoreValueH\x00\x12.\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x1c.penstock.transfer.v1.CreditH\x00\x12\x30\n\x07outcome\x18\x04 \x01(\x0b\x32\x1d.penstock.transfer.v1.OutcomeH\x00\x42\x06\n\x04\x62ody\"\x97\x01\n\x0cIntroduction\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12,\n\x05ranks\x18\x06 \x03(\x0b\x32\x1d.penstock.transfer.v1.Holding\"Y\n\x07Holding\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nlast_layer\x18\x02 \x01(\r\x12\x12\n\nfirst_head\x18\x03 \x01(\r\x12\x11\n\tlast_head\x18\x04 \x01(\r\"q\n\x08\x41\x63\x63\x65pted\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12,\n\x05ranks\x18\x04 \x03(\x0b\x32\x1d.penstock.transfer.v1.Holding\"W\n\nStoreValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x13\n\x0bsource_rank\x18\x03 \x01(\r\x12\x18\n\x10\x64\x65stination_rank\x18\x04 \x01(\r\"\x89\x02\n\x06Header\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x0f\n\x07request\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05index\x18\x05 \x01(\r\x12\r\n\x05start\x18\x06 \x01(\r\x12\x0c\n\x04stop\x18\x07 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x08 \x01(\r\x12\x12\n\nlast_layer\x18\t \x01(\r\x12\x12\n\nfirst_head\x18\n \x01(\r\x12\x11\n\tlast_head\x18\x0b \x01(\r\x12\r\n\x05\x62ytes\x18\x0c \x01(\x04\x12\x13\n\x0bsource_rank\x18\x0e \x01(\r\x12\x18\n\x10\x64\x65stination_rank\x18\x0f \x01(\rJ\x04\x08\r\x10\x0e\"7\n\x06\x43redit\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0f\n\x07\x64iscard\x18\x03 \x01(\x08\"7\n\x03\x45nd\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x62orted\x18\x02 \x01(\x08\x12\x10\n\x08messages\x18\x03 \x01(\r\":\n\x07Outcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08received\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t2_\n\x08Transfer\x12S\n\x04Pair\x12 .penstock.transfer.v1.FromSource\x1a%.penstock.transfer.v1.FromDestination(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,20 +35,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FROMSOURCE']._serialized_end=278
   _globals['_FROMDESTINATION']._serialized_start=281
   _globals['_FROMDESTINATION']._serialized_end=507
-  _globals['_INTRODUCTION']._serialized_start=509
-  _globals['_INTRODUCTION']._serialized_end=594
-  _globals['_ACCEPTED']._serialized_start=596
-  _globals['_ACCEPTED']._serialized_end=643
-  _globals['_STOREVALUE']._serialized_start=645
-  _globals['_STOREVALUE']._serialized_end=685
-  _globals['_HEADER']._serialized_start=688
-  _globals['_HEADER']._serialized_end=918
-  _globals['_CREDIT']._serialized_start=920
-  _globals['_CREDIT']._serialized_end=975
-  _globals['_END']._serialized_start=977
-  _globals['_END']._serialized_end=1032
-  _globals['_OUTCOME']._serialized_start=1034
-  _globals['_OUTCOME']._serialized_end=1092
-  _globals['_TRANSFER']._serialized_start=1094
-  _globals['_TRANSFER']._serialized_end=1189
+  _globals['_INTRODUCTION']._serialized_start=510
+  _globals['_INTRODUCTION']._serialized_end=661
+  _globals['_HOLDING']._serialized_start=663
+  _globals['_HOLDING']._serialized_end=752
+  _globals['_ACCEPTED']._serialized_start=754
+  _globals['_ACCEPTED']._serialized_end=867
+  _globals['_STOREVALUE']._serialized_start=869
+  _globals['_STOREVALUE']._serialized_end=956
+  _globals['_HEADER']._serialized_start=959
+  _globals['_HEADER']._serialized_end=1224
+  _globals['_CREDIT']._serialized_start=1226
+  _globals['_CREDIT']._serialized_end=1281
+  _globals['_END']._serialized_start=1283
+  _globals['_END']._serialized_end=1338
+  _globals['_OUTCOME']._serialized_start=1340
+  _globals['_OUTCOME']._serialized_end=1398
+  _globals['_TRANSFER']._serialized_start=1400
+  _globals['_TRANSFER']._serialized_end=1495
 # @@protoc_insertion_point(module_scope)

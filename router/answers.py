@@ -8,6 +8,7 @@ from typing import Self
 
 from penstock.protos import worker_pb2
 from penstock.router.errors import Code, ServingError
+from penstock.router.resume import PastEnd
 from penstock.router.routing.events import Deliver, DeliverPrompt, Finish
 from penstock.router.text.answer import AnswerText
 
@@ -184,6 +185,7 @@ class Track:
         stop_tokens: the client's own.
         cut: called with a choice, and the length after which a stop string has ended it.
         ranking: where only the likeliest choices are given.
+        past: how choices have ended in an earlier call; by default none has.
     """
 
     def __init__(
@@ -194,6 +196,7 @@ class Track:
         stop_tokens: frozenset[int],
         cut: Callable[[int, int], None],
         ranking: Ranking | None = None,
+        past: Sequence[PastEnd | None] = (),
     ) -> None:
         self.answers = answers
         self._index = index
@@ -201,7 +204,16 @@ class Track:
         self._stop_tokens = stop_tokens
         self._cut = cut
         self._ranking = ranking
+        self._past = past
         self._ended = [False] * len(texts)
+
+    def deliver_past(self) -> None:
+        """Say of every choice that had ended before how it has: nothing more comes of it."""
+        for choice, end in enumerate(self._past):
+            if end is not None:
+                self._ended[choice] = True
+                ended = Delta(self._index, choice, end.num_tokens, (), "", (), end.finish, end.stop)
+                self._push(ended)
 
     def deliver_prompt(self, what: DeliverPrompt) -> None:
         """Logprobs of the next prompt tokens: they wait for the first delta."""

@@ -88,6 +88,14 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class SoFar:
+    """What a client has of one choice already, from an earlier call."""
+
+    tokens: Sequence[int] = ()
+    finish: str = ""  # "stop" or "length", if it has ended
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """One prompt and what is wanted for it."""
 
@@ -102,6 +110,7 @@ class Ask:
     )
     tenant: str = ""
     trace: str = ""
+    so_far: Mapping[int, SoFar] = field(default_factory=dict)  # by choice; one left out has nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,7 @@ class Model:
     name: str
     max_model_len: int
     vocab_size: int
+    eos_tokens: frozenset[int] = frozenset()  # as workers tell them
 
 
 def trace_of(name: str) -> str:

@@ -48,4 +48,6 @@ class RouterConfig:
     max_queued_tokens: int = 4 << 20
     vllm_metrics: bool = False  # tell the metrics under vLLM's names too
     wakes_workers: bool = False  # none may be there: they come when something waits for them
+    lost_seconds: float = 10.0  # a worker silent for longer is lost
+    hang_seconds: float = 30.0  # of a step: see `routing.patience`
     bounds: Bounds = field(default_factory=Bounds)

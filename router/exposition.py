@@ -10,6 +10,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from penstock.router.routing.disaggregation import POSSIBLE
 from penstock.router.state import (
     ClusterState,
     PoolScaling,
@@ -67,6 +68,12 @@ def scaling_metrics(pools: Sequence[PoolScaling]) -> Iterator[Metric]:
         ["pool"],
         (([each.pool], each.pending) for each in pools),
     )
+    yield gauge(
+        "penstock_workers_given_up",
+        "Workers of the pool that could not be started, and are tried again later.",
+        ["pool"],
+        (([each.pool], each.given_up) for each in pools),
+    )
 
 
 def worker_metrics(workers: Sequence[WorkerState]) -> Iterator[Metric]:
@@ -97,6 +104,16 @@ def number_metrics(workers: Sequence[tuple[str, WorkerNumbers]]) -> Iterator[Met
         "Share of the used KV blocks' slots that hold nothing.",
         ["worker"],
         (([name], each.kv_waste) for name, each in workers),
+    )
+    yield gauge(
+        "penstock_expert_imbalance_ratio",
+        "Choices of a mixture's busiest expert over those of its mean one, of late.",
+        ["worker"],
+        (
+            ([name], each.expert_imbalance)
+            for name, each in workers
+            if each.expert_imbalance  # of models without experts there is nothing to tell
+        ),
     )
     counters: Sequence[tuple[str, str, Callable[[WorkerNumbers], int]]] = (
         ("prompt_tokens", "Prompt tokens taken up.", lambda each: each.prompt_tokens),
@@ -157,6 +174,25 @@ def router_metrics(state: ClusterState, tally: Tally) -> Iterator[Metric]:
         )
     yield counter(
         "penstock_handover_bytes", "Bytes of KV handed over.", [], [([], tally.handover_bytes)]
+    )
+    yield counter(
+        "penstock_prompts_placed",
+        "Prompts by where they were to be computed, apart on a prefill worker or together with "
+        "their answer, and what weighed most.",
+        ["where", "reason"],
+        ((str(each).split(": "), state.placed.get(str(each), 0)) for each in POSSIBLE),
+    )
+    yield gauge(
+        "penstock_handover_fixed_seconds",
+        "What any hand-over of KV is expected to take, beside its bytes.",
+        [],
+        [([], state.handover.fixed_seconds)],
+    )
+    yield gauge(
+        "penstock_handover_bytes_per_second",
+        "Bandwidth of hand-overs of KV, as it is expected.",
+        [],
+        [([], state.handover.bytes_per_second)],
     )
     yield counter(
         "penstock_failovers",

@@ -10,15 +10,26 @@ import itertools
 import logging
 import math
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.router import state
 from penstock.router.answers import Answers, Ranking, Track
-from penstock.router.ask import Ask, Model, check_bad_words, check_prompt, text_rules, wire_params
+from penstock.router.ask import (
+    Ask,
+    Model,
+    SoFar,
+    check_bad_words,
+    check_prompt,
+    text_rules,
+    wire_params,
+)
 from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.links import Links
+from penstock.router.resume import check_so_far, resume
+from penstock.router.roles import ROLES, Assignment, Assignments, merged
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
 from penstock.router.tally import Ended, Tally
@@ -65,13 +76,26 @@ def _log_ended(ended: Ended | None) -> None:
     log.info("request", extra={"fields": fields})
 
 
-def _log_worker(event: ev.WorkerUp | ev.WorkerLost | ev.Tick) -> None:
+def _log_placed(submit: ev.Submit) -> None:
+    if log.isEnabledFor(logging.INFO):
+        fields = {
+            "request": submit.request.trace,
+            "attempt": submit.attempt,
+            "worker": submit.worker,
+            "source": submit.source.worker if submit.source is not None else None,
+        }
+        log.info("placed", extra={"fields": fields})
+
+
+def _log_worker(event: ev.Event) -> None:
     match event:
         case ev.WorkerUp(info):
             fields = {"worker": info.worker, "role": info.role, "incarnation": info.incarnation}
             log.info("worker_up", extra={"fields": fields})
         case ev.WorkerLost(worker):
             log.info("worker_gone", extra={"fields": {"worker": worker}})
+        case ev.RoleChanged(worker, role):
+            log.info("role", extra={"fields": {"worker": worker, "role": role}})
 
 
 class Frontend:
@@ -100,6 +124,10 @@ class Frontend:
         self.tally = Tally(tenants)
         self.is_draining = False
         self.scaling = state.Scaling()  # what the supervisor said last
+        self._assignments: dict[str, Assignment] = {}  # roles that operators gave
+        self.routers: Sequence[state.RouterState] = ()  # the same, of itself too
+        # Told the name of a worker that does not get on, and why.
+        self.tell_stuck: Callable[[str, str], None] = lambda worker, reason: None
         self._limits = limits
         self._dispatcher = dispatcher
         identity = Identity(config.name, incarnation, config.worker_token)
@@ -156,13 +184,18 @@ class Frontend:
 
     def look(self) -> state.ClusterState:
         """The router and its workers as they are now."""
+        why_not = self.why_not_ready()
+        own = "draining" if self.is_draining else "waiting" if why_not else "ready"
         return state.look(
+            state.RouterState(self.config.name, own),
             self._limits.name,
-            self.why_not_ready(),
+            why_not,
             self._links.wanted(),
             self._dispatcher,
             self.tally,
             self.scaling,
+            self._assignments,
+            self.routers,
         )
 
     def watch(self, changed: Callable[[str], None]) -> None:
@@ -197,34 +230,44 @@ class Frontend:
         if not 0 < len(asks) <= self.config.bounds.max_prompts:
             raise invalid(f"send 1 to {self.config.bounds.max_prompts} prompts", "prompt")
         answers = Answers(self.config.bounds.max_unread_tokens, self._let_go)
-        requests = [self._request(ask, answers) for ask in asks]
-        tracks = [
-            self._track(answers, index, ask, request.id)
-            for index, (ask, request) in enumerate(zip(asks, requests, strict=True))
-        ]
+        taken = [self._take(ask, index, answers) for index, ask in enumerate(asks)]
         # From here on nothing is refused by a check: either all are sent on their way or none.
-        self._tracks.update({r.id: track for r, track in zip(requests, tracks, strict=True)})
+        self._tracks.update({request.id: track for request, track in taken})
         try:
-            for request in requests:
+            for request, track in taken:
                 self.tally.opened(request, self._loop.time())
+                track.deliver_past()
                 self.tell(ev.Arrived(request))
         except BaseException:
             answers.close()
             raise
         return answers
 
-    def _request(self, ask: Ask, answers: Answers) -> ev.Request:
-        model = self.model
+    def _take(self, ask: Ask, index: int, answers: Answers) -> tuple[ev.Request, Track]:
+        model, bounds = self.model, self.config.bounds
         check_prompt(ask.prompt, model)
-        params = wire_params(ask, model, self.config.bounds)
-        timeout = self.config.timeout
-        if ask.timeout is not None:
-            if not (ask.timeout > 0 and math.isfinite(ask.timeout)):
-                raise invalid("the timeout must be a positive number of seconds", "timeout")
-            timeout = min(timeout, ask.timeout)
+        params = wire_params(ask, model, bounds)
+        check_so_far(ask, params, model)
+        timeout = self._timeout(ask)
+        rules = text_rules(ask, bounds)
+        texts = [self.text.answer(rules) for _ in range(params.n)]
+        past = resume(ask, params, model.eos_tokens, texts)
         number = next(self._numbers)
         answers.opened(number, params.seed)
-        return ev.Request(
+        ranking = None
+        if ask.sampling.is_ranked:
+            ranking = Ranking(params.n, ask.sampling.n, ask.sampling.logprobs is not None)
+        track = Track(
+            answers,
+            index,
+            texts,
+            frozenset(ask.sampling.stop_tokens),
+            lambda choice, length: self.tell(ev.Cut(number, choice, length)),
+            ranking,
+            past,
+        )
+        nothing = SoFar()
+        request = ev.Request(
             id=number,
             prompt=ask.prompt,
             params=params,
@@ -234,22 +277,19 @@ class Frontend:
             tenant=ask.tenant,
             salt=ask.tenant.encode(),
             deadline=self._loop.time() + timeout,
+            log=[ask.so_far.get(choice, nothing).tokens for choice in range(params.n)],
+            ended=[end is not None for end in past],
             trace=ask.trace,
         )
+        return request, track
 
-    def _track(self, answers: Answers, index: int, ask: Ask, request: int) -> Track:
-        sampling = ask.sampling
-        rules, ranking = text_rules(ask, self.config.bounds), None
-        if sampling.is_ranked:
-            ranking = Ranking(sampling.num_told, sampling.n, sampling.logprobs is not None)
-        return Track(
-            answers,
-            index,
-            [self.text.answer(rules) for _ in range(sampling.num_told)],
-            frozenset(sampling.stop_tokens),
-            lambda choice, length: self.tell(ev.Cut(request, choice, length)),
-            ranking,
-        )
+    def _timeout(self, ask: Ask) -> float:
+        """Seconds that a request has."""
+        if ask.timeout is None:
+            return self.config.timeout
+        if not (ask.timeout > 0 and math.isfinite(ask.timeout)):
+            raise invalid("the timeout must be a positive number of seconds", "timeout")
+        return min(self.config.timeout, ask.timeout)
 
     def _let_go(self, requests: Sequence[int]) -> None:
         for request in requests:
@@ -273,7 +313,7 @@ class Frontend:
                 self.tally.delivered(commands, now)
                 for command in commands:
                     self._carry_out(command, now)
-                if isinstance(event, ev.WorkerUp | ev.WorkerLost | ev.Tick):
+                if isinstance(event, ev.WorkerUp | ev.WorkerLost | ev.RoleChanged | ev.Tick):
                     self._look()
                     _log_worker(event)
                 elif isinstance(event, ev.Received):
@@ -297,11 +337,14 @@ class Frontend:
             case ev.Hang():
                 log.warning("worker %s: %s", command.worker, command.reason)
                 self._links.hang(command.worker, command.reason)
+                if command.stuck:
+                    self.tell_stuck(command.worker, command.reason)
             case _:
                 if isinstance(command, ev.Send):
                     self.tally.sent(command, now)
                 elif isinstance(command, ev.Submit):
                     self.tally.submitted(command, now)
+                    _log_placed(command)
                 self._links.send(command)
 
     def _end(self, end: ev.End) -> None:
@@ -327,6 +370,29 @@ class Frontend:
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
         """Keep streams to exactly these workers, given as name: host:port."""
         await self._links.set(addresses)
+
+    def assign(self, worker: str, role: str) -> None:
+        """Give a worker a role, and whoever follows it under its name. What it runs goes on.
+
+        Raises INVALID for what is no role, NOT_FOUND for a worker that is not wanted here.
+        """
+        if role not in ROLES:
+            raise invalid(f"there is no role {role[:80]!r}: give {', '.join(ROLES)}", "role")
+        names = sorted(link.worker for link in self._links.wanted())
+        if worker not in names:
+            raise ServingError(
+                Code.NOT_FOUND,
+                f"there is no worker {worker[:80]!r}; there are {', '.join(names) or 'none'}",
+                "worker",
+            )
+        self.set_roles({worker: Assignment(role, time.time())})
+
+    def set_roles(self, assignments: Assignments) -> None:
+        """What operators said, here or to another router; the last word on a worker counts."""
+        before, self._assignments = self._assignments, merged(self._assignments, assignments)
+        for worker, assignment in self._assignments.items():
+            if before.get(worker) != assignment:
+                self.tell(ev.RoleChanged(worker, assignment.role))
 
     def worker_died(self, name: str) -> None:
         """Somebody who knows says that it is dead: do not wait for its silence."""

@@ -34,6 +34,7 @@ class Links:
             own.name,
             min([own.max_model_len, *(welcome.max_model_len for welcome in welcomes)]),
             min([own.vocab_size, *(welcome.vocab_size for welcome in welcomes)]),
+            own.eos_tokens.union(*(welcome.eos_tokens for welcome in welcomes)),
         )
 
     def wanted(self) -> Sequence[WorkerLink]:

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import penstock
 from penstock.protos import worker_pb2 as pb
+from penstock.router.roles import Assignment, Assignments
 from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
 from penstock.router.routing.lifecycle import Phase
+from penstock.router.routing.prices import HandOverPrice
 from penstock.router.tally import Tally
 from penstock.router.worker_link import WorkerLink
 
@@ -41,6 +43,7 @@ class WorkerNumbers:
     prompt_seconds: float  # of the steps that computed prompts
     step_seconds: float  # of the last step
     steps: StepTimes
+    expert_imbalance: float = 0.0  # choices of the busiest expert over the mean one's; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class WorkerState:
 
     worker: str
     role: str  # prefill, decode or mixed; empty until it has introduced itself
-    state: str  # ready, suspect, draining or down
+    state: str  # ready, suspect, stuck, draining or down
     requests: int  # of this router, in any form
     numbers: WorkerNumbers | None  # None: nothing recent is known
 
@@ -66,9 +69,9 @@ class PoolState:
     workers: int  # that should be there
     ready: int
     running: int  # sequences
-    waiting: int  # requests, at the router and at the workers
+    waiting: int  # requests, at all routers and at the workers
     waiting_tokens: int
-    queued: int  # of them, at the router
+    queued: int  # of them, at this router
     queued_tokens: int
 
 
@@ -84,6 +87,7 @@ class PoolScaling:
     draining: int
     reason: str
     held_by: str  # what kept it from more, or from less; empty: nothing
+    given_up: int = 0  # that could not be started; each is tried again later
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,30 @@ class Scaling:
 
     pools: Sequence[PoolScaling] = ()
     decisions: Sequence[DecisionNote] = ()  # the last ones, in their order
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverState:
+    """What a hand-over is expected to cost, from those of late; all 0 before the first."""
+
+    fixed_seconds: float = 0.0  # of any
+    bytes_per_second: float = 0.0
+    bytes_per_token: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterState:
+    """One of the routers that share the workers: what waits there, and where it listens."""
+
+    router: str
+    state: str  # ready, waiting (for workers), draining or down
+    http: str = ""  # host:port; empty: not known
+    grpc: str = ""
+    streams: int = 0  # requests that have not ended
+    waiting: int = 0  # of them, at the router
+    waiting_tokens: int = 0
+    queued: Mapping[str, int] = field(default_factory=dict)  # the same by pool
+    queued_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +151,29 @@ class ClusterState:
     handover_bytes: int
     prompt_tokens: int  # of all requests that were taken
     scaling: Scaling
+    roles: Mapping[str, Assignment] = field(default_factory=dict)  # given by operators, by worker
+    placed: Mapping[str, int] = field(default_factory=dict)  # prompts, by where and why
+    handover: HandOverState = HandOverState()
+    # Itself, and the others as the supervisor last told of them.
+    routers: Sequence[RouterState] = ()
 
 
 def look(
+    own: RouterState,
     model: str,
     not_ready: str,
     links: Sequence[WorkerLink],
     dispatcher: Dispatcher,
     tally: Tally,
     scaling: Scaling,
+    roles: Assignments,
+    routers: Sequence[RouterState] = (),
 ) -> ClusterState:
-    """All that is known now."""
-    workers = look_at_workers(links, dispatcher.workers())
+    """All that is known now: `own` by its name and state, `routers` as they were last told of."""
+    workers = look_at_workers(links, dispatcher.workers(), roles)
     counters = dispatcher.counters
+    others = [each for each in routers if each.router != own.router]
+    pools = look_at_pools(workers, dispatcher, [each.pool for each in scaling.pools], others)
     return ClusterState(
         model=model,
         version=penstock.__version__,
@@ -143,7 +181,7 @@ def look(
         streams=dispatcher.num_requests,
         waiting=dispatcher.num_queued,
         waiting_tokens=dispatcher.num_queued_tokens,
-        pools=look_at_pools(workers, dispatcher, [each.pool for each in scaling.pools]),
+        pools=pools,
         workers=workers,
         finished=dict(tally.finished),
         generated=tally.generated(),
@@ -153,24 +191,53 @@ def look(
         handover_bytes=tally.handover_bytes,
         prompt_tokens=tally.prompt_tokens,
         scaling=scaling,
+        roles=dict(roles),
+        placed=dict(dispatcher.num_decided),
+        handover=_handover(dispatcher.handover),
+        routers=_routers(own, dispatcher, pools, routers),
     )
 
 
+def _handover(price: HandOverPrice) -> HandOverState:
+    return HandOverState(price.fixed_seconds, price.bytes_per_second, price.bytes_per_token)
+
+
+def _routers(
+    own: RouterState,
+    dispatcher: Dispatcher,
+    pools: Sequence[PoolState],
+    routers: Sequence[RouterState],
+) -> list[RouterState]:
+    now = replace(
+        own,
+        streams=dispatcher.num_requests,
+        waiting=dispatcher.num_queued,
+        waiting_tokens=dispatcher.num_queued_tokens,
+        queued={each.pool: each.queued for each in pools},
+        queued_tokens={each.pool: each.queued_tokens for each in pools},
+    )
+    found = [
+        replace(now, http=each.http, grpc=each.grpc) if each.router == own.router else each
+        for each in routers
+    ]
+    return found or [now]
+
+
 def look_at_workers(
-    links: Sequence[WorkerLink], statuses: Sequence[WorkerStatus]
+    links: Sequence[WorkerLink], statuses: Sequence[WorkerStatus], roles: Assignments
 ) -> list[WorkerState]:
     """All workers that are wanted, by name; those that cannot be heard are told without numbers."""
     by_name = {status.worker: status for status in statuses}
     links = sorted(links, key=lambda link: link.worker)
-    return [_worker(link, by_name.get(link.worker)) for link in links]
+    return [_worker(link, by_name.get(link.worker), roles.get(link.worker)) for link in links]
 
 
-def _worker(link: WorkerLink, status: WorkerStatus | None) -> WorkerState:
+def _worker(link: WorkerLink, status: WorkerStatus | None, given: Assignment | None) -> WorkerState:
     state = DOWN if status is None else status.state
     numbers = None
     if link.welcome is not None and link.load is not None and state not in SILENT:
         numbers = read_load(link.welcome, link.load)
-    role = "" if link.welcome is None else link.welcome.role
+    role = "" if link.welcome is None else link.welcome.role if given is None else given.role
     return WorkerState(link.worker, role, state, status.num_requests if status else 0, numbers)
 
 
@@ -196,6 +263,7 @@ def read_load(welcome: pb.Welcome, load: pb.Load) -> WorkerNumbers:
         prompt_seconds=load.prompt_seconds,
         step_seconds=load.step_micros / 1e6,
         steps=_step_times(welcome, load),
+        expert_imbalance=load.expert_imbalance,
     )
 
 
@@ -207,7 +275,10 @@ def _step_times(welcome: pb.Welcome, load: pb.Load) -> StepTimes:
 
 
 def look_at_pools(
-    workers: Sequence[WorkerState], dispatcher: Dispatcher, names: Sequence[str]
+    workers: Sequence[WorkerState],
+    dispatcher: Dispatcher,
+    names: Sequence[str],
+    others: Sequence[RouterState] = (),
 ) -> list[PoolState]:
     """The pools that there are, and those named, which may have no worker now; by name.
 
@@ -225,7 +296,15 @@ def look_at_pools(
     waiting = Counter(dict.fromkeys(short, phases[Phase.QUEUED]))
     waiting[_first(members, "decode", "mixed", "prefill")] += phases[Phase.YIELDED]
     tokens = Counter({first: dispatcher.num_queued_tokens} if first in short else {})
-    return [_pool(pool, members[pool], waiting[pool], tokens[pool]) for pool in sorted(members)]
+    pools = [_pool(pool, members[pool], waiting[pool], tokens[pool]) for pool in sorted(members)]
+    return [_with_others(pool, others) for pool in pools]
+
+
+def _with_others(pool: PoolState, others: Sequence[RouterState]) -> PoolState:
+    """What waits at other routers waits for the pool too."""
+    queued = sum(each.queued.get(pool.pool, 0) for each in others)
+    tokens = sum(each.queued_tokens.get(pool.pool, 0) for each in others)
+    return replace(pool, waiting=pool.waiting + queued, waiting_tokens=pool.waiting_tokens + tokens)
 
 
 def _first(members: Mapping[str, object], *roles: str) -> str:

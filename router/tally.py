@@ -53,10 +53,11 @@ class _Stretch:
     first: float  # when
     last: float
     newest: ev.Deliver
+    begin: int  # position of its first token: what a client brings along was made elsewhere
 
     @property
     def num_tokens(self) -> int:
-        return self.newest.position + len(self.newest.tokens)
+        return self.newest.position + len(self.newest.tokens) - self.begin
 
 
 @dataclass(slots=True)
@@ -155,7 +156,7 @@ class Tally:
             if stretch is None:
                 if one.first is None:
                     self._begun(one, now)
-                one.stretches[command.choice] = _Stretch(now, now, command)
+                one.stretches[command.choice] = _Stretch(now, now, command, command.position)
             else:
                 gaps.append(now - stretch.last)
                 stretch.last = now

@@ -20,6 +20,10 @@ def load_of(load: pb.Load) -> ev.Load:
         cached_blocks=load.cached_blocks,
         leased_blocks=load.leased_blocks,
         step_seconds=load.step_micros / 1e6,
+        steps=load.steps,
+        prompt_tokens=load.prompt_tokens_computed,
+        prompt_hits=load.prompt_tokens_cached,
+        prompt_seconds=load.prompt_seconds,
     )
 
 

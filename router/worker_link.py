@@ -19,6 +19,7 @@ from penstock.router.routing import events as ev
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
+IDLE_BEAT_SECONDS = 2.0  # to a worker that has nothing to lose; it waits 5 s for a sign of life
 CONNECT_SECONDS = 10.0  # from the call to the worker's Welcome
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between attempts to connect
 MAX_WAITING = 65536  # messages that the worker has not taken yet
@@ -74,6 +75,7 @@ class WorkerLink:
         self._tell = tell
         self._welcomed = welcomed
         self._out: deque[pb.ToWorker] = deque()
+        self._has_asked = False  # something was sent since the last beat
         self._wake = asyncio.Event()
         self._is_up = False
         self._is_wanted = True
@@ -83,12 +85,13 @@ class WorkerLink:
 
     def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> None:
         """Queue a command. Without a stream it is lost, as everything is that a stream held."""
-        if not self._is_up:
+        if not self._is_up or self._hung:
             return
         if len(self._out) >= MAX_WAITING:
             self.hang("it does not take what is sent to it")
             return
         self._out.append(wire.message_of(command))
+        self._has_asked = True
         self._wake.set()
 
     def hang(self, reason: str) -> None:
@@ -216,7 +219,21 @@ class WorkerLink:
                 message.number = number
                 await call.write(message)
             try:
-                async with asyncio.timeout(BEAT_SECONDS):
+                async with asyncio.timeout(self._silence()):
                     await self._wake.wait()
             except TimeoutError:
+                self._has_asked = False
                 self._out.append(pb.ToWorker(beat=pb.Beat()))
+
+    def _silence(self) -> float:
+        """Seconds until the next beat. Of a thousand workers most may be idle, and every beat takes
+        some of the router's time."""
+        load = self.load
+        is_idle = load is not None and not (
+            self._has_asked
+            or load.running
+            or load.queued
+            or load.leased_blocks
+            or load.reserved_blocks
+        )
+        return IDLE_BEAT_SECONDS if is_idle else BEAT_SECONDS

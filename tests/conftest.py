@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 # Small products gain nothing from threads, and threads that wait for each other on a busy machine
 # cost tenfold. Set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,3 +18,13 @@ else:
         "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("patient")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where tests are spread over processes, a file's clusters are started in one of them."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("process", "cluster")):
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))

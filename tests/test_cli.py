@@ -50,11 +50,11 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
     error = capsys.readouterr().err
-    known = "serve, chat, status, bench, simulate"
+    known = "serve, chat, status, role, bench, simulate"
     assert error == f"penstock: there is no command 'sevre'; known are {known}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "status", "bench"])
+@pytest.mark.parametrize("command", ["serve", "chat", "status", "role", "bench"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
@@ -359,6 +359,13 @@ def test_the_greeting_can_be_pasted() -> None:
     assert "penstock chat --address 127.0.0.1:90 --api-key" in text
 
 
+def test_the_greeting_tells_of_all_routers() -> None:
+    spec = flags.read_spec(["--routers", "2"])
+    assert spec.routers == 2
+    serving = notices.Serving("a:80", "a:90", [("a:81", "a:91")])
+    assert "and on http://a:81 and a:91" in serve.greeting(spec, SMALL, serving, 1.0)
+
+
 def test_a_model_without_a_chat_template_is_greeted_with_a_completion(model: Path) -> None:
     (model / "tokenizer_config.json").unlink()
     lines = serve.greeting(parse({}), model, notices.Serving("127.0.0.1:80", "127.0.0.1:90"), 1.0)
@@ -375,7 +382,7 @@ STORY: list[tuple[str, notices.Notice]] = [
     ("decode worker 0", notices.LogLine("something [bold]odd")),
     ("", notices.Serving("a", "b")),
     ("decode worker 0", notices.Died("its process died", 0.5)),
-    ("decode worker 0", notices.GivenUp("no such folder")),
+    ("decode worker 0", notices.GivenUp("no such folder", 60.0)),
     ("", notices.Draining(30.0)),
 ]
 
@@ -393,7 +400,7 @@ def test_lines_say_each_stage_once() -> None:
         "decode worker 0: ready after 3.0 s",
         "something [bold]odd",
         "decode worker 0: its process died; it is started again in 0.5 s",
-        "decode worker 0: no such folder; it is given up, the others go on",
+        "decode worker 0: no such folder; it is given up for 60 s, the others go on",
         "draining: what runs has 30 s; Ctrl-C again ends it at once",
     ]
 
@@ -553,7 +560,7 @@ def test_a_refused_question_was_never_said(talker: tuple[Talker, str]) -> None:
     servicer.refuse = True
     with grpc.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
-        talk = Conversation(stub, [], "", inference_pb2.Sampling())
+        talk = Conversation([stub], [], "", inference_pb2.Sampling())
         with pytest.raises(ChatFailed, match="the prompt is too long"):
             list(talk.ask("hello"))
         assert talk.said == []
@@ -598,7 +605,7 @@ def test_a_person_may_stop_an_answer_and_hear_of_failures(
     screen = StringIO()
     with grpc.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
-        talk = Conversation(stub, [], "", inference_pb2.Sampling())
+        talk = Conversation([stub], [], "", inference_pb2.Sampling())
         console = Console(file=screen, highlight=False)
         monkeypatch.setattr(console, "out", interrupted)
         show(talk, "hello", console)
@@ -611,6 +618,37 @@ def test_a_person_may_stop_an_answer_and_hear_of_failures(
 
 def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
+
+
+class Dying(Talker):
+    """Tells half an answer, then its connection breaks; and nothing from tokens so far."""
+
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        self.requests.append(request)
+        yield inference_pb2.GenerateReply(tokens=[5, 6], text="half ", seed=77)
+        context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+
+def test_chat_goes_on_at_another_router(
+    talker: tuple[Talker, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    servicer, address = talker
+    server, dying = grpc.server(ThreadPoolExecutor(2)), Dying()
+    inference_pb2_grpc.add_InferenceServicer_to_server(dying, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        both = ["--address", f"127.0.0.1:{port}", "--address", address]
+        assert chat(both, "hello\n", monkeypatch) == 0
+    finally:
+        server.stop(0).wait()
+    assert capsys.readouterr().out == "half 1 heard\n"
+    assert len(dying.requests) == 1
+    (rest,) = servicer.requests
+    assert [list(each.tokens) for each in rest.so_far] == [[5, 6]]
+    assert rest.sampling.seed == 77
 
 
 @pytest.mark.parametrize(

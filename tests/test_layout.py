@@ -28,8 +28,10 @@ DECIDING = {
     "penstock.cluster.spec": {"yaml"},
     "penstock.cluster.placement": {"penstock.cluster.spec"},
     "penstock.cluster.restarts": set(),
-    "penstock.cluster.autoscaler": set(),
+    "penstock.cluster.autoscaler": {"penstock.cluster.bursts"},
+    "penstock.cluster.bursts": set(),
     "penstock.cluster.slots": set(),
+    "penstock.cluster.starts": {"penstock.cluster.slots"},
     "penstock.cluster.notices": set(),
 }
 """What deciding code may import beside the standard library and itself."""

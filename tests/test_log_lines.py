@@ -18,7 +18,7 @@ STORY: list[tuple[str, notices.Notice]] = [
     ("decode worker 0", notices.Ready(2.5)),
     ("", notices.Serving("127.0.0.1:1", "127.0.0.1:2")),
     ("decode worker 0", notices.Died("its process died (killed)", 0.5)),
-    ("decode worker 0", notices.GivenUp("no memory")),
+    ("decode worker 0", notices.GivenUp("no memory", 60.0)),
     ("", notices.Decided("decode", "decode: 1 to 2: KV is full")),
     ("router 0", notices.LogLine("x", "info", "request", {"request": "r-1", "seconds": 0.5}, AT)),
     ("router 0", notices.LogLine("WARNING: mind the gap")),
@@ -66,6 +66,13 @@ def test_lines_of_keys() -> None:
     )
     assert lines[4].endswith('reason="its process died (killed)" restart_seconds=0.5')
     assert lines[-1].endswith("from=supervisor event=said message=stopped")
+
+
+def test_all_routers_are_told() -> None:
+    lines: list[str] = []
+    Events("json", lines.append)("", notices.Serving("a:1", "a:2", [("a:3", "a:4")]))
+    told = json.loads(lines[0])
+    assert (told["http"], told["grpc"]) == ("a:1,a:3", "a:2,a:4")
 
 
 VALUES = st.text() | st.integers() | st.floats() | st.none()

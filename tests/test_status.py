@@ -20,7 +20,7 @@ from penstock.cli.status import fetch
 from penstock.cli.status_view import duration, number, page
 from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
-from penstock.router.state import DecisionNote, PoolScaling, Scaling
+from penstock.router.state import DecisionNote, PoolScaling, RouterState, Scaling
 from tests.support.served_router import Served, model_folder, serving, until
 from tests.support.stub_worker import StubWorker
 
@@ -86,7 +86,7 @@ async def test_sizes_and_what_changed_them(served: Served) -> None:
     served.router.frontend.scaling = Scaling(
         [
             PoolScaling(
-                "decode", 0, 12, 10, 8, 1, "KV of 7.9 workers in use", "the budget of 9 GPUs"
+                "decode", 0, 12, 10, 8, 1, "KV of 7.9 workers in use", "the budget of 9 GPUs", 2
             )
         ],
         [DecisionNote(1e9 - 90, "decode", "decode: 5 to 10: KV of 7.9 workers in use")],
@@ -94,9 +94,26 @@ async def test_sizes_and_what_changed_them(served: Served) -> None:
     lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
     assert max(map(len, lines)) <= 80
     assert "decode, 0 to 12: KV of 7.9 workers in use; held by the budget of 9 GPUs" in lines
+    assert "  2 could not be started, tried again later: see the log" in lines
     assert "90.0 s ago: decode: 5 to 10: KV of 7.9 workers in use" in lines
     (pool,) = (line.split() for line in lines if line.startswith("decode  "))
     assert pool[:5] == ["decode", "10", "8", "1", "0"]
+
+
+async def test_all_routers_are_shown_where_there_are_several(served: Served) -> None:
+    lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    assert not [line for line in lines if line.startswith("router")]
+    served.router.frontend.routers = [
+        RouterState("router-0", "ready", "10.11.12.13:8000", "10.11.12.13:9000", streams=99),
+        RouterState("router-1", "down", "10.11.12.14:8000", "10.11.12.14:9000", 1234, 7, 56_789),
+    ]
+    lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if line.startswith("router-")]
+    assert rows == [
+        ["router-0", "ready", "10.11.12.13:8000", "10.11.12.13:9000", "0", "0", "0"],
+        ["router-1", "down", "10.11.12.14:8000", "10.11.12.14:9000", "1.2k", "7", "57k"],
+    ], "what it says of itself is what it sees now"
 
 
 async def test_json_is_what_the_router_says(

@@ -6,17 +6,21 @@ Belongs to the event loop, which sees commands and results in one order and neve
 
 import asyncio
 import logging
+import time
 from functools import partial
 
 import grpc
 
 from penstock.protos import worker_pb2 as wire
+from penstock.workers.canary import KEY as CANARY
+from penstock.workers.canary import Vigil
 from penstock.workers.engine import Engine, EngineLoad, StepResult
 from penstock.workers.loop import EngineLoop
 from penstock.workers.scheduling.sequence import NeverFits
 from penstock.workers.session import Held, Session
 from penstock.workers.transfer.handover import HandOver
 from penstock.workers.transfer.staging import Identity
+from penstock.workers.watchdog import Pulse
 from penstock.workers.wire import (
     BadSubmit,
     SequenceKey,
@@ -39,15 +43,33 @@ class BadCommand(ValueError):
 
 
 class Dispatch:
-    """The sessions of all routers over one engine, which runs from now on."""
+    """The sessions of all routers over one engine, which runs from now on.
 
-    def __init__(self, engine: Engine, identity: Identity, address: str, seconds: float) -> None:
+    Args:
+        engine: nobody else calls it any more.
+        identity: of the worker, for hand-overs, and so are the next two.
+        address: of its service.
+        seconds: of silence that end a hand-over.
+        canary_seconds: without a step, after which `look` sends a canary.
+        pulse: of the engine's thread, for a watchdog.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        identity: Identity,
+        address: str,
+        seconds: float,
+        canary_seconds: float,
+        pulse: Pulse | None = None,
+    ) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.draining = False
+        self._vigil = Vigil(canary_seconds, time.monotonic())
         self._sessions: dict[int, Session] = {}
         self._vocabulary = Vocabulary(engine.spec.vocab_size, engine.spec.eos_tokens)
-        self._engine = EngineLoop(engine, self._deliver, self._fail)
-        self.handover = HandOver(identity, address, engine.staging, self._engine, seconds)
+        self._engine = EngineLoop(engine, self._deliver, self._fail, pulse)
+        self.handover = HandOver(identity, address, engine.movers, self._engine, seconds)
         self.load = self._load_message(engine.load())
 
     # ------------------------------------------------------------ sessions
@@ -75,6 +97,21 @@ class Dispatch:
     def idle(self) -> bool:
         """Whether nothing is held for anybody."""
         return not any(session.held for session in self._sessions.values())
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last step that went well."""
+        return self._vigil.silence(time.monotonic())
+
+    def look(self) -> None:
+        """Send a canary if nothing was computed for long; to be called every now and then."""
+        if self._vigil.due(time.monotonic()):
+            answer = self._engine.call(lambda engine: engine.try_out())
+            answer.add_done_callback(self._sent_canary)
+
+    def _sent_canary(self, answer: asyncio.Future[None]) -> None:
+        if answer.exception() is not None:
+            self._vigil.ended(time.monotonic())
 
     def stop(self, code: grpc.StatusCode, reason: str) -> None:
         """End every stream and the engine."""
@@ -174,7 +211,7 @@ class Dispatch:
 
     def _deliver(self, result: StepResult, load: EngineLoad) -> None:
         """Spread what a step gave; tokens come before what has become of their sequences."""
-        self.load = self._load_message(load)
+        self._take_up(result, load)
         steps = step_messages(result, self._wanted)
         for number, step in steps.items():
             self._put_step(self._sessions[number], step)
@@ -194,6 +231,17 @@ class Dispatch:
         for receiving in result.reserved:
             key = named(receiving.key)
             self.handover.expect(self._sessions.get(key.session), receiving)
+
+    def _take_up(self, result: StepResult, load: EngineLoad) -> None:
+        """Note the load, but not that of a canary alone, and whether a step went well."""
+        now = time.monotonic()
+        if result.output is not None and not result.failed:
+            self._vigil.computed(now)
+        is_over = CANARY in result.finished or CANARY in result.failed
+        if is_over:
+            self._vigil.ended(now)
+        if is_over or result.output is None or result.output.keys != [CANARY]:
+            self.load = self._load_message(load)
 
     def _wanted(self, key: SequenceKey) -> bool:
         session = self._sessions.get(key.session)

@@ -9,18 +9,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from penstock.workers.beams import Candidates, Hypothesis, Searches
+from penstock.workers.canary import KEY as CANARY
+from penstock.workers.canary import canary
 from penstock.workers.config import WorkerConfig
 from penstock.workers.device.graphs import CudaCaptures
 from penstock.workers.device.pinned import Readback
 from penstock.workers.device.runner import DeviceRunner
 from penstock.workers.device.streams import Streams
+from penstock.workers.expert_balance import ExpertBalance
 from penstock.workers.fingerprint import model_fingerprint
 from penstock.workers.models.served import ServedModel
 from penstock.workers.parallel.plans import encode
@@ -101,6 +105,7 @@ class EngineLoad:
     step_counts: tuple[int, ...]  # steps by their length, see `STEP_BOUNDS`
     all_steps_seconds: float  # of all steps together
     prompt_seconds: float  # of the steps that computed prompts
+    expert_imbalance: float = 0.0  # see `ExpertBalance`; 0: there is none, or nothing is known
 
 
 class Engine:
@@ -124,8 +129,9 @@ class Engine:
         self.layout = share.layout(self.model)
         self.deterministic = config.deterministic
         self._plans = share.lead(store)  # to the other ranks, if there are any
-        self.staging = share.whole_staging(self._plans)
+        self.movers = share.movers(self._plans)
         self.batcher = Batcher(self.limits)
+        self._balance = ExpertBalance(share.expert_counts())
         device = share.decoder.device
         self._runner = share.runner()
         self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
@@ -136,6 +142,7 @@ class Engine:
         self._begun: deque[StepPlan] = deque()  # that the other ranks were told of
         self._live: dict[Key, NewSequence] = {}  # all but leases
         self._searches = Searches()
+        self._tries_out = False  # a canary is among the live
         self._step_seconds = 0.0
         self._times = StepTimes()
         self._num_steps = 0
@@ -150,6 +157,11 @@ class Engine:
         self._live[new.key] = new
         if new.params.beams is not None:
             self._searches.open(new.key, new.params, self.limits.max_model_len - new.num_prompt)
+
+    def try_out(self) -> None:
+        """Queue a canary; QueueFull if it is not taken."""
+        self.submit(canary())
+        self._tries_out = True
 
     def drop_choice(self, key: Key, choice: int) -> None:
         """Let go of one of its choices; unknown: nothing."""
@@ -284,10 +296,21 @@ class Engine:
         if len(output.rows) < len(rows):
             of_row = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
             result.logprobs = [of_row[row] for row in output.rows.tolist()]
+        alone = self._tries_out and self._leave_out_canary(plan, output)
         self.note(result)
-        self._num_steps += 1
-        self._step_seconds = seconds
-        self._times.add(seconds, with_prompts=len(plan.tokens) > len(plan.rows))
+        if not alone:
+            self._num_steps += 1
+            self._step_seconds = seconds
+            self._times.add(seconds, with_prompts=len(plan.tokens) > len(plan.rows))
+
+    def _leave_out_canary(self, plan: StepPlan, output: StepOutput) -> bool:
+        """Count its prompt nowhere; whether the step was for it alone."""
+        if CANARY not in output.keys:
+            self._tries_out = CANARY in self._live
+            return False
+        if output.indices[output.keys.index(CANARY)] == 0:
+            self.batcher.uncount(1)
+        return len(plan.rows) == 1
 
     def note(self, result: StepResult) -> None:
         """Take up what has happened in the scheduler since the last call."""
@@ -303,7 +326,17 @@ class Engine:
             self._times.counts(),
             self._times.seconds,
             self._times.prompt_seconds,
+            self._balance.ratio(time.perf_counter()),
         )
+
+    @property
+    def longest_step(self) -> float:
+        """Seconds that a step took of late, at most."""
+        return self._times.longest
+
+    def describe(self) -> dict[str, Any]:
+        """What is known of its work, but for what is said in it; also while it hangs."""
+        return {"load": asdict(self.load()), "scheduler": self.batcher.describe()}
 
     def warm_up(self, captured: Progress = lambda done, total: None) -> None:
         """Run a prompt and a decode, so that the first request does not pay for what is made once.
@@ -321,7 +354,7 @@ class Engine:
             pass
         self.batcher = Batcher(self.limits)
         self._num_steps = 0
-        self._times = StepTimes()
+        self._times = StepTimes(self._times.longest)
 
     def _take_turns(
         self, sampled: Sampled, candidates: Candidates, rows: Ints, logits: Tensor

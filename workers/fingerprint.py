@@ -7,7 +7,7 @@ import torch
 
 from penstock.workers.models.served import ServedSpec
 
-HAND_OVER = 1  # raised when what travels between workers changes its meaning
+HAND_OVER = 2  # raised when what travels between workers changes its meaning
 
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 4096
@@ -32,12 +32,15 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def layout_of(
-    model: str, spec: ServedSpec, dtype: torch.dtype, block_size: int, deterministic: bool = False
+    model: str, spec: ServedSpec, dtype: torch.dtype, deterministic: int | None = None
 ) -> str:
-    """Of the KV blocks of a worker with that model: blocks travel only where it is the same.
+    """Of the KV of a worker with that model: it travels only where this is the same.
 
-    What a deterministic worker goes on from must have been computed as it would have done.
+    Ranks and block sizes may differ. What a deterministic worker goes on from must have been
+    computed as it would have done, in blocks of its size too, which is `deterministic`.
     """
-    shape = (spec.num_layers, *spec.kv_shape, block_size, spec.rope.divisors)
-    described = f"{HAND_OVER} {model} {dtype} {shape}" + " deterministic" * deterministic
+    shape = (spec.num_layers, *spec.kv_shape, spec.rope.divisors)
+    described = f"{HAND_OVER} {model} {dtype} {shape}"
+    if deterministic is not None:
+        described += f" deterministic {deterministic}"
     return blake2b(described.encode(), digest_size=16).hexdigest()

@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any, TypeVar
 
 from penstock.workers.engine import Engine, EngineLoad, StepResult
 from penstock.workers.parallel.group import RankLost
 from penstock.workers.pipeline import OneByOne, Pipeline, steps_of
+from penstock.workers.watchdog import Pulse
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class EngineLoop:
     """Runs an engine in a thread of its own.
 
     `deliver` gets each step's result and the load after it; `fatal` the exception that ended the
-    engine. Both are called on the event loop.
+    engine. Both are called on the event loop. `pulse` is kept while there is something to compute.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class EngineLoop:
         engine: Engine,
         deliver: Callable[[StepResult, EngineLoad], None],
         fatal: Callable[[BaseException], None],
+        pulse: Pulse | None = None,
     ) -> None:
         self._engine = engine
+        self._pulse = Pulse("nobody's", inf) if pulse is None else pulse
         self._deliver = deliver
         self._fatal = fatal
         self._loop = asyncio.get_running_loop()
@@ -92,19 +96,25 @@ class EngineLoop:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        steps = steps_of(self._engine, self._changed)
+        steps, pulse = steps_of(self._engine, self._changed), self._pulse
         try:
             while (commands := self._take(steps)) is not None:
+                pulse.begin()
                 self._apply(commands)
                 result = steps.advance(bool(commands))
+                if result.output is not None:
+                    pulse.moved(self._engine.longest_step)
                 # The end of a step that computes will tell of the load.
                 if not result.empty or (commands and not steps.busy):
                     self._tell(self._deliver, result, self._engine.load())
                 steps.look_ahead()
+                if not steps.busy:
+                    pulse.rest()
         except BaseException as error:
             log.critical("the engine failed and ends this worker", exc_info=True)
             self._tell(self._fatal, error)
         finally:
+            pulse.rest()
             steps.stop()
             with suppress(RankLost):
                 self._engine.stop()

@@ -9,6 +9,7 @@ from penstock.kernels.blocks import copy_blocks
 from penstock.kernels.cache import write_rows
 from penstock.kernels.in_place import InPlace
 from penstock.kernels.latent_attention import LatentPlan, plan_latent_attention
+from penstock.kernels.launch import runs_kernels
 from penstock.kernels.rotary import rotary_table
 from penstock.workers.device.pinned import put
 from penstock.workers.kv_cache import KvCache
@@ -23,7 +24,7 @@ FIRST_POSITIONS = 64
 class Runner:
     """A model with its cache: turns step plans into logits.
 
-    deterministic: every token attends by the path that decoding takes; num_positions: rows of the
+    deterministic: a token attends by one path, whatever else is there; num_positions: rows of the
     rotary tables, which grow where a step needs more.
     """
 
@@ -91,9 +92,10 @@ class Runner:
         batch, latent = (query_starts, context_lens, block_tables), self._latent
         if latent is None:
             return None
-        if self._one_path:
+        data = self.cache.data
+        if self._one_path and not runs_kernels(data.device):
             return InPlace.of(np.arange(len(context_lens)), *batch, window=0)
-        return plan_latent_attention(*batch, self.cache.data[0], latent.rank, latent.up_dim)
+        return plan_latent_attention(*batch, data[0], latent.rank, latent.up_dim, self._one_path)
 
     def _cos_sin(self, positions: Tensor, needed: int) -> tuple[Tensor, ...]:
         if self._rotary and needed > len(self._rotary[0]):

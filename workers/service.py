@@ -22,11 +22,14 @@ from penstock.workers.session import Session
 from penstock.workers.share import Progress
 from penstock.workers.step_times import STEP_BOUNDS
 from penstock.workers.transfer.staging import Identity
+from penstock.workers.watchdog import Watchdog
 from penstock.workers.wire import MAX_MESSAGE_BYTES, PROTOCOL
 
 log = logging.getLogger(__name__)
 
 _BEATS = 10  # so many beats of silence end a stream
+_CANARIES = 3  # so many times a canary's seconds without a step: it does not serve
+_LOOK_SECONDS = 1.0
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -127,10 +130,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 class RunningWorker:
     """A worker that serves."""
 
-    def __init__(self, address: str, server: grpc.aio.Server, dispatch: Dispatch) -> None:
+    def __init__(
+        self,
+        address: str,
+        server: grpc.aio.Server,
+        dispatch: Dispatch,
+        attending: asyncio.Task[None],
+    ) -> None:
         self.address = address  # host:port
         self._server = server
         self._dispatch = dispatch
+        self._attending = attending  # ends with it
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last step that went well; while nothing is asked, canaries' too."""
+        return self._dispatch.silence
 
     async def wait(self) -> None:
         """Until it is stopped; RuntimeError if its engine fails."""
@@ -149,6 +164,7 @@ class RunningWorker:
 
     async def stop(self) -> None:
         """End every stream and the engine, and give the port back."""
+        self._attending.cancel()
         self._dispatch.stop(grpc.StatusCode.UNAVAILABLE, "the worker stops")
         await self._server.stop(0)
         await self._dispatch.stopped()
@@ -159,11 +175,13 @@ async def serve_worker(
     progress: Progress = lambda done, total: None,
     captured: Progress = lambda done, total: None,
     store: Store | None = None,
+    watchdog: Watchdog | None = None,
 ) -> RunningWorker:
     """Load, warm up, serve. ValueError or OSError with one clear line where that cannot be.
 
     `progress` is told of bytes of weights, `captured` of graphs, both from another thread; `store`
-    is where other ranks are met, if there are any (`RankLost` if they do not come).
+    is where other ranks are met, if there are any (`RankLost` if they do not come). `watchdog` is
+    given what to watch; it is the caller's to start.
     """
     server = grpc.aio.server(options=_OPTIONS)
     address = _bind(server, config)  # first: a taken port is known before the weights are read
@@ -175,7 +193,11 @@ async def serve_worker(
         host=config.host,
         secret=secrets.token_urlsafe(32),
     )
-    dispatch = Dispatch(engine, identity, address, config.transfer_seconds)
+    pulse = None
+    if watchdog is not None:
+        watchdog.about, pulse = engine.describe, watchdog.pulse("the engine")
+    times = config.transfer_seconds, config.canary_seconds
+    dispatch = Dispatch(engine, identity, address, *times, pulse)
     service = WorkerService(config, dispatch, _welcome(config, engine, identity))
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     transfer_pb2_grpc.add_TransferServicer_to_server(dispatch.handover.destination, server)  # type: ignore[no-untyped-call]
@@ -183,7 +205,26 @@ async def serve_worker(
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
-    return RunningWorker(address, server, dispatch)
+    attending = asyncio.create_task(_attend(dispatch, healthy, config.canary_seconds))
+    return RunningWorker(address, server, dispatch, attending)
+
+
+async def _attend(
+    dispatch: Dispatch, healthy: health.aio.HealthServicer, canary_seconds: float
+) -> None:
+    """See to it that canaries are sent; say it where nothing is computed in spite of them."""
+    status, serves = health_pb2.HealthCheckResponse, True
+    while True:
+        await asyncio.sleep(min(_LOOK_SECONDS, canary_seconds))
+        dispatch.look()
+        if serves == (dispatch.silence < _CANARIES * canary_seconds):
+            continue
+        serves = not serves
+        if serves:
+            log.warning("it computes again")
+        else:
+            log.warning("nothing was computed for %.0f s, a canary neither", dispatch.silence)
+        await healthy.set("", status.SERVING if serves else status.NOT_SERVING)
 
 
 def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from penstock.workers.config import WorkerConfig
@@ -16,13 +17,17 @@ from penstock.workers.device.runner import DeviceRunner
 from penstock.workers.device.trial import Sizes, bytes_beside
 from penstock.workers.fingerprint import layout_of
 from penstock.workers.kv_cache import KvCache
+from penstock.workers.layers.spread_experts import SpreadExperts
 from penstock.workers.memory import choose_num_blocks
+from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.served import ServedModel, ServedSpec
-from penstock.workers.parallel.blocks import BlockLine, SpreadStaging, connect_blocks
+from penstock.workers.parallel.communicator import Communicator
 from penstock.workers.parallel.mesh import Place
+from penstock.workers.parallel.movers import OrderLine, Reporter, far_movers
 from penstock.workers.parallel.plan_channel import (
     PlanReader,
     PlanWriter,
+    connect_hosts,
     node_name,
     read_plans,
     write_plans,
@@ -31,8 +36,9 @@ from penstock.workers.parallel.plans import most_bytes
 from penstock.workers.parallel.ranks import ALONE, join, least
 from penstock.workers.runner import Runner
 from penstock.workers.scheduling.limits import Limits
+from penstock.workers.transfer.mover import Movers, RankMover
 from penstock.workers.transfer.shards import Rectangle
-from penstock.workers.transfer.staging import KvStaging, Staging
+from penstock.workers.transfer.staging import KvStaging
 from penstock.workers.weights.loading import load
 from penstock.workers.weights.sharding import kv_heads
 
@@ -47,7 +53,7 @@ class Share:
     decoder: ServedModel
     limits: Limits
     cache: KvCache
-    line: BlockLine | None  # to the other ranks, if there are any
+    reports: Communicator | None  # between hosts of ranks, if there are others
 
     def runner(self) -> Runner:
         """What computes steps on it. On a GPU, of a worker that has no other: without waiting."""
@@ -55,24 +61,39 @@ class Share:
         if not _computes_by_itself(self.config, self.decoder):
             return Runner(self.decoder, self.cache, self.config.deterministic)
         ladder = Ladder(limits.max_sequences, limits.max_model_len)
-        return DeviceRunner(self.decoder, self.cache, ladder)
+        return DeviceRunner(self.decoder, self.cache, ladder, self.config.deterministic)
 
-    def staging(self) -> KvStaging:
+    def mover(self) -> RankMover:
         """Of what this rank has of the KV blocks."""
-        return KvStaging(self.cache.data, _rectangle(self.spec, self.config.place))
+        config = self.config
+        staging = KvStaging(self.cache.data, _rectangle(self.spec, config.place))
+        return RankMover(staging, config.host, config.transfer_seconds)
 
-    def whole_staging(self, plans: PlanWriter | None) -> Staging:
+    def movers(self, plans: PlanWriter | None) -> Movers:
         """Of the whole worker's KV blocks, for the rank that leads."""
-        if plans is None or self.line is None:
-            return self.staging()
+        if plans is None or self.reports is None:
+            return Movers(self.mover())
         mesh = self.config.place.mesh
         rectangles = [_rectangle(self.spec, mesh.place(rank)) for rank in range(mesh.num_ranks)]
-        return SpreadStaging(self.staging(), rectangles, self.line, plans.write)
+        others = far_movers(rectangles, OrderLine(plans.write), self.reports)
+        return Movers(self.mover(), others)
+
+    def reporter(self) -> Reporter:
+        """How the leading rank is told of what came of its orders."""
+        assert self.reports is not None
+        return Reporter(self.reports, self.config.ranks_seconds)
 
     def layout(self, model: str) -> str:
         """Of the whole worker's KV blocks, with that fingerprint of its model."""
-        dtype, deterministic = self.decoder.dtype, self.config.deterministic
-        return layout_of(model, self.spec, dtype, self.limits.block_size, deterministic)
+        alone = self.limits.block_size if self.config.deterministic else None
+        return layout_of(model, self.spec, self.decoder.dtype, alone)
+
+    def expert_counts(self) -> list[Tensor]:
+        """How often each expert [E] of this rank's layers was chosen, where ranks share them."""
+        if not isinstance(self.decoder, Decoder):
+            return []
+        mlps = [block.mlp for block in self.decoder.layers]
+        return [mlp.load for mlp in mlps if isinstance(mlp, SpreadExperts)]
 
     def lead(self, store: Store | None) -> PlanWriter | None:
         """How to tell the others what to compute; waits until they listen."""
@@ -106,11 +127,12 @@ def take_share(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device, place = choose_device(config.device), config.place
-    ranks, line = ALONE, None
+    ranks, reports = ALONE, None
     if place.mesh.num_ranks > 1:
         assert store is not None
         ranks = join(place, store, device, config.host, config.ranks_seconds)
-        line = connect_blocks(store, place, config.host, config.ranks_seconds)
+        num_ranks = place.mesh.num_ranks
+        reports = connect_hosts(store, "reports", place.rank, num_ranks, config.host)
     if decoder is not None:
         spec = decoder.spec
     else:
@@ -126,7 +148,7 @@ def take_share(
         )
     limits = _limits(config, spec, decoder, store)
     num_scratch = 1 if _computes_by_itself(config, decoder) else 0
-    return Share(config, spec, decoder, limits, _make_cache(limits, decoder, num_scratch), line)
+    return Share(config, spec, decoder, limits, _make_cache(limits, decoder, num_scratch), reports)
 
 
 def _computes_by_itself(config: WorkerConfig, decoder: ServedModel) -> bool:
@@ -164,7 +186,9 @@ def _limits(
         max_model_len,
         decoder.device,
         decoder.dtype.itemsize,
-        partial(bytes_beside, decoder, sizes) if _computes_by_itself(config, decoder) else None,
+        partial(bytes_beside, decoder, sizes, config.deterministic)
+        if _computes_by_itself(config, decoder)
+        else None,
     )
     if store is not None and config.place.mesh.num_ranks > 1:
         num_blocks = least(store, "blocks", config.place, num_blocks)

@@ -243,6 +243,7 @@ def load_message(load: EngineLoad, bytes_received: int, bytes_sent: int) -> wire
         step_counts=load.step_counts,
         step_seconds=load.all_steps_seconds,
         prompt_seconds=load.prompt_seconds,
+        expert_imbalance=load.expert_imbalance,
     )
 
 

@@ -1,7 +1,8 @@
 """Kernels and engine on a GPU: `make gpu`, or `python -m penstock.loadtests.gpu`.
 
 One command of less than ten minutes: the tests of kernels on the device, a hand-over between two
-processes, what the device can do, every operation beside its peers, and decode steps of the engine.
+processes, what the device can do, every operation beside its peers, decode steps of the engine, and
+what determinism costs.
 It needs no ray. It fails where a section fails, and where anything was computed without its kernel;
 a goal that is not met is no failure.
 """
@@ -34,16 +35,17 @@ def sections(bounds: Path, device: str, small: bool) -> list[Section]:
     def section(name: str, module: str, seconds: float, *others: str) -> Section:
         return Section(name, f"penstock.loadtests.gpu.{module}", seconds, (*common, *others))
 
-    engine_seconds = {"1b": 60.0, "8b": 90.0, "moe": 70.0}
+    engine_seconds = {"1b": 55.0, "8b": 85.0, "moe": 65.0}
     return [
-        section(BOUNDS, "bounds", 40),
-        section("hand-over of two processes", "handover", 50),
-        section("tests of kernels", "kernel_tests", 160),
-        section("operations", "operations", 120),
+        section(BOUNDS, "bounds", 35),
+        section("hand-over of two processes", "handover", 40),
+        section("tests of kernels", "kernel_tests", 150),
+        section("operations", "operations", 110),
         *(
             section(f"engine, {name}", "steps", engine_seconds[name], "--model", name)
             for name in SHAPES
         ),
+        section("deterministic, 1b", "deterministic", 50, "--model", "1b"),
     ]
 
 

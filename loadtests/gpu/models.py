@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from penstock.workers.layers.packing import pack
 from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.spec import read_spec
 
@@ -89,11 +90,15 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_model(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+    folder: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool = False,
 ) -> Decoder:
     """Writes `config.json` into the folder, and makes the model on the device."""
     (folder / "config.json").write_text(json.dumps(config))
-    decoder = empty_decoder(read_spec(folder), dtype, device)
+    decoder = empty_decoder(read_spec(folder), dtype, device, deterministic)
     generator = torch.Generator(device).manual_seed(0)
     for tensor in decoder.tensors().values():
         if tensor.dim() == 1:
@@ -101,4 +106,6 @@ def random_model(
         else:
             tensor.normal_(0, SPREAD, generator=generator)
     decoder.settle()
+    if deterministic:
+        pack(decoder, "none", deterministic)
     return decoder

@@ -24,6 +24,9 @@ def _section(outcome: Outcome) -> Iterator[str]:
     if "batches" in figures:
         yield f"    {figures['about']}"
         yield from columns(BATCH, [_batch(n, row) for n, row in figures["batches"].items()])
+    if "prices" in figures:
+        yield f"    {figures['about']}"
+        yield from columns(PRICE, [_price(name, row) for name, row in figures["prices"].items()])
     if "bytes_per_second" in figures:
         yield f"    copy {figures['bytes_per_second'] / 1e12:.2f} TB/s (read and written)"
         yield f"    product {figures['flops_per_second'] / 1e12:.0f} TFLOP/s"
@@ -63,6 +66,14 @@ def _batch(batch: str | int, row: Mapping[str, Any]) -> Row:
         f"{row['gap_p99_us']:.0f}",
         ", ".join(row["waits"]) or "none",
     )
+
+
+PRICE = ("what", "plain µs", "deterministic µs", "times", "least", "most")
+
+
+def _price(name: str, row: Mapping[str, float]) -> Row:
+    times = (f"{row[key]:.2f}x" for key in ("times", "least", "most"))
+    return (name, f"{row['plain_us']:.0f}", f"{row['deterministic_us']:.0f}", *times)
 
 
 def columns(head: Row, rows: Sequence[Row]) -> Iterator[str]:

@@ -20,6 +20,7 @@ class FoldClient:
         self.how = ""  # it ended; empty while it has not
         self.at: tuple[Router, int] | None = None  # where it asks, and its number there
         self._finished = [False] * plan.num_choices
+        self._cutting: set[int] = set()  # choices whose end the router has not been told of yet
         params = SamplingParams(max_tokens=plan.max_tokens, stop_tokens=plan.stop_tokens)
         answers = [
             straight_answer(plan.prompt, params, max_model_len, choice)[0]
@@ -43,6 +44,8 @@ class FoldClient:
         answer, who = self.answers[choice], f"client {self.number}, choice {choice}"
         here = len(answer)
         assert not self.over, f"{who}: tokens after the end"
+        if choice in self._cutting:
+            return None  # of the same message; the router's text leaves them out as well
         assert not self._finished[choice], f"{who}: more after the last"
         assert deliver.position == here, f"{who}: position {deliver.position}, not {here}"
         answer.extend(deliver.tokens)
@@ -52,7 +55,14 @@ class FoldClient:
         right = self._right[choice][: len(answer)]
         assert answer == right, f"{who}: {deliver.tokens} at {here} is not the reference's"
         self._finished[choice] = cut or deliver.finish is not Finish.NONE
-        return Cut(deliver.request, choice, cut_at) if cut else None
+        if not cut:
+            return None
+        self._cutting.add(choice)
+        return Cut(deliver.request, choice, cut_at)
+
+    def was_cut(self, choice: int) -> None:
+        """The router knows: from now on nothing may come."""
+        self._cutting.discard(choice)
 
     def end(self, end: End) -> None:
         if self.how == LEFT:

@@ -3,7 +3,6 @@
 import heapq
 from collections import deque
 from collections.abc import Callable
-from itertools import count
 from typing import TypeAlias
 
 Act: TypeAlias = Callable[[], None]
@@ -15,11 +14,12 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0  # seconds
         self._heap: list[tuple[float, int, Act]] = []
-        self._numbers = count()
+        self._num_asked = 0
 
     def at(self, time: float, act: Act) -> None:
         """Have that happen then, or now if then is past."""
-        heapq.heappush(self._heap, (max(time, self.now), next(self._numbers), act))
+        self._num_asked += 1
+        heapq.heappush(self._heap, (max(time, self.now), self._num_asked, act))
 
     def after(self, seconds: float, act: Act) -> None:
         self.at(self.now + seconds, act)
@@ -28,6 +28,11 @@ class Clock:
     def next(self) -> float:
         """When something happens next; inf: never."""
         return self._heap[0][0] if self._heap else float("inf")
+
+    @property
+    def num_events(self) -> int:
+        """That have happened."""
+        return self._num_asked - len(self._heap)
 
     def step(self) -> None:
         """Let the next thing happen."""
@@ -41,6 +46,10 @@ class Clock:
         self.now = max(self.now, until)
 
 
+def _undisturbed(time: float) -> None:
+    """For processes that do one thing after the other anyway."""
+
+
 class Process:
     """What happens to it while it is stopped waits; what happens to it once dead is lost."""
 
@@ -48,12 +57,19 @@ class Process:
         self.name = name
         self.clock = clock
         self.alive = True
+        # Told of what comes from outside, and when, before it comes: a message that is sent to it,
+        # a signal. Who has run ahead of the clock's events catches up then.
+        self.disturbed: Callable[[float], None] = _undisturbed
         self._stopped = False
         self._backlog: deque[Act] = deque()
 
     def after(self, seconds: float, act: Act) -> None:
         """A timer of its own."""
         self.clock.after(seconds, lambda: self.take(act))
+
+    def at(self, time: float, act: Act) -> None:
+        """A timer of its own."""
+        self.clock.at(time, lambda: self.take(act))
 
     def take(self, act: Act) -> None:
         """Something happens to it: now, or once it goes on."""
@@ -64,6 +80,7 @@ class Process:
 
     def stop(self) -> None:
         """As SIGSTOP does."""
+        self.disturbed(self.clock.now)
         self._stopped = True
 
     def go_on(self) -> None:
@@ -73,5 +90,6 @@ class Process:
             self.take(self._backlog.popleft())
 
     def kill(self) -> None:
+        self.disturbed(self.clock.now)
         self.alive = False
         self._backlog.clear()

@@ -5,7 +5,7 @@ after its cold start, and one too many drains before it goes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.cluster.autoscaler import PoolState, WorkerLoad
 from penstock.loadtests.simulate.clock import Clock
@@ -20,7 +20,7 @@ from penstock.loadtests.simulate.worker import Worker
 from penstock.loadtests.workload import Planned
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Limits as RouterLimits
-from penstock.router.routing.policy import LeastLoaded
+from penstock.router.routing.policy import LeastLoaded, Policy
 from penstock.workers.scheduling.limits import Limits
 from penstock.workers.scheduling.sequence import SamplingParams
 
@@ -40,6 +40,8 @@ class ClusterPlan:
     limits: Limits  # of every worker
     timing: Timing
     cold_start: float = 30.0  # seconds
+    bandwidth: float = BANDWIDTH
+    single_steps: bool = False  # an event each, also where nothing is decided in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,9 @@ class _Caller:
         call.last = now
         call.num_tokens += len(deliver.tokens)
 
+    def was_cut(self, choice: int) -> None:
+        """It cuts nothing."""
+
     def end(self, end: ev.End) -> None:
         self._call.status = end.status.value
         self._ended()
@@ -110,16 +115,23 @@ class _Caller:
 class Cluster:
     """Play it with `run`; then `calls`, `samples` and `gpu_seconds` tell what happened."""
 
-    def __init__(self, plan: ClusterPlan, load: Sequence[Planned], scaler: Scaler) -> None:
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        load: Sequence[Planned],
+        scaler: Scaler,
+        policy: Policy | None = None,
+    ) -> None:
         self.clock = Clock()
         self.calls = [Call(planned) for planned in load]
         self.samples: list[Sample] = []
         self.worker_seconds = 0.0
         self.busy_seconds = 0.0
+        self.num_steps = 0
         self.num_scalings = 0
-        self._plan = plan
+        self._plan = replace(plan, limits=_fitting(plan.limits, load))
         self._scaler = scaler
-        self._network = Network(self.clock, LATENCY_SECONDS, BANDWIDTH)
+        self._network = Network(self.clock, LATENCY_SECONDS, plan.bandwidth)
         self._by_name: dict[Name, Worker] = {}
         self._live: dict[str, Worker] = {}
         self._births = 0
@@ -128,7 +140,8 @@ class Cluster:
         self._looked_at = 0.0
         self._costs_since = 0.0
         limits = RouterLimits(max_queued=10**6, max_queued_tokens=10**12)
-        self._router = Router("router", self._network, LeastLoaded(), limits, self._live.get)
+        policy = LeastLoaded() if policy is None else policy
+        self.router = Router("router", self._network, policy, limits, self._live.get)
         self._pools = {name: _Pool() for name in plan.pools}
         for name, count in plan.pools.items():
             for _ in range(count):
@@ -145,7 +158,7 @@ class Cluster:
             self.clock.step()
         self._pay()
         for worker in self._live.values():
-            self.busy_seconds += worker.busy_seconds
+            self._count(worker)
 
     # ------------------------------------------------------------ calls
 
@@ -164,7 +177,7 @@ class Cluster:
             params=SamplingParams(max_tokens=planned.output_len),
             max_tokens=planned.output_len,
         )
-        self._router.open(request, _Caller(call, self.clock, self._ended))
+        self.router.open(request, _Caller(call, self.clock, self._ended))
         self._arrive(number + 1)
 
     def _ended(self) -> None:
@@ -187,10 +200,11 @@ class Cluster:
             limits.max_sequences,
         )
         shape = Shape(info, limits, int(timing.kv_bytes * limits.block_size))
-        worker = Worker(shape, TimedModel(timing), self._network, self._by_name.get)
+        leaps = not self._plan.single_steps
+        worker = Worker(shape, TimedModel(timing), self._network, self._by_name.get, leaps=leaps)
         self._by_name[name, "1"] = self._live[name] = worker
         self._pools[pool].serving.append(worker)
-        self._router.link(name)
+        self.router.link(name)
 
     def _come(self, pool: str) -> None:
         """A cold start is over."""
@@ -225,10 +239,15 @@ class Cluster:
         self._pay()
         name = worker.info.worker
         state.draining.remove(worker)
-        self.busy_seconds += worker.busy_seconds
-        self._router.unlink(name)
+        self._count(worker)
+        self.router.unlink(name)
         del self._live[name], self._by_name[name, "1"]
         worker.process.kill()
+
+    def _count(self, worker: Worker) -> None:
+        """It has done what it will do."""
+        self.busy_seconds += worker.steps.busy_seconds
+        self.num_steps += worker.steps.num_steps
 
     def _pay(self) -> None:
         """Count what all workers have cost since the last time."""
@@ -241,6 +260,8 @@ class Cluster:
 
     def _look(self) -> None:
         now = self.clock.now
+        for worker in self._live.values():
+            worker.steps.catch_up()
         sights = {name: self._sight(name, now) for name in self._pools}
         self._looked_at = now
         self._sample(now)
@@ -250,7 +271,7 @@ class Cluster:
         self.clock.after(INTERVAL_SECONDS, self._look)
 
     def _sight(self, name: str, now: float) -> PoolSight:
-        pool, dispatcher = self._pools[name], self._router.dispatcher
+        pool, dispatcher = self._pools[name], self.router.dispatcher
         # As `router/state` and `cluster/scaling` tell it.
         first = "prefill" if "prefill" in self._pools else "mixed"
         waits = name in (set(dispatcher.short_of) & self._pools.keys() or {first})
@@ -261,8 +282,9 @@ class Cluster:
             waiting=dispatcher.num_queued if waits else 0,
             waiting_tokens=dispatcher.num_queued_tokens if waits and name == first else 0,
             arrived_tokens=self._arrived_tokens if name == first else 0,
+            cold_start=self._plan.cold_start,
         )
-        busy = sum(worker.busy_seconds for worker in pool.serving)
+        busy = sum(worker.steps.busy_seconds for worker in pool.serving)
         seconds = (now - self._looked_at) * max(len(pool.serving), 1)
         share = max(busy - pool.busy_before, 0.0) / seconds if seconds else 0.0
         pool.busy_before = busy
@@ -280,11 +302,17 @@ class Cluster:
                 len(workers),
                 sum(pool.pending for pool in pools),
                 sum(len(pool.draining) for pool in pools),
-                self._router.dispatcher.num_queued + sum(load.queued for load in loads),
+                self.router.dispatcher.num_queued + sum(load.queued for load in loads),
                 sum(load.running for load in loads),
                 used / (blocks * max(len(workers), 1)),
             )
         )
+
+
+def _fitting(limits: Limits, load: Sequence[Planned]) -> Limits:
+    """Tables no wider than the longest sequence: thousands of workers have them."""
+    longest = max((one.input_len + one.output_len for one in load), default=1)
+    return replace(limits, max_model_len=min(limits.max_model_len, longest + 1))
 
 
 def _load_of(worker: Worker, now: float) -> WorkerLoad:
@@ -298,5 +326,5 @@ def _load_of(worker: Worker, now: float) -> WorkerLoad:
         places=limits.max_sequences,
         kv_share=held / limits.num_blocks,
         prompt_tokens=load.prompt_tokens_computed,
-        prompt_seconds=worker.prompt_seconds,
+        prompt_seconds=worker.steps.prompt_seconds,
     )

@@ -7,6 +7,7 @@ from importlib import import_module
 KINDS = {
     "load": "play a cluster under a load: latencies, worker hours, a page of charts",
     "scaling": "play the autoscaler beside others on several loads, and judge it",
+    "disaggregation": "play the rule that computes prompts apart beside always and never",
     "faults": "play seeded fault schedules and check every answer and every block",
 }
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    kinds = [f"  {name:<8}{about}" for name, about in KINDS.items()]
+    kinds = [f"  {name:<15}{about}" for name, about in KINDS.items()]
     lines = ["usage: penstock simulate KIND ...", "", *kinds, ""]
     return "\n".join([*lines, "penstock simulate KIND --help tells its options."])
 

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from penstock.loadtests.simulate.fold import FoldExecutor
+from penstock.loadtests.simulate.timing import Floats
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 
@@ -16,8 +19,16 @@ class Executor(Protocol):
         """How long that step takes."""
         ...
 
+    def seconds_of(self, plan: StepPlan, num: int) -> Floats:
+        """[num] how long that step of decodes takes, and those after it."""
+        ...
+
     def run(self, plan: StepPlan, choices: Ints) -> Ints:
         """What its drawing rows draw, in order; `choices` are those of every row of the table."""
+        ...
+
+    def foresee(self, plan: StepPlan, num: int) -> Ints | None:
+        """[num, B] what the steps after that one draw; None: they have to be computed."""
         ...
 
     def read(self, blocks: Ints) -> Sequence[int]:
@@ -47,8 +58,14 @@ class TimedFold:
     def seconds(self, plan: StepPlan) -> float:
         return self.slowness * (self._step_seconds + self._token_seconds * len(plan.tokens))
 
+    def seconds_of(self, plan: StepPlan, num: int) -> Floats:
+        return np.full(num, self.seconds(plan))
+
     def run(self, plan: StepPlan, choices: Ints) -> Ints:
         return self._fold.run(plan, choices)
+
+    def foresee(self, plan: StepPlan, num: int) -> None:
+        return None
 
     def read(self, blocks: Ints) -> Sequence[int]:
         return [self._fold.kv[slot] for slot in self._fold.slots_of(blocks)]

@@ -1,22 +1,29 @@
 """`penstock simulate faults`: plays seeded fault schedules and checks what must always be true."""
 
 import json
-import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.simulate.parts import (
+    PART,
+    BadRecord,
+    Record,
+    counts_of,
+    parts_of,
+    play_parts,
+)
 from penstock.loadtests.simulate.schedules import Schedule, schedule_of
 from penstock.loadtests.simulate.shrink import command_of, failure_of, shrunk
 from penstock.loadtests.simulate.world import Broken, Tally, World
 
 MAX_SEED = 2**63 - 1
 _SHOWN_FAILURES = 5
+PROGRESS_SECONDS = 10.0
 
 
 class WrongOptions(ValueError):
@@ -34,6 +41,7 @@ class Play:
     first: int = option(0, "the seed of the first")
     processes: int = option(2, "that share the schedules")
     log: Path | None = option(None, "with --seed: write the story there instead")  # noqa: RUF009
+    record: Path | None = option(None, "write down what is done there, and go on from it")  # noqa: RUF009
     as_json: bool = option(False, "print counts and failures as one line of JSON")
 
 
@@ -46,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if play.seed is not None:
             return _play_one(_chosen(play), play.log)
         return _play_many(play)
-    except (WrongOptions, OSError) as error:
+    except (WrongOptions, BadRecord, OSError) as error:
         print(f"penstock simulate faults: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -54,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(play: Play) -> None:
+    if play.seed is not None and play.record is not None:
+        raise WrongOptions("--record is of many schedules")
     if play.seed is None and (play.requests or play.faults or play.log):
         raise WrongOptions("--requests, --faults and --log go with --seed")
     for name in ("seed", "first"):
@@ -127,57 +137,68 @@ def play_seeds(seeds: range) -> tuple[Tally, list[int]]:
 
 def _play_many(options: Play) -> int:
     seeds = range(options.first, options.first + options.schedules)
-    started = time.monotonic()
-    if options.processes == 1:
-        tally, failed = play_seeds(seeds)
-    else:
-        tally, failed = _gather(list(_parts(seeds, options.processes)))
+    record = None if options.record is None else Record(options.record)
+    parts = record.read(seeds) if record is not None else []
+    say = sys.stderr if options.as_json else sys.stdout
+    progress = Progress(len(seeds), sum(part.count for part in parts), say)
+    for part in parts:
+        progress.failures(part.failed)
+    left = parts_of(seeds, parts, min(PART, -(-len(seeds) // options.processes)))
+    for part in play_parts(left, play_seeds, options.processes):
+        parts.append(part)
+        if record is not None:
+            record.add(part)
+        progress.failures(part.failed)
+        progress.played(part.count)
+    tally = Tally()
+    for part in sorted(parts, key=lambda one: one.first):
+        tally.add(part.tally)
+    failed = sorted(seed for part in parts for seed in part.failed)
     if options.as_json:
-        counts = {each.name: getattr(tally, each.name) for each in fields(Tally)}
-        print(json.dumps({"tally": counts, "failed": failed}))
+        print(json.dumps({"tally": counts_of(tally), "failed": failed}))
     else:
-        print(_summary(len(seeds), tally, time.monotonic() - started))
-        for seed in failed[:_SHOWN_FAILURES]:
-            small = shrunk(schedule_of(seed))
-            print(f"seed {seed} failed: {failure_of(small)}\n  {command_of(small)}")
-        if len(failed) > _SHOWN_FAILURES:
-            print(f"and {len(failed) - _SHOWN_FAILURES} more: {failed[_SHOWN_FAILURES:]}")
+        print(_summary(len(seeds), tally, progress.seconds))
     return 1 if failed else 0
 
 
-def _parts(seeds: range, count: int) -> Iterator[range]:
-    size = -(-len(seeds) // count)
-    for start in range(0, len(seeds), size):
-        yield seeds[start : start + size]
+class Progress:
+    """Says how far it is, on stderr, and what failed, a line each."""
 
+    def __init__(self, count: int, num_before: int, out: TextIO) -> None:
+        self._out = out
+        self._count = count
+        self._num_before = self._num_played = num_before
+        self._num_failed = 0
+        self._started = self._said = time.monotonic()
 
-def _gather(parts: Sequence[range]) -> tuple[Tally, list[int]]:
-    """Each part in a process of its own."""
-    command = (sys.executable, "-m", "penstock.cli", "simulate", "faults", "--as-json")
-    running = [
-        subprocess.Popen(
-            [*command, "--processes=1", f"--first={part.start}", f"--schedules={len(part)}"],
-            stdout=subprocess.PIPE,
-            text=True,
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def played(self, count: int) -> None:
+        self._num_played += count
+        if time.monotonic() - self._said < PROGRESS_SECONDS:
+            return
+        self._said = time.monotonic()
+        rate = (self._num_played - self._num_before) / self.seconds
+        left = (self._count - self._num_played) / rate
+        print(
+            f"{self._num_played} of {self._count} schedules, {rate:.1f} a second, "
+            f"{self._num_failed} failed, {left / 60:.0f} min left",
+            file=sys.stderr,
+            flush=True,
         )
-        for part in parts
-    ]
-    tally, failed = Tally(), []
-    try:
-        for process in running:
-            said, _ = process.communicate()
-            if process.returncode not in (0, 1):
-                raise WrongOptions(f"a process ended with {process.returncode}")
-            told = json.loads(said)
-            counts = told["tally"]
-            counts["ends"], counts["faults"] = Counter(counts["ends"]), Counter(counts["faults"])
-            tally.add(Tally(**counts))
-            failed += told["failed"]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    return tally, failed
+
+    def failures(self, seeds: Sequence[int]) -> None:
+        """The first few are made small, which takes a while."""
+        for seed in seeds:
+            schedule = schedule_of(seed)
+            if self._num_failed < _SHOWN_FAILURES:
+                schedule = shrunk(schedule)
+            self._num_failed += 1
+            why = failure_of(schedule) or "it does not fail again"
+            text = f"seed {seed} failed: {why}  {command_of(schedule)}"
+            print(text, file=self._out, flush=True)
 
 
 def _summary(count: int, tally: Tally, seconds: float) -> str:

@@ -15,8 +15,10 @@ TTFT_SECONDS, TTFT_PREFILLS = 2.0, 5.0
 TPOT_TIMES = 2.0
 """Each further one within twice the time of a step on an idle worker."""
 
-BUSY = 0.7
+BUSY = 0.9
 """Share of its time that a clairvoyant lets a worker be busy."""
+STRETCH_SECONDS = 60.0
+"""A burst is computed within its own time and the wait allowed, of bursts up to so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +69,27 @@ def figures(cluster: Cluster, plan: ClusterPlan) -> Figures:
 
 
 def needs(
-    load: Sequence[Planned], timing: Timing, chunk: int, batch: int, slot: float
+    load: Sequence[Planned], timing: Timing, chunk: int, slot: float, busy: float = BUSY
 ) -> list[int]:
-    """Mixed workers that the work arriving in each slot of `slot` seconds needs.
+    """Mixed workers that keep every wait short, in each slot of `slot` seconds, for who knows what
+    will arrive.
 
-    A prompt costs its time alone; an answer its share of steps of `batch` sequences.
+    A prompt costs its time alone, a token of an answer its part of a step of `chunk` tokens. What
+    arrives within some slots may be computed within them and `TTFT_SECONDS` more, by workers that
+    are busy for the share `busy` of it.
     """
     last = load[-1].due if load else 0.0
     work = np.zeros(int(last / slot) + 1)
+    answered = timing.token + timing.launch / chunk
     for one in load:
-        step = timing.decode(one.input_len + one.output_len / 2, batch) / batch
-        work[int(one.due / slot)] += timing.prefill(one.input_len, chunk) + step * one.output_len
-    return [max(1, ceil(seconds / slot / BUSY)) for seconds in work.tolist()]
+        work[int(one.due / slot)] += (
+            timing.prefill(one.input_len, chunk) + answered * one.output_len
+        )
+    total = np.concatenate([[0.0], work.cumsum()])
+    workers = np.zeros(len(work))
+    for width in range(1, min(int(STRETCH_SECONDS / slot), len(work)) + 1):
+        rates = (total[width:] - total[:-width]) / (width * slot + TTFT_SECONDS) / busy
+        for first in range(width):
+            part = workers[first : first + len(rates)]
+            np.maximum(part, rates, out=part)
+    return [max(1, ceil(each - 1e-9)) for each in workers.tolist()]

@@ -11,7 +11,7 @@ from typing import Literal
 from penstock.cluster.autoscaler import PoolLimits
 from penstock.loadtests.flags import option, read_flags
 from penstock.loadtests.simulate.cluster import Call, Cluster, ClusterPlan
-from penstock.loadtests.simulate.goals import Figures, figures, needs
+from penstock.loadtests.simulate.goals import BUSY, Figures, figures, needs
 from penstock.loadtests.simulate.loads import crowded, from_trace, sinusoid, steps, varying
 from penstock.loadtests.simulate.page import Chart, Line, page
 from penstock.loadtests.simulate.scalers import (
@@ -29,7 +29,7 @@ from penstock.workers.scheduling.limits import Limits
 
 Kind = Literal["static", "penstock", "queue", "cpu", "clairvoyant"]
 KINDS: Sequence[Kind] = ("static", "penstock", "queue", "cpu", "clairvoyant")
-SLOT_SECONDS = 10.0
+SLOT_SECONDS = 5.0
 BLOCK_SIZE = 64
 """Tokens: larger than an engine's, which changes little but how long a simulation takes."""
 
@@ -70,6 +70,7 @@ class Serving:
     max_sequences: int = option(64, "of a worker at a time")
     max_batched_tokens: int = option(2048, "of a step")
     kv_tokens: int = option(400_000, "that a worker's KV holds")
+    single_steps: bool = option(False, "every step an event of its own: slower, the same result")
     page: Path | None = option(None, "draw it: write a self-contained HTML page there")  # noqa: RUF009
 
 
@@ -153,7 +154,8 @@ def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
     pools = {"mixed": serving.mixed}
     if serving.prefill:
         pools = {"prefill": serving.prefill, "decode": serving.decode}
-    return ClusterPlan(pools, limits, timing, serving.cold_start)
+    single = serving.single_steps
+    return ClusterPlan(pools, limits, timing, serving.cold_start, single_steps=single)
 
 
 # ------------------------------------------------------------------ playing
@@ -169,17 +171,21 @@ def scaler_of(kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int)
         case "cpu":
             return CpuLike(limits)
         case "clairvoyant":
-            wanted = {name: needs_of(load, plan) for name in plan.pools}
-            return Clairvoyant(wanted, SLOT_SECONDS, plan.cold_start + SLOT_SECONDS, most)
+            return clairvoyant_of(load, plan, most)
         case "static":
             return Static(plan.pools)
 
 
-def needs_of(load: Sequence[Planned], plan: ClusterPlan) -> list[int]:
-    """Workers that each slot of SLOT_SECONDS needs."""
-    limits = plan.limits
-    batch = max(1, limits.max_sequences // 4)
-    return needs(load, plan.timing, limits.max_batched_tokens, batch, SLOT_SECONDS)
+def clairvoyant_of(
+    load: Sequence[Planned], plan: ClusterPlan, most: int, busy: float = BUSY
+) -> Clairvoyant:
+    wanted = {name: needs_of(load, plan, busy) for name in plan.pools}
+    return Clairvoyant(wanted, SLOT_SECONDS, plan.cold_start + 2 * SLOT_SECONDS, most)
+
+
+def needs_of(load: Sequence[Planned], plan: ClusterPlan, busy: float = BUSY) -> list[int]:
+    """Workers that each slot of SLOT_SECONDS needs, busy for that share of their time."""
+    return needs(load, plan.timing, plan.limits.max_batched_tokens, SLOT_SECONDS, busy)
 
 
 def simulate(
@@ -235,20 +241,34 @@ def _compare(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> in
 def static_peak(load: Sequence[Planned], plan: ClusterPlan, most: int) -> int:
     """The fewest mixed workers that, always there, keep the goals of 99.5% of the requests; `most`
     where so many do not."""
-    low, high = 1, most
+    # From where it should be, in growing steps: a cluster far too small takes long to play.
+    low, high, step = 1, most, 1
+    middle = max(needs_of(load, plan, busy=1.0))
     while low < high:
-        middle = (low + high) // 2
-        try:
-            _, of = simulate("static", load, replace(plan, pools={"mixed": middle}), most)
-            enough = of.kept >= 0.995
-        except RuntimeError:
-            enough = False
-        low, high = (low, middle) if enough else (middle + 1, high)
+        middle = min(max(middle, low), high - 1)
+        if _suffices(load, plan, middle):
+            high, middle = middle, middle - step
+        else:
+            low, middle = middle + 1, middle + step
+        step *= 2
     return low
 
 
+def _suffices(load: Sequence[Planned], plan: ClusterPlan, count: int) -> bool:
+    try:
+        return (
+            simulate("static", load, replace(plan, pools={"mixed": count}), count)[1].kept >= 0.995
+        )
+    except RuntimeError:
+        return False
+
+
 def _show(rows: Sequence[Sequence[str]], cluster: Cluster, seconds: float) -> None:
-    print(f"{len(cluster.calls)} requests, {cluster.clock.now:.0f} s, simulated in {seconds:.1f} s")
+    num_events, num_steps = cluster.clock.num_events, cluster.num_steps
+    print(
+        f"{len(cluster.calls)} requests, {cluster.clock.now:.0f} s, simulated in {seconds:.1f} s: "
+        f"{num_steps} steps, {num_events} events, {num_events / seconds:.0f} a second"
+    )
     print_table(HEADER, rows)
 
 

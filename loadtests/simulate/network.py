@@ -97,14 +97,23 @@ class Pipe:
         self._num_read = 0
         self.closed = False
 
-    def send(self, act: Act) -> None:
-        """Have `act` happen at the reader."""
+    def arrival(self, sent: float) -> float:
+        """When what was sent then arrives, if nothing was sent since."""
+        return max(self._due, sent + self._network.latency(self._way))
+
+    def send(self, act: Act, sent: float | None = None, disturbs: bool = True) -> None:
+        """Have `act` happen at the reader.
+
+        `sent`: it went off then already. `disturbs`: it may change what the reader does.
+        """
         if self.closed:
             return
         network, number = self._network, self._num_sent
         self._num_sent += 1
         how = network.take_mischief(self._way).how
-        self._due = max(self._due, network.clock.now + network.latency(self._way))
+        self._due = self.arrival(network.clock.now if sent is None else sent)
+        if disturbs:
+            self._to.disturbed(self._due)
         late = LATE_SECONDS if how == "reorder" else 0.0
         for due in (self._due + late,) if how != "duplicate" else (self._due, self._due):
             network.clock.at(due, lambda: self._arrive(number, act))

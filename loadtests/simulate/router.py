@@ -26,6 +26,9 @@ class Client(Protocol):
         """New tokens; the cut that a stop string makes of them."""
         ...
 
+    def was_cut(self, choice: int) -> None:
+        """The router knows of it."""
+
     def end(self, end: ev.End) -> None: ...
 
 
@@ -56,7 +59,7 @@ class Link:
         if stream is None or session is None or worker is None:
             return
         self._told = self._router.process.clock.now
-        stream.down.send(lambda: worker.obey(session, command))
+        stream.down.send(lambda: worker.obey(session, command), disturbs=command is not None)
 
     def hang(self) -> None:
         """Close the stream; a new one is opened after a pause."""
@@ -189,6 +192,10 @@ class Router:
         if link is not None:
             link.stop()
 
+    def assign(self, worker: str, role: str) -> None:
+        """An operator gives a worker a role."""
+        self.process.take(lambda: self.tell(ev.RoleChanged(worker, role)))
+
     def open(self, request: ev.Request, client: Client) -> None:
         self.clients[request.id] = client
         self.tell(ev.Arrived(request))
@@ -206,6 +213,8 @@ class Router:
         self._handling = True
         while self._events:
             event = self._events.popleft()
+            if isinstance(event, ev.Cut) and event.request in self.clients:
+                self.clients[event.request].was_cut(event.choice)
             commands = self.dispatcher.handle(event, self.process.clock.now)
             if self._check:
                 self.dispatcher.check()

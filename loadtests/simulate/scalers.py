@@ -103,7 +103,7 @@ class Clairvoyant:
 
     Args:
         needs: for each pool, workers needed in each slot of `slot` seconds.
-        ahead: seconds that a new worker takes.
+        ahead: seconds that a new worker takes, and those from one decision to the next.
         most: workers of a pool.
     """
 
@@ -116,7 +116,7 @@ class Clairvoyant:
         self._ahead = ahead
 
     def decide(self, pools: Mapping[str, PoolSight], now: float) -> Mapping[str, int]:
-        first = int(now / self._slot)
+        first = max(int(now / self._slot) - 1, 0)  # what came just now is still computed
         last = int((now + self._ahead) / self._slot) + 1
         return {
             name: min(max(needs[first : last + 1], default=1), self._most)

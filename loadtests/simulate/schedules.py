@@ -79,7 +79,8 @@ KINDS = (
     *("cut stream", "cut blocks", "delay stream", "delay blocks"),
     *("reorder stream", "duplicate stream"),
     *("reorder blocks", "duplicate blocks", "late blocks", "late blocks", "corrupt blocks"),
-    *("drain", "kill router", "hang router"),
+    *("drain", "kill router", "hang router", "stuck"),
+    *("role prefill", "role decode", "role mixed"),
 )
 
 

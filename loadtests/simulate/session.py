@@ -38,13 +38,15 @@ class Session:
     ended: Act  # at the router
     heard: float
     told: float  # when something was last said
+    loaded: float = 0.0  # when it was last told how full the worker is
     load: Load | None = None  # as it was last told
     held: dict[Key, Held] = field(default_factory=dict)
 
     def put(self, event: Event, now: float) -> None:
+        """Say it to the router; `now` may be a moment ago."""
         self.told = now
         tell = self.tell
-        self.stream.up.send(lambda: tell(event))
+        self.stream.up.send(lambda: tell(event), sent=now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,15 @@ memory  = weights + kv_token x positions read
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import yaml
 
 from penstock.workers.scheduling.sequence import Ints, StepPlan
+
+Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class BadTiming(ValueError):
@@ -47,6 +50,15 @@ class Timing:
         """Seconds of a step of `batch` decodes, each of that context."""
         memory = self.weights + self.kv_token * batch * context
         return self.launch + max(self.token * batch, memory)
+
+    def decodes(self, plan: StepPlan, num: int) -> Floats:
+        """[num] seconds of a step of decodes and of those after it, each a token further on."""
+        batch = len(plan.context_lens)
+        positions = int(plan.context_lens.sum(dtype=np.int64)) + batch * np.arange(num)
+        seconds: Floats = self.launch + np.maximum(
+            self.token * batch, self.weights + self.kv_token * positions
+        )
+        return seconds
 
     def step(self, plan: StepPlan) -> float:
         """Seconds of that step."""
@@ -94,8 +106,14 @@ class TimedModel:
     def seconds(self, plan: StepPlan) -> float:
         return self.slowness * self._timing.step(plan)
 
+    def seconds_of(self, plan: StepPlan, num: int) -> Floats:
+        return self.slowness * self._timing.decodes(plan, num)
+
     def run(self, plan: StepPlan, choices: Ints) -> Ints:
         return np.zeros(len(plan.drawing), np.int32)
+
+    def foresee(self, plan: StepPlan, num: int) -> Ints:
+        return np.zeros((num, len(plan.rows)), np.int32)
 
     def read(self, blocks: Ints) -> tuple[int, ...]:
         return ()

@@ -6,6 +6,7 @@ Raises `Broken` when something that must always be true is not.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from penstock.loadtests.simulate.client import FoldClient
 from penstock.loadtests.simulate.clock import Clock
@@ -25,6 +26,7 @@ from penstock.loadtests.simulate.session import Shape
 from penstock.loadtests.simulate.worker import Worker
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Limits as RouterLimits
+from penstock.router.routing.fleet import Bounds
 from penstock.router.routing.policy import LeastLoaded
 from penstock.workers.scheduling.limits import Limits
 from penstock.workers.scheduling.sequence import SamplingParams
@@ -35,6 +37,7 @@ REST_SECONDS = 15.0
 """So long after the last end nothing may be held any more."""
 WAIT_WITHOUT_WORKERS = 20.0
 RESTART_SECONDS = 1.5
+STUCK_SECONDS = 4.0
 DRAIN_SECONDS = 5.0
 BLOCK_BYTES = 1 << 20
 
@@ -66,10 +69,16 @@ class Tally:
 
 
 class World:
-    """Everything that there is in one schedule."""
+    """Everything that there is in one schedule.
 
-    def __init__(self, schedule: Schedule, log: Log | None = None) -> None:
+    Args:
+        log: takes the story, a line an event.
+        leaps: quiet steps are taken together: other times, but the same must be true.
+    """
+
+    def __init__(self, schedule: Schedule, log: Log | None = None, leaps: bool = False) -> None:
         self.schedule = schedule
+        self._leaps = leaps
         self.clock = Clock()
         self.network = Network(self.clock, schedule.latency, schedule.bandwidth)
         self.tally = Tally(requests=len(schedule.requests))
@@ -81,6 +90,7 @@ class World:
         self._workers: dict[str, Worker] = {}
         self._by_name: dict[Name, Worker] = {}
         self._routers: list[Router] = []
+        self._roles: dict[str, str] = {}  # that workers were given
         self._numbers = [0] * schedule.num_routers
         for plan in schedule.workers:
             self._start_worker(plan.name)
@@ -144,7 +154,8 @@ class World:
         self._births += 1
         plan, incarnation = self._plans[name], str(self._births)
         executor = TimedFold(plan.num_blocks, BLOCK_SIZE, plan.step_seconds, plan.token_seconds)
-        worker = Worker(_shape(plan, incarnation), executor, self.network, self._find, 4)
+        shape = _shape(plan, incarnation)
+        worker = Worker(shape, executor, self.network, self._find, 4, self._leaps)
         self._workers[name] = self._by_name[name, incarnation] = worker
         self.note(f"{name} starts")
 
@@ -158,13 +169,17 @@ class World:
 
     def _start_router(self, number: int) -> Router:
         limits = RouterLimits(
-            max_queued=self.schedule.max_queued, wait_without_workers=WAIT_WITHOUT_WORKERS
+            max_queued=self.schedule.max_queued,
+            wait_without_workers=WAIT_WITHOUT_WORKERS,
+            bounds=Bounds(stuck_after=STUCK_SECONDS),
         )
         router = Router(
             f"r{number}", self.network, LeastLoaded(), limits, self._live, self._heard, check=True
         )
         for name in self._names:
             router.link(name)
+        for name, role in self._roles.items():
+            router.assign(name, role)
         self._numbers[number] = 0
         self.note(f"r{number} starts")
         return router
@@ -175,6 +190,9 @@ class World:
                 at = client.at
                 if at is not None and (at[0].name, at[1]) == (router, event.request):
                     self._plan_leave(client, client.plan.leaves_moving)
+        for command in commands:
+            if isinstance(command, ev.Hang) and command.stuck:
+                self._given_up(self._workers[command.worker])
         if self._log is None:
             return
         if commands or not isinstance(event, ev.Tick | ev.Heard):
@@ -259,8 +277,12 @@ class World:
                 self.clock.at(until, process.go_on)
             case ["slow"]:
                 self._slow(self._workers[name], 1 + 10 * fault.size, until)
+            case ["stuck"]:
+                self._stick(self._workers[name], until)
             case ["drain"]:
                 self._drain(self._workers[name])
+            case ["role", role]:
+                self._assign(name, role)
             case ["kill", "router"]:
                 self._kill_router(fault.one)
             case ["hang", "router"]:
@@ -291,17 +313,33 @@ class World:
             name = (worker.info.worker, worker.info.incarnation)
             for other in self._workers.values():
                 way = (worker.info.worker, other.info.worker)
-                gone = other.destination
+                gone = other.exchange.destination
                 self.network.post(way, other.process, lambda gone=gone: gone.part(name))  # type: ignore[misc]
         self.clock.after(RESTART_SECONDS, lambda: self._start_worker(worker.info.worker))
 
     def _slow(self, worker: Worker, factor: float, until: float) -> None:
-        worker.executor.slowness = factor
+        worker.steps.catch_up()
+        if worker.executor.slowness < inf:
+            worker.executor.slowness = factor
 
         def over() -> None:
-            worker.executor.slowness = 1.0
+            worker.steps.catch_up()
+            if worker.executor.slowness < inf:
+                worker.executor.slowness = 1.0
 
         self.clock.at(until, over)
+
+    def _stick(self, worker: Worker, until: float) -> None:
+        """Its next step never ends; its own watchdog ends it then, if nobody does before."""
+        worker.steps.catch_up()
+        worker.executor.slowness = inf
+        self.clock.at(until, lambda: self._kill(worker, seen=True))
+
+    def _given_up(self, worker: Worker) -> None:
+        """A router says that it is stuck: it is replaced."""
+        if worker.process.alive and worker.executor.slowness < inf:
+            raise Broken(f"{worker.info.worker} was given up while it got on")
+        self.clock.after(0.0, lambda: self._kill(worker, seen=True))
 
     def _drain(self, worker: Worker) -> None:
         if not worker.process.alive or worker.draining:
@@ -318,6 +356,13 @@ class World:
                 self.clock.after(0.1, look)
 
         self.clock.after(0.1, look)
+
+    def _assign(self, name: str, role: str) -> None:
+        """An operator's word, which every router gets, also one that starts later."""
+        self._roles[name] = role
+        for router in self._routers:
+            if router.process.alive:
+                router.assign(name, role)
 
     def _kill_router(self, number: int) -> None:
         router = self._routers[number]

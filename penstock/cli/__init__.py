@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `chat`, `status`, `bench`, `simulate`.
+"""The command line: `penstock serve`, `chat`, `status`, `role`, `bench`, `simulate`.
 
 A room is imported only when a command needs it, so that `--help` is quick.
 """
@@ -13,6 +13,7 @@ COMMANDS = {
     "serve": ("penstock.cli.serve", "serve a model (without one, the small model that ships)"),
     "chat": ("penstock.cli.chat", "talk with a server in the terminal"),
     "status": ("penstock.cli.status", "show what a server's pools and workers do"),
+    "role": ("penstock.cli.role", "give a worker another role while it runs"),
     "bench": ("penstock.loadtests.bench", "send a load to a server and measure how it is served"),
     "simulate": ("penstock.loadtests.simulate.command", "play a cluster in virtual time"),
 }

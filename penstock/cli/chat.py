@@ -1,8 +1,13 @@
-"""`penstock chat`: a conversation in the terminal, over gRPC; without one, a question a line."""
+"""`penstock chat`: a conversation in the terminal, over gRPC; without one, a question a line.
+
+An answer whose router dies goes on at another one, or at the one that is started in its place.
+"""
 
 import argparse
 import sys
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +15,7 @@ import grpc
 from rich.console import Console
 
 from penstock.cli.flags import Parser
+from penstock.loadtests.resuming import PAUSE_SECONDS, BadAnswer, Progress
 from penstock.protos.inference_pb2 import (
     Chat,
     ChatMessage,
@@ -19,7 +25,9 @@ from penstock.protos.inference_pb2 import (
 )
 from penstock.protos.inference_pb2_grpc import InferenceStub
 
+DEFAULT = "127.0.0.1:9000"
 SECONDS_TO_CONNECT = 10.0
+SECONDS_TO_RETURN = 60.0  # for the router of an answer that has begun, or another
 
 
 class ChatFailed(RuntimeError):
@@ -31,13 +39,13 @@ class Conversation:
     """What was said so far, and with whom.
 
     Args:
-        stub: of `penstock.v1.Inference`.
+        stubs: of `penstock.v1.Inference`, one a router.
         metadata: of every call.
         model: its name; empty: the only one there is.
         sampling: how answers are drawn.
     """
 
-    stub: Any
+    stubs: Sequence[Any]
     metadata: Sequence[tuple[str, str]]
     model: str
     sampling: Sampling
@@ -45,16 +53,20 @@ class Conversation:
 
     def describe(self) -> str:
         """The name of the model that answers. `ChatFailed`."""
-        try:
-            reply = self.stub.ListModels(
-                ListModelsRequest(),
-                metadata=self.metadata,
-                timeout=SECONDS_TO_CONNECT,
-                wait_for_ready=False,
-            )
-        except grpc.RpcError as error:
-            raise ChatFailed(_told(error)) from None
-        return self.model or ", ".join(model.name for model in reply.models)
+        failure = ChatFailed("there is no router to ask")
+        for stub in self.stubs:
+            try:
+                reply = stub.ListModels(
+                    ListModelsRequest(),
+                    metadata=self.metadata,
+                    timeout=SECONDS_TO_CONNECT,
+                    wait_for_ready=False,
+                )
+            except grpc.RpcError as error:
+                failure = ChatFailed(_told(error))
+            else:
+                return self.model or ", ".join(model.name for model in reply.models)
+        raise failure
 
     def ask(self, question: str) -> Generator[str, None, None]:
         """The answer, piece by piece. `ChatFailed`; a failed question was never said.
@@ -65,35 +77,57 @@ class Conversation:
         request = GenerateRequest(
             model=self.model, chat=Chat(messages=[*self.said, asked]), sampling=self.sampling
         )
-        call = self.stub.Generate(request, metadata=self.metadata)
         answer = ""
         try:
-            for reply in call:
-                answer += reply.text
-                yield reply.text
-        except grpc.RpcError as error:
-            raise ChatFailed(_told(error)) from None
+            for text in self._pieces(Progress(request)):
+                answer += text
+                yield text
         finally:
-            call.cancel()
             if answer:
                 self.said += [asked, ChatMessage(role="assistant", content=answer)]
+
+    def _pieces(self, progress: Progress) -> Iterator[str]:
+        num_misses, heard = 0, 0.0
+        while not progress.is_over:
+            stub = self.stubs[num_misses % len(self.stubs)]
+            call = stub.Generate(progress.rest(), metadata=self.metadata)
+            try:
+                for reply in call:
+                    progress.take(reply)
+                    heard = time.monotonic()
+                    yield reply.text
+                if not progress.is_over:
+                    raise ChatFailed("the answer ended in its middle")
+            except BadAnswer as error:
+                raise ChatFailed(str(error)) from None
+            except grpc.RpcError as error:
+                num_misses += 1
+                is_hopeful = num_misses < len(self.stubs) or (
+                    heard and time.monotonic() - heard < SECONDS_TO_RETURN
+                )
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or not is_hopeful:
+                    raise ChatFailed(_told(error)) from None
+                time.sleep(PAUSE_SECONDS)
+            finally:
+                call.cancel()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 1 where the server is not there or failed to answer."""
     given = _parser().parse_args(arguments)
-    address = given.address.removeprefix("grpc://")
+    addresses = [each.removeprefix("grpc://") for each in given.address or [DEFAULT]]
     metadata = [("authorization", f"Bearer {given.api_key}")] if given.api_key else []
     sampling = Sampling(temperature=given.temperature, max_tokens=given.max_tokens)
-    with grpc.insecure_channel(address) as channel:
-        stub = InferenceStub(channel)  # type: ignore[no-untyped-call]
-        talk = Conversation(stub, metadata, given.model, sampling)
+    with ExitStack() as stack:
+        channels = [stack.enter_context(grpc.insecure_channel(each)) for each in addresses]
+        stubs = [InferenceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
+        talk = Conversation(stubs, metadata, given.model, sampling)
         if given.system:
             talk.said.append(ChatMessage(role="system", content=given.system))
         try:
             return _converse(talk, talk.describe()) if sys.stdin.isatty() else _answer(talk)
         except ChatFailed as error:
-            print(f"penstock chat: {address}: {error}", file=sys.stderr)
+            print(f"penstock chat: {', '.join(addresses)}: {error}", file=sys.stderr)
             return 1
         except UnicodeDecodeError:
             print("penstock chat: standard input is not UTF-8 text", file=sys.stderr)
@@ -105,7 +139,10 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="penstock chat", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "--address", default="127.0.0.1:9000", metavar="HOST:PORT", help="of the server's gRPC port"
+        "--address",
+        action="append",
+        metavar="HOST:PORT",
+        help=f"of a router's gRPC port; repeat it for more routers ({DEFAULT})",
     )
     parser.add_argument("--model", default="", metavar="NAME", help="by default the only one")
     parser.add_argument("--system", default="", metavar="TEXT", help="said before everything else")

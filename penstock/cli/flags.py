@@ -105,6 +105,9 @@ def _parser() -> Parser:
         "--config", type=Path, metavar="FILE", help="the specification as YAML; flags go over it"
     )
     parser.add_argument(
+        "--routers", type=int, default=UNSAID, metavar="N", help=_help("routers") + " (1)"
+    )
+    parser.add_argument(
         "--ray-address", default=UNSAID, metavar="HOST:PORT", help=_help("ray_address")
     )
     parser.add_argument(

@@ -87,14 +87,17 @@ def facts(notice: notices.Notice) -> tuple[str, str, Fields]:
             return "info", "ready", {"seconds": seconds}
         case notices.Died(reason, delay):
             return "warning", "died", {"reason": reason, "restart_seconds": delay}
-        case notices.GivenUp(reason):
-            return "error", "given_up", {"reason": reason}
-        case notices.Serving(http, grpc):
-            return "info", "serving", {"http": http, "grpc": grpc}
+        case notices.GivenUp(reason, delay):
+            return "error", "given_up", {"reason": reason, "retry_seconds": delay}
+        case notices.Serving(http, grpc, others):
+            https, grpcs = zip((http, grpc), *others, strict=True)
+            return "info", "serving", {"http": ",".join(https), "grpc": ",".join(grpcs)}
         case notices.Draining(seconds):
             return "info", "draining", {"seconds": seconds}
         case notices.Decided(pool, text):
             return "info", "decision", {"pool": pool, "decision": text}
+        case notices.Stuck(worker, reason):
+            return "warning", "stuck", {"worker": worker, "reason": reason}
         case notices.LogLine(text, level, event, fields, _):
             return level, event, fields or {"message": text}
 

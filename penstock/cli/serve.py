@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -71,9 +72,10 @@ def check_ranks(spec: ClusterSpec, folder: Path) -> None:
 
 
 def check_ports(spec: ClusterSpec) -> None:
-    """That the router's ports are free now. `BadAddress`."""
+    """That the routers' ports are free now. `BadAddress`."""
     host = spec.router.host
-    for flag, port in (("http", spec.router.http_port), ("grpc", spec.router.grpc_port)):
+    ports = [zip(("http", "grpc"), spec.ports(n), strict=True) for n in range(spec.routers)]
+    for flag, port in chain.from_iterable(ports):
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind) as probe:
@@ -252,6 +254,7 @@ def greeting(
         "",
         f"{name} is served after {seconds:.1f} s: HTTP (OpenAI API) on http://{serving.http}, "
         f"gRPC on {serving.grpc}",
+        *(f"and on http://{http} and {grpc}" for http, grpc in serving.others),
         "",
         f"  curl http://{http}/v1/{path} {key}-H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}",

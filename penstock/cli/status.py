@@ -68,12 +68,10 @@ def watch(url: str, key: str | None, seconds: float) -> None:
 
 def fetch(url: str, key: str | None) -> Json:
     """A router's status. `NoStatus`; ValueError for what is no address."""
-    where = _split(url)
-    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-    connection = kind(where.hostname or "", where.port, timeout=SECONDS_TO_ANSWER)
+    connection, path = connect(url)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        connection.request("GET", where.path.rstrip("/") + "/status", headers=headers)
+        connection.request("GET", f"{path}/status", headers=headers)
         reply = connection.getresponse()
         body = reply.read(MAX_BYTES)
     except TimeoutError:
@@ -88,6 +86,17 @@ def fetch(url: str, key: str | None) -> Json:
     finally:
         connection.close()
     return _read(reply.status, body)
+
+
+def connect(url: str) -> tuple[http.client.HTTPConnection, str]:
+    """A connection to that address, not open yet, and the path before all paths there.
+
+    ValueError for what is no address.
+    """
+    where = _split(url)
+    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+    connection = kind(where.hostname or "", where.port, timeout=SECONDS_TO_ANSWER)
+    return connection, where.path.rstrip("/")
 
 
 def _split(url: str) -> SplitResult:

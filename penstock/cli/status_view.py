@@ -9,7 +9,14 @@ from rich.text import Text
 
 Json: TypeAlias = Mapping[str, Any]
 
-COLOURS = {"ready": "green", "draining": "yellow", "suspect": "yellow", "down": "red"}
+COLOURS = {
+    "ready": "green",
+    "draining": "yellow",
+    "suspect": "yellow",
+    "waiting": "yellow",  # a router, for workers
+    "stuck": "red",
+    "down": "red",
+}
 BAR = 8  # characters
 NOTHING = "-"
 
@@ -17,10 +24,14 @@ NOTHING = "-"
 def page(status: Json, url: str, now: float) -> RenderableType:
     """The whole status, as `/status` tells it; `now` is seconds since 1970."""
     parts: list[RenderableType] = [_head(status, url)]
+    if len(status["routers"]) > 1:
+        parts.append(_routers(status["routers"]))
     if status["pools"]:
         parts.append(_pools(status["pools"], status["scaling"]["pools"]))
     if status["workers"]:
         parts.append(_workers(status["workers"]))
+    if status.get("roles"):
+        parts.append(_roles(status["roles"], now))
     if status["scaling"]["pools"]:
         parts.append(_scaling(status["scaling"], now))
     return Group(*parts, _totals(status))
@@ -64,6 +75,16 @@ def _table(*columns: str, left: int = 1, gap: int = 2) -> Table:
     return table
 
 
+def _routers(routers: Sequence[Json]) -> Table:
+    table = _table("router", "state", "HTTP", "gRPC", "open", "waiting", "tokens", left=4)
+    for router in routers:
+        counts = (number(router[name]) for name in ("streams", "waiting", "waiting_tokens"))
+        state = Text(router["state"], style=COLOURS.get(router["state"], ""))
+        table.add_row(router["router"], state, router["http"], router["grpc"], *counts)
+    table.add_row()
+    return table
+
+
 def _pools(pools: Sequence[Json], sizes: Sequence[Json]) -> Table:
     counts = ("desired", "pending", "workers", "ready")
     table = _table("pool", *counts, "running", "waiting", "tokens waiting")
@@ -95,6 +116,15 @@ def _workers(workers: Sequence[Json]) -> Table:
         table.add_row(worker["worker"], state, *_numbers(worker["numbers"]))
     table.add_row()
     return table
+
+
+def _roles(roles: Mapping[str, Json], now: float) -> Text:
+    """What operators made of workers."""
+    text = Text()
+    for worker, given in sorted(roles.items()):
+        since = duration(max(now - given["at"], 0.0))
+        text.append(f"{worker}: a {given['role']} worker for {since}, by an operator\n")
+    return text
 
 
 def _numbers(numbers: Json | None) -> list[str | Text]:
@@ -133,6 +163,9 @@ def _scaling(scaling: Json, now: float) -> Text:
     for size in scaling["pools"]:
         held = f"; held by {size['held_by']}" if size["held_by"] else ""
         text.append(f"{size['pool']}, {size['least']} to {size['most']}: {size['reason']}{held}\n")
+        if lost := size.get("given_up", 0):
+            failing = f"  {lost} could not be started, tried again later: see the log\n"
+            text.append(failing, style="red")
     for note in scaling["decisions"]:
         text.append(f"{duration(max(now - note['at'], 0.0))} ago: {note['text']}\n", style="dim")
     return text
@@ -147,4 +180,9 @@ def _totals(status: Json) -> Text:
         f"{number(status['handovers'])} hand-overs of {status['handover_bytes'] / 1e6:.1f} MB "
         f"({number(status['handovers_failed'])} failed), {number(status['failovers'])} failovers"
     )
+    placed = status.get("placed") or {}
+    if placed:
+        most = sorted(placed.items(), key=lambda each: -each[1])
+        text.append("\nprompts computed ")
+        text.append("; ".join(f"{where} {number(count)}" for where, count in most))
     return text

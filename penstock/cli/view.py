@@ -23,12 +23,14 @@ def sentence(title: str, notice: notices.Notice) -> str:
         case notices.Died(reason, delay):
             when = f"in {delay:.1f} s" if delay else "at once"
             return f"{title}: {reason}; it is started again {when}"
-        case notices.GivenUp(reason):
-            return f"{title}: {reason}; it is given up, the others go on"
+        case notices.GivenUp(reason, delay):
+            return f"{title}: {reason}; it is given up for {delay:g} s, the others go on"
         case notices.Draining(seconds):
             return f"draining: what runs has {seconds:g} s; Ctrl-C again ends it at once"
         case notices.Decided(_, text):
             return f"pool {text}"
+        case notices.Stuck(worker, reason):
+            return f"{title}: worker {worker} is stuck: {reason}"
         case notices.LogLine(text):
             return text
     return ""

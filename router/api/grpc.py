@@ -15,7 +15,7 @@ from penstock.protos import inference_pb2 as pb
 from penstock.protos import worker_pb2
 from penstock.router.answers import Answers, ClientGone, Delta
 from penstock.router.api.keys import ApiKeys
-from penstock.router.ask import Ask, Sampling, check_vocabulary, trace_of
+from penstock.router.ask import Ask, Sampling, SoFar, check_vocabulary, trace_of
 from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.frontend import Frontend
 
@@ -233,11 +233,13 @@ class InferenceApi:
     async def _send(
         self, request: pb.GenerateRequest, ask: Ask, answers: Answers, context: Context
     ) -> None:
-        num_tokens, num_open = 0, ask.sampling.n
+        num_tokens = sum(len(known.tokens) for known in ask.so_far.values())
+        num_open, begun = ask.sampling.n, False
         (seed,) = answers.seeds
         echo: Sequence[int] = ask.prompt if request.echo_prompt_tokens else ()
         async for delta in answers:
-            if not num_tokens:
+            if delta.tokens and not begun:
+                begun = True
                 for scored in prompt_replies(answers.prompts.get(0, ())):
                     scored.request_id = ask.trace
                     await context.write(scored)
@@ -336,7 +338,15 @@ def ask_of(
         timeout=min(bounds) if bounds else None,
         tenant=tenant,
         trace=trace_of(request.request_id) or f"gen-{time.time_ns():x}",
+        so_far=_so_far(request.so_far),
     )
+
+
+def _so_far(entries: Sequence[pb.SoFar]) -> dict[int, SoFar]:
+    known = {each.choice: SoFar(list(each.tokens), each.finish_reason) for each in entries}
+    if len(known) < len(entries):
+        raise invalid("so_far has a choice twice", "so_far")
+    return known
 
 
 def reply_of(delta: Delta) -> pb.GenerateReply:

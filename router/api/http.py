@@ -95,6 +95,11 @@ def internal_error() -> ServingError:
     return ServingError(Code.INTERNAL, "an internal error: the server's log tells more")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what is bound to that address."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 class Guard:
     """Looks at every HTTP request before any route does: deny by default.
 
@@ -112,9 +117,7 @@ class Guard:
         self._app = app
         self._keys = keys
         self._public = public
-        self._names: frozenset[str] | None = None
-        if host == "localhost" or host == "::1" or host.startswith("127."):
-            self._names = LOOPBACK_NAMES | {host}
+        self._names = LOOPBACK_NAMES | {host} if is_loopback(host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

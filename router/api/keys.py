@@ -15,6 +15,7 @@ class ApiKeys:
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]
+        self._operators = {_digest(key) for key in keys if key.startswith(OPERATORS)}
 
     def names(self) -> dict[str, str]:
         """What each tenant is called where others may read it: by its key's place in the list.
@@ -40,6 +41,22 @@ class ApiKeys:
                 Code.UNAUTHENTICATED, "no valid API key: send 'Authorization: Bearer <key>'"
             )
         return _tenant(offered)
+
+    def check_operator(self, header: str | None, is_loopback: bool) -> None:
+        """Refuse (FORBIDDEN) whoever may call, but not change the cluster. Without keys everybody
+        on the machine may, and nobody from elsewhere."""
+        _, _, key = (header or "").partition(" ")
+        is_operator = _digest(key.strip()) in self._operators
+        if not (is_operator if self._digests else is_loopback):
+            raise ServingError(
+                Code.FORBIDDEN,
+                f"this is for operators: call with a key of the server that begins with "
+                f"'{OPERATORS}', or, where it has no keys, on its own machine",
+            )
+
+
+OPERATORS = "admin-"
+"""Keys that begin so are operators': they may change the cluster too."""
 
 
 def _tenant(digest: bytes) -> str:

@@ -59,6 +59,7 @@ def openai_app(frontend: Frontend) -> Starlette:
         Route("/version", api.version),
         Route("/metrics", operations.metrics),
         Route("/status", operations.status),
+        Route("/role", operations.role, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/v1/completions", api.completions, methods=["POST"]),

@@ -1,5 +1,7 @@
-"""What those who run a cluster ask over HTTP: /metrics for Prometheus, /status for `penstock`."""
+"""What those who run a cluster ask over HTTP: /metrics for Prometheus, /status for `penstock`, and
+/role, which gives a worker another role."""
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
@@ -9,7 +11,9 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.router.api.http import json_response
+from penstock.router.api.http import is_loopback, json_response, read_body
+from penstock.router.api.keys import ApiKeys
+from penstock.router.errors import invalid
 from penstock.router.exposition import all_metrics
 from penstock.router.frontend import Frontend
 from penstock.router.vllm_names import vllm_metrics
@@ -36,6 +40,7 @@ class Operations:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
+        self._keys = ApiKeys(frontend.config.api_keys)
         self._registry = CollectorRegistry()
         self._registry.register(Collecting(frontend))
 
@@ -46,3 +51,24 @@ class Operations:
 
     async def status(self, request: Request) -> Response:
         return json_response(asdict(self._frontend.look()))
+
+    async def role(self, request: Request) -> Response:
+        """Give a worker a role; its sequences go on, here or, where it is to prefill, elsewhere."""
+        config = self._frontend.config
+        header = request.headers.get("authorization")
+        self._keys.check_operator(header, is_loopback(config.host))
+        worker, role = _worker_and_role(await read_body(request, config.bounds))
+        self._frontend.assign(worker, role)
+        return json_response({"worker": worker, "role": role})
+
+
+def _worker_and_role(body: bytes) -> tuple[str, str]:
+    try:
+        told = json.loads(body)
+    except (ValueError, RecursionError):
+        told = None
+    if isinstance(told, dict) and told.keys() == {"worker", "role"}:
+        worker, role = told["worker"], told["role"]
+        if isinstance(worker, str) and isinstance(role, str):
+            return worker, role
+    raise invalid('send {"worker": NAME, "role": ROLE}, both as text')

@@ -24,6 +24,7 @@ from penstock.router.routing.events import (
     Ready,
     Received,
     Rejected,
+    RoleChanged,
     Status,
     Stepped,
     Tick,
@@ -36,6 +37,7 @@ from penstock.router.routing.lifecycle import Life, Phase, phase_of
 from penstock.router.routing.patience import Patience
 from penstock.router.routing.placer import Pace, Placer
 from penstock.router.routing.policy import Policy
+from penstock.router.routing.prices import HandOverPrice
 from penstock.router.routing.reports import Counters, Reports
 
 Commands: TypeAlias = list[Command]
@@ -58,7 +60,7 @@ class WorkerStatus:
     worker: str
     incarnation: str
     role: str
-    state: str  # ready, suspect or draining
+    state: str  # ready, suspect, stuck or draining
     num_requests: int  # of this router, in any form
     load: Load
 
@@ -84,6 +86,7 @@ class Dispatcher:
             WorkerUp: reports.worker_up,
             WorkerLost: reports.worker_lost,
             Draining: reports.draining,
+            RoleChanged: reports.role_changed,
             Heard: reports.heard,
             Stepped: reports.stepped,
             Yielded: reports.yielded,
@@ -141,9 +144,14 @@ class Dispatcher:
         for view in silent:
             seconds = now - view.heard
             self._reports.hang_up(view, f"silent for {seconds:.1f} seconds", out, now)
-        draining = [view for view in self._fleet.views() if view.draining]
-        for view in (*suspects, *draining):
+        for view in self._fleet.stuck(self._placer.runs_on, now):
+            seconds = now - view.moved
+            reason = f"it answers, but no step of it has ended for {seconds:.1f} seconds"
+            self._reports.hang_up(view, reason, out, now)
+        leaving = [view for view in self._fleet.views() if view.draining or view.sheds]
+        for view in (*suspects, *leaving):
             self._placer.clear(view, out, now)
+        self._placer.revise(out, now)
         self._placer.stirred = True
 
     # -------------------------------------------------------------- looking
@@ -177,6 +185,26 @@ class Dispatcher:
         return self._placer.num_ended
 
     @property
+    def num_decided(self) -> Mapping[str, int]:
+        """Where prompts were to be computed, and why; see `disaggregation.Reason`."""
+        return self._placer.num_decided
+
+    @property
+    def num_revised(self) -> int:
+        """Requests taken back from a worker that had no room for them yet."""
+        return self._placer.num_revised
+
+    @property
+    def handover(self) -> HandOverPrice:
+        """What hand-overs took, of late."""
+        return self._fleet.handover
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        """What workers were made by an operator."""
+        return self._fleet.roles
+
+    @property
     def counters(self) -> Counters:
         return self._reports.counters
 
@@ -189,7 +217,7 @@ class Dispatcher:
             WorkerStatus(
                 view.name,
                 view.info.incarnation,
-                view.info.role,
+                view.role,
                 view.state,
                 len(view.holds),
                 view.load,

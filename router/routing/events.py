@@ -45,6 +45,7 @@ class Request:
     salt: bytes = b""
     deadline: float = float("inf")  # on the clock of `now`
     log: Sequence[Sequence[int]] = ()  # tokens that the client already has, a list a choice
+    ended: Sequence[bool] = ()  # which of these choices the client saw end
     trace: str = ""
 
     @property
@@ -64,6 +65,10 @@ class Load:
     cached_blocks: int = 0
     leased_blocks: int = 0
     step_seconds: float = 0.0
+    steps: int = 0  # since its start
+    prompt_tokens: int = 0  # computed since its start
+    prompt_hits: int = 0  # found in its prefix cache since its start
+    prompt_seconds: float = 0.0  # since its start: of the steps that computed prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +162,14 @@ class Draining:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleChanged:
+    """Somebody who may say so gives a worker another role, whatever it says of itself."""
+
+    worker: str
+    role: str  # prefill, decode or mixed
+
+
+@dataclass(frozen=True, slots=True)
 class Heard:
     """A beat: nothing but a sign of life."""
 
@@ -229,6 +242,7 @@ Event: TypeAlias = (
     | WorkerUp
     | WorkerLost
     | Draining
+    | RoleChanged
     | Heard
     | Stepped
     | Yielded
@@ -325,6 +339,7 @@ class Hang:
 
     worker: str
     reason: str
+    stuck: bool = False  # it answers and does not get on: whoever keeps it alive must replace it
 
 
 Command: TypeAlias = Submit | Yield | Send | Drop | Deliver | DeliverPrompt | End | Hang

@@ -1,9 +1,10 @@
 """The workers as the router sees them: alive or silent, how loaded, who holds what."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.router.routing.events import Load, WorkerInfo
+from penstock.router.routing.prices import HandOverPrice, Speed
 
 PENALTY_SECONDS = 30.0
 """For so long, fading, a worker that was lost is liked less in placement."""
@@ -16,6 +17,7 @@ class Bounds:
     suspect_after: float = 2.0
     lost_after: float = 10.0
     lost_steps: float = 20.0  # a worker whose steps are long may be silent for so many of them
+    stuck_after: float = 45.0  # without a step's end while something runs there, or `lost_steps`
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,19 @@ class Share:
 class WorkerView:
     """One worker, from its introduction to its loss. Policies read it; only `Fleet` writes it."""
 
-    def __init__(self, info: WorkerInfo, load: Load, now: float, lost_at: float) -> None:
+    def __init__(
+        self, info: WorkerInfo, load: Load, now: float, lost_at: float, role: str | None = None
+    ) -> None:
         self.info = info
+        self.assigned = role  # by an operator; None: it has the role that it says
         self.load = load
+        self.speed = Speed(load)
         self.heard = now
         self.lost_at = lost_at  # when a worker of this name was last lost
+        self.moved = now  # when it last got on with what it has
         self.suspect = False
         self.draining = False
+        self.stuck = False  # known as such from an earlier stream, and no step has ended since
         self.masked_at: float | None = None  # it rejected something since its last load report
         self.num_gaps = 0
         self.num_placed = 0  # ever
@@ -44,15 +52,33 @@ class WorkerView:
         self.num_blocks = 0
         self.new_tokens = 0  # placed since the last load report
         self.new_sequences = 0
+        self.num_others = 0  # sequences of other routers, when it last reported
+        self.blocks_of_others = 0
+        self._see_others()
 
     @property
     def name(self) -> str:
         return self.info.worker
 
     @property
+    def role(self) -> str:
+        """What it is chosen for: prefill, decode or mixed."""
+        return self.info.role if self.assigned is None else self.assigned
+
+    @property
+    def sheds(self) -> bool:
+        """It was made a prefill worker: what it generates goes on elsewhere."""
+        return self.assigned == "prefill"
+
+    @property
     def usable(self) -> bool:
         """New work may go there at all."""
-        return not (self.suspect or self.draining)
+        return not (self.suspect or self.draining or self.stuck)
+
+    @property
+    def stays(self) -> bool:
+        """It can be waited for."""
+        return not (self.draining or self.stuck)
 
     @property
     def masked(self) -> bool:
@@ -63,6 +89,8 @@ class WorkerView:
     def state(self) -> str:
         if self.draining:
             return "draining"
+        if self.stuck:
+            return "stuck"
         return "suspect" if self.suspect else "ready"
 
     @property
@@ -81,16 +109,16 @@ class WorkerView:
         return Share(num_sequences, blocks)
 
     def has_room(self, num_tokens: int, num_sequences: int) -> bool:
-        """Whether it could begin with so much soon; an idle worker always can."""
+        """Whether it could begin with so much soon; one that has nothing of this router always
+        can, so that no router is kept out by the others."""
         if self.masked:
             return False
         if not self.num_sequences:
             return True
         share = self.share_of(num_tokens, num_sequences)
-        return (
-            self.num_sequences + share.num_sequences <= self.info.max_sequences
-            and self.num_blocks + share.num_blocks <= self.info.num_blocks
-        )
+        num_sequences = self.num_sequences + self.num_others + share.num_sequences
+        num_blocks = self.num_blocks + self.blocks_of_others + share.num_blocks
+        return num_sequences <= self.info.max_sequences and num_blocks <= self.info.num_blocks
 
     def penalty(self, now: float) -> float:
         """From 1, just lost, to 0."""
@@ -114,11 +142,24 @@ class WorkerView:
         self.new_tokens += num_tokens
         self.new_sequences += num_sequences
 
-    def reported(self, load: Load) -> None:
+    def reported(self, load: Load, now: float) -> None:
+        if load.steps != self.load.steps:
+            self.moved = now
+            self.stuck = False
         self.load = load
+        self.speed.add(load)
         self.masked_at = None
         self.new_tokens = 0
         self.new_sequences = 0
+        self._see_others()
+
+    def _see_others(self) -> None:
+        """What its report has that is not this router's; what was dropped a moment ago may be
+        taken for somebody else's until the next one."""
+        load = self.load
+        self.num_others = max(0, load.running + load.queued - self.num_sequences)
+        taken = self.info.num_blocks - load.free_blocks - load.cached_blocks - load.leased_blocks
+        self.blocks_of_others = max(0, taken - self.num_blocks) if self.num_others else 0
 
     def check(self) -> None:
         shares = [share for share in self.holds.values() if share is not None]
@@ -132,7 +173,10 @@ class Fleet:
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._views: dict[str, WorkerView] = {}
+        self._roles: dict[str, str] = {}  # given by an operator, also to workers yet to come
+        self.handover = HandOverPrice()
         self._lost_at: dict[str, float] = {}
+        self._stuck: dict[str, tuple[str, int]] = {}  # incarnation, and steps that had ended
         self._looked_at: float | None = None
 
     def get(self, worker: str | None) -> WorkerView | None:
@@ -146,12 +190,29 @@ class Fleet:
 
     def up(self, info: WorkerInfo, load: Load, now: float) -> WorkerView:
         lost_at = self._lost_at.get(info.worker, float("-inf"))
-        view = WorkerView(info, load, now, lost_at)
+        view = WorkerView(info, load, now, lost_at, self._roles.get(info.worker))
+        # A new stream to it says nothing of its engine.
+        view.stuck = self._stuck.pop(info.worker, None) == (info.incarnation, load.steps)
         self._views[info.worker] = view
         return view
 
+    @property
+    def roles(self) -> Mapping[str, str]:
+        """Those that an operator gave, by worker."""
+        return self._roles
+
+    def assign(self, worker: str, role: str) -> WorkerView | None:
+        """Give a worker, and whoever follows it under its name, that role."""
+        self._roles[worker] = role
+        view = self._views.get(worker)
+        if view is not None:
+            view.assigned = role
+        return view
+
     def lose(self, worker: str, now: float) -> None:
-        del self._views[worker]
+        view = self._views.pop(worker)
+        if view.stuck:
+            self._stuck[worker] = (view.info.incarnation, view.load.steps)
         self._lost_at = {
             name: when for name, when in self._lost_at.items() if now - when < PENALTY_SECONDS
         }
@@ -179,15 +240,30 @@ class Fleet:
             silence = now - view.heard
             if view.masked_at is not None and now - view.masked_at > self._bounds.suspect_after:
                 view.masked_at = None  # an idle worker has no load to report
-            if silence > self._bound_of(view):
+            if silence > self._bound_of(view, self._bounds.lost_after):
                 silent.append(view)
             elif silence > self._bounds.suspect_after and not view.suspect:
                 view.suspect = True
                 suspects.append(view)
         return suspects, silent
 
-    def _bound_of(self, view: WorkerView) -> float:
-        return max(self._bounds.lost_after, self._bounds.lost_steps * view.load.step_seconds)
+    def stuck(self, runs: Callable[[WorkerView], bool], now: float) -> list[WorkerView]:
+        """Those that answer, while no step of theirs ends past the bound; `runs` tells of a worker
+        whether it has anything to compute."""
+        found = []
+        for view in self._views.values():
+            if view.suspect or view.stuck or not view.num_sequences:
+                view.moved = now  # silent, known already, or idle
+            elif now - view.moved > self._bound_of(view, self._bounds.stuck_after):
+                if runs(view):
+                    view.stuck = True
+                    found.append(view)
+                else:
+                    view.moved = now
+        return found
+
+    def _bound_of(self, view: WorkerView, least: float) -> float:
+        return max(least, self._bounds.lost_steps * view.load.step_seconds)
 
     def _forgive_own_sleep(self, now: float) -> None:
         """Silence while the router itself was not listening says nothing of the workers."""
@@ -196,6 +272,7 @@ class Fleet:
         if slept > self._bounds.suspect_after:
             for view in self._views.values():
                 view.heard = min(now, view.heard + slept)
+                view.moved = min(now, view.moved + slept)
 
 
 def _size(info: WorkerInfo) -> tuple[int, int, int]:

@@ -39,12 +39,13 @@ class Phase(Enum):
 class Hold:
     """A submission that a worker has: the one that runs, or the one that is to run next."""
 
-    __slots__ = ("attempt", "epoch", "info", "started", "worker", "yielding")
+    __slots__ = ("attempt", "epoch", "info", "passes", "started", "worker", "yielding")
 
-    def __init__(self, info: WorkerInfo, attempt: int) -> None:
+    def __init__(self, info: WorkerInfo, attempt: int, passes: bool = False) -> None:
         self.info = info
         self.worker = info.worker
         self.attempt = attempt
+        self.passes = passes  # it yields by itself, after its first tokens
         self.started = False  # a token of it was taken
         self.yielding = False  # it was asked to yield
         self.epoch: int | None = None  # of the transfer that it receives, once it said Ready
@@ -79,6 +80,9 @@ class Life:
         self.then: str | None = None  # where it is meant to run on
         self.unfit: set[str] = set()  # workers on which it can never fit
         self.since = 0.0  # when it arrived
+        self.asked_at = 0.0  # when the worker that is to run it next was asked
+        self.num_revisions = 0  # how often it was taken back from one that had no room
+        self.moving: tuple[int, float] | None = None  # blocks on their way: tokens, and since when
 
     @property
     def homeless(self) -> bool:
@@ -201,7 +205,7 @@ class Life:
                 self.log.prompt_known,
             )
         )
-        return Hold(info, self.attempt)
+        return Hold(info, self.attempt, yield_after > 0)
 
     # -------------------------------------------------------------- handing over
 

@@ -36,6 +36,8 @@ class Log:
         for answer, known in zip(self.answers, request.log, strict=False):
             answer.extend(known)
         self.finished = [len(answer) >= request.max_tokens for answer in self.answers]
+        for choice, ended in enumerate(request.ended):
+            self.finished[choice] |= ended
 
     def take(self, token: NewToken, out: list[Command]) -> Taken:
         """Take a token if it is the next one of its choice, and deliver it."""

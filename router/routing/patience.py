@@ -21,8 +21,8 @@ class Patience:
             heapq.heappush(self._deadlines, (life.request.deadline, life.request.id))
 
     def watch(self, fleet: Fleet, now: float) -> None:
-        """Call after workers came, went, or began to drain."""
-        if any(not view.draining for view in fleet.views()):
+        """Call after workers came, went, began to drain, or got on again."""
+        if any(view.stays for view in fleet.views()):
             self._deserted_since = None
         elif self._deserted_since is None:
             self._deserted_since = now

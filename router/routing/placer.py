@@ -1,7 +1,7 @@
 """Keeps every request somewhere: in the line, on a worker, or on its way from one to another."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from penstock.router.routing import lifecycle
 from penstock.router.routing.admission import Admission, Entry
@@ -9,6 +9,7 @@ from penstock.router.routing.events import Command, Request, Status
 from penstock.router.routing.fleet import Fleet, WorkerView
 from penstock.router.routing.lifecycle import Life
 from penstock.router.routing.policy import Demand, Placement, Policy
+from penstock.router.routing.revision import has_room_sooner, patience_of
 
 
 class Pace:
@@ -55,6 +56,8 @@ class Placer:
         self.lives: dict[int, Life] = {}
         self._counted: dict[int, list[str]] = {}  # a request: the workers whose views hold it
         self.num_ended: Counter[Status] = Counter()
+        self.num_decided: Counter[str] = Counter()  # where prompts are computed, and why
+        self.num_revised = 0  # requests taken back from a worker that had no room for them yet
         self.stirred = False  # something changed that may give a waiting request room
 
     @property
@@ -105,14 +108,23 @@ class Placer:
         views = self._fleet.views() if len(self._queue) else ()
         while (head := self._queue.head()) is not None:
             life = self.lives[head]
-            placement = self._policy.place(self._demand(life), views, now)
+            placement = self._choose(life, views, now)
             if placement is not None:
                 self._queue.take(head, now)
-                self._place(life, placement, out)
+                self._place(life, placement, out, now)
                 self._count(life)
             elif not self.end_if_unfit(life, "it fits on no worker that is there", out, now):
                 break
         self.stirred = False
+
+    def runs_on(self, view: WorkerView) -> bool:
+        """Whether that worker has something to do, and does not wait for blocks instead."""
+        lives = [self.lives[request] for request in view.holds]
+        own = [life.here for life in lives if life.here is not None]
+        coming = [life.next for life in lives if life.next is not None]
+        held = [hold for hold in (*own, *coming) if hold.worker == view.name]
+        receives = any(hold.epoch is not None for hold in coming if hold.worker == view.name)
+        return bool(held) and not receives
 
     def short_of(self) -> Collection[str]:
         """The roles of which no worker has room for the request whose turn it is."""
@@ -122,11 +134,11 @@ class Placer:
         life = self.lives[head]
         size = (life.log.num_known, life.request.num_choices)
         usable = [view for view in self._fleet.views() if view.usable and view.has_room(*size)]
-        return {"prefill", "decode", "mixed"} - {view.info.role for view in usable}
+        return {"prefill", "decode", "mixed"} - {view.role for view in usable}
 
     def end_if_unfit(self, life: Life, reason: str, out: list[Command], now: float) -> bool:
         """End a request that fits on none of the workers that stay."""
-        staying = [view for view in self._fleet.views() if not view.draining]
+        staying = [view for view in self._fleet.views() if view.stays]
         if not staying or any(view.name not in life.unfit for view in staying):
             return False
         life.end(Status.INVALID, reason, out)
@@ -136,23 +148,31 @@ class Placer:
     # -------------------------------------------------------------- moving
 
     def clear(self, view: WorkerView, out: list[Command], now: float) -> None:
-        """Move off a worker what can be moved: all of it when it drains; only what has not begun
-        there when it is merely silent."""
+        """Move off a worker what can be moved: all of it when it drains; what it generates, as far
+        as its blocks can move too, when it is to prefill; only what has not begun there when it is
+        merely silent."""
         for request in list(view.holds):
             life = self.lives[request]
             if life.then == view.name:
                 life.then = None
                 self.settle(life, out, now)
             if life.next is not None and life.next.worker == view.name:
-                self._take_back(life, out, now)
-            elif view.draining and life.here is not None and life.here.worker == view.name:
-                self._hand_on(life, out, now)
+                self._take_back(life, view, out, now)
+            elif life.here is not None and life.here.worker == view.name:
+                if view.draining:
+                    self._hand_on(life, out, now)
+                elif view.sheds and not view.suspect and not life.here.passes:
+                    self._shed(life, out, now)
 
-    def _take_back(self, life: Life, out: list[Command], now: float) -> None:
+    def _take_back(self, life: Life, view: WorkerView, out: list[Command], now: float) -> None:
         """From a worker that waits for room; blocks on their way are let arrive."""
         assert life.next is not None
-        if life.here is None and (life.next.epoch is not None or not self._elsewhere(life, now)):
+        if life.here is None and life.next.epoch is not None:
             return
+        if life.here is None or view.usable:
+            other = self._elsewhere(life, now)
+            if other is None or (view.usable and other.role == "prefill"):
+                return
         life.revoke(out)
         self.settle(life, out, now)
 
@@ -161,8 +181,7 @@ class Placer:
         assert life.here is not None
         if life.here.yielding or life.next is not None:
             return
-        placement = self._elsewhere(life, now)
-        view = self._fleet.get(placement.worker) if placement else None
+        view = self._elsewhere(life, now)
         if view is None:
             return
         if life.askable and view.info.layout == life.here.info.layout:
@@ -171,8 +190,44 @@ class Placer:
         else:
             life.ask_yield(out)
 
-    def _elsewhere(self, life: Life, now: float) -> Placement | None:
-        return self._policy.place(self._demand(life), self._fleet.views(), now)
+    def _shed(self, life: Life, out: list[Command], now: float) -> None:
+        """Its worker is to prefill now: it moves if its blocks can, and ends there if not."""
+        assert life.here is not None
+        if life.here.yielding or life.next is not None or not life.askable:
+            return
+        view = self._elsewhere(life, now)
+        if view is None or view.role == "prefill" or view.info.layout != life.here.info.layout:
+            return
+        life.ask(view.info, out)
+        self.settle(life, out, now)
+
+    def revise(self, out: list[Command], now: float) -> None:
+        """Take back what waits for room at one worker while another one has it."""
+        if not any(view.usable and not view.load.queued for view in self._fleet.views()):
+            return
+        for life in list(self.lives.values()):
+            asked = life.next
+            if asked is None or life.lease is None or asked.epoch is not None:
+                continue
+            if now - life.asked_at < patience_of(life.num_revisions):
+                continue
+            view, other = self._fleet.get(asked.worker), self._elsewhere(life, now)
+            if view is None or other is None or other is view:
+                continue
+            if has_room_sooner(other, view, life.log.num_known, life.request.num_sequences):
+                life.num_revisions += 1
+                self.num_revised += 1
+                life.revoke(out)
+                life.then = other.name
+                self.settle(life, out, now)
+
+    def _elsewhere(self, life: Life, now: float) -> WorkerView | None:
+        """Where it would be placed now."""
+        placement = self._choose(life, self._fleet.views(), now)
+        return None if placement is None else self._fleet.get(placement.worker)
+
+    def _choose(self, life: Life, views: Sequence[WorkerView], now: float) -> Placement | None:
+        return self._policy.place(self._demand(life), views, self._fleet.handover, now)
 
     # -------------------------------------------------------------- placing
 
@@ -190,16 +245,19 @@ class Placer:
     def _place_again(self, life: Life, out: list[Command], now: float) -> None:
         view = self._fleet.get(life.then)
         if view is not None and view.usable and not view.masked:
-            self._place(life, Placement(view.name), out)
+            self._place(life, Placement(view.name), out, now)
         else:
             life.then = None
             self._queue.add(_entry(life.request, again=True))
 
-    def _place(self, life: Life, placement: Placement, out: list[Command]) -> None:
+    def _place(self, life: Life, placement: Placement, out: list[Command], now: float) -> None:
         view = self._fleet.get(placement.worker)
         assert view is not None, "the policy chose a worker that is not there"
         life.place(view.info, placement.yield_after, out)
         life.then = placement.then
+        life.asked_at = now
+        if placement.decision is not None:
+            self.num_decided[str(placement.decision)] += 1
         num_tokens = life.log.num_known if life.next is None else 0
         view.placed(num_tokens, life.request.num_sequences)
 

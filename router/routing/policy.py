@@ -1,11 +1,13 @@
 """Which worker gets a request: the interface, and the least-loaded choice behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.router.routing.disaggregation import Decision, Rule
 from penstock.router.routing.fleet import WorkerView
+from penstock.router.routing.prices import HandOverPrice
 
 PENALTY_TOKENS = 2048
 """What having been lost a moment ago weighs in the choice of a prefill worker, in queued tokens."""
@@ -30,6 +32,7 @@ class Placement:
 
     worker: str
     then: str | None = None
+    decision: Decision | None = field(default=None, compare=False)  # where there was a choice
 
     @property
     def yield_after(self) -> int:
@@ -37,43 +40,82 @@ class Placement:
 
 
 class Policy(Protocol):
-    def place(self, demand: Demand, workers: Sequence[WorkerView], now: float) -> Placement | None:
+    def place(
+        self,
+        demand: Demand,
+        workers: Sequence[WorkerView],
+        handover: HandOverPrice,
+        now: float,
+    ) -> Placement | None:
         """Where to run; None while no worker has room. Workers that are not usable (suspect,
         draining), have no room (full, masked) or are unfit must not be chosen."""
         ...
 
 
 class LeastLoaded:
-    """Prefill where the fewest tokens are queued, decode where the smallest share is taken.
+    """Prefill where the fewest tokens are queued, decode where the smallest share is taken; both on
+    the decode worker where `disaggregation.Rule` finds that cheaper.
 
     A role is a weight: where one kind of worker is missing, the other kind does all the work.
+
+    Args:
+        rule: another one, to measure this one against.
     """
 
-    def place(self, demand: Demand, workers: Sequence[WorkerView], now: float) -> Placement | None:
+    def __init__(self, rule: Callable[[Sequence[WorkerView], HandOverPrice], Rule] = Rule) -> None:
+        self._rule = rule
+
+    def place(
+        self,
+        demand: Demand,
+        workers: Sequence[WorkerView],
+        handover: HandOverPrice,
+        now: float,
+    ) -> Placement | None:
         live = [view for view in workers if view.usable and view.name not in demand.unfit]
-        decoders = [view for view in live if view.info.role != "prefill"]
+        decoders = [view for view in live if view.role != "prefill"]
         # Choices are sequences of their own, in step only while nobody moves them: they stay. Of
         # a beam search nothing moves but its prompt.
         if demand.has_source or demand.stays:
             whole = _roomiest(decoders or live, demand, now)
             return None if whole is None else Placement(whole.name)
-        prefillers = [view for view in live if view.info.role != "decode"]
-        first = _shortest_queue(prefillers or live, demand, now)
-        if first is None:
-            return None
-        if first.info.role != "prefill" or not decoders or demand.num_left == 1:
+        prefillers = [view for view in live if view.role != "decode"]
+        first = _shortest_queue(_with_room(prefillers or live, demand), now)
+        if first is not None and (first.role != "prefill" or not decoders or demand.num_left == 1):
             return Placement(first.name)
+        return self._apart(demand, prefillers, decoders, self._rule(workers, handover), first, now)
+
+    def _apart(
+        self,
+        demand: Demand,
+        prefillers: Sequence[WorkerView],
+        decoders: Sequence[WorkerView],
+        rule: Rule,
+        first: WorkerView | None,
+        now: float,
+    ) -> Placement | None:
+        """Separate pools: `first` has room for the prompt, if anybody has."""
+        apart = [view for view in prefillers if view.role == "prefill"]
         second = _roomiest(decoders, demand, now)
-        return None if second is None else Placement(first.name, second.name)
+        if not apart or second is None:
+            return None
+        roomy = _with_room(decoders, demand)
+        whole = min(roomy, key=lambda view: rule.together_seconds(demand.num_tokens, view))
+        busy = first or _shortest_queue(apart, now)
+        assert busy is not None
+        decision = rule.decide(demand.num_tokens, busy, whole)
+        if not decision.apart:
+            return Placement(whole.name, None, decision)
+        return None if first is None else Placement(first.name, second.name, decision)
 
 
 def _with_room(views: Sequence[WorkerView], demand: Demand) -> list[WorkerView]:
     return [view for view in views if view.has_room(demand.num_tokens, demand.num_sequences)]
 
 
-def _shortest_queue(views: Sequence[WorkerView], demand: Demand, now: float) -> WorkerView | None:
+def _shortest_queue(views: Sequence[WorkerView], now: float) -> WorkerView | None:
     return min(
-        _with_room(views, demand),
+        views,
         key=lambda view: (
             view.backlog_tokens + PENALTY_TOKENS * view.penalty(now),
             view.num_busy,

@@ -14,6 +14,7 @@ from penstock.router.routing.events import (
     Ready,
     Received,
     Rejected,
+    RoleChanged,
     Stepped,
     WorkerLost,
     WorkerUp,
@@ -80,7 +81,7 @@ class Reports:
                 self._placer.settle(life, out, now)
 
     def hang_up(self, view: WorkerView, reason: str, out: Commands, now: float) -> None:
-        out.append(Hang(view.name, reason))
+        out.append(Hang(view.name, reason, view.stuck))
         self._lose(view.name, out, now)
 
     def draining(self, event: Draining, out: Commands, now: float) -> None:
@@ -89,6 +90,13 @@ class Reports:
             view.draining = True
             self._patience.watch(self._fleet, now)
             self._placer.clear(view, out, now)
+
+    def role_changed(self, event: RoleChanged, out: Commands, now: float) -> None:
+        view = self._fleet.assign(event.worker, event.role)
+        if view is not None:
+            self._placer.stirred = True
+            if view.sheds:
+                self._placer.clear(view, out, now)
 
     def heard(self, event: Heard, out: Commands, now: float) -> None:
         self._hear(event.worker, now)
@@ -124,9 +132,18 @@ class Reports:
             life = lives.get(request)
             if life is not None and life.given_up(worker, attempt, reason, out):
                 self._placer.settle(life, out, now)
-        if event.load is not None:
-            self._placer.stirred |= view.masked
-            view.reported(event.load)
+        self._reported(view, event, now)
+
+    def _reported(self, view: WorkerView, event: Stepped, now: float) -> None:
+        if event.tokens or event.prompts:
+            view.moved = now
+        if event.load is None:
+            return
+        was_stuck = view.stuck
+        self._placer.stirred |= view.masked or was_stuck
+        view.reported(event.load, now)
+        if was_stuck:
+            self._patience.watch(self._fleet, now)
 
     def _prompts_scored(self, event: Stepped, view: WorkerView, out: Commands, now: float) -> None:
         for scored in event.prompts:
@@ -167,12 +184,26 @@ class Reports:
         life = self._life_of(event, out, now)
         if life is not None:
             life.ready(event, out)
+            self._sends(life, event, now)
             self._placer.settle(life, out, now)
+
+    def _sends(self, life: Life, event: Ready, now: float) -> None:
+        """Note what is on its way, and since when: what a hand-over costs is learned from it."""
+        asked, view = life.next, self._fleet.get(event.worker)
+        if asked is None or asked.epoch != event.epoch or life.lease is None or view is None:
+            return
+        # Waiting for room there is no part of the price: whoever is computed there waits too.
+        since = now if view.load.queued else life.asked_at
+        life.moving = (max(life.lease.kv_len - event.have, 0), since)
 
     def received(self, event: Received, out: Commands, now: float) -> None:
         life = self._life_of(event, out, now)
         if life is not None and life.received(event.worker, event.attempt, event.epoch, out):
             self.counters.num_handovers += 1
+            if life.moving is not None:
+                num_tokens, since = life.moving
+                self._fleet.handover.add(num_tokens, event.num_bytes, now - since)
+                life.moving = None
             self._placer.settle(life, out, now)
 
     def failed(self, event: Failed, out: Commands, now: float) -> None:
@@ -197,9 +228,12 @@ class Reports:
         self, event: Yielded | Ready | Received | Failed | Rejected, out: Commands, now: float
     ) -> Life | None:
         """The request that a worker speaks of; offers for an ended one are dropped."""
-        if self._hear(event.worker, now) is None:
+        view = self._hear(event.worker, now)
+        if view is None:
             return None
         life = self._lives.get(event.request)
-        if life is None and isinstance(event, Yielded | Ready):
-            out.append(Drop(event.worker, event.request, event.attempt))
+        if isinstance(event, Yielded | Ready):
+            view.moved = now
+            if life is None:
+                out.append(Drop(event.worker, event.request, event.attempt))
         return life

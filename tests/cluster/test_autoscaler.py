@@ -62,6 +62,75 @@ def test_prefill_follows_arrivals_before_a_queue_builds_up() -> None:
     assert decision.desired == 4
 
 
+def feed(scaler: Autoscaler, arrived: list[int], count: int = 1, every: float = 5.0) -> Decision:
+    """Arrivals, so many tokens each time; the last decision."""
+    total = 0
+    for step, tokens in enumerate(arrived):
+        now = step * every
+        state = PoolState(workers(count, now, running=1), arrived_tokens=(total := total + tokens))
+        (decision,) = scaler.decide({"prefill": state}, now)
+    return decision
+
+
+def test_the_largest_burst_of_late_is_provided_for() -> None:
+    plain = Pace(headroom=0, up=0)
+    burst = [0, 20_000, *[0] * 30]
+    decision = feed(Autoscaler({"prefill": LIMITS}, pace=plain), burst, count=3)
+    assert decision.desired == 4
+    assert "0 prompt tokens wait and 0 arrive a second, 4000 in the largest burst of 300 s" in (
+        decision.reason
+    )
+    longer = feed(Autoscaler({"prefill": LIMITS}, pace=plain), [0, 20_000, *[0] * 59])
+    gone = feed(Autoscaler({"prefill": LIMITS}, pace=plain), [0, 20_000, *[0] * 70])
+    assert (longer.occupancy_term, gone.occupancy_term) == (4.0, 0.0)
+
+
+def test_headroom_is_for_what_bursts_are_above_the_usual() -> None:
+    scaler = Autoscaler({"prefill": LIMITS}, pace=Pace(headroom=0.5))
+    decision = feed(scaler, [0, 20_000, 0, 0, 0, 0])  # 4000 a second, 800 on the whole
+    assert decision.occupancy_term == pytest.approx(4.0 + 0.5 * 3.2)
+    even = feed(Autoscaler({"prefill": LIMITS}, pace=Pace(headroom=0.5)), [20_000] * 30)
+    assert even.occupancy_term == pytest.approx(4.0 / LIMITS.busy)
+
+
+def test_a_burst_is_remembered_for_twenty_cold_starts() -> None:
+    pace = Pace(down=100, headroom=0)
+    assert [pace.memory(seconds) for seconds in (0, 1, 30, 60, 300)] == [250, 250, 600, 1200, 1500]
+    scaler = Autoscaler({"prefill": LIMITS}, pace=pace)
+    for now, total in ((0, 0), (5, 20_000), (600, 20_000), (606, 20_000)):
+        state = PoolState(workers(1, now), arrived_tokens=total, cold_start=30.0)
+        (decision,) = scaler.decide({"prefill": state}, now)
+        wanted = {0: 0.0, 5: pytest.approx(4.0 / LIMITS.busy), 600: 4.0, 606: 0.0}
+        assert decision.occupancy_term == wanted[now]
+
+
+def test_who_knows_no_bursts_yet_makes_no_pool_smaller() -> None:
+    scaler, sizes = Autoscaler({"mixed": LIMITS}, pace=Pace(down=10, down_step=0)), []
+    for now in range(0, 30, 5):  # a memory is 25 s
+        (decision,) = scaler.decide({"mixed": PoolState(workers(3, now, running=1))}, now)
+        sizes.append(decision.desired)
+    assert sizes == [3, 3, 3, 3, 3, 2]
+
+
+def test_no_burst_holds_the_last_worker() -> None:
+    scaler = Autoscaler({"prefill": LIMITS}, pace=Pace(down=20))
+    scaler.decide({"prefill": PoolState(workers(1, 0))}, 0)
+    scaler.decide({"prefill": PoolState(workers(1, 5), arrived_tokens=4000)}, 5)
+    for now in (10, 40, 45, 62):
+        state = PoolState(workers(1, now), arrived_tokens=4000)
+        (decision,) = scaler.decide({"prefill": state}, now)
+    assert decision.desired == 0
+
+
+def test_what_is_computed_before_a_new_worker_comes_asks_for_none() -> None:
+    state = PoolState(workers(4), waiting=9, waiting_tokens=30_000, cold_start=30.0)
+    assert first("prefill", state).desired == 4
+    more = replace(state, waiting_tokens=340_000)  # 220 s of a worker's left, for 31 s
+    assert first("prefill", more).queue_term == pytest.approx(220 / 31)
+    coming = replace(more, pending=3)
+    assert first("prefill", coming).desired == 7
+
+
 def test_decode_wants_its_kv_below_the_share() -> None:
     decision = first("decode", PoolState(workers(4, kv_share=0.95, running=3)))
     assert decision.occupancy_term == pytest.approx(4 * 0.95 / 0.8)
@@ -189,6 +258,7 @@ states = st.builds(
     waiting=st.integers(0, 10**6),
     waiting_tokens=st.integers(0, 10**9),
     arrived_tokens=st.integers(0, 10**12),
+    cold_start=st.floats(0, 600),
 )
 steps = st.lists(
     st.tuples(st.floats(0, 50), st.fixed_dictionaries({"prefill": states, "decode": states})),
@@ -230,3 +300,67 @@ def test_more_that_waits_never_wants_less(state: PoolState, more: int) -> None:
         state, waiting=state.waiting + more, waiting_tokens=state.waiting_tokens + more
     )
     assert first("prefill", fuller).desired >= first("prefill", state).desired
+
+
+COLD_STARTS = st.sampled_from([0.0, 30.0])
+arrivals = st.lists(st.tuples(st.floats(0.5, 60), st.integers(0, 10**5)), min_size=1, max_size=40)
+
+
+def sizes_of(
+    scaler: Autoscaler, arrived: list[tuple[float, int]], cold_start: float
+) -> list[tuple[float, int]]:
+    """Need and size of a pool of three after each time."""
+    now, total, found = 0.0, 0, []
+    for seconds, tokens in arrived:
+        now, total = now + seconds, total + tokens
+        load = workers(3, now, running=1)
+        state = PoolState(load, arrived_tokens=total, cold_start=cold_start)
+        (decision,) = scaler.decide({"prefill": state}, now)
+        found.append((decision.occupancy_term, decision.desired))
+    return found
+
+
+@given(arrivals, st.data(), st.integers(0, 10**6), COLD_STARTS)
+def test_more_that_arrives_never_wants_less(
+    arrived: list[tuple[float, int]], data: st.DataObject, more: int, cold_start: float
+) -> None:
+    """Without headroom: at any time, whenever the more came."""
+    at = data.draw(st.integers(0, len(arrived) - 1))
+    much = list(arrived)
+    much[at] = arrived[at][0], arrived[at][1] + more
+    less, most = (
+        sizes_of(Autoscaler({"prefill": LIMITS}, pace=Pace(headroom=0)), each, cold_start)
+        for each in (arrived, much)
+    )
+    assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in zip(less, most, strict=True))
+
+
+@given(arrivals, st.integers(2, 5), COLD_STARTS)
+def test_the_same_arrivals_from_more_users_never_want_less(
+    arrived: list[tuple[float, int]], users: int, cold_start: float
+) -> None:
+    many = [(seconds, users * tokens) for seconds, tokens in arrived]
+    less, most = (
+        sizes_of(Autoscaler({"prefill": LIMITS}), each, cold_start) for each in (arrived, many)
+    )
+    assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in zip(less, most, strict=True))
+
+
+@given(st.lists(st.integers(0, 10**5), min_size=3, max_size=12), st.integers(1, 3))
+def test_bursts_that_come_again_within_the_memory_change_nothing(
+    period: list[int], every: int
+) -> None:
+    """No flapping: the pool's size stays."""
+    period = [*period, 10_000]  # at least two workers' worth
+    scaler = Autoscaler(
+        {"prefill": LIMITS}, pace=Pace(down=20 * every, down_step=0, up=0, headroom=0)
+    )
+    count, total, sizes = 1, 0, []
+    for step in range(16 * len(period)):
+        now = float(step * every)
+        total += period[step % len(period)]
+        state = PoolState(workers(count, now, running=1), arrived_tokens=total)
+        (decision,) = scaler.decide({"prefill": state}, now)
+        count = decision.desired
+        sizes.append(count)
+    assert len(set(sizes[-2 * len(period) :])) == 1

@@ -46,6 +46,12 @@ class FakeMember:
     async def stop(self) -> None:
         self.asked.append(("stop", ()))
 
+    def watch(self) -> None:
+        self.asked.append(("watch", ()))
+
+    def give_up(self, reason: str) -> None:
+        self.dies.set_result(reason)
+
     def kill(self) -> None:
         self.killed += 1
 
@@ -61,7 +67,8 @@ async def test_all_ranks_start_and_know_who_they_are() -> None:
     assert crew.up
     assert [method for method, _ in members[0].asked] == ["meet", "start"]
     for rank, member in enumerate(members[1:], 1):
-        ((method, (config, meeting)),) = member.asked
+        (method, (config, meeting)), (watched, _) = member.asked
+        assert watched == "watch", "it has to answer from now on"
         assert (method, config.rank, meeting) == ("follow", rank, "there:1")
 
 
@@ -93,6 +100,13 @@ async def test_one_that_dies_is_the_worker_s_death() -> None:
         assert await waiting == "rank 2: its process died"
     crew.kill()
     assert [member.killed for member in members] == [1, 1, 1]
+
+
+async def test_one_that_is_given_up_counts_as_dead() -> None:
+    crew, _ = make_crew(1)
+    crew.give_up("it is stuck")
+    async with asyncio.timeout(5):
+        assert await crew.death() == "it is stuck"
 
 
 async def test_the_first_is_asked_and_all_are_ended() -> None:

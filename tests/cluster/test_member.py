@@ -1,17 +1,21 @@
 """A process seen from the driver, with Ray's errors made by hand."""
 
 import asyncio
+import signal
+import subprocess
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from penstock.cluster import member
+from penstock.cluster import member, processes
 from penstock.cluster.member import Member, StartFailed
 from penstock.cluster.notices import News, Progress
+from penstock.cluster.processes import ProcessName
 
 
 def task_error(cause: Exception) -> RayTaskError:
@@ -42,6 +46,19 @@ class FakeActor:
         self.start = Remote(self._start)
         self.news = Remote(self._news)
         self.stop = Remote(self._stop)
+        self.who = Remote(self._who)
+        self.ping = Remote(self._ping)
+        self.process: ProcessName | None = None
+        self.answers = True
+        self.pings = 0
+
+    async def _who(self) -> ProcessName | None:
+        return self.process
+
+    async def _ping(self) -> None:
+        self.pings += 1
+        if not self.answers:
+            await asyncio.Event().wait()
 
     async def _start(self, config: object) -> object:
         if isinstance(self.start_gives, Exception):
@@ -152,3 +169,62 @@ async def test_calls_of_the_dead_give_nothing(actor: FakeActor) -> None:
     one = Member("worker", actor, lambda *_: None)
     assert await one.call("stop") is None
     one.kill()
+
+
+# ------------------------------------------------------------------ one that answers no more
+
+
+async def test_one_that_answers_lives_and_one_that_does_not_is_dead(actor: FakeActor) -> None:
+    one = Member("worker", actor, lambda *_: None, patience=0.1)
+    await one.start("config")
+    dying = asyncio.create_task(one.death())
+    async with asyncio.timeout(60):
+        while actor.pings < 5:
+            await asyncio.sleep(0.01)
+    assert not dying.done()
+    actor.answers = False
+    async with asyncio.timeout(60):
+        assert await dying == "it answered nothing for 0.1 s (stopped, or stuck)"
+    one.kill()
+
+
+async def test_nobody_is_asked_before_it_has_started(actor: FakeActor) -> None:
+    one = Member("worker", actor, lambda *_: None, patience=0.02)
+    await asyncio.sleep(0.1)
+    assert actor.pings == 0
+    one.kill()
+
+
+async def test_one_that_is_given_up_counts_as_dead_for_the_first_reason(actor: FakeActor) -> None:
+    one = Member("worker", actor, lambda *_: None)
+    one.give_up("it is stuck")
+    actor.told.put_nowait(ActorDiedError())
+    assert await one.death() == "it is stuck"
+    one.kill()
+
+
+async def test_its_end_is_seen_to_even_if_it_reads_no_request(
+    actor: FakeActor, killed: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[ProcessName] = []
+    monkeypatch.setattr(processes, "end", ended.append)
+    actor.process = ProcessName("node", 12, 3.0)
+    one = Member("worker", actor, lambda *_: None)
+    async with asyncio.timeout(60):
+        while one.process is None:
+            await asyncio.sleep(0)
+    one.kill()
+    assert (killed, ended) == ([actor], [actor.process])
+
+
+def test_a_stopped_process_is_ended_and_a_number_given_anew_is_not() -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        born = psutil.Process(process.pid).create_time()
+        assert not processes.end_here(process.pid, born - 60.0)
+        process.send_signal(signal.SIGSTOP)
+        assert processes.end_here(process.pid, born)
+        assert process.wait(60) == -signal.SIGKILL
+        assert not processes.end_here(process.pid, born)
+    finally:
+        process.kill()

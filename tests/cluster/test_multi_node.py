@@ -21,12 +21,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head without GPUs, and two nodes of two."""
-    with tempfile.TemporaryDirectory(prefix="pk-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pk-") as folder, pytest.MonkeyPatch.context() as patch:
+        # Ray keeps the address of such a cluster where all of a machine's would.
+        patch.setenv("RAY_TMPDIR", folder)
+        Path(folder, "ray").mkdir()
         found = Cluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False,
-                            "temp_dir": str(Path(folder) / "r")},
-        )  # fmt: skip
+            head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False},
+        )
         for _ in range(2):
             found.add_node(num_cpus=2, num_gpus=2)
         ray.init(address=found.address, log_to_driver=False)

@@ -81,6 +81,11 @@ def test_what_may_come_must_fit_where_no_node_can_be_added() -> None:
     assert len(place(replace(pools, ray_address="auto"), [Node("here", 2.5)])) == 3
 
 
+def test_routers_take_their_part_and_hardly_use_it() -> None:
+    (worker,) = place(replace(spec(mixed=PoolSpec()), routers=3), [Node("here", 2.0)])
+    assert (worker.cpus, worker.threads) == (1.7, 2)
+
+
 def test_gpus_are_used_where_there_are_any() -> None:
     places = place(ClusterSpec(), [Node("one", 8.0, 1), Node("two", 8.0, 1)])
     assert [each.bundles[0]["GPU"] for each in places] == [1.0, 1.0]
@@ -91,7 +96,7 @@ def test_gpus_are_used_where_there_are_any() -> None:
 @pytest.mark.parametrize(
     ("pools", "nodes", "said"),
     [
-        (spec(mixed=PoolSpec()), [], "the router asks 0.1 CPUs; free are no nodes at all"),
+        (spec(mixed=PoolSpec()), [], "a router asks 0.1 CPUs; free are no nodes at all"),
         (
             spec(mixed=PoolSpec(replicas=2, gpus=1)),
             [Node("one", 4.0, 1)],
@@ -105,6 +110,7 @@ def test_gpus_are_used_where_there_are_any() -> None:
             "before it); free are one: 2 CPUs, 0 GPUs; two: 3 CPUs, 0 GPUs",
         ),
         (spec(mixed=PoolSpec()), [Node("one", 0.15)], "no place for mixed worker 0"),
+        (replace(ClusterSpec(), routers=3), [Node("one", 0.25)], "a router asks 0.1 CPUs"),
     ],
 )
 def test_what_has_no_place_is_said(pools: ClusterSpec, nodes: list[Node], said: str) -> None:

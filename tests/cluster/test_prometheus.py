@@ -1,5 +1,6 @@
 """A real Prometheus scrapes a served cluster under a little load: every series has data there."""
 
+import re
 import shutil
 import subprocess
 import tempfile
@@ -13,7 +14,8 @@ import pytest
 
 from penstock.cli.checkpoint import SHIPPED
 from penstock.loadtests.server import free_ports
-from tests.support.metrics import HISTOGRAMS, SERIES, SIZES
+from tests.support import chart
+from tests.support.metrics import EXPERTS, HISTOGRAMS, SERIES, SIZES
 from tests.support.serving import PATIENCE, Serving, serving, wait_for
 
 PROMETHEUS = shutil.which("prometheus")
@@ -29,9 +31,9 @@ ARGUMENTS = [str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "32", "--api-
 CONFIG = """
 global: {{scrape_interval: 1s, scrape_timeout: 1s}}
 scrape_configs:
-  - job_name: penstock
+  - job_name: rel-penstock
     authorization: {{credentials: {key}}}
-    static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
+    static_configs: [{{targets: ["127.0.0.1:{port}"], labels: {{namespace: apps}}}}]
 """
 RATES = [
     *(f"histogram_quantile(0.95, rate(penstock_{name}_bucket[1m])) >= 0" for name in HISTOGRAMS),
@@ -75,7 +77,7 @@ def prometheus(folder: Path, cluster: Serving) -> Iterator[httpx.Client]:
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client,
     ):
         try:
-            wait_for(lambda: has_data(client, 'up{job="penstock"} == 1'), "its first scrape")
+            wait_for(lambda: has_data(client, 'up{job="rel-penstock"} == 1'), "its first scrape")
             yield client
         finally:
             process.kill()
@@ -108,6 +110,39 @@ def test_every_series_returns_data(cluster: Serving, prometheus: httpx.Client) -
             list(pool.map(ask, [cluster] * 4))
         queries = [*sorted(SERIES | SIZES), *RATES]
         lacking[:] = [query for query in queries if not has_data(prometheus, query)]
+        return not lacking
+
+    with suppress(AssertionError):
+        wait_for(complete, "data", patience=60)
+    assert not lacking
+
+
+def asked_by_the_chart() -> list[str]:
+    """By its dashboard, its alerts and its scaler, whose values name the release that is scraped.
+
+    A condition is asked as a number, which is there whether it is met or not.
+    """
+    keda = {"autoscaler": "keda", "prometheusAddress": "http://prometheus"}
+    pools = {"decode": {"maxReplicas": 2}}
+    values = chart.merged(chart.of_mode("standalone"), {"standalone": keda, "pools": pools})
+    (trigger,) = chart.one(chart.objects(chart.render(values)), "ScaledObject")["spec"]["triggers"]
+    asked = [rule["expr"].replace("absent(", "count(") for rule in chart.rules()]
+    asked += [expr for _, expr in chart.drawn()]
+    asked = [re.sub(" (==|>|<) ", r" \1 bool ", each) for each in asked]
+    of_experts = [each for each in asked if any(name in each for name in EXPERTS)]
+    assert len(of_experts) == 1, "which this model has not"
+    return [trigger["metadata"]["query"], *(each for each in asked if each not in of_experts)]
+
+
+def test_whatever_the_chart_asks_returns_data(cluster: Serving, prometheus: httpx.Client) -> None:
+    pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
+    lacking = queries = asked_by_the_chart()
+    assert len(queries) > 40
+
+    def complete() -> bool:
+        nonlocal lacking
+        ask(cluster)
+        lacking = [query for query in queries if not has_data(prometheus, query)]
         return not lacking
 
     with suppress(AssertionError):

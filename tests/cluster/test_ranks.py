@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def test_a_worker_of_two_ranks() -> None:
     before = shared_memory()
     with tempfile.TemporaryDirectory(prefix="pk-") as name:  # a short path
         folder = Path(name)
-        arguments = [str(MODEL), "--tp", "2", "--kv-cache-mib", "64"]
+        arguments = [str(MODEL), "--tp", "2", "--kv-cache-mib", "64", "--hang-seconds", "8"]
+        arguments += ["--bundles", str(folder / "bundles")]
         with serving(arguments, free_ports(2), folder) as running:
             running.wait_until_said("is served after")
             answer = complete(running)
@@ -42,6 +44,15 @@ def test_a_worker_of_two_ranks() -> None:
             running.wait_until_said("mixed worker 0: rank 1: its process died")
             running.wait_until_said("mixed worker 0: ready after", times=2)
             assert complete(running) == answer
+            # One that stands still, and the other one in a sum with it: both are replaced.
+            stopped = running.find("mixed worker 0, rank 1")
+            stopped.suspend()
+            with suppress(httpx.HTTPStatusError):  # a slow start may outlast its patience
+                assert complete(running) == answer
+            running.wait_until_said("mixed worker 0: ready after", times=3)
+            assert complete(running) == answer
+            assert "it answered nothing for" in running.said or "it hung: " in running.said
+            assert not stopped.is_running()
             running.interrupt()
             assert running.wait() == 0
             left = running.left_behind()

@@ -5,10 +5,13 @@ from hypothesis import strategies as st
 
 from penstock.cluster.restarts import (
     FIRST_DELAY,
+    FIRST_PAUSE,
     LONGEST_DELAY,
+    LONGEST_PAUSE,
     MAX_FAILED_STARTS,
     STEADY_SECONDS,
     Restarts,
+    Retries,
 )
 
 
@@ -37,6 +40,15 @@ def test_a_start_that_works_clears_the_failed_ones() -> None:
     for _ in range(10):
         assert record.after_failed_start() is not None
         record.after_death(1.0)
+
+
+def test_what_was_given_up_is_tried_again_with_growing_pauses() -> None:
+    record = Retries()
+    pauses = [record.after_giving_up(served=False) for _ in range(20)]
+    assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert pauses[-1] == LONGEST_PAUSE
+    assert record.after_giving_up(served=True) == FIRST_PAUSE
+    assert record.after_giving_up(served=False) == 2 * FIRST_PAUSE
 
 
 @given(st.lists(st.none() | st.floats(0, 2 * STEADY_SECONDS), max_size=60))

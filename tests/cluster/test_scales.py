@@ -1,18 +1,22 @@
-"""A pool that follows what is asked: load, a second worker, one again, none, and woken; no stream
-that is not whole."""
+"""A pool that follows what is asked, on nodes that Ray's own autoscaler makes for its workers:
+load, a second worker, one again, none, and woken; no stream that is not whole."""
 
 import json
-import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from penstock.cli.checkpoint import SHIPPED
+from penstock.cluster import ready
 from penstock.loadtests.server import free_ports
+from tests.support.ray_nodes import Nodes, ray_folder
 from tests.support.serving import PATIENCE, Serving, serving, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -20,17 +24,29 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ARGUMENTS = [str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "64", "--dtype", "float32"]
 ARGUMENTS += ["--mixed", "1", "--min-mixed", "0", "--max-mixed", "2", "--max-num-seqs", "3"]
 ARGUMENTS += ["--scale-down-seconds", "4", "--drain-seconds", "30", "--log-format", "json"]
+ARGUMENTS += ["--pool-nodes", "--cpus", "1", "--gpus", "0"]
 PROMPTS = [f"What is {number} plus {number + 3}?" for number in range(6)]
 NUM_TOKENS = 150
 
 
 @pytest.fixture
-def running() -> Iterator[Serving]:
-    # Not pytest's own folder: its paths are too long for the sockets that lie below.
-    with (
-        tempfile.TemporaryDirectory(prefix="pk-") as folder,
-        serving(ARGUMENTS, free_ports(2), Path(folder)) as running,
-    ):
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with ray_folder(monkeypatch) as folder:
+        yield folder
+
+
+@pytest.fixture
+def nodes(folder: Path) -> Nodes:
+    """A head with no other node, which may add one for the router and two for workers."""
+    made = Nodes(folder)
+    made.add_scaled_head({"router": 1, "mixed": 2})
+    return made
+
+
+@pytest.fixture
+def running(folder: Path, nodes: Nodes) -> Iterator[Serving]:
+    arguments = [*ARGUMENTS, "--ray-address", f"127.0.0.1:{nodes.port}"]
+    with serving(arguments, free_ports(2), folder) as running:
         running.wait_until_said('"event": "serving"')
         yield running
 
@@ -70,6 +86,15 @@ def size(running: Serving) -> tuple[int, int]:
     return scaling["desired"], pool["ready"]
 
 
+def num_nodes(running: Serving) -> int:
+    """That Ray's autoscaler has made for workers."""
+    count = 0
+    for each in running.processes():
+        with suppress(psutil.Error):  # it ends just now
+            count += each.name() == "raylet" and "mixed,1" in " ".join(each.cmdline())
+    return count
+
+
 def check_the_log(said: str) -> None:
     """A line an event, from everybody, with the requests' names and nothing of their content."""
     events = [json.loads(line) for line in said.splitlines()]
@@ -81,7 +106,10 @@ def check_the_log(said: str) -> None:
     assert not [prompt for prompt in PROMPTS if prompt in said]
 
 
-def test_a_pool_follows_what_is_asked_and_no_stream_drops(running: Serving) -> None:
+def test_a_pool_and_its_nodes_follow_what_is_asked_and_no_stream_drops(
+    running: Serving, nodes: Nodes
+) -> None:
+    assert num_nodes(running) == 1
     undisturbed = {prompt: streamed(running, prompt) for prompt in PROMPTS}
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         # More than one worker has places for: they wait in line, and a second one comes.
@@ -94,14 +122,19 @@ def test_a_pool_follows_what_is_asked_and_no_stream_drops(running: Serving) -> N
         asking = [pool.submit(ask, *each) for each in enumerate(PROMPTS)]
         running.wait_until_said('"decision": "mixed: 1 to 2: ')
         wait_for(lambda: size(running) == (2, 2), "a second worker")
+        assert num_nodes(running) == 2
         # Two go on, for which one worker is enough: the other one drains under them.
         running.wait_until_said('"decision": "mixed: 2 to 1: ')
         wait_for(lambda: size(running) == (1, 1), "one worker again")
         ends = True
         for each in asking:
             each.result()
+    wait_for(lambda: num_nodes(running) == 1, "the end of the emptied node")
+    assert ready.reason_not(nodes.leaving, PATIENCE, time.time()) == ""
     running.wait_until_said('"decision": "mixed: 1 to 0: ')
     wait_for(lambda: size(running) == (0, 0), "no worker")
+    wait_for(lambda: num_nodes(running) == 0, "the end of the last worker's node")
+    assert ready.reason_not(nodes.leaving, PATIENCE, time.time()) == "no worker serves here"
     assert httpx.get(f"http://127.0.0.1:{running.http}/health").status_code == 200
     assert streamed(running, PROMPTS[0]) == undisturbed[PROMPTS[0]], "woken"
     told = status(running)
@@ -113,4 +146,4 @@ def test_a_pool_follows_what_is_asked_and_no_stream_drops(running: Serving) -> N
     running.interrupt()
     assert running.wait() == 0
     check_the_log(running.said)
-    assert running.left_behind() == {"processes": [], "ports": [], "files": []}
+    assert not [each for each in running.processes() if "penstock" in " ".join(each.cmdline())]

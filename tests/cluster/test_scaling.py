@@ -7,9 +7,10 @@ from math import inf
 import pytest
 
 from penstock.cluster.placement import CannotPlace, Node, place
-from penstock.cluster.scaling import NOTES, Sight, Sizes, budget_of, busy_of, limits_of
+from penstock.cluster.scaling import NOTES, Sight, Sizes, budget_of, busy_of, lent_of, limits_of
 from penstock.cluster.slots import Phase
 from penstock.cluster.spec import ROLES, ClusterSpec, Pools, PoolSpec, ScalingSpec
+from penstock.router.roles import Assignment
 from penstock.router.state import (
     ClusterState,
     PoolState,
@@ -102,6 +103,21 @@ def test_arrivals_are_those_that_need_computing_and_of_one_pool() -> None:
     assert sight.pools(told(workers), both, 3.0)["mixed"].arrived_tokens == 0
 
 
+def test_how_long_workers_take_to_start_is_measured() -> None:
+    sight, took = Sight(), []
+    for now, phase in ((0.0, E), (10.0, P), (20.0, P), (47.0, S), (48.0, L), (50.0, P), (60.0, S)):
+        seen = sight.pools(told({}), {"mixed": {"mixed-0": phase, "mixed-1": S}}, now)
+        took.append(seen["mixed"].cold_start)
+    assert took == [0.0, 0.0, 0.0, 37.0, 37.0, 37.0, (37.0 + 10.0) / 2]
+
+
+def test_a_worker_that_never_serves_took_no_time() -> None:
+    sight = Sight()
+    for now, phase in ((0.0, P), (9.0, E), (20.0, S)):
+        seen = sight.pools(told({}), {"mixed": {"mixed-0": phase}}, now)
+    assert seen["mixed"].cold_start == 0.0
+
+
 def test_before_a_router_names_the_pools_its_whole_queue_wakes_them() -> None:
     seen = Sight().pools(told({}, waiting=3), {"mixed": {"mixed-0": E}}, 0.0)
     assert (seen["mixed"].waiting, seen["mixed"].count) == (3, 0)
@@ -109,6 +125,32 @@ def test_before_a_router_names_the_pools_its_whole_queue_wakes_them() -> None:
 
 def test_how_busy_workers_are() -> None:
     assert busy_of(told({"a": NUMBERS, "b": None})) == {"a": 5.0}
+
+
+def test_who_has_another_role_than_its_pool_is_lent() -> None:
+    given = spec(prefill=PoolSpec(2), decode=PoolSpec(1))
+    places = place(given, [Node("here", 8.0)])
+    roles = {"prefill-0": "decode", "prefill-1": "prefill", "decode-0": "mixed", "gone": "mixed"}
+    words = {name: Assignment(role, 1.0) for name, role in roles.items()}
+    assert lent_of(replace(told({}), roles=words), places) == {"prefill-0", "decode-0"}
+    assert lent_of(told({}), places) == frozenset()
+
+
+def test_what_is_lent_holds_its_gpus_and_is_not_missed() -> None:
+    given = spec(prefill=PoolSpec(1), decode=PoolSpec(1, 1, 2))
+    sizes = Sizes(given, place(given, [Node("here", 4.0)]), [Node("here", 4.0)])
+    phases = {
+        "prefill": {"prefill-0": Phase.LENT},
+        "decode": {"decode-0": S, "decode-1": E},
+    }
+    state = told({"prefill-0": NUMBERS, "decode-0": NUMBERS})
+    seen = Sight().pools(state, phases, 0.0)["prefill"]
+    assert (list(seen.workers), seen.pending, seen.draining) == ([], 0, 1)
+    decisions = sizes.decide(state, phases, 0.0)
+    wanted = {
+        each.pool: (each.desired, each.draining) for each in sizes.told(decisions, phases).pools
+    }
+    assert wanted == {"prefill": (0, 0), "decode": (1, 0)}, "there is no place for another one"
 
 
 def test_limits_are_those_of_the_pools() -> None:

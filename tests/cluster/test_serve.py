@@ -1,27 +1,35 @@
 """One real `penstock serve`: ready, answering, surviving a worker, and gone without a trace."""
 
+import asyncio
 import json
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import httpx
 import pytest
 
 from penstock.cli.checkpoint import SHIPPED
+from penstock.cli.status import fetch
+from penstock.loadtests.resuming import ResumingClient
 from penstock.loadtests.server import free_ports
 from penstock.loadtests.startup import left_in_shared_memory, shared_memory
+from penstock.protos import inference_pb2 as pb
+from penstock.protos.inference_pb2_grpc import InferenceStub
 from tests.support.serving import PATIENCE, Serving, is_open, serving, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 MODEL = SHIPPED.parent / "demo-small"
-ARGUMENTS = [str(MODEL), "--kv-cache-mib", "64", "--drain-seconds", "20"]
+OPTIONS = ["--kv-cache-mib", "64", "--drain-seconds", "20"]
+ARGUMENTS = [str(MODEL), *OPTIONS]
 READY = "is served after"
 
 
@@ -34,12 +42,14 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def ports() -> list[int]:
-    return free_ports(2)
+    return free_ports(2, run=2)  # the second router's come after the first one's
 
 
 @pytest.fixture(scope="module")
 def first(folder: Path, ports: list[int]) -> Iterator[Serving]:
-    with serving(ARGUMENTS, ports, folder) as running:
+    model = folder / MODEL.name
+    model.symlink_to(MODEL)
+    with serving([str(model), *OPTIONS, "--routers", "2"], ports, folder) as running:
         running.wait_until_said(READY)
         yield running
 
@@ -65,12 +75,13 @@ def stream(running: Serving, **more: Any) -> Iterator[Iterator[str]]:
 
 
 def test_it_tells_what_it_does_and_what_to_do_next(first: Serving) -> None:
-    for who in ("router 0", "prefill worker 0", "decode worker 0"):
+    for who in ("router 0", "router 1", "prefill worker 0", "decode worker 0"):
         assert f"{who}: ready after" in first.said
         assert first.find(f"penstock: {who}")
     assert "decode worker 0: weights (" in first.said
     assert f"curl http://127.0.0.1:{first.http}/v1/chat/completions" in first.said
     assert f"penstock chat --address 127.0.0.1:{first.grpc}" in first.said
+    assert f"and on http://127.0.0.1:{first.http + 1} and 127.0.0.1:{first.grpc + 1}" in first.said
 
 
 def test_the_line_to_paste_works(first: Serving) -> None:
@@ -102,6 +113,9 @@ def test_chat_answers_a_line_a_question(first: Serving) -> None:
 
 
 def test_a_killed_worker_is_replaced_and_its_stream_ends_well(first: Serving) -> None:
+    url = f"http://127.0.0.1:{first.http}/role"
+    given = httpx.post(url, json={"worker": "decode-0", "role": "mixed"}, timeout=PATIENCE)
+    assert given.status_code == 200
     victim = first.find("penstock: decode worker 0")
     with stream(first) as events:
         seen = [next(events)]
@@ -115,13 +129,57 @@ def test_a_killed_worker_is_replaced_and_its_stream_ends_well(first: Serving) ->
     first.wait_until_said("decode worker 0: ready after", times=2)
     assert first.find("penstock: decode worker 0").pid != victim.pid
     assert complete(first)["usage"]["completion_tokens"] > 0
+    assert role(first, "decode-0") == "mixed", "as its operator said"
 
 
-def test_a_killed_router_is_replaced_at_the_same_ports(first: Serving) -> None:
-    first.find("penstock: router 0").kill()
+def role(running: Serving, worker: str) -> str:
+    status = httpx.get(f"http://127.0.0.1:{running.http}/status", timeout=PATIENCE).json()
+    found: str = {each["worker"]: each["role"] for each in status["workers"]}.get(worker, "")
+    return found
+
+
+def read(stub: Any, request: pb.GenerateRequest) -> tuple[list[int], str]:
+    replies = list(stub.Generate(request))
+    tokens = [token for reply in replies for token in reply.tokens]
+    return tokens, "".join(reply.text for reply in replies)
+
+
+async def outlive(addresses: list[str], request: pb.GenerateRequest, kill: Any) -> Any:
+    """The answer of a client whose router is killed in its midst, and how often it went on."""
+    tokens: list[int] = []
+    text = ""
+    async with AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(each)) for each in addresses
+        ]
+        client = ResumingClient([InferenceStub(channel) for channel in channels])  # type: ignore[no-untyped-call]
+        async for reply in client.generate(request):
+            if len(tokens) < 20 <= len(tokens) + len(reply.tokens):
+                kill()
+            tokens += reply.tokens
+            text += reply.text
+        return (tokens, text), client.num_broken
+
+
+def test_a_killed_router_is_replaced_while_the_other_goes_on_with_its_streams(
+    first: Serving,
+) -> None:
+    def all_are_ready() -> bool:
+        routers = fetch(f"127.0.0.1:{first.http + 1}", None)["routers"]
+        return [each["state"] for each in routers] == ["ready", "ready"]
+
+    wait_for(all_are_ready, "both routers to be told of")
+    addresses = [f"127.0.0.1:{first.grpc}", f"127.0.0.1:{first.grpc + 1}"]
+    sampling = pb.Sampling(temperature=0, max_tokens=400, ignore_eos=True)
+    request = pb.GenerateRequest(text="Tell me a story.", sampling=sampling)
+    with grpc.insecure_channel(addresses[1]) as channel:
+        right = read(InferenceStub(channel), request)  # type: ignore[no-untyped-call]
+    victim = first.find("penstock: router 0")
+    assert asyncio.run(outlive(addresses, request, victim.kill)) == (right, 1)
     first.wait_until_said("router 0: its process died")
     first.wait_until_said("router 0: ready after", times=2)
     wait_for(lambda: is_open(first.http), "its port")
+    wait_for(all_are_ready, "the new router to be told of")
 
     def answers() -> bool:
         with suppress(httpx.HTTPStatusError):
@@ -129,6 +187,22 @@ def test_a_killed_router_is_replaced_at_the_same_ports(first: Serving) -> None:
         return False
 
     wait_for(answers, "an answer of the new router")
+    wait_for(lambda: role(first, "decode-0") == "mixed", "what operators told the old one")
+
+
+def test_a_model_that_is_gone_where_a_worker_starts_is_that_worker_s_end_only(
+    first: Serving, folder: Path
+) -> None:
+    model = folder / MODEL.name
+    model.unlink()
+    first.find("penstock: decode worker 0").kill()
+    first.wait_until_said(
+        f"decode worker 0: {model} is not a folder: give the path of a checkpoint folder; "
+        "it is given up for 60 s, the others go on"
+    )
+    url = f"http://127.0.0.1:{first.http}/metrics"
+    told = 'penstock_workers_given_up{pool="decode"} 1.0'
+    wait_for(lambda: told in httpx.get(url, timeout=PATIENCE).text, "its being told")
 
 
 def test_ctrl_c_leaves_nothing_and_a_second_start_works_at_once(

@@ -82,6 +82,15 @@ def test_naming_a_pool_leaves_the_others_empty() -> None:
         ({"router": {"drain_seconds": float("nan")}}, "router.drain_seconds: expected from 0"),
         ({"router": {"drain_seconds": float("inf")}}, "router.drain_seconds: expected from 0"),
         ({"router": {"http_port": 9000}}, "router: HTTP and gRPC cannot share port 9000"),
+        ({"routers": 0}, "routers: expected from 1 to 64, not 0"),
+        (
+            {"routers": 3, "router": {"http_port": 8998}},
+            "routers: 3 take as many ports from 8998 on for HTTP and from 9000 on for gRPC",
+        ),
+        (
+            {"routers": 3, "router": {"grpc_port": 65534}},
+            "routers: the last of 3 would have port 65536",
+        ),
         ({"pools": {}}, "pools: no worker prefills: give prefill or mixed one replica or more"),
         ({"pools": {"decode": {"replicas": 1}}}, "pools: no worker prefills"),
         ({"pools": {"prefill": {"replicas": 1}}}, "pools: no worker decodes"),
@@ -119,6 +128,15 @@ def test_refused_by_name(content: dict[Any, Any], said: str) -> None:
         parse(content)
     assert str(refusal.value).startswith(said)
     assert "\n" not in str(refusal.value)
+
+
+def test_each_router_has_ports_of_its_own_where_it_needs_them() -> None:
+    spec = parse({"routers": 3, "router": {"http_port": 8997}})
+    assert [spec.ports(number) for number in range(3)] == [(8997, 9000), (8998, 9001), (8999, 9002)]
+    assert parse({"routers": 3, "router": {"http_port": 0}}).ports(2) == (0, 9002)
+    pools = {"mixed": {"cpus": 1, "gpus": 0}}
+    apart = parse({"routers": 3, "router": {"http_port": 8999}, "pool_nodes": True, "pools": pools})
+    assert {apart.ports(number) for number in range(3)} == {(8999, 9000)}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +221,7 @@ def test_merging_keeps_what_only_one_side_says(base: Any, over: Any) -> None:
 
 
 def test_no_more_knobs_than_one_can_know() -> None:
-    assert sum(len(knobs(record)) for record in RECORDS) <= 33
+    assert sum(len(knobs(record)) for record in RECORDS) <= 38
 
 
 POOL_NODES = {"pool_nodes": True, "pools": {"mixed": {"cpus": 2, "gpus": 0}}}

@@ -76,13 +76,16 @@ class Pool:
         self.told: list[tuple[str, Notice]] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.failures: list[str] = []
+        self.pauses: list[float] = []
+        self.goes_on = asyncio.Event()
         self.force = Workforce(
             PLACES,
             self.make,
             self.spawn,
             7.0,
             lambda title, notice: self.told.append((title, notice)),
-            lambda title, failure: self.failures.append(title),
+            lambda title, failure, seconds: self.failures.append(title),
+            self.pause,
         )
 
     def make(self, place: WorkerPlace) -> ScriptedWorker:
@@ -92,6 +95,11 @@ class Pool:
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self.tasks.append(asyncio.create_task(work))
         return self.tasks[-1]
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.goes_on.clear()
+        await self.goes_on.wait()
 
     @property
     def phases(self) -> list[Phase]:
@@ -178,6 +186,42 @@ async def test_what_cannot_start_is_given_up_and_another_place_is_taken(pool: Po
     await pool.until(lambda: pool.phases[0] is Phase.SPOILT)
     assert pool.failures == ["decode worker 0"]
     assert worker.happened == ["made", "released"]
-    assert not pool.force.is_spoilt
     await pool.serve(1)
     assert pool.phases == [Phase.SPOILT, Phase.SERVING, Phase.EMPTY]
+
+
+async def test_what_was_given_up_is_tried_again_later(pool: Pool) -> None:
+    for number in range(3):
+        pool.force.aim(1, {})
+        worker = pool.workers[number]
+        worker.fails = StartFailed(worker.title, "its folder is not there", certain=True)
+        worker.has_place.set()
+        await pool.until(lambda: len(pool.pauses) == number + 1)  # noqa: B023
+        pool.force.aim(0, {})
+        assert worker.happened == ["made", "released"], "it holds nothing that it could give back"
+        assert pool.phases[0] is Phase.SPOILT
+        pool.goes_on.set()
+        await pool.until(lambda: pool.phases == [Phase.EMPTY] * 3)
+    first, second, third = pool.pauses
+    assert (second, third) == (2 * first, 4 * first)
+    await pool.serve(1)
+    assert pool.phases == [Phase.SERVING, Phase.EMPTY, Phase.EMPTY]
+
+
+async def test_one_that_has_another_role_is_neither_counted_nor_let_go(pool: Pool) -> None:
+    await pool.serve(2)
+    lent = {"decode-0"}
+    assert list(pool.force.phases(lent).values()) == [Phase.LENT, Phase.SERVING, Phase.EMPTY]
+    pool.force.aim(2, {}, lent)
+    assert list(pool.force.phases(lent).values()) == [Phase.LENT, Phase.SERVING, Phase.PENDING]
+    pool.force.aim(0, {}, lent)
+    for worker in pool.workers[1:]:
+        worker.has_drained.set()
+    await pool.until(lambda: pool.phases[1:] == [Phase.EMPTY] * 2)
+    assert pool.workers[0].happened == ["made"]
+    pool.workers[0].dies.set()  # what follows it has its role
+    await pool.until(lambda: pool.phases[0] is Phase.PENDING)
+    assert pool.force.phases(lent)["decode-0"] is Phase.LENT
+    await pool.until(lambda: pool.phases[0] is Phase.SERVING)
+    pool.force.aim(0, {})  # given back
+    await pool.until(lambda: pool.phases[0] is Phase.LEAVING)

@@ -1,6 +1,7 @@
 """What the pods run is the real program: every command line of the chart is read by who runs it."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
 
 from penstock.cli import fetch, flags
-from penstock.cluster import leave
+from penstock.cluster import leave, ready
 from penstock.cluster.placement import place
 from penstock.cluster.spec import ROLES, ClusterSpec, EngineSpec, knobs, parse
 from tests.support import chart
@@ -67,6 +68,28 @@ def test_the_driver_may_go_as_far_as_the_nodes(tmp_path: Path) -> None:
     values = chart.merged(chart.example("8b"), {"pools": pools})
     decode = read(chart.objects(chart.render(values)), tmp_path).pools.decode
     assert (decode.least, decode.replicas, decode.most) == (0, 2, 6)
+
+
+@pytest.mark.parametrize("mode", chart.MODES)
+def test_each_router_has_a_node_and_the_same_ports(mode: str, tmp_path: Path) -> None:
+    values = chart.merged(chart.example("8b"), {"router": {"replicas": 3}})
+    values = chart.merged(values, chart.of_mode(mode))
+    found = chart.objects(chart.render(values))
+    spec = read(found, tmp_path)
+    assert spec.routers == 3
+    assert {spec.ports(number) for number in range(3)} == {(8000, 9000)}
+    if mode == "kuberay":
+        groups = chart.one(found, "RayCluster")["spec"]["workerGroupSpecs"]
+        (group,) = (each for each in groups if each["groupName"] == "router")
+        counts = [group[key] for key in ("minReplicas", "maxReplicas")]
+    else:
+        (own,) = (
+            each
+            for each in found
+            if each["kind"] == "Deployment" and each["metadata"]["name"].endswith("router")
+        )
+        counts = [own["spec"]["replicas"]]
+    assert set(counts) == {3}
 
 
 def test_what_the_driver_tells_machines(tmp_path: Path) -> None:
@@ -186,6 +209,14 @@ def test_hooks_are_read_by_who_runs_them(
         assert env[leave.FOLDER] in mounts
         monkeypatch.setenv(leave.FOLDER, str(tmp_path))
         assert leave.main(command[3:]) == 0
+        if role in ROLES:
+            asked = main["readinessProbe"]["exec"]["command"]
+            assert asked[:3] == ["python", "-m", ready.__name__]
+            mark = tmp_path / f"{os.getpid()}{ready.COMPUTED}"
+            assert ready.main(asked[3:]) == 1
+            mark.touch()
+            assert ready.main(asked[3:]) == 0
+            mark.unlink()
 
 
 def test_models_are_fetched_where_the_configuration_looks(

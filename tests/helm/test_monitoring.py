@@ -1,12 +1,9 @@
 """Alerts and dashboard: expressions are sound, speak of metrics that there are, and fire."""
 
-import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,43 +11,20 @@ import yaml
 pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
 
 from tests.support import chart
-from tests.support.metrics import SERIES, SIZES
+from tests.support.metrics import EXPERTS, SERIES, SIZES
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="promtool is not here (Debian: apt-get install prometheus)"
 )
 
-# The last two are for the autoscaler, which nothing acts on yet: no router tells them so far.
-METRICS = SERIES | SIZES
+METRICS = SERIES | SIZES | EXPERTS
 
 OF = '{namespace="apps",job="rel-penstock"'
 
 
-def rules() -> list[dict[str, Any]]:
-    values = {"monitoring": {"prometheusRule": {"enabled": True, "runbookUrl": "http://book/#"}}}
-    found = chart.objects(chart.render(values))
-    (group,) = chart.one(found, "PrometheusRule")["spec"]["groups"]
-    return list(group["rules"])
-
-
-def dashboard() -> dict[str, Any]:
-    found = chart.objects(chart.render({"monitoring": {"dashboard": {"enabled": True}}}))
-    each = chart.one(found, "ConfigMap", "-dashboard")
-    assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
-    return dict(json.loads(each["data"]["penstock.json"]))
-
-
-def drawn() -> Iterator[tuple[str, str]]:
-    """The dashboard's expressions with Grafana's variables filled in."""
-    for panel in dashboard()["panels"]:
-        for target in panel["targets"]:
-            expr = target["expr"].replace("$namespace", "apps").replace("$job", "rel-penstock")
-            yield panel["title"], expr.replace("$__rate_interval", "5m")
-
-
 def test_every_alert_tells_what_to_do_first() -> None:
-    for rule in rules():
+    for rule in chart.rules():
         assert re.fullmatch("Penstock[A-Za-z]+", rule["alert"])
         assert rule["labels"]["severity"] in ("warning", "critical")
         notes = rule["annotations"]
@@ -60,7 +34,7 @@ def test_every_alert_tells_what_to_do_first() -> None:
 
 
 def test_expressions_speak_of_metrics_that_there_are_and_of_this_release() -> None:
-    exprs = [(rule["alert"], rule["expr"]) for rule in rules()] + list(drawn())
+    exprs = [(rule["alert"], rule["expr"]) for rule in chart.rules()] + list(chart.drawn())
     told = set()
     for name, expr in exprs:
         named = re.findall(r"penstock_\w+", expr)
@@ -75,7 +49,7 @@ def test_expressions_speak_of_metrics_that_there_are_and_of_this_release() -> No
 
 def test_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
-    for panel in dashboard()["panels"]:
+    for panel in chart.dashboard()["panels"]:
         at = panel["gridPos"]
         cells = {
             (x, y)
@@ -96,11 +70,11 @@ def promtool(*arguments: str) -> str:
 
 @needs_promtool
 def test_prometheus_reads_every_expression(tmp_path: Path) -> None:
-    shown = [{"record": f"panel:{n}", "expr": expr} for n, (_, expr) in enumerate(drawn())]
-    groups = [{"name": "alerts", "rules": rules()}, {"name": "panels", "rules": shown}]
+    shown = [{"record": f"panel:{n}", "expr": expr} for n, (_, expr) in enumerate(chart.drawn())]
+    groups = [{"name": "alerts", "rules": chart.rules()}, {"name": "panels", "rules": shown}]
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump({"groups": groups}))
-    assert f"{len(rules()) + len(shown)} rules found" in promtool("check", "rules", str(path))
+    assert f"{len(chart.rules()) + len(shown)} rules found" in promtool("check", "rules", str(path))
 
 
 LABELS = 'namespace="apps", job="rel-penstock"'
@@ -168,7 +142,7 @@ WELL = [
 @pytest.mark.slow
 @needs_promtool
 def test_each_alert_fires_for_what_it_is_for_and_none_while_all_is_well(tmp_path: Path) -> None:
-    alerts = rules()
+    alerts = chart.rules()
     assert {rule["alert"] for rule in alerts} == FIRING.keys()
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "alerts", "rules": alerts}]}))

@@ -34,10 +34,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"block_size": 0}}, "/engine/block_size': minimum"),
     ({"engine": {"dtype": "int4"}}, "/engine/dtype': value must be one of"),
     ({"router": {"httpPort": 65536}}, "/router/httpPort': maximum"),
-    ({"router": {"replicas": 2}}, "/router/replicas': maximum"),
+    ({"router": {"replicas": 65}}, "/router/replicas': maximum"),
     ({"cluster": {"mode": "kubray"}}, "/cluster/mode': value must be one of"),
     ({"probes": {"startupSeconds": 5}}, "/probes/startupSeconds': minimum"),
     ({"monitoring": {"serviceMonitor": {"interval": "15"}}}, "/serviceMonitor/interval': '15'"),
+    ({"monitoring": {"podMonitor": {"interval": "15"}}}, "/podMonitor/interval': '15'"),
     # Two writers of replica counts, or none that scales.
     ({"standalone": {"autoscaler": "keda"}}, "/standalone/autoscaler': value must be 'none'"),
     ({"standalone": {"autoscaler": "hpa"}}, "/standalone/autoscaler': value must be 'none'"),
@@ -48,6 +49,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {**STANDALONE, "standalone": {"autoscaler": "keda"}},
         "/standalone/prometheusAddress': minLength",
+    ),
+    (
+        {
+            **STANDALONE,
+            "standalone": {"autoscaler": "hpa"},
+            "pools": {"decode": {"minReplicas": 0, "maxReplicas": 2}},
+        },
+        "pools.decode: minReplicas: an HPA keeps one pod at least",
     ),
     # Secrets that are missing.
     ({"cluster": {"mode": "standalone"}}, "/ray/authSecret': minLength"),
@@ -77,6 +86,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"router": {"drainSeconds": 300}, "terminationGracePeriodSeconds": 60},
         "terminationGracePeriodSeconds: 60 is too short to drain: router.drainSeconds asks for 335",
     ),
+    # A probe that an idle worker cannot meet, series that would be told twice.
+    (
+        {"engine": {"canary_seconds": 40}},
+        "probes.tokenSeconds: 60 is less than twice engine.canary_seconds, 40",
+    ),
+    (
+        {"monitoring": {name: {"enabled": True} for name in ("serviceMonitor", "podMonitor")}},
+        "monitoring: serviceMonitor and podMonitor would scrape the same routers twice",
+    ),
+    # Names that Kubernetes would refuse, one object after the other.
+    ({"fullnameOverride": "Bad_Name"}, 'the name "Bad_Name": a Service\'s begins with a letter'),
+    ({"fullnameOverride": "7b"}, 'the name "7b": a Service\'s begins with a letter'),
+    # A budget that lets no node be drained.
+    ({"router": {"disruptionBudget": {"maxUnavailable": 0}}}, "/maxUnavailable': minimum"),
     # Ports, and policies that would not do what they seem to.
     ({"router": {"grpcPort": 8000}}, "router: HTTP and gRPC cannot share port 8000"),
     ({"router": {"httpPort": 6379}}, "router: port 6379 is Ray's own"),

@@ -47,6 +47,7 @@ def test_custom_resources_are_held_against_their_schemas() -> None:
         ("RayCluster", "ray.io/v1"),
         ("ScaledObject", "keda.sh/v1alpha1"),
         ("ServiceMonitor", "monitoring.coreos.com/v1"),
+        ("PodMonitor", "monitoring.coreos.com/v1"),
         ("PrometheusRule", "monitoring.coreos.com/v1"),
     ]:
         assert chart._custom(kind, api) is not None, kind
@@ -65,6 +66,17 @@ def test_a_scaler_is_then_the_one_writer(scaler: str) -> None:
     ]
     assert "replicas" not in chart.one(found, "Deployment", "-decode")["spec"]
     assert chart.one(found, "Deployment", "-prefill")["spec"]["replicas"] == 1
+
+
+def test_pods_are_scraped_where_services_are_not() -> None:
+    secret = {"apiKeySecret": {"name": "penstock-scraper", "key": "key"}}
+    values = {"monitoring": {"podMonitor": {"enabled": True, "interval": "30s", **secret}}}
+    found = chart.objects(chart.render(chart.merged(chart.of_mode("kuberay"), values)))
+    assert chart.problems(found) == []
+    (endpoint,) = chart.one(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    # Alerts and dashboard look for this label.
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "rel-penstock"}]
+    assert endpoint["authorization"]["credentials"]["name"] == "penstock-scraper"
 
 
 def test_strict_lint() -> None:
@@ -112,6 +124,8 @@ MUTATIONS = [
     ("kuberay", "_pods.tpl", "{name: RAY_AUTH_MODE, value: token}", "{name: A, value: b}"),
     ("kuberay", "_pods.tpl", "readinessProbe:", "readinessProb:"),
     ("standalone", "_pods.tpl", "preStop:", "postStart:"),
+    ("kuberay", "_pods.tpl", "penstock.cluster.ready", "penstock.cluster.leave"),
+    ("standalone", "_pods.tpl", "httpGet: {path: /health", "httpGet: {path: /"),
     ("kuberay", "_pods.tpl", "limits: {{- toYaml", "limit: {{- toYaml"),
     (
         "kuberay",

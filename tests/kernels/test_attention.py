@@ -167,6 +167,26 @@ def test_in_place_a_token_is_the_same_however_its_prompt_is_cut(
             )
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "group", "head_dim"),
+    [(2, 1, 64), (1, 5, 36), (1, 20, 8), (1, 2, 7), (1, 130, 80)],
+)
+def test_in_place_a_lane_a_row_has_the_bits_of_a_row_by_itself(
+    num_heads: int, group: int, head_dim: int
+) -> None:
+    batch, num_blocks = make_batch([(50, 71)], 8, 0)
+    _, contexts, tables = batch
+    layer = torch.randn(2, num_blocks, num_heads, 8, head_dim)
+    query = torch.randn(50, num_heads * group, head_dim)
+    scores = Scores(slopes=torch.linspace(0, 0.3, num_heads * group))
+    whole = in_place(query, layer, batch, scores)
+    exact = paged_attention_reference(query.double(), layer.double(), *batch, 0, scores)
+    torch.testing.assert_close(whole, exact.float(), rtol=1e-5, atol=1e-5)
+    for token in (0, 1, 31, 49):
+        one = np.array([0, 1], np.int32), contexts - 49 + token, tables
+        assert torch.equal(in_place(query[token : token + 1], layer, one, scores)[0], whole[token])
+
+
 def test_one_path_is_refused_where_there_is_none() -> None:
     batch, num_blocks = make_batch([(3, 7)], 16, 0)
     with pytest.raises(ValueError, match="no one path for"):

@@ -69,7 +69,9 @@ def test_where_rows_are_not_alone_they_are_padded(monkeypatch: pytest.MonkeyPatc
 def test_why_it_is_not_fixed() -> None:
     assert why_not_fixed(torch.device("cpu"), torch.float32) == ""
     assert "float16" in why_not_fixed(torch.device("cpu"), torch.float16)
-    assert "cuda" in why_not_fixed(torch.device("cuda"), torch.float32)
+    assert why_not_fixed(torch.device("cuda"), torch.bfloat16) == ""
+    assert "float64" in why_not_fixed(torch.device("cuda"), torch.float64)
+    assert "mps" in why_not_fixed(torch.device("mps"), torch.float32)
 
 
 @needs_int8

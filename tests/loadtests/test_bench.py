@@ -12,6 +12,7 @@ import pytest
 
 from penstock.loadtests.bench import main
 from penstock.loadtests.workload import TRACE_BLOCK
+from tests.support.serving import hears_ctrl_c
 from tests.support.stub_servers import Behaviour, grpc_stub, http_stub
 
 SMALL = ["--num-requests", "12", "--input-len", "16-32", "--output-len", "4", "--concurrency", "3"]
@@ -156,9 +157,13 @@ def test_ctrl_c_prints_what_was_measured() -> None:
     told = Behaviour()
     with grpc_stub(told) as address:
         command = [sys.executable, "-m", "penstock.loadtests.bench", address]
-        flags = ["--num-requests", "10000", "--output-len", "2", "--concurrency", "2"]
+        flags = ["--num-requests", "100000", "--output-len", "2", "--concurrency", "2"]
         process = subprocess.Popen(
-            [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=hears_ctrl_c,
         )
         try:
             deadline = time.monotonic() + 60

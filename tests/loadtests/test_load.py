@@ -136,3 +136,32 @@ async def test_what_has_ended_counts_when_interrupted() -> None:
     assert load.interrupted
     assert [outcome.number for outcome in load.outcomes] == [0]
     assert client.under_way == 0
+
+
+async def test_requests_that_wait_for_a_slot_cost_nothing() -> None:
+    client = FakeClient()
+    client.let.clear()
+    client.waited_for = 2
+    load = Load(client, PROMPTS, plan(100_000), concurrency=2)
+    running = asyncio.create_task(load.run())
+    await asyncio.wait_for(client.all_in.wait(), 30)
+    assert len(asyncio.all_tasks()) <= 4  # this one, the load, and the two that have a slot
+    running.cancel()
+    await running
+    assert load.interrupted
+
+
+async def test_a_full_house_is_not_this_clients_lateness() -> None:
+    client = FakeClient()
+    client.let.clear()
+    client.waited_for = 1
+    at_once = [Planned(number, 0.001 * number, 8, 2) for number in range(6)]
+    load = Load(client, PROMPTS, at_once, concurrency=1)
+    running = asyncio.create_task(load.run())
+    await asyncio.wait_for(client.all_in.wait(), 30)
+    await asyncio.sleep(0.1)
+    client.let.set()
+    await running
+    waited = load.outcomes[1:]
+    assert all(outcome.start >= 0.1 for outcome in waited)
+    assert all(outcome.released - outcome.due < 0.05 for outcome in waited)

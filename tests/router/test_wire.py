@@ -55,7 +55,9 @@ def test_a_step_with_everything() -> None:
         position=[4, 0],
         token=[11, 12],
         finish=[pb.FINISH_NONE, pb.FINISH_STOP],
-        load=pb.Load(queued=1, queued_tokens=2, running=3, free_blocks=4, step_micros=1500),
+        load=pb.Load(
+            queued=1, queued_tokens=2, running=3, free_blocks=4, step_micros=1500, steps=9
+        ),
     )
     entry = step.logprobs.add(row=1, chosen=-0.5, tokens=[12], values=[-0.5])
     step.ended.add(request=8, attempt=1, reason="not finite")
@@ -66,7 +68,7 @@ def test_a_step_with_everything() -> None:
         ev.NewToken(9, 2, 1, 0, 12, ev.Finish.STOP, entry),
     ]
     assert event.ended == [(8, 1, "not finite")]
-    assert event.load == ev.Load(1, 2, 3, 4, 0, 0, 0.0015)
+    assert event.load == ev.Load(1, 2, 3, 4, 0, 0, 0.0015, 9)
 
 
 SCORED = pb.PromptLogprobs(

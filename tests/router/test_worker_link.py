@@ -75,9 +75,33 @@ async def test_it_introduces_itself_and_tells_what_it_hears(
     assert heard.kinds()[-1] == "WorkerLost"
 
 
-async def test_it_beats_when_there_is_nothing_to_say(worker: StubWorker, heard: Heard) -> None:
+async def test_it_beats_when_there_is_nothing_to_say(
+    worker: StubWorker, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_link, "IDLE_BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(worker_link, "BEAT_SECONDS", 1e6)
     link = link_to(worker, heard)
     await until(lambda: worker.num_beats >= 2 and heard.count(ev.Heard) >= 2)
+    await link.stop()
+
+
+async def test_it_beats_sooner_to_a_worker_that_has_something(
+    worker: StubWorker, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_link, "IDLE_BEAT_SECONDS", 1e6)
+    monkeypatch.setattr(worker_link, "BEAT_SECONDS", 0.05)
+    worker.welcome.load.running = 1
+    link = link_to(worker, heard)
+    await until(lambda: worker.num_beats >= 2)
+    worker.welcome.load.running = 0
+    await link.stop()
+    link = link_to(worker, heard)
+    await until(lambda: heard.count(ev.WorkerUp) == 2)
+    before = worker.num_beats
+    link.send(ev.Drop("w0", 1, 1))  # who was asked something is not idle, whatever it said
+    await until(lambda: worker.num_beats == before + 1)
+    await asyncio.sleep(0.3)
+    assert worker.num_beats == before + 1
     await link.stop()
 
 

@@ -22,7 +22,7 @@ from tests.support.batches import Batch, make_batch, poison
 from tests.support.devices import DEVICE
 
 SPLIT = 32
-PARTS, CHUNKS = Tiles(16, 16, 4, 1), Tiles(32, 16, 4, 1)
+PARTS, CHUNKS, FIXED = Tiles(16, 16, 4, 1), Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1)
 
 
 @contextmanager
@@ -33,6 +33,7 @@ def small_tiles(tiles: ModuleType = attention_tiles) -> Iterator[None]:
             ("SPLIT", SPLIT),
             ("part_tiles", lambda *_: PARTS),
             ("chunk_tiles", lambda *_: CHUNKS),
+            ("fixed_tiles", lambda *_: FIXED),
         ):
             stack.enter_context(mock.patch.object(tiles, name, value))
         stack.enter_context(mock.patch.object(torch, "empty", _poisoned_empty))

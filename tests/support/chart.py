@@ -93,6 +93,31 @@ def pods(found: Sequence[Object]) -> Iterator[tuple[str, Object]]:
             yield template["metadata"]["labels"]["app.kubernetes.io/component"], template
 
 
+# ------------------------------------------------------------ monitoring
+
+
+def rules() -> list[Object]:
+    values = {"monitoring": {"prometheusRule": {"enabled": True, "runbookUrl": "http://book/#"}}}
+    found = objects(render(values))
+    (group,) = one(found, "PrometheusRule")["spec"]["groups"]
+    return list(group["rules"])
+
+
+def dashboard() -> Object:
+    found = objects(render({"monitoring": {"dashboard": {"enabled": True}}}))
+    each = one(found, "ConfigMap", "-dashboard")
+    assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+    return dict(json.loads(each["data"]["penstock.json"]))
+
+
+def drawn() -> Iterator[tuple[str, str]]:
+    """The dashboard's expressions with Grafana's variables filled in."""
+    for panel in dashboard()["panels"]:
+        for target in panel["targets"]:
+            expr = target["expr"].replace("$namespace", "apps").replace("$job", "rel-penstock")
+            yield panel["title"], expr.replace("$__rate_interval", "5m")
+
+
 # ------------------------------------------------------------ schemas
 
 
@@ -194,7 +219,7 @@ def _pod_problems(role: str, spec: Object) -> Iterator[str]:
         if missing := {mount["name"] for mount in each["volumeMounts"]} - volumes.keys():
             yield f"{name} mounts what is not there: {missing}"
         yield from _secrets_told(each)
-    yield from _main_problems(spec, spec["containers"][0], volumes)
+    yield from _main_problems(role, spec, volumes)
 
 
 def _secrets_told(container: Object) -> Iterator[str]:
@@ -208,7 +233,8 @@ def _secrets_told(container: Object) -> Iterator[str]:
         yield f"{container['name']} speaks with Ray without a token"
 
 
-def _main_problems(spec: Object, main: Object, volumes: Mapping[str, Object]) -> Iterator[str]:
+def _main_problems(role: str, spec: Object, volumes: Mapping[str, Object]) -> Iterator[str]:
+    main = spec["containers"][0]
     mounted = {mount["mountPath"]: volumes.get(mount["name"], {}) for mount in main["volumeMounts"]}
     if mounted.get("/dev/shm", {}).get("emptyDir", {}).get("medium") != "Memory":
         yield "has no /dev/shm of its own"
@@ -225,8 +251,18 @@ def _main_problems(spec: Object, main: Object, volumes: Mapping[str, Object]) ->
     if main["name"] != "driver":
         if not hook or float(hook[-1]) >= spec["terminationGracePeriodSeconds"]:
             yield "has no hook that ends before its grace period"
-        if "readinessProbe" not in main:
-            yield "has no readinessProbe"
+        yield from _readiness_problems(role, main.get("readinessProbe", {}))
+
+
+def _readiness_problems(role: str, probe: Object) -> Iterator[str]:
+    """A router is ready when it can queue, a worker when a token was decoded lately."""
+    asked = " ".join(probe.get("exec", {}).get("command", []))
+    if role == "router" and probe.get("httpGet", {}).get("path") != "/health":
+        yield "is ready whether it can queue or not"
+    if role in ("prefill", "decode", "mixed") and "penstock.cluster.ready" not in asked:
+        yield "is ready whether it decodes or not"
+    if not probe:
+        yield "has no readinessProbe"
 
 
 def _writer_problems(found: Sequence[Object]) -> Iterator[str]:

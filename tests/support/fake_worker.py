@@ -105,6 +105,8 @@ class FakeWorker:
         self.transfers: list[Transfer] = []  # to this worker
         self._max_queued = max_queued
         self._last_epoch = 0
+        self.stuck = False  # it answers, and computes nothing any more
+        self.num_steps = 0
         self.num_computed = 0  # prompt positions computed rather than received
 
     @property
@@ -115,7 +117,16 @@ class FakeWorker:
         return [name for name, held in self.held.items() if held.form == form]
 
     def load(self) -> Load:
-        return Load(queued=len(self.of("queued")), running=len(self.of("running")))
+        size = self.info.block_size
+        taken = sum(
+            -(-len(answer) // size) + -(-len(held.submit.request.prompt) // size)
+            for held in self.held.values()
+            if held.form != "queued"
+            for answer in held.answers
+        )
+        free = max(self.info.num_blocks - taken, 0)
+        queued, running = len(self.of("queued")), len(self.of("running"))
+        return Load(queued=queued, running=running, free_blocks=free, steps=self.num_steps)
 
     # -------------------------------------------------------------- obeying
 
@@ -174,6 +185,7 @@ class FakeWorker:
     def step(self) -> None:
         """Admit what has room, give every running choice a token, yield what was asked to."""
         self._admit()
+        self.num_steps += 1
         tokens: list[NewToken] = []
         running = self.of("running")
         for name in running:

@@ -22,6 +22,9 @@ PLAIN = (
     "prefix_hit_tokens_total",
     "prompt_tokens_total",
     "handover_bytes_total",
+    "handover_bytes_per_second",
+    "handover_fixed_seconds",
+    "prompts_placed_total",
     "preemptions_total",
     "requests_finished_total",
     "failovers_total",
@@ -29,8 +32,10 @@ PLAIN = (
     "workers_ready",
     "worker_up",
 )
-SIZES = {"penstock_workers_desired", "penstock_workers_pending"}
+SIZES = {f"penstock_workers_{name}" for name in ("desired", "pending", "given_up")}
 """What a router tells once a supervisor sizes its pools."""
+EXPERTS = {"penstock_expert_imbalance_ratio"}
+"""What it tells of a model whose experts are spread over ranks."""
 SERIES = {f"penstock_{name}" for name in PLAIN} | {
     f"penstock_{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "count", "sum")
 }

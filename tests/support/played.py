@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from penstock.workers.engine import Engine, StepResult
+from penstock.workers.rehearsal import rehearse
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import NewSequence, SamplingParams, Sibling
 from tests.support.threads import threads
@@ -40,6 +43,49 @@ def play(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> Bit
             player.step()
     engine.batcher.check()
     return player.bits
+
+
+def few_requests(vocab_size: int) -> list[Request]:
+    """Long, forked and drawn, and short; with logprobs."""
+    tokens = np.random.default_rng(3).integers(4, vocab_size, 90).tolist()
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
+    drawn = replace(greedy, temperature=0.8, top_p=0.9, seed=5)
+    return [
+        Request(tokens[:70], greedy),
+        Request(tokens[:33], replace(drawn, max_tokens=5), num_choices=2),
+        Request(tokens[40:41], replace(greedy, max_tokens=9)),
+    ]
+
+
+CROWD = Schedule(max_batched_tokens=11, arrivals=(0, 2, 25), moved={0: 9, 2: 4})
+"""Of these: in small pieces, two of them let go and resumed."""
+
+
+def in_all_company(engine: Engine) -> list[Bits]:
+    """A few requests: each by itself, its prompt in two pieces at most; in a crowd, in small
+    pieces, two of them let go and resumed; one after the other, with the first one's prompt
+    cached; and where not all fit into memory. All of these are to be equal."""
+    requests = few_requests(engine.spec.vocab_size)
+    alone = {
+        (number, choice): entries
+        for number, request in enumerate(requests)
+        for (_, choice), entries in play(engine, [request], Schedule(48, shared=False)).items()
+    }
+    assert len({token for entries in alone.values() for token, _ in entries}) > 10
+    found = [alone, play(engine, requests, CROWD)]
+    late = Schedule(max_batched_tokens=30, arrivals=(0, 12, 30))
+    found.append(play(engine, requests, late))
+    assert engine.load().pool.prompt_tokens_cached > 0
+    assert engine.limits.block_size == 4
+    found.append(play(engine, requests, Schedule(num_blocks=22)))
+    assert engine.load().pool.preemptions > 0
+    return found
+
+
+def rehearsed_in_all_company(engine: Engine) -> list[Bits]:
+    """The same, after what a worker does at its start."""
+    rehearse(engine)
+    return in_all_company(engine)
 
 
 class _Player:

@@ -1,7 +1,7 @@
 """Processes that are ranks of one worker after another: torch is imported once, cases are many."""
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -9,7 +9,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import Answers
+from penstock.workers.engine import Engine
+from tests.support.ranks import Answers, answer
 
 PATIENCE = 240.0
 
@@ -23,17 +24,30 @@ class RankProcesses:
 
     def answers(self, model: Path, mesh: tuple[int, int, int], **config: Any) -> Answers:
         """Of a worker of that shape, once all its ranks have ended well."""
-        self.begin(model, mesh, **config)
+        found = self.made_by(answer, model, mesh, **config)
+        assert isinstance(found, Answers)
+        return found
+
+    def made_by(
+        self, use: Callable[[Engine], Any], model: Path, mesh: tuple[int, int, int], **config: Any
+    ) -> Any:
+        """What `use`, a function of `tests.support`, makes of such a worker's engine."""
+        self.begin(model, mesh, use, **config)
         found = [self.hear(rank) for rank in range(mesh[0] * mesh[1])]
         for each in found:
             if isinstance(each, Exception):
                 raise each
-        assert isinstance(found[0], Answers)
         return found[0]
 
-    def begin(self, model: Path, mesh: tuple[int, int, int], **config: Any) -> None:
+    def begin(
+        self,
+        model: Path,
+        mesh: tuple[int, int, int],
+        use: Callable[[Engine], Any] = answer,
+        **config: Any,
+    ) -> None:
         num_ranks = mesh[0] * mesh[1]
-        self.pipes[0].send(("lead", model, mesh, config, 0, ""))
+        self.pipes[0].send(("lead", model, mesh, config, 0, use))
         meeting = self.hear(0)
         for rank in range(1, num_ranks):
             self.pipes[rank].send(("follow", model, mesh, config, rank, meeting))
@@ -68,23 +82,28 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            part, model, mesh, config, rank, meeting = pipe.recv()
+            part, model, mesh, config, rank, other = pipe.recv()
         except EOFError:
             return
         try:
             if part == "lead":
-                pipe.send(_lead(pipe, model, mesh, config))
+                pipe.send(_lead(pipe, model, mesh, config, other))
             else:
-                _follow(model, mesh, config, rank, meeting)
+                _follow(model, mesh, config, rank, other)
                 pipe.send(None)
         except Exception as error:
             pipe.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
 
 
-def _lead(pipe: Connection, model: Path, mesh: tuple[int, int, int], config: Any) -> Answers:
-    from penstock.workers.engine import Engine
+def _lead(
+    pipe: Connection,
+    model: Path,
+    mesh: tuple[int, int, int],
+    config: Any,
+    use: Callable[[Engine], Any],
+) -> Any:
     from penstock.workers.parallel.meeting import Meeting
-    from tests.support.ranks import answer, rank_config
+    from tests.support.ranks import rank_config
 
     meeting = Meeting("127.0.0.1", "secret", mesh[0] * mesh[1])
     pipe.send(meeting.address)
@@ -93,7 +112,7 @@ def _lead(pipe: Connection, model: Path, mesh: tuple[int, int, int], config: Any
     finally:
         meeting.close()
     try:
-        found = answer(engine)
+        found = use(engine)
         if model.with_suffix(".wait").exists():  # somebody is to be killed meanwhile
             pipe.send("answering")
             while True:

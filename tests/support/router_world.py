@@ -96,6 +96,7 @@ class World:
         self.clients: dict[int, Client] = {}
         self.now = 0.0
         self.num_garbled = 0
+        self.num_stuck = 0  # workers that were seen to be stuck
         self.over: set[tuple[int, int]] = set()  # attempts of which nothing may be taken any more
         self.placed: dict[tuple[int, int], str] = {}  # the worker of each attempt
         self.history: list[tuple[Event, float, list[Command]]] = []
@@ -169,9 +170,16 @@ class World:
 
     def _hang(self, hang: Hang) -> None:
         self.linked.discard(hang.worker)
-        if hang.worker in self.workers:  # it sees its stream end, and lets go
-            old = self.workers[hang.worker]
-            self.workers[hang.worker] = old.reborn(old.info.incarnation)
+        old = self.workers.get(hang.worker)
+        if old is None:
+            return
+        if hang.stuck:  # whoever keeps it alive replaces it
+            self.num_stuck += 1
+            self._num_births += 1
+            self.workers[hang.worker] = old.reborn(f"born {self._num_births}")
+            return
+        self.workers[hang.worker] = old.reborn(old.info.incarnation)  # it lets go
+        self.workers[hang.worker].stuck = old.stuck
 
     # -------------------------------------------------------------- clients
 
@@ -199,7 +207,7 @@ class World:
                 moves.append(lambda w=worker: self.carry_command(w))  # type: ignore[misc]
             if worker.outbox:
                 moves.append(lambda w=worker: self.carry_event(w))  # type: ignore[misc]
-            if worker.of("queued") or worker.of("running"):
+            if not worker.stuck and (worker.of("queued") or worker.of("running")):
                 moves.append(worker.step)
             moves.extend(
                 lambda w=worker, t=transfer: self.carry_blocks(w, t, True)  # type: ignore[misc]
@@ -250,6 +258,10 @@ class World:
 
     def garble(self, name: str) -> None:
         self.num_garbled += self.workers[name].garble()
+
+    def stick(self, name: str) -> None:
+        """It goes on answering, and computes nothing any more."""
+        self.workers[name].stuck = True
 
     def wait(self, seconds: float, silent: tuple[str, ...] = ()) -> None:
         self.now += seconds

@@ -45,6 +45,7 @@ class Serving:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=hears_ctrl_c,
                 env={**os.environ, "TMPDIR": str(self.temp)},
             )
 
@@ -112,6 +113,11 @@ def serving(arguments: list[str], ports: Sequence[int], folder: Path) -> Iterato
         yield running
     finally:
         running.end()
+
+
+def hears_ctrl_c() -> None:
+    """For a new process: what a shell starts in the background does not hear it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def is_open(port: int) -> bool:

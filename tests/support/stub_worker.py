@@ -209,10 +209,13 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             rejected.reason, rejected.never = self.reject.reason, self.reject.never
             self.say(pb.ToRouter(rejected=rejected))
             return
-        known = len(submit.log[0].tokens) if submit.log else 0
         answer = self.answer(submit.prompt)
-        run = self.holding[key] = Run(submit, answer, known)
-        run.others = [Run(submit, answer[c:], 0, choice=c) for c in range(1, submit.params.n)]
+        runs = [Run(submit, answer[c:], 0, choice=c) for c in range(max(submit.params.n, 1))]
+        for entry in submit.log:
+            runs[entry.choice].position = len(entry.tokens)
+            runs[entry.choice].has_ended = entry.finished
+        run = self.holding[key] = runs[0]
+        run.others = runs[1:]
         if submit.HasField("source"):
             run.is_running = False
             epoch = next(self._next_epoch)

@@ -1,28 +1,39 @@
 """A worker in a process of its own: `python -m tests.support.worker_process CONFIG`.
 
-CONFIG is a WorkerConfig as JSON, and `slow_gather`: seconds that each message of a hand-over takes.
-Says its address on stdout; ends when its stdin does.
+CONFIG is a WorkerConfig as JSON, and `slow_gather`: seconds that each message of a hand-over takes,
+`hang_after`: steps after which one never ends, under a watchdog.
+Says its address on stdout; ends when its stdin does, or once it has drained after a SIGTERM, which
+it says too. Other ranks are processes that it starts; `meeting` says to one of them where.
 """
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.workers.config import WorkerConfig
-from penstock.workers.scheduling.sequence import Ints
+from penstock.workers.follower import Follower
+from penstock.workers.parallel.meeting import Meeting, RemoteStore
+from penstock.workers.runner import Runner
+from penstock.workers.scheduling.sequence import Ints, StepPlan
 from penstock.workers.service import serve_worker
 from penstock.workers.transfer import source
 from penstock.workers.transfer.shards import Shard
 from penstock.workers.transfer.staging import KvStaging
+from penstock.workers.watchdog import Watchdog
 
+DRAIN_SECONDS = 60.0
+PATIENCE = 240.0  # seconds; a busy machine is slow
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -30,6 +41,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 class WorkerProcess:
     process: asyncio.subprocess.Process
     address: str
+
+    async def drained(self) -> None:
+        """Drain it, and wait until nothing is there any more."""
+        self.process.terminate()
+        assert self.process.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            assert (await self.process.stdout.readline()) == b"drained\n"
+            await self.process.wait()
 
     async def kill(self) -> None:
         """As by -9: no word of farewell."""
@@ -54,7 +73,7 @@ async def worker_process(
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             address = (await process.stdout.readline()).decode().strip()
         assert address, "the worker has ended"
         yield WorkerProcess(process, address)
@@ -64,27 +83,78 @@ async def worker_process(
         await process.wait()
 
 
-async def main() -> None:
-    config = json.loads(sys.argv[1])
-    seconds = config.pop("slow_gather", 0.0)
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    paths = {name: Path(given[name]) for name in ("model", "bundles") if name in given}
+    sizes = {**given, **paths}
+    seconds, meeting = sizes.pop("slow_gather", 0.0), sizes.pop("meeting", "")
+    num_steps = sizes.pop("hang_after", None)
     if seconds:
         slow_down(seconds)
-    running = await serve_worker(WorkerConfig(**{**config, "model": Path(config["model"])}))
+    config = WorkerConfig(**sizes)
+    if meeting:
+        Follower(config, RemoteStore(meeting, "secret"), lambda done, total: None).run()
+    else:
+        asyncio.run(lead(config, given, num_steps))
+
+
+async def lead(config: WorkerConfig, given: dict[str, Any], num_steps: int | None) -> None:
+    num_ranks, others, store, watchdog = config.place.mesh.num_ranks, [], None, None
+    if num_ranks > 1:
+        meeting = Meeting("127.0.0.1", "secret", num_ranks)
+        store = meeting.store
+        for rank in range(1, num_ranks):
+            told = json.dumps({**given, "rank": rank, "meeting": meeting.address})
+            command = (sys.executable, "-m", "tests.support.worker_process", told)
+            others.append(await asyncio.create_subprocess_exec(*command, cwd=ROOT))
+    if num_steps is not None:
+        watchdog = Watchdog(config.name, config.hang_seconds, config.bundles)
+    running = await serve_worker(config, store=store, watchdog=watchdog)
+    if watchdog is not None and num_steps is not None:
+        hang(num_steps)
+        watchdog.start()
+    loop, leaves = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, leaves.set)
     print(running.address, flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    ended = loop.run_in_executor(None, sys.stdin.read)
+    asked = asyncio.create_task(leaves.wait())
+    await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
+    if asked.done():
+        await running.drain(DRAIN_SECONDS)
+        print("drained", flush=True)
     await running.stop()
+    for other in others:
+        await other.wait()
+    if asked.done():
+        os._exit(0)  # stdin is still waited for
+
+
+def hang(num_steps: int) -> None:
+    run = Runner.run
+    left = count(num_steps, -1)
+
+    def stand_still(
+        runner: Runner, plan: StepPlan, drawn: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        while next(left) <= 0:
+            time.sleep(3600)
+        return run(runner, plan, drawn)
+
+    Runner.run = stand_still  # type: ignore[method-assign, assignment]
 
 
 def slow_down(seconds: float) -> None:
     gather = KvStaging.gather
 
-    def slow(staging: KvStaging, blocks: Ints, shard: Shard) -> torch.Tensor:
+    def slow(
+        staging: KvStaging, blocks: Ints, shard: Shard, unit: int | None = None
+    ) -> torch.Tensor:
         time.sleep(seconds)
-        return gather(staging, blocks, shard)
+        return gather(staging, blocks, shard, unit)
 
     KvStaging.gather = slow  # type: ignore[method-assign, assignment]
     source.MESSAGE_BYTES = 1
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

@@ -258,10 +258,11 @@ def test_more_positions_than_the_model_has_are_refused(checkpoint: Path) -> None
         make_engine(checkpoint, max_model_len=300)
 
 
-def test_layouts_differ_with_weights_and_block_size(checkpoint: Path, tmp_path: Path) -> None:
+def test_layouts_differ_with_weights_and_dtype(checkpoint: Path, tmp_path: Path) -> None:
     layout = make_engine(checkpoint).layout
     assert make_engine(checkpoint).layout == layout
-    assert make_engine(checkpoint, block_size=8).layout != layout
+    assert make_engine(checkpoint, block_size=8).layout == layout
+    assert make_engine(checkpoint, dtype="bfloat16").layout != layout
     assert make_engine(tiny_checkpoint(tmp_path, seed=1)).layout != layout
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from penstock.workers.engine import Engine, EngineLoad, StepResult
 from penstock.workers.loop import EngineLoop
+from penstock.workers.watchdog import PATIENCE, Pulse
 
 
 @dataclass
@@ -27,6 +29,7 @@ class StubEngine:
     def __init__(self, plans_ahead: bool) -> None:
         self.plans_ahead = plans_ahead
         self.on_device = False
+        self.longest_step = 0.0
         self.work = 0
         self.num_plans = 0
         self.log: list[str] = []
@@ -99,6 +102,30 @@ def started(ahead: bool) -> tuple[StubEngine, Heard, EngineLoop]:
 
 
 AHEAD = pytest.mark.parametrize("ahead", [False, True])
+
+
+@AHEAD
+async def test_its_pulse_waits_for_a_step_that_does_not_end(ahead: bool) -> None:
+    engine, heard, pulse = StubEngine(ahead), Heard(), Pulse("the engine", 60.0)
+    loop = EngineLoop(cast(Engine, engine), heard.deliver, heard.fatal, pulse)
+    await loop.call(lambda _: None)
+    await heard.until(lambda: len(heard.results) == 1)
+    async with asyncio.timeout(60):  # a step is told before its thread rests
+        while pulse.waited(time.monotonic() + 100):
+            await asyncio.sleep(0.001)
+    loop.post(add_work(2))
+    await asyncio.to_thread(engine.stepping.wait, 60)
+    # What is asked meanwhile is no step.
+    asked = [loop.call(lambda _: None) for _ in range(3)] if ahead else []
+    await asyncio.gather(*asked)
+    assert pulse.waited(time.monotonic() + 100) > 100
+    engine.longest_step = 40.0
+    engine.gate.release(2)
+    await heard.until(lambda: engine.log.count("step") == 2)
+    loop.stop()
+    await asyncio.to_thread(loop.join, 60)
+    assert pulse.bound == PATIENCE * 40.0
+    assert pulse.waited(time.monotonic() + 100) == 0.0
 
 
 def add_work(amount: int) -> Callable[[Any], None]:

@@ -28,8 +28,14 @@ class DeviceRunner(Runner):
     what is made of their logits is launched, on one stream.
     """
 
-    def __init__(self, decoder: ServedModel, cache: KvCache, ladder: Ladder) -> None:
-        super().__init__(decoder, cache, num_positions=ladder.contexts[-1])
+    def __init__(
+        self,
+        decoder: ServedModel,
+        cache: KvCache,
+        ladder: Ladder,
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__(decoder, cache, deterministic, num_positions=ladder.contexts[-1])
         self._ladder = ladder
         self._device = decoder.device
         self._graphs: DecodeGraphs | None = None
@@ -79,12 +85,14 @@ class DeviceRunner(Runner):
         layer, latent = self.cache.data[0], self._latent
         positions = batch.positions.to(torch.int64)
         where = (batch.query_starts, batch.context_lens, batch.block_tables, layer)
-        most = (batch.max_query, batch.max_context)
+        most, one_path = (batch.max_query, batch.max_context), self._one_path
         step = StepInputs(
             positions=positions,
             cos_sin=self._rows(positions),
             cache_rows=self._cache_rows(batch.slots.to(torch.int64)),
-            plans={window: device_plan(*where, *most, window) for window in self._windows},
-            latent=device_latent_plan(*where, latent.rank, *most) if latent else None,
+            plans={
+                window: device_plan(*where, *most, window, one_path) for window in self._windows
+            },
+            latent=device_latent_plan(*where, latent.rank, *most, one_path) if latent else None,
         )
         return self.decoder(batch.tokens, step, self.cache.data)

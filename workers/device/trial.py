@@ -28,7 +28,7 @@ class Sizes:
     block_size: int
 
 
-def bytes_beside(decoder: ServedModel, sizes: Sizes) -> int:
+def bytes_beside(decoder: ServedModel, sizes: Sizes, deterministic: bool) -> int:
     """Bytes that the largest step, its draw and all graphs take. `decoder` is on a CUDA device."""
     spec, device = decoder.spec, decoder.device
     ladder = Ladder(sizes.num_sequences, sizes.model_len)
@@ -36,7 +36,7 @@ def bytes_beside(decoder: ServedModel, sizes: Sizes) -> int:
     cache = KvCache(
         spec.num_layers, num_blocks, sizes.block_size, spec.kv_shape, decoder.dtype, device
     )
-    runner = DeviceRunner(decoder, cache, ladder)
+    runner = DeviceRunner(decoder, cache, ladder, deterministic)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     runner.run(largest_step(sizes))

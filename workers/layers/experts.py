@@ -32,13 +32,14 @@ class Experts:
     shared: SharedExpert | None
     stacks: dict[str, Tensor] | None  # where the checkpoint has all experts in one: [E, in, out]
     together: Stacks | None = None  # the same weights on a GPU, which computes all experts at once
+    fixed_tiles: bool = False  # there: whether no bit of a token depends on other tokens
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, hidden]."""
         logits = self.router(x.to(self.router.weight.dtype))
         chosen, weights = route(logits, self.routing, self.bias)
         if self.together is not None:
-            out = mix_stacked(x, chosen, weights, self.together)
+            out = mix_stacked(x, chosen, weights, self.together, self.fixed_tiles)
         else:
             out = mix_experts(x, chosen, weights, len(self.experts), self._run)
         return out if self.shared is None else out + self.shared(x)

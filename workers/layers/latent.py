@@ -9,6 +9,7 @@ from penstock.kernels.cache import write_kv
 from penstock.kernels.in_place import InPlace
 from penstock.kernels.latent_attention import LatentPlan, latent_attention
 from penstock.kernels.latent_in_place import latent_in_place
+from penstock.kernels.launch import runs_kernels
 from penstock.kernels.products import Product, fixed_product
 from penstock.kernels.rotary import rotate_
 from penstock.workers.layers.attention import StepInputs
@@ -32,7 +33,9 @@ class LatentAttention:
     fixed: tuple[list[Product], list[Product]] | None = None  # `up`, as `latent_in_place` has it
 
     def fix(self) -> None:
-        """Have every token computed by itself."""
+        """Have every token computed by itself. (By kernels a step's plan says so.)"""
+        if runs_kernels(self.up.device):
+            return
         output = self.output.part if isinstance(self.output, Summed) else self.output
         value_dim = output.weight.shape[1] // len(self.up)
         keys, values = self.up[:, :-value_dim], self.up[:, -value_dim:]

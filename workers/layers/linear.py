@@ -42,7 +42,7 @@ class Linear:
         self._forget()
 
     def fix(self) -> None:
-        """Keep the weights only in a form that computes every row by itself."""
+        """Keep the weights in a form that computes every row by itself, and in no other."""
         self.packed = fixed_product(self.weight, self.bias)
         self._forget()
 

@@ -63,7 +63,10 @@ class SpreadExperts:
         made = torch.empty_like(rows)
         made[sorted_places] = self._compute(rows, chosen)
         parts = made.view(len(mine), top_k, x.shape[1]) * weights[here].to(x.dtype)[:, :, None]
-        return parts.sum(1)
+        out = parts[:, 0]
+        for rank in range(1, top_k):
+            out += parts[:, rank]
+        return out
 
     def _compute(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """rows [n, D]: this group's tokens, once for each expert chosen, in the experts' order."""

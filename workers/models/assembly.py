@@ -17,6 +17,7 @@ from penstock.kernels.activation import (
     silu_mul_alike,
 )
 from penstock.kernels.experts import Gate, Stacks
+from penstock.kernels.launch import runs_kernels
 from penstock.kernels.routing import Routing
 from penstock.kernels.scores import Scores
 from penstock.workers.layers.attention import Attention
@@ -163,7 +164,7 @@ class Assembly:
         else:
             stacks = self.stacks(experts, len(own))
             mlps = _unstacked(stacks, *experts.clamp)
-            alone = self.device.type == "cuda" and ranks.stage is None  # else a bias may be absent
+            alone = runs_kernels(self.device) and ranks.stage is None  # else a bias may be absent
             together = _together(stacks, *experts.clamp) if alone else None
         parts: dict[str, Any] = {
             "router": self.router(experts),
@@ -174,7 +175,7 @@ class Assembly:
             "shared": self.shared(experts) if experts.shared_size else None,
         }
         if ranks.stage is None:
-            return Experts(**parts, together=together)
+            return Experts(**parts, together=together, fixed_tiles=self.deterministic)
         load = torch.zeros(experts.num_experts, dtype=torch.int64, device=self.device)
         return SpreadExperts(
             **parts, place=ranks.place, stage=ranks.stage, owners=ranks.experts, load=load
@@ -187,7 +188,7 @@ class Assembly:
     def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], Stacks | None]:
         """On a GPU their weights lie in one tensor, as the product of all of them reads it."""
         spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
-        if self.device.type != "cuda" or kind is None or spec.mlp_bias or not spec.gated:
+        if not runs_kernels(self.device) or kind is None or spec.mlp_bias or not spec.gated:
             return tuple(self.part_mlp(inner) for _ in range(count)), None
         hidden, activation = spec.hidden_size, self.activation()
         gate_up, down = self.empty(count, 2 * inner, hidden), self.empty(count, hidden, inner)

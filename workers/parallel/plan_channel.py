@@ -21,7 +21,7 @@ from penstock.workers.parallel.communicator import Communicator, connect, plain
 from penstock.workers.parallel.group import RankLost
 from penstock.workers.parallel.ring import RingReader, RingWriter
 
-NUM_SLOTS = 8  # plans that may wait: more than ever are in flight. A power of two
+NUM_SLOTS = 32  # plans and orders that may wait: more plans than are in flight. A power of two
 _FOR_EVER = timedelta(days=365)  # an idle worker has no plans; a dead peer's connection breaks
 
 
@@ -77,10 +77,11 @@ class FarWriter:
 
 
 class FarReader:
-    """From the leading rank, on another node."""
+    """From one rank, the leading one if none is named, on another node."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, rank: int = 0) -> None:
         self._communicator = communicator
+        self._rank = rank
 
     def read(self) -> bytes:
         (size,) = self._receive(torch.zeros(1, dtype=torch.int64)).tolist()
@@ -90,7 +91,7 @@ class FarReader:
 
     def _receive(self, into: torch.Tensor) -> torch.Tensor:
         try:
-            self._communicator.recv([into], 0, 0).wait(_FOR_EVER)
+            self._communicator.recv([into], self._rank, 0).wait(_FOR_EVER)
         except RuntimeError as error:
             raise RankLost(plain(error)) from error
         return into
@@ -115,7 +116,7 @@ def write_plans(
     if ring is not None:
         told |= {"path": ring.path, "shape": ring.shape}
     store.set("plans", json.dumps(told))
-    communicator = _connect(store, 0, num_ranks, host) if far else None
+    communicator = connect_hosts(store, "plans", 0, num_ranks, host) if far else None
     for rank in near:
         _told(store, f"reads {rank}")
     if ring is not None:
@@ -129,7 +130,7 @@ def read_plans(store: Store, rank: int, num_ranks: int, node: str, host: str) ->
     store.set(f"node {rank}", node)
     told = json.loads(_told(store, "plans"))
     far = len(told["readers"]) < num_ranks - 1
-    communicator = _connect(store, rank, num_ranks, host) if far else None
+    communicator = connect_hosts(store, "plans", rank, num_ranks, host) if far else None
     if rank not in told["readers"]:
         assert communicator is not None
         return FarReader(communicator)
@@ -139,8 +140,9 @@ def read_plans(store: Store, rank: int, num_ranks: int, node: str, host: str) ->
     return reader
 
 
-def _connect(store: Store, rank: int, num_ranks: int, host: str) -> Communicator:
-    prefixed = PrefixStore("plans", store)
+def connect_hosts(store: Store, name: str, rank: int, num_ranks: int, host: str) -> Communicator:
+    """One of all ranks, between their hosts, that may be silent for as long as it likes."""
+    prefixed = PrefixStore(name, store)
     return connect("gloo", prefixed, rank, num_ranks, host, _FOR_EVER.total_seconds())
 
 

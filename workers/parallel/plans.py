@@ -1,17 +1,15 @@
-"""What the leading rank has the others do, as bytes: step plans, and blocks to send or to take."""
-
-from dataclasses import dataclass
+"""What the leading rank has the others do, as bytes: step plans, and blocks to be moved."""
 
 import numpy as np
 
 from penstock.protos import ranks_pb2 as wire
 from penstock.workers.scheduling.sequence import Ints, StepPlan
-from penstock.workers.transfer.shards import Rectangle
 
 _ARRAYS = (
     *("rows", "tokens", "positions", "query_starts", "context_lens", "block_tables", "slots"),
     *("copies", "forks", "scored"),
 )
+_ORDER_BYTES = 8192
 
 
 def encode(plan: StepPlan) -> bytes:
@@ -21,38 +19,10 @@ def encode(plan: StepPlan) -> bytes:
     return wire.Order(plan=message).SerializeToString()
 
 
-@dataclass(frozen=True, slots=True)
-class MoveBlocks:
-    """That a rank is to take this part of these blocks from the leading rank, or to send it."""
-
-    rank: int
-    blocks: Ints
-    part: Rectangle
-    take: bool
-
-    def encode(self) -> bytes:
-        part = self.part
-        message = wire.Blocks(
-            rank=self.rank,
-            blocks=_bytes(self.blocks),
-            first_layer=part.first_layer,
-            last_layer=part.last_layer,
-            first_head=part.first_head,
-            last_head=part.last_head,
-        )
-        order = wire.Order(take=message) if self.take else wire.Order(send=message)
-        return order.SerializeToString()
-
-
-def decode(data: bytes) -> StepPlan | MoveBlocks:
-    """What was encoded."""
+def decode(data: bytes) -> StepPlan | wire.Move:
+    """What was encoded, or what a rank is to do with blocks."""
     order = wire.Order.FromString(data)
-    kind = order.WhichOneof("body")
-    if kind == "plan":
-        return _plan(order.plan)
-    moved = order.take if kind == "take" else order.send
-    part = Rectangle(moved.first_layer, moved.last_layer, moved.first_head, moved.last_head)
-    return MoveBlocks(moved.rank, _ints(moved.blocks), part, kind == "take")
+    return _plan(order.plan) if order.HasField("plan") else order.move
 
 
 def _plan(message: wire.Plan) -> StepPlan:
@@ -74,9 +44,10 @@ def _plan(message: wire.Plan) -> StepPlan:
 
 
 def most_bytes(max_sequences: int, max_tokens: int, num_columns: int) -> int:
-    """That a plan takes with at most so many sequences, tokens and blocks a sequence."""
+    """That a plan takes with at most so many sequences, tokens and blocks a sequence; an order to
+    move blocks of one, or to meet another worker's rank, takes less."""
     # Rows, starts, lengths, copies, forks and samples of sequences; four of tokens.
-    return 4 * (max_sequences * (num_columns + 8) + 4 * max_tokens) + 1024
+    return 4 * (max_sequences * (num_columns + 8) + 4 * max_tokens) + _ORDER_BYTES
 
 
 def _bytes(array: Ints) -> bytes:

@@ -5,12 +5,14 @@ more (a prompt, or everything after a preemption); a step computes some of them 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from penstock.workers.scheduling.admission import Admission
 from penstock.workers.scheduling.flight import Flight
 from penstock.workers.scheduling.kv_pool import BlockPool
+from penstock.workers.scheduling.leaps import Leaps
 from penstock.workers.scheduling.leases import Leases
 from penstock.workers.scheduling.ledger import Ledger, Totals
 from penstock.workers.scheduling.limits import Limits, refuse_misfit
@@ -62,6 +64,8 @@ class Batcher:
         self._events: list[SchedulerEvent] = []
         self._totals = Totals()
         self._ledger = Ledger(*parts, self._admission, self._flight, self._totals)
+        seating = self.table, self._waiting, self._seats
+        self.leaps = Leaps(*seating, self._flight, self._steady, self._totals)
 
     # ------------------------------------------------------------ coming and going
 
@@ -321,9 +325,20 @@ class Batcher:
         """How full it is now, and totals since the start."""
         return self._ledger.load()
 
+    def uncount(self, num_prompt: int) -> None:
+        """Take so many computed prompt tokens off the totals: nobody had asked for them."""
+        self._totals.computed -= num_prompt
+
     def check(self) -> None:
         """AssertionError if the ledger does not balance: every hold on a block has its holder."""
-        self._ledger.check([ticket for group in self._groups.values() for ticket in group])
+        self._ledger.check(self._tickets())
+
+    def describe(self) -> dict[str, Any]:
+        """Who is here, who has which blocks, what is computed: all but what is said."""
+        return self._ledger.describe(self._tickets())
+
+    def _tickets(self) -> list[Ticket]:
+        return [ticket for group in self._groups.values() for ticket in group]
 
     # ------------------------------------------------------------ boundaries
 

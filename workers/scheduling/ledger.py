@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.workers.scheduling.admission import Admission
 from penstock.workers.scheduling.flight import Flight
@@ -53,6 +54,37 @@ class Ledger:
             preemptions=self.admission.num_preempted,
             unwritten_slots=self.seats.num_unwritten(),
         )
+
+    def describe(self, tickets: Collection[Ticket]) -> dict[str, Any]:
+        """Everything but what is said, in plain values; `tickets` are all who are here."""
+        try:
+            self.check(tickets)
+            balance = "balances"
+        except (AssertionError, IndexError, KeyError, ValueError) as error:
+            balance = f"does not balance: {error or type(error).__name__}"
+        return {
+            "ledger": balance,
+            "blocks": {state.name.lower(): self.pool.num(state) for state in State},
+            "sequences": [self._describe(ticket) for ticket in tickets],
+            "steps_in_flight": [plan.describe() for plan in self.flight.plans],
+        }
+
+    def _describe(self, ticket: Ticket) -> dict[str, Any]:
+        table, row = self.table, ticket.row
+        found = {
+            "sequence": str(ticket.key),
+            "choice": ticket.choice,
+            "phase": ticket.phase.name.lower(),
+            "prompt_len": ticket.new.num_prompt,
+            "num_tokens": len(ticket.tokens) if row < 0 else int(table.num_tokens[row]),
+        }
+        if row >= 0:
+            found |= {
+                "row": row,
+                "num_computed": int(table.num_computed[row]),
+                "num_blocks": int(table.num_blocks[row]),
+            }
+        return found
 
     def check(self, tickets: Collection[Ticket]) -> None:
         """AssertionError if anything is held for nobody; `tickets` are all who are here."""

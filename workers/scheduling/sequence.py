@@ -143,6 +143,19 @@ class StepPlan:
         """Set the tokens of a plan made ahead: what the step before it drew, in order."""
         self.tokens[:] = drawn
 
+    def describe(self) -> dict[str, int | list[int]]:
+        """Its shape, without what is in it."""
+        return {
+            "number": self.number,
+            "rows": self.rows.tolist(),
+            "new_tokens": np.diff(self.query_starts).tolist(),
+            "context_lens": self.context_lens.tolist(),
+            "num_copies": len(self.copies),
+            "num_forks": len(self.forks),
+            "num_scored": len(self.scored),
+            "ahead": int(self.ahead),
+        }
+
     @property
     def drawing(self) -> Ints:
         """[S] the rows that draw a token: those that sample, then those of the forks."""

@@ -4,6 +4,8 @@ Most steps of a busy server are like the one before. Such a plan follows from th
 additions, and does not need its tokens: it can be made while the last one still computes.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from penstock.workers.scheduling.kv_pool import BlockPool, State
@@ -76,6 +78,78 @@ class Steady:
             ahead=ahead,
         )
         return self._last
+
+    @property
+    def num_to_fill(self) -> int:
+        """Steps from the last one, itself included, until one may fill a block."""
+        last = self._last
+        return 0 if last is None else self._crossing - last.number
+
+    def num_quiet(self) -> int:
+        """How many steps from the last one, itself included, are sure to end or yield nobody and to
+        find their blocks. 0 where what is drawn may end a sequence."""
+        last = self._last
+        if last is None:
+            return 0
+        if not self._gathered:
+            self._gather(last)
+        if (self._stops >= 0).any():
+            return 0
+        num = self._until - last.number
+        while num > 1 and self._num_missing(last, num - 1) > self._pool.num_available:
+            num //= 2
+        return max(num, 0)
+
+    def leap(self, drawn: Ints, publish: Callable[[Ints, Ints], None]) -> None:
+        """Plan and commit the next steps at once, quiet ones that draw `drawn` [steps, B].
+
+        The last one is committed. `publish` is called with rows and lengths where a block may have
+        become full.
+        """
+        done = 0
+        while done < len(drawn):
+            last = self._last
+            if last is None or last.number + len(drawn) - done >= self._until:
+                raise ValueError("a step of a leap was not quiet")
+            num = min(self._crossing - 1 - last.number, len(drawn) - done)
+            plan = self._slide(last, drawn[done : done + num]) if num else self._stride(drawn[done])
+            if self.fills(plan):
+                publish(plan.rows, plan.context_lens)
+            done += max(num, 1)
+
+    def _slide(self, last: StepPlan, drawn: Ints) -> StepPlan:
+        """Steps [n, B] in which nobody enters a new block; the last one of them."""
+        table, num = self._table, len(drawn)
+        lengths = last.context_lens + num
+        columns = last.context_lens[:, None] + np.arange(1, num + 1, dtype=np.int32)
+        table.tokens[last.rows[:, None], columns] = drawn.T
+        table.num_computed[last.rows] = lengths
+        table.num_tokens[last.rows] = lengths + 1
+        positions = lengths - 1
+        self._last = plan = StepPlan(
+            number=last.number + num,
+            rows=last.rows,
+            tokens=table.tokens[last.rows, positions],
+            positions=positions,
+            query_starts=last.query_starts,
+            context_lens=lengths,
+            block_tables=last.block_tables,
+            slots=last.slots + num,
+            samples=last.samples,
+        )
+        return plan
+
+    def _stride(self, drawn: Ints) -> StepPlan:
+        """The next step, planned and committed as if it were alone."""
+        assert self._last is not None
+        plan = self.next(self._last.number + 1, ahead=False)
+        if plan is None or self.commit(plan, drawn) is None:
+            raise ValueError("a step of a leap was not quiet")
+        return plan
+
+    def _num_missing(self, last: StepPlan, num: int) -> int:
+        """Blocks that so many steps after the last one take."""
+        return int(self._table.num_missing_blocks(last.rows, last.context_lens + num).sum())
 
     def fills(self, plan: StepPlan) -> bool:
         """Whether a plan made here may fill a block. To be asked once."""

@@ -1,126 +1,66 @@
-"""The destination's side of hand-overs: epochs, and the pairs that lead here.
+"""The destination's side of hand-overs: epochs, and the pairs of ranks that lead here.
 
 All of it lives on the event loop, so that commands and arrivals are seen in one order; only bytes
-are moved elsewhere, in each pair's thread. Bytes land in staging, are verified there, and only then
-copied into blocks that the scheduler has reserved: what was closed meanwhile is never written.
+are moved elsewhere, by the ranks that they belong to (`mover`). What one rank fails to get fails
+the transfer on all; it has ended once nobody writes into its blocks any more, on any rank.
 """
 
 import asyncio
 import hmac
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from threading import Lock
+from math import gcd
 
 import grpc
 
-from penstock.kernels.checksum import checksum
+from penstock.protos import ranks_pb2, transfer_pb2_grpc
 from penstock.protos import transfer_pb2 as wire
-from penstock.protos import transfer_pb2_grpc
-from penstock.workers.parallel.communicator import backend_for
-from penstock.workers.scheduling.sequence import Ints
-from penstock.workers.transfer.shards import BadShard, Coverage, Rectangle, Shard
-from penstock.workers.transfer.staging import PROTOCOL, Identity, Staging, blocks_of
-from penstock.workers.transfer.transport import DESTINATION, MirrorStore, RankPair
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What one transfer is to bring: positions [start, stop) into `blocks`."""
-
-    router: str
-    request: int
-    attempt: int
-    source: tuple[str, str]  # the worker that has it, and its incarnation
-    start: int
-    stop: int
-    blocks: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How a transfer ended: all is in (`reason` empty), or nothing of it counts."""
-
-    epoch: int
-    num_bytes: int
-    reason: str = ""
-
-
-class WriteGate:
-    """Lets writers into a transfer's blocks until it is closed; says when the last one has left."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._num_inside = 0
-        self._after: Callable[[], None] | None = None
-        self._closed = False
-
-    def enter(self) -> bool:
-        with self._lock:
-            self._num_inside += not self._closed
-            return not self._closed
-
-    def leave(self) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            after = self._after if self._num_inside == 0 else None
-        if after is not None:
-            after()
-
-    def close(self, after: Callable[[], None]) -> None:
-        """Nobody enters from now on; `after` is called once nobody is inside, in any thread."""
-        with self._lock:
-            self._closed = True
-            if self._num_inside:
-                self._after = after
-                return
-        after()
+from penstock.workers.transfer.ends import (
+    MAX_LINKS,
+    MAX_VALUE_BYTES,
+    Ends,
+    PairKey,
+    check_peer,
+    store_value,
+)
+from penstock.workers.transfer.incoming import Expected, Incoming, Transfer, Verdict
+from penstock.workers.transfer.mover import make_piece, rectangle_of, shard_of
+from penstock.workers.transfer.shards import BadShard, routes
+from penstock.workers.transfer.staging import PROTOCOL, Identity, blocks_of
 
 
 @dataclass(slots=True)
-class _Transfer:
-    expected: Expected
-    coverage: Coverage
+class _Settling:
+    """A transfer that has ended, while some ranks may still write into its blocks."""
+
+    ranks: set[int]
     done: Callable[[Verdict], None]
-    deadline: float  # on the loop's clock: the end of a silence that is too long
-    gate: WriteGate = field(default_factory=WriteGate)
-    pair: "_Incoming | None" = None  # that brings it, once it has said so
-    num_bytes: int = 0
-
-
-Outbox = asyncio.Queue[wire.FromDestination | None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Incoming:
-    """One pair that leads here, and what waits to be said to its source."""
-
-    source: tuple[str, str]
-    generation: int
-    pair: RankPair
-    outbox: Outbox
-
-    def close(self) -> None:
-        self.pair.close()
-        self.outbox.put_nowait(None)
+    verdict: Verdict
 
 
 class Destination(transfer_pb2_grpc.TransferServicer):
     """Takes transfers in. Made and used on the event loop."""
 
-    def __init__(self, identity: Identity, staging: Staging, seconds: float) -> None:
+    def __init__(self, identity: Identity, ends: Ends, seconds: float) -> None:
         self._identity = identity
-        self._staging = staging
+        self._ends = ends
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._epochs = count(1)
         self._generations = count(1)
-        self._transfers: dict[int, _Transfer] = {}
-        self._incoming: dict[str, _Incoming] = {}  # by the source's name
+        self._transfers: dict[int, Transfer] = {}
+        self._settling: dict[int, _Settling] = {}
+        self._incoming: dict[str, Incoming] = {}  # by the source's name, the last used at the end
         self._watch: asyncio.TimerHandle | None = None
-        self.bytes_received = 0
+        self.bytes_by_pair: Counter[PairKey] = Counter()
+        ends.settled = self._settled
+
+    @property
+    def bytes_received(self) -> int:
+        return self.bytes_by_pair.total()
 
     # ------------------------------------------------------------ what the worker asks
 
@@ -130,11 +70,8 @@ class Destination(transfer_pb2_grpc.TransferServicer):
         `done` is called exactly once, on the loop, when nothing of it is being written any more.
         """
         epoch = next(self._epochs)
-        coverage = Coverage(
-            self._staging.rectangle, expected.start, expected.stop, self._staging.shape
-        )
         deadline = self._loop.time() + self._seconds
-        self._transfers[epoch] = _Transfer(expected, coverage, done, deadline)
+        self._transfers[epoch] = Transfer(expected, done, deadline)
         if self._watch is None:
             self._watch = self._loop.call_later(self._seconds, self._look)
         return epoch
@@ -157,11 +94,18 @@ class Destination(transfer_pb2_grpc.TransferServicer):
     ) -> None:
         await self._authorize(context)
         introduction = await self._introduction(request_iterator, context)
+        if not self._make_room(introduction.worker):
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_LINKS} workers are sending here already"
+            )
         incoming = self._meet(introduction)
         reader = asyncio.create_task(self._read(request_iterator, incoming))
         try:
             accepted = wire.Accepted(
-                generation=incoming.generation, backend=backend_for(self._staging.device)
+                generation=incoming.generation,
+                backend=self._ends.backend,
+                block_size=self._ends.shape.block_size,
+                ranks=self._ends.holdings(),
             )
             await context.write(wire.FromDestination(accepted=accepted))
             while (message := await incoming.outbox.get()) is not None:
@@ -190,140 +134,177 @@ class Destination(transfer_pb2_grpc.TransferServicer):
         elif introduction.protocol != PROTOCOL:
             problem = f"transfer protocol {introduction.protocol}, not {PROTOCOL}: upgrade one side"
         elif introduction.layout != self._identity.layout:
-            problem = "the layouts differ: another model, dtype or block size"
+            problem = "the layouts differ: another model or dtype"
+        else:
+            problem = check_peer(self._ends, introduction)
         if problem:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
         return introduction
 
-    def _meet(self, introduction: wire.Introduction) -> _Incoming:
+    def _make_room(self, worker: str) -> bool:
+        """For pairs from that worker: one that has nothing to bring may have to go."""
+        if worker in self._incoming or len(self._incoming) < MAX_LINKS:
+            return True
+        busy = {transfer.expected.source for transfer in self._transfers.values()}
+        idle = [each for each in self._incoming.values() if each.source not in busy]
+        if idle:
+            self._part(idle[0], "another source needs the room")
+        return bool(idle)
+
+    def _meet(self, introduction: wire.Introduction) -> Incoming:
         """Start to connect; whatever led here from that worker before is over."""
-        earlier = self._incoming.pop(introduction.worker, None)
+        earlier = self._incoming.get(introduction.worker)
         if earlier is not None:
-            self._part(earlier, "its source has opened another")
-        outbox: Outbox = asyncio.Queue()
-
-        def publish(key: str, value: bytes) -> None:
-            message = wire.FromDestination(value=wire.StoreValue(key=key, value=value))
-            self._loop.call_soon_threadsafe(outbox.put_nowait, message)
-
-        store = MirrorStore(publish, self._seconds)
-        pair = RankPair(
-            DESTINATION, store, self._staging.device, self._identity.host, self._seconds
-        )
+            lives = earlier.source[1] == introduction.incarnation
+            self._part(earlier, "its source has opened another", lives)
         source = (introduction.worker, introduction.incarnation)
-        incoming = _Incoming(source, next(self._generations), pair, outbox)
+        unit = self._ends.shape.cut(gcd(self._ends.shape.block_size, introduction.block_size))
+        incoming = Incoming(source, next(self._generations), unit, asyncio.Queue())
         self._incoming[introduction.worker] = incoming
-        pair.connected().add_done_callback(
-            lambda met: self._loop.call_soon_threadsafe(self._met, incoming, met.exception())
-        )
+        theirs = [rectangle_of(each) for each in introduction.ranks]
+        for route in routes(theirs, self._ends.rectangles):
+            pair = (route.source, route.destination)
+            heard = partial(self._hear, incoming, pair)
+            incoming.ends[pair] = self._ends.open(route.destination, True, heard)
         return incoming
 
-    def _met(self, incoming: _Incoming, error: BaseException | None) -> None:
-        if error is not None:
-            self._part(incoming, str(error))
+    def _hear(self, incoming: Incoming, pair: PairKey, report: ranks_pb2.Report) -> None:
+        """What a rank has to say of its end."""
+        match report.WhichOneof("body"):
+            case "value":
+                value = store_value(pair, report.value)
+                incoming.outbox.put_nowait(wire.FromDestination(value=value))
+            case "met" if report.met.broken:
+                self._part(incoming, report.met.broken)
+            case "moved":
+                self._taken(report.moved, incoming, pair)
 
-    async def _read(self, messages: AsyncIterator[wire.FromSource], incoming: _Incoming) -> None:
+    async def _read(self, messages: AsyncIterator[wire.FromSource], incoming: Incoming) -> None:
         try:
             async for message in messages:
+                if incoming.over:
+                    return
                 match message.WhichOneof("body"):
                     case "value":
-                        incoming.pair.store.receive(message.value.key, message.value.value)
+                        self._value(message.value, incoming)
                     case "header":
                         self._header(message.header, incoming)
                     case "end":
                         self._end(message.end, incoming)
         finally:
-            incoming.close()
+            incoming.outbox.put_nowait(None)
 
-    def _part(self, incoming: _Incoming, reason: str) -> None:
-        """A pair is over, and with it what it was bringing or was to bring."""
+    def _value(self, value: wire.StoreValue, incoming: Incoming) -> None:
+        end = incoming.ends.get((value.source_rank, value.destination_rank))
+        if end is None or len(value.key) + len(value.value) > MAX_VALUE_BYTES:
+            self._part(incoming, "its ranks do not know how to meet")
+        else:
+            end.value(value.key, value.value)
+
+    def _part(self, incoming: Incoming, reason: str, lives: bool = False) -> None:
+        """Its pairs are over, and with them what they were bringing or, unless the source lives,
+        were to bring."""
+        if incoming.over:
+            return
         incoming.close()
         if self._incoming.get(incoming.source[0]) is incoming:
             del self._incoming[incoming.source[0]]
         for epoch, transfer in list(self._transfers.items()):
-            expected = transfer.pair is None and transfer.expected.source == incoming.source
-            if expected or transfer.pair is incoming:
+            expected = transfer.incoming is None and transfer.expected.source == incoming.source
+            if (expected and not lives) or transfer.incoming is incoming:
                 self._end_with(epoch, f"the pair with {incoming.source[0]} broke: {reason}")
 
     # ------------------------------------------------------------ messages of bytes
 
-    def _header(self, header: wire.Header, incoming: _Incoming) -> None:
+    def _header(self, header: wire.Header, incoming: Incoming) -> None:
         transfer = self._find(header.epoch, incoming)
-        problem = "" if transfer is None else _check(transfer, header)
-        if problem:
+        end = incoming.ends.get((header.source_rank, header.destination_rank))
+        problem = "" if end is not None else "a message came by a pair that there is not"
+        if transfer is not None and end is not None:
+            try:
+                transfer.announce(header)
+            except BadShard as error:
+                problem = str(error)
+        if transfer is not None and problem:
             self._end_with(header.epoch, problem)
-        discard = transfer is None or bool(problem)
+        discard = transfer is None or end is None or bool(problem)
+        if transfer is not None and end is not None and not problem:
+            transfer.deadline = self._loop.time() + self._seconds
+            # Told in the order of the credits, which is the order in which the source sends.
+            end.take(self._piece(header, transfer.expected, incoming.unit.block_size))
         credit = wire.Credit(epoch=header.epoch, index=header.index, discard=discard)
         incoming.outbox.put_nowait(wire.FromDestination(credit=credit))
-        if transfer is None or problem:
-            return
-        transfer.deadline = self._loop.time() + self._seconds
-        # Asked for in the order of the credits, which is the order in which the source sends.
-        taken = incoming.pair.run(lambda: self._take(transfer, header, incoming.pair))
-        taken.add_done_callback(
-            lambda _: self._loop.call_soon_threadsafe(self._taken, header, incoming, taken)
-        )
 
-    def _find(self, epoch: int, incoming: _Incoming) -> _Transfer | None:
-        """The open transfer of that epoch, if it is this pair that may bring it."""
+    def _piece(self, header: wire.Header, expected: Expected, unit: int) -> ranks_pb2.Piece:
+        shard, block_size = shard_of(header), self._ends.shape.block_size
+        blocks = blocks_of(shard, expected.blocks, expected.start, block_size)
+        return make_piece(header.epoch, header.index, blocks, shard, unit)
+
+    def _find(self, epoch: int, incoming: Incoming) -> Transfer | None:
+        """The open transfer of that epoch, if it is that worker's pairs that may bring it."""
         transfer = self._transfers.get(epoch)
         if transfer is None or transfer.expected.source != incoming.source:
             return None
-        transfer.pair = incoming
-        return transfer
+        if transfer.incoming is None:
+            transfer.begin(incoming, self._ends.rectangles)
+        name = incoming.source[0]
+        if self._incoming.get(name) is incoming:  # the last used
+            self._incoming[name] = self._incoming.pop(name)
+        return transfer if transfer.incoming is incoming else None
 
-    def _take(self, transfer: _Transfer, header: wire.Header, pair: RankPair) -> str:
-        """In the pair's thread. Returns what is wrong with the bytes, if anything is."""
-        data = self._staging.empty(header.bytes)
-        pair.receive(data)
-        if checksum(data) != header.checksum:
-            return "the checksum of a message does not fit its bytes"
-        if not transfer.gate.enter():
-            return ""  # closed meanwhile: thrown away
-        try:
-            shard, expected = _shard(header), transfer.expected
-            size = self._staging.shape.block_size
-            blocks = blocks_of(shard, expected.blocks, expected.start, size)
-            self._staging.scatter(blocks, shard, data)
-        finally:
-            transfer.gate.leave()
-        return ""
-
-    def _taken(self, header: wire.Header, incoming: _Incoming, taken: Future[str]) -> None:
-        if taken.exception() is not None:
-            self._part(incoming, str(taken.exception()))
+    def _taken(self, outcome: ranks_pb2.Outcome, incoming: Incoming, pair: PairKey) -> None:
+        transfer = self._transfers.get(outcome.epoch)
+        if transfer is not None and transfer.incoming is incoming:
+            transfer.taking[pair[1]] -= 1
+        if outcome.broken:
+            self._part(incoming, outcome.broken)
             return
-        transfer = self._transfers.get(header.epoch)
-        if transfer is None:
+        if transfer is None or transfer.incoming is not incoming:
             return
-        if taken.result():
-            self._end_with(header.epoch, taken.result())
+        if outcome.problem:
+            self._end_with(outcome.epoch, outcome.problem)
             return
         transfer.deadline = self._loop.time() + self._seconds
-        transfer.coverage.fill(_shard(header))
-        transfer.num_bytes += header.bytes
-        self.bytes_received += header.bytes
-        if transfer.coverage.complete:
-            self._end_with(header.epoch, "")
+        rank, shard = transfer.pieces[outcome.index]
+        transfer.coverages[rank].fill(shard)
+        transfer.num_bytes += outcome.bytes
+        self.bytes_by_pair[pair] += outcome.bytes
+        if transfer.complete:
+            self._end_with(outcome.epoch, "")
 
-    def _end(self, end: wire.End, incoming: _Incoming) -> None:
+    def _end(self, end: wire.End, incoming: Incoming) -> None:
         transfer = self._find(end.epoch, incoming)
         if transfer is not None and end.aborted:
             self._end_with(end.epoch, "the source gave up")
-        elif transfer is not None and not transfer.coverage.announced:
+        elif transfer is not None and not transfer.announced:
             self._end_with(end.epoch, "the source ended before everything was sent")
 
     def _end_with(self, epoch: int, reason: str) -> None:
-        """Close the epoch; an empty reason: everything is in."""
+        """Close the epoch; an empty reason: everything is in, on all ranks."""
         transfer = self._transfers.pop(epoch, None)
         if transfer is None:
             return
-        if transfer.pair is not None:
+        if transfer.incoming is not None:
             outcome = wire.Outcome(epoch=epoch, received=not reason, reason=reason)
-            transfer.pair.outbox.put_nowait(wire.FromDestination(outcome=outcome))
+            transfer.incoming.outbox.put_nowait(wire.FromDestination(outcome=outcome))
         verdict = Verdict(epoch, transfer.num_bytes, reason)
-        done = transfer.done
-        transfer.gate.close(lambda: _soon(self._loop, done, verdict))
+        writing = {rank for rank, num in transfer.taking.items() if num}
+        if writing:
+            self._settling[epoch] = _Settling(writing, transfer.done, verdict)
+        else:
+            self._loop.call_soon(transfer.done, verdict)
+        for rank in transfer.taking:
+            self._ends.settle(rank, epoch)
+
+    def _settled(self, rank: int, epoch: int) -> None:
+        """That rank writes nothing of it any more."""
+        settling = self._settling.get(epoch)
+        if settling is None:
+            return
+        settling.ranks.discard(rank)
+        if not settling.ranks:
+            del self._settling[epoch]
+            settling.done(settling.verdict)
 
     def _look(self) -> None:
         """Give up what has been silent for too long."""
@@ -333,28 +314,3 @@ class Destination(transfer_pb2_grpc.TransferServicer):
                 self._end_with(epoch, f"nothing came for {self._seconds:g} s")
         deadlines = [transfer.deadline for transfer in self._transfers.values()]
         self._watch = self._loop.call_at(min(deadlines), self._look) if deadlines else None
-
-
-def _check(transfer: _Transfer, header: wire.Header) -> str:
-    """What is wrong with a header, if anything is; otherwise it is announced."""
-    expected = transfer.expected
-    named = (header.router, header.request, header.attempt)
-    if named != (expected.router, expected.request, expected.attempt):
-        return "a message of another request came under this epoch"
-    try:
-        transfer.coverage.announce(_shard(header), header.bytes)
-    except BadShard as error:
-        return str(error)
-    return ""
-
-
-def _soon(
-    loop: asyncio.AbstractEventLoop, done: Callable[[Verdict], None], verdict: Verdict
-) -> None:
-    with suppress(RuntimeError):  # the loop is closed: nobody is there to be told
-        loop.call_soon_threadsafe(done, verdict)
-
-
-def _shard(header: wire.Header) -> Shard:
-    part = Rectangle(header.first_layer, header.last_layer, header.first_head, header.last_head)
-    return Shard(part, header.start, header.stop)

@@ -16,9 +16,13 @@ from penstock.workers.engine import Receiving
 from penstock.workers.loop import EngineLoop
 from penstock.workers.scheduling.sequence import LeaseGone
 from penstock.workers.session import Session
-from penstock.workers.transfer.destination import Destination, Expected, Verdict
-from penstock.workers.transfer.source import Outgoing, Peer, Source
-from penstock.workers.transfer.staging import Identity, Staging
+from penstock.workers.transfer.destination import Destination
+from penstock.workers.transfer.ends import Ends
+from penstock.workers.transfer.incoming import Expected, Verdict
+from penstock.workers.transfer.link import Peer
+from penstock.workers.transfer.mover import Movers
+from penstock.workers.transfer.source import Outgoing, Source
+from penstock.workers.transfer.staging import Identity
 from penstock.workers.wire import SequenceKey, named
 
 log = logging.getLogger(__name__)
@@ -31,12 +35,13 @@ class HandOver:
         self,
         identity: Identity,
         address: str,
-        staging: Staging,
+        movers: Movers,
         engine: EngineLoop,
         seconds: float,
     ) -> None:
-        self.destination = Destination(identity, staging, seconds)
-        self.source = Source(identity, staging, seconds)
+        ends = Ends(movers)
+        self.destination = Destination(identity, ends, seconds)
+        self.source = Source(identity, ends, seconds)
         self._identity = identity
         self._meeting = wire.Meeting(
             worker=identity.worker,
@@ -44,7 +49,6 @@ class HandOver:
             address=address,
             secret=identity.secret,
         )
-        self._block_size = staging.shape.block_size
         self._engine = engine
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -137,7 +141,7 @@ class HandOver:
         """The transfer, its blocks pinned; None if the lease is not there or has nothing for it."""
         key, have = session.key(command.request, command.attempt), command.have
         held = session.held.get(key)
-        if held is None or not have < held.kv_len or have % self._block_size:
+        if held is None or not have < held.kv_len:
             return None
         try:
             blocks = await self._engine.call(lambda engine: engine.batcher.pin(key, have))

@@ -1,14 +1,14 @@
 """What moves in a hand-over, as plain geometry: no tensors, no I/O.
 
 What a rank holds of a sequence's KV is a rectangle, layers x KV heads, over positions; what latent
-attention keeps is one head, as wide as its rows are. The plan of
-a transfer is the list of non-empty intersections of source and destination rectangles, each cut
-into messages of a few megabytes.
+attention keeps is one head, as wide as its rows are. The plan of a transfer is the list of
+non-empty intersections of source and destination rectangles, each cut into messages of a few
+megabytes. Blocks of both sides are cut into units, which travel whole: what divides both sizes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One message: a rectangle over positions [start, stop); `start` begins a block."""
+    """One message: a rectangle over positions [start, stop); `start` begins a unit."""
 
     rectangle: Rectangle
     start: int
@@ -65,17 +65,52 @@ class BlockShape:
         """Of the message: whole blocks travel, also where the last one is not full."""
         return shard.num_blocks(self.block_size) * shard.rectangle.area * self.bytes_per_head
 
+    def cut(self, unit: int) -> "BlockShape":
+        """Of the units of so many positions, which divide a block, as if they were blocks."""
+        return BlockShape(unit, self.bytes_per_head // self.block_size * unit)
 
-def intersections(
-    sources: Sequence[Rectangle], destinations: Sequence[Rectangle]
-) -> list[tuple[int, int, Rectangle]]:
-    """The non-empty intersections, as (source rank, destination rank, what they share)."""
-    return [
-        (i, j, both)
-        for i, source in enumerate(sources)
-        for j, destination in enumerate(destinations)
-        if (both := source.intersect(destination)) is not None
-    ]
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What one rank of the source sends to one of the destination."""
+
+    source: int
+    destination: int
+    part: Rectangle
+
+
+def routes(sources: Sequence[Rectangle], destinations: Sequence[Rectangle]) -> list[Route]:
+    """The non-empty intersections, at most one for two ranks.
+
+    What several source ranks hold alike is sent by one of them, by turns of the destination's
+    ranks; every destination rank gets all that it holds.
+    """
+    holders: dict[Rectangle, list[int]] = {}
+    for rank, rectangle in enumerate(sources):
+        holders.setdefault(rectangle, []).append(rank)
+    found: list[Route] = []
+    for rectangle, ranks in holders.items():
+        shared = [(taker, rectangle.intersect(each)) for taker, each in enumerate(destinations)]
+        takers = [(taker, both) for taker, both in shared if both is not None]
+        for turn, (taker, both) in enumerate(takers):
+            found.append(Route(ranks[turn % len(ranks)], taker, both))
+    return found
+
+
+def check_alike(ours: Sequence[Rectangle], theirs: Sequence[Rectangle]) -> None:
+    """`BadShard` unless the ranks of both sides hold the same whole, each part of it once (or
+    several times alike)."""
+    held, parts = set(ours), set(theirs)
+    real = all(part.contains(part) for part in parts)
+    apart = all(a.intersect(b) is None for a, b in combinations(parts, 2))
+    same_size = sum(part.area for part in parts) == sum(own.area for own in held)
+    covered = all(_shared(own, parts) == own.area for own in held)
+    if not (real and apart and same_size and covered):
+        raise BadShard("the ranks of both sides do not hold the same layers and heads")
+
+
+def _shared(own: Rectangle, parts: Iterable[Rectangle]) -> int:
+    return sum(both.area for part in parts if (both := own.intersect(part)) is not None)
 
 
 def split(
@@ -109,7 +144,7 @@ def _even_parts(num_items: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 class BadShard(ValueError):
-    """A message that has no place in its transfer: the text says why."""
+    """A message that has no place in its transfer, or ranks that make none: the text says why."""
 
 
 class Coverage:

@@ -1,7 +1,6 @@
 """Between a rank's paged cache and the flat messages that travel; and who a side of a pair is."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -9,7 +8,7 @@ from penstock.kernels.blocks import gather_blocks, scatter_blocks
 from penstock.workers.scheduling.sequence import Ints
 from penstock.workers.transfer.shards import BlockShape, Rectangle, Shard
 
-PROTOCOL = 1  # of protos/transfer.proto
+PROTOCOL = 2  # of protos/transfer.proto
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,40 +36,60 @@ class KvStaging:
         self.rectangle = rectangle
         self.shape = BlockShape(block_size, num_sides * block_size * head_dim * kv.element_size())
 
-    def gather(self, blocks: Ints, shard: Shard) -> torch.Tensor:
-        """Bytes [num_bytes] uint8 of the message, copied out of `blocks`, its own."""
-        layers, heads = self._slices(shard.rectangle)
-        indices = torch.from_numpy(blocks).to(self.device)
-        return gather_blocks(self._kv, indices, layers, heads).view(-1).view(torch.uint8)
+    def gather(self, blocks: Ints, shard: Shard, unit: int | None = None) -> torch.Tensor:
+        """Bytes [num_bytes] uint8 of the message, copied out of the `blocks` that hold it.
 
-    def scatter(self, blocks: Ints, shard: Shard, data: torch.Tensor) -> None:
-        """Copy a message's bytes [num_bytes] uint8 into `blocks`; in when it returns."""
+        They are [layers, sides, units, heads, unit, head_dim]; unit: positions of one, a whole
+        block if it is not said.
+        """
+        unit = unit or self.shape.block_size
         layers, heads = self._slices(shard.rectangle)
         indices = torch.from_numpy(blocks).to(self.device)
-        staged = self.viewed(data, blocks, shard.rectangle)
-        scatter_blocks(self._kv, indices, layers, heads, staged)
+        if unit == self.shape.block_size:
+            data = gather_blocks(self._kv, indices, layers, heads)
+        else:
+            cut, block, within = self._cut(layers, heads, indices, shard, unit)
+            data = cut[:, :, block, :, within].movedim(0, 2).contiguous()
+        return data.view(-1).view(torch.uint8)
+
+    def scatter(
+        self, blocks: Ints, shard: Shard, data: torch.Tensor, unit: int | None = None
+    ) -> None:
+        """Copy a message's bytes [num_bytes] uint8 into `blocks`; in when it returns.
+
+        Of blocks that it covers in part, the rest stays as it is.
+        """
+        unit = unit or self.shape.block_size
+        part = shard.rectangle
+        layers, heads = self._slices(part)
+        indices = torch.from_numpy(blocks).to(self.device)
+        _, num_sides, _, _, _, head_dim = self._kv.shape
+        sizes = part.last_layer - part.first_layer, part.last_head - part.first_head
+        shape = (sizes[0], num_sides, shard.num_blocks(unit), sizes[1], unit, head_dim)
+        staged = data.view(self._kv.dtype).view(shape)
+        if unit == self.shape.block_size:
+            scatter_blocks(self._kv, indices, layers, heads, staged)
+        else:
+            cut, block, within = self._cut(layers, heads, indices, shard, unit)
+            cut[:, :, block, :, within] = staged.movedim(2, 0)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    def num_bytes(self, blocks: Ints, part: Rectangle) -> int:
-        """Of a message with that part of these blocks."""
-        return len(blocks) * part.area * self.shape.bytes_per_head
-
-    def room(self, blocks: Ints, part: Rectangle) -> torch.Tensor:
-        """Room for such a message, [layers, sides, n, heads, block_size, head_dim]."""
-        return self.viewed(self.empty(self.num_bytes(blocks, part)), blocks, part)
-
-    def viewed(self, data: torch.Tensor, blocks: Ints, part: Rectangle) -> torch.Tensor:
-        """A message's bytes [num_bytes] as [layers, sides, n, heads, block_size, head_dim]."""
-        _, num_sides, _, _, block_size, head_dim = self._kv.shape
-        num_layers = part.last_layer - part.first_layer
-        num_heads = part.last_head - part.first_head
-        shape = (num_layers, num_sides, len(blocks), num_heads, block_size, head_dim)
-        return data.view(self._kv.dtype).view(shape)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Room for a message."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _cut(
+        self, layers: slice, heads: slice, indices: torch.Tensor, shard: Shard, unit: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The cache as units, [layers, sides, blocks, heads, units of a block, unit, head_dim], and
+        in which block each unit of the message is, and where there."""
+        block_size = self.shape.block_size
+        first = shard.start % block_size // unit
+        units = torch.arange(first, first + shard.num_blocks(unit), device=self.device)
+        per_block = block_size // unit
+        cut = torch.unflatten(self._kv[layers, :, :, heads], 4, (per_block, unit))
+        return cut, indices.long()[units // per_block], units % per_block
 
     def _slices(self, part: Rectangle) -> tuple[slice, slice]:
         own = self.rectangle
@@ -79,19 +98,7 @@ class KvStaging:
         return layers, heads
 
 
-class Staging(Protocol):
-    """What packs a worker's blocks: `KvStaging`, or what has several ranks behind it."""
-
-    device: torch.device
-    shape: BlockShape
-    rectangle: Rectangle
-
-    def gather(self, blocks: Ints, shard: Shard) -> torch.Tensor: ...
-    def scatter(self, blocks: Ints, shard: Shard, data: torch.Tensor) -> None: ...
-    def empty(self, num_bytes: int) -> torch.Tensor: ...
-
-
 def blocks_of(shard: Shard, blocks: Ints, start: int, block_size: int) -> Ints:
-    """Those of `blocks`, which cover positions from `start` on, that the message covers."""
-    first = (shard.start - start) // block_size
+    """Those of `blocks`, of which the first holds position `start`, that the message covers."""
+    first = shard.start // block_size - start // block_size
     return blocks[first : first + shard.num_blocks(block_size)]

@@ -90,6 +90,7 @@ class RankPair:
         self._seconds = seconds
         self._group: Communicator | None = None
         self._closed = False
+        self._released: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pair")
         self._connected = self._thread.submit(self._connect, host)
 
@@ -118,16 +119,16 @@ class RankPair:
         """Blocks; to be called in the pair's thread. Fills `data`."""
         self._operate(lambda group: group.recv([data], SOURCE, 0))
 
-    def close(self) -> None:
-        """Break it off, from any thread, without waiting."""
-        if self._closed:
-            return
-        self._closed = True
-        self.store.close()
-        # Not here: an abort may wait for an operation to notice.
-        threading.Thread(target=self._abort, daemon=True, name="pair-close").start()
-        self._thread.submit(self._release)
-        self._thread.shutdown(wait=False)
+    def close(self) -> Future[None]:
+        """Break it off, from any thread, without waiting; done when all that was asked is over."""
+        if self._released is None:
+            self._closed = True
+            self.store.close()
+            # Not here: an abort may wait for an operation to notice.
+            threading.Thread(target=self._abort, daemon=True, name="pair-close").start()
+            self._released = self._thread.submit(self._release)
+            self._thread.shutdown(wait=False)
+        return self._released
 
     def _connect(self, host: str) -> None:
         started = time.monotonic()

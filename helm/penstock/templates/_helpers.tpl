@@ -87,10 +87,17 @@ podGpus. */ -}}
 {{- if mod (int $pool.tp) (int $pool.ep) -}}
 {{- fail (printf "pools.%s: ep, %d, must divide tp, %d: experts are spread over the ranks of a stage" $role (int $pool.ep) (int $pool.tp)) -}}
 {{- end -}}
+{{- if and (eq $.Values.standalone.autoscaler "hpa") (eq $least 0) (gt $most 0) -}}
+{{- fail (printf "pools.%s: minReplicas: an HPA keeps one pod at least: take standalone.autoscaler keda for 0" $role) -}}
+{{- end -}}
 {{- $none := and (eq $.Values.cluster.mode "standalone") (eq $.Values.standalone.autoscaler "none") -}}
 {{- if and $none (ne $least $most) -}}
 {{- fail (printf "pools.%s: minReplicas and maxReplicas differ, but with standalone.autoscaler none nothing scales" $role) -}}
 {{- end -}}
+{{- end -}}
+{{- $name := include "penstock.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "the name %q: a Service's begins with a letter and has lower case letters, digits and - only: set fullnameOverride" $name) -}}
 {{- end -}}
 {{- if not (add $counts.prefill $counts.mixed) -}}
 {{- fail "pools: no worker prefills: give prefill or mixed one replica or more" -}}
@@ -102,6 +109,13 @@ podGpus. */ -}}
 {{- $given := include "penstock.graceSeconds" . | int -}}
 {{- if lt $given $least -}}
 {{- fail (printf "terminationGracePeriodSeconds: %d is too short to drain: router.drainSeconds asks for %d or more" $given $least) -}}
+{{- end -}}
+{{- $canary := default 10 .Values.engine.canary_seconds -}}
+{{- if lt (float64 .Values.probes.tokenSeconds) (mulf 2 $canary) -}}
+{{- fail (printf "probes.tokenSeconds: %d is less than twice engine.canary_seconds, %v: an idle worker would not be ready" (int .Values.probes.tokenSeconds) $canary) -}}
+{{- end -}}
+{{- if and .Values.monitoring.serviceMonitor.enabled .Values.monitoring.podMonitor.enabled -}}
+{{- fail "monitoring: serviceMonitor and podMonitor would scrape the same routers twice: enable one" -}}
 {{- end -}}
 {{- if and .Values.networkPolicy.monitoring (not .Values.networkPolicy.clients) -}}
 {{- fail "networkPolicy.monitoring: without networkPolicy.clients everyone may scrape already: name both, or neither" -}}

@@ -154,12 +154,15 @@ spec:
   {{- include "penstock.rayProbes" $root | nindent 2 }}
   readinessProbe:
     {{- if eq $node.component "router" }}
-    httpGet: {path: /health, port: http}
-    {{- else }}
+    httpGet: {path: /health, port: http} # it can queue
+    {{- else if $isHead }}
     grpc: {port: 6380}
+    {{- else }}
+    # A token was decoded lately; where nothing is asked, a canary's.
+    exec: {command: [python, -m, penstock.cluster.ready, {{ $root.Values.probes.tokenSeconds | quote }}]}
     {{- end }}
-    periodSeconds: 5
-    timeoutSeconds: 5
+    periodSeconds: {{ has $node.component (list "router" "head") | ternary 5 10 }}
+    timeoutSeconds: {{ has $node.component (list "router" "head") | ternary 5 10 }}
   lifecycle:
     preStop:
       exec:

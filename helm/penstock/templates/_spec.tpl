@@ -5,6 +5,7 @@ model: {{ . }}
 {{ end -}}
 pool_nodes: true
 log_format: {{ .Values.logFormat }}
+routers: {{ .Values.router.replicas }}
 router:
   host: 0.0.0.0
   http_port: {{ .Values.router.httpPort }}

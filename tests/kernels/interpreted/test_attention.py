@@ -27,7 +27,7 @@ from tests.support.attention import (
     small_tiles,
 )
 from tests.support.batches import Batch, make_batch, poison
-from tests.support.devices import DEVICE
+from tests.support.devices import DEVICE, exact_products
 
 pytestmark = pytest.mark.interpreted
 
@@ -158,12 +158,14 @@ def test_what_is_a_shared_prefix() -> None:
     assert prefix_of(shared_batch(8, 96, [97], 16), window=50) == 0
 
 
-def on_device(batch: Batch, layer: Tensor, max_query: int, room: int, window: int) -> AttentionPlan:
+def on_device(
+    batch: Batch, layer: Tensor, max_query: int, room: int, window: int, one_path: bool = False
+) -> AttentionPlan:
     """Of tensors, with wider tables than needed and bounds that are not met."""
     starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
     tables = torch.nn.functional.pad(tables, (0, room // layer.shape[3] + 1), value=-1)
     bound = int(contexts.max()) + room
-    return device_plan(starts, contexts, tables, layer, max_query, bound, window)
+    return device_plan(starts, contexts, tables, layer, max_query, bound, window, one_path)
 
 
 @pytest.mark.parametrize("window", [0, 20])
@@ -197,6 +199,39 @@ def test_a_sequence_is_the_same_alone_and_in_a_crowd(window: int) -> None:
             alone = (length, contexts[b : b + 1], tables[b : b + 1])
             plan = plan_attention(*alone, layer, window)
             assert torch.equal(paged_attention(query[tokens], layer, plan), crowd[tokens])
+
+
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("scores", [PLAIN, Scores(cap=0.7, sinks=SINKS, slopes=SLOPES)])
+def test_on_one_path_a_token_is_the_same_however_its_prompt_is_cut(
+    scores: Scores, window: int
+) -> None:
+    """Whole, by itself, in pieces that take the other form, and planned on a device."""
+    query, layer, batch = make_case([(50, 110), (1, 70), (9, 9)], (1, 3, 16), 16)
+    _, contexts, tables = batch
+    with small_tiles(), exact_products():
+        whole = paged_attention(
+            query, layer, plan_attention(*batch, layer, window, one_path=True), scores
+        )
+        compare(whole, exactly(query, layer, batch, window, scores, None))
+        for begin, length in ((0, 1), (3, 1), (3, 30), (17, 2), (35, 15), (49, 1)):
+            context = np.array([contexts[0] - 50 + begin + length], np.int32)
+            piece = (np.array([0, length], np.int32), context, tables[:1])
+            tokens = slice(begin, begin + length)
+            plan = plan_attention(*piece, layer, window, one_path=True)
+            assert torch.equal(paged_attention(query[tokens], layer, plan, scores), whole[tokens])
+        with as_if_on_a_device():
+            plan = on_device(batch, layer, 50, 100, window, one_path=True)
+            assert torch.equal(paged_attention(query, layer, plan, scores), whole)
+
+
+def test_on_one_path_no_prefix_is_shared() -> None:
+    batch = shared_batch(8, 96, [97], 16)
+    layer = torch.randn(2, 200, 1, 16, 16, device=DEVICE)
+    with small_tiles():
+        plan = plan_attention(*batch, layer, one_path=True, shares_prefix=True)
+    assert isinstance(plan.form, TiledPlan)
+    assert plan.form.prefix == 0
 
 
 def test_a_broken_slot_harms_its_own_sequence_only() -> None:

@@ -4,8 +4,13 @@ import pytest
 import torch
 
 from penstock.kernels import invariant_product as module
-from penstock.kernels.invariant_product import invariant_product, invariant_product_reference
-from tests.support.devices import DTYPES, ON_GPU
+from penstock.kernels.invariant_product import (
+    invariant_heads,
+    invariant_heads_reference,
+    invariant_product,
+    invariant_product_reference,
+)
+from tests.support.devices import DTYPES, ON_GPU, exact_products
 from tests.support.poison import poisoned_memory
 
 SHAPES = [(1, 1, 1), (3, 5, 7), (129, 130, 65), (70, 150, 1100)]
@@ -43,6 +48,24 @@ def test_a_row_has_the_same_bits_in_any_company(
     # With many rows a program has all slices, one after another.
     monkeypatch.setattr(module, "are_few", lambda num_tiles: False)
     assert torch.equal(invariant_product(x, weight, bias), crowd)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("across", [False, True])
+def test_heads(device: torch.device, dtype: torch.dtype, across: bool) -> None:
+    """Each by its own weight, whose rows or columns lie side by side; a row alone is the same."""
+    torch.manual_seed(1)
+    x = torch.randn(70, 3, 1100).to(device, dtype)[:, :, :1030]
+    weight = (torch.randn(3, 9, 1030) / 32).to(device, dtype)
+    if across:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    with poisoned_memory(), exact_products():
+        found = invariant_heads(x, weight)
+        for row in (0, 64):
+            assert torch.equal(invariant_heads(x[row : row + 1], weight)[0], found[row])
+    eps = torch.finfo(dtype).eps
+    expected = invariant_heads_reference(x, weight)
+    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=4e-6)
 
 
 def test_slices_are_cut_by_the_weights_shape() -> None:

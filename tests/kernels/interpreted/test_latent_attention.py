@@ -16,7 +16,7 @@ from penstock.kernels.latent_attention import (
 )
 from tests.support.attention import as_if_on_a_device, compare, small_tiles, within_bounds
 from tests.support.batches import Batch, make_batch, poison
-from tests.support.devices import DEVICE
+from tests.support.devices import DEVICE, exact_products
 
 pytestmark = pytest.mark.interpreted
 
@@ -89,6 +89,24 @@ def test_a_sequence_is_the_same_alone_and_in_a_crowd() -> None:
             length = np.array([0, starts[b + 1] - starts[b]], np.int32)
             alone = (length, contexts[b : b + 1], tables[b : b + 1])
             assert torch.equal(attend(query[tokens], layer, up, alone), crowd[tokens])
+
+
+def test_on_one_path_a_token_is_the_same_however_its_prompt_is_cut() -> None:
+    query, layer, up, batch = make_case([(40, 90), (1, 70), (9, 9)], (3, 5, 4, 7, 11))
+    _, contexts, tables = batch
+
+    def on_one_path(query: Tensor, batch: Batch) -> Tensor:
+        plan = plan_latent_attention(*batch, layer, up.shape[2], up.shape[1], one_path=True)
+        return latent_attention(query, layer, up, plan, 0.3)
+
+    with small_tiles(), exact_products():
+        whole = on_one_path(query, batch)
+        check(query, layer, up, batch, whole)
+        for begin, length in ((0, 1), (3, 30), (39, 1)):
+            context = np.array([contexts[0] - 40 + begin + length], np.int32)
+            piece = (np.array([0, length], np.int32), context, tables[:1])
+            tokens = slice(begin, begin + length)
+            assert torch.equal(on_one_path(query[tokens], piece), whole[tokens])
 
 
 def test_a_block_that_is_not_there_is_refused() -> None:

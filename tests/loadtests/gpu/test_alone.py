@@ -53,10 +53,13 @@ def test_the_engine_steps_without_ray(tmp_path: Path) -> None:
     (tmp_path / "bounds.json").write_text('{"bytes_per_second": 1e10, "flops_per_second": 1e11}')
     options = ["--json", str(tmp_path / "x.json"), "--bounds", str(tmp_path / "bounds.json")]
     options += ["--device", "cpu", "--small", "--model", "1b"]
-    code = f"sys.argv[1:] = {options!r}\nfrom penstock.loadtests.gpu.steps import main\nmain()"
+    steps = "from penstock.loadtests.gpu import deterministic, steps"
+    code = f"sys.argv[1:] = {options!r}\n{steps}\nsteps.main()\n"
+    code += "print(open(sys.argv[2]).read())\ndeterministic.main()"
     done = run_blocked(code, ("ray",))
     assert done.returncode == 0, done.stderr
-    assert '"over_floor"' in (tmp_path / "x.json").read_text()
+    assert '"over_floor"' in done.stdout
+    assert '"prompt of 40": {"plain_us"' in (tmp_path / "x.json").read_text()
 
 
 @pytest.mark.parametrize("folder", ["tests/kernels", "tests/workers/device"])

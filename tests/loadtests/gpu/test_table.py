@@ -49,6 +49,13 @@ def test_batches_and_failures_are_shown_together() -> None:
     assert lines[6].split() == ["16", "1234", "1300", "1000", "1.23x", "3", "9", "a.py:3"]
 
 
+def test_a_price_is_shown_with_its_spread() -> None:
+    row = {"plain_us": 100.0, "deterministic_us": 112.0, "times": 1.12, "least": 1.1, "most": 1.3}
+    figures = {"about": "a model", "prices": {"decode step of 1": row}, "failures": []}
+    line = report([Outcome("deterministic", 5.0, [], figures)]).splitlines()[3]
+    assert line.split()[-5:] == ["100", "112", "1.12x", "1.10x", "1.30x"]
+
+
 def test_columns_are_aligned() -> None:
     assert list(columns(("a", "b"), [])) == []
     assert list(columns(("a", "bb"), [("long", "1")])) == ["    a     bb", "    long   1"]

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.loadtests.simulate.goals import Figures
+from penstock.loadtests.simulate.goals import Figures, needs
 from penstock.loadtests.simulate.load import WrongOptions
 from penstock.loadtests.simulate.scaling import Loads, cases, missed
+from penstock.loadtests.simulate.timing import Timing
+from penstock.loadtests.workload import Planned
 
 FIGURES = Figures(
     kept=0.999,
@@ -48,14 +50,33 @@ def test_what_is_asked_of_it() -> None:
 
 
 @pytest.mark.slow
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
     given = ["--wave", "12", "--low", "1", "--high", "3", "--most", "2", "--cold-starts", "2,5"]
+    given += ["--page", str(path)]
     assert main(["simulate", "scaling", *given]) == 0, "nothing is judged at these cold starts"
-    header, *rows, _ = capsys.readouterr().out.splitlines()
-    assert "goals kept" in header
+    *told, _ = capsys.readouterr().out.splitlines()
+    assert sum("goals kept" in line for line in told) == 4
+    rows = [line for line in told if "goals kept" not in line]
     assert len(rows) == 2 * 2 * 5
     assert sum("static peak" in row and "100%" in row for row in rows) == 4
     assert sum("clairvoyant" in row for row in rows) == 4
+    text = path.read_text()
+    assert text.count("<svg") == 4 * 4
+    assert "wave, cold start 2 s: workers paid for" in text
+
+
+def test_who_knows_the_arrivals_needs_no_more_than_they_are() -> None:
+    # Ten seconds of nothing, then one second's work of three workers, then nothing.
+    timing = Timing(launch=0.0, token=1e-3, pair=0.0, weights=0.0, kv_token=0.0)
+    quiet = [Planned(0, 0.0, 1, 1), Planned(9, 100.0, 1, 1)]
+    burst = [Planned(1 + n, 50.0, 1000, 1) for n in range(14)]
+    wanted = needs([*quiet[:1], *burst, *quiet[1:]], timing, 100, slot=5.0, busy=1.0)
+    assert wanted[10] == 3, "14 s of work in the slot's five seconds and the two of the wait"
+    assert wanted[:5] == [1] * 5, "what comes much later needs nobody yet"
+    assert max(wanted[15:]) == 1
+    idle = needs([*quiet[:1], *burst, *quiet[1:]], timing, 100, slot=5.0, busy=0.5)
+    assert idle[10] == 5
 
 
 @pytest.mark.parametrize(

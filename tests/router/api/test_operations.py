@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
-from penstock.router.state import DecisionNote, PoolScaling, Scaling
+from penstock.router.state import DecisionNote, PoolScaling, RouterState, Scaling
 from tests.support.metrics import SERIES
 from tests.support.served_router import Served, serving, until
 from tests.support.stub_worker import StubWorker
@@ -37,6 +37,7 @@ LOAD = pb.Load(
     steps=7,
     step_counts=[4, 2, 1],
     step_seconds=0.5,
+    expert_imbalance=1.5,
 )
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -92,6 +93,8 @@ async def test_a_cluster_in_one_scrape(config: RouterConfig) -> None:
     assert told(values, "prompt_tokens_total", worker="d0") == 400
     assert told(values, "prefix_hit_tokens_total", worker="d0") == 100
     assert told(values, "preemptions_total", worker="d0") == 6
+    assert told(values, "expert_imbalance_ratio", worker="d0") == 1.5
+    assert ("penstock_expert_imbalance_ratio", (("worker", "p0"),)) not in values, "it told none"
     steps = [told(values, "step_seconds_bucket", worker="d0", le=le) for le in ("0.01", "0.1")]
     assert steps == [4, 6]
     assert told(values, "step_seconds_count", worker="d0") == 7
@@ -220,7 +223,7 @@ async def test_a_line_a_request_with_its_name_and_nothing_of_its_content(
 
 
 SIZES = Scaling(
-    [PoolScaling("mixed", 0, 4, 3, 2, 1, "12 requests wait", "doubling at most in 15 s")],
+    [PoolScaling("mixed", 0, 4, 3, 2, 1, "12 requests wait", "doubling at most in 15 s", 1)],
     [DecisionNote(1e9, "mixed", "mixed: 1 to 3: 12 requests wait")],
 )
 
@@ -231,6 +234,7 @@ async def test_what_is_done_about_sizes_is_told(served: Served) -> None:
         values, status = await scrape(http), (await http.get("/status")).json()
     assert told(values, "workers_desired", pool="mixed") == 3
     assert told(values, "workers_pending", pool="mixed") == 2
+    assert told(values, "workers_given_up", pool="mixed") == 1
     assert status["scaling"]["pools"][0]["reason"] == "12 requests wait"
     assert status["scaling"]["decisions"][0]["text"] == "mixed: 1 to 3: 12 requests wait"
 
@@ -306,3 +310,26 @@ async def test_the_status_of_a_cluster(served: Served) -> None:
     }
     assert (worker["worker"], worker["role"], worker["state"]) == ("w0", "mixed", "ready")
     assert worker["numbers"]["blocks"]["used"] == 10
+
+
+async def test_what_waits_at_other_routers_is_told_by_each(config: RouterConfig) -> None:
+    async with serving(config, StubWorker("m0")) as served, client_of(served) as http:
+        served.router.frontend.routers = [
+            RouterState("router-0", "ready", "a:1", "a:2"),
+            RouterState(
+                *("router-1", "ready", "a:3", "a:4", 9, 3, 70),
+                queued={"mixed": 3},
+                queued_tokens={"mixed": 70},
+            ),
+        ]
+        status = (await http.get("/status")).json()
+        values = await scrape(http)
+    (pool,) = status["pools"]
+    assert (pool["waiting"], pool["waiting_tokens"]) == (3, 70)
+    assert (pool["queued"], pool["queued_tokens"]) == (0, 0), "at this router"
+    assert told(values, "requests_waiting", pool="mixed") == 3
+    assert told(values, "tokens_waiting", pool="mixed") == 70
+    assert [(each["router"], each["http"], each["streams"]) for each in status["routers"]] == [
+        ("router-0", "a:1", 0),
+        ("router-1", "a:3", 9),
+    ]

@@ -3,6 +3,7 @@ import pytest
 from penstock.router.routing.events import Load, WorkerInfo
 from penstock.router.routing.fleet import Share, WorkerView
 from penstock.router.routing.policy import Demand, LeastLoaded, Placement
+from penstock.router.routing.prices import HandOverPrice
 from tests.support.router_world import info_of
 
 FRESH = Demand(1, num_tokens=10, num_sequences=1, num_left=8)
@@ -15,7 +16,7 @@ def view(name: str, role: str, queued_tokens: int = 0, running: int = 0) -> Work
 
 
 def place(*views: WorkerView, demand: Demand = FRESH) -> Placement | None:
-    return LeastLoaded().place(demand, views, now=100.0)
+    return LeastLoaded().place(demand, views, HandOverPrice(), now=100.0)
 
 
 def test_separate_pools_prefill_here_and_decode_there() -> None:
@@ -95,7 +96,7 @@ def test_what_was_placed_since_the_report_counts() -> None:
     first, second = view("p0", "prefill"), view("p1", "prefill", queued_tokens=5)
     first.placed(10, 1)
     assert place(first, second, view("d0", "decode")) == Placement("p1", "d0")
-    first.reported(Load(queued_tokens=4))
+    first.reported(Load(queued_tokens=4), 0.0)
     assert place(first, second, view("d0", "decode")) == Placement("p0", "d0")
 
 
@@ -108,7 +109,7 @@ def test_idle_workers_take_turns() -> None:
         chosen.append(placement.worker)
         used = next(each for each in views if each.name == placement.worker)
         used.placed(10, 1)
-        used.reported(Load())
+        used.reported(Load(), 0.0)
     assert chosen == ["m0", "m1", "m2"] * 2
 
 
@@ -117,7 +118,8 @@ def test_a_worker_just_lost_is_liked_less_but_not_banned() -> None:
     assert place(back, view("m1", "mixed", queued_tokens=500)) == Placement("m1")
     assert place(back) == Placement("m0")
     assert place(back, view("m1", "mixed", queued_tokens=10**6)) == Placement("m0")
-    later = LeastLoaded().place(FRESH, [back, view("m1", "mixed", queued_tokens=500)], 200.0)
+    views = [back, view("m1", "mixed", queued_tokens=500)]
+    later = LeastLoaded().place(FRESH, views, HandOverPrice(), 200.0)
     assert later == Placement("m0")
 
 

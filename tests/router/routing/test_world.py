@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from penstock.router.routing.dispatcher import Limits
-from penstock.router.routing.events import Request, WorkerInfo
+from penstock.router.routing.events import Request, RoleChanged, WorkerInfo
 from tests.support.router_world import World, info_of
 
 POOLS: dict[str, list[WorkerInfo]] = {
@@ -104,6 +104,15 @@ class Chaos:
         if self.world.workers:
             self.world.drain(rng.choice(list(self.world.workers)))
 
+    def change_role(self, rng: Random) -> None:
+        if self.births:
+            worker = rng.choice(self.births).worker
+            self.world.tell(RoleChanged(worker, rng.choice(["prefill", "decode", "mixed"])))
+
+    def stick(self, rng: Random) -> None:
+        if self.world.workers:
+            self.world.stick(rng.choice(list(self.world.workers)))
+
     def garble(self, rng: Random) -> None:
         if self.world.workers:
             self.world.garble(rng.choice(list(self.world.workers)))
@@ -133,7 +142,8 @@ class Chaos:
                 worker.give_up(rng.choice(running), "logits were not finite")
 
 
-FAULTS = ["leave", "kill", "notice", "birth", "birth", "drain", "give_up", "garble"]
+FAULTS = ["leave", "kill", "notice", "birth", "birth", "drain", "give_up", "garble", "stick"]
+FAULTS += ["change_role", "change_role"]
 QUIET = ["arrive", "wait", "go_on", "go_on_far", "go_on_far"]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,18 +41,28 @@ class Replays:
         return replay
 
 
-def attention(starts, contexts, tables, layer, max_query, max_context, window) -> AttentionPlan:  # type: ignore[no-untyped-def]
+def attention(
+    starts: Any,
+    contexts: Any,
+    tables: Any,
+    layer: Any,
+    max_query: int,
+    max_context: int,
+    window: Any,
+    one_path: Any,
+) -> AttentionPlan:
     assert max_query >= starts.diff().max()
     assert max_context >= contexts.max()
     assert all(each.dtype == torch.int32 for each in (starts, contexts, tables))
-    return plan_attention(starts.numpy(), contexts.numpy(), tables.numpy(), layer, window)
+    batch = starts.numpy(), contexts.numpy(), tables.numpy()
+    return plan_attention(*batch, layer, window, one_path)
 
 
-def latent(starts, contexts, tables, layer, rank, max_query, max_context) -> LatentPlan:  # type: ignore[no-untyped-def]
+def latent(starts, contexts, tables, layer, rank, max_query, max_context, one_path) -> LatentPlan:  # type: ignore[no-untyped-def]
     assert max_query >= starts.diff().max()
     assert max_context >= contexts.max()
     batch = starts.numpy(), contexts.numpy(), tables.numpy()
-    return plan_latent_attention(*batch, layer, rank, UP_DIM)
+    return plan_latent_attention(*batch, layer, rank, UP_DIM, one_path)
 
 
 @pytest.fixture(autouse=True)

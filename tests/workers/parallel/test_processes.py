@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from penstock.workers.engine import Engine
+from tests.support.played import in_all_company, rehearsed_in_all_company
 from tests.support.rank_processes import RankProcesses, rank_processes
 from tests.support.ranks import Answers, agree, answer, make_model, rank_config
 
@@ -64,6 +65,21 @@ def test_a_shape_gives_the_same_bits_twice(
     assert first.tokens == second.tokens
     for one, other in zip(first.logits, second.logits, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("llama", (2, 1, 1)), ("qwen2-moe", (2, 1, 2))])
+def test_a_deterministic_worker_of_two_ranks(
+    ranks: RankProcesses, folder: Path, name: str, mesh: tuple[int, int, int]
+) -> None:
+    """A request's bits are its own in any company, on this worker and on another of its shape."""
+    model, _ = one_rank(folder, name)
+    sizes = {"deterministic": True, "kv_cache_mib": 2, "max_batched_tokens": 64}
+    workers = [rehearsed_in_all_company, *([in_all_company] if name == "llama" else [])]
+    expected, *others = [
+        found for use in workers for found in ranks.made_by(use, model, mesh, **sizes)
+    ]
+    assert len(others) >= 3
+    assert all(found == expected for found in others)
 
 
 def test_narrow_numbers(ranks: RankProcesses, folder: Path) -> None:

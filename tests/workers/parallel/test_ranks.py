@@ -58,9 +58,11 @@ def test_the_answers_of_one_rank(tmp_path: Path, name: str, mesh: tuple[int, int
 
 def test_the_load_of_experts_is_counted(tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen2-moe")
+    told: list[float] = []
 
     def count(engine: Engine) -> list[torch.Tensor]:
         answer(engine)
+        told.append(engine.load().expert_imbalance)
         blocks = cast(Decoder, engine._runner.decoder).layers
         return [block.mlp.load for block in blocks if isinstance(block.mlp, SpreadExperts)]
 
@@ -77,3 +79,5 @@ def test_the_load_of_experts_is_counted(tmp_path: Path) -> None:
     num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (NUM_NEW - 1)
     assert [int(load.sum()) for load in loads] == [3 * num_tokens] * 2
     assert all((load > 0).sum() > 3 for load in loads)
+    ratios = [float(load.max() / load.double().mean()) for load in loads]
+    assert told == [pytest.approx(sum(ratios) / 2)]

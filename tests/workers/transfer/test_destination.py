@@ -13,9 +13,13 @@ import torch
 
 from penstock.protos import transfer_pb2 as wire
 from penstock.protos import transfer_pb2_grpc
-from penstock.workers.transfer.destination import Destination, Expected, Verdict
+from penstock.workers.transfer.destination import Destination
+from penstock.workers.transfer.ends import Ends
+from penstock.workers.transfer.incoming import Expected, Verdict
+from penstock.workers.transfer.link import Peer
+from penstock.workers.transfer.mover import Movers, RankMover
 from penstock.workers.transfer.shards import Rectangle
-from penstock.workers.transfer.source import Outgoing, Peer, Source
+from penstock.workers.transfer.source import Outgoing, Source
 from penstock.workers.transfer.staging import Identity, KvStaging
 from penstock.workers.transfer.transport import PairBroken
 
@@ -29,6 +33,10 @@ def make_staging(seed: int) -> KvStaging:
     generator = torch.Generator().manual_seed(seed)
     kv = torch.randn((3, 2, NUM_BLOCKS, 2, BLOCK_SIZE, 5), generator=generator)
     return KvStaging(kv, Rectangle(0, 3, 0, 2))
+
+
+def make_ends(staging: KvStaging) -> Ends:
+    return Ends(Movers(RankMover(staging, "127.0.0.1", 20.0)))
 
 
 @dataclass
@@ -52,7 +60,7 @@ class Side:
 @pytest_asyncio.fixture(loop_scope="module")
 async def side() -> AsyncIterator[Side]:
     staging = make_staging(1)
-    destination = Destination(IDENTITY, staging, 20.0)
+    destination = Destination(IDENTITY, make_ends(staging), 20.0)
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     transfer_pb2_grpc.add_TransferServicer_to_server(destination, server)  # type: ignore[no-untyped-call]
@@ -63,7 +71,15 @@ async def side() -> AsyncIterator[Side]:
 
 
 def introduction(**other: Any) -> wire.FromSource:
-    given = {"protocol": 1, "worker": "s", "incarnation": "i", "layout": "layout", **other}
+    given = {
+        "protocol": 2,
+        "worker": "s",
+        "incarnation": "i",
+        "layout": "layout",
+        "block_size": BLOCK_SIZE,
+        "ranks": [wire.Holding(last_layer=3, last_head=2)],
+        **other,
+    }
     return wire.FromSource(introduction=wire.Introduction(**given))
 
 
@@ -124,8 +140,11 @@ async def test_a_stranger_is_unauthenticated(side: Side, secret: str) -> None:
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
-        (introduction(protocol=9), "protocol 9, not 1"),
+        (introduction(protocol=9), "protocol 9, not 2"),
         (introduction(layout="other"), "layouts differ"),
+        (introduction(block_size=0), "are to be said"),
+        (introduction(ranks=[]), "are to be said"),
+        (introduction(ranks=[wire.Holding(last_layer=3, last_head=1)]), "do not hold the same"),
         (introduction(worker=""), "must be an introduction"),
         (wire.FromSource(end=wire.End(epoch=1)), "must be an introduction"),
     ],
@@ -151,6 +170,8 @@ async def test_who_does_not_fit_is_told_why(
         ({"first_head": 2, "last_head": 3}, "outside"),
         ({"bytes": 1 << 40}, "bytes, not"),
         ({"start": 3}, "begin and end"),
+        ({"source_rank": 1}, "a pair that there is not"),
+        ({"destination_rank": 1}, "a pair that there is not"),
     ],
 )
 async def test_a_header_without_sense_ends_its_transfer_only(
@@ -210,6 +231,40 @@ async def test_an_end_before_everything_was_announced_ends_it(side: Side, aborte
     await stranger.close()
 
 
+@pytest.mark.parametrize(
+    ("again", "reason"), [({"index": 1}, "repeats"), ({"start": 4}, "the same number")]
+)
+async def test_a_message_that_comes_twice_ends_its_transfer(
+    side: Side, again: dict[str, Any], reason: str
+) -> None:
+    before = side.staging._kv.clone()
+    stranger = await Stranger(side).introduced()
+    epoch = side.expect(8, [1, 2])
+    half = 3 * 2 * 2 * BLOCK_SIZE * 5 * 4
+    first = {"stop": 4, "bytes": half}
+    await stranger.call.write(header(epoch, **first))
+    assert not (await stranger.heard("credit")).discard
+    second = {**first, **again} if "index" in again else {**first, "stop": 8, **again}
+    await stranger.call.write(header(epoch, **second))
+    await stranger.call.write(header(epoch, **first, index=7))
+    assert reason in (await stranger.heard("outcome")).reason
+    assert (await stranger.heard("credit")).discard
+    assert (await stranger.heard("credit")).discard
+    await eventually(side, 1)
+    assert torch.equal(side.staging._kv, before)
+    await stranger.close()
+
+
+async def test_ranks_that_do_not_know_how_to_meet_end_the_pair(side: Side) -> None:
+    stranger = await Stranger(side).introduced()
+    epoch = side.expect(8, [1, 2])
+    await stranger.call.write(wire.FromSource(value=wire.StoreValue(key="k", value=bytes(1 << 16))))
+    await eventually(side, 1)
+    assert side.verdicts[0].epoch == epoch
+    assert "do not know how to meet" in side.verdicts[0].reason
+    await stranger.close()
+
+
 async def test_bytes_that_are_no_message_end_the_pair_only(side: Side) -> None:
     async with grpc.aio.insecure_channel(side.address) as channel:
         method = channel.stream_stream("/penstock.transfer.v1.Transfer/Pair")
@@ -232,7 +287,7 @@ async def eventually(side: Side, num_verdicts: int) -> None:
 @pytest_asyncio.fixture(loop_scope="module")
 async def source() -> AsyncIterator[tuple[Source, KvStaging]]:
     staging = make_staging(2)
-    source = Source(replace(IDENTITY, worker="s", incarnation="i"), staging, 20.0)
+    source = Source(replace(IDENTITY, worker="s", incarnation="i"), make_ends(staging), 20.0)
     yield source, staging
     source.stop()
 

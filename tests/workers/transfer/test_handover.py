@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 import torch
 
-from penstock.kernels.checksum import checksum
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
 from penstock.workers.service import RunningWorker, serve_worker
 from penstock.workers.transfer import source as source_side
 from penstock.workers.transfer.staging import KvStaging
+from penstock.workers.transfer.transport import RankPair
 from tests.support.attached import Attached, greedy
 from tests.support.handover import HandOvers, Moving
 from tests.support.tiny import tiny_checkpoint
@@ -88,6 +88,32 @@ async def test_the_answer_is_a_mixed_worker_s(pools: HandOvers, length: int) -> 
     assert after.prompt_tokens_computed == before.prompt_tokens_computed
     await settle(pools)
     assert pools.prefill.load.bytes_sent - sent == received.bytes
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (8, 12)], ids=str)
+async def test_blocks_may_have_other_sizes(
+    checkpoint: Path, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 2000)
+    both = [await serve(f"of {size}", checkpoint, block_size=size) for size in sizes]
+    pools = await HandOvers.open(both[0].address, both[1].address)
+    for length in (1, 16, 17, 70):
+        expected = await pools.mixed(PROMPT[:length], NUM_TOKENS)
+        computed = pools.decode.load.prompt_tokens_computed
+        moving = await pools.prefilled(PROMPT[:length], NUM_TOKENS)
+        assert await moving.whole() == expected
+        assert pools.decode.load.prompt_tokens_computed == computed, "it came"
+        await settle(pools)
+    first = await pools.prefilled(PROMPT[:50], NUM_TOKENS, salt=b"shared")
+    await first.whole()
+    expected = await pools.mixed(PROMPT[:70], NUM_TOKENS)
+    second = await pools.prefilled(PROMPT[:70], NUM_TOKENS, salt=b"shared")
+    assert await second.whole() == expected
+    assert (await second.ready()).have == 50 // sizes[1] * sizes[1], "it had the rest"
+    await settle(pools)
+    await pools.close()
+    for worker in both:
+        await worker.stop()
 
 
 async def test_sampling_goes_on_as_if_nothing_had_happened(pools: HandOvers) -> None:
@@ -168,18 +194,21 @@ async def test_a_flipped_bit_is_seen_and_the_answer_still_right(
     pools: HandOvers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = await pools.mixed(PROMPT[:40], NUM_TOKENS)
-    monkeypatch.setattr(source_side, "checksum", flipping)
+    monkeypatch.setattr(RankPair, "send", flipping)
     moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
     assert await moving.whole() == expected
     assert "checksum" in await failed(pools.decode, moving)
     await settle(pools)
 
 
-def flipping(data: torch.Tensor) -> int:
-    """The checksum of what is sent, after which one bit of it is flipped on its way."""
-    value = checksum(data)
-    data[len(data) // 2] ^= 4
-    return value
+def flipping(pair: RankPair, data: torch.Tensor) -> None:
+    """Sends it, but for a bit, which is flipped on its way."""
+    if data.dtype == torch.uint8:
+        data[len(data) // 2] ^= 4
+    send(pair, data)
+
+
+send = RankPair.send
 
 
 async def test_a_lease_dropped_while_it_is_sent(

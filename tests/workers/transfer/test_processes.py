@@ -38,6 +38,24 @@ async def test_answers_are_a_mixed_worker_s(checkpoint: Path) -> None:
         await pools.close()
 
 
+async def test_ranks_hand_over_to_ranks_in_other_shapes_and_blocks(checkpoint: Path) -> None:
+    async with (
+        worker_process("one", checkpoint) as one,
+        worker_process("tp2", checkpoint, tp=2, block_size=32) as tp2,
+        worker_process("pp2", checkpoint, pp=2) as pp2,
+    ):
+        for prefill, decode in ((tp2, one), (one, tp2), (pp2, tp2)):
+            pools = await HandOvers.open(prefill.address, decode.address)
+            expected = await pools.mixed(PROMPT[:37], 6)
+            computed = pools.decode.load.prompt_tokens_computed
+            moving = await pools.prefilled(PROMPT[:37], 6)
+            assert await moving.whole() == expected
+            assert pools.decode.load.prompt_tokens_computed == computed
+            received = await pools.decode.message("received", moving.request)
+            assert received.bytes == 3 * BYTES_PER_BLOCK
+            await pools.close()
+
+
 async def test_a_source_killed_while_it_sends(checkpoint: Path) -> None:
     async with (
         worker_process("prefill", checkpoint, slow_gather=0.02) as prefill,

@@ -1,4 +1,4 @@
-"""Hand-overs between workers of any shapes, whose ranks are threads of this process."""
+"""Hand-overs between workers of any shapes and block sizes, whose ranks are threads here."""
 
 import threading
 from collections.abc import AsyncIterator
@@ -22,12 +22,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 PROMPT = [3 + (7 * i) % 150 for i in range(60)]
 NUM_TOKENS = 6
 SHAPES = {"one": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2-pp2": (2, 2, 1)}
+BLOCK_SIZES = {"one": 4, "tp2": 8, "pp2": 4, "tp2-pp2": 6}
 
 
 async def serve(name: str, model: Path) -> RunningWorker:
     """Of the shape of that name."""
     store = LocalStore()
-    config = replace(rank_config(model, SHAPES[name]), name=name)
+    config = replace(rank_config(model, SHAPES[name]), name=name, block_size=BLOCK_SIZES[name])
 
     def follow(rank: int) -> None:
         Follower(replace(config, rank=rank), store, lambda done, total: None).run()

@@ -1,7 +1,10 @@
 """The geometry of hand-overs: every position, layer and head travels exactly once."""
 
+from collections import Counter
 from itertools import pairwise
+from math import gcd
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +15,8 @@ from penstock.workers.transfer.shards import (
     Coverage,
     Rectangle,
     Shard,
-    intersections,
+    check_alike,
+    routes,
     split,
 )
 
@@ -21,14 +25,16 @@ SHAPE = BlockShape(block_size=4, bytes_per_head=10)
 
 @st.composite
 def grids(draw: st.DrawFn, layers: int, heads: int) -> list[Rectangle]:
-    """The rectangles of a worker's ranks: layers and heads each cut at the same places."""
+    """The rectangles of a worker's ranks: layers and heads each cut at the same places, and each
+    part held by as many ranks."""
 
     def cuts(num: int) -> list[int]:
         inner = draw(st.sets(st.integers(1, num - 1), max_size=3)) if num > 1 else set()
         return [0, *sorted(inner), num]
 
-    rows, columns = cuts(layers), cuts(heads)
-    return [Rectangle(*row, *column) for row in pairwise(rows) for column in pairwise(columns)]
+    rows, columns, copies = cuts(layers), cuts(heads), draw(st.integers(1, 3))
+    parts = [Rectangle(*row, *column) for row in pairwise(rows) for column in pairwise(columns)]
+    return draw(st.permutations(parts * copies))
 
 
 def cells(part: Rectangle) -> set[tuple[int, int]]:
@@ -37,16 +43,83 @@ def cells(part: Rectangle) -> set[tuple[int, int]]:
 
 
 @given(grids(6, 4), grids(6, 4))
-def test_intersections_cover_each_cell_once(
+def test_every_holder_gets_each_cell_once(
     sources: list[Rectangle], destinations: list[Rectangle]
 ) -> None:
-    seen: list[tuple[int, int]] = []
-    for i, j, both in intersections(sources, destinations):
-        assert both.area > 0
-        assert sources[i].contains(both)
-        assert destinations[j].contains(both)
-        seen += cells(both)
-    assert len(seen) == len(set(seen)) == 24
+    found = routes(sources, destinations)
+    pairs = [(route.source, route.destination) for route in found]
+    assert len(pairs) == len(set(pairs))
+    for rank, rectangle in enumerate(destinations):
+        seen: list[tuple[int, int]] = []
+        for route in found:
+            if route.destination == rank:
+                assert sources[route.source].contains(route.part)
+                seen += cells(route.part)
+        assert len(seen) == len(set(seen))
+        assert set(seen) == cells(rectangle)
+    check_alike(sources, destinations)
+
+
+def test_ranks_that_hold_the_same_take_turns_to_send_it() -> None:
+    left, right = Rectangle(0, 2, 0, 1), Rectangle(0, 2, 1, 2)
+    senders = Counter(route.source for route in routes([left, left, right, right], [left, right]))
+    assert senders == {0: 1, 2: 1}
+    latent = [Rectangle(0, 2, 0, 1)] * 4
+    assert [route.source for route in routes(latent, latent)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        [Rectangle(0, 3, 0, 2)],
+        [Rectangle(0, 2, 0, 1)],
+        [Rectangle(0, 2, 0, 2), Rectangle(0, 1, 0, 2)],
+        [Rectangle(0, 2, 0, 2), Rectangle(1, 1, 0, 2)],
+        [Rectangle(1, 3, 0, 2)],
+        [],
+    ],
+)
+def test_ranks_that_hold_something_else_are_refused(theirs: list[Rectangle]) -> None:
+    with pytest.raises(BadShard, match="do not hold the same"):
+        check_alike([Rectangle(0, 1, 0, 2), Rectangle(1, 2, 0, 2)], theirs)
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
+
+
+@given(grids(4, 3), grids(4, 3), SIZES, SIZES, st.data())
+def test_the_plan_covers_every_position_once_whatever_the_block_sizes(
+    sources: list[Rectangle],
+    destinations: list[Rectangle],
+    theirs: int,
+    ours: int,
+    data: st.DataObject,
+) -> None:
+    start = ours * data.draw(st.integers(0, 3))
+    stop = start + data.draw(st.integers(1, 30))
+    message_bytes = data.draw(st.integers(1, 300))
+    unit = gcd(theirs, ours)
+    shape = BlockShape(ours, 5 * ours).cut(unit)
+    assert shape == BlockShape(theirs, 5 * theirs).cut(unit) == BlockShape(unit, 5 * unit)
+    found = routes(sources, destinations)
+    for rank, rectangle in enumerate(destinations):
+        coverage = Coverage(rectangle, start, stop, shape)
+        seen = np.zeros((4, 3, stop), np.int64)
+        for route in found:
+            if route.destination != rank:
+                continue
+            for shard in split(route.part, start, stop, shape, message_bytes):
+                part = shard.rectangle
+                layers = slice(part.first_layer, part.last_layer)
+                heads = slice(part.first_head, part.last_head)
+                seen[layers, heads, shard.start : shard.stop] += 1
+                coverage.announce(shard, shape.num_bytes(shard))
+                coverage.fill(shard)
+        expected = np.zeros_like(seen)
+        layers = slice(rectangle.first_layer, rectangle.last_layer)
+        expected[layers, rectangle.first_head : rectangle.last_head, start:] = 1
+        np.testing.assert_array_equal(seen, expected)
+        assert coverage.complete
 
 
 @given(

@@ -1,0 +1,39 @@
+"""What numba compiles for a CPU: kept on disk, so that a machine compiles it once."""
+
+import os
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+
+def settle_numba() -> None:
+    """To be called before a file of compiled loops is imported; once numba is known to be there."""
+    import numba
+
+    settings: Any = numba.config
+    if not settings.CACHE_DIR:
+        settings.CACHE_DIR = str(cache_folder())
+    # OpenMP is what torch computes with: one pool of threads for both.
+    settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+
+def cache_folder() -> Path:
+    """Where compiled loops are kept; one that lasts as this process where there is no home.
+
+    Another one for other sources: numba sees a change in the file of a compiled function, but not
+    in a file of what that calls.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    folder = root / "penstock" / "kernels" / _digest()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (OSError, RuntimeError):
+        return Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
+    return folder
+
+
+def _digest() -> str:
+    """Of all sources here that numba may compile."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return sha256(b"".join(each for each in sources if b"numba" in each)).hexdigest()[:16]

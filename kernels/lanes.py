@@ -1,0 +1,169 @@
+"""Vectors of float32 for loops that numba compiles, where their order of sums is to be known.
+
+A compiler may sum a plain loop in an order of its own, another one for every loop. What is written
+with these is done as it is written. Arrays are flat.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def"
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.datamodel import models
+from numba.core.datamodel.registry import register_default
+from numba.extending import intrinsic
+
+WIDE = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+"""Lanes of the widest vectors of this machine; 8 are there always."""
+
+
+def written(function: Any) -> Any:
+    """`intrinsic`, of which mypy knows too little."""
+    return intrinsic(function)
+
+
+class Lanes(types.Type):
+    """A vector of float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(name=f"Lanes({width})")
+        self.width = width
+
+
+@register_default(Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager, lanes):
+        super().__init__(manager, lanes, ir.VectorType(ir.FloatType(), lanes.width))
+
+
+def _place(context, builder, signature, arguments):
+    """A pointer to an element of a flat array: the first two arguments."""
+    array = context.make_array(signature.args[0])(context, builder, arguments[0])
+    return builder.gep(array.data, [arguments[1]])
+
+
+def _loads(width: int):
+    lanes = Lanes(width)
+
+    @written
+    def load(typing, array, at):
+        """Elements of a flat array from `at` on."""
+
+        def code(context, builder, signature, arguments):
+            vector = context.get_value_type(lanes)
+            place = _place(context, builder, signature, arguments)
+            return builder.load(builder.bitcast(place, vector.as_pointer()), align=4)
+
+        return lanes(array, types.intp), code
+
+    return load
+
+
+def _splats(width: int):
+    lanes = Lanes(width)
+
+    @written
+    def splat(typing, value):
+        """The value in all lanes."""
+
+        def code(context, builder, signature, arguments):
+            none = ir.Constant(context.get_value_type(lanes), ir.Undefined)
+            first = ir.Constant(ir.IntType(32), 0)
+            one = builder.insert_element(none, arguments[0], first)
+            everywhere = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
+            return builder.shuffle_vector(one, none, everywhere)
+
+        return lanes(types.float32), code
+
+    return splat
+
+
+load8, load_wide = _loads(8), _loads(WIDE)
+splat8, splat_wide = _splats(8), _splats(WIDE)
+
+
+@written
+def store(typing, array, at, value):
+    """Into a flat array from `at` on."""
+
+    def code(context, builder, signature, arguments):
+        place = _place(context, builder, signature, arguments)
+        pointer = builder.bitcast(place, arguments[2].type.as_pointer())
+        builder.store(arguments[2], pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, value), code
+
+
+@written
+def ask(typing, array, at):
+    """Has what lies at `at` of a flat array brought near, as it is about to be read."""
+
+    def code(context, builder, signature, arguments):
+        place = _place(context, builder, signature, arguments)
+        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        function = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        called = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+        to_read, nearest, data = (ir.Constant(number, value) for value in (0, 3, 1))
+        builder.call(called, [builder.bitcast(place, byte), to_read, nearest, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), code
+
+
+@written
+def fma(typing, a, b, c):
+    """a b + c, rounded once; of vectors or numbers of one kind."""
+
+    def code(context, builder, signature, arguments):
+        kind = arguments[0].type
+        name = f"llvm.fma.v{kind.count}f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
+        function = ir.FunctionType(kind, [kind] * 3)
+        called = cgutils.get_or_insert_function(builder.module, function, name)
+        return builder.call(called, arguments)
+
+    return c(c, c, c), code
+
+
+@written
+def added(typing, a, b):
+    """a + b of each lane."""
+
+    def code(context, builder, signature, arguments):
+        return builder.fadd(*arguments)
+
+    return a(a, a), code
+
+
+@written
+def greater_of(typing, a, b):
+    """The greater of each lane; b where a is not a number."""
+
+    def code(context, builder, signature, arguments):
+        one, other = arguments
+        return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+    return a(a, a), code
+
+
+@written
+def total_of(typing, lanes):
+    """((h0 + h1) + h2) + h3 of eight lanes, h_j = a_j + a_(j + 4)."""
+
+    def code(context, builder, signature, arguments):
+        number = ir.IntType(32)
+        low, high = (
+            builder.shuffle_vector(
+                arguments[0],
+                arguments[0],
+                ir.Constant(ir.VectorType(number, 4), list(range(first, first + 4))),
+            )
+            for first in (0, 4)
+        )
+        halves = builder.fadd(low, high)
+        parts = [builder.extract_element(halves, ir.Constant(number, j)) for j in range(4)]
+        return builder.fadd(builder.fadd(builder.fadd(parts[0], parts[1]), parts[2]), parts[3])
+
+    return types.float32(lanes), code

@@ -1,0 +1,105 @@
+"""Clients that stream all the time: each asks for one answer after the other."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+
+import grpc
+
+from penstock.loadtests.chaos.answers import Choice, Scores, Stream
+from penstock.loadtests.chaos.asks import Ask
+from penstock.protos import inference_pb2_grpc
+
+ANSWER_SECONDS = 180.0  # for one answer, whatever happens
+PAUSE_SECONDS = 0.1  # before a router that is gone is asked again
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Clients:
+    """All of them, at one address.
+
+    outlives: whether a call that broke at `began` and now is to be asked again: its router was
+        killed. (Once the API takes the tokens so far, they can be sent along here.)
+    """
+
+    def __init__(self, address: str, outlives: Callable[[float], bool]) -> None:
+        self.streams: list[Stream] = []  # begun, in that order
+        self._outlives = outlives
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._ending = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def one(self, ask: Ask, name: str, **more: int) -> Stream:
+        """One answer; `more` goes over its sampling."""
+        stream = Stream(name, ask, time.time())
+        self.streams.append(stream)
+        while not await self._call(stream, more):
+            for choice in stream.choices.values():
+                choice.ask_again()
+            await asyncio.sleep(PAUSE_SECONDS)
+        stream.ended = time.time()
+        return stream
+
+    async def all_once(self, asks: Sequence[Ask]) -> list[Stream]:
+        """Every answer once, a few at a time, nothing disturbing them."""
+        places = asyncio.Semaphore(4)
+
+        async def one(ask: Ask) -> Stream:
+            async with places:
+                return await self.one(ask, f"right-{ask.number}")
+
+        return list(await asyncio.gather(*map(one, asks)))
+
+    def start(self, count: int, asks: Sequence[Ask], seed: int) -> None:
+        """So many clients, until `finish`."""
+        self._tasks = [
+            asyncio.create_task(self._go_on(number, asks, Random(f"client {seed} {number}")))
+            for number in range(count)
+        ]
+
+    async def finish(self) -> None:
+        """Let each end what it has."""
+        self._ending = True
+        await asyncio.gather(*self._tasks)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._channel.close()
+
+    async def _go_on(self, client: int, asks: Sequence[Ask], rng: Random) -> None:
+        number = 0
+        while not self._ending:
+            number += 1
+            await self.one(rng.choice(asks), f"c{client}-{number}")
+
+    async def _call(self, stream: Stream, more: dict[str, int]) -> bool:
+        """Ask and listen to the end; False if it is to be asked again."""
+        began = time.time()
+        call = self._stub.Generate(stream.ask.message(stream.name, **more), timeout=ANSWER_SECONDS)
+        try:
+            async for reply in call:
+                stream.take(reply, time.time())
+        except grpc.aio.AioRpcError as error:
+            if self._outlives(began):
+                return False
+            stream.error = f"{error.code().name}: {error.details()}"
+        else:
+            if not all(choice.finish for choice in stream.choices.values()):
+                stream.error = "the stream ended before its answer"
+        finally:
+            call.cancel()
+        return True
+
+    async def scores(self, ask: Ask, choice: int, position: int, count: int) -> Scores | None:
+        """Of one position of an undisturbed answer, with so many best."""
+        stream = await self.one(ask, f"judge-{ask.number}", logprobs=count)
+        found = stream.choices.get(choice, Choice()).scores
+        return found[position] if position < len(found) else None

@@ -1,0 +1,136 @@
+"""A cluster as `penstock serve` runs it, with its supervisor in this process, to be watched."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.cli.view import sentence
+from penstock.cluster import notices
+from penstock.cluster.hosted import HostedWorker
+from penstock.cluster.spec import ClusterSpec
+from penstock.cluster.supervisor import Supervisor
+from penstock.loadtests.chaos.outcome import Placed
+from penstock.router.state import ClusterState, WorkerState
+
+START_SECONDS = 600.0  # on a busy machine
+STOP_SECONDS = 60.0
+LOOK_SECONDS = 0.005  # between looks while a moment is waited for
+
+
+class ClusterFailed(RuntimeError):
+    """The cluster did not come up, or ended by itself; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The supervisor said something of a process."""
+
+    at: float
+    title: str
+    notice: notices.Ready | notices.Died
+
+
+class Cluster:
+    """To be made and run on the event loop.
+
+    say: takes a line for each process that comes or goes.
+    """
+
+    def __init__(self, spec: ClusterSpec, model: Path, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.placed: list[Placed] = []
+        self.told: list[Told] = []
+        self.grpc = ""  # host:port
+        self._serving = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._supervisor = Supervisor(spec, model, self._report)
+        self._task = asyncio.create_task(self._supervisor.run(self._stop))
+
+    async def start(self) -> None:
+        """Until it serves. `ClusterFailed`."""
+        serving = asyncio.create_task(self._serving.wait())
+        done, _ = await asyncio.wait(
+            (serving, self._task), timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
+        if serving not in done:
+            serving.cancel()
+            raise ClusterFailed(self._ending() or f"it does not serve after {START_SECONDS:g} s")
+
+    async def stop(self) -> None:
+        """Drain and end everything."""
+        self._stop.set()
+        await asyncio.wait((self._task,), timeout=STOP_SECONDS)
+        if not self._task.done():
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    def check(self) -> None:
+        """`ClusterFailed` if it has ended."""
+        if self._task.done():
+            raise ClusterFailed(self._ending())
+
+    def _ending(self) -> str:
+        if not self._task.done():
+            return ""
+        error = None if self._task.cancelled() else self._task.exception()
+        return f"the cluster ended: {error}"
+
+    def _report(self, title: str, notice: notices.Notice) -> None:
+        match notice:
+            case notices.Serving(_, grpc):
+                self.grpc = grpc
+                self._serving.set()
+            case notices.Ready() | notices.Died():
+                self._say(f"    {sentence(title, notice)}")
+                self.told.append(Told(time.time(), title, notice))
+            case notices.LogLine(event="placed", fields=fields, at=at):
+                said = (str(fields[name] or "") for name in ("worker", "request", "source"))
+                self.placed.append(Placed(at or time.time(), *said))
+
+    # ------------------------------------------------------------ who is there
+
+    @property
+    def workers(self) -> Sequence[HostedWorker]:
+        return self._supervisor.workers
+
+    @property
+    def serving(self) -> list[HostedWorker]:
+        """The workers that serve, whose processes are known."""
+        return [worker for worker in self.workers if worker.serves and pids_of(worker)]
+
+    @property
+    def router_pid(self) -> int | None:
+        member = self._supervisor.router.member
+        return None if member is None or member.process is None else member.process.pid
+
+    async def look(self) -> ClusterState | None:
+        """As the router sees it; None while there is none."""
+        return await self._supervisor.router.look()
+
+    async def states(self) -> dict[str, WorkerState]:
+        """The workers as the router sees them, by name."""
+        state = await self.look()
+        return {} if state is None else {worker.worker: worker for worker in state.workers}
+
+    async def until_whole(self, seconds: float) -> bool:
+        """Wait until every worker serves and the router has them all; False if that takes longer
+        than so long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.check()
+            states = await self.states()
+            if len(self.serving) == len(self.workers) and all(
+                states[worker.name].up for worker in self.workers if worker.name in states
+            ):
+                return True
+            await asyncio.sleep(0.05)
+        return False
+
+
+def pids_of(worker: HostedWorker) -> list[int]:
+    """Of its ranks; none while one of them is not known."""
+    crew = worker.member
+    processes = [] if crew is None else [member.process for member in crew.members]
+    return [each.pid for each in processes if each is not None] if all(processes) else []

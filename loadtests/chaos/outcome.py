@@ -1,0 +1,164 @@
+"""What came of a chaos: whom each fault hit, how long it took until tokens came again. Pure."""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.loadtests.chaos.answers import Stream
+from penstock.loadtests.chaos.faults import Strike
+
+LOSSES = 2
+"""A request under which so many workers were lost ends with an error: see docs/lifecycle.md."""
+
+NOTICED_SECONDS = 10.0
+"""After so long one that stands still is given nothing more."""
+
+TRAVEL_SECONDS = 0.25
+"""For so long after its blocks were asked for, a worker that has them is counted as needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The router gave an attempt at a request to a worker."""
+
+    at: float  # seconds since 1970, on the router's clock
+    worker: str
+    request: str
+    source: str  # the worker that has its blocks; empty: none
+
+
+@dataclass(slots=True)
+class Hits:
+    """Of one strike."""
+
+    strike: Strike
+    streams: list[Stream] = field(default_factory=list)  # that needed whom it struck
+    recoveries: list[float] = field(default_factory=list)  # seconds to the next token of each
+
+
+class Holders:
+    """Which workers a request needed, and when."""
+
+    def __init__(self, placed: Sequence[Placed]) -> None:
+        self._of: dict[str, list[Placed]] = defaultdict(list)
+        for each in sorted(placed, key=lambda one: one.at):
+            self._of[each.request].append(each)
+
+    def needs(self, request: str, worker: str, at: float) -> bool:
+        """Whether it ran there then, or its blocks came from there."""
+        ever = self._of[request]
+        number = bisect_right(ever, at, key=lambda one: one.at)
+        if not number:
+            return False
+        last = ever[number - 1]
+        return last.worker == worker or (last.source == worker and at - last.at < TRAVEL_SECONDS)
+
+    def next(self, request: str, after: float) -> float | None:
+        """When it was next given to a worker."""
+        ever = self._of[request]
+        number = bisect_right(ever, after, key=lambda one: one.at)
+        return ever[number].at if number < len(ever) else None
+
+
+def hits_of(
+    strikes: Sequence[Strike], streams: Sequence[Stream], placed: Sequence[Placed]
+) -> list[Hits]:
+    """What each strike did."""
+    holders = Holders(placed)
+    found = [Hits(strike) for strike in strikes]
+    for hits in found:
+        strike = hits.strike
+        for stream in streams:
+            if stream.began <= strike.at < stream.ended and (
+                not strike.worker or holders.needs(stream.name, strike.worker, strike.at)
+            ):
+                hits.streams.append(stream)
+                hits.recoveries += _recovery(stream, strike, holders)
+    return found
+
+
+def _recovery(stream: Stream, strike: Strike, holders: Holders) -> Iterator[float]:
+    """Seconds until its next token that was computed afterwards; nothing if it needed no more."""
+    again = holders.next(stream.name, strike.at)
+    if again is None or again >= stream.ended:
+        if strike.kills:
+            return  # all of its answer was on its way already
+        again = strike.until
+    number = bisect_left(stream.arrivals, again)
+    if number < len(stream.arrivals):
+        yield stream.arrivals[number] - strike.at
+
+
+def errors_of(streams: Sequence[Stream], hits: Sequence[Hits]) -> tuple[list[str], list[str]]:
+    """Errors that nobody should see, and those of requests under which workers were lost twice."""
+    losses: Counter[str] = Counter()
+    for each in hits:
+        losses.update(stream.name for stream in each.streams if each.strike.loses)
+    wrong: list[str] = []
+    allowed: list[str] = []
+    for stream in streams:
+        if stream.error:
+            late = sum(stream not in each.streams and _near(stream, each.strike) for each in hits)
+            twice = losses[stream.name] + late >= LOSSES
+            (allowed if twice else wrong).append(f"{stream.name}: {stream.error}")
+    return wrong, allowed
+
+
+def _near(stream: Stream, strike: Strike) -> bool:
+    """Whether a worker may have been lost under it by that though it was placed there later: what
+    stands still is given requests until its silence is noticed."""
+    return (
+        strike.fault.kind == "freeze" and stream.began - NOTICED_SECONDS <= strike.at < stream.ended
+    )
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
+    """In seconds."""
+    if not seconds:
+        return {"p50": None, "p99": None, "max": None}
+    low, high = np.percentile(seconds, [50, 99])
+    return {"p50": float(low), "p99": float(high), "max": float(max(seconds))}
+
+
+def by_kind(hits: Sequence[Hits]) -> dict[str, Mapping[str, Any]]:
+    """Faults made, those that hit somebody, and how long recovery took."""
+    kinds: dict[str, list[Hits]] = defaultdict(list)
+    for each in hits:
+        kinds[each.strike.fault.kind].append(each)
+    return {kind: _sum(kinds[kind]) for kind in sorted(kinds)} | {"all": _sum(hits)}
+
+
+def by_moment(hits: Sequence[Hits]) -> dict[str, Mapping[str, Any]]:
+    """The same by the moment that was struck."""
+    moments: dict[str, list[Hits]] = defaultdict(list)
+    for each in hits:
+        moments[each.strike.moment].append(each)
+    return {moment: _sum(moments[moment]) for moment in sorted(moments)}
+
+
+def _sum(hits: Sequence[Hits]) -> Mapping[str, Any]:
+    recoveries = [seconds for each in hits for seconds in each.recoveries]
+    return {
+        "faults": len(hits),
+        "hit": sum(bool(each.streams) for each in hits),
+        "streams": sum(len(each.streams) for each in hits),
+        "recovered": len(recoveries),
+        "recovery_seconds": percentiles(recoveries),
+    }
+
+
+def table(sums: Mapping[str, Mapping[str, Any]], first: str) -> list[str]:
+    """As lines of text."""
+    lines = [f"{first:<12} faults  hit  streams  recovered  p50 s  p99 s  max s"]
+    for name, found in sums.items():
+        times = found["recovery_seconds"].values()
+        shown = "  ".join("    -" if each is None else f"{each:5.2f}" for each in times)
+        lines.append(
+            f"{name:<12} {found['faults']:>6} {found['hit']:>4} {found['streams']:>8} "
+            f"{found['recovered']:>10}  {shown}"
+        )
+    return lines

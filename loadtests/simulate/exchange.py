@@ -1,0 +1,123 @@
+"""A worker's part in hand-overs: the leases that it sends, the blocks that it takes in."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from penstock.loadtests.simulate.clock import Process
+from penstock.loadtests.simulate.executors import Executor
+from penstock.loadtests.simulate.handover import (
+    Destination,
+    Expected,
+    Name,
+    Outgoing,
+    Source,
+)
+from penstock.loadtests.simulate.network import Network
+from penstock.loadtests.simulate.session import Held, Key, Session, Shape
+from penstock.loadtests.simulate.steps import Steps
+from penstock.router.routing.events import Failed, Meeting, Ready, Received, Send
+from penstock.workers.scheduling import sequence as seq
+from penstock.workers.scheduling.batcher import Batcher
+from penstock.workers.scheduling.kv_pool import State
+from penstock.workers.transfer.shards import BlockShape
+
+Peer = Callable[[Name], tuple[Process, Destination] | None]
+
+
+class Exchange:
+    """Between the batcher's leases and reserved blocks, and who travels on the network.
+
+    Args:
+        sessions: the routers' streams, by number.
+        peer: the process and the destination of a worker, None while it is not there.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        steps: Steps,
+        batcher: Batcher,
+        executor: Executor,
+        process: Process,
+        network: Network,
+        sessions: Mapping[int, Session],
+        peer: Peer,
+    ) -> None:
+        info = shape.info
+        self._name = (info.worker, info.incarnation)
+        self._post = steps.post
+        self._batcher = batcher
+        self._executor = executor
+        self._clock = process.clock
+        self._sessions = sessions
+        geometry = BlockShape(shape.limits.block_size, shape.bytes_per_block)
+        self.destination = Destination(process, geometry, shape.pace, self._write)
+        self._source = Source(process, self._name, network, geometry, shape.pace, self._read, peer)
+
+    def send(self, session: Session, command: Send) -> None:
+        """At a step boundary: send what a lease keeps."""
+        key = Key(session.number, command.request, command.attempt)
+        held = session.held.get(key)
+        size = self._batcher.limits.block_size
+        if held is None or not command.have < held.kv_len or command.have % size:
+            self._source.refuse(command)
+            return
+        try:
+            blocks = self._batcher.pin(key, command.have)
+        except seq.LeaseGone:
+            self._source.refuse(command)
+            return
+        unpin = partial(self._post, lambda: self._batcher.unpin(key))
+        outgoing = Outgoing(command, session.router, held.kv_len, blocks, unpin)
+        held.sends.append(outgoing)
+        self._source.send(outgoing)
+
+    def expect(self, key: Key, have: int, stop: int) -> None:
+        """The scheduler has reserved blocks: have them filled, if they are still wanted."""
+        session = self._sessions.get(key.session)
+        held = session.held.get(key) if session is not None else None
+        blocks = self._batcher.receiving(key)
+        if session is None or held is None or held.source is None:
+            self._post(lambda: self._batcher.settled(key))
+            return
+        expected = Expected(
+            session.router, key.request, key.attempt, held.source, have, stop, blocks
+        )
+        judge = partial(self._judge, session, key)
+        held.epoch = epoch = self.destination.open(expected, lambda why: judge(epoch, why))
+        at = Meeting(*self._name, "address", "secret")
+        ready = Ready(self._name[0], key.request, key.attempt, epoch, have, at)
+        session.put(ready, self._clock.now)
+
+    def let_go(self, held: Held) -> None:
+        """Cut what is being received or sent of it."""
+        if held.epoch:
+            self.destination.close(held.epoch)
+        for outgoing in held.sends:
+            outgoing.aborted = True
+
+    def _judge(self, session: Session, key: Key, epoch: int, reason: str) -> None:
+        """Nothing of the transfer is being written any more."""
+        about = (self._name[0], key.request, key.attempt, epoch)
+        if key not in session.held:
+            self._post(lambda: self._batcher.settled(key))
+        elif not reason:
+            self._post(lambda: self._batcher.arrived(key))
+            session.put(Received(*about), self._clock.now)
+        else:
+            self._post(lambda: self._batcher.missed(key))
+            session.put(Failed(*about, reason), self._clock.now)
+
+    # ------------------------------------------------------------ always true
+
+    def _write(self, blocks: seq.Ints, content: Sequence[int]) -> None:
+        """For a transfer: nobody else may hold what it writes."""
+        states = self._batcher.pool.state[blocks]
+        assert (states == State.RESERVED).all(), "a transfer writes blocks that are not its own"
+        self._executor.write(blocks, content)
+
+    def _read(self, blocks: seq.Ints) -> Sequence[int]:
+        """For a transfer: what it reads has to be kept."""
+        states = self._batcher.pool.state[blocks]
+        assert (states <= State.LEASED).all(), "a transfer reads blocks that nobody keeps"
+        return self._executor.read(blocks)

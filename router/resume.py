@@ -1,0 +1,92 @@
+"""Answers that go on where an earlier call broke off: checked, and brought to where they were."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.protos import worker_pb2
+from penstock.router.ask import Ask, Model, SoFar, check_vocabulary
+from penstock.router.errors import invalid
+from penstock.router.text.answer import AnswerText
+
+FINISHES = ("", "stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class PastEnd:
+    """How a choice has ended before."""
+
+    num_tokens: int
+    finish: str
+    stop: str | int | None = None  # the stop string or the client's stop token that ended it
+
+
+def check_so_far(ask: Ask, params: worker_pb2.SamplingParams, model: Model) -> None:
+    """Refuse tokens so far that cannot be of an earlier call with these parameters."""
+    if not ask.so_far:
+        return
+    sampling = ask.sampling
+    if sampling.is_ranked:
+        what = "a beam search" if sampling.use_beam_search else "best_of above n"
+        raise invalid(
+            f"{what} tells its answers whole, at the end, and cannot go on from tokens: "
+            "leave out so_far",
+            "so_far",
+        )
+    for choice, known in ask.so_far.items():
+        if choice >= params.n:
+            raise invalid(f"so_far has choice {choice}, but n is {params.n}", "so_far")
+        if known.finish not in FINISHES:
+            raise invalid("finish_reason in so_far must be stop, length or empty", "so_far")
+        check_vocabulary(known.tokens, model, "so_far")
+        if len(known.tokens) > params.max_tokens:
+            raise invalid(
+                f"so_far has {len(known.tokens)} tokens of choice {choice}, and max_tokens is "
+                f"{params.max_tokens}",
+                "so_far",
+            )
+    is_begun = any(known.tokens for known in ask.so_far.values())
+    if is_begun and sampling.temperature > 0 and sampling.seed is None:
+        raise invalid("to go on from tokens, give the seed that came with them", "seed")
+
+
+def resume(
+    ask: Ask,
+    params: worker_pb2.SamplingParams,
+    eos_tokens: frozenset[int],
+    texts: Sequence[AnswerText],
+) -> list[PastEnd | None]:
+    """Bring the texts of all choices to where the client has them. Which have ended, and how."""
+    if not ask.so_far:
+        return [None] * len(texts)
+    ends = frozenset() if params.ignore_eos else eos_tokens
+    nothing = SoFar()
+    return [
+        _resume(choice, ask.so_far.get(choice, nothing), params, ends, text)
+        for choice, text in enumerate(texts)
+    ]
+
+
+def _resume(
+    choice: int,
+    known: SoFar,
+    params: worker_pb2.SamplingParams,
+    eos_tokens: frozenset[int],
+    text: AnswerText,
+) -> PastEnd | None:
+    tokens = known.tokens
+    own = frozenset(params.stop_tokens)
+    last = tokens[-1] if tokens and len(tokens) >= params.min_tokens else None
+    stopped = last is not None and (last in own or last in eos_tokens)
+    ended = bool(known.finish) or stopped or len(tokens) >= params.max_tokens
+    told = text.feed(tokens, ended, stopped)
+    if told.num_tokens < len(tokens):
+        raise invalid(
+            f"so_far goes on behind the stop string that ends choice {choice} after "
+            f"{told.num_tokens} tokens",
+            "so_far",
+        )
+    if told.stop is not None:
+        return PastEnd(len(tokens), "stop", told.stop)
+    if stopped:
+        return PastEnd(len(tokens), "stop", last if last in own else None)
+    return PastEnd(len(tokens), known.finish or "length") if ended else None

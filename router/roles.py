@@ -1,0 +1,45 @@
+"""The roles that operators gave to workers: who said what, when; the last word counts everywhere.
+
+Several routers may each be told something, and the supervisor outlives them all: what they know
+is merged, so that in the end all say the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ROLES = ("prefill", "decode", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a worker was made."""
+
+    role: str
+    at: float  # seconds since 1970
+
+
+Assignments = Mapping[str, Assignment]
+"""By worker."""
+
+
+def merged(*parts: Assignments) -> dict[str, Assignment]:
+    """The last word on each worker; of two at one time the same one wherever they are merged."""
+    newest: dict[str, Assignment] = {}
+    for part in parts:
+        for worker, assignment in part.items():
+            other = newest.get(worker)
+            if other is None or (other.at, other.role) < (assignment.at, assignment.role):
+                newest[worker] = assignment
+    return newest
+
+
+class Book:
+    """All that was said so far, kept by the supervisor for its routers."""
+
+    def __init__(self) -> None:
+        self.said: Assignments = {}
+
+    def hear(self, said: Assignments) -> bool:
+        """What one router knows. False: it lacks something that another one was told."""
+        self.said = merged(self.said, said)
+        return self.said == said

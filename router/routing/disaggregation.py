@@ -1,0 +1,113 @@
+"""Whether a prompt is computed apart, on a prefill worker, or where its answer is generated.
+
+Both ways are priced in seconds that clients wait, all of them together:
+
+    apart     what waits at the prefill worker + computing the prompt there + the hand-over
+    together  what waits at the decode worker + computing the prompt there, once for the request
+              and once for each sequence that stands still meanwhile
+
+Pure: what the fleet says of itself in, a decision with its reason out. While something is not
+measured yet, prompts are computed apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.router.routing.fleet import WorkerView
+from penstock.router.routing.prices import HandOverPrice
+
+WORTH = 0.9
+"""Together must cost less than this share of apart: what is estimated is no exact price."""
+
+
+class Reason(Enum):
+    """What weighed most."""
+
+    UNMEASURED = "unmeasured"  # apart: a speed or the price of hand-overs is not known
+    HARM = "harm"  # apart: running sequences would stand still
+    DECODE_QUEUE = "decode queue"  # apart: other prompts wait where the answer would be generated
+    EVEN = "even"  # apart: together would save too little
+    PREFILL_QUEUE = "prefill queue"  # together: too much waits at the prefill workers
+    TRANSFER = "transfer"  # together: the hand-over costs more than it spares
+    PROMPT = "prompt"  # together: it is cheaper to compute there, where more of it is cached
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a prompt is computed, why, and what either way was thought to cost, in seconds."""
+
+    apart: bool
+    reason: Reason
+    apart_seconds: float = 0.0
+    together_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{'apart' if self.apart else 'together'}: {self.reason.value}"
+
+
+POSSIBLE = (
+    *(Decision(True, reason) for reason in list(Reason)[:4]),
+    *(Decision(False, reason) for reason in list(Reason)[4:]),
+)
+"""Where and why, without the prices: all that there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt on a worker, in seconds."""
+
+    wait: float
+    compute: float
+
+
+class Rule:
+    """Prices prompts on these workers.
+
+    Args:
+        workers: all that may be looked at; one that has computed no prompts of late is taken to be
+            as fast as those that have.
+        handover: what hand-overs took.
+    """
+
+    def __init__(self, workers: Sequence[WorkerView], handover: HandOverPrice) -> None:
+        speeds = [view.speed.tokens for view in workers if view.speed.known]
+        self._usual = sum(speeds) / len(speeds) if speeds else 0.0
+        self._handover = handover
+
+    @property
+    def is_measured(self) -> bool:
+        return self._usual > 0 and self._handover.known
+
+    def decide(self, num_tokens: int, prefill: WorkerView, decode: WorkerView) -> Decision:
+        """Whether `prefill` computes so many tokens for `decode`, or `decode` does it itself."""
+        if not self.is_measured:
+            return Decision(True, Reason.UNMEASURED)
+        there, here = self._prompt(num_tokens, prefill), self._prompt(num_tokens, decode)
+        transfer = self._handover.seconds(num_tokens)
+        harm = decode.num_busy * here.compute
+        apart = there.wait + there.compute + transfer
+        together = here.wait + here.compute + harm
+        if together < WORTH * apart:
+            saved = {
+                Reason.PREFILL_QUEUE: there.wait,
+                Reason.TRANSFER: transfer,
+                Reason.PROMPT: there.compute - here.compute,
+            }
+            reason = max(saved, key=lambda each: saved[each])
+        elif together < apart or harm == here.wait == 0:
+            reason = Reason.EVEN
+        else:
+            reason = Reason.HARM if harm >= here.wait else Reason.DECODE_QUEUE
+        return Decision(together >= WORTH * apart, reason, apart, together)
+
+    def together_seconds(self, num_tokens: int, decode: WorkerView) -> float:
+        """What computing them on `decode` costs everybody; 0 while nothing is measured."""
+        if not self._usual:
+            return 0.0
+        here = self._prompt(num_tokens, decode)
+        return here.wait + here.compute * (1 + decode.num_busy)
+
+    def _prompt(self, num_tokens: int, view: WorkerView) -> _Prompt:
+        speed = view.speed.tokens if view.speed.known else self._usual
+        return _Prompt(view.backlog_tokens / speed, num_tokens * view.speed.uncached / speed)

@@ -1,0 +1,107 @@
+"""What moving a prompt's work costs, learned from what workers and hand-overs took."""
+
+from math import exp
+
+from penstock.router.routing.events import Load
+
+MEMORY_SECONDS = 20.0
+"""Of computing prompts: what a worker did longer ago counts less and less."""
+CALIBRATED_SECONDS = 0.5
+"""Of computing prompts, before a worker's speed is believed."""
+KEPT = 0.98
+"""What a hand-over still counts for when the next one has arrived: some fifty are remembered."""
+CALIBRATED_HANDOVERS = 3.0
+
+
+class Speed:
+    """How fast one worker computes prompts, and how much of them it finds in its cache."""
+
+    __slots__ = ("_hits", "_last", "_seconds", "_tokens")
+
+    def __init__(self, load: Load) -> None:
+        self._last = load  # totals are since the worker's start, which may be long ago
+        self._tokens = self._hits = self._seconds = 0.0
+
+    def add(self, load: Load) -> None:
+        last, self._last = self._last, load
+        seconds = load.prompt_seconds - last.prompt_seconds
+        if seconds <= 0:
+            return
+        kept = exp(-seconds / MEMORY_SECONDS)
+        self._tokens = kept * self._tokens + max(load.prompt_tokens - last.prompt_tokens, 0)
+        self._hits = kept * self._hits + max(load.prompt_hits - last.prompt_hits, 0)
+        self._seconds = kept * self._seconds + seconds
+
+    @property
+    def known(self) -> bool:
+        return self._seconds >= CALIBRATED_SECONDS and self._tokens > 0
+
+    @property
+    def tokens(self) -> float:
+        """A second, while it computes prompts."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    @property
+    def uncached(self) -> float:
+        """The share of its prompts that it had to compute; 1 where nothing is known."""
+        taken = self._tokens + self._hits
+        return self._tokens / taken if taken else 1.0
+
+
+class HandOverPrice:
+    """Seconds that a hand-over takes, as a line over its tokens: fitted by least squares.
+
+    The height of the line is what every hand-over costs, its slope the bandwidth. Where all were
+    of one length, nothing tells the two apart: then all of it is bandwidth.
+    """
+
+    __slots__ = ("_bytes", "_count", "_lengths", "_products", "_seconds", "_squares")
+
+    def __init__(self) -> None:
+        self._count = self._lengths = self._seconds = self._squares = self._products = 0.0
+        self._bytes = 0.0
+
+    def add(self, num_tokens: int, num_bytes: int, seconds: float) -> None:
+        """One has arrived, `seconds` after it was asked for."""
+        self._count = KEPT * self._count + 1
+        self._lengths = KEPT * self._lengths + num_tokens
+        self._seconds = KEPT * self._seconds + seconds
+        self._squares = KEPT * self._squares + num_tokens * num_tokens
+        self._products = KEPT * self._products + num_tokens * seconds
+        self._bytes = KEPT * self._bytes + num_bytes
+
+    @property
+    def known(self) -> bool:
+        # Three, each of which counts a little less than the one after it.
+        return self._count > CALIBRATED_HANDOVERS - 0.5 and self._lengths > 0
+
+    @property
+    def seconds_per_token(self) -> float:
+        if not self._lengths:
+            return 0.0
+        steepest = self._seconds / self._lengths  # steeper, and none of it would be fixed
+        spread = self._squares - self._lengths * self._lengths / self._count
+        if spread <= 1e-9 * self._squares:
+            return steepest
+        together = self._products - self._lengths * self._seconds / self._count
+        return min(max(together / spread, 0.0), steepest)
+
+    @property
+    def fixed_seconds(self) -> float:
+        if not self._count:
+            return 0.0
+        rest = self._seconds - self.seconds_per_token * self._lengths
+        return max(rest / self._count, 0.0)
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self._bytes / self._lengths if self._lengths else 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        slope = self.seconds_per_token
+        return self.bytes_per_token / slope if slope else 0.0
+
+    def seconds(self, num_tokens: float) -> float:
+        """That a hand-over of so many tokens is expected to take."""
+        return self.fixed_seconds + self.seconds_per_token * num_tokens

@@ -1,0 +1,84 @@
+"""What the supervisor tells a router: nothing while it has none, or one that is still starting."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from penstock.cluster import hosted
+from penstock.cluster.hosted import HostedRouter, HostedWorker
+from penstock.cluster.member import Member
+from penstock.cluster.notices import LogLine, Notice, Progress, Stuck
+from penstock.cluster.placement import WorkerPlace
+from penstock.router.config import RouterConfig
+from penstock.workers.config import WorkerConfig
+
+
+class FakeMember:
+    """A router's process; what it is told before it serves would fail."""
+
+    def __init__(self) -> None:
+        self.up = False
+        self.told: list[tuple[Any, ...]] = []
+
+    async def call(self, method: str, *arguments: object) -> None:
+        assert self.up, f"{method}: the router has not been started"
+        self.told.append((method, *arguments))
+
+
+async def test_a_worker_that_dies_while_a_router_starts_is_no_fault() -> None:
+    router = HostedRouter(RouterConfig(Path("m"), "m"), lambda title, notice: None)
+    await router.worker_came("decode-0", "here:1")
+    await router.worker_came("decode-1", "here:2")
+    process = FakeMember()
+    router.member = cast(Member, process)
+    await router.worker_went("decode-0")
+    assert process.told == []
+    process.up = True
+    await router.worker_went("decode-1")
+    await router.came(("127.0.0.1:1", "127.0.0.1:2"))
+    assert [each[:2] for each in process.told] == [("worker_died", "decode-1"), ("set_workers", {})]
+
+
+class FakeGroup:
+    """A placement group that is granted at the third look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def wait(self, seconds: float) -> bool:
+        self.looks += 1
+        return self.looks == 3
+
+
+async def test_a_long_wait_for_a_place_says_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, said = FakeGroup(), cast(list[Notice], [])
+    monkeypatch.setattr(hosted, "placement_group", lambda *given: group)
+    monkeypatch.setattr(hosted, "SECONDS_TO_SAY_WHY", 1)
+    place = WorkerPlace("decode", 0, ({"CPU": 1.0, "decode": 1.0},), 1, 0, 1.0, is_patient=True)
+    router = HostedRouter(RouterConfig(Path("m"), "m"), lambda title, notice: None)
+    config = WorkerConfig("decode-0", Path("m"))
+    worker = HostedWorker(place, config, router, lambda title, notice: said.append(notice))
+    async with asyncio.timeout(30):
+        await worker.reserve()
+    assert said == [
+        Progress("waiting for its place"),
+        Progress("waiting for its place: no node has CPU 1, decode 1 free"),
+    ]
+
+
+async def test_a_worker_that_a_router_calls_stuck_is_given_up_and_no_other() -> None:
+    told: list[tuple[str, Notice]] = []
+    config = RouterConfig(model=Path("model"), served_name="m")
+    router = HostedRouter(config, lambda title, notice: told.append((title, notice)))
+    given_up: list[tuple[str, str]] = []
+    for name in ("d0", "d1"):
+        router.give_up[name] = lambda reason, name=name: given_up.append((name, reason))  # type: ignore[misc]
+    line, stuck = LogLine("hello"), Stuck("d1", "no step of it has ended for 46.0 seconds")
+    for news in (line, stuck, Stuck("gone", "it left meanwhile")):
+        router._heard("router 0", news)
+    assert given_up == [("d1", f"it is stuck: {stuck.reason}")]
+    assert told[:2] == [("router 0", line), ("router 0", stuck)]

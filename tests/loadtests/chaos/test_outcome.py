@@ -1,0 +1,132 @@
+"""Whom a fault hit, how long it took, and which errors may be."""
+
+import pytest
+
+from penstock.loadtests.chaos.answers import Stream
+from penstock.loadtests.chaos.asks import Ask
+from penstock.loadtests.chaos.faults import (
+    ASKED_FOR,
+    MOMENTS,
+    WEIGHTS,
+    Fault,
+    Strike,
+    plan_faults,
+)
+from penstock.loadtests.chaos.outcome import (
+    Hits,
+    Placed,
+    by_kind,
+    by_moment,
+    errors_of,
+    hits_of,
+    table,
+)
+
+
+def stream(name: str, began: float, ended: float, *arrivals: float) -> Stream:
+    return Stream(name, Ask(0, "greedy", ""), began, ended, list(arrivals))
+
+
+def strike(kind: str, worker: str, at: float, until: float | None = None) -> Strike:
+    fault = Fault(0, kind, "any", 0.0, 1.0)
+    return Strike(fault, "any", worker, worker, 7, at, at if until is None else until)
+
+
+def hit(one: Strike, streams: list[Stream], placed: list[Placed]) -> Hits:
+    (found,) = hits_of([one], streams, placed)
+    return found
+
+
+def test_a_kill_hits_who_ran_there_and_ends_with_their_next_computed_token() -> None:
+    streams = [
+        stream("a", 0.0, 20.0, 1.0, 9.9, 10.1, 12.5, 13.0),
+        stream("b", 0.0, 20.0, 1.0, 11.0),
+        stream("over", 0.0, 9.0, 1.0),
+        stream("later", 11.0, 20.0, 12.0),
+    ]
+    placed = [
+        Placed(0.5, "d0", "a", ""),
+        Placed(0.5, "d1", "b", ""),
+        Placed(0.5, "d0", "over", ""),
+        Placed(12.0, "d1", "a", ""),
+        Placed(11.5, "d0", "later", ""),
+    ]
+    found = hit(strike("kill", "d0", 10.0), streams, placed)
+    assert [each.name for each in found.streams] == ["a"]
+    # What came at 10.1 was on its way already.
+    assert found.recoveries == [pytest.approx(2.5)]
+
+
+def test_a_stream_whose_answer_was_on_its_way_is_hit_and_has_nothing_to_recover() -> None:
+    found = hit(
+        strike("kill", "d0", 10.0),
+        [stream("a", 0.0, 10.2, 10.1)],
+        [Placed(0.5, "d0", "a", "")],
+    )
+    assert (len(found.streams), found.recoveries) == (1, [])
+
+
+def test_a_pause_is_over_with_the_next_token_after_it() -> None:
+    found = hit(
+        strike("pause", "d0", 10.0, 11.0),
+        [stream("a", 0.0, 20.0, 9.0, 10.05, 11.2)],
+        [Placed(0.5, "d0", "a", "")],
+    )
+    assert found.recoveries == [pytest.approx(1.2)]
+
+
+def test_who_sends_blocks_is_needed_for_a_moment() -> None:
+    streams = [stream("a", 0.0, 20.0, 11.0)]
+    placed = [Placed(1.0, "p0", "a", ""), Placed(9.9, "d0", "a", "p0")]
+    assert hit(strike("kill", "p0", 10.0), streams, placed).streams
+    assert not hit(strike("kill", "p0", 10.5), streams, placed).streams
+    assert hit(strike("kill", "d0", 10.5), streams, placed).streams
+    assert not hit(strike("kill", "d0", 0.5), streams, placed).streams
+
+
+def test_a_killed_router_hits_everybody() -> None:
+    streams = [stream("a", 0.0, 20.0, 15.0), stream("b", 12.0, 20.0)]
+    assert len(hit(strike("kill router", "", 10.0), streams, []).streams) == 1
+
+
+def test_an_error_is_allowed_where_two_workers_were_lost_and_nowhere_else() -> None:
+    streams = [stream("once", 0.0, 20.0), stream("twice", 0.0, 20.0)]
+    for each in streams:
+        each.error = "INTERNAL: 2 workers were lost while they ran it"
+    hits = [
+        Hits(strike("kill", "d0", 1.0), streams),
+        Hits(strike("pause", "d1", 2.0), streams),
+        Hits(strike("cut stream", "d1", 3.0), streams[1:]),
+    ]
+    wrong, allowed = errors_of(streams, hits)
+    assert [each.partition(":")[0] for each in wrong] == ["once"]
+    assert [each.partition(":")[0] for each in allowed] == ["twice"]
+
+
+def test_sums_are_by_kind_and_by_moment_and_shown() -> None:
+    hits = [
+        Hits(strike("kill", "d0", 1.0), [stream("a", 0.0, 9.0)], [1.0, 3.0]),
+        Hits(strike("kill", "d0", 2.0)),
+        Hits(strike("pause", "d0", 3.0), [stream("a", 0.0, 9.0)], [0.5]),
+    ]
+    found = by_kind(hits)
+    assert (found["kill"]["faults"], found["kill"]["hit"], found["kill"]["recovered"]) == (2, 1, 2)
+    assert found["kill"]["recovery_seconds"]["p50"] == 2.0
+    assert found["all"]["recovery_seconds"]["max"] == 3.0
+    assert by_moment(hits)["any"] == found["all"]
+    lines = table(found, "fault")
+    assert len(lines) == 4
+    assert lines[-1].split()[:3] == ["all", "3", "2"]
+    assert "-" in "".join(table(by_kind(hits[1:2]), "fault"))
+
+
+def test_every_kind_comes_and_a_seed_says_all() -> None:
+    plan = plan_faults(300, 5, ["ray kill"])
+    kinds = [fault.kind for fault in plan]
+    assert set(kinds) == {*WEIGHTS, "ray kill"}
+    assert set(kinds[: len(WEIGHTS) + 1]) == set(kinds), "each once before any twice"
+    assert {fault.moment for fault in plan} == set(MOMENTS)
+    assert plan == plan_faults(300, 5, ["ray kill"])
+    assert plan != plan_faults(300, 6, ["ray kill"])
+    assert plan_faults(8, 5, ["ray kill"]) == plan[:8]
+    assert not set(ASKED_FOR) & {fault.kind for fault in plan_faults(300, 5, [])}

@@ -1,0 +1,41 @@
+"""One router and stub workers, in real processes: that it measures what it says."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.loadtests import fan_in
+from penstock.loadtests.stubs import age_of, token_of_now
+
+
+def test_a_token_tells_its_age() -> None:
+    token = token_of_now()
+    assert age_of(token) < 0.1
+    time.sleep(0.02)
+    assert 0.02 <= age_of(token) < 0.2
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "found.json"
+    given = ["--workers", "1", "5", "--seconds", "1", "--rate", "8", "--output-len", "4"]
+    assert fan_in.main([*given, "--save-json", str(path)]) == 0
+    rows = json.loads(path.read_text())["fan_in"]
+    assert [row["workers"] for row in rows] == [1, 5]
+    for row in rows:
+        assert row["requests"] >= 1
+        assert row["pss_mb"] > 20
+        assert row["busy_cores"] > 0
+        assert 0 < row["token_ms"]["median"] <= row["token_ms"]["p99"] < 1600
+        # A first token has been at the worker and back: it is never younger than its answer.
+        assert row["first_token_ms"]["median"] > row["token_ms"]["median"] / 2
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+def test_numbers_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fan_in.main(["--workers", "many"]) == 2
+    assert fan_in.main(["--workers", "0"]) == 2
+    assert capsys.readouterr().err.count("\n") == 2

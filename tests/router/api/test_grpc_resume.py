@@ -1,0 +1,161 @@
+"""`Generate` from tokens so far: cut anywhere, an answer and its rest are the whole answer."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from penstock.protos import inference_pb2 as pb
+from penstock.protos import inference_pb2_grpc
+from tests.support.served_router import Served
+from tests.support.tokenizers import byte_level
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENIZER = byte_level()
+SENTENCE = "the lazy dog, naïve 😀 end"
+END = 2
+
+
+def tokens_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+@pytest.fixture
+def talking(lasting: Served) -> Served:
+    lasting.worker.answer = lambda prompt: tokens_of(SENTENCE)
+    lasting.worker.submits.clear()
+    return lasting
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def channel(talking: Served) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(talking.router.grpc_address) as channel:
+        yield channel
+
+
+async def generate(channel: grpc.aio.Channel, **request: Any) -> list[pb.GenerateReply]:
+    stub: Any = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+    return [reply async for reply in stub.Generate(pb.GenerateRequest(text="hi", **request))]
+
+
+def tokens_in(replies: list[pb.GenerateReply], choice: int = 0) -> list[int]:
+    return [token for reply in replies if reply.choice == choice for token in reply.tokens]
+
+
+def text_in(replies: list[pb.GenerateReply]) -> str:
+    return "".join(reply.text for reply in replies)
+
+
+def so_far(tokens: list[int], finish: str = "", choice: int = 0) -> pb.SoFar:
+    return pb.SoFar(choice=choice, tokens=tokens, finish_reason=finish)
+
+
+@pytest.mark.parametrize("stop", [[], ["ve 😀"], ["dog", "zebra"]])
+async def test_cut_anywhere_it_goes_on(channel: grpc.aio.Channel, stop: list[str]) -> None:
+    sampling = pb.Sampling(seed=2**64 - 1, logprobs=1)
+    whole = await generate(channel, sampling=sampling, stop=stop)
+    assert {reply.seed for reply in whole} == {2**64 - 1}
+    tokens = tokens_in(whole)
+    cuts = [reply.position for reply in whole]  # several tokens may have come in one reply
+    assert len(cuts) > 1
+    for cut in cuts:
+        rest = await generate(channel, sampling=sampling, stop=stop, so_far=[so_far(tokens[:cut])])
+        assert tokens_in(rest) == tokens[cut:]
+        assert rest[0].position == cut
+        assert {reply.seed for reply in rest} == {2**64 - 1}
+        before = [reply for reply in whole if reply.position < cut]
+        assert text_in(before) + text_in(rest) == text_in(whole)
+        assert rest[-1].usage == whole[-1].usage
+        assert rest[-1].usage.completion_tokens == len(tokens)
+        assert (rest[-1].finish_reason, rest[-1].stop_reason) == (
+            whole[-1].finish_reason,
+            whole[-1].stop_reason,
+        )
+        assert sum(len(reply.logprobs) for reply in rest) == len(tokens) - cut
+
+
+async def test_the_worker_is_told_all_of_it(channel: grpc.aio.Channel, talking: Served) -> None:
+    tokens = tokens_of(SENTENCE)
+    sampling = pb.Sampling(seed=7, min_tokens=3, max_tokens=9, presence_penalty=1.0)
+    await generate(channel, sampling=sampling, so_far=[so_far(tokens[:5])])
+    (submit,) = talking.worker.submits
+    assert [(entry.choice, list(entry.tokens)) for entry in submit.log] == [(0, tokens[:5])]
+    assert (submit.params.min_tokens, submit.params.max_tokens, submit.params.seed) == (3, 9, 7)
+
+
+async def test_choices_go_on_each_from_its_own_place(
+    channel: grpc.aio.Channel, talking: Served
+) -> None:
+    sampling = pb.Sampling(n=3, seed=4)
+    whole = await generate(channel, sampling=sampling)
+    answers = [tokens_in(whole, choice) for choice in range(3)]
+    assert all(answer[-1] == END for answer in answers)
+    talking.worker.submits.clear()
+    known = [so_far(answers[2], "stop", 2), so_far(answers[0][:4])]
+    rest = await generate(channel, sampling=sampling, so_far=known)
+    assert tokens_in(rest, 0) == answers[0][4:]
+    assert tokens_in(rest, 1) == answers[1]
+    (past,) = (reply for reply in rest if reply.choice == 2)
+    assert (past.position, list(past.tokens), past.text) == (len(answers[2]), [], "")
+    assert past.finish_reason == "stop"
+    assert rest[-1].usage.completion_tokens == sum(map(len, answers))
+    assert [reply.HasField("usage") for reply in rest].count(True) == 1
+    (submit,) = talking.worker.submits
+    assert [entry.finished for entry in submit.log] == [False, True]
+
+
+@pytest.mark.parametrize("finish", ["stop", ""])
+async def test_what_has_ended_is_answered_at_once(
+    channel: grpc.aio.Channel, talking: Served, finish: str
+) -> None:
+    tokens = [*tokens_of(SENTENCE), END]
+    known = [so_far(tokens, finish), so_far(tokens[:4], choice=1)]
+    sampling = pb.Sampling(n=2, seed=1, max_tokens=len(tokens))
+    await generate(channel, sampling=sampling, so_far=known)
+    talking.worker.submits.clear()
+    known[1] = so_far(tokens, finish, 1)
+    replies = await generate(channel, sampling=sampling, so_far=known)
+    assert [(reply.choice, reply.finish_reason) for reply in replies] == [(0, "stop"), (1, "stop")]
+    assert tokens_in(replies) == []
+    assert replies[-1].usage.completion_tokens == 2 * len(tokens)
+    assert talking.worker.submits == []
+
+
+async def test_what_a_client_brings_is_not_counted_as_made_here(
+    channel: grpc.aio.Channel, talking: Served
+) -> None:
+    tally = talking.router.frontend.tally
+    before = sum(tally.generated().values())
+    tokens = tokens_of(SENTENCE)
+    sampling = pb.Sampling(seed=7, max_tokens=len(tokens))
+    await generate(channel, sampling=sampling, so_far=[so_far(tokens[:-2])])
+    assert sum(tally.generated().values()) == before + 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"so_far": [so_far([2**32 - 1])], "sampling": pb.Sampling(seed=1)}, "vocabulary"),
+        ({"so_far": [so_far([5, 6])], "sampling": pb.Sampling(seed=1, max_tokens=1)}, "max_tokens"),
+        ({"so_far": [so_far([5])]}, "give the seed"),
+        ({"so_far": [so_far([5]), so_far([6])], "sampling": pb.Sampling(seed=1)}, "twice"),
+        ({"so_far": [so_far([5], choice=10**9)], "sampling": pb.Sampling(seed=1)}, "but n is 1"),
+        ({"so_far": [so_far([5], "gone")], "sampling": pb.Sampling(seed=1)}, "finish_reason"),
+        ({"so_far": [so_far([])], "sampling": pb.Sampling(n=1, best_of=2)}, "best_of"),
+        ({"so_far": [so_far([])], "sampling": pb.Sampling(n=2, use_beam_search=True)}, "beam"),
+    ],
+)
+async def test_what_cannot_go_on_is_refused(
+    channel: grpc.aio.Channel, talking: Served, request_: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await generate(channel, **request_)
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    told = refusal.value.details() or ""
+    assert words in told
+    assert "\n" not in told
+    assert talking.worker.submits == []

@@ -1,0 +1,128 @@
+"""/role over HTTP: who may give a worker a role, and what comes of it."""
+
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.router.config import RouterConfig
+from penstock.router.roles import Assignment
+from tests.support.served_router import Served, serving, until
+from tests.support.stub_worker import StubWorker
+
+BODY = {"prompt": "hi", "max_tokens": 3}
+OPERATOR = "admin-sesame"
+
+
+def client_of(served: Served, key: str = "") -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(base_url=served.url, timeout=30, headers=headers)
+
+
+async def ask(http: httpx.AsyncClient, worker: str, role: str) -> tuple[int, dict[str, Any]]:
+    reply = await http.post("/role", json={"worker": worker, "role": role})
+    return reply.status_code, reply.json()
+
+
+def roles(served: Served) -> dict[str, str]:
+    return {each.worker: each.role for each in served.router.frontend.look().workers}
+
+
+async def test_what_comes_follows_the_new_role(config: RouterConfig) -> None:
+    peers: dict[str, StubWorker] = {}
+    workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
+    async with serving(config, *workers) as served, client_of(served) as http:
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+        assert [len(worker.submits) for worker in workers] == [1, 1]
+        assert await ask(http, "p0", "mixed") == (200, {"worker": "p0", "role": "mixed"})
+        assert await ask(http, "d0", "decode") == (200, {"worker": "d0", "role": "decode"})
+        assert roles(served) == {"p0": "mixed", "d0": "decode"}
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+        assert [len(worker.submits) for worker in workers] == [2, 1], "a mixed worker does it all"
+        status = (await http.get("/status")).json()
+        assert {name: given["role"] for name, given in status["roles"].items()} == {
+            "p0": "mixed",
+            "d0": "decode",
+        }
+        assert {pool["pool"]: pool["workers"] for pool in status["pools"]} == {
+            "mixed": 1,
+            "decode": 1,
+        }
+        assert status["placed"] == {"apart: unmeasured": 1}
+
+
+async def test_the_process_that_follows_keeps_the_role(config: RouterConfig) -> None:
+    worker = StubWorker("w0", "decode")
+    async with serving(config, worker) as served, client_of(served) as http:
+        assert (await ask(http, "w0", "prefill"))[0] == 200
+        port = int(worker.address.rpartition(":")[2])
+        await worker.stop()
+        await until(lambda: not served.router.frontend.workers())
+        assert roles(served) == {"w0": "prefill"}
+        await worker.start(port)
+        await until(lambda: served.router.frontend.workers())
+        assert [each.role for each in served.router.frontend.workers()] == ["prefill"]
+
+
+async def test_the_last_word_counts_wherever_it_was_said(config: RouterConfig) -> None:
+    async with serving(config, StubWorker()) as served, client_of(served) as http:
+        assert (await ask(http, "w0", "decode"))[0] == 200
+        frontend = served.router.frontend
+        frontend.set_roles({"w0": Assignment("prefill", 1.0)})
+        assert roles(served) == {"w0": "decode"}, "that was said long ago"
+        frontend.set_roles({"w0": Assignment("prefill", 1e12)})
+        assert roles(served) == {"w0": "prefill"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "host", "shown", "code"),
+    [
+        ((), "127.0.0.1", "", 200),
+        ((), "0.0.0.0", "", 403),
+        (("user", OPERATOR), "127.0.0.1", "", 401),
+        (("user", OPERATOR), "127.0.0.1", "user", 403),
+        (("user",), "127.0.0.1", "admin-", 401),
+        (("user", OPERATOR), "127.0.0.1", OPERATOR, 200),
+        (("user", OPERATOR), "0.0.0.0", OPERATOR, 200),
+    ],
+)
+async def test_only_operators_may(
+    config: RouterConfig, keys: tuple[str, ...], host: str, shown: str, code: int
+) -> None:
+    config = replace(config, api_keys=keys, host=host)
+    async with serving(config, StubWorker()) as served:
+        port = served.url.rpartition(":")[2]
+        headers = {"authorization": f"Bearer {shown}"} if shown else {}
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30
+        ) as http:
+            found, told = await ask(http, "w0", "decode")
+        assert (found, roles(served)["w0"]) == (code, "decode" if code == 200 else "mixed")
+        if code == 403:
+            assert "admin-" in told["error"]["message"]
+            assert OPERATOR not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ({"worker": "w0", "role": "boss"}, 400, "there is no role 'boss'"),
+        ({"worker": "w9", "role": "decode"}, 404, "there is no worker 'w9'; there are w0"),
+        ({"worker": "w0"}, 400, "send"),
+        ({"worker": "w0", "role": 1}, 400, "send"),
+        ({"worker": ["w0"], "role": "decode"}, 400, "send"),
+        ({"worker": "w0", "role": "decode", "now": True}, 400, "send"),
+        ([], 400, "send"),
+        (None, 400, "send"),
+    ],
+)
+async def test_nonsense_is_refused(served: Served, body: object, code: int, words: str) -> None:
+    async with client_of(served) as http:
+        reply = await http.post("/role", json=body)
+        assert (reply.status_code, roles(served)) == (code, {"w0": "mixed"})
+        assert words in reply.json()["error"]["message"]
+        for content in (b"{", b"\xff", b"[" * 100_000):
+            headers = {"content-type": "application/json"}
+            assert (await http.post("/role", content=content, headers=headers)).status_code == 400
+        assert (await http.get("/role")).status_code == 405

@@ -1,0 +1,41 @@
+"""What operators said of roles, merged."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.router.roles import ROLES, Assignment, Book, merged
+
+ASSIGNMENTS = st.dictionaries(
+    st.sampled_from("abc"),
+    st.builds(Assignment, st.sampled_from(ROLES), st.floats(0, 4)),
+)
+
+
+@given(ASSIGNMENTS, ASSIGNMENTS, ASSIGNMENTS)
+def test_in_whatever_order_they_hear_of_it_all_end_the_same(
+    one: dict[str, Assignment], other: dict[str, Assignment], third: dict[str, Assignment]
+) -> None:
+    whole = merged(one, other, third)
+    assert merged(third, merged(other, one)) == whole
+    assert merged(merged(one, third), other, one) == whole
+    assert merged(whole, one) == whole
+    for worker, assignment in whole.items():
+        said = [part[worker] for part in (one, other, third) if worker in part]
+        assert assignment in said
+        assert assignment.at == max(each.at for each in said)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), ASSIGNMENTS), max_size=8))
+def test_routers_that_are_looked_at_in_turn_end_the_same(
+    words: list[tuple[int, dict[str, Assignment]]],
+) -> None:
+    book, routers = Book(), [dict[str, Assignment](), {}, {}]
+    for at, said in words:
+        routers[at] = merged(routers[at], said)
+    for _ in range(2):
+        for at, known in enumerate(routers):
+            if not book.hear(known):
+                routers[at] = merged(known, book.said)
+    assert routers[0] == routers[1] == routers[2] == book.said
+    assert all(book.hear(known) for known in routers)
+    assert book.said == merged(*(said for _, said in words))

@@ -1,0 +1,167 @@
+"""Real processes: two routers over one worker, one of them killed with -9 under load."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from penstock.cli.checkpoint import SHIPPED
+from penstock.cli.status import fetch
+from penstock.loadtests.lone_router import LoneRouter, lone_router
+from penstock.loadtests.resuming import ResumingClient
+from penstock.protos import inference_pb2 as pb
+from penstock.protos import inference_pb2_grpc
+from tests.support.worker_process import WorkerProcess, worker_process
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+
+MODEL = SHIPPED.parent / "demo-small"
+TOKEN = "of-this-test"
+LONG = 100
+BOUND = 120.0
+PATIENT: dict[str, Any] = {"worker_token": TOKEN, "lost_seconds": 120.0}  # on a busy machine
+
+WHOLE = [
+    pb.GenerateRequest(
+        text="Tell me a story about a fox.",
+        sampling=pb.Sampling(temperature=0, max_tokens=LONG, ignore_eos=True, logprobs=1),
+    ),
+    pb.GenerateRequest(
+        chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="Who are you?")]),
+        sampling=pb.Sampling(
+            temperature=1.5,
+            seed=2**64 - 3,
+            max_tokens=LONG,
+            ignore_eos=True,
+            n=2,
+            presence_penalty=0.4,
+            repetition_penalty=1.1,
+        ),
+    ),
+    pb.GenerateRequest(
+        text="Count: one, two, three,",
+        sampling=pb.Sampling(temperature=0.9, seed=5, max_tokens=LONG, ignore_eos=True),
+        stop=["\u0001 never said"],
+    ),
+]
+
+
+def stub_of(channel: grpc.aio.Channel) -> Any:
+    return inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+
+
+class Read:
+    """What a client has read."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.text: dict[int, str] = {}
+        self.usage: tuple[int, int] | None = None
+        self.num_logprobs = 0
+
+    def take(self, reply: pb.GenerateReply) -> None:
+        answer = self.tokens.setdefault(reply.choice, [])
+        assert not reply.tokens or reply.position == len(answer)
+        answer.extend(reply.tokens)
+        self.text[reply.choice] = self.text.get(reply.choice, "") + reply.text
+        self.num_logprobs += len(reply.logprobs)
+        if reply.HasField("usage"):
+            assert self.usage is None, "told twice"
+            self.usage = (reply.usage.prompt_tokens, reply.usage.completion_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+
+async def read(client: ResumingClient, request: pb.GenerateRequest, into: Read) -> Read:
+    async for reply in client.generate(request):
+        into.take(reply)
+    return into
+
+
+@asynccontextmanager
+async def cluster() -> AsyncIterator[tuple[WorkerProcess, list[LoneRouter], list[Any]]]:
+    """A worker, two routers over it, and a stub of each."""
+    config = {"token": TOKEN, "kv_cache_mib": 64, "deterministic": True, "role": "mixed"}
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(worker_process("mixed-0", MODEL, **config))
+        routers, stubs = [], []
+        for name in ("router-0", "router-1"):
+            router = await stack.enter_async_context(
+                lone_router(MODEL, {"mixed-0": worker.address}, name=name, **PATIENT)
+            )
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(router.grpc))
+            routers.append(router)
+            stubs.append(stub_of(channel))
+            await until(lambda: status_of(router), lambda told: not told["not_ready"])  # noqa: B023
+        yield worker, routers, stubs
+
+
+async def status_of(router: LoneRouter) -> Any:
+    return await asyncio.to_thread(fetch, router.http, None)
+
+
+async def until(look: Any, holds: Any) -> Any:
+    """What was seen once it holds."""
+    async with asyncio.timeout(BOUND):
+        while not holds(seen := await look()):
+            await asyncio.sleep(0.02)
+    return seen
+
+
+async def fewest(reads: Sequence[Read]) -> int:
+    return min(each.num_tokens for each in reads)
+
+
+async def test_its_clients_go_on_through_the_other_whose_own_notice_nothing() -> None:
+    async with cluster() as (worker, (first, second), stubs):
+        right = [await read(ResumingClient(stubs[1:]), each, Read()) for each in WHOLE]
+        alone = await until(lambda: status_of(second), is_empty)
+
+        reads = [Read() for _ in WHOLE]
+        bystanders = [Read() for _ in WHOLE]
+        clients = [ResumingClient(stubs) for _ in WHOLE]
+        crowd = [stubs[0].Generate(WHOLE[0]) for _ in range(6)]  # they never come back
+        for call in crowd:
+            await call.read()
+        async with asyncio.TaskGroup() as tasks:
+            for client, request, into in zip(clients, WHOLE, reads, strict=True):
+                tasks.create_task(read(client, request, into))
+            for request, into in zip(WHOLE, bystanders, strict=True):
+                calls = ResumingClient(stubs[1:], patience=0.0)
+                tasks.create_task(read(calls, request, into))
+            await until(lambda: fewest(reads), lambda number: number > 5)
+            busy = await status_of(second)
+            first.process.kill()
+            await first.process.wait()
+
+        for into, other, whole in zip(reads, bystanders, right, strict=True):
+            for seen in (into, other):
+                assert seen.tokens == whole.tokens
+                assert seen.text == whole.text
+                assert seen.usage == whole.usage
+                assert seen.num_logprobs == whole.num_logprobs
+        assert [client.num_broken for client in clients] == [1, 1, 1]
+        assert busy["workers"][0]["numbers"]["running"] > len(WHOLE) + 1, "nobody was there"
+        # What the dead one held has gone, the crowd's unread answers too.
+        left = await until(lambda: status_of(second), is_empty)
+        assert left["failovers"] == alone["failovers"] == 0
+
+        again = lone_router(MODEL, {"mixed-0": worker.address}, name="router-0", **PATIENT)
+        async with again as router, grpc.aio.insecure_channel(router.grpc) as channel:
+            await until(lambda: status_of(router), lambda told: not told["not_ready"])
+            seen = await read(ResumingClient([stub_of(channel)]), WHOLE[0], Read())
+            assert seen.tokens == right[0].tokens
+
+
+def is_empty(status: Any) -> bool:
+    numbers = status["workers"][0]["numbers"]
+    return bool(
+        status["streams"] == 0
+        and numbers["running"] == numbers["waiting"] == 0
+        and numbers["blocks"]["used"] == numbers["blocks"]["leased"] == 0
+    )

@@ -1,0 +1,43 @@
+"""A worker that beats and makes no step, as a served router meets it."""
+
+import asyncio
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from penstock.protos import worker_pb2 as pb
+from penstock.router.config import RouterConfig
+from tests.support.served_router import serving, until
+from tests.support.stub_worker import StubWorker
+
+
+@pytest.mark.slow
+async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: RouterConfig) -> None:
+    stuck, other = StubWorker("w0"), StubWorker("w1")
+    stuck.go.clear()
+    told: list[tuple[str, str]] = []
+
+    async def beat() -> None:
+        while True:
+            stuck.say(pb.ToRouter(beat=pb.Beat()))
+            await asyncio.sleep(0.2)
+
+    async with serving(replace(config, hang_seconds=2.0), stuck, other) as served:
+        served.router.frontend.tell_stuck = lambda name, why: told.append((name, why))
+        beating = asyncio.create_task(beat())
+        async with httpx.AsyncClient(timeout=60) as client:
+            calls = [
+                asyncio.create_task(
+                    client.post(f"{served.url}/v1/completions", json={"prompt": "hi"})
+                )
+                for _ in range(2)
+            ]
+            await until(lambda: stuck.holding, "one of them was for the one that is stuck")
+            replies = await asyncio.gather(*calls)
+        beating.cancel()
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert replies[0].json()["choices"] == replies[1].json()["choices"]
+    ((name, why),) = told
+    assert name == "w0"
+    assert why.startswith("it answers, but no step of it has ended for ")

@@ -1,0 +1,152 @@
+"""Workers that are blocks only: ranks in this process, each with its part of one cache.
+
+Their bytes travel over real pairs of ranks; nothing computes.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+import torch
+
+from penstock.protos import transfer_pb2_grpc
+from penstock.workers.parallel.mesh import Mesh
+from penstock.workers.transfer.destination import Destination
+from penstock.workers.transfer.ends import Ends
+from penstock.workers.transfer.incoming import Expected, Verdict
+from penstock.workers.transfer.link import Peer
+from penstock.workers.transfer.mover import Movers, RankMover
+from penstock.workers.transfer.shards import Rectangle
+from penstock.workers.transfer.source import Outgoing, Source
+from penstock.workers.transfer.staging import Identity, KvStaging
+
+LAYERS, DIM, POSITIONS = 5, 3, 96
+SECONDS = 20.0
+
+
+def rectangles(mesh: Mesh, heads: int) -> list[Rectangle]:
+    found = []
+    for rank in range(mesh.num_ranks):
+        place = mesh.place(rank)
+        layers, first = place.layers(LAYERS), heads * place.column // mesh.tp
+        num = max(1, heads // mesh.tp)
+        found.append(Rectangle(layers.start, layers.stop, first, first + num))
+    return found
+
+
+class Blocks:
+    """A worker's ranks. `heads` 0: latent attention, one row a position."""
+
+    def __init__(
+        self, seed: int, mesh: Mesh, size: int, heads: int = 4, seconds: float = SECONDS
+    ) -> None:
+        sides, num_heads = (2, heads) if heads else (1, 1)
+        generator = torch.Generator().manual_seed(seed)
+        shape = (LAYERS, sides, POSITIONS // size, num_heads, size, DIM)
+        self.size, self.seconds = size, seconds
+        self.before = torch.randn(shape, generator=generator)
+        self.rectangles = rectangles(mesh, num_heads)
+        self.caches = [cut(self.before, part) for part in self.rectangles]
+        parts = zip(self.caches, self.rectangles, strict=True)
+        self.stagings = [KvStaging(cache, part) for cache, part in parts]
+        movers = [RankMover(each, "127.0.0.1", seconds) for each in self.stagings]
+        self.movers = Movers(movers[0], movers[1:])
+
+    def hold(self, whole: torch.Tensor) -> bool:
+        """Whether the ranks' caches are all parts of that one."""
+        pairs = zip(self.caches, self.rectangles, strict=True)
+        return all(torch.equal(cache, cut(whole, part)) for cache, part in pairs)
+
+
+def cut(whole: torch.Tensor, part: Rectangle) -> torch.Tensor:
+    heads = slice(part.first_head, part.last_head)
+    return whole[part.first_layer : part.last_layer, :, :, heads].clone()
+
+
+def positions(whole: torch.Tensor, blocks: Sequence[int], start: int, stop: int) -> torch.Tensor:
+    """[layers, sides, heads, positions, features] of what these blocks hold, in their order."""
+    return whole[:, :, list(blocks)].movedim(2, 3).flatten(3, 4)[:, :, :, start:stop]
+
+
+def moved(
+    target: "Blocks", source: "Blocks", ours: Sequence[int], theirs: Sequence[int], length: int
+) -> torch.Tensor:
+    """What the target's cache is when these blocks have arrived, of a sequence from 0 on."""
+    flat = target.before[:, :, list(ours)].movedim(2, 3).flatten(3, 4).clone()
+    flat[:, :, :, :length] = positions(source.before, theirs, 0, length)
+    whole = target.before.clone()
+    whole[:, :, list(ours)] = torch.unflatten(flat, 3, (-1, target.size)).movedim(3, 2)
+    return whole
+
+
+@dataclass
+class Sides:
+    """A source and a destination that serves, and what this was told."""
+
+    source: Source
+    destination: Destination
+    peer: Peer
+    verdicts: list[Verdict] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)  # epochs whose blocks the source let go
+
+    def expect(self, stop: int, blocks: Sequence[int]) -> int:
+        numbers = np.array(blocks, np.int32)
+        expected = Expected("r", 7, 2, ("s", "i"), 0, stop, numbers)
+        return self.destination.open(expected, self.verdicts.append)
+
+    async def send(self, epoch: int, stop: int, blocks: Sequence[int]) -> None:
+        outgoing = Outgoing("r", 7, 2, epoch, 0, stop, np.array(blocks, np.int32))
+        await self.source.send(self.peer, outgoing, lambda: self.read.append(epoch))
+
+    async def verdict(self, num: int = 1) -> Verdict:
+        """The last of so many, once it is there."""
+        await eventually(lambda: len(self.verdicts) >= num)
+        return self.verdicts[num - 1]
+
+
+async def eventually(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def sides(source: Blocks, destination: Blocks, name: str = "d") -> AsyncIterator[Sides]:
+    given = Identity(name, "inc", "layout", "127.0.0.1", "secret")
+    taking = Destination(given, Ends(destination.movers), destination.seconds)
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    transfer_pb2_grpc.add_TransferServicer_to_server(taking, server)  # type: ignore[no-untyped-call]
+    await server.start()
+    own = Identity("s", "i", "layout", "127.0.0.1", "")
+    sending = Source(own, Ends(source.movers), source.seconds)
+    yield Sides(sending, taking, Peer(name, "inc", f"127.0.0.1:{port}", "secret"))
+    sending.stop()
+    taking.stop()
+    await server.stop(0)
+
+
+class Held:
+    """Holds the calls of a method of one object until it is opened."""
+
+    def __init__(self, owner: object, method: str) -> None:
+        self.num_calls = 0
+        self._opened = threading.Event()
+        original = getattr(owner, method)
+
+        def held(*args: object) -> object:
+            self.num_calls += 1
+            assert self._opened.wait(60)
+            return original(*args)
+
+        setattr(owner, method, held)
+
+    def open(self) -> None:
+        self._opened.set()
+
+    async def reached(self) -> None:
+        await eventually(lambda: self.num_calls)

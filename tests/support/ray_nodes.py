@@ -1,0 +1,136 @@
+"""Nodes of Ray on one machine, which join a head of its own and know nothing of any other."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.autoscaler._private.fake_multi_node.node_provider import (
+    FAKE_HEAD_NODE_ID,
+    FakeMultiNodeProvider,
+)
+
+from penstock.cluster import leave
+from penstock.loadtests.server import free_ports
+
+OBJECT_STORE = 83886080
+HEAD = "ray.head.default"
+IDLE_SECONDS = 2.0
+
+
+@contextmanager
+def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for a cluster of several nodes on 127.0.0.1, which asks for a token."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 2)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as the chart's pods have it
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
+    # Not pytest's own folder: its paths are too long for the sockets that lie below.
+    with tempfile.TemporaryDirectory(prefix="pn-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        for below in ("t", "ray"):
+            (folder / below).mkdir()
+        monkeypatch.setenv("RAY_TMPDIR", name)  # where it keeps the address of a machine's last one
+        yield folder
+
+
+class Nodes:
+    """Nodes of Ray, each made by `ray start`, all found and ended as `Serving` finds its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, self._client = free_ports(2)
+        self._folder = folder
+        self.leaving = folder / "leave"
+        self.leaving.mkdir()
+
+    def add(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        common = ["--node-ip-address=127.0.0.1", f"--object-store-memory={OBJECT_STORE}"]
+        # Any that are free: Ray's own range for its workers may hold the ports chosen here.
+        common += ["--min-worker-port=0", "--max-worker-port=0"]
+        command = [str(Path(sys.executable).with_name("ray")), "start", *arguments, *common]
+        more = {"TMPDIR": str(self._folder / "t"), leave.FOLDER: str(self.leaving), **(env or {})}
+        for _ in range(3):  # Ray gives a node 30 s to start, which on a busy machine may be little
+            done = subprocess.run(
+                command, env={**os.environ, **more}, capture_output=True, text=True, check=False
+            )
+            if done.returncode == 0:
+                return
+        raise AssertionError(done.stdout + done.stderr)
+
+    def add_head(self, *more: str, env: Mapping[str, str] | None = None) -> None:
+        own = [f"--port={self.port}", f"--ray-client-server-port={self._client}"]
+        own += [f"--temp-dir={self._folder / 'r'}", "--include-dashboard=false", "--num-cpus=0"]
+        self.add("--head", *own, *more, env=env)
+
+    def add_worker(self) -> None:
+        resources = '--resources={"router": 1, "prefill": 1, "decode": 1}'
+        self.add(f"--address=127.0.0.1:{self.port}", "--num-cpus=2", "--num-gpus=0", resources)
+
+    def add_scaled_head(self, kinds: Mapping[str, int]) -> None:
+        """A head with Ray's own autoscaler, v2: it adds up to so many nodes of each kind, each with
+        a CPU and one of the resource of that name, and takes empty ones away.
+
+        The provider that makes its nodes is Ray's own, of processes here; started like this it
+        ends no other Ray's processes, as `ray.cluster_utils.AutoscalingCluster` would.
+        """
+        config = self._folder / "autoscaler.json"
+        config.write_text(json.dumps(self._scaling(kinds)))
+        env = {
+            "RAY_FAKE_CLUSTER": "1",
+            "RAY_enable_autoscaler_v2": "1",
+            "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+            "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+            "RAY_NODE_TYPE_NAME": HEAD,
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        }
+        self.add_head(f"--autoscaling-config={config}", env=env)
+
+    def _scaling(self, kinds: Mapping[str, int]) -> dict[str, Any]:
+        types: dict[str, Any] = {
+            kind: {
+                "resources": {"CPU": 1, kind: 1, "object_store_memory": OBJECT_STORE},
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": most,
+            }
+            for kind, most in kinds.items()
+        }
+        types[HEAD] = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
+        provider = {
+            # By its module: the wheel lacks the file of defaults that belongs to its name.
+            "type": "external",
+            "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
+            "gcs_address": f"127.0.0.1:{self.port}",
+            "head_node_id": FAKE_HEAD_NODE_ID,
+            "launch_multiple": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+        }
+        commands = [
+            *("initialization", "setup", "head_setup", "worker_setup"),
+            *("head_start_ray", "worker_start_ray"),
+        ]
+        return {
+            "cluster_name": "scaled",
+            "provider": provider,
+            "max_workers": sum(kinds.values()),
+            "upscaling_speed": 1.0,
+            "idle_timeout_minutes": IDLE_SECONDS / 60,
+            "head_node_type": HEAD,
+            "available_node_types": types,
+            "auth": {},
+            "docker": {},
+            "file_mounts": {},
+            "cluster_synced_files": [],
+            "file_mounts_sync_continuously": False,
+            "rsync_exclude": [],
+            "rsync_filter": [],
+            **{f"{name}_commands": [] for name in commands},
+        }

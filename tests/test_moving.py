@@ -1,0 +1,155 @@
+"""Answers that move with their blocks while they run: workers drain, and change their roles.
+
+A real router and real workers, each in a process of its own; every answer is whole, and the same as
+when nobody moves it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import pytest
+import pytest_asyncio
+
+from penstock.cli.checkpoint import SHIPPED
+from penstock.router.ask import Ask, Sampling
+from penstock.router.config import RouterConfig
+from penstock.router.server import RunningRouter, serve_router
+from tests.support.served_router import until
+from tests.support.worker_process import WorkerProcess, worker_process
+
+pytestmark = [
+    *(pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+MODEL = SHIPPED.parent / "demo-small"
+ROLES = {"p0": "prefill", "d0": "decode", "d1": "decode"}
+NUM_TOKENS = 500
+BEGUN = 20  # tokens that each stream has before anything happens
+NUM_PROMPTS, PROMPT_LENGTH = 6, 200
+BYTES_PER_TOKEN = 2 * 2 * 2 * 32 * 4  # two layers, keys and values, two heads of 32, in fp32
+
+
+def prompts(kind: int) -> list[list[int]]:
+    """Nothing of one kind is in a cache because of another."""
+    numbers = range(10 * kind, 10 * kind + NUM_PROMPTS)
+    return [[5 + (7 * i + 31 * number) % 900 for i in range(PROMPT_LENGTH)] for number in numbers]
+
+
+@dataclass
+class Stream:
+    """One client: what it has seen so far."""
+
+    tokens: list[int] = field(default_factory=list)
+
+    async def read(self, router: RunningRouter, prompt: Sequence[int]) -> list[int]:
+        sampling = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        answers = router.frontend.open([Ask(prompt, sampling)])
+        try:
+            async for delta in answers:
+                assert delta.position == len(self.tokens), "a position twice, or left out"
+                self.tokens += delta.tokens
+        finally:
+            answers.close()
+        return self.tokens
+
+
+@dataclass
+class Cluster:
+    router: RunningRouter
+    workers: dict[str, WorkerProcess]
+
+    async def answers(self, asked: Sequence[Sequence[int]]) -> list[list[int]]:
+        """To all of these at once."""
+        return list(await asyncio.gather(*(Stream().read(self.router, each) for each in asked)))
+
+    def where(self) -> dict[str, int]:
+        """Sequences that generate, by worker."""
+        look = self.router.frontend.look()
+        return {one.worker: one.numbers.running for one in look.workers if one.numbers is not None}
+
+    def computed(self, worker: str) -> int:
+        """Prompt positions that a worker has run through its model."""
+        numbers = {one.worker: one.numbers for one in self.router.frontend.look().workers}[worker]
+        return 0 if numbers is None else numbers.prompt_tokens - numbers.prefix_hit_tokens
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        started = [
+            stack.enter_async_context(
+                worker_process(name, MODEL, role=role, kv_cache_mib=64, threads=1)
+            )
+            for name, role in ROLES.items()
+        ]
+        workers = dict(zip(ROLES, await asyncio.gather(*started), strict=True))
+        router = await serve_router(RouterConfig(MODEL, "demo-small", http_port=0, grpc_port=0))
+        stack.push_async_callback(router.stop)
+        await router.set_workers({name: worker.address for name, worker in workers.items()})
+        await until(lambda: len(router.frontend.workers()) == len(workers), "no stream")
+        yield Cluster(router, workers)
+
+
+async def begun(
+    cluster: Cluster, asked: Sequence[Sequence[int]]
+) -> tuple[list[Stream], "asyncio.Future[list[list[int]]]"]:
+    """A stream of each prompt, all of them under way."""
+    streams = [Stream() for _ in asked]
+    reading = asyncio.gather(
+        *(
+            stream.read(cluster.router, prompt)
+            for stream, prompt in zip(streams, asked, strict=True)
+        )
+    )
+    async with asyncio.timeout(120):
+        while not all(len(stream.tokens) >= BEGUN for stream in streams):
+            await asyncio.sleep(0.005)
+    return streams, reading
+
+
+async def test_under_changing_roles_every_stream_is_whole(cluster: Cluster) -> None:
+    frontend = cluster.router.frontend
+    before, asked, others = frontend.look(), prompts(1), prompts(2)
+    streams, reading = await begun(cluster, asked)
+    assert cluster.where()["d0"]
+    frontend.assign("d0", "prefill")
+    frontend.assign("p0", "mixed")
+    async with asyncio.timeout(120):
+        while cluster.where()["d0"]:
+            await asyncio.sleep(0.005)
+    assert not any(len(stream.tokens) == NUM_TOKENS for stream in streams), "it did not wait"
+    second = asyncio.ensure_future(cluster.answers(others))  # these follow the new roles
+    await asyncio.sleep(0.1)
+    frontend.assign("d1", "prefill")
+    frontend.assign("d0", "decode")
+    frontend.assign("p0", "prefill")
+    found = [*await reading, *await second]
+    frontend.assign("d1", "decode")
+    after = frontend.look()
+    assert {one.worker: one.role for one in after.workers} == ROLES
+    assert after.handovers - before.handovers > NUM_PROMPTS
+    assert after.handovers_failed == after.failovers == 0
+    assert {reason for reason, count in after.finished.items() if count} == {"length"}
+    assert found == await cluster.answers([*asked, *others])
+
+
+async def test_a_drain_moves_blocks_and_takes_no_answer_s_time(cluster: Cluster) -> None:
+    frontend, asked, staying = cluster.router.frontend, prompts(3), ("p0", "d1")
+    streams, reading = await begun(cluster, asked)
+    before, computed = frontend.look(), sum(map(cluster.computed, staying))
+    moving = cluster.where()["d0"]
+    assert moving
+    await cluster.workers["d0"].drained()
+    assert not any(len(stream.tokens) == NUM_TOKENS for stream in streams), "it did not wait"
+    after = frontend.look()
+    assert after.handovers - before.handovers >= moving
+    assert after.handovers_failed == after.failovers == 0
+    moved = after.handover_bytes - before.handover_bytes
+    assert moved >= moving * PROMPT_LENGTH * BYTES_PER_TOKEN, "whole prompts"
+    again = sum(map(cluster.computed, staying)) - computed
+    assert again < moving * PROMPT_LENGTH / 4, "not computed again"
+    found = await reading
+    assert found == await cluster.answers(asked)

@@ -1,0 +1,90 @@
+"""`penstock role` against a router with stub workers, and against what is none."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from rich.console import Console
+
+from penstock.cli import main
+from penstock.cli.status import fetch
+from penstock.cli.status_view import page
+from penstock.router.config import RouterConfig
+from tests.support.served_router import Served, model_folder, serving
+from tests.support.stub_worker import StubWorker
+
+KEY = "admin-sesame"
+
+
+@pytest_asyncio.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    config = RouterConfig(model_folder(tmp_path), "stub", api_keys=("open-sesame", KEY))
+    async with serving(config, StubWorker("decode-0", "decode")) as served:
+        yield served
+
+
+def command(*arguments: str) -> "asyncio.Future[int]":
+    return asyncio.ensure_future(asyncio.to_thread(main, ["role", *arguments]))
+
+
+async def test_a_worker_gets_another_role_and_the_status_shows_it(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await command("decode-0", "mixed", served.url, "--api-key", KEY) == 0
+    assert capsys.readouterr().out == "decode-0 is a mixed worker now\n"
+    told = await asyncio.to_thread(fetch, served.url, KEY)
+    given = told["roles"]["decode-0"]
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console.print(page(told, served.url, given["at"] + 90))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert "decode-0: a mixed worker for 90.0 s, by an operator" in lines
+    assert [line.split()[:1] for line in lines if line.startswith("mixed ")] == [["mixed"]]
+
+
+@pytest.mark.parametrize(
+    ("worker", "role", "key", "words"),
+    [
+        ("decode-9", "mixed", KEY, "there is no worker 'decode-9'; there are decode-0 (404)"),
+        ("decode-0", "mixed", "open-sesame", "this is for operators"),
+        ("decode-0", "mixed", "close-sesame", "no valid API key"),
+    ],
+)
+async def test_a_refusal_is_one_line(
+    served: Served,
+    worker: str,
+    role: str,
+    key: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await command(worker, role, served.url, "--api-key", key) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["decode-0", "mixed", "http://127.0.0.1:1"], 1, "nothing of ours answers there"),
+        (["decode-0", "mixed", "two words"], 2, "is no address"),
+    ],
+)
+def test_where_nobody_is(
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["role", *arguments]) == code
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+def test_what_is_no_role(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["role", "decode-0", "boss"])
+    assert end.value.code == 2
+    assert "invalid choice: 'boss'" in capsys.readouterr().err

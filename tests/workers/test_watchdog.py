@@ -1,0 +1,178 @@
+"""The watchdog's pulses and its end, without a process that dies; `test_hang` has one."""
+
+import asyncio
+import json
+import stat
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.workers import bundle, watchdog
+from penstock.workers.bundle import write_bundle
+from penstock.workers.scheduling.batcher import Batcher
+from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.step_times import StepTimes
+from penstock.workers.watchdog import EXIT_HUNG, PATIENCE, Pulse, Watchdog
+
+SECONDS = 0.5
+
+
+class Ends:
+    """What a watchdog says and does."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(watchdog, "SECONDS_TO_TELL", 0.0)
+        self.told: list[str] = []
+        self.codes: list[int] = []
+        self.over = threading.Event()
+        self.dog = Watchdog("w0, rank 0", SECONDS, folder, self.told.append, self.end)
+
+    def end(self, code: int) -> None:
+        self.codes.append(code)
+        self.over.set()
+
+
+@pytest.fixture
+def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ends:
+    return Ends(tmp_path / "bundles", monkeypatch)
+
+
+def test_a_pulse_waits_only_while_something_is_due() -> None:
+    pulse, now = Pulse("p", 30.0), time.monotonic()
+    assert pulse.waited(now + 100) == 0.0
+    pulse.begin()
+    assert 99 < pulse.waited(now + 100) <= 100
+    pulse.forgive(40.0)
+    assert 59 < pulse.waited(now + 100) <= 60
+    pulse.begin()
+    assert pulse.waited(now + 100) <= 60, "what is asked meanwhile is no progress"
+    pulse.moved(8.0)
+    assert pulse.waited(now + 100) > 99
+    assert pulse.bound == PATIENCE * 8.0
+    pulse.moved(0.1)
+    assert pulse.bound == 30.0
+    pulse.rest()
+    assert pulse.waited(now + 100) == 0.0
+
+
+def test_what_a_step_may_take_follows_the_longest_of_late() -> None:
+    times = StepTimes()
+    times.add(2.0, with_prompts=True)
+    assert times.longest == 2.0
+    for _ in range(200):
+        times.add(0.01, with_prompts=False)
+    assert 0.01 < times.longest < 0.1
+    assert StepTimes(times.longest).longest == times.longest
+
+
+async def test_whoever_moves_is_left_alone(ends: Ends) -> None:
+    pulse = ends.dog.pulse("the engine")
+    ends.dog.start()
+    for _ in range(20):
+        pulse.moved()
+        await asyncio.sleep(SECONDS / 5)
+    pulse.rest()
+    await asyncio.sleep(2 * SECONDS)
+    assert ends.codes == []
+    ends.dog.stop()
+
+
+async def test_what_hangs_is_told_with_a_bundle_and_ended(ends: Ends) -> None:
+    ends.dog.about = lambda: {"sequences": 3}
+    ends.dog.pulse("the engine").begin()
+    ends.dog.start()
+    assert await asyncio.to_thread(ends.over.wait, 60)
+    assert ends.codes == [EXIT_HUNG]
+    (reason,) = ends.told
+    (path,) = (ends.dog._folder or Path()).iterdir()
+    assert reason.startswith("it hung: the engine has not moved for ")
+    assert reason.endswith(f"(see {path})")
+    state = json.loads((path / bundle.STATE).read_text())
+    assert state["sequences"] == 3
+    assert state["pulses"]["the engine"] > SECONDS > state["pulses"]["the event loop"]
+    assert "_watch" in (path / bundle.STACKS).read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+async def test_an_event_loop_that_stands_still_is_seen(ends: Ends) -> None:
+    ends.dog.start()
+    await asyncio.sleep(0.05)
+    assert ends.over.wait(60), "and this waits on the event loop"
+    assert "the event loop has not moved" in ends.told[0]
+
+
+async def test_without_a_folder_to_write_to_it_is_ended_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    ends = Ends(tmp_path / "file", monkeypatch)
+    ends.dog.pulse("the engine").begin()
+    ends.dog.start()
+    assert await asyncio.to_thread(ends.over.wait, 60)
+    assert ends.codes == [EXIT_HUNG]
+    assert "no bundle could be written" in ends.told[0]
+
+
+# ------------------------------------------------------------------ bundles
+
+
+def nothing() -> Mapping[str, Any]:
+    return {}
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    other = tmp_path / "something-else"
+    other.mkdir()
+    for number in range(bundle.KEPT + 3):
+        (tmp_path / f"{bundle.PREFIX}20200101T0000{number:02}Z-old-1").mkdir()
+    newest = write_bundle(tmp_path, "w/0: rank 1", {}, nothing)
+    left = sorted(path.name for path in tmp_path.glob(f"{bundle.PREFIX}*"))
+    assert len(left) == bundle.KEPT
+    assert left[-1] == newest.name
+    assert "w-0-rank-1" in newest.name
+    assert other.exists()
+
+
+def test_a_scheduler_in_disorder_is_no_reason_to_write_nothing(tmp_path: Path) -> None:
+    def broken() -> Mapping[str, Any]:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    path = write_bundle(tmp_path, "w", {"why": "it hung"}, broken)
+    state = json.loads((path / bundle.STATE).read_text())
+    assert (state["why"], "changed size" in state["unknown"]) == ("it hung", True)
+
+
+def test_a_folder_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(PermissionError):
+        write_bundle(tmp_path / "link", "w", {}, nothing)
+
+
+def test_the_scheduler_is_told_without_what_is_said() -> None:
+    batcher = Batcher(Limits(num_blocks=8, max_model_len=32, block_size=4, max_sequences=2))
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    for name in ("a", "b", "c"):
+        batcher.submit(NewSequence(name, [91, 92, 93, 94, 95], 5, params))
+    assert batcher.plan(0.0) is not None
+    told = batcher.describe()
+    assert told["ledger"] == "balances"
+    assert sum(told["blocks"].values()) == 8
+    assert [each["phase"] for each in told["sequences"]] == ["running", "running", "waiting"]
+    assert told["sequences"][0] == {
+        "sequence": "a",
+        "choice": 0,
+        "phase": "running",
+        "prompt_len": 5,
+        "num_tokens": 5,
+        "row": 0,
+        "num_computed": 0,
+        "num_blocks": 2,
+    }
+    (step,) = told["steps_in_flight"]
+    assert (step["rows"], step["new_tokens"]) == ([0, 1], [5, 5])
+    assert not {"91", "92", "93"} & set(json.dumps(told).replace(",", " ").split())

@@ -1,0 +1,90 @@
+"""The other ranks of a worker, as its leading rank has them move blocks; and what they answer.
+
+They are told in the same line as step plans, and obey in order: so one reads a block after every
+step that was to write it. What came of it goes back over a communicator of the hosts.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from penstock.protos import ranks_pb2 as wire
+from penstock.workers.parallel.communicator import Communicator
+from penstock.workers.parallel.group import RankLost
+from penstock.workers.parallel.plan_channel import FarReader, FarWriter
+from penstock.workers.transfer.mover import Hear
+from penstock.workers.transfer.shards import Rectangle
+
+log = logging.getLogger(__name__)
+
+
+class OrderLine:
+    """Says to all other ranks what one of them is to do; who asks for it does not wait."""
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
+        self._orders: SimpleQueue[bytes] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, move: wire.Move) -> None:
+        self._orders.put(wire.Order(move=move).SerializeToString())
+        if self._thread is None:  # nobody waits for its end: a rank that is gone may hold it
+            self._thread = threading.Thread(target=self._run, daemon=True, name="orders")
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._write(self._orders.get())
+        except RankLost as error:  # a step will find out too, and end the worker
+            log.info("no more orders to move blocks: %s", error)
+
+
+class FarMover:
+    """Another rank: `obey` has it told."""
+
+    def __init__(self, rank: int, rectangle: Rectangle, line: OrderLine, reports: FarReader):
+        self.rectangle = rectangle
+        self._rank = rank
+        self._line = line
+        self._reports = reports
+
+    def listen(self, heard: Hear) -> None:
+        thread = threading.Thread(target=self._listen, args=(heard,), daemon=True, name="reports")
+        thread.start()
+
+    def obey(self, move: wire.Move) -> None:
+        self._line.put(move)
+
+    def _listen(self, heard: Hear) -> None:
+        try:
+            while message := self._reports.read():
+                heard(wire.Report.FromString(message))
+        except RankLost as error:  # with it the worker ends
+            log.info("rank %d reports no more: %s", self._rank, error)
+
+
+def far_movers(
+    rectangles: Sequence[Rectangle], line: OrderLine, communicator: Communicator
+) -> list[FarMover]:
+    """All ranks but the leading one; rectangles: of all."""
+    return [
+        FarMover(rank, rectangles[rank], line, FarReader(communicator, rank))
+        for rank in range(1, len(rectangles))
+    ]
+
+
+class Reporter:
+    """Another rank's end: says what came of its orders, from any thread."""
+
+    def __init__(self, communicator: Communicator, seconds: float) -> None:
+        self._writer = FarWriter(communicator, 0, seconds)
+        self._lock = threading.Lock()
+
+    def report(self, report: wire.Report) -> None:
+        try:
+            with self._lock:
+                self._writer.write(report.SerializeToString())
+        except RankLost as error:  # the next step ends this rank
+            log.warning("the leading rank takes no reports: %s", error)
