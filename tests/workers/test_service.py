@@ -2,8 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.support.tiny import VOCAB_SIZE, tiny_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-Reference = Callable[[list[int], int], list[int]]
+Reference = Callable[[list[int], int], Awaitable[list[int]]]
 
 PROMPT = list(range(3, 40))
 
@@ -45,7 +44,7 @@ async def worker(checkpoint: Path) -> AsyncIterator[RunningWorker]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def router(worker: RunningWorker) -> AsyncIterator[Attached]:
+async def router(worker: RunningWorker, reference: Reference) -> AsyncIterator[Attached]:
     attached = await Attached(worker.address, "secret").open()
     yield attached
     await attached.close()
@@ -53,10 +52,13 @@ async def router(worker: RunningWorker) -> AsyncIterator[Attached]:
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Reference:
-    """Greedy answers of the engine called directly."""
+    """Greedy answers of the engine called directly, while the streams go on beating."""
     engine = Engine(WorkerConfig("reference", checkpoint, kv_cache_mib=1))
 
-    return partial(run_greedy, engine)
+    async def answer(prompt: list[int], max_tokens: int) -> list[int]:
+        return await asyncio.to_thread(run_greedy, engine, prompt, max_tokens)
+
+    return answer
 
 
 def searching(width: int, max_tokens: int = 5, n: int = 1, **search: Any) -> wire.SamplingParams:
@@ -184,12 +186,12 @@ async def test_answers_are_those_of_the_engine(router: Attached, reference: Refe
     for request, prompt in enumerate(prompts):
         await router.submit(request, prompt, greedy(20))
     for request, prompt in enumerate(prompts):
-        assert await router.answer(request) == reference(prompt, 20)
+        assert await router.answer(request) == await reference(prompt, 20)
         assert router.finishes[request, 1] == wire.FINISH_LENGTH
 
 
 async def test_a_log_is_gone_on_from(router: Attached, reference: Reference) -> None:
-    whole = reference(PROMPT, 20)
+    whole = await reference(PROMPT, 20)
     log = [wire.ChoiceLog(choice=0, tokens=whole[:7])]
     await router.submit(1, PROMPT, greedy(20), log=log, attempt=3)
     assert await router.answer(1, 3) == whole[7:]
@@ -197,7 +199,7 @@ async def test_a_log_is_gone_on_from(router: Attached, reference: Reference) -> 
 
 
 async def test_stop_tokens_and_logprobs(router: Attached, reference: Reference) -> None:
-    whole = reference(PROMPT, 20)
+    whole = await reference(PROMPT, 20)
     await router.submit(1, PROMPT, greedy(20, stop_tokens=[whole[5]], logprobs=2))
     answer = await router.answer(1)
     assert answer == whole[: whole.index(whole[5]) + 1]
@@ -244,8 +246,8 @@ async def test_two_routers_may_use_the_same_numbers(
     other = await Attached(worker.address, "secret").open("other")
     await router.submit(1, PROMPT, greedy(10))
     await other.submit(1, PROMPT[:9], greedy(12))
-    assert await other.answer(1) == reference(PROMPT[:9], 12)
-    assert await router.answer(1) == reference(PROMPT, 10)
+    assert await other.answer(1) == await reference(PROMPT[:9], 12)
+    assert await router.answer(1) == await reference(PROMPT, 10)
     await other.close()
 
 
@@ -267,7 +269,7 @@ async def test_a_later_attempt_replaces_the_earlier(router: Attached, reference:
     await router.submit(1, PROMPT, greedy(200))
     await router.until(lambda: router.answers[1, 1])
     await router.submit(1, PROMPT, greedy(8), attempt=2)
-    assert await router.answer(1, 2) == reference(PROMPT, 8)
+    assert await router.answer(1, 2) == await reference(PROMPT, 8)
     await router.until(lambda: router.load.running == 0)
     assert (1, 1) not in router.finishes
 
@@ -282,7 +284,7 @@ async def test_a_lease_outlives_a_later_attempt_that_starts_from_it(
     log = [wire.ChoiceLog(choice=0, tokens=router.answers[1, 1])]
     await router.submit(1, PROMPT, greedy(10), log=log, attempt=2)
     await router.answer(1, 2)
-    assert router.answers[1, 1] + router.answers[1, 2] == reference(PROMPT, 10)
+    assert router.answers[1, 1] + router.answers[1, 2] == await reference(PROMPT, 10)
     await router.drop(1)
     await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
 
@@ -295,13 +297,13 @@ async def test_yield_on_command(router: Attached, reference: Reference) -> None:
     yielded = await router.message("yielded", 1)
     answer = router.answers[1, 1]
     assert yielded.kv_len == len(PROMPT) + len(answer) - 1
-    assert answer == reference(PROMPT, 200)[: len(answer)]
+    assert answer == (await reference(PROMPT, 200))[: len(answer)]
     await router.drop(1)
     await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
 
 
 async def test_allowed_tokens_and_bad_words(router: Attached, reference: Reference) -> None:
-    whole = reference(PROMPT, 20)
+    whole = await reference(PROMPT, 20)
     word = wire.BadWord(tokens=whole[2:5])
     await router.submit(1, PROMPT, greedy(20, bad_words=[word]))
     await router.submit(2, PROMPT, greedy(20, allowed_tokens=[whole[0], 7, 9]))
@@ -320,14 +322,14 @@ async def test_choices_come_side_by_side_and_one_can_be_dropped(
     await router.until(lambda: len(router.answers[1, 1, 1]) > 2)
     await router.say(drop=wire.Drop(request=1, attempt=1, choice=1))
     await router.until(lambda: {(1, 1), (1, 1, 2)} <= router.finishes.keys())
-    expected = reference(PROMPT, 40)
+    expected = await reference(PROMPT, 40)
     assert router.answers[1, 1] == router.answers[1, 1, 2] == expected
     assert router.answers[1, 1, 1] == expected[: len(router.answers[1, 1, 1])]
     await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
 
 
 async def test_choices_go_on_from_their_logs(router: Attached, reference: Reference) -> None:
-    expected = reference(PROMPT, 20)
+    expected = await reference(PROMPT, 20)
     log = [
         wire.ChoiceLog(choice=0, tokens=expected[:7]),
         wire.ChoiceLog(choice=1, tokens=expected[:3], finished=True),
@@ -346,7 +348,7 @@ async def test_nothing_left_to_draw_ends_that_request_alone(
     strict = greedy(9, allowed_tokens=[7], bad_words=[wire.BadWord(tokens=[7, 7])])
     await router.submit(1, PROMPT, greedy(30))
     await router.submit(2, PROMPT, strict)
-    assert await router.answer(1) == reference(PROMPT, 30)
+    assert await router.answer(1) == await reference(PROMPT, 30)
 
     def ended() -> list[tuple[int, str]]:
         steps = [message.step for message in router.heard if message.HasField("step")]
