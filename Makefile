@@ -29,7 +29,7 @@ check: setup
 
 test: setup
 	$(BIN)/python -m pytest -q -n 2 -m "not process and not cluster and not gpu and not interpreted"
-	$(BIN)/python -m pytest -q -m "process or cluster"
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "process or cluster"
 	@$(MAKE) --no-print-directory kernels
 
 # Triton reads the variable when it is imported: hence a run of their own.

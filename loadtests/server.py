@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.05
-_LOWEST_PORT = 12000  # most services that people name live below
+_LOWEST_PORT = 20000  # `ray start` gives its workers those from 10002 to 19999
 
 
 class ServerFailed(RuntimeError):
@@ -75,8 +75,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def free_ports(count: int, run: int = 1) -> list[int]:
     """Return different ports that nobody listens on now, nor on the `run` - 1 after each.
 
-    Not from where outgoing connections get theirs: Ray alone makes a hundred, and one of them would
-    take a port now and then before a server that starts later does.
+    Not from where outgoing connections get theirs, nor from where workers of Ray do: one of them
+    would take a port now and then before a server that starts later does.
     """
     found: list[int] = []
     for port in random.sample(range(_LOWEST_PORT, _first_outgoing() - run, run), 1000 // run):

@@ -81,10 +81,15 @@ class Reporter:
     def __init__(self, communicator: Communicator, seconds: float) -> None:
         self._writer = FarWriter(communicator, 0, seconds)
         self._lock = threading.Lock()
+        self._lost = False
 
     def report(self, report: wire.Report) -> None:
-        try:
-            with self._lock:
+        """To the leading rank, if it is still there: each more would wait for it as long."""
+        with self._lock:
+            if self._lost:
+                return
+            try:
                 self._writer.write(report.SerializeToString())
-        except RankLost as error:  # the next step ends this rank
-            log.warning("the leading rank takes no reports: %s", error)
+            except RankLost as error:  # the next step ends this rank
+                self._lost = True
+                log.warning("the leading rank takes no reports: %s", error)
