@@ -75,6 +75,7 @@ async def test_it_introduces_itself_and_tells_what_it_hears(
     assert heard.kinds()[-1] == "WorkerLost"
 
 
+@pytest.mark.slow
 async def test_it_beats_when_there_is_nothing_to_say(
     worker: StubWorker, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

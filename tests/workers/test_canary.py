@@ -120,6 +120,7 @@ async def health(worker: RunningWorker) -> int:
         return int((await stub.Check(health_pb2.HealthCheckRequest())).status)
 
 
+@pytest.mark.slow
 async def test_an_idle_worker_shows_that_it_computes_and_routers_hear_nothing_of_it(
     worker: RunningWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_what_a_step_may_take_follows_the_longest_of_late() -> None:
     assert StepTimes(times.longest).longest == times.longest
 
 
+@pytest.mark.slow
 async def test_whoever_moves_is_left_alone(ends: Ends) -> None:
     pulse = ends.dog.pulse("the engine")
     ends.dog.start()

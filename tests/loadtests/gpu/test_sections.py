@@ -51,6 +51,7 @@ def test_what_came_of_it(run) -> None:  # type: ignore[no-untyped-def]
     assert run("half").failures == ["it left no figures"]
 
 
+@pytest.mark.slow
 def test_time_is_kept(run) -> None:  # type: ignore[no-untyped-def]
     hung = run("hang", seconds=1.5)
     assert "stopped after its 2 s" in hung.failures[0]

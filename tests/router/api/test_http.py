@@ -27,6 +27,7 @@ def client_of(served: Served, **options: object) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=served.url, timeout=30, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_keys_are_needed_everywhere_but_for_health(config: RouterConfig) -> None:
     keyed = replace(config, api_keys=("first-key", "second-key"))
     async with serving(keyed, StubWorker()) as served, client_of(served) as http:
@@ -125,6 +126,7 @@ async def read_all(served: Served, sent: bytes) -> bytes:
         writer.close()
 
 
+@pytest.mark.slow
 async def test_heads_are_bounded_in_size_and_time(config: RouterConfig) -> None:
     tight = replace(config, bounds=Bounds(max_header_bytes=4096, receive_seconds=0.5))
     async with serving(tight, StubWorker()) as served:

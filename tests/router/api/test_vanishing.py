@@ -116,6 +116,7 @@ async def test_a_deadline_before_the_first_token_is_504(config: RouterConfig) ->
         await dropped(served)
 
 
+@pytest.mark.slow
 async def test_a_deadline_in_mid_stream_is_told_in_the_stream(config: RouterConfig) -> None:
     worker = StubWorker(step_seconds=0.01)
     async with (

@@ -30,6 +30,7 @@ def remote(meeting: Meeting) -> Iterator[RemoteStore]:
     store.close()
 
 
+@pytest.mark.slow
 def test_what_one_side_says_the_other_hears(meeting: Meeting, remote: RemoteStore) -> None:
     remote.set("a", b"\x00\xff")
     assert meeting.store.get("a") == b"\x00\xff"
@@ -39,6 +40,7 @@ def test_what_one_side_says_the_other_hears(meeting: Meeting, remote: RemoteStor
     assert not remote.check(["a", "c"])
 
 
+@pytest.mark.slow
 def test_it_is_waited_for(meeting: Meeting, remote: RemoteStore) -> None:
     threading.Timer(0.05, lambda: meeting.store.set("late", "here")).start()
     assert remote.get("late") == b"here"

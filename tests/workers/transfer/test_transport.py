@@ -83,6 +83,7 @@ def test_messages_arrive_whole_and_in_order(pairs: tuple[RankPair, RankPair]) ->
     assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
 
 
+@pytest.mark.slow
 def test_a_receive_that_nobody_answers_breaks_the_pair(pairs: tuple[RankPair, RankPair]) -> None:
     source, destination = pairs
     data = torch.zeros(10)
