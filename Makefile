@@ -25,7 +25,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.generated
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not process and not cluster and not gpu and not interpreted"
+	$(BIN)/python -m pytest -q -n 3 -m "not slow and not process and not cluster and not gpu and not interpreted"
 
 test: setup
 	$(BIN)/python -m pytest -q -n 2 -m "not process and not cluster and not gpu and not interpreted"

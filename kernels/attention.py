@@ -305,6 +305,8 @@ def _aot_case(
 
     # Rows of eight bits come 16 bytes at a time too, but entries of the table outweigh them: 49%.
     streams = ("merge_parts",) if cached == E4M3 else ("attend_tiles", "merge_parts")
+    if one_path:  # a merge reads one part at a time: a row of features beside three numbers
+        streams = ("attend_tiles",)
     return AotCase(
         name,
         call,

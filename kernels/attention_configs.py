@@ -79,8 +79,10 @@ def part_tiles(chip: Chip, width: int, itemsize: int, group: int, cached: int) -
 def fixed_tiles(chip: Chip, width: int, itemsize: int) -> Tiles:
     """Of chunks and single tokens alike, so that both have the same arithmetic; with room for the
     sums of a part beside those of all parts."""
-    found = chunk_tiles(chip, width, itemsize)
     if itemsize == 4:
-        return found
-    rows, columns = min(found.rows, 64 if width <= 256 else 16), min(found.columns, 64)
-    return Tiles(rows, columns, 4 if width <= 128 else 8, found.num_stages)
+        return chunk_tiles(chip, width, itemsize)
+    if width > 256:  # rows of latent attention
+        return chunk_tiles(chip, width, itemsize)._replace(rows=16)
+    if width > 128:
+        return Tiles(32, 32 if _family(chip) == "amd" else 64, 8, 2)
+    return Tiles(32, 64, 4, 2)

@@ -121,7 +121,7 @@ class Tiles:
 
 WIDE = Tiles(64, 64, 32, num_warps=4, num_stages=3)  # float32, on no tensor core
 HALF = Tiles(128, 128, 64, num_warps=8, num_stages=3)  # 96 KiB of shared memory
-NARROW = Tiles(64, 128, 64, num_warps=8, num_stages=3)  # where registers hold the operands too
+NARROW = Tiles(64, 64, 64, num_warps=4, num_stages=3)  # where registers hold the operands too
 
 
 def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
