@@ -118,10 +118,11 @@ class Placer:
         self.stirred = False
 
     def runs_on(self, view: WorkerView) -> bool:
-        """Whether that worker has something to do, and does not wait for blocks instead."""
+        """Whether that worker has something to do, and does not wait for blocks instead, or for
+        another one to yield."""
         lives = [self.lives[request] for request in view.holds]
         own = [life.here for life in lives if life.here is not None]
-        coming = [life.next for life in lives if life.next is not None]
+        coming = [life.next for life in lives if life.next is not None and life.here is None]
         held = [hold for hold in (*own, *coming) if hold.worker == view.name]
         receives = any(hold.epoch is not None for hold in coming if hold.worker == view.name)
         return bool(held) and not receives

@@ -6,6 +6,7 @@ from hypothesis import given
 from penstock.router.routing.dispatcher import Limits
 from penstock.router.routing.events import (
     Command,
+    Draining,
     Hang,
     Load,
     Ready,
@@ -57,6 +58,17 @@ def test_one_that_waits_for_blocks_is_not() -> None:
     router(Yielded("p", 1, 1, 3))
     router(Ready("d", 1, 2, 7, 0, AT))
     assert router.wait(3 * BOUND, "p", "d") == []
+
+
+def test_nor_is_one_that_waits_until_a_slow_one_yields() -> None:
+    router = Router(M, N)
+    router.arrive()
+    router.step("m", 1, 0)
+    router(Stepped("m", [], Load(running=1, steps=2, step_seconds=10.0)))
+    assert submits(router(Draining("m"))) == [("n", 1, 2)]
+    router(Ready("n", 1, 2, 7, 0, AT))
+    assert hangs(router.wait(199, "m", "n")) == []
+    assert hangs(router.wait(2, "m", "n")) == [("m", True)]
 
 
 def test_an_idle_one_is_not_however_long_nor_when_work_comes_at_last() -> None:
