@@ -9,6 +9,10 @@ from penstock.router.routing.prices import HandOverPrice, Speed
 PENALTY_SECONDS = 30.0
 """For so long, fading, a worker that was lost is liked less in placement."""
 
+QUIET_SECONDS = 1.0
+"""A worker without a step for so long is asked about at every look: what it is to compute may be
+with it only since a moment ago."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -254,12 +258,12 @@ class Fleet:
         for view in self._views.values():
             if view.suspect or view.stuck or not view.num_sequences:
                 view.moved = now  # silent, known already, or idle
-            elif now - view.moved > self._bound_of(view, self._bounds.stuck_after):
-                if runs(view):
+            elif now - view.moved > QUIET_SECONDS:
+                if not runs(view):
+                    view.moved = now
+                elif now - view.moved > self._bound_of(view, self._bounds.stuck_after):
                     view.stuck = True
                     found.append(view)
-                else:
-                    view.moved = now
         return found
 
     def _bound_of(self, view: WorkerView, least: float) -> float:

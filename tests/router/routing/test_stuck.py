@@ -10,6 +10,7 @@ from penstock.router.routing.events import (
     Hang,
     Load,
     Ready,
+    Received,
     Status,
     Stepped,
     WorkerUp,
@@ -69,6 +70,20 @@ def test_nor_is_one_that_waits_until_a_slow_one_yields() -> None:
     router(Ready("n", 1, 2, 7, 0, AT))
     assert hangs(router.wait(199, "m", "n")) == []
     assert hangs(router.wait(2, "m", "n")) == [("m", True)]
+
+
+def test_its_time_begins_when_it_has_what_another_prepared_for_it() -> None:
+    router = Router(P, D)
+    router.arrive()
+    assert hangs(router.wait(BOUND - 1, "p", "d")) == []  # its place there is kept meanwhile
+    router.step("p", 1, 0)
+    router(Yielded("p", 1, 1, 3))
+    assert hangs(router.wait(BOUND - 2, "p", "d")) == []
+    router(Ready("d", 1, 2, 7, 0, AT))
+    assert hangs(router.wait(BOUND - 1, "p", "d")) == []
+    router(Received("d", 1, 2, 7, 0))
+    assert hangs(router.wait(BOUND - 2, "p", "d")) == []
+    assert hangs(router.wait(3, "p", "d")) == [("d", True)]
 
 
 def test_an_idle_one_is_not_however_long_nor_when_work_comes_at_last() -> None:
