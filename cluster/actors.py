@@ -287,8 +287,8 @@ class RouterActor(_Host):
         while self._running.frontend.num_workers < count:
             await asyncio.sleep(0.02)
 
-    def _tell_stuck(self, worker: str, reason: str) -> None:
-        self._open().add(Stuck(worker, reason))
+    def _tell_stuck(self, worker: str, address: str, reason: str) -> None:
+        self._open().add(Stuck(worker, address, reason))
 
     async def worker_died(self, name: str) -> None:
         self._running.worker_died(name)

@@ -81,8 +81,10 @@ class HostedRouter:
 
     def _heard(self, title: str, news: News) -> None:
         self._report(title, news)
-        if isinstance(news, Stuck) and news.worker in self.give_up:
-            self.give_up[news.worker](f"it is stuck: {news.reason}")
+        if isinstance(news, Stuck) and self._addresses.get(news.worker) == news.address:
+            give_up = self.give_up.get(news.worker)
+            if give_up is not None:
+                give_up(f"it is stuck: {news.reason}")
 
     async def came(self, where: tuple[str, str]) -> None:
         self.listening = where

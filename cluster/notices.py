@@ -79,6 +79,7 @@ class Stuck:
     """A router says of a worker: it answers, but does not get on."""
 
     worker: str
+    address: str  # of the process that is meant: another one may have its name by now
     reason: str
 
 

@@ -126,8 +126,8 @@ class Frontend:
         self.scaling = state.Scaling()  # what the supervisor said last
         self._assignments: dict[str, Assignment] = {}  # roles that operators gave
         self.routers: Sequence[state.RouterState] = ()  # the same, of itself too
-        # Told the name of a worker that does not get on, and why.
-        self.tell_stuck: Callable[[str, str], None] = lambda worker, reason: None
+        # Told the name and address of a worker that does not get on, and why.
+        self.tell_stuck: Callable[[str, str, str], None] = lambda worker, address, reason: None
         self._limits = limits
         self._dispatcher = dispatcher
         identity = Identity(config.name, incarnation, config.worker_token)
@@ -336,9 +336,9 @@ class Frontend:
                 self._end(command)
             case ev.Hang():
                 log.warning("worker %s: %s", command.worker, command.reason)
-                self._links.hang(command.worker, command.reason)
+                address = self._links.hang(command.worker, command.reason)
                 if command.stuck:
-                    self.tell_stuck(command.worker, command.reason)
+                    self.tell_stuck(command.worker, address, command.reason)
             case _:
                 if isinstance(command, ev.Send):
                     self.tally.sent(command, now)

@@ -59,11 +59,14 @@ class Links:
         if link is not None:
             link.send(command)
 
-    def hang(self, worker: str, reason: str) -> None:
-        """Close the stream to a worker; it is opened again while the worker is wanted."""
+    def hang(self, worker: str, reason: str) -> str:
+        """Close the stream to a worker; it is opened again while the worker is wanted. Returns the
+        address that it was to, empty if there is none any more."""
         link = self._links.get(worker)
-        if link is not None:
-            link.hang(reason)
+        if link is None:
+            return ""
+        link.hang(reason)
+        return link.address
 
     def _heard(self, event: ev.Event) -> None:
         if isinstance(event, ev.WorkerLost):

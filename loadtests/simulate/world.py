@@ -192,7 +192,7 @@ class World:
                     self._plan_leave(client, client.plan.leaves_moving)
         for command in commands:
             if isinstance(command, ev.Hang) and command.stuck:
-                self._given_up(self._workers[command.worker])
+                self._given_up(self._by_name[command.worker, command.incarnation])
         if self._log is None:
             return
         if commands or not isinstance(event, ev.Tick | ev.Heard):

@@ -96,7 +96,7 @@ def facts(notice: notices.Notice) -> tuple[str, str, Fields]:
             return "info", "draining", {"seconds": seconds}
         case notices.Decided(pool, text):
             return "info", "decision", {"pool": pool, "decision": text}
-        case notices.Stuck(worker, reason):
+        case notices.Stuck(worker, _, reason):
             return "warning", "stuck", {"worker": worker, "reason": reason}
         case notices.LogLine(text, level, event, fields, _):
             return level, event, fields or {"message": text}

@@ -29,7 +29,7 @@ def sentence(title: str, notice: notices.Notice) -> str:
             return f"draining: what runs has {seconds:g} s; Ctrl-C again ends it at once"
         case notices.Decided(_, text):
             return f"pool {text}"
-        case notices.Stuck(worker, reason):
+        case notices.Stuck(worker, _, reason):
             return f"{title}: worker {worker} is stuck: {reason}"
         case notices.LogLine(text):
             return text

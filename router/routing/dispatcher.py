@@ -144,7 +144,7 @@ class Dispatcher:
         for view in silent:
             seconds = now - view.heard
             self._reports.hang_up(view, f"silent for {seconds:.1f} seconds", out, now)
-        for view in self._fleet.stuck(self._placer.runs_on, now):
+        for view in self._fleet.stuck(self._placer.busy_since, now):
             seconds = now - view.moved
             reason = f"it answers, but no step of it has ended for {seconds:.1f} seconds"
             self._reports.hang_up(view, reason, out, now)

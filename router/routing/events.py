@@ -338,6 +338,7 @@ class Hang:
     """Close the stream to that worker: it is silent, or what it says makes no sense."""
 
     worker: str
+    incarnation: str
     reason: str
     stuck: bool = False  # it answers and does not get on: whoever keeps it alive must replace it
 

@@ -9,10 +9,6 @@ from penstock.router.routing.prices import HandOverPrice, Speed
 PENALTY_SECONDS = 30.0
 """For so long, fading, a worker that was lost is liked less in placement."""
 
-QUIET_SECONDS = 1.0
-"""A worker without a step for so long is asked about at every look: what it is to compute may be
-with it only since a moment ago."""
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -251,17 +247,22 @@ class Fleet:
                 suspects.append(view)
         return suspects, silent
 
-    def stuck(self, runs: Callable[[WorkerView], bool], now: float) -> list[WorkerView]:
-        """Those that answer, while no step of theirs ends past the bound; `runs` tells of a worker
-        whether it has anything to compute."""
+    def stuck(
+        self, busy_since: Callable[[WorkerView], float | None], now: float
+    ) -> list[WorkerView]:
+        """Those that answer, while no step of theirs ends past the bound; `busy_since` tells of a
+        worker since when it has had something to compute, None if it has not."""
         found = []
         for view in self._views.values():
             if view.suspect or view.stuck or not view.num_sequences:
                 view.moved = now  # silent, known already, or idle
-            elif now - view.moved > QUIET_SECONDS:
-                if not runs(view):
+                continue
+            bound = self._bound_of(view, self._bounds.stuck_after)
+            if now - view.moved > bound:
+                since = busy_since(view)
+                if since is None:
                     view.moved = now
-                elif now - view.moved > self._bound_of(view, self._bounds.stuck_after):
+                elif now - since > bound:
                     view.stuck = True
                     found.append(view)
         return found

@@ -5,6 +5,7 @@ with commands, appended to the list that its methods are handed.
 """
 
 from enum import Enum
+from math import inf
 
 from penstock.router.routing.events import (
     Command,
@@ -39,7 +40,7 @@ class Phase(Enum):
 class Hold:
     """A submission that a worker has: the one that runs, or the one that is to run next."""
 
-    __slots__ = ("attempt", "epoch", "info", "passes", "started", "worker", "yielding")
+    __slots__ = ("attempt", "epoch", "info", "passes", "since", "started", "worker", "yielding")
 
     def __init__(self, info: WorkerInfo, attempt: int, passes: bool = False) -> None:
         self.info = info
@@ -49,6 +50,7 @@ class Hold:
         self.started = False  # a token of it was taken
         self.yielding = False  # it was asked to yield
         self.epoch: int | None = None  # of the transfer that it receives, once it said Ready
+        self.since = inf  # when it could begin to compute
 
     def names(self, worker: str, attempt: int) -> bool:
         return self.attempt == attempt and self.worker == worker
@@ -95,6 +97,19 @@ class Life:
         list of positions that only grows."""
         alone = self.request.num_choices == 1 and not self.asked_in_vain
         return alone and self.here is not None and self.here.started
+
+    @property
+    def working(self) -> Hold | None:
+        """Whose worker can compute now; a destination cannot until the blocks are there."""
+        if self.here is not None or self.next is None or self.next.epoch is None:
+            return self.here or self.next
+        return None
+
+    def note_work(self, now: float) -> None:
+        """Call after every change: who can compute, can since now or before."""
+        for hold in (self.here, self.next):
+            if hold is not None:
+                hold.since = min(hold.since, now) if hold is self.working else inf
 
     def workers(self) -> list[str]:
         """Those that hold anything of it."""

@@ -90,7 +90,7 @@ class Placer:
             return
         if life.homeless and not self.waits(request):
             self._place_again(life, out, now)
-        self._count(life)
+        self._count(life, now)
 
     def recover(self, life: Life, out: list[Command], now: float) -> None:
         """Like `settle`, for one whose worker was lost under it."""
@@ -112,20 +112,17 @@ class Placer:
             if placement is not None:
                 self._queue.take(head, now)
                 self._place(life, placement, out, now)
-                self._count(life)
+                self._count(life, now)
             elif not self.end_if_unfit(life, "it fits on no worker that is there", out, now):
                 break
         self.stirred = False
 
-    def runs_on(self, view: WorkerView) -> bool:
-        """Whether that worker has something to do, and does not wait for blocks instead, or for
-        another one to yield."""
-        lives = [self.lives[request] for request in view.holds]
-        own = [life.here for life in lives if life.here is not None]
-        coming = [life.next for life in lives if life.next is not None and life.here is None]
-        held = [hold for hold in (*own, *coming) if hold.worker == view.name]
-        receives = any(hold.epoch is not None for hold in coming if hold.worker == view.name)
-        return bool(held) and not receives
+    def busy_since(self, view: WorkerView) -> float | None:
+        """Since when that worker has had something to do for which it waits neither for blocks nor
+        for another one to yield; None: it has nothing."""
+        working = (self.lives[request].working for request in view.holds)
+        here = [hold for hold in working if hold is not None and hold.worker == view.name]
+        return min((hold.since for hold in here), default=None)
 
     def short_of(self) -> Collection[str]:
         """The roles of which no worker has room for the request whose turn it is."""
@@ -262,8 +259,9 @@ class Placer:
         num_tokens = life.log.num_known if life.next is None else 0
         view.placed(num_tokens, life.request.num_sequences)
 
-    def _count(self, life: Life) -> None:
+    def _count(self, life: Life, now: float) -> None:
         """Enter a request into the views of all workers that have or will have something of it."""
+        life.note_work(now)
         request, num_sequences = life.request.id, life.request.num_sequences
         self._uncount(request)
         names = self._counted[request] = []

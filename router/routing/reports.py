@@ -81,7 +81,7 @@ class Reports:
                 self._placer.settle(life, out, now)
 
     def hang_up(self, view: WorkerView, reason: str, out: Commands, now: float) -> None:
-        out.append(Hang(view.name, reason, view.stuck))
+        out.append(Hang(view.name, view.info.incarnation, reason, view.stuck))
         self._lose(view.name, out, now)
 
     def draining(self, event: Draining, out: Commands, now: float) -> None:

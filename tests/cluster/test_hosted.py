@@ -77,8 +77,10 @@ async def test_a_worker_that_a_router_calls_stuck_is_given_up_and_no_other() -> 
     given_up: list[tuple[str, str]] = []
     for name in ("d0", "d1"):
         router.give_up[name] = lambda reason, name=name: given_up.append((name, reason))  # type: ignore[misc]
-    line, stuck = LogLine("hello"), Stuck("d1", "no step of it has ended for 46.0 seconds")
-    for news in (line, stuck, Stuck("gone", "it left meanwhile")):
+        await router.worker_came(name, f"{name}:1")
+    line, stuck = LogLine("hello"), Stuck("d1", "d1:1", "no step of it has ended for 46.0 seconds")
+    left, before = Stuck("gone", "gone:1", "it left"), Stuck("d0", "d0:0", "one before it was")
+    for news in (line, stuck, left, before):
         router._heard("router 0", news)
     assert given_up == [("d1", f"it is stuck: {stuck.reason}")]
     assert told[:2] == [("router 0", line), ("router 0", stuck)]

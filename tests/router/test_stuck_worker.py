@@ -16,7 +16,7 @@ from tests.support.stub_worker import StubWorker
 async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: RouterConfig) -> None:
     stuck, other = StubWorker("w0"), StubWorker("w1")
     stuck.go.clear()
-    told: list[tuple[str, str]] = []
+    told: list[tuple[str, str, str]] = []
 
     async def beat() -> None:
         while True:
@@ -24,7 +24,7 @@ async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: Rout
             await asyncio.sleep(0.2)
 
     async with serving(replace(config, hang_seconds=2.0), stuck, other) as served:
-        served.router.frontend.tell_stuck = lambda name, why: told.append((name, why))
+        served.router.frontend.tell_stuck = lambda *what: told.append(what)
         beating = asyncio.create_task(beat())
         async with httpx.AsyncClient(timeout=60) as client:
             calls = [
@@ -38,6 +38,6 @@ async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: Rout
         beating.cancel()
     assert [reply.status_code for reply in replies] == [200, 200]
     assert replies[0].json()["choices"] == replies[1].json()["choices"]
-    ((name, why),) = told
-    assert name == "w0"
+    ((name, address, why),) = told
+    assert (name, address) == ("w0", stuck.address)
     assert why.startswith("it answers, but no step of it has ended for ")

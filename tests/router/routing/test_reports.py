@@ -151,7 +151,7 @@ def test_repeated_gaps_close_the_stream() -> None:
     assert router.step("m", 1, 1) == [Drop("m", 1, 1), *router_submits(2)]
     assert router.step("m", 2, 5) == [Drop("m", 1, 2), *router_submits(3)]
     commands = router.step("m", 3, 5)
-    assert commands[:2] == [Drop("m", 1, 3), Hang("m", "3 times tokens were missing")]
+    assert commands[:2] == [Drop("m", 1, 3), Hang("m", "1", "3 times tokens were missing")]
     assert router.dispatcher.counters.num_gaps == 3
     assert not router.dispatcher.workers()
     assert submits(router(WorkerUp(M))) == [("m", 1, 4)]
