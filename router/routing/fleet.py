@@ -35,6 +35,8 @@ class WorkerView:
         self, info: WorkerInfo, load: Load, now: float, lost_at: float, role: str | None = None
     ) -> None:
         self.info = info
+        self.name = info.worker
+        self.role = info.role if role is None else role  # what it is chosen for
         self.assigned = role  # by an operator; None: it has the role that it says
         self.load = load
         self.speed = Speed(load)
@@ -55,15 +57,10 @@ class WorkerView:
         self.num_others = 0  # sequences of other routers, when it last reported
         self.blocks_of_others = 0
         self._see_others()
+        self._rank()
 
-    @property
-    def name(self) -> str:
-        return self.info.worker
-
-    @property
-    def role(self) -> str:
-        """What it is chosen for: prefill, decode or mixed."""
-        return self.info.role if self.assigned is None else self.assigned
+    def assign(self, role: str) -> None:
+        self.role = self.assigned = role
 
     @property
     def sheds(self) -> bool:
@@ -130,17 +127,20 @@ class WorkerView:
         if share is not None:
             self.num_sequences += share.num_sequences
             self.num_blocks += share.num_blocks
+            self._rank()
 
     def let_go(self, request: int) -> None:
         share = self.holds.pop(request, None)
         if share is not None:
             self.num_sequences -= share.num_sequences
             self.num_blocks -= share.num_blocks
+            self._rank()
 
     def placed(self, num_tokens: int, num_sequences: int) -> None:
         self.num_placed += 1
         self.new_tokens += num_tokens
         self.new_sequences += num_sequences
+        self._rank()
 
     def reported(self, load: Load, now: float) -> None:
         if load.steps != self.load.steps:
@@ -152,6 +152,14 @@ class WorkerView:
         self.new_tokens = 0
         self.new_sequences = 0
         self._see_others()
+        self._rank()
+
+    def _rank(self) -> None:
+        """Placement looks at every worker: what it orders them by is made when it changes."""
+        busy, placed, info = self.num_busy, self.num_placed, self.info
+        self.by_queue = (self.backlog_tokens, busy, placed, self.name)
+        filled = self.num_blocks / info.num_blocks
+        self.by_room = (busy / info.max_sequences, filled, placed, self.name)
 
     def _see_others(self) -> None:
         """What its report has that is not this router's; what was dropped a moment ago may be
@@ -206,7 +214,7 @@ class Fleet:
         self._roles[worker] = role
         view = self._views.get(worker)
         if view is not None:
-            view.assigned = role
+            view.assign(role)
         return view
 
     def lose(self, worker: str, now: float) -> None:

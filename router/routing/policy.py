@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
 from penstock.router.routing.disaggregation import Decision, Rule
-from penstock.router.routing.fleet import WorkerView
+from penstock.router.routing.fleet import PENALTY_SECONDS, WorkerView
 from penstock.router.routing.prices import HandOverPrice
 
 PENALTY_TOKENS = 2048
@@ -72,7 +73,8 @@ class LeastLoaded:
         handover: HandOverPrice,
         now: float,
     ) -> Placement | None:
-        live = [view for view in workers if view.usable and view.name not in demand.unfit]
+        unfit = demand.unfit
+        live = [view for view in workers if view.usable and not (unfit and view.name in unfit)]
         decoders = [view for view in live if view.role != "prefill"]
         # Choices are sequences of their own, in step only while nobody moves them: they stay. Of
         # a beam search nothing moves but its prompt.
@@ -80,7 +82,7 @@ class LeastLoaded:
             whole = _roomiest(decoders or live, demand, now)
             return None if whole is None else Placement(whole.name)
         prefillers = [view for view in live if view.role != "decode"]
-        first = _shortest_queue(_with_room(prefillers or live, demand), now)
+        first = _shortest_queue(prefillers or live, now, demand)
         if first is not None and (first.role != "prefill" or not decoders or demand.num_left == 1):
             return Placement(first.name)
         return self._apart(demand, prefillers, decoders, self._rule(workers, handover), first, now)
@@ -113,27 +115,37 @@ def _with_room(views: Sequence[WorkerView], demand: Demand) -> list[WorkerView]:
     return [view for view in views if view.has_room(demand.num_tokens, demand.num_sequences)]
 
 
-def _shortest_queue(views: Sequence[WorkerView], now: float) -> WorkerView | None:
-    return min(
-        views,
-        key=lambda view: (
-            view.backlog_tokens + PENALTY_TOKENS * view.penalty(now),
-            view.num_busy,
-            view.num_placed,
-            view.name,
-        ),
-        default=None,
-    )
+def _shortest_queue(
+    views: Sequence[WorkerView], now: float, demand: Demand | None = None
+) -> WorkerView | None:
+    """With room for the demand, if there is one."""
+
+    def key(view: WorkerView) -> tuple[float, int, int, str]:
+        tokens, busy, placed, name = view.by_queue
+        return tokens + PENALTY_TOKENS * view.penalty(now), busy, placed, name
+
+    return _least(views, attrgetter("by_queue") if _all_well(views, now) else key, demand)
 
 
 def _roomiest(views: Sequence[WorkerView], demand: Demand, now: float) -> WorkerView | None:
-    return min(
-        _with_room(views, demand),
-        key=lambda view: (
-            view.num_busy / view.info.max_sequences + view.penalty(now),
-            view.num_blocks / view.info.num_blocks,
-            view.num_placed,
-            view.name,
-        ),
-        default=None,
-    )
+    def key(view: WorkerView) -> tuple[float, float, int, str]:
+        busy, filled, placed, name = view.by_room
+        return busy + view.penalty(now), filled, placed, name
+
+    return _least(views, attrgetter("by_room") if _all_well(views, now) else key, demand)
+
+
+def _all_well(views: Sequence[WorkerView], now: float) -> bool:
+    """Nobody has a penalty."""
+    since = now - PENALTY_SECONDS
+    return not any([view.lost_at > since for view in views])
+
+
+def _least(
+    views: Sequence[WorkerView], key: Callable[[WorkerView], Any], demand: Demand | None
+) -> WorkerView | None:
+    """Mostly the first of all has room: then nobody else is asked."""
+    best = min(views, key=key, default=None)
+    if best is None or demand is None or best.has_room(demand.num_tokens, demand.num_sequences):
+        return best
+    return min(_with_room(views, demand), key=key, default=None)
