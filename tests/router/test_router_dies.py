@@ -1,4 +1,4 @@
-"""Real processes: two routers over one worker, one of them killed with -9 under load."""
+"""Real processes: two routers over one worker, one of them killed with -9 or drained under load."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -14,6 +14,8 @@ from penstock.loadtests.lone_router import LoneRouter, lone_router
 from penstock.loadtests.resuming import ResumingClient
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
+from penstock.router.config import RouterConfig
+from penstock.router.server import RunningRouter, serve_router
 from tests.support.worker_process import WorkerProcess, worker_process
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -22,6 +24,12 @@ MODEL = SHIPPED.parent / "demo-small"
 TOKEN = "of-this-test"
 LONG = 100
 BOUND = 120.0
+WORKER: dict[str, Any] = {
+    "token": TOKEN,
+    "kv_cache_mib": 64,
+    "deterministic": True,
+    "role": "mixed",
+}
 PATIENT: dict[str, Any] = {"worker_token": TOKEN, "lost_seconds": 120.0}  # on a busy machine
 
 WHOLE = [
@@ -86,9 +94,8 @@ async def read(client: ResumingClient, request: pb.GenerateRequest, into: Read) 
 @asynccontextmanager
 async def cluster() -> AsyncIterator[tuple[WorkerProcess, list[LoneRouter], list[Any]]]:
     """A worker, two routers over it, and a stub of each."""
-    config = {"token": TOKEN, "kv_cache_mib": 64, "deterministic": True, "role": "mixed"}
     async with AsyncExitStack() as stack:
-        worker = await stack.enter_async_context(worker_process("mixed-0", MODEL, **config))
+        worker = await stack.enter_async_context(worker_process("mixed-0", MODEL, **WORKER))
         routers, stubs = [], []
         for name in ("router-0", "router-1"):
             router = await stack.enter_async_context(
@@ -156,6 +163,49 @@ async def test_its_clients_go_on_through_the_other_whose_own_notice_nothing() ->
             await until(lambda: status_of(router), lambda told: not told["not_ready"])
             seen = await read(ResumingClient([stub_of(channel)]), WHOLE[0], Read())
             assert seen.tokens == right[0].tokens
+
+
+async def test_one_that_drains_ends_its_streams_and_what_is_new_goes_to_the_other() -> None:
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(worker_process("mixed-0", MODEL, **WORKER))
+        routers, stubs = [], []
+        for name in ("router-0", "router-1"):
+            config = RouterConfig(
+                MODEL, "m", name=name, http_port=0, grpc_port=0, lost_seconds=120.0,
+                worker_token=TOKEN,
+            )  # fmt: skip
+            routers.append(router := await serve_router(config))
+            stack.push_async_callback(router.stop)
+            await router.set_workers({"mixed-0": worker.address})
+            channel = await stack.enter_async_context(
+                grpc.aio.insecure_channel(router.grpc_address)
+            )
+            stubs.append(stub_of(channel))
+            await until(why_not_ready(router), lambda why: not why)
+        right = await read(ResumingClient(stubs[1:]), WHOLE[2], Read())
+
+        running, into = [ResumingClient(stubs[:1], patience=0.0) for _ in range(3)], Read()
+        streams = [asyncio.create_task(read(running[0], WHOLE[2], into))]
+        streams += [asyncio.create_task(read(each, WHOLE[2], Read())) for each in running[1:]]
+        await until(lambda: fewest([into]), lambda number: number > 2)
+        draining = asyncio.create_task(routers[0].drain(BOUND))
+        await until(why_not_ready(routers[0]), lambda why: why == "the router is draining")
+        moved = ResumingClient(stubs)
+        seen = await read(moved, WHOLE[2], Read())
+        assert (seen.tokens, moved.num_broken) == (right.tokens, 1)
+        await draining
+        for stream, client in zip(streams, running, strict=True):
+            assert ((await stream).tokens, client.num_broken) == (right.tokens, 0)
+        assert routers[0].frontend.num_open == 0
+        told = await asyncio.to_thread(fetch, routers[1].http_address, None)
+        assert told["finished"]["length"] == 2
+
+
+def why_not_ready(router: RunningRouter) -> Any:
+    async def look() -> str | None:
+        return router.frontend.why_not_ready()
+
+    return look
 
 
 def is_empty(status: Any) -> bool:
