@@ -1,18 +1,23 @@
-"""A cluster as the chart makes it, on one machine: nodes that come later, and one that leaves."""
+"""A cluster as the chart makes it, on one machine: nodes that come later, leave or are killed."""
 
+import json
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from penstock.cli.checkpoint import SHIPPED
+from penstock.cli.status import fetch
 from penstock.cluster import leave, ready
 from penstock.loadtests.server import free_ports
 from tests.support.ray_nodes import Nodes, ray_folder
-from tests.support.serving import PATIENCE, Serving, serving
+from tests.support.serving import PATIENCE, Serving, serving, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -24,6 +29,67 @@ KEY = "a-key-of-the-file"
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with ray_folder(monkeypatch) as folder:
         yield folder
+
+
+def streamed(running: Serving, number: int) -> str:
+    """A long answer, and how it ended."""
+    body = {"prompt": f"Tell me {number} stories.", "max_tokens": 600, "temperature": 1}
+    body |= {"seed": number, "ignore_eos": True, "stream": True}
+    url = f"http://127.0.0.1:{running.http}/v1/completions"
+    pieces: list[str] = []
+    with httpx.stream("POST", url, json=body, timeout=PATIENCE) as reply:
+        assert reply.status_code == 200
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                pieces += [choice["text"], *filter(None, [choice["finish_reason"]])]
+    return "".join(pieces)
+
+
+def status(running: Serving) -> dict[str, Any]:
+    found: dict[str, Any] = fetch(f"127.0.0.1:{running.http}", None)
+    return found
+
+
+def are_ready(running: Serving) -> bool:
+    return [each["state"] for each in status(running)["workers"]] == ["ready", "ready"]
+
+
+def num_running(running: Serving) -> list[int]:
+    return [each["numbers"]["running"] for each in status(running)["workers"]]
+
+
+def raylet_of(running: Serving, resource: str) -> psutil.Process:
+    (found,) = (
+        each
+        for each in running.processes()
+        if each.name() == "raylet" and resource in " ".join(each.cmdline())
+    )
+    return found
+
+
+def test_a_node_that_is_killed_takes_its_worker_and_no_stream(folder: Path) -> None:
+    nodes = Nodes(folder)
+    nodes.add_head()
+    arguments = [str(MODEL), "--ray-address", f"127.0.0.1:{nodes.port}", "--pool-nodes"]
+    arguments += ["--cpus", "0.5", "--gpus", "0", "--kv-cache-mib", "64", "--mixed", "2"]
+    with serving([*arguments, "--deterministic"], free_ports(2), folder) as running:
+        nodes.add_worker(router=1, mixed=1)
+        nodes.add_worker(mixed=1, struck=1)
+        running.wait_until_said("is served after")
+        wait_for(lambda: are_ready(running), "two workers")
+        right = [streamed(running, number) for number in range(4)]
+        with ThreadPoolExecutor(len(right)) as pool:
+            asked = [pool.submit(streamed, running, number) for number in range(len(right))]
+            wait_for(lambda: num_running(running) == [2, 2], "two streams on each")
+            raylet_of(running, "struck,1").kill()
+            assert [each.result() for each in asked] == right
+        assert status(running)["failovers"] == 2
+        nodes.add_worker(mixed=1)
+        wait_for(lambda: are_ready(running), "two workers")
+        assert streamed(running, 0) == right[0]
+        running.interrupt(signal.SIGTERM)
+        assert running.wait() == 0
 
 
 def ask(running: Serving, key: str) -> httpx.Response:

@@ -69,9 +69,11 @@ class Nodes:
         own += [f"--temp-dir={self._folder / 'r'}", "--include-dashboard=false", "--num-cpus=0"]
         self.add("--head", *own, *more, env=env)
 
-    def add_worker(self) -> None:
-        resources = '--resources={"router": 1, "prefill": 1, "decode": 1}'
-        self.add(f"--address=127.0.0.1:{self.port}", "--num-cpus=2", "--num-gpus=0", resources)
+    def add_worker(self, **resources: int) -> None:
+        """One more node, with places for so many of each kind; one of all without."""
+        given = json.dumps(resources or {"router": 1, "prefill": 1, "decode": 1})
+        arguments = ("--num-cpus=2", "--num-gpus=0", f"--resources={given}")
+        self.add(f"--address=127.0.0.1:{self.port}", *arguments)
 
     def add_scaled_head(self, kinds: Mapping[str, int]) -> None:
         """A head with Ray's own autoscaler, v2: it adds up to so many nodes of each kind, each with
