@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.cluster.autoscaler import PoolState, WorkerLoad
-from penstock.loadtests.simulate.clock import Clock
+from penstock.loadtests.simulate.clock import Clock, rare_collections
 from penstock.loadtests.simulate.handover import Name
 from penstock.loadtests.simulate.loads import prompt_of
 from penstock.loadtests.simulate.network import Network
@@ -152,10 +152,12 @@ class Cluster:
         last = self.calls[-1].planned.due if self.calls else 0.0
         self._arrive(0)
         self.clock.after(INTERVAL_SECONDS, self._look)
-        while self._left:
-            if self.clock.now > last + END_SECONDS:
-                raise RuntimeError(f"{self._left} requests wait for ever: the cluster is too small")
-            self.clock.step()
+        with rare_collections():
+            while self._left:
+                if self.clock.now > last + END_SECONDS:
+                    waits = f"{self._left} requests wait for ever"
+                    raise RuntimeError(f"{waits}: the cluster is too small")
+                self.clock.step()
         self._pay()
         for worker in self._live.values():
             self._count(worker)
