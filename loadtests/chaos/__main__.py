@@ -200,7 +200,7 @@ class Chaos:
 
     def _outcome(self, streams: Sequence[Stream], seconds: float) -> dict[str, Any]:
         hits = hits_of(self._attack.strikes, streams, self._cluster.placed)
-        errors, allowed = errors_of(streams, hits)
+        errors, allowed = errors_of(streams, hits, self._cluster.placed)
         made = [
             {
                 "kind": each.strike.fault.kind,

@@ -1,7 +1,7 @@
 """What came of a chaos: whom each fault hit, how long it took until tokens came again. Pure."""
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,8 @@ from penstock.loadtests.chaos.faults import Strike
 LOSSES = 2
 """A request under which so many workers were lost ends with an error: see docs/lifecycle.md."""
 
-NOTICED_SECONDS = 10.0
-"""After so long one that stands still is given nothing more."""
+NOTICED_SECONDS = {"freeze": 10.0}
+"""After so long one that stands still is given nothing more; one that is dead or cut off: 1 s."""
 
 TRAVEL_SECONDS = 0.25
 """For so long after its blocks were asked for, a worker that has them is counted as needed."""
@@ -57,6 +57,14 @@ class Holders:
         last = ever[number - 1]
         return last.worker == worker or (last.source == worker and at - last.at < TRAVEL_SECONDS)
 
+    def took(self, request: str, worker: str, since: float, until: float) -> bool:
+        """Whether that worker was given it then."""
+        return any(one.worker == worker and since <= one.at < until for one in self._of[request])
+
+    def story(self, request: str) -> list[tuple[float, str]]:
+        """Who was given it, and when."""
+        return [(one.at, f"to {one.worker}") for one in self._of[request]]
+
     def next(self, request: str, after: float) -> float | None:
         """When it was next given to a worker."""
         ever = self._of[request]
@@ -93,27 +101,45 @@ def _recovery(stream: Stream, strike: Strike, holders: Holders) -> Iterator[floa
         yield stream.arrivals[number] - strike.at
 
 
-def errors_of(streams: Sequence[Stream], hits: Sequence[Hits]) -> tuple[list[str], list[str]]:
-    """Errors that nobody should see, and those of requests under which workers were lost twice."""
-    losses: Counter[str] = Counter()
-    for each in hits:
-        losses.update(stream.name for stream in each.streams if each.strike.loses)
+def errors_of(
+    streams: Sequence[Stream], hits: Sequence[Hits], placed: Sequence[Placed]
+) -> tuple[list[str], list[str]]:
+    """Errors that nobody should see, each with what its request went through; and those of requests
+    under which workers were lost twice."""
+    holders = Holders(placed)
     wrong: list[str] = []
     allowed: list[str] = []
     for stream in streams:
         if stream.error:
-            late = sum(stream not in each.streams and _near(stream, each.strike) for each in hits)
-            twice = losses[stream.name] + late >= LOSSES
-            (allowed if twice else wrong).append(f"{stream.name}: {stream.error}")
+            losses = [each.strike for each in hits if _lost(stream, each, holders)]
+            said = f"{stream.name}: {stream.error}"
+            if len(losses) >= LOSSES:
+                allowed.append(said)
+            else:
+                wrong.append(f"{said} ({_story(stream, hits, holders)})")
     return wrong, allowed
 
 
-def _near(stream: Stream, strike: Strike) -> bool:
-    """Whether a worker may have been lost under it by that though it was placed there later: what
-    stands still is given requests until its silence is noticed."""
-    return (
-        strike.fault.kind == "freeze" and stream.began - NOTICED_SECONDS <= strike.at < stream.ended
-    )
+def _lost(stream: Stream, hits: Hits, holders: Holders) -> bool:
+    """Whether a worker was lost under it by that: it was there, or was given to the worker before
+    anybody noticed."""
+    strike = hits.strike
+    if not strike.loses or not strike.worker:
+        return False
+    noticed = strike.at + NOTICED_SECONDS.get(strike.fault.kind, 1.0)
+    return stream in hits.streams or holders.took(stream.name, strike.worker, strike.at, noticed)
+
+
+def _story(stream: Stream, hits: Sequence[Hits], holders: Holders) -> str:
+    """Who had it, and all that was struck meanwhile, with seconds since it began."""
+    strikes = [each.strike for each in hits]
+    told = [(one.at, f"{one.fault.kind} {one.title}") for one in strikes if _meets(stream, one)]
+    events = sorted([*holders.story(stream.name), *told])
+    return ", ".join(f"{at - stream.began:.2f} s {what}" for at, what in events)
+
+
+def _meets(stream: Stream, strike: Strike) -> bool:
+    return strike.at < stream.ended and max(strike.until, strike.at + 10.0) >= stream.began
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:

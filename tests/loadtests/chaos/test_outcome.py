@@ -98,9 +98,24 @@ def test_an_error_is_allowed_where_two_workers_were_lost_and_nowhere_else() -> N
         Hits(strike("pause", "d1", 2.0), streams),
         Hits(strike("cut stream", "d1", 3.0), streams[1:]),
     ]
-    wrong, allowed = errors_of(streams, hits)
+    wrong, allowed = errors_of(streams, hits, [Placed(0.5, "d0", "once", "")])
     assert [each.partition(":")[0] for each in wrong] == ["once"]
+    assert wrong[0].endswith(
+        "(0.50 s to d0, 1.00 s kill d0, 2.00 s pause d1, 3.00 s cut stream d1)"
+    )
     assert [each.partition(":")[0] for each in allowed] == ["twice"]
+
+
+def test_what_was_placed_before_anybody_noticed_is_lost_too() -> None:
+    (late,) = streams = [stream("late", 0.0, 60.0)]
+    late.error = "INTERNAL: 2 workers were lost while they ran it"
+    placed = [Placed(1.5, "d0", "late", ""), Placed(9.0, "d1", "late", "")]
+    kill, cut = strike("kill", "d0", 1.0), strike("cut stream", "d1", 5.0)
+    assert not errors_of(streams, [Hits(kill), Hits(cut)], placed)[1]
+    froze = strike("freeze", "d1", 5.0)
+    assert errors_of(streams, [Hits(kill), Hits(froze)], placed)[1]
+    router = Hits(strike("kill router", "", 2.0), streams)
+    assert not errors_of(streams, [Hits(kill), router], placed)[1]
 
 
 def test_sums_are_by_kind_and_by_moment_and_shown() -> None:
