@@ -5,6 +5,7 @@ of `news` is always under way, and its failure is the notice of death.
 """
 
 import asyncio
+import gc
 import logging
 from collections import deque
 from dataclasses import replace
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEWS_KEPT = 4096  # what waits for the driver; the oldest is dropped first
+
+
+def settle_heap() -> None:
+    """What a process has when it serves lives as long as it does. To look through all of it for
+    cycles, as Python does now and then, holds every stream up: 0.3 s in a worker's process."""
+    gc.collect()
+    gc.freeze()
 
 
 class HostFailed(RuntimeError):
@@ -184,6 +192,7 @@ class WorkerActor(_Host):
             self._worker = await serve_worker(config, self._weights, self._graphs, store, watchdog)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
+        settle_heap()
         watchdog.start()
         self._watching = asyncio.create_task(self._watch(self._worker, newsroom))
         self._leaving = asyncio.create_task(leave.watch(self._worker.drain))
@@ -204,6 +213,7 @@ class WorkerActor(_Host):
             follower = await asyncio.to_thread(Follower, config, store, self._weights, watchdog)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
+        settle_heap()
         watchdog.start()
         self._watching = asyncio.create_task(self._follow(follower, newsroom))
 
@@ -274,6 +284,7 @@ class RouterActor(_Host):
             self._router = await serve_router(config)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
+        settle_heap()
         self._router.frontend.tell_stuck = self._tell_stuck
         self._leaving = asyncio.create_task(leave.watch(self._router.drain))
         return self._router.http_address, self._router.grpc_address

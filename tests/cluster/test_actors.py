@@ -1,11 +1,20 @@
 """What a hosted process tells: the news, without Ray."""
 
 import asyncio
+import gc
 import logging
+import weakref
 
 import pytest
 
-from penstock.cluster.actors import NEWS_KEPT, HostFailed, Newsroom, RouterActor, WorkerActor
+from penstock.cluster.actors import (
+    NEWS_KEPT,
+    HostFailed,
+    Newsroom,
+    RouterActor,
+    WorkerActor,
+    settle_heap,
+)
 from penstock.cluster.notices import LogLine, Progress
 from penstock.router.config import RouterConfig
 
@@ -18,6 +27,33 @@ async def test_news_wait_for_whoever_asks() -> None:
     room.add(LogLine("one"))
     room.add(LogLine("two"))
     assert await asking == [LogLine("one"), LogLine("two")]
+
+
+class Node:
+    """Can be part of a cycle."""
+
+    other: "Node"
+
+
+def test_what_is_there_is_looked_through_once_and_what_comes_later_as_ever() -> None:
+    before = gc.get_freeze_count()
+    try:
+        dead, kept = Node(), Node()
+        dead.other, kept.other = dead, kept
+        gone = weakref.ref(dead)
+        del dead
+        settle_heap()
+        assert gone() is None, "cycles that nobody has go first"
+        assert gc.get_freeze_count() > before + 10_000
+        assert all(each is not kept for each in gc.get_objects())
+        later = Node()
+        later.other = later
+        gone = weakref.ref(later)
+        del later
+        gc.collect()
+        assert gone() is None
+    finally:
+        gc.unfreeze()
 
 
 async def test_of_a_stage_only_the_latest_is_told() -> None:
