@@ -151,6 +151,7 @@ class Dispatcher:
         leaving = [view for view in self._fleet.views() if view.draining or view.sheds]
         for view in (*suspects, *leaving):
             self._placer.clear(view, out, now)
+        self._placer.look_at_sources(out, now)
         self._placer.revise(out, now)
         self._placer.stirred = True
 

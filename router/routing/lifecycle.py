@@ -40,7 +40,17 @@ class Phase(Enum):
 class Hold:
     """A submission that a worker has: the one that runs, or the one that is to run next."""
 
-    __slots__ = ("attempt", "epoch", "info", "passes", "since", "started", "worker", "yielding")
+    __slots__ = (
+        "attempt",
+        "bereft",
+        "epoch",
+        "info",
+        "passes",
+        "since",
+        "started",
+        "worker",
+        "yielding",
+    )
 
     def __init__(self, info: WorkerInfo, attempt: int, passes: bool = False) -> None:
         self.info = info
@@ -50,6 +60,7 @@ class Hold:
         self.started = False  # a token of it was taken
         self.yielding = False  # it was asked to yield
         self.epoch: int | None = None  # of the transfer that it receives, once it said Ready
+        self.bereft = False  # the source of that transfer was gone when last looked at
         self.since = inf  # when it could begin to compute
 
     def names(self, worker: str, attempt: int) -> bool:
@@ -253,8 +264,24 @@ class Life:
             hold.epoch = event.epoch
             out.append(_send(self.lease, event))
         else:  # the source is lost, and it would wait in vain for what nobody sends
-            self.revoke(out)
-            self.here = self._submit(hold.info, None, 0, out)
+            self._begin_again(hold, out)
+
+    def look_at_source(self, out: list[Command]) -> bool:
+        """Call now and then. True: its source has been gone for two looks, and the blocks, which
+        may have been there already, did not come: they are computed."""
+        hold = self.next
+        if hold is None or hold.epoch is None or self.lease is not None:
+            return False
+        if hold.bereft:
+            self._begin_again(hold, out)
+            return True
+        hold.bereft = True
+        return False
+
+    def _begin_again(self, hold: Hold, out: list[Command]) -> None:
+        """On the worker that was to run it next, without a source."""
+        self.revoke(out)
+        self.here = self._submit(hold.info, None, 0, out)
 
     def received(self, worker: str, attempt: int, epoch: int, out: list[Command]) -> bool:
         """The blocks are in. False: of a transfer that no longer matters."""

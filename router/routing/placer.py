@@ -199,6 +199,12 @@ class Placer:
         life.ask(view.info, out)
         self.settle(life, out, now)
 
+    def look_at_sources(self, out: list[Command], now: float) -> None:
+        """Nobody waits for blocks as long as a transfer may take once their source is gone."""
+        for life in list(self.lives.values()):
+            if life.look_at_source(out):
+                self.settle(life, out, now)
+
     def revise(self, out: list[Command], now: float) -> None:
         """Take back what waits for room at one worker while another one has it."""
         if not any(view.usable and not view.load.queued for view in self._fleet.views()):

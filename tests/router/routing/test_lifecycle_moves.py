@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.router.routing.events import (
+    Command,
     Drop,
     End,
     Finish,
@@ -13,7 +14,7 @@ from penstock.router.routing.events import (
     Status,
     Yield,
 )
-from penstock.router.routing.lifecycle import Phase
+from penstock.router.routing.lifecycle import Life, Phase
 from penstock.router.routing.log import Taken
 from tests.support.router_world import info_of
 from tests.support.story import (
@@ -111,6 +112,33 @@ def test_the_source_lost_means_nothing_to_do(make: Callable[[], Story]) -> None:
     assert (story.out, story.phase) == ([], make().phase)
     assert story.token("v", 2, 1) is Taken.TURN
     assert story.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize(
+    "goes", [lambda life, out: life.lost("w", out), lambda life, out: life.failed("w", 1, out)]
+)
+def test_blocks_whose_source_is_gone_are_waited_for_for_two_looks(
+    goes: Callable[[Life, list[Command]], bool],
+) -> None:
+    story = moving()
+    assert story.does(story.life.look_at_source) is False, "its source is there"
+    story.does(lambda out: goes(story.life, out))
+    assert story.does(story.life.look_at_source) is False
+    assert (story.out, story.phase) == ([], Phase.MOVING)
+    assert story.does(story.life.look_at_source) is True
+    assert story.out == [Drop("v", 1, 2), submit("v", 3, (100,), None)]
+    assert story.phase is Phase.RUNNING
+    assert story.does(story.life.look_at_source) is False
+
+
+@pytest.mark.parametrize("make", [running, yielded, waiting])
+def test_where_no_blocks_are_on_their_way_nothing_is_given_up(make: Callable[[], Story]) -> None:
+    story = make()
+    story.does(lambda out: story.life.lost("w", out))
+    phase = story.phase
+    for _ in range(3):
+        assert story.does(story.life.look_at_source) is False
+    assert (story.out, story.phase) == ([], phase)
 
 
 def test_the_source_lost_before_anybody_was_to_have_it() -> None:
