@@ -14,6 +14,7 @@ from penstock.router.state import WorkerState
 
 MOMENT_SECONDS = 4.0  # that a moment is waited for; then any will do
 SPARE_SECONDS = 60.0  # that is waited until a pool can spare a worker
+NOTHING_SECONDS = 20.0  # that something is looked for: mixed workers hand no blocks over
 AFTER_SECONDS = 0.25  # from a fault to one "at once"
 BACK_SECONDS = 3.0  # for so long after it is ready a worker is just back
 
@@ -70,23 +71,28 @@ class Attack:
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(AFTER_SECONDS if fault.moment == "at once" else self._pause)
+            number = f"{fault.number + 1}/{len(plan)}: {fault.kind}"
             strike = await self._make(fault)
+            if strike is None:
+                self._say(f"{number}: for {NOTHING_SECONDS:g} s there was none to strike")
+                continue
             self.strikes.append(strike)
-            whom = strike.title
-            self._say(f"{fault.number + 1}/{len(plan)}: {fault.kind}, {whom} ({strike.moment})")
+            self._say(f"{number}, {strike.title} ({strike.moment})")
         if self._resuming:
             await asyncio.wait(self._resuming)
 
-    async def _make(self, fault: Fault) -> Strike:
-        """Strike, again and again until there was something to strike."""
+    async def _make(self, fault: Fault) -> Strike | None:
+        """Strike, again and again until there was something to strike; None if there never is."""
         if fault.kind == "kill router":
             return await self._kill_router(fault)
-        while True:
+        deadline = time.monotonic() + NOTHING_SECONDS
+        while time.monotonic() < deadline:
             worker, moment = await self._choose(fault)
             strike = self._strike(fault, worker, moment)
             if strike is not None:
                 return strike
             await asyncio.sleep(LOOK_SECONDS)
+        return None
 
     # ------------------------------------------------------------ whom, and when
 

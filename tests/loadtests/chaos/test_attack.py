@@ -1,0 +1,45 @@
+"""An attack without a cluster: what is done where there is nothing to strike."""
+
+from typing import Any, cast
+
+import pytest
+
+from penstock.cluster.hosted import HostedWorker
+from penstock.loadtests.chaos import attack
+from penstock.loadtests.chaos.attack import Attack
+from penstock.loadtests.chaos.cluster import Cluster
+from penstock.loadtests.chaos.faults import Fault, Strike
+
+
+class Sparing(Attack):
+    """Finds somebody at once, who has blocks on the way only in the last tries."""
+
+    tries = 0
+    found_at = 0
+
+    async def _choose(self, fault: Fault) -> tuple[HostedWorker, str]:
+        return cast(HostedWorker, None), "any"
+
+    def _strike(self, fault: Fault, worker: HostedWorker, moment: str) -> Strike | None:
+        self.tries += 1
+        if self.tries != self.found_at:
+            return None
+        return Strike(fault, moment, "w", "worker", 7, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("found_at", "said"), [(0, "there was none to strike"), (3, "worker (any)")]
+)
+async def test_what_cannot_be_struck_is_left_out_and_said(
+    found_at: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attack, "NOTHING_SECONDS", 0.3)
+    lines: list[str] = []
+    one = Sparing(cast(Cluster, None), 0.0, lines.append)
+    one.found_at = found_at
+    fault: Any = Fault(0, "cut blocks", "any", 0.0, 1.0)
+    await one.run([fault], 60.0)
+    assert lines[0].startswith("1/1: cut blocks")
+    assert lines[0].endswith(said)
+    assert len(one.strikes) == bool(found_at)
+    assert one.tries >= 3
