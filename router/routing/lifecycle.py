@@ -109,6 +109,11 @@ class Life:
         alone = self.request.num_choices == 1 and not self.asked_in_vain
         return alone and self.here is not None and self.here.started
 
+    def receives(self, worker: str) -> bool:
+        """Whether blocks are on their way there."""
+        hold = self.next
+        return hold is not None and hold.worker == worker and hold.epoch is not None
+
     @property
     def working(self) -> Hold | None:
         """Whose worker can compute now; a destination cannot until the blocks are there."""

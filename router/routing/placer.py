@@ -119,10 +119,13 @@ class Placer:
 
     def busy_since(self, view: WorkerView) -> float | None:
         """Since when that worker has had something to do for which it waits neither for blocks nor
-        for another one to yield; None: it has nothing."""
-        working = (self.lives[request].working for request in view.holds)
-        here = [hold for hold in working if hold is not None and hold.worker == view.name]
-        return min((hold.since for hold in here), default=None)
+        for another one to yield; None: it has nothing. What it receives blocks for has taken room,
+        for which all else there may wait."""
+        lives = [self.lives[request] for request in view.holds]
+        if any(life.receives(view.name) for life in lives):
+            return None
+        here = [life.working for life in lives if life.working is not None]
+        return min((hold.since for hold in here if hold.worker == view.name), default=None)
 
     def short_of(self) -> Collection[str]:
         """The roles of which no worker has room for the request whose turn it is."""

@@ -61,6 +61,18 @@ def test_one_that_waits_for_blocks_is_not() -> None:
     assert router.wait(3 * BOUND, "p", "d") == []
 
 
+def test_nor_is_one_whose_room_is_taken_by_what_it_waits_for() -> None:
+    router = Router(P, D)
+    for number in (1, 2):
+        router.arrive(number)
+        router.step("p", 1, 0, number=number)
+        router(Yielded("p", number, 1, 3))
+    router(Ready("d", 1, 2, 7, 0, AT))
+    assert hangs(router.wait(3 * BOUND, "p", "d")) == []
+    router(Received("d", 1, 2, 7, 0))
+    assert hangs(router.wait(BOUND + 1, "p", "d")) == [("d", True)]
+
+
 def test_nor_is_one_that_waits_until_a_slow_one_yields() -> None:
     router = Router(M, N)
     router.arrive()
