@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,13 @@ def raylet_of(running: Serving, resource: str) -> psutil.Process:
     return found
 
 
+def kill_node(raylet: psutil.Process) -> None:
+    """As when a machine goes: Ray's own processes there and all that they host, at once."""
+    for each in (*raylet.children(recursive=True), raylet):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
 def test_a_node_that_is_killed_takes_its_worker_and_no_stream(folder: Path) -> None:
     nodes = Nodes(folder)
     nodes.add_head()
@@ -81,10 +89,11 @@ def test_a_node_that_is_killed_takes_its_worker_and_no_stream(folder: Path) -> N
         right = [streamed(running, number) for number in range(4)]
         with ThreadPoolExecutor(len(right)) as pool:
             asked = [pool.submit(streamed, running, number) for number in range(len(right))]
-            wait_for(lambda: num_running(running) == [2, 2], "two streams on each")
-            raylet_of(running, "struck,1").kill()
+            # A report on its way may make it three and one: which it is does not matter.
+            wait_for(lambda: min(num_running(running)) > 0, "streams on both")
+            kill_node(raylet_of(running, "struck,1"))
             assert [each.result() for each in asked] == right
-        assert status(running)["failovers"] == 2
+        assert 1 <= status(running)["failovers"] <= 3
         nodes.add_worker(mixed=1)
         wait_for(lambda: are_ready(running), "two workers")
         assert streamed(running, 0) == right[0]
