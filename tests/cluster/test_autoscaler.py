@@ -360,7 +360,8 @@ def test_bursts_that_come_again_within_the_memory_change_nothing(
         {"prefill": LIMITS}, pace=Pace(down=20 * every, down_step=0, up=0, headroom=0)
     )
     count, total, sizes = 1, 0, []
-    for step in range(16 * len(period)):
+    # So long that the first arrivals, of which no rate over a whole window is known, are forgotten.
+    for step in range(120 + 16 * len(period)):
         now = float(step * every)
         total += period[step % len(period)]
         state = PoolState(workers(count, now, running=1), arrived_tokens=total)
