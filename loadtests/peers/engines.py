@@ -40,7 +40,11 @@ _OPENVINO = Environment("openvino", OPENVINO, VISION)
 _LLAMA_CPP = Environment(
     "llama.cpp",
     ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0"),
-    build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+    # Where the processor has AMX, its products for Q8_0 fault (general protection, `ldtilecfg`).
+    build={
+        "CMAKE_ARGS": "-DGGML_NATIVE=ON "
+        "-DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8"
+    },
 )
 REFERENCE = Environment("transformers", TRANSFORMERS)
 """Also makes the random checkpoints."""
