@@ -61,6 +61,13 @@ def _loads(width: int):
     return load
 
 
+def _everywhere(context, builder, lanes, value):
+    none = ir.Constant(context.get_value_type(lanes), ir.Undefined)
+    one = builder.insert_element(none, value, ir.Constant(ir.IntType(32), 0))
+    places = ir.Constant(ir.VectorType(ir.IntType(32), lanes.width), [0] * lanes.width)
+    return builder.shuffle_vector(one, none, places)
+
+
 def _splats(width: int):
     lanes = Lanes(width)
 
@@ -69,11 +76,7 @@ def _splats(width: int):
         """The value in all lanes."""
 
         def code(context, builder, signature, arguments):
-            none = ir.Constant(context.get_value_type(lanes), ir.Undefined)
-            first = ir.Constant(ir.IntType(32), 0)
-            one = builder.insert_element(none, arguments[0], first)
-            everywhere = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
-            return builder.shuffle_vector(one, none, everywhere)
+            return _everywhere(context, builder, lanes, arguments[0])
 
         return lanes(types.float32), code
 
@@ -97,20 +100,39 @@ def store(typing, array, at, value):
     return types.void(array, types.intp, value), code
 
 
+def _asks(nearness: int):
+    @written
+    def ask(typing, array, at):
+        """Has what lies at `at` of a flat array brought near."""
+
+        def code(context, builder, signature, arguments):
+            place = _place(context, builder, signature, arguments)
+            number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+            function = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+            called = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+            to_read, near, data = (ir.Constant(number, value) for value in (0, nearness, 1))
+            builder.call(called, [builder.bitcast(place, byte), to_read, near, data])
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp), code
+
+    return ask
+
+
+ask, ask_ahead = _asks(3), _asks(2)
+"""As it is about to be read; and a while before, so that it is not to push out what is in use."""
+
+
 @written
-def ask(typing, array, at):
-    """Has what lies at `at` of a flat array brought near, as it is about to be read."""
+def spread(typing, array, at):
+    """What lies at `at`, 0 or more, of a flat array, in all of the widest lanes."""
+    lanes = Lanes(WIDE)
 
     def code(context, builder, signature, arguments):
-        place = _place(context, builder, signature, arguments)
-        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        function = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        called = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
-        to_read, nearest, data = (ir.Constant(number, value) for value in (0, 3, 1))
-        builder.call(called, [builder.bitcast(place, byte), to_read, nearest, data])
-        return context.get_dummy_value()
+        value = builder.load(_place(context, builder, signature, arguments))
+        return _everywhere(context, builder, lanes, value)
 
-    return types.void(array, types.intp), code
+    return lanes(array, types.intp), code
 
 
 @written

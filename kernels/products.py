@@ -2,7 +2,9 @@
 
 x [T, K] and W [N, K] give [T, N]. Weights are packed once, as a CPU's fast forms read them:
 
-- float32, blocked for oneDNN: up to twice as fast as unpacked for 2 to 32 rows, and equal for more.
+- float32, in panels (`panel_product`), on CPUs with wide vectors;
+- float32, blocked for oneDNN, on others: up to twice as fast as unpacked for 2 to 32 rows, and
+  equal for more.
   An element's sum has then the same order for any number of rows and threads, as far as has been
   seen (docs/performance.md); `fixed_product`, which promises it, tries it, and else pads;
 - INT8: a row of weights has one scale, and so has a row of activations, found as it comes:
@@ -24,6 +26,7 @@ from torch.nn import functional
 
 from penstock.kernels.invariant_product import InvariantProduct
 from penstock.kernels.launch import FLOATS, runs_kernels
+from penstock.kernels.panel_product import can_panel, panel_product
 from penstock.kernels.row_levels import MIDDLE, row_levels
 
 
@@ -73,6 +76,8 @@ def fixed_product(weight: Tensor, bias: Tensor | None) -> Product:
     """
     if runs_kernels(weight.device):
         return InvariantProduct(weight, bias)
+    if can_panel(weight):
+        return panel_product(weight, bias)
     product = BlockedProduct(None, _blocked(weight.contiguous()), bias)
     key = (*weight.shape, torch.get_num_threads())
     if key not in _fixed_by_itself:

@@ -3,11 +3,15 @@
 import ctypes
 import os
 import sys
+from contextlib import suppress
 
-SPINS = "1000"
+SPINS = "30000"
 """Turns that an OpenMP thread waits for the next piece of work before it sleeps. By default it is
-300,000, some milliseconds, all of them taken from whoever else wants the core
-(docs/performance.md). What the shorter wait costs on a quiet machine has not been measured."""
+300,000, some milliseconds, all of them taken from whoever else wants the core; with 1,000 it is
+asleep whenever a product begins, which made a step a fifth longer (docs/performance.md)."""
+
+OPENMP = "libgomp.so.1.0.0"
+"""By this name numba asks for the library that torch has under a shorter one."""
 
 KEPT_BYTES = 1 << 30
 """Of freed memory; a step's tensors would else be asked of the kernel, page by page, every time."""
@@ -21,6 +25,9 @@ def settle() -> None:
     in the environment stay."""
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPINS
+    # Or there are two pools of threads, torch's own and numba's, in each other's way.
+    with suppress(OSError):
+        ctypes.CDLL(OPENMP)
     if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
         _keep_memory()
 

@@ -34,8 +34,12 @@ def test_blocked(rows: int, bias: torch.Tensor | None) -> None:
     torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("in_panels", [True, False])
 @pytest.mark.parametrize("shape", [(1, 45), (19, 45), (7, 1), (130, 2050), (600, 768)])
-def test_a_fixed_row_is_the_same_alone_and_in_a_crowd(shape: tuple[int, int]) -> None:
+def test_a_fixed_row_is_the_same_alone_and_in_a_crowd(
+    shape: tuple[int, int], in_panels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "can_panel", lambda weight: in_panels)
     weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(131, shape[1])
     product = fixed_product(weight.T.contiguous().T, bias)
     whole = product(x)
@@ -56,6 +60,7 @@ def varied(product: BlockedProduct, x: torch.Tensor) -> torch.Tensor:
 
 def test_where_rows_are_not_alone_they_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias, x = torch.randn(9, 33), torch.randn(9), torch.randn(50, 33)
+    monkeypatch.setattr(products, "can_panel", lambda weight: False)
     monkeypatch.setattr(products, "_fixed_by_itself", {})
     monkeypatch.setattr(BlockedProduct, "__call__", varied)
     product = fixed_product(weight, bias)

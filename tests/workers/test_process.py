@@ -1,10 +1,13 @@
 """A worker's process, tuned before torch is there."""
 
+import ctypes
 import os
 import subprocess
 import sys
 
 import pytest
+
+from penstock.workers.process import OPENMP, SPINS
 
 SCRIPT = """
 import os, sys, resource
@@ -36,9 +39,9 @@ def run(**environment: str) -> list[str]:
 
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_freed_memory_is_kept_and_threads_wait_little() -> None:
+def test_freed_memory_is_kept_and_threads_wait_a_little() -> None:
     spins, faults = run()
-    assert spins == "1000"
+    assert spins == SPINS
     assert int(faults) < 100
 
 
@@ -48,3 +51,32 @@ def test_a_users_own_settings_stay() -> None:
     spins, faults = run(OMP_WAIT_POLICY="active", MALLOC_ARENA_MAX="2")
     assert spins == "None"
     assert int(faults) > 100
+
+
+POOLS = """
+from penstock.workers.process import settle
+settle()
+import torch
+from penstock.kernels.panel_product import panel_product
+torch.set_num_threads(2)
+panel_product(torch.randn(4096, 64), None)(torch.randn(64, 64))
+import numba
+assert numba.threading_layer() == "omp"
+print({line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line})
+"""
+
+
+def has_openmp() -> bool:
+    try:
+        ctypes.CDLL(OPENMP)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not has_openmp(), reason="numba has no OpenMP here")
+def test_torch_and_numba_have_one_pool_of_threads() -> None:
+    command = [sys.executable, "-c", POOLS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.count("libgomp") == 1

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.kernels.panel_product import panel_product
 from penstock.kernels.products import (
     Product,
     blocked_product,
@@ -30,6 +31,11 @@ class Linear:
         if self.packed is not None:
             return self.packed(x)
         return functional.linear(x, self.weight, self.bias)
+
+    def panel(self) -> None:
+        """Keep the weights in panels only."""
+        self.packed = panel_product(self.weight, self.bias)
+        self._forget()
 
     def block(self) -> None:
         """Keep a second copy of the weights that products with several rows read faster."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from penstock.kernels.panel_product import can_panel
 from penstock.kernels.products import can_block, why_no_int8, why_not_fixed
 from penstock.workers.layers.latent import LatentAttention
 from penstock.workers.layers.linear import Linear
@@ -40,7 +41,10 @@ def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
         for linear in found:
             linear.quantize()
     elif not deterministic:
-        _block(found)
+        for linear in found:
+            if can_panel(linear.weight):
+                linear.panel()
+        _block([linear for linear in found if linear.packed is None])
     if deterministic:
         _fix(model)
 

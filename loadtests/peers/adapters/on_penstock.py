@@ -1,9 +1,15 @@
 """Our engine, as one `mixed` worker has it, in this process."""
 
+# ruff: noqa: E402  (the process is settled before torch is loaded)
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from penstock.workers.process import settle
+
+settle()  # as a worker's process does, before torch is there
 
 import torch
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.kernels.panel_product import PanelProduct
 from penstock.workers.layers import packing
 from penstock.workers.layers.packing import linears, pack
 from penstock.workers.models.decoder import Decoder
@@ -19,6 +20,7 @@ CPU = torch.device("cpu")
 def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(packing, "MEMORY_SHARE", 0)
+    monkeypatch.setattr(packing, "can_panel", lambda weight: False)
     return load_model(tiny_checkpoint(tmp_path), "auto", CPU)[1]
 
 
@@ -35,6 +37,19 @@ def test_blocked(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     pack(decoder, "none")
     after = [linear(x) for linear in linears(decoder) if linear.weight.shape[1] == 32]
     assert all(linear.packed for linear in linears(decoder))
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+
+
+def test_in_panels_no_plain_weights_are_kept(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(5, 32)
+    before = [linear(x) for linear in linears(decoder) if linear.weight.shape[1] == 32]
+    monkeypatch.setattr(packing, "can_panel", lambda weight: True)
+    pack(decoder, "none")
+    after = [linear(x) for linear in linears(decoder) if linear.weight.shape[1] == 32]
+    assert all(isinstance(linear.packed, PanelProduct) for linear in linears(decoder))
+    assert all(linear.weight.numel() == 0 for linear in linears(decoder))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 
 

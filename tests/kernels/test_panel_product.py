@@ -1,0 +1,105 @@
+"""Products with weights in panels: right for any shape, and a row's bits are its own."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels import panel_product as panels
+from penstock.kernels.panel_loops import DEEP, HIGH, PANEL
+from penstock.kernels.panel_product import can_panel, panel_product, panel_product_reference
+from tests.support.threads import threads
+
+EDGES = (1, 2, PANEL - 1, PANEL, PANEL + 1, 3 * PANEL)
+ROWS = (0, 1, 2, HIGH - 1, HIGH, HIGH + 1, 64, 65, 300)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return panel_product_reference(x, weight, bias).float()
+
+
+@pytest.mark.parametrize("num_inputs", [1, DEEP - 1, DEEP, DEEP + 1, 2 * DEEP + 7])
+@pytest.mark.parametrize("num_outputs", EDGES)
+def test_it_is_the_product(num_inputs: int, num_outputs: int) -> None:
+    weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
+    for added in (None, bias):
+        product = panel_product(weight, added)
+        for rows in ROWS:
+            x = torch.randn(rows, num_inputs)
+            found = product(x)
+            assert found.shape == (rows, num_outputs)
+            assert found.is_contiguous()
+            torch.testing.assert_close(found, exact(x, weight, added), rtol=1e-5, atol=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 2 * DEEP + 9),
+    st.integers(1, 3 * PANEL),
+    st.integers(1, 200),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_a_row_has_the_same_bits_in_any_company(
+    num_inputs: int, num_outputs: int, rows: int, count: int, data: st.DataObject
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator)
+    x = torch.randn(rows, num_inputs, generator=generator)
+    product = panel_product(weight, None)
+    whole = product(x)
+    first = data.draw(st.integers(0, rows - 1))
+    last = data.draw(st.integers(first + 1, rows))
+    with threads(count), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(panels, "ALONE", 0)
+        assert torch.equal(product(x[first:last]), whole[first:last])
+        columns = data.draw(st.integers(1, num_outputs))
+        assert torch.equal(panel_product(weight[:columns], None)(x), whole[:, :columns])
+
+
+def test_many_rows_are_shared_among_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "ALONE", 0)
+    weight, x = torch.randn(2 * PANEL + 5, 40), torch.randn(1030, 40)
+    product = panel_product(weight, None)
+    with threads(1):
+        alone = product(x)
+    torch.testing.assert_close(alone, exact(x, weight, None), rtol=1e-5, atol=1e-4)
+    for count in (2, 3, 5):
+        with threads(count):
+            assert torch.equal(product(x), alone)
+
+
+def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+    weight, x = torch.randn(PANEL + 3, 30), torch.randn(11, 30)
+    product = panel_product(weight, None)
+    before = product(x)
+    x[4, 7], x[9, 0] = torch.nan, torch.inf
+    after = product(x)
+    assert after[4].isnan().all()
+    assert not after[9].isfinite().any()
+    kept = [row for row in range(11) if row not in (4, 9)]
+    assert torch.equal(after[kept], before[kept])
+
+
+def test_strided_weights_and_rows_are_taken() -> None:
+    weight, x = torch.randn(30, 2 * PANEL).T, torch.randn(9, 60)[:, ::2]
+    found = panel_product(weight, None)(x)
+    torch.testing.assert_close(found, exact(x, weight, None), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.randn(3, 7), torch.randn(8), torch.randn(3, 8).double(), torch.randn(2, 3, 8)]
+)
+def test_what_does_not_fit_is_refused(x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"x: \[T, 8\] float32 expected, not \["):
+        panel_product(torch.randn(5, 8), None)(x)
+
+
+def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "has_wide_vectors", lambda: True)
+    assert can_panel(torch.randn(5, 8))
+    assert not can_panel(torch.randn(5, 8).bfloat16())
+    assert not can_panel(torch.empty(5, 8, device="meta"))
+    assert not can_panel(torch.empty(0, 8))
+    monkeypatch.setattr(panels, "has_wide_vectors", lambda: False)
+    assert not can_panel(torch.randn(5, 8))
