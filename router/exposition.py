@@ -74,6 +74,13 @@ def scaling_metrics(pools: Sequence[PoolScaling]) -> Iterator[Metric]:
         ["pool"],
         (([each.pool], each.given_up) for each in pools),
     )
+    yield gauge(
+        "penstock_workers_wanted",
+        "Workers that the pool's load asks for, by what asks: desired follows the larger, within "
+        "bounds.",
+        ["pool", "term"],
+        (([each.pool, term], value) for each in pools for term, value in each.terms.items()),
+    )
 
 
 def worker_metrics(workers: Sequence[WorkerState]) -> Iterator[Metric]:
@@ -176,6 +183,12 @@ def router_metrics(state: ClusterState, tally: Tally) -> Iterator[Metric]:
         "penstock_handover_bytes", "Bytes of KV handed over.", [], [([], tally.handover_bytes)]
     )
     yield counter(
+        "penstock_handovers_failed",
+        "Hand-overs that did not arrive; their prompts were computed again.",
+        [],
+        [([], state.handovers_failed)],
+    )
+    yield counter(
         "penstock_prompts_placed",
         "Prompts by where they were to be computed, apart on a prefill worker or together with "
         "their answer, and what weighed most.",
@@ -211,6 +224,12 @@ def router_metrics(state: ClusterState, tally: Tally) -> Iterator[Metric]:
         "Tokens of answers by whose key asked; a key is told by its place in the list of keys.",
         ["tenant"],
         (([name], count) for name, count in state.generated.items()),
+    )
+    yield counter(
+        "penstock_asked_tokens",
+        "Prompt tokens of requests that were taken, by whose key asked.",
+        ["tenant"],
+        (([name], count) for name, count in state.asked.items()),
     )
 
 

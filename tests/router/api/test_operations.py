@@ -223,7 +223,12 @@ async def test_a_line_a_request_with_its_name_and_nothing_of_its_content(
 
 
 SIZES = Scaling(
-    [PoolScaling("mixed", 0, 4, 3, 2, 1, "12 requests wait", "doubling at most in 15 s", 1)],
+    [
+        PoolScaling(
+            *("mixed", 0, 4, 3, 2, 1, "12 requests wait", "doubling at most in 15 s", 1),
+            terms={"queue": 6.5, "occupancy": 0.25},
+        )
+    ],
     [DecisionNote(1e9, "mixed", "mixed: 1 to 3: 12 requests wait")],
 )
 
@@ -235,6 +240,8 @@ async def test_what_is_done_about_sizes_is_told(served: Served) -> None:
     assert told(values, "workers_desired", pool="mixed") == 3
     assert told(values, "workers_pending", pool="mixed") == 2
     assert told(values, "workers_given_up", pool="mixed") == 1
+    assert told(values, "workers_wanted", pool="mixed", term="queue") == 6.5
+    assert told(values, "workers_wanted", pool="mixed", term="occupancy") == 0.25
     assert status["scaling"]["pools"][0]["reason"] == "12 requests wait"
     assert status["scaling"]["decisions"][0]["text"] == "mixed: 1 to 3: 12 requests wait"
 
@@ -261,6 +268,9 @@ async def test_tenants_are_told_by_the_place_of_their_key(config: RouterConfig) 
         values = values_of(text_string_to_metric_families(text))
         assert told(values, "generated_tokens_total", tenant="key-2") == 3
         assert told(values, "generated_tokens_total", tenant="key-1") == 0
+        prompt = told(values, "asked_tokens_total", tenant="key-2")
+        assert prompt == told(values, "prompt_length_tokens_sum") > 0
+        assert told(values, "asked_tokens_total", tenant="key-1") == 0
         secrets = {"first-key", "second-key", *served.router.frontend.tally._names}
         assert not [secret for secret in secrets if secret in text]
         assert not [secret for secret in secrets if secret in (await http.get("/status")).text]
