@@ -163,6 +163,8 @@ def _scaling(scaling: Json, now: float) -> Text:
     for size in scaling["pools"]:
         held = f"; held by {size['held_by']}" if size["held_by"] else ""
         text.append(f"{size['pool']}, {size['least']} to {size['most']}: {size['reason']}{held}\n")
+        for wait in size.get("waits", ()):
+            text.append(f"  {wait}\n", style="yellow")
         if lost := size.get("given_up", 0):
             failing = f"  {lost} could not be started, tried again later: see the log\n"
             text.append(failing, style="red")
