@@ -155,6 +155,22 @@ MUTATIONS = [
     ("kuberay", "router.yaml", "policy/v1", "policy/v1beta1"),
     ("kuberay", "router.yaml", "maxUnavailable:", "maxUnavailabel:"),
     ("kuberay", "networkpolicy.yaml", "if .Values.networkPolicy.enabled", "if false"),
+    ("kuberay", "networkpolicy.yaml", "- from: [", "- from: [{namespaceSelector: {}}, "),
+    (
+        "standalone",
+        "networkpolicy.yaml",
+        "- ports: [{port: http, protocol: TCP}, {port: grpc, protocol: TCP}]",
+        "- ports: [{port: 6379, protocol: TCP}]",
+    ),
+    ("kuberay", "networkpolicy.yaml", "- to: [", "- to: [{namespaceSelector: {}}, "),
+    ("kuberay", "driver.yaml", "automountServiceAccountToken: false", ""),
+    ("standalone", "_pods.tpl", "automountServiceAccountToken: false", ""),
+    (
+        "standalone",
+        "_pods.tpl",
+        """"shm" "256Mi" "readOnlyRootFilesystem" true""",
+        """"shm" "256Mi" "readOnlyRootFilesystem" false""",
+    ),
     ("kuberay", "driver.yaml", "{name: config, mountPath", "{name: konfig, mountPath"),
     ("kuberay", "monitoring.yaml", "interval: {{ .interval }}", "interval: 15"),
     (
