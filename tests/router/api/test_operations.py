@@ -1,6 +1,7 @@
 """/metrics and /status over HTTP, with stub workers behind the router."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
@@ -281,6 +282,75 @@ async def test_a_key_is_needed(config: RouterConfig, path: str) -> None:
     keyed = replace(config, api_keys=("first-key",))
     async with serving(keyed) as served, client_of(served) as http:
         assert (await http.get(path)).status_code == 401
+
+
+SECRET = "xyzzy-plugh"
+HOSTILE: list[tuple[str, str, dict[str, object]]] = [
+    *(("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-{n}"}) for n in range(9)),
+    ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": 2, "user": SECRET}),
+    ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": 2, "bad_words": [SECRET]}),
+    ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": SECRET}),
+    ("POST", "/v1/completions", {"prompt": SECRET + "\ud800", "max_tokens": 2}),
+    ("POST", "/v1/completions", {"prompt": [SECRET], "stop": [SECRET], "max_tokens": 2}),
+    ("POST", "/v1/completions", {"prompt": SECRET * 1000, "max_tokens": 2}),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]}),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}]}),
+    ("POST", "/role", {"worker": SECRET, "role": SECRET}),
+    ("GET", f"/{SECRET}", {}),
+    ("GET", f"/v1/models/{SECRET}", {}),
+]
+"""(method, path, body): what a client may send that bears it no good will."""
+
+
+async def be_hostile(http: httpx.AsyncClient) -> None:
+    for number, (method, path, body) in enumerate(HOSTILE):
+        headers = {"x-request-id": f"r-{number}", "content-type": "application/json"}
+        content = json.dumps(body) if body else None
+        reply = await http.request(method, path, content=content, headers=headers)
+        assert reply.status_code != 500, reply.text
+    bad = {"authorization": f"Bearer {SECRET}"}
+    await http.post("/v1/completions", json=BODY, headers=bad)
+
+
+async def test_no_client_makes_a_label(config: RouterConfig) -> None:
+    keyed = replace(config, api_keys=("first-key",), vllm_metrics=True)
+    async with serving(keyed, StubWorker()) as served, client_of(served, "first-key") as http:
+        before = (await scrape(http)).keys()
+        await be_hostile(http)
+        after = (await scrape(http)).keys()
+    # Nothing but what a worker's first words add.
+    assert {labels for _, labels in after} == {labels for _, labels in before}
+    assert after == before
+
+
+async def test_names_tell_their_units(served: Served) -> None:
+    async with client_of(served) as http:
+        text = (await http.get("/metrics")).text
+    units = ("seconds", "tokens", "bytes", "ratio", "blocks", "bytes_per_second")
+    counted = ("requests", "workers", "worker_up", "preemptions", "failovers")
+    counted += ("handovers_failed", "prompts_placed", "tokens_waiting")
+    for family in text_string_to_metric_families(text):
+        name = family.name.removeprefix("penstock_")
+        assert name.endswith(units) or name.startswith(counted), name
+        assert family.documentation.endswith("."), name
+        if family.type == "counter":
+            assert f"{family.name}_total" in text, name
+
+
+async def test_nothing_that_a_client_says_is_logged(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    worker = StubWorker()
+    async with serving(config, worker) as served, client_of(served) as http:
+        await be_hostile(http)
+        worker.reject = pb.Rejected(reason="/no/such/place", never=True)
+        reply = await http.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 2})
+        assert reply.status_code >= 400
+    ours = [each for each in caplog.records if not each.name.startswith(("httpx", "httpcore"))]
+    assert [each for each in ours if each.msg == "request"], "there is a log"
+    told = [f"{each.getMessage()} {vars(each)} {each.exc_text}" for each in ours]
+    assert not [line for line in told if SECRET in line]
 
 
 async def test_openmetrics_where_it_is_asked_for(served: Served) -> None:
