@@ -12,6 +12,7 @@ from prometheus_client.core import (
 
 from penstock.router.routing.disaggregation import POSSIBLE
 from penstock.router.state import (
+    DOWN,
     ClusterState,
     PoolScaling,
     PoolState,
@@ -28,6 +29,12 @@ def all_metrics(state: ClusterState, tally: Tally) -> Iterator[Metric]:
     """All of them: of the cluster as it is, and what the router counts."""
     yield from pool_metrics(state.pools)
     yield from scaling_metrics(state.scaling.pools)
+    yield gauge(
+        "penstock_router_up",
+        "1 while the router answers the supervisor, 0 while it should be there and does not.",
+        ["router"],
+        (([each.router], each.state != DOWN) for each in state.routers),
+    )
     yield from worker_metrics(state.workers)
     told = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
     yield from number_metrics(told)

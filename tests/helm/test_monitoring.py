@@ -101,6 +101,7 @@ FIRING: dict[str, list[dict[str, str]]] = {
         series("workers_desired", "2x60", 'pool="decode"'),
     ],
     "PenstockWorkerDown": [series("worker_up", "0x60", 'worker="decode-0"')],
+    "PenstockRouterDown": [series("router_up", "0x60", 'router="router-1"')],
     "PenstockQueueLong": [series("requests_waiting", "101x60", 'pool="prefill"')],
     "PenstockFirstTokenLate": slow("time_to_first_token_seconds"),
     "PenstockTokensSlow": slow("time_per_output_token_seconds"),
@@ -122,6 +123,7 @@ WELL = [
     series("workers_ready", "2x60", 'pool="decode"'),
     series("workers_desired", "2x60", 'pool="decode"'),
     series("worker_up", "1x60", 'worker="decode-0"'),
+    series("router_up", "1x60", 'router="router-0"'),
     series("requests_waiting", "3x60", 'pool="prefill"'),
     series("kv_blocks", "40x60", 'worker="decode-0", state="used"'),
     series("kv_blocks", "60x60", 'worker="decode-0", state="free"'),
@@ -195,6 +197,7 @@ def told_by(job: str, routers: int) -> list[dict[str, str]]:
         base = re.sub("_(bucket|sum|count)$", "", name).removeprefix("penstock_")
         shared = [{"pool": each} for each in ("prefill", "decode")] if base in OF_POOLS else []
         shared += [{"worker": each} for each in ("a-0", "b-1")] if base in OF_WORKERS else []
+        shared += [{"router": each} for each in ("r-0", "r-1")] if base == "router_up" else []
         for place, owner in enumerate(shared or [{}]):
             for more in LABELLED.get(name, ({},)):
                 for le, count in (("0.5", 3), ("2", 7), ("+Inf", 8)):

@@ -33,6 +33,7 @@ PLAIN = (
     "asked_tokens_total",
     "workers_ready",
     "worker_up",
+    "router_up",
 )
 POOL_COUNTS = ("ready", "desired", "pending", "given_up", "wanted")
 SIZES = {f"penstock_workers_{name}" for name in POOL_COUNTS[1:]}

@@ -327,7 +327,7 @@ async def test_names_tell_their_units(served: Served) -> None:
     async with client_of(served) as http:
         text = (await http.get("/metrics")).text
     units = ("seconds", "tokens", "bytes", "ratio", "blocks", "bytes_per_second")
-    counted = ("requests", "workers", "worker_up", "preemptions", "failovers")
+    counted = ("requests", "workers", "worker_up", "router_up", "preemptions", "failovers")
     counted += ("handovers_failed", "prompts_placed", "tokens_waiting")
     for family in text_string_to_metric_families(text):
         name = family.name.removeprefix("penstock_")
@@ -401,6 +401,7 @@ async def test_what_waits_at_other_routers_is_told_by_each(config: RouterConfig)
                 queued={"mixed": 3},
                 queued_tokens={"mixed": 70},
             ),
+            RouterState("router-2", "down", "a:5", "a:6"),
         ]
         status = (await http.get("/status")).json()
         values = await scrape(http)
@@ -409,7 +410,9 @@ async def test_what_waits_at_other_routers_is_told_by_each(config: RouterConfig)
     assert (pool["queued"], pool["queued_tokens"]) == (0, 0), "at this router"
     assert told(values, "requests_waiting", pool="mixed") == 3
     assert told(values, "tokens_waiting", pool="mixed") == 70
+    assert [told(values, "router_up", router=f"router-{n}") for n in range(3)] == [1, 1, 0]
     assert [(each["router"], each["http"], each["streams"]) for each in status["routers"]] == [
         ("router-0", "a:1", 0),
         ("router-1", "a:3", 9),
+        ("router-2", "a:5", 0),
     ]
