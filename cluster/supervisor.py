@@ -14,7 +14,6 @@ from penstock.cluster.keeper import keep
 from penstock.cluster.member import StartFailed
 from penstock.cluster.notices import (
     Decided,
-    Draining,
     GivenUp,
     LogLine,
     Progress,
@@ -35,7 +34,6 @@ from penstock.router.state import Scaling
 
 SECONDS_BETWEEN_DECISIONS = 2.0
 SECONDS_BETWEEN_LOOKS = 1.0  # for waits that have become long
-SECONDS_BETWEEN_WORDS = 5.0  # of a drain
 
 
 class Supervisor:
@@ -207,22 +205,7 @@ class Supervisor:
 
     async def _drain(self) -> None:
         if any(router.member is not None and router.member.up for router in self._routers.all):
-            self._report("", Draining(self._drain_seconds))
-            telling = asyncio.create_task(self._tell_drain())
-            try:
-                await self._routers.drain(self._drain_seconds)
-            finally:
-                telling.cancel()
-
-    async def _tell_drain(self) -> None:
-        """How far the drain has come, now and then."""
-        left = self._drain_seconds
-        while True:
-            await asyncio.sleep(SECONDS_BETWEEN_WORDS)
-            left = max(left - SECONDS_BETWEEN_WORDS, 0.0)
-            state = await self._routers.look()
-            if state is not None:
-                self._report("", Draining(left, state.streams))
+            await self._routers.drain(self._drain_seconds, self._report)
 
     async def _remind(self) -> None:
         while True:

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -285,8 +286,9 @@ async def test_a_key_is_needed(config: RouterConfig, path: str) -> None:
 
 
 SECRET = "xyzzy-plugh"
-HOSTILE: list[tuple[str, str, dict[str, object]]] = [
-    *(("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-{n}"}) for n in range(9)),
+HOSTILE: list[tuple[str, str, dict[str, Any]]] = [
+    ("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-0"}),
+    ("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-1"}),
     ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": 2, "user": SECRET}),
     ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": 2, "bad_words": [SECRET]}),
     ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": SECRET}),
@@ -327,11 +329,12 @@ async def test_names_tell_their_units(served: Served) -> None:
     async with client_of(served) as http:
         text = (await http.get("/metrics")).text
     units = ("seconds", "tokens", "bytes", "ratio", "blocks", "bytes_per_second")
-    counted = ("requests", "workers", "worker_up", "router_up", "preemptions", "failovers")
-    counted += ("handovers_failed", "prompts_placed", "tokens_waiting")
+    ups = ("worker_up", "router_up")
+    counted = ("requests", "workers", "preemptions", "failovers", "tokens_waiting")
+    events = ("handovers_failed", "prompts_placed")
     for family in text_string_to_metric_families(text):
         name = family.name.removeprefix("penstock_")
-        assert name.endswith(units) or name.startswith(counted), name
+        assert name.endswith(units) or name.startswith(counted + events + ups), name
         assert family.documentation.endswith("."), name
         if family.type == "counter":
             assert f"{family.name}_total" in text, name
