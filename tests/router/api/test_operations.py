@@ -286,6 +286,7 @@ async def test_a_key_is_needed(config: RouterConfig, path: str) -> None:
 
 
 SECRET = "xyzzy-plugh"
+SHORT = {"max_tokens": 2}
 HOSTILE: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-0"}),
     ("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-1"}),
@@ -296,7 +297,7 @@ HOSTILE: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/v1/completions", {"prompt": [SECRET], "stop": [SECRET], "max_tokens": 2}),
     ("POST", "/v1/completions", {"prompt": SECRET * 1000, "max_tokens": 2}),
     ("POST", "/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]}),
-    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}]}),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], **SHORT}),
     ("POST", "/role", {"worker": SECRET, "role": SECRET}),
     ("GET", f"/{SECRET}", {}),
     ("GET", f"/v1/models/{SECRET}", {}),
