@@ -210,6 +210,9 @@ class Supervisor:
     async def _remind(self) -> None:
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            for router in self._routers.all:
+                if router.waits_for:
+                    self._waits.note(router.title, router.waits_for)
             self._waits.remind()
 
     async def _end(self) -> None:
