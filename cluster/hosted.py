@@ -79,6 +79,13 @@ class HostedRouter:
         self.member = Member(self.title, actor, self._heard, self.config.hang_seconds)
         return self.member
 
+    @property
+    def waits_for(self) -> str:
+        """What its process, which does not run yet, waits for; empty where that is not known."""
+        if self._resources and self.member is not None and self.member.process is None:
+            return "no node that carries a router has room for it yet"
+        return ""
+
     def _heard(self, title: str, news: News) -> None:
         self._report(title, news)
         if isinstance(news, Stuck) and self._addresses.get(news.worker) == news.address:

@@ -17,6 +17,19 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """A stage that takes long goes on: for how many seconds so far, and what is left if known."""
+
+    stage: str
+    seconds: float
+    detail: str = ""
+
+    def __str__(self) -> str:
+        left = f", {self.detail}" if self.detail else ""
+        return f"{self.stage}{left}; {self.seconds:.0f} s so far"
+
+
+@dataclass(frozen=True, slots=True)
 class LogLine:
     """What a process logs: as a text for people, and as an event with what there is to say."""
 
@@ -61,9 +74,15 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """Nothing new is taken; what runs has so many seconds."""
+    """Nothing new is taken; what runs has so many seconds, told again as they pass."""
 
     seconds: float
+    requests: int | None = None  # that have not ended; None: it begins
+
+    def __str__(self) -> str:
+        if self.requests is None:
+            return f"draining: what runs has {self.seconds:g} s; Ctrl-C again ends it at once"
+        return f"draining: {self.requests} requests have not ended, {self.seconds:.0f} s are left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +105,7 @@ class Stuck:
 News: TypeAlias = Progress | LogLine | Stuck
 """What a process tells of itself."""
 
-Notice: TypeAlias = News | Ready | Died | GivenUp | Serving | Draining | Decided
+Notice: TypeAlias = News | Waiting | Ready | Died | GivenUp | Serving | Draining | Decided
 
 Report: TypeAlias = Callable[[str, Notice], None]
 """Takes the title of the process that a notice is about ("" for the whole cluster)."""

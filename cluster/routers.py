@@ -6,10 +6,12 @@ from contextlib import suppress
 from typing import TypeVar
 
 from penstock.cluster.hosted import HostedRouter
+from penstock.cluster.notices import Draining, Report
 from penstock.cluster.together import Together, told_of
 from penstock.router.state import ClusterState, RouterState, Scaling
 
 SECONDS_TO_HEAR = 5.0  # one that is stuck must not hold up what the others are told
+SECONDS_BETWEEN_WORDS = 5.0  # of a drain
 
 T = TypeVar("T")
 
@@ -72,9 +74,23 @@ class Routers:
         """What is done about the pools' sizes, and how all routers were when last looked at."""
         await _each(router.tell(scaling, self._told) for router in self.all)
 
-    async def drain(self, seconds: float) -> None:
-        """Take nothing new; what runs has so many seconds."""
-        await asyncio.gather(*(router.drain(seconds) for router in self.all))
+    async def drain(self, seconds: float, report: Report) -> None:
+        """Take nothing new; what runs has so many seconds. `report` is told how far it has come."""
+        report("", Draining(seconds))
+        telling = asyncio.create_task(self._tell_drain(seconds, report))
+        try:
+            await asyncio.gather(*(router.drain(seconds) for router in self.all))
+        finally:
+            telling.cancel()
+
+    async def _tell_drain(self, seconds: float, report: Report) -> None:
+        end = asyncio.get_running_loop().time() + seconds
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_WORDS)
+            state = await self.look()
+            if state is not None:
+                left = max(end - asyncio.get_running_loop().time(), 0.0)
+                report("", Draining(left, state.streams))
 
     async def stop(self) -> None:
         await asyncio.gather(*(router.stop() for router in self.all))

@@ -186,6 +186,7 @@ def scaling_of(
             reason=each.reason,
             held_by=each.blocked_by,
             given_up=_count(phases[each.pool].values(), Phase.SPOILT),
+            terms={"queue": each.queue_term, "occupancy": each.occupancy_term},
         )
         for each in decisions
     ]

@@ -12,17 +12,28 @@ from penstock.cluster.configs import router_config, worker_config
 from penstock.cluster.hosted import HostedRouter, HostedWorker
 from penstock.cluster.keeper import keep
 from penstock.cluster.member import StartFailed
-from penstock.cluster.notices import Decided, Draining, GivenUp, LogLine, Report, Serving
+from penstock.cluster.notices import (
+    Decided,
+    GivenUp,
+    LogLine,
+    Progress,
+    Report,
+    Serving,
+)
 from penstock.cluster.placement import WorkerPlace, place
 from penstock.cluster.restarts import Retries
 from penstock.cluster.routers import Routers
 from penstock.cluster.scaling import Phases, Sizes, busy_of, lent_of
 from penstock.cluster.session import first_line, free_nodes
-from penstock.cluster.spec import ClusterSpec
+from penstock.cluster.slots import Phase
+from penstock.cluster.spec import ROLES, ClusterSpec
+from penstock.cluster.waits import Waits
 from penstock.cluster.workforce import Workforce
 from penstock.router.roles import Book
+from penstock.router.state import Scaling
 
 SECONDS_BETWEEN_DECISIONS = 2.0
+SECONDS_BETWEEN_LOOKS = 1.0  # for waits that have become long
 
 
 class Supervisor:
@@ -47,7 +58,8 @@ class Supervisor:
         self._lent: frozenset[str] = frozenset()  # workers that an operator gave another role
         self._sizes = Sizes(spec, places, nodes)
         self._drain_seconds = spec.router.drain_seconds
-        self._report = report
+        self._waits = Waits(report, asyncio.get_running_loop().time)
+        report = self._report = self._waits
         with_events = spec.log_format != "text"
         roles = Book()
         self._routers = Routers(
@@ -103,6 +115,7 @@ class Supervisor:
                 for role, pool in self._pools.items():
                     pool.aim(self._sizes.desired[role], {})
                 self._spawn(self._serve())
+                self._spawn(self._remind())
                 await stop.wait()
                 for task in self._tasks:
                     task.cancel()
@@ -173,17 +186,37 @@ class Supervisor:
             self._pools[decision.pool].aim(decision.desired, busy, self._lent)
         for note in self._sizes.note(decisions, time.time()):
             self._report("", Decided(note.pool, note.text))
-        await self._routers.tell(self._sizes.told(decisions, self._phases()))
+        phases = self._phases()
+        for each in self._places:
+            if phases[each.role][each.name] is Phase.LEAVING:
+                left = busy.get(each.name, 0.0)
+                self._waits.note(each.title, f"{left:.0f} sequences are there still")
+        await self._routers.tell(self._with_waits(self._sizes.told(decisions, phases)))
+
+    def _with_waits(self, scaling: Scaling) -> Scaling:
+        titles = {
+            role: [each.title for each in self._places if each.role == role] for role in ROLES
+        }
+        pools = [replace(each, waits=self._waits.of(titles[each.pool])) for each in scaling.pools]
+        return replace(scaling, pools=pools)
 
     def _phases(self) -> Phases:
         return {role: pool.phases(self._lent) for role, pool in self._pools.items()}
 
     async def _drain(self) -> None:
         if any(router.member is not None and router.member.up for router in self._routers.all):
-            self._report("", Draining(self._drain_seconds))
-            await self._routers.drain(self._drain_seconds)
+            await self._routers.drain(self._drain_seconds, self._report)
+
+    async def _remind(self) -> None:
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            for router in self._routers.all:
+                if router.waits_for:
+                    self._waits.note(router.title, router.waits_for)
+            self._waits.remind()
 
     async def _end(self) -> None:
+        self._report("cluster", Progress("ending its processes"))
         # The routers first: their workers then see their streams end in order.
         await self._routers.stop()
         workers = [worker for pool in self._pools.values() for worker in pool.workers]

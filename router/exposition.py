@@ -12,6 +12,7 @@ from prometheus_client.core import (
 
 from penstock.router.routing.disaggregation import POSSIBLE
 from penstock.router.state import (
+    DOWN,
     ClusterState,
     PoolScaling,
     PoolState,
@@ -28,6 +29,12 @@ def all_metrics(state: ClusterState, tally: Tally) -> Iterator[Metric]:
     """All of them: of the cluster as it is, and what the router counts."""
     yield from pool_metrics(state.pools)
     yield from scaling_metrics(state.scaling.pools)
+    yield gauge(
+        "penstock_router_up",
+        "1 while the router answers the supervisor, 0 while it should be there and does not.",
+        ["router"],
+        (([each.router], each.state != DOWN) for each in state.routers),
+    )
     yield from worker_metrics(state.workers)
     told = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
     yield from number_metrics(told)
@@ -73,6 +80,13 @@ def scaling_metrics(pools: Sequence[PoolScaling]) -> Iterator[Metric]:
         "Workers of the pool that could not be started, and are tried again later.",
         ["pool"],
         (([each.pool], each.given_up) for each in pools),
+    )
+    yield gauge(
+        "penstock_workers_wanted",
+        "Workers that the pool's load asks for, by what asks: desired follows the larger, within "
+        "bounds.",
+        ["pool", "term"],
+        (([each.pool, term], value) for each in pools for term, value in each.terms.items()),
     )
 
 
@@ -176,6 +190,12 @@ def router_metrics(state: ClusterState, tally: Tally) -> Iterator[Metric]:
         "penstock_handover_bytes", "Bytes of KV handed over.", [], [([], tally.handover_bytes)]
     )
     yield counter(
+        "penstock_handovers_failed",
+        "Hand-overs that did not arrive; their prompts were computed again.",
+        [],
+        [([], state.handovers_failed)],
+    )
+    yield counter(
         "penstock_prompts_placed",
         "Prompts by where they were to be computed, apart on a prefill worker or together with "
         "their answer, and what weighed most.",
@@ -211,6 +231,12 @@ def router_metrics(state: ClusterState, tally: Tally) -> Iterator[Metric]:
         "Tokens of answers by whose key asked; a key is told by its place in the list of keys.",
         ["tenant"],
         (([name], count) for name, count in state.generated.items()),
+    )
+    yield counter(
+        "penstock_asked_tokens",
+        "Prompt tokens of requests that were taken, by whose key asked.",
+        ["tenant"],
+        (([name], count) for name, count in state.asked.items()),
     )
 
 

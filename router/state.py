@@ -88,6 +88,9 @@ class PoolScaling:
     reason: str
     held_by: str  # what kept it from more, or from less; empty: nothing
     given_up: int = 0  # that could not be started; each is tried again later
+    # Workers that its load asks for, by what asks: queue and occupancy.
+    terms: Mapping[str, float] = field(default_factory=dict)
+    waits: Sequence[str] = ()  # a line for each worker that starts or drains: for what, how long
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +147,14 @@ class ClusterState:
     pools: Sequence[PoolState]
     workers: Sequence[WorkerState]
     finished: Mapping[str, int]  # requests by reason
-    generated: Mapping[str, int]  # tokens by tenant
+    generated: Mapping[str, int]  # tokens of answers by tenant
     failovers: int
     handovers: int
     handovers_failed: int
     handover_bytes: int
     prompt_tokens: int  # of all requests that were taken
     scaling: Scaling
+    asked: Mapping[str, int] = field(default_factory=dict)  # the same by tenant
     roles: Mapping[str, Assignment] = field(default_factory=dict)  # given by operators, by worker
     placed: Mapping[str, int] = field(default_factory=dict)  # prompts, by where and why
     handover: HandOverState = HandOverState()
@@ -191,6 +195,7 @@ def look(
         handover_bytes=tally.handover_bytes,
         prompt_tokens=tally.prompt_tokens,
         scaling=scaling,
+        asked=dict(tally.asked),
         roles=dict(roles),
         placed=dict(dispatcher.num_decided),
         handover=_handover(dispatcher.handover),

@@ -117,11 +117,17 @@ class Tally:
         self.answer_lengths = Histogram(LENGTH_BOUNDS)
         self.handover = Histogram(HANDOVER_BOUNDS)
         self.handover_bytes = 0
-        self.prompt_tokens = 0  # of all requests that were taken
         self._names = names
+        # Prompt tokens of requests that were taken, by the name of who asked.
+        self.asked = dict.fromkeys((*names.values(), OTHER), 0)
         self._tokens = dict.fromkeys((*names.values(), OTHER), 0)  # of ended requests
         self._open: dict[int, _Open] = {}
         self._moving: dict[int, tuple[int, float]] = {}  # a request: its attempt, and since when
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all requests that were taken."""
+        return sum(self.asked.values())
 
     def generated(self) -> dict[str, int]:
         """Tokens by the name of who asked, those of open requests included."""
@@ -134,7 +140,7 @@ class Tally:
         """A client's request was taken."""
         name = self._names.get(request.tenant, OTHER)
         self._open[request.id] = _Open(name, request, now)
-        self.prompt_tokens += len(request.prompt)
+        self.asked[name] += len(request.prompt)
 
     def submitted(self, command: ev.Submit, now: float) -> None:
         """A request goes to a worker."""

@@ -96,6 +96,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--decode", "2"], "no worker prefills"),
         (["--prefill", "0", "--decode", "0"], "no worker prefills"),
         (["--ep", "2"], "ep: 2 does not divide tp (1)"),
+        (
+            [str(SMALL), "--mixed", "0", "--max-mixed", "1", "--tp", "3"],
+            "pools.mixed: ",
+        ),
         (["--config", "none.yaml"], "none.yaml: cannot be read"),
         (["a", "b"], "unrecognized arguments: b"),
         (["no-such-folder"], "is not a folder"),
@@ -325,6 +329,15 @@ def test_how_far_a_pool_may_go() -> None:
     assert (spec.scaling.max_gpus, spec.scaling.scale_down_seconds) == (3, 9.0)
 
 
+def test_bounds_alone_leave_the_default_pools_there() -> None:
+    pools = flags.read_spec(["--max-decode", "3"]).pools
+    assert (pools.prefill.replicas, pools.decode.replicas, pools.decode.most) == (1, 1, 3)
+    pools = flags.read_spec(["--max-mixed", "3"]).pools
+    assert (pools.prefill.most, pools.decode.most, pools.mixed.most) == (0, 0, 3)
+    with pytest.raises(SpecError, match="no worker prefills"):
+        flags.read_spec(["--tp", "2", "--max-decode", "3"])
+
+
 def test_names_that_others_use() -> None:
     given = """
         some/model --port 1 --served-model-name m --api-key a --api-key b --max-num-seqs 2
@@ -383,7 +396,9 @@ STORY: list[tuple[str, notices.Notice]] = [
     ("", notices.Serving("a", "b")),
     ("decode worker 0", notices.Died("its process died", 0.5)),
     ("decode worker 0", notices.GivenUp("no such folder", 60.0)),
+    ("decode worker 0", notices.Waiting("weights", 20.4, "1.0 of 2.0 MB")),
     ("", notices.Draining(30.0)),
+    ("", notices.Draining(25.0, 3)),
 ]
 
 
@@ -401,7 +416,9 @@ def test_lines_say_each_stage_once() -> None:
         "something [bold]odd",
         "decode worker 0: its process died; it is started again in 0.5 s",
         "decode worker 0: no such folder; it is given up for 60 s, the others go on",
+        "decode worker 0: weights, 1.0 of 2.0 MB; 20 s so far",
         "draining: what runs has 30 s; Ctrl-C again ends it at once",
+        "draining: 3 requests have not ended, 25 s are left",
     ]
 
 

@@ -23,6 +23,8 @@ STORY: list[tuple[str, notices.Notice]] = [
     ("router 0", notices.LogLine("x", "info", "request", {"request": "r-1", "seconds": 0.5}, AT)),
     ("router 0", notices.LogLine("WARNING: mind the gap")),
     ("", notices.Draining(30.0)),
+    ("decode worker 0", notices.Waiting("weights", 20.0, "1.0 of 2.0 MB")),
+    ("", notices.Draining(25.0, 3)),
 ]
 
 
@@ -50,9 +52,12 @@ def test_json_lines() -> None:
         ("router 0", "request", "info"),
         ("router 0", "log", "warning"),
         ("supervisor", "draining", "info"),
+        ("decode worker 0", "waiting", "info"),
+        ("supervisor", "draining", "info"),
         ("supervisor", "said", "info"),
     ]
     assert events[1]["bytes"] == 5_000
+    assert (events[10]["left"], events[11]["requests"]) == ("1.0 of 2.0 MB", 3)
     assert events[6]["decision"] == "decode: 1 to 2: KV is full"
     assert events[7]["time"] == "2023-11-14T22:13:20.250Z", "when it was, not when it is told"
     assert events[8]["message"] == "WARNING: mind the gap"

@@ -86,14 +86,18 @@ async def test_sizes_and_what_changed_them(served: Served) -> None:
     served.router.frontend.scaling = Scaling(
         [
             PoolScaling(
-                "decode", 0, 12, 10, 8, 1, "KV of 7.9 workers in use", "the budget of 9 GPUs", 2
-            )
+                *("decode", 0, 12, 10, 8, 1, "KV of 7.9 workers in use", "the budget of 9 GPUs", 2),
+                waits=["decode worker 3: weights, 6.2 of 16.0 MB; 40 s so far"],
+            ),
+            PoolScaling("mixed", 1, 1, 1, 0, 0, "3 requests wait", "one worker leaves at a time"),
         ],
         [DecisionNote(1e9 - 90, "decode", "decode: 5 to 10: KV of 7.9 workers in use")],
     )
     lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
     assert max(map(len, lines)) <= 80
+    assert "mixed, always 1: 3 requests wait" in lines
     assert "decode, 0 to 12: KV of 7.9 workers in use; held by the budget of 9 GPUs" in lines
+    assert "  decode worker 3: weights, 6.2 of 16.0 MB; 40 s so far" in lines
     assert "  2 could not be started, tried again later: see the log" in lines
     assert "90.0 s ago: decode: 5 to 10: KV of 7.9 workers in use" in lines
     (pool,) = (line.split() for line in lines if line.startswith("decode  "))

@@ -54,14 +54,16 @@ def read_spec(arguments: Sequence[str]) -> ClusterSpec:
     """
     given = vars(_parser().parse_args(arguments))
     path = given.pop("config", None)
-    content = read_file(path) if path is not None else {}
-    ranks = {}
+    content = file = read_file(path) if path is not None else {}
+    ranks: dict[str, Any] = {}
     for name, value in given.items():
         where, _, key = name.rpartition(".")
         if where == EVERY_POOL:
             ranks[key] = value
         else:
             content = merged(content, _nested(name, value))
+    if "pools" not in file and not any(name.endswith(".replicas") for name in given):
+        content = _with_default_pools(content, ranks)
     return _with_keys(parse(_over_pools(content, ranks)))
 
 
@@ -81,12 +83,22 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _default_pools(ranks: dict[str, Any]) -> dict[str, Any]:
+    """The pools of who names none."""
+    if ranks.get("tp", 1) != 1 or ranks.get("pp", 1) != 1:
+        return {"mixed": {}}  # two such workers are more than one machine may have
+    return {role: {} for role in ROLES if getattr(DEFAULT_POOLS, role).replicas}
+
+
+def _with_default_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
+    """Flags that only bound default pools leave all of these there."""
+    default, bounded = _default_pools(ranks), content.get("pools", {})
+    return merged({"pools": default}, content) if bounded.keys() <= default.keys() else content
+
+
 def _over_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
     """What flags say of every pool, said of each pool that there is."""
-    default: dict[str, Any] = {role: {} for role in ROLES if getattr(DEFAULT_POOLS, role).replicas}
-    if ranks.get("tp", 1) != 1 or ranks.get("pp", 1) != 1:
-        default = {"mixed": {}}  # two such workers are more than one machine may have
-    pools = content.get("pools", default)
+    pools = content.get("pools", _default_pools(ranks))
     if not ranks or not isinstance(pools, dict):
         return content  # which is for `parse` to judge
     over = {role: ranks for role, pool in pools.items() if isinstance(pool, dict)}

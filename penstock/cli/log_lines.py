@@ -83,19 +83,30 @@ def facts(notice: notices.Notice) -> tuple[str, str, Fields]:
     match notice:
         case notices.Progress(stage, _, total):
             return "info", "progress", {"stage": stage, "bytes": total or None}
+        case notices.Waiting(stage, seconds, detail):
+            return "info", "waiting", {"stage": stage, "seconds": seconds, "left": detail or None}
         case notices.Ready(seconds):
             return "info", "ready", {"seconds": seconds}
+        case notices.Serving(http, grpc, others):
+            https, grpcs = zip((http, grpc), *others, strict=True)
+            return "info", "serving", {"http": ",".join(https), "grpc": ",".join(grpcs)}
+        case notices.Draining(seconds, requests):
+            return "info", "draining", {"seconds": seconds, "requests": requests}
+        case notices.Decided(pool, text):
+            return "info", "decision", {"pool": pool, "decision": text}
+        case _:
+            return _trouble(notice)
+
+
+def _trouble(
+    notice: notices.Died | notices.GivenUp | notices.Stuck | notices.LogLine,
+) -> tuple[str, str, Fields]:
+    """The same of what may need attention."""
+    match notice:
         case notices.Died(reason, delay):
             return "warning", "died", {"reason": reason, "restart_seconds": delay}
         case notices.GivenUp(reason, delay):
             return "error", "given_up", {"reason": reason, "retry_seconds": delay}
-        case notices.Serving(http, grpc, others):
-            https, grpcs = zip((http, grpc), *others, strict=True)
-            return "info", "serving", {"http": ",".join(https), "grpc": ",".join(grpcs)}
-        case notices.Draining(seconds):
-            return "info", "draining", {"seconds": seconds}
-        case notices.Decided(pool, text):
-            return "info", "decision", {"pool": pool, "decision": text}
         case notices.Stuck(worker, _, reason):
             return "warning", "stuck", {"worker": worker, "reason": reason}
         case notices.LogLine(text, level, event, fields, _):

@@ -64,7 +64,7 @@ def check_ranks(spec: ClusterSpec, folder: Path) -> None:
     """That the model can be cut over the ranks of every pool. `BadShape`."""
     for role in ROLES:
         pool = getattr(spec.pools, role)
-        if pool.replicas:
+        if pool.most:
             try:
                 check_folder(folder, Mesh(pool.tp, pool.pp, pool.ep))
             except BadShape as error:

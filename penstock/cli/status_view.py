@@ -161,14 +161,24 @@ def _scaling(scaling: Json, now: float) -> Text:
     """Why the pools have the sizes that they have, and what changed them."""
     text = Text()
     for size in scaling["pools"]:
-        held = f"; held by {size['held_by']}" if size["held_by"] else ""
-        text.append(f"{size['pool']}, {size['least']} to {size['most']}: {size['reason']}{held}\n")
+        text.append(f"{_why(size)}\n")
+        for wait in size.get("waits", ()):
+            text.append(f"  {wait}\n", style="yellow")
         if lost := size.get("given_up", 0):
             failing = f"  {lost} could not be started, tried again later: see the log\n"
             text.append(failing, style="red")
     for note in scaling["decisions"]:
         text.append(f"{duration(max(now - note['at'], 0.0))} ago: {note['text']}\n", style="dim")
     return text
+
+
+def _why(size: Json) -> str:
+    """Why a pool has the size that it has."""
+    pool, least, most = size["pool"], size["least"], size["most"]
+    if least == most:  # nothing is to change it, so nothing holds it
+        return f"{pool}, always {least}: {size['reason']}"
+    held = f"; held by {size['held_by']}" if size["held_by"] else ""
+    return f"{pool}, {least} to {most}: {size['reason']}{held}"
 
 
 def _totals(status: Json) -> Text:

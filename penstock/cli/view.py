@@ -25,8 +25,10 @@ def sentence(title: str, notice: notices.Notice) -> str:
             return f"{title}: {reason}; it is started again {when}"
         case notices.GivenUp(reason, delay):
             return f"{title}: {reason}; it is given up for {delay:g} s, the others go on"
-        case notices.Draining(seconds):
-            return f"draining: what runs has {seconds:g} s; Ctrl-C again ends it at once"
+        case notices.Waiting():
+            return f"{title}: {notice}"
+        case notices.Draining():
+            return str(notice)
         case notices.Decided(_, text):
             return f"pool {text}"
         case notices.Stuck(worker, _, reason):
@@ -102,6 +104,8 @@ class Bars:
         if self._open and isinstance(notice, notices.Progress | notices.Ready):
             self._move(title, notice)
             return
+        if self._open and isinstance(notice, notices.Waiting):
+            return  # the bar tells its seconds
         if isinstance(notice, notices.Serving | notices.Draining):
             self.close()
         self._lines(title, notice)

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -68,6 +69,17 @@ async def test_a_long_wait_for_a_place_says_what_it_waits_for(
         Progress("waiting for its place"),
         Progress("waiting for its place: no node has CPU 1, decode 1 free"),
     ]
+
+
+@pytest.mark.parametrize("own_node", [True, False])
+async def test_a_router_without_a_process_says_what_it_waits_for(own_node: bool) -> None:
+    router = HostedRouter(RouterConfig(Path("m"), "m"), lambda title, notice: None, own_node)
+    assert router.waits_for == "", "nothing was made yet"
+    router.member = cast(Any, SimpleNamespace(process=None))
+    expected = "no node that carries a router has room for it yet" if own_node else ""
+    assert router.waits_for == expected
+    router.member = cast(Any, SimpleNamespace(process="1 on a node"))
+    assert router.waits_for == ""
 
 
 async def test_a_worker_that_a_router_calls_stuck_is_given_up_and_no_other() -> None:

@@ -1,12 +1,13 @@
 """A real Prometheus scrapes a served cluster under a little load: every series has data there."""
 
+import json
 import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,7 @@ import pytest
 from penstock.cli.checkpoint import SHIPPED
 from penstock.loadtests.server import free_ports
 from tests.support import chart
+from tests.support.checkpoints import make_checkpoint
 from tests.support.metrics import EXPERTS, HISTOGRAMS, SERIES, SIZES
 from tests.support.serving import PATIENCE, Serving, serving, wait_for
 
@@ -28,6 +30,8 @@ pytestmark = [
 
 KEY = "a-key-of-no-worth"
 ARGUMENTS = [str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "32", "--api-key", KEY]
+ARGUMENTS += ["--log-format", "json"]
+PROMPT = "What is 2 plus 2, xyzzy?"
 CONFIG = """
 global: {{scrape_interval: 1s, scrape_timeout: 1s}}
 scrape_configs:
@@ -58,16 +62,16 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def cluster(folder: Path) -> Iterator[Serving]:
     with serving(ARGUMENTS, free_ports(2), folder) as running:
-        running.wait_until_said("is served after")
+        running.wait_until_said('"event": "serving"')
         yield running
 
 
-@pytest.fixture(scope="module")
-def prometheus(folder: Path, cluster: Serving) -> Iterator[httpx.Client]:
-    """One that has scraped the cluster."""
+@contextmanager
+def scraped(folder: Path, http: int) -> Iterator[httpx.Client]:
+    """A Prometheus that has scraped the router at that port."""
     assert PROMETHEUS is not None
     config = folder / "prometheus.yml"
-    config.write_text(CONFIG.format(key=KEY, port=cluster.http))
+    config.write_text(CONFIG.format(key=KEY, port=http))
     (port,) = free_ports(1)
     command = [PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
@@ -81,6 +85,12 @@ def prometheus(folder: Path, cluster: Serving) -> Iterator[httpx.Client]:
             yield client
         finally:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def prometheus(folder: Path, cluster: Serving) -> Iterator[httpx.Client]:
+    with scraped(folder, cluster.http) as client:
+        yield client
 
 
 def has_data(client: httpx.Client, query: str) -> bool:
@@ -97,7 +107,7 @@ def has_data(client: httpx.Client, query: str) -> bool:
 
 def ask(cluster: Serving) -> None:
     url = f"http://127.0.0.1:{cluster.http}/v1/completions"
-    body = {"prompt": "What is 2 plus 2?", "max_tokens": 24, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
     headers = {"authorization": f"Bearer {KEY}"}
     httpx.post(url, json=body, headers=headers, timeout=PATIENCE).raise_for_status()
 
@@ -117,8 +127,9 @@ def test_every_series_returns_data(cluster: Serving, prometheus: httpx.Client) -
     assert not lacking
 
 
-def asked_by_the_chart() -> list[str]:
-    """By its dashboard, its alerts and its scaler, whose values name the release that is scraped.
+def asked_by_the_chart() -> tuple[list[str], list[str]]:
+    """By its dashboard, its alerts and its scaler, whose values name the release that is scraped;
+    first of any model, then of mixtures of experts.
 
     A condition is asked as a number, which is there whether it is met or not.
     """
@@ -130,13 +141,14 @@ def asked_by_the_chart() -> list[str]:
     asked += [expr for _, expr in chart.drawn()]
     asked = [re.sub(" (==|>|<) ", r" \1 bool ", each) for each in asked]
     of_experts = [each for each in asked if any(name in each for name in EXPERTS)]
-    assert len(of_experts) == 1, "which this model has not"
-    return [trigger["metadata"]["query"], *(each for each in asked if each not in of_experts)]
+    rest = [each for each in asked if each not in of_experts]
+    return [trigger["metadata"]["query"], *rest], of_experts
 
 
 def test_whatever_the_chart_asks_returns_data(cluster: Serving, prometheus: httpx.Client) -> None:
     pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
-    lacking = queries = asked_by_the_chart()
+    queries, _ = asked_by_the_chart()
+    lacking = queries
     assert len(queries) > 40
 
     def complete() -> bool:
@@ -148,6 +160,21 @@ def test_whatever_the_chart_asks_returns_data(cluster: Serving, prometheus: http
     with suppress(AssertionError):
         wait_for(complete, "data", patience=60)
     assert not lacking
+
+
+def test_the_log_tells_of_requests_and_nothing_that_was_asked(cluster: Serving) -> None:
+    url = f"http://127.0.0.1:{cluster.http}/v1/completions"
+    headers = {"authorization": f"Bearer {KEY}", "x-request-id": "mine-1"}
+    body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
+    reply = httpx.post(url, json=body, headers=headers, timeout=PATIENCE)
+    answer = reply.json()["choices"][0]["text"]
+    wait_for(lambda: '"event": "request", "request": "mine-1"' in cluster.said, "its end")
+    lines = [json.loads(line) for line in cluster.said.splitlines()]
+    events = {each["event"] for each in lines if each.get("request") == "mine-1"}
+    assert events >= {"request", "placed", "sequence"}, "from the router and from workers"
+    assert "xyzzy" not in cluster.said
+    assert KEY not in cluster.said
+    assert len(answer) < 8 or answer not in cluster.said
 
 
 def test_a_worker_that_died_is_told_as_down_and_then_as_up(
@@ -165,3 +192,23 @@ def test_a_worker_that_died_is_told_as_down_and_then_as_up(
         victim.resume()
     up = 'penstock_worker_up{worker=~"decode.*"} == 1'
     wait_for(lambda: has_data(prometheus, up), "its being up again")
+
+
+def test_what_it_asks_of_experts_returns_data_too() -> None:
+    pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
+    _, queries = asked_by_the_chart()
+    assert queries
+    with tempfile.TemporaryDirectory(prefix="pk-") as name:
+        folder = Path(name)
+        make_checkpoint(folder / "experts", "mixtral")
+        arguments = [str(folder / "experts"), "--mixed", "1", "--tp", "2", "--ep", "2"]
+        arguments += ["--kv-cache-mib", "16", "--api-key", KEY, "--log-format", "json"]
+        with serving(arguments, free_ports(2), folder) as running:
+            running.wait_until_said('"event": "serving"')
+            with scraped(folder, running.http) as client:
+
+                def complete() -> bool:
+                    ask(running)
+                    return all(has_data(client, query) for query in queries)
+
+                wait_for(complete, "data of experts")

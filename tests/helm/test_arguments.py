@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,31 @@ def of_params(group: chart.Object, more: list[str]) -> dict[str, Any]:
     read = ray_start(["ray", "start", *more, *shlex.split(line)])
     read["resources"] = json.loads(read["resources"])
     return read
+
+
+@pytest.mark.parametrize("mode", chart.MODES)
+def test_who_waits_for_the_head_asks_it_as_ray_does_and_says_so(mode: str) -> None:
+    from ray.scripts.scripts import healthcheck
+
+    objects = found("8b", mode)
+    asked = {"kuberay": "rel-penstock-head-svc:6379", "standalone": "rel-penstock-head:6379"}[mode]
+    waiting = {
+        role: each
+        for role, pod in chart.pods(objects)
+        for each in pod["spec"].get("initContainers", [])
+        if each["name"] == "wait-for-head"
+    }
+    everyone = {"driver", "router", "prefill", "decode"}
+    assert set(waiting) == ({"driver"} if mode == "kuberay" else everyone), "KubeRay adds its own"
+    for each in waiting.values():
+        (script,) = each["args"]
+        question, said, pause = (part.split() for part in script.split(";")[:3])
+        assert question[:3] == ["until", "ray", "health-check"]
+        assert healthcheck.make_context("ray health-check", question[3:]).params["address"] == asked
+        assert said[:3] == ["do", "echo", '"waiting']
+        assert pause == ["sleep", "2"]
+        done = subprocess.run(["sh", "-n", "-c", script], capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("mode", chart.MODES)

@@ -11,7 +11,7 @@ import yaml
 pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
 
 from tests.support import chart
-from tests.support.metrics import EXPERTS, SERIES, SIZES
+from tests.support.metrics import EXPERTS, POOL_COUNTS, SERIES, SIZES
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
@@ -45,6 +45,14 @@ def test_expressions_speak_of_metrics_that_there_are_and_of_this_release() -> No
     assert {re.sub("_bucket$", "", name) for name in told} == {
         re.sub("_(bucket|sum|count)$", "", name) for name in METRICS
     }, "something that is told is shown nowhere"
+
+
+def test_the_documentation_knows_every_metric_and_no_other() -> None:
+    text = (chart.ROOT / "docs" / "operations.md").read_text()
+    table = text[text.index("| name | labels | what |") : text.index("With `--vllm-metrics`")]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:] if line.startswith("|")]
+    written = {f"penstock_{name}" for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert written == {re.sub("_(bucket|sum|count)$", "", name) for name in METRICS}
 
 
 def test_panels_do_not_overlap() -> None:
@@ -101,6 +109,7 @@ FIRING: dict[str, list[dict[str, str]]] = {
         series("workers_desired", "2x60", 'pool="decode"'),
     ],
     "PenstockWorkerDown": [series("worker_up", "0x60", 'worker="decode-0"')],
+    "PenstockRouterDown": [series("router_up", "0x60", 'router="router-1"')],
     "PenstockQueueLong": [series("requests_waiting", "101x60", 'pool="prefill"')],
     "PenstockFirstTokenLate": slow("time_to_first_token_seconds"),
     "PenstockTokensSlow": slow("time_per_output_token_seconds"),
@@ -122,6 +131,7 @@ WELL = [
     series("workers_ready", "2x60", 'pool="decode"'),
     series("workers_desired", "2x60", 'pool="decode"'),
     series("worker_up", "1x60", 'worker="decode-0"'),
+    series("router_up", "1x60", 'router="router-0"'),
     series("requests_waiting", "3x60", 'pool="prefill"'),
     series("kv_blocks", "40x60", 'worker="decode-0", state="used"'),
     series("kv_blocks", "60x60", 'worker="decode-0", state="free"'),
@@ -165,3 +175,72 @@ def test_each_alert_fires_for_what_it_is_for_and_none_while_all_is_well(tmp_path
     unit = tmp_path / "test.yaml"
     unit.write_text(yaml.safe_dump({"rule_files": [path.name], "tests": tests}))
     promtool("test", "rules", str(unit))
+
+
+# ------------------------------------------------------------ several routers
+
+LABELLED = {
+    "penstock_kv_blocks": ({"state": "used"}, {"state": "free"}),
+    "penstock_requests_running": ({"role": "decode"},),
+    "penstock_workers_wanted": ({"term": "queue"}, {"term": "occupancy"}),
+    "penstock_requests_finished_total": ({"reason": "error"}, {"reason": "stop"}),
+    "penstock_generated_tokens_total": ({"tenant": "key-1"},),
+    "penstock_asked_tokens_total": ({"tenant": "key-1"},),
+    "penstock_prompts_placed_total": ({"where": "apart", "reason": "even"},),
+}
+"""Labels of a metric besides the worker or the pool."""
+OF_POOLS = ("requests_waiting", "tokens_waiting", *(f"workers_{name}" for name in POOL_COUNTS))
+OF_WORKERS = (
+    *("worker_up", "requests_running", "kv_blocks", "kv_waste_ratio", "prompt_tokens_total"),
+    *("prefix_hit_tokens_total", "preemptions_total", "expert_imbalance_ratio", "step_seconds"),
+)
+"""What every router tells alike, as the workers tell it to each."""
+
+
+def told_by(job: str, routers: int) -> list[dict[str, str]]:
+    """The series of one cluster by that many routers: of workers and pools each tells the same,
+    the rest is each one's own."""
+    found = []
+    for at, name in enumerate(sorted(METRICS)):
+        base = re.sub("_(bucket|sum|count)$", "", name).removeprefix("penstock_")
+        shared = [{"pool": each} for each in ("prefill", "decode")] if base in OF_POOLS else []
+        shared += [{"worker": each} for each in ("a-0", "b-1")] if base in OF_WORKERS else []
+        shared += [{"router": each} for each in ("r-0", "r-1")] if base == "router_up" else []
+        for place, owner in enumerate(shared or [{}]):
+            for more in LABELLED.get(name, ({},)):
+                for le, count in (("0.5", 3), ("2", 7), ("+Inf", 8)):
+                    labels = {"namespace": "apps", "job": job, **owner, **more}
+                    labels |= {"le": le} if name.endswith("_bucket") else {}
+                    step = count if "le" in labels else (at + place) % 7 + 1
+                    for router in range(routers):
+                        own = step if shared or not router else 0
+                        said = {**labels, "instance": str(router)}
+                        text = ",".join(f'{key}="{value}"' for key, value in said.items())
+                        gauge = not re.search("_(total|bucket|sum|count)$", name)
+                        values = f"{own}x30" if gauge else f"0+{own}x30"
+                        found.append({"series": f"{name}{{{text}}}", "values": values})
+                    if "le" not in labels:
+                        break
+    return found
+
+
+@pytest.mark.slow
+@needs_promtool
+def test_several_routers_are_counted_as_one_cluster(tmp_path: Path) -> None:
+    exprs = [rule["expr"] for rule in chart.rules() if "absent" not in rule["expr"]]
+    exprs += [expr for _, expr in chart.drawn()]
+    checks: list[dict[str, object]] = []
+    for expr in exprs:
+        number = re.sub(" (==|>) ", r" \1 bool ", expr)  # a condition as 0 or 1
+        both = [number.replace('"rel-penstock"', f'"{job}"') for job in ("one", "two")]
+        one, two = (f"({each})" for each in both)
+        there = f"count({one}) > bool 0"
+        yes = [{"labels": "{}", "value": 1}]
+        checks.append({"expr": there, "eval_time": "25m", "exp_samples": yes})
+        for lacking in (f"{one} != {two}", f"{one} unless {two}", f"{two} unless {one}"):
+            checks.append({"expr": lacking, "eval_time": "25m", "exp_samples": []})
+    told = [*told_by("one", 1), *told_by("two", 2)]
+    unit = {"interval": "1m", "input_series": told, "promql_expr_test": checks}
+    path = tmp_path / "test.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": [], "tests": [unit]}))
+    promtool("test", "rules", str(path))

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,17 +18,37 @@ pytestmark = [
 ]
 
 
+def old_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    assert HELM is not None
+    command = [HELM, "template", "rel", str(chart.CHART), "-n", "apps", *arguments]
+    command += ["--kube-version", "1.27.0"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_it_refuses_what_the_newest_refuses(tmp_path: Path) -> None:
+    pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
+    from tests.helm.test_refusals import REFUSED
+
+    path = tmp_path / "values.yaml"
+    taken = []
+    for mistake, said in REFUSED:
+        values = chart.merged(chart.of_mode("kuberay"), mistake)
+        path.write_text(yaml.safe_dump(values))
+        done = old_helm("-f", str(path))
+        if done.returncode == 0 or "Error:" not in done.stderr:
+            taken.append(said)
+    assert taken == []
+
+
 @pytest.mark.parametrize("mode", chart.MODES)
 @pytest.mark.parametrize("name", chart.EXAMPLES)
 def test_it_renders_what_the_newest_renders(name: str, mode: str) -> None:
     pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
     path = chart.CHART / "examples" / f"{name}.yaml"
-    arguments = ["template", "rel", str(chart.CHART), "-n", "apps", "-f", str(path)]
-    arguments += ["--kube-version", "1.27.0", "--set", f"cluster.mode={mode}"]
+    arguments = ["-f", str(path), "--set", f"cluster.mode={mode}"]
     if mode == "standalone":
         arguments += ["--set", "ray.authSecret=ray-token"]
-    assert HELM is not None
-    done = subprocess.run([HELM, *arguments], capture_output=True, text=True, check=False)
+    done = old_helm(*arguments)
     assert done.returncode == 0, done.stderr
     old = [each for each in yaml.safe_load_all(done.stdout) if each]
     assert by_name(old) == by_name(chart.example_objects(name, mode))

@@ -12,6 +12,8 @@ from tests.support import chart
 
 STANDALONE = chart.of_mode("standalone")
 
+SECRET_ENV = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # A key that is not known, wherever it stands.
     ({"ruoter": {}}, "'ruoter' not allowed"),
@@ -61,6 +63,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # Secrets that are missing.
     ({"cluster": {"mode": "standalone"}}, "/ray/authSecret': minLength"),
     ({"model": {"hub": {"name": "a/b", "tokenSecret": {"name": "x"}}}}, "missing property 'key'"),
+    (
+        {"pools": {"decode": {"env": [{"name": "HF_TOKEN", "value": "hf_x"}]}}},
+        "pools.decode.env: HF_TOKEN: a secret is named, never given",
+    ),
+    (
+        {"poolDefaults": {"env": [{"name": "RAY_AUTH_MODE", "value": "disabled"}]}},
+        "env: RAY_AUTH_MODE is said by the chart",
+    ),
     # A model that cannot be read everywhere, or is said twice.
     (
         {"model": {"pvc": {"claimName": "models", "accessMode": "ReadWriteOnce"}}},
@@ -122,6 +132,7 @@ def test_the_same_values_without_their_mistake_are_taken() -> None:
             }
         },
         {"router": {"drainSeconds": 300}, "terminationGracePeriodSeconds": 335},
+        {"pools": {"decode": {"env": [SECRET_ENV, {"name": "NCCL_DEBUG", "value": "INFO"}]}}},
         {"model": {"pvc": {"claimName": "models", "accessMode": "ReadWriteMany"}}},
     ):
         chart.render(values)

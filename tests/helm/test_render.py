@@ -41,6 +41,23 @@ def test_the_image_is_nobody_that_the_pods_are_not() -> None:
     )
 
 
+def test_the_image_is_built_in_two_stages_of_what_the_package_needs() -> None:
+    lines = (chart.ROOT / "Dockerfile").read_text().splitlines()
+    stages = [number for number, line in enumerate(lines) if line.startswith("FROM ")]
+    assert len(stages) == 2
+    last = lines[stages[-1] :]
+    assert not [line for line in last if line.startswith("RUN pip")], "built in the first one"
+    copied = [line for line in last if line.startswith("COPY ")]
+    assert copied
+    assert all(line.startswith("COPY --from=build ") for line in copied)
+    # Nothing reaches the build but what is named, and every room of the package is.
+    ignored = (chart.ROOT / ".dockerignore").read_text().splitlines()
+    assert ignored[0] == "*"
+    rooms = [each.resolve() for each in (chart.ROOT / "penstock").iterdir() if each.is_symlink()]
+    assert len(rooms) > 5
+    assert {f"!{each.relative_to(chart.ROOT.resolve())}" for each in rooms} <= set(ignored)
+
+
 @pytest.mark.skipif(not chart.CRDS.is_dir(), reason="the schemas of custom resources are not here")
 def test_custom_resources_are_held_against_their_schemas() -> None:
     for kind, api in [
@@ -155,6 +172,22 @@ MUTATIONS = [
     ("kuberay", "router.yaml", "policy/v1", "policy/v1beta1"),
     ("kuberay", "router.yaml", "maxUnavailable:", "maxUnavailabel:"),
     ("kuberay", "networkpolicy.yaml", "if .Values.networkPolicy.enabled", "if false"),
+    ("kuberay", "networkpolicy.yaml", "- from: [", "- from: [{namespaceSelector: {}}, "),
+    (
+        "standalone",
+        "networkpolicy.yaml",
+        "- ports: [{port: http, protocol: TCP}, {port: grpc, protocol: TCP}]",
+        "- ports: [{port: 6379, protocol: TCP}]",
+    ),
+    ("kuberay", "networkpolicy.yaml", "- to: [", "- to: [{namespaceSelector: {}}, "),
+    ("kuberay", "driver.yaml", "automountServiceAccountToken: false", ""),
+    ("standalone", "_pods.tpl", "automountServiceAccountToken: false", ""),
+    (
+        "standalone",
+        "_pods.tpl",
+        """"shm" "256Mi" "readOnlyRootFilesystem" true""",
+        """"shm" "256Mi" "readOnlyRootFilesystem" false""",
+    ),
     ("kuberay", "driver.yaml", "{name: config, mountPath", "{name: konfig, mountPath"),
     ("kuberay", "monitoring.yaml", "interval: {{ .interval }}", "interval: 15"),
     (

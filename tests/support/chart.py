@@ -204,6 +204,9 @@ def rule_problems(found: Sequence[Object]) -> list[str]:
 
 def _pod_problems(role: str, spec: Object) -> Iterator[str]:
     security = spec.get("securityContext", {})
+    # Ray's autoscaler, beside its head, asks the API for pods; nobody else needs its token.
+    if role != "head" and spec.get("automountServiceAccountToken") is not False:
+        yield "holds a token of the Kubernetes API"
     if not (security.get("runAsNonRoot") and security.get("runAsUser")):
         yield "may run as root"
     if security.get("seccompProfile", {}).get("type") != "RuntimeDefault":
@@ -235,6 +238,10 @@ def _secrets_told(container: Object) -> Iterator[str]:
 
 def _main_problems(role: str, spec: Object, volumes: Mapping[str, Object]) -> Iterator[str]:
     main = spec["containers"][0]
+    if role in ("head", "router", "driver") and not main.get("securityContext", {}).get(
+        "readOnlyRootFilesystem"
+    ):
+        yield "may write into its root"
     mounted = {mount["mountPath"]: volumes.get(mount["name"], {}) for mount in main["volumeMounts"]}
     if mounted.get("/dev/shm", {}).get("emptyDir", {}).get("medium") != "Memory":
         yield "has no /dev/shm of its own"
@@ -303,8 +310,26 @@ def _reach_problems(found: Sequence[Object]) -> Iterator[str]:
             wanted = {"head"} if name.endswith(("-head", "-autoscaler")) else {"router"}
         if reached != wanted:
             yield f"{kind} {name} reaches {sorted(reached)}, not {sorted(wanted)}"
+        if kind == "NetworkPolicy":
+            yield from _policy_problems(name, spec)
     if "NetworkPolicy" not in {each["kind"] for each in found}:
         yield "anyone may reach Ray"
+
+
+def _policy_problems(name: str, spec: Object) -> Iterator[str]:
+    """Inside the release everything may talk; from outside only routers' ports can be reached."""
+    inside = [{"podSelector": spec["podSelector"]}]
+    for rule in spec.get("ingress", []):
+        ports = {each.get("port") for each in rule.get("ports", [])}
+        if name == "rel-penstock" and rule.get("from") != inside:
+            yield f"NetworkPolicy {name} lets in who is not of the release"
+        if name != "rel-penstock" and not (ports and ports <= {"http", "grpc"}):
+            yield f"NetworkPolicy {name} opens {ports or 'every port'}"
+    for rule in spec.get("egress", []):
+        if not rule.get("ports") and rule.get("to") != inside:
+            yield f"NetworkPolicy {name} lets out to anywhere"
+    if name == "rel-penstock" and "Ingress" not in spec.get("policyTypes", []):
+        yield f"NetworkPolicy {name} lets everyone in"
 
 
 def problems(found: Sequence[Object], versions: Sequence[str] = KUBERNETES) -> list[str]:

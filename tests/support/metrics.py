@@ -24,15 +24,19 @@ PLAIN = (
     "handover_bytes_total",
     "handover_bytes_per_second",
     "handover_fixed_seconds",
+    "handovers_failed_total",
     "prompts_placed_total",
     "preemptions_total",
     "requests_finished_total",
     "failovers_total",
     "generated_tokens_total",
+    "asked_tokens_total",
     "workers_ready",
     "worker_up",
+    "router_up",
 )
-SIZES = {f"penstock_workers_{name}" for name in ("desired", "pending", "given_up")}
+POOL_COUNTS = ("ready", "desired", "pending", "given_up", "wanted")
+SIZES = {f"penstock_workers_{name}" for name in POOL_COUNTS[1:]}
 """What a router tells once a supervisor sizes its pools."""
 EXPERTS = {"penstock_expert_imbalance_ratio"}
 """What it tells of a model whose experts are spread over ranks."""

@@ -90,6 +90,14 @@ podGpus. */ -}}
 {{- if and (eq $.Values.standalone.autoscaler "hpa") (eq $least 0) (gt $most 0) -}}
 {{- fail (printf "pools.%s: minReplicas: an HPA keeps one pod at least: take standalone.autoscaler keda for 0" $role) -}}
 {{- end -}}
+{{- range $each := $pool.env -}}
+{{- if has $each.name (list "HOME" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "PENSTOCK_LEAVE_FOLDER") -}}
+{{- fail (printf "pools.%s.env: %s is said by the chart" $role $each.name) -}}
+{{- end -}}
+{{- if and (hasKey $each "value") (regexMatch "(TOKEN|SECRET|PASSWORD|_KEY)$" (upper $each.name)) -}}
+{{- fail (printf "pools.%s.env: %s: a secret is named, never given: valueFrom with a secretKeyRef" $role $each.name) -}}
+{{- end -}}
+{{- end -}}
 {{- $none := and (eq $.Values.cluster.mode "standalone") (eq $.Values.standalone.autoscaler "none") -}}
 {{- if and $none (ne $least $most) -}}
 {{- fail (printf "pools.%s: minReplicas and maxReplicas differ, but with standalone.autoscaler none nothing scales" $role) -}}

@@ -46,7 +46,10 @@ ranks. A node carries as much of the resource named like its component as it has
   image: {{ include "penstock.image" . }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: [sh, -c]
-  args: ["until ray health-check --address {{ include "penstock.headAddress" . }}; do sleep 2; done"]
+  args:
+    - >-
+      until ray health-check --address {{ include "penstock.headAddress" . }};
+      do echo "waiting for Ray's head"; sleep 2; done
   env: {{- include "penstock.env" . | nindent 4 }}
   securityContext: {{- include "penstock.containerSecurity" true | nindent 4 }}
   volumeMounts:

@@ -1,9 +1,11 @@
 """/metrics and /status over HTTP, with stub workers behind the router."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -223,7 +225,12 @@ async def test_a_line_a_request_with_its_name_and_nothing_of_its_content(
 
 
 SIZES = Scaling(
-    [PoolScaling("mixed", 0, 4, 3, 2, 1, "12 requests wait", "doubling at most in 15 s", 1)],
+    [
+        PoolScaling(
+            *("mixed", 0, 4, 3, 2, 1, "12 requests wait", "doubling at most in 15 s", 1),
+            terms={"queue": 6.5, "occupancy": 0.25},
+        )
+    ],
     [DecisionNote(1e9, "mixed", "mixed: 1 to 3: 12 requests wait")],
 )
 
@@ -235,6 +242,8 @@ async def test_what_is_done_about_sizes_is_told(served: Served) -> None:
     assert told(values, "workers_desired", pool="mixed") == 3
     assert told(values, "workers_pending", pool="mixed") == 2
     assert told(values, "workers_given_up", pool="mixed") == 1
+    assert told(values, "workers_wanted", pool="mixed", term="queue") == 6.5
+    assert told(values, "workers_wanted", pool="mixed", term="occupancy") == 0.25
     assert status["scaling"]["pools"][0]["reason"] == "12 requests wait"
     assert status["scaling"]["decisions"][0]["text"] == "mixed: 1 to 3: 12 requests wait"
 
@@ -261,6 +270,9 @@ async def test_tenants_are_told_by_the_place_of_their_key(config: RouterConfig) 
         values = values_of(text_string_to_metric_families(text))
         assert told(values, "generated_tokens_total", tenant="key-2") == 3
         assert told(values, "generated_tokens_total", tenant="key-1") == 0
+        prompt = told(values, "asked_tokens_total", tenant="key-2")
+        assert prompt == told(values, "prompt_length_tokens_sum") > 0
+        assert told(values, "asked_tokens_total", tenant="key-1") == 0
         secrets = {"first-key", "second-key", *served.router.frontend.tally._names}
         assert not [secret for secret in secrets if secret in text]
         assert not [secret for secret in secrets if secret in (await http.get("/status")).text]
@@ -271,6 +283,78 @@ async def test_a_key_is_needed(config: RouterConfig, path: str) -> None:
     keyed = replace(config, api_keys=("first-key",))
     async with serving(keyed) as served, client_of(served) as http:
         assert (await http.get(path)).status_code == 401
+
+
+SECRET = "xyzzy-plugh"
+SHORT = {"max_tokens": 2}
+HOSTILE: list[tuple[str, str, dict[str, Any]]] = [
+    ("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-0"}),
+    ("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-1"}),
+    ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": 2, "user": SECRET}),
+    ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": 2, "bad_words": [SECRET]}),
+    ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": SECRET}),
+    ("POST", "/v1/completions", {"prompt": SECRET + "\ud800", "max_tokens": 2}),
+    ("POST", "/v1/completions", {"prompt": [SECRET], "stop": [SECRET], "max_tokens": 2}),
+    ("POST", "/v1/completions", {"prompt": SECRET * 1000, "max_tokens": 2}),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]}),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], **SHORT}),
+    ("POST", "/role", {"worker": SECRET, "role": SECRET}),
+    ("GET", f"/{SECRET}", {}),
+    ("GET", f"/v1/models/{SECRET}", {}),
+]
+"""(method, path, body): what a client may send that bears it no good will."""
+
+
+async def be_hostile(http: httpx.AsyncClient) -> None:
+    for number, (method, path, body) in enumerate(HOSTILE):
+        headers = {"x-request-id": f"r-{number}", "content-type": "application/json"}
+        content = json.dumps(body) if body else None
+        reply = await http.request(method, path, content=content, headers=headers)
+        assert reply.status_code != 500, reply.text
+    bad = {"authorization": f"Bearer {SECRET}"}
+    await http.post("/v1/completions", json=BODY, headers=bad)
+
+
+async def test_no_client_makes_a_label(config: RouterConfig) -> None:
+    keyed = replace(config, api_keys=("first-key",), vllm_metrics=True)
+    async with serving(keyed, StubWorker()) as served, client_of(served, "first-key") as http:
+        before = (await scrape(http)).keys()
+        await be_hostile(http)
+        after = (await scrape(http)).keys()
+    # Nothing but what a worker's first words add.
+    assert {labels for _, labels in after} == {labels for _, labels in before}
+    assert after == before
+
+
+async def test_names_tell_their_units(served: Served) -> None:
+    async with client_of(served) as http:
+        text = (await http.get("/metrics")).text
+    units = ("seconds", "tokens", "bytes", "ratio", "blocks", "bytes_per_second")
+    ups = ("worker_up", "router_up")
+    counted = ("requests", "workers", "preemptions", "failovers", "tokens_waiting")
+    events = ("handovers_failed", "prompts_placed")
+    for family in text_string_to_metric_families(text):
+        name = family.name.removeprefix("penstock_")
+        assert name.endswith(units) or name.startswith(counted + events + ups), name
+        assert family.documentation.endswith("."), name
+        if family.type == "counter":
+            assert f"{family.name}_total" in text, name
+
+
+async def test_nothing_that_a_client_says_is_logged(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    worker = StubWorker()
+    async with serving(config, worker) as served, client_of(served) as http:
+        await be_hostile(http)
+        worker.reject = pb.Rejected(reason="/no/such/place", never=True)
+        reply = await http.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 2})
+        assert reply.status_code >= 400
+    ours = [each for each in caplog.records if not each.name.startswith(("httpx", "httpcore"))]
+    assert [each for each in ours if each.msg == "request"], "there is a log"
+    told = [f"{each.getMessage()} {vars(each)} {each.exc_text}" for each in ours]
+    assert not [line for line in told if SECRET in line]
 
 
 async def test_openmetrics_where_it_is_asked_for(served: Served) -> None:
@@ -321,6 +405,7 @@ async def test_what_waits_at_other_routers_is_told_by_each(config: RouterConfig)
                 queued={"mixed": 3},
                 queued_tokens={"mixed": 70},
             ),
+            RouterState("router-2", "down", "a:5", "a:6"),
         ]
         status = (await http.get("/status")).json()
         values = await scrape(http)
@@ -329,7 +414,9 @@ async def test_what_waits_at_other_routers_is_told_by_each(config: RouterConfig)
     assert (pool["queued"], pool["queued_tokens"]) == (0, 0), "at this router"
     assert told(values, "requests_waiting", pool="mixed") == 3
     assert told(values, "tokens_waiting", pool="mixed") == 70
+    assert [told(values, "router_up", router=f"router-{n}") for n in range(3)] == [1, 1, 0]
     assert [(each["router"], each["http"], each["streams"]) for each in status["routers"]] == [
         ("router-0", "a:1", 0),
         ("router-1", "a:3", 9),
+        ("router-2", "a:5", 0),
     ]
