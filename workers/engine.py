@@ -401,7 +401,8 @@ class Engine:
     def _obey(self, event: SchedulerEvent, result: StepResult) -> None:
         match event:
             case Admitted(key, row, choice):
-                self._sampler.admit(row, self._live[key].params, choice)
+                with self.computing():  # where what is brought to the device is read
+                    self._sampler.admit(row, self._live[key].params, choice)
             case Reserved(key, have):
                 stop, blocks = self._live[key].source_len, self.batcher.receiving(key)
                 result.reserved.append(Receiving(key, have, stop, blocks))

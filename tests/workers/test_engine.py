@@ -1,6 +1,8 @@
 """The engine as one synchronous object, called directly."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +238,28 @@ def test_warm_up_leaves_no_trace(checkpoint: Path) -> None:
     assert load.all_steps_seconds == sum(load.step_counts) == 0
     assert load.num_steps == load.pool.prompt_tokens_computed == load.pool.cached_blocks == 0
     assert load.pool.free_blocks == engine.limits.num_blocks
+
+
+def test_what_a_row_brings_to_the_device_is_brought_where_steps_compute(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: on the stream of the steps, which wait for no other."""
+    within, admitted, admit = [], [], engine._sampler.admit
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        within.append(True)
+        yield
+        within.pop()
+
+    def watched(*arguments: Any) -> None:
+        admitted.append(bool(within))
+        admit(*arguments)
+
+    monkeypatch.setattr(engine._streams, "computing", computing)
+    monkeypatch.setattr(engine._sampler, "admit", watched)
+    run_greedy(engine, PROMPT[:5], 2)
+    assert admitted == [True]
 
 
 def test_what_a_gpu_warms_up_with_runs(checkpoint: Path) -> None:
