@@ -54,6 +54,16 @@ def test_every_section_is_imported_without_what_may_be_lacking() -> None:
 
 
 @pytest.mark.process
+def test_tests_of_kernels_are_imported_without_it_too() -> None:
+    folders = ("tests/kernels", "tests/workers/device")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    lacking = tuple(name for name in LACKING if name != "hypothesis")  # it is carried
+    done = run_blocked(f"import {', '.join(names)}", lacking)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.process
 def test_the_block_blocks() -> None:
     assert run_blocked("import ray", LACKING).returncode == 1
 
