@@ -22,6 +22,7 @@ from penstock.kernels.launch import check, jit, launch, on_triton, power_of_2, t
 from penstock.kernels.noise import DRAW, gumbel_noise
 from penstock.kernels.sampling import Cuts, argmax, cut_, typical_
 from penstock.kernels.survey import (
+    ROW_VECTORS,
     SEGMENT,
     SUB,
     TILE,
@@ -62,7 +63,7 @@ def _mass_from(values, count, top, floor, TILE: tl.constexpr):
     return tl.sum(held, axis=0)
 
 
-@jit
+@jit(unspecialized=(*ROW_VECTORS, "floors", "centres", "widths"))
 def _limit(
     temperature,
     top_k,
@@ -120,7 +121,9 @@ def _limit(
         tl.store(widths + row, float("inf"))
 
 
-@jit
+@jit(
+    unspecialized=("temperature", "seeds", "indices", "choices", "floors", "centres", "widths"),
+)
 def _draw(
     logits,  # [R, V] float32, rows logits_stride apart
     temperature,

@@ -38,8 +38,9 @@ INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 def jit(function: Callable[..., Any] | None = None, *, unspecialized: Sequence[str] = ()) -> Any:
     """`triton.jit` where there is a triton; bare, or with names of arguments of changing value.
 
-    unspecialized: integers that differ from step to step: without it a kernel is compiled anew,
-    in the middle of serving, when one of them first is 1 or a multiple of 16.
+    unspecialized: integers that differ from step to step, and tensors that do not always begin at a
+    multiple of 16 bytes: without it a kernel is compiled anew, in the middle of serving, when an
+    integer first is 1 or a multiple of 16, or a tensor first is not so aligned.
     """
     if function is None:
         return lambda function: jit(function, unspecialized=unspecialized)

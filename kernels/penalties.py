@@ -163,7 +163,7 @@ def _penalize_on_device(
     )
 
 
-@jit(unspecialized=("num_pairs",))
+@jit(unspecialized=("num_pairs", "num_rows"))
 def _shift(
     logits,  # [R, V] float32, rows logits_stride apart
     rows,  # these three [num_pairs]: int64, int64, float32

@@ -21,6 +21,9 @@ SUB = 64  # tokens whose largest is kept
 SEGMENT = 4096  # tokens a program
 TILE = 512  # values at a time in a search
 
+ROW_VECTORS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+"""Of R rows: where one of these begins in the tensor that holds them all follows R."""
+
 
 @jit
 def key_of(value):
@@ -75,7 +78,7 @@ def least_key(
     return low
 
 
-@jit
+@jit(unspecialized=("temperature",))
 def _survey(
     logits,  # [R, V] float32, rows logits_stride apart
     temperature,  # [R] float32; 0: greedy, and not divided by
@@ -124,7 +127,7 @@ def min_p_floor(min_p, top):
     return tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)), float("-inf"))
 
 
-@jit
+@jit(unspecialized=ROW_VECTORS)
 def _collect(
     logits,
     temperature,

@@ -46,6 +46,7 @@ from penstock.workers.scheduling.sequence import (
 )
 from penstock.workers.share import Progress, take_share
 from penstock.workers.step_times import StepTimes
+from penstock.workers.warm_up import warm_up_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,19 +340,18 @@ class Engine:
         return {"load": asdict(self.load()), "scheduler": self.batcher.describe()}
 
     def warm_up(self, captured: Progress = lambda done, total: None) -> None:
-        """Run a prompt and a decode, so that the first request does not pay for what is made once.
+        """Run what `warm_up_sequences` has, so that no request pays for what is made once.
 
         On a GPU, capture the decodes first; `captured` is told how many are, and of how many.
         Only before the first submission: the scheduler starts afresh.
         """
+        device = self._runner.decoder.device
         if isinstance(self._runner, DeviceRunner):
-            self._runner.capture(CudaCaptures(self._runner.decoder.device), captured)
-        num_tokens = min(self.limits.max_batched_tokens, self.limits.max_model_len - 2)
-        params = SamplingParams(temperature=0.0, max_tokens=2)
-        tokens = [0] * max(1, num_tokens)
-        self.submit(NewSequence("warm-up", tokens, len(tokens), params))
-        while not self.step().finished:
-            pass
+            self._runner.capture(CudaCaptures(device), captured)
+        for new in warm_up_sequences(self.limits, compiles=device.type == "cuda"):
+            self.submit(new)
+            while not self.step().finished:
+                pass
         self.batcher = Batcher(self.limits)
         self._num_steps = 0
         self._times = StepTimes(self._times.longest)
@@ -401,7 +401,8 @@ class Engine:
     def _obey(self, event: SchedulerEvent, result: StepResult) -> None:
         match event:
             case Admitted(key, row, choice):
-                self._sampler.admit(row, self._live[key].params, choice)
+                with self.computing():  # where what is brought to the device is read
+                    self._sampler.admit(row, self._live[key].params, choice)
             case Reserved(key, have):
                 stop, blocks = self._live[key].source_len, self.batcher.receiving(key)
                 result.reserved.append(Receiving(key, have, stop, blocks))

@@ -2,18 +2,23 @@
 
 import time
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Store
 
-from penstock.protos import ranks_pb2 as wire
 from penstock.workers.config import WorkerConfig
+from penstock.workers.later import Later
 from penstock.workers.parallel.plans import decode
 from penstock.workers.runner import Runner
 from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.share import Progress, take_share
 from penstock.workers.step_times import StepTimes
 from penstock.workers.watchdog import Pulse, Watchdog
+
+if TYPE_CHECKING:
+    from penstock.protos import ranks_pb2 as wire
+else:
+    wire = Later("penstock.protos.ranks_pb2")
 
 
 class Follower:

@@ -93,7 +93,8 @@ class Sampler:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._params = np.zeros(num_rows, ROW)
         self._bans = Bans(num_rows, vocab_size, device)
-        # Of each row, on the device: the tokens of its bias and their shares.
+        # Of each row, on the device: the tokens of its bias and their shares; of one without a bias
+        # whatever was there before.
         self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
         self._vocab_size = vocab_size
         self._device = device
@@ -105,10 +106,11 @@ class Sampler:
         self._bans.admit(row, params)
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         bias = params.logit_bias
-        self._biases[row] = (
-            self._put(np.array(list(bias), np.int64)),
-            self._put(np.array(list(bias.values()), np.float32)),
-        )
+        if bias:
+            self._biases[row] = (
+                self._put(np.array(list(bias), np.int64)),
+                self._put(np.array(list(bias.values()), np.float32)),
+            )
         changes = (
             penalties != (0, 0, 1),
             bool(bias),

@@ -14,12 +14,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import penstock
+from penstock.loadtests.gpu import kernel_tests
 from penstock.loadtests.gpu.models import SHAPES
 from penstock.loadtests.gpu.sections import Outcome, Section, run_section
 from penstock.loadtests.gpu.table import report
@@ -39,7 +41,7 @@ def sections(bounds: Path, device: str, small: bool) -> list[Section]:
     return [
         section(BOUNDS, "bounds", 35),
         section("hand-over of two processes", "handover", 40),
-        section("tests of kernels", "kernel_tests", 150),
+        section("tests of kernels", "kernel_tests", kernel_tests.SECONDS),
         section("operations", "operations", 110),
         *(
             section(f"engine, {name}", "steps", engine_seconds[name], "--model", name)
@@ -67,12 +69,20 @@ def run(
             yield outcome
 
 
+def triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
+
+
 def about(device: str) -> dict[str, Any]:
     """What it ran on."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "penstock": penstock.__version__,
         "torch": torch.__version__,
+        "triton": triton_version(),
         "device": device,
     }
     if device == "cuda":

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.attention import device_plan, paged_attention, plan_attention
+from penstock.kernels.launch import E4M3
 from penstock.loadtests.gpu.clock import Call
 from penstock.loadtests.gpu.goals import PLAIN, Goal
 from penstock.loadtests.gpu.work import Absent, Work
@@ -27,6 +28,7 @@ class Sizes:
     kv_heads: int = 8
     head_dim: int = 128
     prompts: bool = False
+    narrow: bool = False  # a cache of float8_e4m3fn
 
     @property
     def num_tokens(self) -> int:
@@ -37,8 +39,10 @@ class Sizes:
         return -(-self.context // BLOCK_SIZE)
 
     def num_bytes(self, itemsize: int) -> float:
+        """itemsize: of the query, and of a cache that is not narrow."""
         kv = 2 * self.batch * self.context * self.kv_heads * self.head_dim
-        return itemsize * (kv + 2 * self.num_tokens * self.heads * self.head_dim)
+        rows = 2 * self.num_tokens * self.heads * self.head_dim
+        return (1 if self.narrow else itemsize) * kv + itemsize * rows
 
     @property
     def num_flops(self) -> float:
@@ -57,6 +61,7 @@ class Paged:
     query_starts: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32
     block_tables: Tensor  # [B, M] int32
+    scales: Tensor | None  # [2, H] float32, of a narrow cache
 
     @classmethod
     def random(cls, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> "Paged":
@@ -65,13 +70,15 @@ class Paged:
         shape = (2, num_blocks, sizes.kv_heads, BLOCK_SIZE, sizes.head_dim)
         step = sizes.num_tokens // sizes.batch
         tables = torch.randperm(num_blocks).view(sizes.batch, sizes.num_columns)
+        layer = torch.randn(shape, device=device, dtype=dtype)
         return cls(
             sizes,
             torch.randn(sizes.num_tokens, sizes.heads, sizes.head_dim, device=device).to(dtype),
-            torch.randn(shape, device=device).to(dtype),
+            layer.to(E4M3) if sizes.narrow else layer,
             torch.arange(0, sizes.num_tokens + 1, step, dtype=torch.int32, device=device),
             torch.full((sizes.batch,), sizes.context, dtype=torch.int32, device=device),
             tables.to(device, torch.int32),
+            torch.ones(2, sizes.kv_heads, device=device) if sizes.narrow else None,
         )
 
     def ours(self) -> Call:
@@ -79,11 +86,13 @@ class Paged:
         max_query = sizes.context if sizes.prompts else 1
         batch = (self.query_starts, self.context_lens, self.block_tables)
         plan = device_plan(*batch, self.layer, max_query, sizes.context)
-        return lambda: paged_attention(self.query, self.layer, plan)
+        return lambda: paged_attention(self.query, self.layer, plan, scales=self.scales)
 
     def torch_dense(self) -> Call:
         """Keys and values dense from the start, which no paged cache is."""
         sizes = self.sizes
+        if sizes.narrow:
+            raise Absent("it takes no cache of eight bits")
         gathered = self.layer[:, self.block_tables.long()].transpose(2, 3)
         shape = (2, sizes.batch, sizes.kv_heads, sizes.num_columns * BLOCK_SIZE, sizes.head_dim)
         keys, values = gathered.reshape(shape)[:, :, :, : sizes.context].contiguous()
@@ -129,17 +138,19 @@ def attention_work(device: torch.device, dtype: torch.dtype, small: bool) -> Ite
         ("decode, 64 x 4k", Sizes(64, 4096), Goal(most_us=295, least_of_peer=0.95)),
         ("decode, 1 x 32k", Sizes(1, 32768), Goal(most_us=48)),
         ("decode, 1 x 4k", Sizes(1, 4096), Goal(most_us=13)),
+        ("decode, 64 x 4k, fp8", Sizes(64, 4096, narrow=True), Goal(most_us=165)),
         *(
             (f"decode, {batch} x {context // 1024}k", Sizes(batch, context), Goal(least_of_peer=1))
             for batch in (1, 16, 256)
             for context in (1024, 8192)
         ),
+        ("decode, 16 x 32k", Sizes(16, 32768), Goal(least_of_peer=1)),
         ("prompt of 8k", Sizes(1, 8192, prompts=True), Goal(least_tflops=450, least_of_peer=0.95)),
         ("4 prompts of 2k", Sizes(4, 2048, prompts=True), Goal(least_of_peer=0.95)),
     ]
     for name, sizes, goal in rows:
         if small:
-            sizes = Sizes(min(sizes.batch, 2), 64, 4, 2, 16, sizes.prompts)
+            sizes = Sizes(min(sizes.batch, 2), 64, 4, 2, 16, sizes.prompts, sizes.narrow)
         yield _work(f"attention, {name}", sizes, goal, device, dtype)
     yield _shared_prefix(device, dtype, small)
 

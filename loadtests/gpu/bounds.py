@@ -1,13 +1,15 @@
 """What the device can do at most: bytes a second of a copy, operations a second of a product."""
 
+import math
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
 from penstock.loadtests.gpu.clock import time_calls
 from penstock.loadtests.gpu.options import Options, read_options
-from penstock.loadtests.gpu.sections import write_figures
+from penstock.loadtests.gpu.sections import read_figures, write_figures
 
 COPY_BYTES, SMALL_COPY_BYTES = 1 << 31, 1 << 22
 PRODUCT_SIZE, SMALL_PRODUCT_SIZE = 8192, 128
@@ -17,11 +19,18 @@ PRODUCT_SIZE, SMALL_PRODUCT_SIZE = 8192, 128
 class Bounds:
     """Measured in the run that uses them."""
 
-    bytes_per_second: float  # read and written
-    flops_per_second: float  # of a square product in the dtype of the weights
+    bytes_per_second: float = math.nan  # read and written; this and the next: NaN if not known
+    flops_per_second: float = math.nan  # of a square product in the dtype of the weights
+
+    @classmethod
+    def read(cls, path: Path | None) -> "Bounds":
+        """As the section left them; unknown where it failed, which ends no other section."""
+        return cls(**(read_figures(path) if path is not None else {}))
 
     def floor(self, num_bytes: float, num_flops: float) -> float:
-        """Seconds that so much takes at least."""
+        """Seconds that so much takes at least; NaN where that is not known."""
+        if math.isnan(self.bytes_per_second):
+            return math.nan
         return max(num_bytes / self.bytes_per_second, num_flops / self.flops_per_second)
 
 

@@ -1,5 +1,6 @@
 """What an operation should reach: one of a few kinds of goal, and whether it was met. Pure."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,14 +66,13 @@ class Measured:
 
     def met(self, bounds: Bounds) -> bool | None:
         """Whether the goal was met; None where a part of it could not be compared."""
-        goal = self.goal
+        goal, floor = self.goal, bounds.floor(self.num_bytes, self.num_flops)
         rivals = [seconds for name, seconds in self.peers.items() if name != PLAIN]
         reached = (
             (goal.most_us, goal.most_us and self.seconds * 1e6 <= goal.most_us),
             (
                 goal.least_share,
-                bounds.floor(self.num_bytes, self.num_flops)
-                >= (goal.least_share or 0) * self.seconds,
+                None if math.isnan(floor) else floor >= (goal.least_share or 0) * self.seconds,
             ),
             (goal.least_tflops, self.num_flops >= (goal.least_tflops or 0) * 1e12 * self.seconds),
             (

@@ -20,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from penstock.kernels.checksum import checksum
 from penstock.loadtests.gpu.options import read_options
 from penstock.loadtests.gpu.sections import write_figures
 from penstock.workers.transfer.shards import Rectangle, Shard
@@ -27,6 +28,7 @@ from penstock.workers.transfer.staging import KvStaging
 from penstock.workers.transfer.transport import DESTINATION, SOURCE, MirrorStore, RankPair
 
 SECONDS = 30.0  # that a side waits for the other
+ALL_SECONDS = 36.0  # of both processes, their start included
 FULL = (32, 8, 16, 128, 256)
 SMALL = (2, 2, 4, 8, 16)
 """Of a cache: layers, heads, block size, features, blocks."""
@@ -72,7 +74,8 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     if rank == SOURCE:
         message = pair.run(lambda: staging.gather(sent, shard)).result(SECONDS)
         pair.run(lambda: pair.send(message)).result(SECONDS)
-        return {"bytes": len(message), "seconds": time.monotonic() - began}
+        seconds = time.monotonic() - began
+        return {"bytes": len(message), "seconds": seconds, "checksum": hex(checksum(message))}
     room = staging.empty(len(sent) * kv[:, :, 0].numel() * kv.element_size())
     pair.run(lambda: pair.receive(room)).result(SECONDS)
     pair.run(lambda: staging.scatter(received, shard, room)).result(SECONDS)
@@ -81,7 +84,8 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     source = kv_cache(device, small, seed=SOURCE)
     expected[:, :, torch.from_numpy(received).long()] = source[:, :, torch.from_numpy(sent).long()]
     same = torch.equal(kv.view(torch.int16), expected.view(torch.int16))
-    return {"bytes": len(room), "seconds": seconds, "same": same}
+    found = hex(checksum(room))
+    return {"bytes": len(room), "seconds": seconds, "same": same, "checksum": found}
 
 
 def _listen(lines: IO[str], store: MirrorStore) -> None:
@@ -116,6 +120,15 @@ class Child:
         thread.start()
         return thread
 
+    def end(self, ends: float) -> int | str:
+        """What it ended with; by then (of `time.monotonic`) it has ended."""
+        try:
+            return self.process.wait(max(0.0, ends - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return f"nothing after {ALL_SECONDS:.0f} s"
+        finally:
+            self.process.kill()
+
     def _relay(self, other: "Child") -> None:
         assert self.process.stdout is not None
         assert other.process.stdin is not None
@@ -136,17 +149,16 @@ class Child:
 def measure(device: str, small: bool) -> dict[str, Any]:
     sides = [Child(rank, device, small) for rank in (SOURCE, DESTINATION)]
     threads = [sides[0].relay(sides[1]), sides[1].relay(sides[0])]
-    try:
-        codes = [side.process.wait(2 * SECONDS) for side in sides]
-    finally:
-        for side in sides:
-            side.process.kill()
+    ends = time.monotonic() + ALL_SECONDS
+    codes = [side.end(ends) for side in sides]
     for thread in threads:
-        thread.join(SECONDS)
+        thread.join(1.0)
     source, destination = (side.figures for side in sides)
     failures = [f"side {rank} ended with {code}" for rank, code in enumerate(codes) if code]
     if not failures and not destination.get("same"):
         failures.append("what arrived is not what was sent")
+    if not failures and source["checksum"] != destination["checksum"]:
+        failures.append("the same bytes have two checksums")
     return {"source": source, "destination": destination, "failures": failures}
 
 

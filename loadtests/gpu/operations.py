@@ -9,7 +9,7 @@ from penstock.loadtests.gpu.attention_work import attention_work
 from penstock.loadtests.gpu.bounds import Bounds
 from penstock.loadtests.gpu.options import Options, read_options
 from penstock.loadtests.gpu.row_work import row_work
-from penstock.loadtests.gpu.sections import read_figures, write_figures
+from penstock.loadtests.gpu.sections import write_figures
 from penstock.loadtests.gpu.token_work import draw_work, expert_work
 from penstock.loadtests.gpu.work import Work
 
@@ -44,8 +44,7 @@ def measure(options: Options, bounds: Bounds) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     options = read_options("operations")
-    assert options.bounds is not None
-    bounds = Bounds(**read_figures(options.bounds))
+    bounds = Bounds.read(options.bounds)
     for figures in measure(options, bounds):
         write_figures(options.json, figures)
     return 0

@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,16 +64,24 @@ def run_section(section: Section, seconds_left: float) -> Outcome:
 
 
 def _wait(command: Sequence[str], environment: Mapping[str, str], words: int, limit: float) -> str:
-    """Why the process failed; empty if it did not."""
+    """Why the process failed; empty if it did not. Whatever it started ends with it: what is left
+    on the device would be in the next section's way."""
     process = subprocess.Popen(
-        command, env={**os.environ, **environment}, stdout=words, stderr=words, text=True
+        command,
+        env={**os.environ, **environment},
+        stdout=words,
+        stderr=words,
+        text=True,
+        start_new_session=True,
     )
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
         return f"stopped after its {limit:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return f"ended with {code}" if code else ""
 
 

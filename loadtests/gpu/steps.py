@@ -24,7 +24,7 @@ from penstock.loadtests.gpu.clock import Clock, clock_of
 from penstock.loadtests.gpu.model_bytes import step_bytes
 from penstock.loadtests.gpu.models import SHAPES, random_model, small
 from penstock.loadtests.gpu.options import Options, read_options
-from penstock.loadtests.gpu.sections import read_figures, write_figures
+from penstock.loadtests.gpu.sections import write_figures
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine, Launched
 from penstock.workers.pipeline import Pipeline, steps_of
@@ -172,8 +172,7 @@ def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, 
 
 def main() -> int:
     options = read_options("steps")
-    assert options.bounds is not None
-    bounds = Bounds(**read_figures(options.bounds))
+    bounds = Bounds.read(options.bounds)
     for figures in measure(options, bounds, SMALL_LOAD if options.small else Load()):
         write_figures(options.json, figures)
     return 0

@@ -1,11 +1,13 @@
 """Small models of several kinds, and workers of several ranks to run them."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -15,8 +17,10 @@ from penstock.workers.engine import Engine
 from penstock.workers.follower import Follower
 from penstock.workers.models.decoder import empty_decoder
 from penstock.workers.models.spec import read_spec
-from penstock.workers.parallel.meeting import LocalStore
 from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.workers.parallel.meeting import LocalStore
 
 T = TypeVar("T")
 
@@ -168,6 +172,8 @@ def agree(found: Answers, expected: Answers) -> None:
 
 def in_threads(num_ranks: int, work: Callable[[int, LocalStore], T]) -> list[T]:
     """`work(rank, store)` of every rank, each in a thread of this process."""
+    from penstock.workers.parallel.meeting import LocalStore  # grpc: not on every machine
+
     store = LocalStore()
 
     def guarded(rank: int) -> T:

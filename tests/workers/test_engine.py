@@ -1,6 +1,8 @@
 """The engine as one synchronous object, called directly."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from penstock.workers.scheduling.sequence import (
     Yielded,
 )
 from penstock.workers.share import choose_device
+from penstock.workers.warm_up import warm_up_sequences
 from tests.support.engines import greedy_sequence, run_greedy, run_out, tokens_of
 from tests.support.tiny import tiny_checkpoint
 
@@ -235,6 +238,39 @@ def test_warm_up_leaves_no_trace(checkpoint: Path) -> None:
     assert load.all_steps_seconds == sum(load.step_counts) == 0
     assert load.num_steps == load.pool.prompt_tokens_computed == load.pool.cached_blocks == 0
     assert load.pool.free_blocks == engine.limits.num_blocks
+
+
+def test_what_a_row_brings_to_the_device_is_brought_where_steps_compute(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: on the stream of the steps, which wait for no other."""
+    within, admitted, admit = [], [], engine._sampler.admit
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        within.append(True)
+        yield
+        within.pop()
+
+    def watched(*arguments: Any) -> None:
+        admitted.append(bool(within))
+        admit(*arguments)
+
+    monkeypatch.setattr(engine._streams, "computing", computing)
+    monkeypatch.setattr(engine._sampler, "admit", watched)
+    run_greedy(engine, PROMPT[:5], 2)
+    assert admitted == [True]
+
+
+def test_what_a_gpu_warms_up_with_runs(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, max_batched_tokens=128)
+    every = list(warm_up_sequences(engine.limits, compiles=True))
+    assert [new.num_prompt for new in every] == [128, 64, 1]
+    for new in every:
+        engine.submit(new)
+        computed = engine.load().pool.prompt_tokens_computed
+        assert len(run_out(engine)[new.key]) == 2
+        assert engine.load().pool.prompt_tokens_computed == computed + new.num_prompt
 
 
 def test_what_does_not_fit_is_refused(engine: Engine) -> None:

@@ -4,17 +4,25 @@ They are told in the same line as step plans, and obey in order: so one reads a 
 step that was to write it. What came of it goes back over a communicator of the hosts.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
-from penstock.protos import ranks_pb2 as wire
+from penstock.workers.later import Later
 from penstock.workers.parallel.communicator import Communicator
 from penstock.workers.parallel.group import RankLost
 from penstock.workers.parallel.plan_channel import FarReader, FarWriter
 from penstock.workers.transfer.mover import Hear
 from penstock.workers.transfer.shards import Rectangle
+
+if TYPE_CHECKING:
+    from penstock.protos import ranks_pb2 as wire
+else:
+    wire = Later("penstock.protos.ranks_pb2")
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,18 @@
 """What the leading rank has the others do, as bytes: step plans, and blocks to be moved."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from penstock.protos import ranks_pb2 as wire
+from penstock.workers.later import Later
 from penstock.workers.scheduling.sequence import Ints, StepPlan
+
+if TYPE_CHECKING:
+    from penstock.protos import ranks_pb2 as wire
+else:
+    wire = Later("penstock.protos.ranks_pb2")
 
 _ARRAYS = (
     *("rows", "tokens", "positions", "query_starts", "context_lens", "block_tables", "slots"),

@@ -5,18 +5,19 @@ it what has come of it. Bytes land in staging, are verified here, and only then 
 what was settled meanwhile is never written.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from penstock.kernels.checksum import checksum
-from penstock.protos import ranks_pb2 as wire
-from penstock.protos import transfer_pb2
+from penstock.workers.later import Later
 from penstock.workers.parallel.communicator import backend_for
 from penstock.workers.scheduling.sequence import Ints
 from penstock.workers.transfer.shards import Rectangle, Shard
@@ -29,7 +30,13 @@ from penstock.workers.transfer.transport import (
     RankPair,
 )
 
-Hear = Callable[[wire.Report], None]
+if TYPE_CHECKING:
+    from penstock.protos import ranks_pb2 as wire
+    from penstock.protos import transfer_pb2
+else:
+    wire = Later("penstock.protos.ranks_pb2")
+
+Hear: TypeAlias = "Callable[[wire.Report], None]"
 
 
 class Mover(Protocol):
@@ -49,7 +56,7 @@ class Mover(Protocol):
 class Movers:
     """All ranks of this worker: the one that leads, which is here, and the others."""
 
-    own: "RankMover"
+    own: RankMover
     others: Sequence[Mover] = ()
 
     @property

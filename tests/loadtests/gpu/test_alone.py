@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-THERE = {"torch", "triton", "numpy", "transformers", "grpc", "pytest", "penstock", "tests"}
+THERE = {"torch", "triton", "numpy", "transformers", "pytest", "penstock", "tests"}
 """Beside the standard library, and what these bring along."""
 
 BLOCK = """
@@ -22,7 +22,17 @@ sys.meta_path.insert(0, Blocked())
 """
 LACKING = (
     *("ray", "psutil", "numba", "hypothesis", "uvloop", "aiohttp", "uvicorn", "starlette", "rich"),
-    *("prometheus_client", "pydantic", "httptools", "openai", "httpx", "setproctitle"),
+    *(
+        "grpc",
+        "google",
+        "psutil",
+        "prometheus_client",
+        "pydantic",
+        "httptools",
+        "openai",
+        "httpx",
+        "setproctitle",
+    ),
 )
 MODULES = sorted(
     f"penstock.loadtests.gpu.{path.stem}"
@@ -44,6 +54,16 @@ def test_every_section_is_imported_without_what_may_be_lacking() -> None:
 
 
 @pytest.mark.process
+def test_tests_of_kernels_are_imported_without_it_too() -> None:
+    folders = ("tests/kernels", "tests/workers/device")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    lacking = tuple(name for name in LACKING if name != "hypothesis")  # it is carried
+    done = run_blocked(f"import {', '.join(names)}", lacking)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.process
 def test_the_block_blocks() -> None:
     assert run_blocked("import ray", LACKING).returncode == 1
 
@@ -56,7 +76,7 @@ def test_the_engine_steps_without_ray(tmp_path: Path) -> None:
     steps = "from penstock.loadtests.gpu import deterministic, steps"
     code = f"sys.argv[1:] = {options!r}\n{steps}\nsteps.main()\n"
     code += "print(open(sys.argv[2]).read())\ndeterministic.main()"
-    done = run_blocked(code, ("ray",))
+    done = run_blocked(code, ("ray", "grpc", "google"))
     assert done.returncode == 0, done.stderr
     assert '"over_floor"' in done.stdout
     assert '"prompt of 40": {"plain_us"' in (tmp_path / "x.json").read_text()

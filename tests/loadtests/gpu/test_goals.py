@@ -32,6 +32,15 @@ def test_a_goal_is_met_when_all_of_it_is(goal: Goal, seconds: float, met: bool) 
     assert measured(goal, seconds).met(BOUNDS) is met
 
 
+def test_without_bounds_times_are_there_and_shares_are_not_compared() -> None:
+    unknown = Bounds.read(None)
+    assert measured(Goal(least_share=0.85), 1e-6).met(unknown) is None
+    assert measured(Goal(most_us=300), 299e-6).met(unknown) is True
+    figures = measured(Goal(most_us=300), 299e-6).figures(unknown)
+    assert figures["us"] == pytest.approx(299)
+    assert figures["share"] != figures["share"]
+
+
 def test_the_fastest_peer_counts_and_our_plain_form_is_none() -> None:
     goal = Goal(least_of_peer=0.95)
     assert measured(goal, 1.0, slow=5.0, fast=0.96).met(BOUNDS) is True

@@ -1,6 +1,22 @@
 """The section that runs tests: which count, and that none at all is a failure."""
 
-from penstock.loadtests.gpu.kernel_tests import FOLDERS, ROOT, FileRun, figures_of, files_of_tests
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.loadtests.gpu import kernel_tests
+from penstock.loadtests.gpu.kernel_tests import (
+    ALONE,
+    FOLDERS,
+    LONGEST,
+    ROOT,
+    FileRun,
+    figures_of,
+    files_of_tests,
+)
+from penstock.loadtests.gpu.options import Options
 
 
 def test_a_file_without_a_test_for_a_device_does_not_count() -> None:
@@ -28,4 +44,36 @@ def test_no_test_at_all_is_a_failure() -> None:
 
 def test_there_are_files_to_run() -> None:
     names = {path.name for path in files_of_tests(ROOT, FOLDERS)}
-    assert {"test_forms.py", "test_runner.py"} <= names
+    assert {"test_forms.py", "test_runner.py", *LONGEST, *ALONE} <= names
+
+
+OPTIONS = Options(torch.device("cpu"), Path("unused"), None, "", small=False)
+
+
+def test_what_takes_all_memory_runs_when_all_others_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[str] = []
+
+    def run_file(path: Path, device: str, ends: float) -> FileRun:
+        begun.append(path.name)
+        return FileRun(str(path), 0, 1.0, "1 passed in 1s")
+
+    monkeypatch.setattr(kernel_tests, "run_file", run_file)
+    grown = list(kernel_tests.measure(OPTIONS, ends=0.0))
+    assert begun[-1] == "test_on_gpu.py"
+    assert set(LONGEST) == {*begun[: 2 * len(LONGEST) - 1]}  # two names are those of two files
+    assert [len(figures["files"]) for figures in grown[:3]] == [1, 2, 3]
+    assert len(begun) == len(files_of_tests(ROOT, FOLDERS))
+
+
+def test_a_file_ends_with_the_time_of_the_section() -> None:
+    path = ROOT / "tests/kernels/test_forms.py"
+    late = kernel_tests.run_file(path, "cpu", time.monotonic() - 1)
+    assert late.words == "no time was left for it"
+    hurried = kernel_tests.run_file(path, "cpu", time.monotonic() + 0.01)
+    assert hurried.words == "stopped after 0 s"
+    assert figures_of([late, hurried])["failures"][:2] == [
+        f"{late.name}: {late.words}",
+        f"{hurried.name}: {hurried.words}",
+    ]

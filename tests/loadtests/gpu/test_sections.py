@@ -1,6 +1,7 @@
 """Sections: what fails in one is said, and hides no other; what was measured before is kept."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ if kind == "crash":
     print("the reason"); sys.exit(3)
 if kind == "hang":
     time.sleep(60)
+if kind == "leaves one":
+    import subprocess
+    left = subprocess.Popen(["sleep", "60"])
+    pathlib.Path(path).write_text(json.dumps({"left": left.pid}))
+    if sys.argv[4:]:
+        time.sleep(60)
 if kind == "says so":
     pathlib.Path(path).write_text(json.dumps({"failures": ["one is wrong"], "rows": []}))
 if kind == "nothing":
@@ -31,8 +38,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-unt
     (tmp_path / "stub_section.py").write_text(SCRIPT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def run(kind: str, seconds: float = 30.0, left: float = 100.0) -> Outcome:
-        return run_section(Section(kind, "stub_section", seconds, (kind,)), left)
+    def run(kind: str, seconds: float = 30.0, left: float = 100.0, *others: str) -> Outcome:
+        return run_section(Section(kind, "stub_section", seconds, (kind, *others)), left)
 
     return run
 
@@ -57,6 +64,27 @@ def test_time_is_kept(run) -> None:  # type: ignore[no-untyped-def]
     assert "stopped after its 2 s" in hung.failures[0]
     assert hung.figures == {"kind": "hang"}
     assert run("fine", left=0.0).failures == ["no time was left for it"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_a_section_has_started_ends_with_it(hangs: bool, run) -> None:  # type: ignore[no-untyped-def]
+    found = run("leaves one", 3.0, 100.0, *(["and hangs"] if hangs else []))
+    assert found.passed is not hangs, found
+    for _ in range(100):
+        if not is_alive(found.figures["left"]):
+            return
+        time.sleep(0.05)
+    pytest.fail("it lives on")
+
+
+def is_alive(process: int) -> bool:
+    """Not even as a zombie that nobody has waited for."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
 
 
 def test_one_failure_hides_no_other(

@@ -1,0 +1,153 @@
+"""What differs from step to step compiles no kernel anew: a server would stand still meanwhile."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from penstock.kernels import products
+from penstock.kernels.aot import meta
+from penstock.kernels.blocks import gather_blocks, scatter_blocks
+from penstock.kernels.checksum import TILE, sum_words
+from penstock.kernels.draw import draw
+from penstock.kernels.launch import INTERPRETED
+from penstock.kernels.logprobs import logprobs
+from penstock.kernels.penalties import Penalties, penalize_, shift_
+from penstock.loadtests.gpu.models import SHAPES
+from penstock.workers.device.inputs import Batch, DecodeInputs
+from penstock.workers.device.ladder import Ladder
+from penstock.workers.device.runner import DeviceRunner
+from penstock.workers.kv_cache import KvCache
+from penstock.workers.layers.packing import pack
+from penstock.workers.models import assembly
+from penstock.workers.models.decoder import empty_decoder
+from penstock.workers.models.spec import read_spec
+from penstock.workers.sampler import Sampler
+from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.sequence import SamplingParams
+from penstock.workers.warm_up import warm_up_sequences
+from tests.support.specialized import specializations
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+
+META = torch.device("meta")
+SIZES = (1, 2, 3, 4, 5, 8, 15, 16, 17, 48, 100)
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return meta(*shape, dtype=dtype)
+
+
+def floats(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def drawn(num_rows: int) -> None:
+    """As the engine does: what of the rows is wished lies in one tensor."""
+    sampler = Sampler(num_rows, 1000, META)
+    for row in range(num_rows):
+        sampler.admit(row, SamplingParams(temperature=1.0, top_p=0.9, top_k=5), 0)
+    places = np.arange(num_rows, dtype=np.int32)
+    wishes = sampler._wishes(sampler._params[places], places)
+    draw(floats(num_rows, 1000), wishes)
+
+
+def penalized(num_rows: int) -> None:
+    logits, tokens = floats(num_rows, 1000), ints(num_rows, 7 * num_rows)
+    each = Penalties(*(floats(num_rows) for _ in range(3)))
+    penalize_(logits, tokens, ints(num_rows), ints(num_rows), each)
+
+
+def moved(count: int) -> None:
+    """A hand-over of so many blocks."""
+    kv, blocks = meta(4, 2, 99, 8, 16, 128), ints(count, dtype=torch.int32)
+    part = slice(1, 3), slice(4, 8)
+    scatter_blocks(kv, blocks, *part, gather_blocks(kv, blocks, *part))
+    words = count * 2 * 2 * 4 * 16 * 128 * 2 // 8
+    sum_words(ints(words), ints(max(2 * TILE, 2 * words)))
+
+
+CALLS: dict[str, Callable[[int], object]] = {
+    "draw": drawn,
+    "penalties": penalized,
+    "biases": lambda n: shift_(floats(n, 1000), ints(3 * n), ints(3 * n), floats(3 * n)),
+    "logprobs": lambda n: logprobs(floats(n, 1000), ints(n), n),
+    "hand-over": moved,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_of_any_size_takes_the_same_kernels(name: str) -> None:
+    first = specializations(lambda: CALLS[name](7))
+    assert first
+    for size in SIZES:
+        assert specializations(lambda: CALLS[name](size)) == first, size  # noqa: B023
+
+
+LADDER = Ladder(250, 4096)
+NUM_BLOCKS = 999
+
+
+def runner_of(name: str, folder: Path, deterministic: bool) -> DeviceRunner:
+    config = SHAPES[name].config | {"num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = read_spec(folder)
+    with mock.patch.object(assembly, "runs_kernels", return_value=True):
+        decoder = empty_decoder(spec, torch.bfloat16, META, deterministic)
+    if deterministic:
+        with mock.patch.object(products, "runs_kernels", return_value=True):
+            pack(decoder, "none", deterministic)
+    cache = KvCache(spec.num_layers, NUM_BLOCKS, 16, spec.kv_shape, decoder.dtype, META)
+    return DeviceRunner(decoder, cache, LADDER, deterministic)
+
+
+@torch.inference_mode()
+def computed(runner: DeviceRunner, lengths: Sequence[int]) -> None:
+    """A step of chunks, uncaptured: its inputs have places of their own."""
+    total, count, most = sum(lengths), len(lengths), max(lengths)
+    runner._compute(
+        Batch(
+            tokens=narrow(total),
+            positions=narrow(total),
+            slots=narrow(total),
+            query_starts=narrow(count + 1),
+            context_lens=narrow(count),
+            block_tables=narrow(count, -(-most // 16)),
+            max_query=most,
+            max_context=most,
+        )
+    )
+
+
+def narrow(*shape: int) -> Tensor:
+    return ints(*shape, dtype=torch.int32)
+
+
+CHUNKS = ([17], [1, 1, 40], [5], [33, 1, 1], [300], [700, 3], [2000, 2, 1], [1, 1, 64], [2] * 8)
+
+
+@pytest.mark.parametrize(("name", "deterministic"), [("1b", False), ("moe", False), ("1b", True)])
+def test_a_step_takes_kernels_that_warming_up_compiles(
+    name: str, deterministic: bool, tmp_path: Path
+) -> None:
+    runner = runner_of(name, tmp_path, deterministic)
+    inputs = DecodeInputs(LADDER.rows[-1], 256, 16, NUM_BLOCKS - 1, META)
+    warm = set()
+    for rung in LADDER.rungs():
+        batch = inputs.batch(rung.rows, rung.context)
+        warm |= specializations(lambda: runner._compute(batch))  # noqa: B023
+    limits = Limits(NUM_BLOCKS, LADDER.contexts[-1], 16, 250, 8192)
+    for new in warm_up_sequences(limits, compiles=True):
+        length = new.num_prompt
+        warm |= specializations(lambda: computed(runner, [length]))  # noqa: B023
+    for lengths in CHUNKS:
+        found = specializations(lambda: computed(runner, lengths))  # noqa: B023
+        assert found <= warm, (lengths, {each[0] for each in found - warm})
