@@ -77,7 +77,8 @@ def test_exact(name: str, tmp_path: Path) -> None:
     numbers = np.random.default_rng(5)
     prompts = [numbers.integers(4, VOCAB_SIZE, length).tolist() for length in LENGTHS]
     expected = expected_answers(reference, prompts, MAX_NEW)
-    assert len({token for answer in expected[0] for token in answer}) > 3
+    first = torch.stack([rows[0] for rows in expected[1]])
+    assert (first[0] - first[1]).abs().max() > 0.01  # a prompt shows
     check(generate(model, prompts, MAX_NEW, CHUNK), expected)
 
 

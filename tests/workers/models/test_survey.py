@@ -177,7 +177,7 @@ def test_layers_of_fewer_kv_heads_fit_where_these_can_be_repeated() -> None:
     assert len(check_layers(layers((8, 2), (8, 4), (4, 1)), 3)) == 3
     with pytest.raises(Refused, match=r"layer 0 has 6 heads over 2 KV heads .* another has 3"):
         check_layers(layers((6, 2), (6, 3)), 2)
-    with pytest.raises(Refused, match="layer 1 has 6 heads over 2 KV heads .* another has 4"):
+    with pytest.raises(Refused, match=r"layer 1 has 6 heads over 2 KV heads .* another has 4"):
         check_layers(layers((8, 4), (6, 2)), 2)
     with pytest.raises(Refused, match="2 of its 3 layers"):
         check_layers(layers((8, 2), (8, 4)), 3)
