@@ -55,6 +55,13 @@ class _Given(nn.Module):
         self.hidden: Tensor | None = None
         self._body = [body]  # in a list, so that it is no submodule
 
+    def __getattr__(self, name: str) -> Any:
+        """What others look for in the layers' part, such as its embeddings."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattribute__("_body")[0], name)
+
     def forward(self, *args: Any, **options: Any) -> Any:
         if self.hidden is not None:
             return self.kind(last_hidden_state=self.hidden[None])
@@ -68,6 +75,8 @@ def _body_of(model: Any) -> tuple[str, Any]:
     from transformers import PreTrainedModel
 
     said = model.get_decoder()
+    if said is model or not isinstance(said, PreTrainedModel):  # a head may be called a decoder
+        said = model.base_model
     for name, part in model.named_modules():
         found = part is not model if said is model else part is said
         if found and isinstance(part, PreTrainedModel):
@@ -105,8 +114,10 @@ class FallbackModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] to [S, vocab_size] float32."""
         self._given.hidden = hidden
+        tokens = torch.zeros(len(hidden), dtype=torch.int64, device=self.device)
         try:
-            return self.whole(torch.zeros(len(hidden), dtype=torch.int64, device=self.device))
+            with handled_by(Recorder(0, check_masks=False)):  # masks may be made before the layers
+                return self.whole(tokens)
         finally:
             self._given.hidden = None
 
@@ -153,18 +164,26 @@ def _their_config(architecture: str, folder: Path) -> Any:
         found = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        kind = transformers.AutoModelForCausalLM._model_mapping[type(found)]
+        kind = transformers.AutoModelForCausalLM._model_mapping.get(type(found), None)
     except Exception as error:  # whatever stands in a file can go wrong in any way there
         raise Refused(f"it is none of ours, and transformers says: {_first_line(error)}") from None
+    if kind is None:
+        raise Refused(f"transformers makes no causal language model of a {type(found).__name__}")
     if kind.__name__ != architecture:
         raise Refused(f"transformers makes {kind.__name__} of such a configuration")
     if found.is_encoder_decoder:
         raise Refused("it has an encoder")
-    if kind._is_stateful:
+    if kind._is_stateful and not _only_attends(found):
         raise Refused("it keeps other state than keys and values")
     if not kind._supports_attention_backend:
         raise Refused("its attention does not go through the interface of transformers")
-    return found
+    return found.get_text_config(decoder=True)  # itself, where there is nothing but text
+
+
+def _only_attends(theirs: Any) -> bool:
+    """Whether a model that may keep other state has no layer that does."""
+    kinds = getattr(theirs, "layer_types", None) or [None]
+    return set(kinds) <= {"attention", "full_attention", "sliding_attention"}
 
 
 def _first_line(error: Exception) -> str:
@@ -185,7 +204,7 @@ def _positions(theirs: Any, max_model_len: int | None) -> int:
                 "its longrope changes with the longest sequence of a batch; with max_model_len "
                 f"{original} or less it does not"
             )
-    return longest
+    return used
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:
@@ -219,8 +238,9 @@ def _look_over(
     model: FallbackModel, theirs: Any, longest: int, eos_tokens: tuple[int, ...], name: str
 ) -> FallbackSpec:
     try:
+        kept = _layers_kept(theirs)
         calls = look_over(model.hidden, theirs.num_hidden_layers, longest, model.device)
-        _check_cache(calls, theirs, longest)
+        _check_windows(calls, kept, longest)
         vocab_size = _check_head(model)
     except Refused:
         raise
@@ -229,13 +249,24 @@ def _look_over(
     return _spec(calls, longest, eos_tokens, name, vocab_size)
 
 
-def _check_cache(calls: list[Call], theirs: Any, longest: int) -> None:
-    """`Refused` where its own cache would hold other than keys and values, or forget others."""
+_KEEPING = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+"""Layers of its cache: the last keeps nothing, where a layer attends with another's keys."""
+
+
+def _layers_kept(theirs: Any) -> list[Any]:
+    """The layers of its own cache; `Refused` where these hold other than keys and values."""
     from transformers import DynamicCache
 
-    for layer, call in zip(DynamicCache(config=theirs).layers, calls, strict=True):
-        if type(layer).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+    layers: list[Any] = DynamicCache(config=theirs).layers
+    for layer in layers:
+        if type(layer).__name__ not in _KEEPING:
             raise Refused(f"its cache has a {type(layer).__name__}")
+    return layers
+
+
+def _check_windows(calls: list[Call], kept: list[Any], longest: int) -> None:
+    """`Refused` where its own cache would forget other positions than its masks hide."""
+    for layer, call in zip(kept, calls, strict=True):
         window = getattr(layer, "sliding_window", 0)
         if window != call.window and 0 < window < longest:
             raise Refused(f"its cache keeps {window} positions, and its masks tell otherwise")
@@ -259,8 +290,8 @@ def _spec(
         family=name,
         vocab_size=vocab_size,
         num_layers=len(calls),
-        num_kv_heads=calls[0].num_kv_heads,
-        head_dim=calls[0].head_dim,
+        num_kv_heads=max(call.num_kv_heads for call in calls),
+        head_dim=max(call.head_dim for call in calls),
         max_model_len=longest,
         eos_tokens=eos_tokens,
         windows=tuple(call.window for call in calls),

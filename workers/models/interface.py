@@ -103,11 +103,17 @@ class Paged:
 
     def attend(self, module: Any, heads: Heads, mask: object, options: dict[str, Any]) -> Tensor:
         layer = self.cache[module.layer_idx]
-        query, keys, values = (self._widened(x) for x in (heads.query, heads.keys, heads.values))
+        query = self._widened(heads.query)
+        keys, values = (self._widened(self._repeated(x)) for x in (heads.keys, heads.values))
         write_kv(layer, self.step.cache_rows, torch.cat((keys, values), dim=1))
         plan = self.step.plans[self.windows[module.layer_idx]]
         out = paged_attention(query, layer, plan, scores_of(options, heads.query))
         return out[..., : heads.values.shape[-1]]
+
+    def _repeated(self, heads: Tensor) -> Tensor:
+        """A layer of fewer KV heads than others: each stands for several, as in its own groups."""
+        times = self.cache.shape[3] // heads.shape[1]
+        return heads if times == 1 else heads.repeat_interleave(times, dim=1)
 
     def _widened(self, heads: Tensor) -> Tensor:
         """Narrower keys or values get zeros, which change no product."""

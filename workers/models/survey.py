@@ -27,6 +27,15 @@ class Seen:
 
     window: int
 
+    def __getattr__(self, name: str) -> object:
+        """Whoever looks for what a tensor has wants to compute with it."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Refused("it computes with attention masks by itself")
+
+    def __getitem__(self, index: object) -> object:
+        raise Refused("it computes with attention masks by itself")
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -143,7 +152,7 @@ def look_over(run: Run, num_layers: int, max_model_len: int, device: torch.devic
     last = max_model_len - 1
     for places in ([last, 0, last // 2], [last - 2, last - 1, last]):
         calls = _look_over(run, torch.tensor(places, device=device), max_model_len)
-    return _uniform(calls, num_layers)
+    return check_layers(calls, num_layers)
 
 
 def _look_over(run: Run, positions: Tensor, max_model_len: int) -> dict[int, Call]:
@@ -164,11 +173,16 @@ def _look_over(run: Run, positions: Tensor, max_model_len: int) -> dict[int, Cal
     return recorder.calls
 
 
-def _uniform(calls: dict[int, Call], num_layers: int) -> list[Call]:
+def check_layers(calls: dict[int, Call], num_layers: int) -> list[Call]:
+    """The calls in the order of the layers; `Refused` where they fit no common cache."""
     if sorted(calls) != list(range(num_layers)):
         raise Refused(f"{len(calls)} of its {num_layers} layers attend through the interface")
     found = [calls[layer] for layer in range(num_layers)]
-    for call in found:
-        if (call.num_kv_heads, call.head_dim) != (found[0].num_kv_heads, found[0].head_dim):
-            raise Refused("the number of KV heads or their size differs between its layers")
+    most = max(call.num_kv_heads for call in found)
+    for layer, call in enumerate(found):  # fewer KV heads are repeated, see `Paged`
+        if most % call.num_kv_heads or call.num_heads % most:
+            raise Refused(
+                f"layer {layer} has {call.num_heads} heads over {call.num_kv_heads} KV heads where "
+                f"another has {most} KV heads, which are no multiple or no divisor of these"
+            )
     return found

@@ -15,7 +15,15 @@ from transformers import masking_utils
 
 from penstock.workers.models import spec
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
-from penstock.workers.models.survey import Refused, check_options, look_over, read_window
+from penstock.workers.models.survey import (
+    Call,
+    Refused,
+    Seen,
+    check_layers,
+    check_options,
+    look_over,
+    read_window,
+)
 from penstock.workers.weights.loading import SINGLE, load
 from tests.support.checkpoints import COMMON, LONG_ROPE, make_checkpoint
 
@@ -44,7 +52,7 @@ def save(folder: Path, config: Any) -> Path:
         ("Mamba", {"num_attention_heads": None}, "Mamba.* keeps other state than keys and values"),
         ("StableLm", {}, "StableLm.* does not go through the interface"),
         ("DiffLlama", {}, "DiffLlama.* do not attend once each"),
-        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2.* meet outside of attention"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2.* its cache has a "),
         ("Moshi", {"sliding_window": 13}, "Moshi.* its cache keeps 13 positions"),
         (
             "Phimoe",
@@ -78,6 +86,16 @@ def copy(folder: Path, to: Path, **changes: object) -> Path:
     (to / "config.json").write_text(json.dumps(config))
     (to / SINGLE).write_bytes((folder / SINGLE).read_bytes())
     return to
+
+
+def test_chunks_that_are_never_crossed(tmp_path: Path) -> None:
+    """Below the size of its chunks, Llama 4 is as any other."""
+    kinds = {"attention_chunk_size": 24, "intermediate_size_mlp": 40, "head_dim": 12}
+    save(tmp_path, transformers.Llama4TextConfig(**COMMON | kinds))
+    with pytest.raises(UnsupportedModel, match="neither causal nor sliding windows"):
+        load(tmp_path, "auto", CPU)
+    found, _ = load(tmp_path, "auto", CPU, max_model_len=24)
+    assert found.max_model_len == 24
 
 
 def test_without_transformers_the_extra_is_named(
@@ -149,6 +167,26 @@ def test_windows_are_read_from_masks(size: int, max_model_len: int) -> None:
             read(chunked)
     with pytest.raises(Refused, match="neither causal nor sliding"):
         read(masking_utils.bidirectional_mask_function)
+
+
+def layers(*heads: tuple[int, int]) -> dict[int, Call]:
+    return {number: Call(*pair, head_dim=8, window=0) for number, pair in enumerate(heads)}
+
+
+def test_layers_of_fewer_kv_heads_fit_where_these_can_be_repeated() -> None:
+    assert len(check_layers(layers((8, 2), (8, 4), (4, 1)), 3)) == 3
+    with pytest.raises(Refused, match=r"layer 0 has 6 heads over 2 KV heads .* another has 3"):
+        check_layers(layers((6, 2), (6, 3)), 2)
+    with pytest.raises(Refused, match=r"layer 1 has 6 heads over 2 KV heads .* another has 4"):
+        check_layers(layers((8, 4), (6, 2)), 2)
+    with pytest.raises(Refused, match="2 of its 3 layers"):
+        check_layers(layers((8, 2), (8, 4)), 3)
+
+
+def test_masks_are_not_computed_with() -> None:
+    for use in (lambda mask: mask.shape, lambda mask: mask[0], lambda mask: hasattr(mask, "dtype")):
+        with pytest.raises(Refused, match="masks by itself"):
+            use(Seen(0))
 
 
 def test_tokens_that_meet_are_noticed() -> None:
