@@ -8,7 +8,8 @@ Prefill is a rate: tokens that wait, over what a worker computes a second and th
 tokens that arrive, over the share of its time that a worker should be busy (the method of
 TokenScale, arXiv 2512.03416). Bursts are over before a new worker serves: so many tokens a second
 as came in the largest of late, and some more, are provided for, the longer the longer a worker
-takes to start. The more evenly tokens arrive the less is provided for nothing.
+takes to start. The more evenly tokens arrive the less is provided for nothing. Or, where a burst
+costs few requests what they were promised, a share of the last hour's largest size stays.
 Decode is an occupancy: KV in use over the share wanted in use, and sequences, those that wait for a
 place included, over a worker's places. A mixed pool wants the most of these.
 """
@@ -25,6 +26,8 @@ CALIBRATED_SECONDS = 1.0
 """Of computing prompts, before a worker's rate is believed."""
 MEMORY_COLD_STARTS = 20
 """Where a worker is long in coming, what one burst costs pays for long waiting for the next."""
+HEDGE_SECONDS = 3600.0
+"""For so long a size counts of which a share stays."""
 MANY = 10**6
 """No pool wants more workers."""
 
@@ -51,10 +54,21 @@ class Pace:
     down: float = 120.0  # less must have been enough for this long
     down_step: float = 15.0  # from one worker less to the next
     headroom: float = 0.25  # over the largest burst of late, of what that was above the usual
+    hedge: float = (
+        0.0  # share of the largest size of an hour that stays; 0: bursts are provided for
+    )
 
     def memory(self, cold_start: float) -> float:
         """Seconds for which a burst is remembered: 20 cold starts, from 2.5 to 15 times `down`."""
         return min(max(MEMORY_COLD_STARTS * cold_start, 2.5 * self.down), 15 * self.down)
+
+
+PROMISED_PACE = Pace(rate_window=60.0, down=30.0, down_step=5.0, hedge=0.65)
+"""Where workers order what waits by when first tokens are promised: a burst costs few promises, and
+workers made for it come when it is over. What is kept against the next one is a share of what the
+pool was of late."""
+PROMISED_WAIT, PROMISED_BUSY = 4.0, 0.95
+"""Then `PoolLimits.wait_seconds` and `busy`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +141,7 @@ class _Memory:
     needs: deque[tuple[float, int]] = field(default_factory=deque)
     rate: float | None = None  # prompt tokens a second, of the usual worker
     grown: deque[tuple[float, int]] = field(default_factory=deque)  # counts within the up window
+    largest: deque[tuple[float, int]] = field(default_factory=deque)  # sizes of an hour; falling
     shrunk_at: float = -inf
     begun: float = inf
 
@@ -202,11 +217,17 @@ class Autoscaler:
             return _Need(queue, 0.0, f"{state.waiting} requests wait (rate not known yet)")
         queue = _queue_term(state, backlog / rate, limits.wait_seconds)
         occupancy = arriving / (rate * limits.busy)
-        provided = (burst + self._pace.headroom * max(burst - usual, 0.0)) / rate
         reason = f"{backlog:.0f} prompt tokens wait and {arriving:.0f} arrive a second"
+        if self._pace.hedge:
+            largest = _largest(memory.largest, len(state.workers), now)
+            provided = float(int(self._pace.hedge * largest))
+            why = f", {provided:.0f} of the {largest} workers of the last hour stay"
+        else:
+            provided = (burst + self._pace.headroom * max(burst - usual, 0.0)) / rate
+            why = f", {burst:.0f} in the largest burst of {kept:.0f} s"
         # The last worker is not held for a burst: it goes when there is nothing to do.
         if provided > max(queue, occupancy, 1.0):
-            reason += f", {burst:.0f} in the largest burst of {kept:.0f} s"
+            reason += why
             occupancy = provided
         return _Need(queue, occupancy, f"{reason}, where a worker computes {rate:.0f}")
 
@@ -242,7 +263,8 @@ class Autoscaler:
     def _fewer(self, pool: str, state: PoolState, now: float) -> tuple[int, str]:
         memory = self._memories[pool]
         kept = self._pace.memory(state.cold_start)
-        if pool != "decode" and state.count > 1 and now - memory.begun < kept:
+        new = not self._pace.hedge and now - memory.begun < kept
+        if pool != "decode" and state.count > 1 and new:
             return state.count, f"bursts of {kept:g} s are not known yet"
         oldest = memory.needs[0][0]
         if now - oldest < self._pace.down:
@@ -287,6 +309,16 @@ def _queue_term(state: PoolState, seconds: float, wait: float) -> float:
     cold_start = state.cold_start
     left = max(seconds - len(state.workers) * cold_start, 0.0) / (wait + cold_start)
     return max(left - state.pending, min(seconds / wait, state.count))
+
+
+def _largest(sizes: deque[tuple[float, int]], size: int, now: float) -> int:
+    """The largest size of the last hour, which is `size` now."""
+    while sizes and sizes[-1][1] <= size:
+        sizes.pop()  # a smaller one is never asked for once there is a later, larger one
+    sizes.append((now, size))
+    while sizes[0][0] < now - HEDGE_SECONDS:
+        sizes.popleft()
+    return sizes[0][1]
 
 
 def _calibrate(memory: _Memory, state: PoolState) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from penstock.cluster.autoscaler import PoolLimits
+from penstock.cluster.autoscaler import PROMISED_BUSY, PROMISED_PACE, PROMISED_WAIT, PoolLimits
 from penstock.loadtests.flags import option, read_flags
 from penstock.loadtests.simulate.cluster import Call, Cluster, ClusterPlan
 from penstock.loadtests.simulate.goals import BUSY, Figures, figures, needs
@@ -69,6 +69,7 @@ class Serving:
     timing: Path | None = option(None, "time model: a YAML file")  # noqa: RUF009
     max_sequences: int = option(64, "of a worker at a time")
     max_batched_tokens: int = option(2048, "of a step")
+    promised: float = option(0.0, "seconds to the first token that workers order by; 0: none")
     kv_tokens: int = option(400_000, "that a worker's KV holds")
     single_steps: bool = option(False, "every step an event of its own: slower, the same result")
     page: Path | None = option(None, "draw it: write a self-contained HTML page there")  # noqa: RUF009
@@ -106,8 +107,9 @@ def _check(arriving: Arriving, serving: Serving) -> None:
                 raise WrongOptions(f"--{name.replace('_', '-')} must be above 0")
     if arriving.low > arriving.high:
         raise WrongOptions("--low must not be above --high")
-    if not 0 <= serving.cold_start < math.inf or not 0 <= arriving.seed < 2**63:
-        raise WrongOptions("--cold-start and --seed must not be negative")
+    delays = (serving.cold_start, serving.promised, arriving.seed)
+    if not all(0 <= each < 2**63 for each in delays):
+        raise WrongOptions("--cold-start, --promised and --seed must not be negative")
     if min(serving.mixed, serving.prefill, serving.decode) < 0:
         raise WrongOptions("--mixed, --prefill and --decode must not be negative")
     if bool(serving.prefill) != bool(serving.decode):
@@ -148,6 +150,7 @@ def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
             max_sequences=serving.max_sequences,
             max_batched_tokens=serving.max_batched_tokens,
             max_queued=10**6,
+            promised_seconds=serving.promised,
         )
     except ValueError as error:
         raise WrongOptions(str(error)) from None
@@ -165,7 +168,7 @@ def scaler_of(kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int)
     limits = {name: PoolLimits(least=1, most=most, gpus=1) for name in plan.pools}
     match kind:
         case "penstock":
-            return Product(limits)
+            return _product(limits, plan)
         case "queue":
             return QueueThreshold(limits)
         case "cpu":
@@ -174,6 +177,17 @@ def scaler_of(kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int)
             return clairvoyant_of(load, plan, most)
         case "static":
             return Static(plan.pools)
+
+
+def _product(limits: Mapping[str, PoolLimits], plan: ClusterPlan) -> Product:
+    """As it ships; where first tokens are promised, as it would be."""
+    if not plan.limits.promised_seconds:
+        return Product(limits)
+    aims = {
+        name: replace(one, wait_seconds=PROMISED_WAIT, busy=PROMISED_BUSY)
+        for name, one in limits.items()
+    }
+    return Product(aims, PROMISED_PACE)
 
 
 def clairvoyant_of(

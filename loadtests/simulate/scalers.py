@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
-from penstock.cluster.autoscaler import Autoscaler, PoolLimits, PoolState
+from penstock.cluster.autoscaler import Autoscaler, Pace, PoolLimits, PoolState
 
 INTERVAL_SECONDS = 5.0
 """From one decision to the next."""
@@ -39,8 +39,8 @@ class Static:
 class Product:
     """The autoscaler that ships."""
 
-    def __init__(self, limits: Mapping[str, PoolLimits]) -> None:
-        self._autoscaler = Autoscaler(limits)
+    def __init__(self, limits: Mapping[str, PoolLimits], pace: Pace | None = None) -> None:
+        self._autoscaler = Autoscaler(limits, pace=pace)
 
     def decide(self, pools: Mapping[str, PoolSight], now: float) -> Mapping[str, int]:
         states = {name: sight.state for name, sight in pools.items()}

@@ -69,6 +69,7 @@ class Trying:
     most: int = option(32, "workers")
     timing: Path | None = option(None, "time model: a YAML file")  # noqa: RUF009
     max_batched_tokens: int = option(256, "of a step: with more, a prompt holds up who decodes")
+    promised: float = option(0.0, "seconds to the first token that workers order by; 0: none")
     page: Path | None = option(None, "draw it: write a self-contained HTML page there")  # noqa: RUF009
 
 
@@ -181,6 +182,7 @@ def _play(case: Case, cold_start: float, trying: Trying) -> dict[str, tuple[Clus
         cold_start=cold_start,
         timing=trying.timing,
         max_batched_tokens=trying.max_batched_tokens,
+        promised=trying.promised,
     )
     load, plan = load_of(case.arriving), plan_of(case.arriving, serving)
     peak = static_peak(load, plan, trying.most)

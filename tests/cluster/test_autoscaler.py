@@ -112,6 +112,29 @@ def test_who_knows_no_bursts_yet_makes_no_pool_smaller() -> None:
     assert sizes == [3, 3, 3, 3, 3, 2]
 
 
+def test_a_share_of_the_last_hours_largest_size_stays() -> None:
+    pace = Pace(down=10, down_step=0, hedge=0.65)
+    scaler, count, sizes = Autoscaler({"prefill": LIMITS}, pace=pace), 9, []
+    for now in range(0, 8000, 5):
+        (decision,) = scaler.decide({"prefill": PoolState(workers(count, now, running=1))}, now)
+        if decision.desired != count:
+            sizes.append((now, decision.desired))
+        count = decision.desired
+    # 65% of nine at once, of eight (the size a little later) an hour on, and so on.
+    assert sizes[:4] == [(10, 8), (15, 7), (20, 6), (25, 5)]
+    assert sizes[4][1] == 4
+    assert 3600 < sizes[4][0] < 3650
+    assert sizes[-1][1] == 1
+
+
+def test_why_they_stay_is_told() -> None:
+    scaler = Autoscaler({"prefill": LIMITS}, pace=Pace(hedge=0.5))
+    decision = feed(scaler, [0, 10], count=7)
+    assert decision.desired == 7
+    assert "3 of the 7 workers of the last hour stay" in decision.reason
+    assert decision.occupancy_term == 3
+
+
 def test_no_burst_holds_the_last_worker() -> None:
     scaler = Autoscaler({"prefill": LIMITS}, pace=Pace(down=20))
     scaler.decide({"prefill": PoolState(workers(1, 0))}, 0)
@@ -348,6 +371,26 @@ def test_the_same_arrivals_from_more_users_never_want_less(
         for each in (arrived, many)
     )
     assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in zip(less, most, strict=True))
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.5, 900), st.integers(1, 20)), min_size=1, max_size=30),
+    st.floats(0.1, 1.0),
+)
+def test_never_fewer_than_the_share_of_any_size_of_the_last_hour(
+    sizes: list[tuple[float, int]], hedge: float
+) -> None:
+    """Whatever the sizes were; and where it is idle no more than that."""
+    scaler, now, past = Autoscaler({"prefill": LIMITS}, pace=Pace(hedge=hedge)), 0.0, []
+    for seconds, size in sizes:
+        now += seconds
+        past.append((now, size))
+        state = PoolState(workers(size, now, running=1))
+        (decision,) = scaler.decide({"prefill": state}, now)
+        largest = max(each for then, each in past if then >= now - 3600)
+        stay = int(hedge * largest)
+        assert decision.occupancy_term == (stay if stay > 1 else 0)
+        assert decision.desired >= min(stay, size)
 
 
 @given(st.lists(st.integers(0, 10**5), min_size=3, max_size=12), st.integers(1, 3))

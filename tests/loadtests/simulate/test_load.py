@@ -156,7 +156,8 @@ def test_a_time_model_with_nonsense(
     [
         (["--high", "0"], "--high must be above 0"),
         (["--low", "9"], "--low must not be above --high"),
-        (["--cold-start", "-1"], "--cold-start and --seed must not be negative"),
+        (["--cold-start", "-1"], "--cold-start, --promised and --seed must not be negative"),
+        (["--promised", "-1"], "--cold-start, --promised and --seed must not be negative"),
         (["--mixed", "0"], "there must be a worker"),
         (["--prefill", "1"], "--prefill and --decode go together"),
         (["--compare", "--prefill=1", "--decode=1"], "--compare is of mixed workers"),

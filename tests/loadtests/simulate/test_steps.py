@@ -83,6 +83,14 @@ def test_the_same_while_workers_come_and_go() -> None:
 
 
 @pytest.mark.slow
+def test_the_same_where_first_tokens_are_promised() -> None:
+    """Four times as much as two workers compute, and few blocks: who is next changes with time."""
+    limits = replace(LIMITS, promised_seconds=0.5, num_blocks=120, max_sequences=4)
+    plan = ClusterPlan({"mixed": 2}, limits, Timing())
+    assert_same(plan, load_of(20.0, 6.0), (Static(plan.pools), Static(plan.pools)))
+
+
+@pytest.mark.slow
 def test_the_same_of_64_workers() -> None:
     plan = ClusterPlan({"mixed": 64}, LIMITS, Timing())
     load = crowded(load_of(20.0, 8.0), 3.0, seed=2)

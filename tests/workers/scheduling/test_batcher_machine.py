@@ -26,7 +26,12 @@ _SEARCHES = [
 
 
 def small(
-    num_blocks: int, max_sequences: int, spare_tokens: int, watermark: int, lease_share: float
+    num_blocks: int,
+    max_sequences: int,
+    spare_tokens: int,
+    watermark: int,
+    lease_share: float,
+    promised: float,
 ) -> Limits:
     return Limits(
         num_blocks=num_blocks,
@@ -36,6 +41,7 @@ def small(
         max_batched_tokens=max_sequences + spare_tokens,
         lease_share=lease_share,
         watermark=watermark,
+        promised_seconds=promised,
     )
 
 
@@ -57,6 +63,7 @@ class BatcherMachine(RuleBasedStateMachine):
             spare_tokens=st.integers(0, 12),
             watermark=st.integers(0, 2),
             lease_share=st.sampled_from([0.25, 0.5, 1.0]),
+            promised=st.sampled_from([0.0, 1.0]),
         )
     )
     def start(self, limits: Limits) -> None:
@@ -210,6 +217,7 @@ class Schedule:
                 rng.randint(0, 12),
                 rng.choice([0, 0, 1, 2]),
                 rng.choice([0.25, 0.5, 1.0]),
+                rng.choice([0.0, 1.0]),
             )
         )
         self.calm = rng.random() < 0.5  # without drops and failures more runs at a time
