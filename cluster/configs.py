@@ -40,6 +40,7 @@ def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace
         kv_cache_mib=spec.engine.kv_cache_mib,
         max_sequences=spec.engine.max_sequences,
         max_batched_tokens=spec.engine.max_batched_tokens,
+        promised_seconds=spec.engine.promised_seconds,
         max_model_len=spec.engine.max_model_len,
         threads=where.threads,
         dtype=spec.engine.dtype,

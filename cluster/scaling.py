@@ -6,9 +6,13 @@ to be, the router what they and the queue last said.
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 
 from penstock.cluster.autoscaler import (
+    PROMISED_BUSY,
+    PROMISED_PACE,
+    PROMISED_WAIT,
     Autoscaler,
     Decision,
     Pace,
@@ -33,12 +37,19 @@ def limits_of(spec: ClusterSpec, places: Sequence[WorkerPlace]) -> dict[str, Poo
     """Of the pools that may have workers."""
     gpus = {each.role: _gpus_of(each) for each in places}
     pools = {role: getattr(spec.pools, role) for role in ROLES if role in gpus}
-    return {role: PoolLimits(pool.least, pool.most, gpus[role]) for role, pool in pools.items()}
+    limits = {role: PoolLimits(pool.least, pool.most, gpus[role]) for role, pool in pools.items()}
+    if not spec.engine.promised_seconds:
+        return limits
+    return {
+        role: replace(one, wait_seconds=PROMISED_WAIT, busy=PROMISED_BUSY)
+        for role, one in limits.items()
+    }
 
 
 def pace_of(spec: ClusterSpec) -> Pace:
     down = spec.scaling.scale_down_seconds
-    return Pace(down=down, down_step=min(Pace().down_step, down))
+    pace = PROMISED_PACE if spec.engine.promised_seconds else Pace()
+    return replace(pace, down=down, down_step=min(pace.down_step, down))
 
 
 def budget_of(

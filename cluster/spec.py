@@ -53,6 +53,13 @@ class EngineSpec:
     kv_cache_mib: int | None = knob(None, "MiB of KV cache a worker; by default what fits", 1)
     max_sequences: int = knob(64, "sequences that run at once on a worker", 1)
     max_batched_tokens: int = knob(512, "tokens computed in one step of a worker", 1)
+    promised_seconds: float = knob(
+        0.0,
+        "the first token within so long and five times its prompt's own time: who waits is ordered "
+        "so that most requests have that; 0: by arrival",
+        0,
+        3600,
+    )
     max_model_len: int | None = knob(None, "longest prompt and answer; by default the model's", 1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob("auto", "of weights and KV")
     quantization: Literal["none", "int8"] = knob(

@@ -180,7 +180,7 @@ def scaler_of(kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int)
 
 
 def _product(limits: Mapping[str, PoolLimits], plan: ClusterPlan) -> Product:
-    """As it ships; where first tokens are promised, as it would be."""
+    """As `cluster/scaling` makes it."""
     if not plan.limits.promised_seconds:
         return Product(limits)
     aims = {

@@ -6,10 +6,20 @@ from math import inf
 
 import pytest
 
+from penstock.cluster.autoscaler import PROMISED_BUSY, PROMISED_PACE, PROMISED_WAIT
 from penstock.cluster.placement import CannotPlace, Node, place
-from penstock.cluster.scaling import NOTES, Sight, Sizes, budget_of, busy_of, lent_of, limits_of
+from penstock.cluster.scaling import (
+    NOTES,
+    Sight,
+    Sizes,
+    budget_of,
+    busy_of,
+    lent_of,
+    limits_of,
+    pace_of,
+)
 from penstock.cluster.slots import Phase
-from penstock.cluster.spec import ROLES, ClusterSpec, Pools, PoolSpec, ScalingSpec
+from penstock.cluster.spec import ROLES, ClusterSpec, EngineSpec, Pools, PoolSpec, ScalingSpec
 from penstock.router.roles import Assignment
 from penstock.router.state import (
     ClusterState,
@@ -159,6 +169,17 @@ def test_limits_are_those_of_the_pools() -> None:
     limits = limits_of(given, places)
     bounds = {name: (each.least, each.most, each.gpus) for name, each in limits.items()}
     assert bounds == {"prefill": (1, 4, 1), "decode": (0, 1, 1)}
+
+
+def test_where_first_tokens_are_promised_a_burst_is_not_provided_for_in_full() -> None:
+    given = spec(mixed=PoolSpec(2, 1, 4))
+    promising = replace(given, engine=EngineSpec(promised_seconds=2.0))
+    places = place(given, [Node("here", 8.0, 8)])
+    plain, promised = (limits_of(each, places)["mixed"] for each in (given, promising))
+    assert replace(promised, busy=plain.busy, wait_seconds=plain.wait_seconds) == plain
+    assert (promised.busy, promised.wait_seconds) == (PROMISED_BUSY, PROMISED_WAIT)
+    assert (pace_of(given).hedge, pace_of(promising).hedge) == (0, PROMISED_PACE.hedge)
+    assert pace_of(promising).down == given.scaling.scale_down_seconds
 
 
 def test_a_worker_holds_the_gpus_of_all_its_ranks() -> None:
