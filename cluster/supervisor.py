@@ -13,7 +13,7 @@ from penstock.cluster.hosted import HostedRouter, HostedWorker
 from penstock.cluster.keeper import keep
 from penstock.cluster.member import StartFailed
 from penstock.cluster.notices import Decided, Draining, GivenUp, LogLine, Report, Serving
-from penstock.cluster.placement import WorkerPlace, place
+from penstock.cluster.placement import WorkerPlace, nearness, place
 from penstock.cluster.restarts import Retries
 from penstock.cluster.routers import Routers
 from penstock.cluster.scaling import Phases, Sizes, busy_of, lent_of
@@ -44,6 +44,7 @@ class Supervisor:
         nodes = free_nodes()
         places = place(spec, nodes)
         self._places = places
+        self._nearness = nearness(spec, places, nodes)
         self._lent: frozenset[str] = frozenset()  # workers that an operator gave another role
         self._sizes = Sizes(spec, places, nodes)
         self._drain_seconds = spec.router.drain_seconds
@@ -98,6 +99,9 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
+                if self._nearness:
+                    note = LogLine(self._nearness, "info", "near", {"message": self._nearness})
+                    self._report("", note)
                 for router in self._routers.all:
                     self._spawn(self._keep_router(router))
                 for role, pool in self._pools.items():
