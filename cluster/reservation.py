@@ -2,7 +2,12 @@
 
 import asyncio
 
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from penstock.cluster.notices import Progress, Report
 from penstock.cluster.placement import CannotPlace, WorkerPlace, free, with_labels
@@ -32,14 +37,16 @@ class Reservation:
 
     async def take(self, is_patient: bool) -> None:
         """Returns once it is there, at once where it still is. `CannotPlace`, unless patient."""
-        if self.group is None:
+        group = self.group
+        if group is None:
             self._tell("waiting for its place")
-            self._ask(near=bool(self._place.near))
-        elif not await self.is_granted():
+            group = self._ask(near=bool(self._place.near))
+        elif await self.is_lost():
             self._tell("waiting for its place again")
         waited = 0
         while is_patient or waited < SECONDS_TO_PLACE:
-            if await self.is_granted():
+            # A second at a time: a thread cannot be cancelled.
+            if await asyncio.to_thread(group.wait, 1):
                 return
             waited += 1
             if waited == SECONDS_TO_SAY_WHY:
@@ -47,7 +54,7 @@ class Reservation:
             if self._is_near and waited >= SECONDS_NEAR:
                 self._tell("no room near the others: any node will do")
                 self.release()
-                self._ask(near=False)
+                group = self._ask(near=False)
         raise CannotPlace(
             f"Ray has no room for {self._place.title}: no {self._wanted()}; "
             f"{free(free_nodes(), self._place.labels)}"
@@ -59,21 +66,23 @@ class Reservation:
             remove_placement_group(self.group)
             self.group = None
 
-    def _ask(self, near: bool) -> None:
+    def _ask(self, near: bool) -> PlacementGroup:
         place = self._place
         selector = place.selector(near)
         self._is_near = near
-        self.group = placement_group(
+        group = placement_group(
             list(place.bundles),
             place.strategy,
             bundle_label_selector=[selector] * place.pp if selector else None,
         )
+        self.group = group
+        return group
 
-    async def is_granted(self) -> bool:
-        """Whether it is there, now or within a second."""
+    async def is_lost(self) -> bool:
+        """Whether Ray says that it has been granted no node, or no other than one that died."""
         assert self.group is not None
-        # A second at a time: a thread cannot be cancelled.
-        return await asyncio.to_thread(self.group.wait, 1)
+        found = await asyncio.to_thread(placement_group_table, self.group)
+        return bool(found["state"] != "CREATED")
 
     def _tell(self, stage: str) -> None:
         self._report(self._place.title, Progress(stage))

@@ -104,8 +104,8 @@ class Supervisor:
                     self._report("", note)
                 for router in self._routers.all:
                     self._spawn(self._keep_router(router))
-                for role, pool in self._pools.items():
-                    pool.aim(self._sizes.desired[role], {})
+                for role in self._in_turn():
+                    self._pools[role].aim(self._sizes.desired[role], {})
                 self._spawn(self._serve())
                 await stop.wait()
                 for task in self._tasks:
@@ -115,6 +115,12 @@ class Supervisor:
             raise failures.exceptions[0] from None
         finally:
             await self._end()
+
+    def _in_turn(self) -> list[str]:
+        """Pools, those that ask for labels first: others have more nodes to choose from. Ray grants
+        in the order in which it is asked."""
+        asked = {each.role: len(each.labels) for each in self._places}
+        return sorted(self._pools, key=lambda role: -asked[role])
 
     def _make(self, where: WorkerPlace) -> HostedWorker:
         # What comes later waits for its place: a cluster that serves does not fall for it.

@@ -65,11 +65,10 @@ class FakePlace:
 
     def __init__(self) -> None:
         self.is_there = True
-        self.group = None
 
-    async def is_granted(self) -> bool:
+    async def is_lost(self) -> bool:
         await asyncio.sleep(0)
-        return self.is_there
+        return not self.is_there
 
 
 @pytest.mark.parametrize("serves", [False, True])

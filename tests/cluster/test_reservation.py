@@ -28,6 +28,7 @@ class FakeRay:
         monkeypatch.setattr(
             reservation, "remove_placement_group", lambda group: self.removed.append(group.selector)
         )
+        monkeypatch.setattr(reservation, "placement_group_table", FakeGroup.table)
         monkeypatch.setattr(reservation, "free_nodes", lambda: [])
 
     def make(
@@ -53,6 +54,9 @@ class FakeGroup:
     def wait(self, seconds: float) -> bool:
         self.looks += 1
         return self.looks >= self.ray.looks and self.selector not in self.ray.full
+
+    def table(self) -> dict[str, Any]:
+        return {"state": "RESCHEDULING" if self.selector in self.ray.full else "CREATED"}
 
 
 def worker(**fields: Any) -> WorkerPlace:
