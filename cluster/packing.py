@@ -83,9 +83,9 @@ def pack_near(
         spare: CPUs of a share that nobody misses.
     """
     search = _Search(wishes, rooms, key, apart, spare)
-    values = search.roomiest()
-    if len(values) < 2:
+    if len({room.labels.get(key) for room in rooms} - {None, ""}) < 2:
         return apart
+    values = search.roomiest()
     first = [wish for wish in wishes if not wish.may_wait]
     goals = [first] if apart.lacking or len(first) == len(wishes) else [list(wishes), first]
     for goal in goals:
@@ -128,7 +128,7 @@ class _Search:
                 self._free[value] = (gpus + room.gpus, cpus + room.cpus)
 
     def roomiest(self) -> list[str]:
-        """The label's values, that with the most GPUs free first, then that with the most CPUs."""
+        """The values of nodes that are any use, the most GPUs free first, then the most CPUs."""
         return sorted(self._free, key=lambda v: (-self._free[v][0], -self._free[v][1], v))
 
     def attempt(self, goal: Sequence[Wish], values: Sequence[str]) -> Packed | None:

@@ -150,6 +150,35 @@ def test_a_pool_with_a_place_of_its_own_draws_the_others_there() -> None:
     assert nears(places) == [{ZONE: "a"}] * 3
 
 
+def test_where_only_one_has_what_is_asked_that_is_the_one() -> None:
+    pool = PoolSpec(cpus=1, labels=("disk=ssd",))
+    nodes = [node("a1", disk="ssd"), node("a2", disk="ssd"), node("b1"), node("c1")]
+    asked = spec(prefill=pool, decode=pool)
+    places = place(asked, nodes)
+    assert nears(places) == [{ZONE: "a"}] * 2
+    assert nearness(asked, places, nodes) == f"all workers near each other: {ZONE}=a"
+
+
+def test_nodes_that_are_no_use_are_not_tried() -> None:
+    pool = PoolSpec(2, cpus=3, labels=("disk=ssd",))
+    useful = [node(name, disk="ssd") for name in ("a1", "b1", "c1", "c2")]
+    places = place(spec(mixed=replace(pool, replicas=3)), [*useful, node("d1", 99), node("e1", 99)])
+    assert nears(places) == [{ZONE: "in(a,c)"}] * 3
+
+
+def test_who_has_fewest_nodes_to_choose_from_comes_first() -> None:
+    pools = spec(prefill=PoolSpec(cpus=1), decode=PoolSpec(cpus=1, labels=("disk=ssd",)))
+    assert len(place(pools, [node("x", 1.6, disk="ssd"), node("y", 1.2)])) == 2
+
+
+def test_those_that_may_come_lose_no_place_for_it() -> None:
+    wide = PoolSpec(0, max_replicas=1, tp=4, gpus=1, cpus=0.5, labels=("disk=ssd",))
+    pools = spec(prefill=PoolSpec(2, tp=2, gpus=1, cpus=0.5), decode=wide)
+    small = [node("a1", 9, 4, disk="ssd"), node("a2", 8, 4), node("a3", 8, 4)]
+    places = place(pools, [*small, node("b1", 8, 5), node("b2", 8, 5)])
+    assert nears(places) == [{ZONE: "b"}, {ZONE: "b"}, {}], "zone a has more room, but not for all"
+
+
 def test_pools_that_are_held_apart_stay_so() -> None:
     pools = spec(
         prefill=PoolSpec(cpus=1, labels=(f"{ZONE}=a",)),
@@ -290,7 +319,7 @@ def test_what_one_zone_can_hold_shares_one(
     holding = {zone for zone in zones if holds(nodes, zone, *pools)}
     if isinstance(places, str):
         assert not holding
-    elif len(zones) > 1 and holding:
+    elif len({each.labels.get(ZONE) for each in nodes} - {None}) > 1 and holding:
         assert len({str(each.near) for each in places}) == 1
         assert places[0].near[ZONE] in holding
 
