@@ -7,23 +7,21 @@ from dataclasses import replace
 from typing import Protocol
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.cluster.actors import RouterActor, WorkerActor
 from penstock.cluster.crew import Crew
 from penstock.cluster.member import Member
 from penstock.cluster.notices import News, Notice, Progress, Report, Stuck
-from penstock.cluster.placement import ROUTER_CPUS, CannotPlace, WorkerPlace, free
-from penstock.cluster.session import free_nodes
+from penstock.cluster.placement import ROUTER_CPUS, WorkerPlace
+from penstock.cluster.reservation import Reservation
 from penstock.router.config import RouterConfig
 from penstock.router.roles import Book
 from penstock.router.state import ClusterState, RouterState, Scaling
 from penstock.workers.config import WorkerConfig
 
-SECONDS_TO_PLACE = 60  # for Ray to grant what is free
-SECONDS_TO_SAY_WHY = 5  # what a worker waits for
 SECONDS_TO_SAY_SO = 5.0  # for one that has drained
+SECONDS_BETWEEN_LOOKS = 5.0  # at the place of one that starts
 
 # A call of an actor is never repeated by Ray, and an actor is replaced by us only.
 _OURS = {"max_restarts": 0, "max_task_retries": 0}
@@ -72,6 +70,9 @@ class HostedRouter:
         self._report = report
         self._addresses: dict[str, str] = {}  # of the workers that are ready
         self._roles = roles or Book()
+
+    async def reserve(self) -> None:
+        """Any node has the little that it holds, or gets it: its process waits for it."""
 
     def make(self) -> Member:
         remote = ray.remote(num_cpus=ROUTER_CPUS, resources=self._resources, **_OURS)(RouterActor)
@@ -172,25 +173,15 @@ class HostedWorker:
         self.serves = False
         self.member: Crew | None = None
         self._place = place
-        self._group: PlacementGroup | None = None
+        self._reservation = Reservation(place, report)
+        self._watching: asyncio.Task[None] | None = None
         self._router = router
         self._report = report
 
     async def reserve(self) -> None:
-        """Take its place in the cluster; before anything else. `CannotPlace`."""
-        self._report(self.title, Progress("waiting for its place"))
-        self._group = placement_group(list(self._place.bundles), self._place.strategy)
-        waited = 0
-        while self._place.is_patient or waited < SECONDS_TO_PLACE:
-            # A second at a time: a thread cannot be cancelled.
-            if await asyncio.to_thread(self._group.wait, 1):
-                return
-            waited += 1
-            if waited == SECONDS_TO_SAY_WHY:
-                missing = f"waiting for its place: no node has {_amounts(self._place)} free"
-                self._report(self.title, Progress(missing))
-        asked = " + ".join(map(str, self._place.bundles))
-        raise CannotPlace(f"Ray has no room for {self.title} ({asked}); {free(free_nodes())}")
+        """Have its place in the cluster, before each of its processes. `CannotPlace`, unless it
+        may be yet to come, or has served."""
+        await self._reservation.take(self._place.is_patient or self.ready.is_set())
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new; what runs there goes on elsewhere, or ends, within so many seconds."""
@@ -201,6 +192,7 @@ class HostedWorker:
 
     async def leave(self) -> None:
         """End it, and give its place back."""
+        self._stop_watching()
         self.serves = False
         await self._router.worker_left(self.name)
         if self.member is not None:
@@ -209,22 +201,28 @@ class HostedWorker:
 
     def release(self) -> None:
         """Give its place back."""
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        self._reservation.release()
 
     def make(self) -> Crew:
         place = self._place
         self.member = Crew([self._make_rank(rank) for rank in range(place.tp * place.pp)])
         self._router.give_up[self.name] = self.member.give_up
+        self._watching = asyncio.create_task(self._watch_place(self.member))
         return self.member
+
+    async def _watch_place(self, member: Crew) -> None:
+        """A node may prove dead only while a process starts there, which then waits with the place
+        for as long as that takes: it is ended, and the place waited for first."""
+        while not await self._reservation.is_lost():
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+        member.kill()
 
     def _make_rank(self, rank: int) -> Member:
         bundle = rank // self._place.tp
         remote = ray.remote(
             num_cpus=self._place.cpus,
             num_gpus=self._place.gpus,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._reservation.group, bundle),
             **_OURS,
         )(WorkerActor)
         title = f"{self.title}, rank {rank}"
@@ -234,19 +232,21 @@ class HostedWorker:
         return Member(self.title, actor, report, self.config.hang_seconds)
 
     async def came(self, where: str) -> None:
+        self._stop_watching()
         await self._router.worker_came(self.name, where)
         self.serves = True
         self.ready.set()
 
     async def went(self) -> None:
+        self._stop_watching()
         self.member, self.serves = None, False
         self._router.give_up.pop(self.name, None)
         await self._router.worker_went(self.name)
 
-
-def _amounts(place: WorkerPlace) -> str:
-    """What one of its bundles asks for, in words."""
-    return ", ".join(f"{what} {amount:g}" for what, amount in place.bundles[0].items())
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
 
 
 def _without_progress(report: Report) -> Report:

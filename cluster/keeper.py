@@ -30,6 +30,10 @@ class Hosted(Protocol):
         """What its next process is started with."""
         ...
 
+    async def reserve(self) -> None:
+        """Take what its next process needs, or see that it is still there."""
+        ...
+
     def make(self) -> Life:
         """A new process, not started yet."""
         ...
@@ -55,6 +59,7 @@ async def keep(
     record = Restarts()
     clock = asyncio.get_running_loop().time
     while True:
+        await hosted.reserve()
         began = clock()
         report(hosted.title, Progress("starting its process"))
         life = hosted.make()

@@ -1,19 +1,20 @@
 """Where workers go: from a specification and the nodes' free resources to placement groups.
 
-The plan proves by a packing of its own that everything has a place; Ray then chooses the nodes. A
-stage's ranks stay on one node: they are one bundle. A worker's stages are on as few nodes as can
-be, or each on another. CPUs that the specification leaves open are shared out evenly.
+The plan proves by a packing of its own that everything has a place (`packing`); Ray then chooses
+the nodes, among those with the labels that are asked for. A stage's ranks are one bundle.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from penstock.cluster import labels
+from penstock.cluster.packing import MIN_CPUS, Packed, Room, Wish, pack, pack_near
 from penstock.cluster.spec import ROLES, ClusterSpec, PoolSpec
 
 ROUTER_CPUS = 0.1  # a node with nothing on it that holds CPUs looks idle to Ray, and is taken away
-MIN_CPUS = 0.1
 _NOTHING: Mapping[str, float] = MappingProxyType({})
+_NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 
 class CannotPlace(ValueError):
@@ -27,6 +28,7 @@ class Node:
     name: str
     cpus: float
     gpus: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class WorkerPlace:
     ep: int = 1
     strategy: str = "STRICT_PACK"
     is_patient: bool = False  # its node may be yet to come
+    labels: Mapping[str, str] = field(default_factory=dict)  # that its nodes must have
+    near: Mapping[str, str] = field(default_factory=dict)  # and should: those of the other workers
 
     @property
     def name(self) -> str:
@@ -59,40 +63,9 @@ class WorkerPlace:
     def pp(self) -> int:
         return len(self.bundles)
 
-
-@dataclass(slots=True)
-class _Room:
-    """A node while it is being filled."""
-
-    name: str
-    cpus: float
-    gpus: int
-    num_sharing: int = 0  # ranks that take an even share of what is left
-
-    @property
-    def share(self) -> float:
-        return self.cpus / max(1, self.num_sharing)
-
-
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """A worker that wants a place; `cpus` None: an even share."""
-
-    pool: PoolSpec
-    role: str
-    index: int
-    gpus: int  # of a rank, and so is the next
-    cpus: float | None
-
-    @property
-    def ranks(self) -> int:
-        """Of a stage."""
-        return self.pool.tp
-
-    @property
-    def may_wait(self) -> bool:
-        """It is not there at first."""
-        return self.index >= self.pool.replicas
+    def selector(self, near: bool) -> dict[str, str]:
+        """Of its nodes, as Ray takes it; `near`: with what should be, too."""
+        return {**(self.near if near else {}), **self.labels}
 
 
 def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
@@ -102,97 +75,72 @@ def place(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlace]:
     Workers that may come later have their share of the CPUs from the beginning. In a Ray that runs
     already nodes may be added for them: they wait for their place.
 
-    GPUs are used wherever the nodes have any, unless a pool says otherwise. With `pool_nodes` a
-    worker asks for its pool's resource too, and waits for a node that has room.
+    GPUs are used wherever the pool's nodes have any, unless it says otherwise. With `pool_nodes` a
+    worker asks for its pool's resource too, and waits for a node that has room; who is near whom is
+    then for those to say who make the nodes.
     """
-    have_gpus = any(node.gpus for node in nodes)
-    wishes = [
-        _wish(getattr(spec.pools, role), role, index, have_gpus)
-        for role in ROLES
-        for index in range(getattr(spec.pools, role).most)
-    ]
+    wishes = [wish for role in ROLES for wish in _wishes(getattr(spec.pools, role), role, nodes)]
     if spec.pool_nodes:
         return [
             _as_place(wish, 0.0, {wish.role: float(wish.ranks)}, is_patient=True) for wish in wishes
         ]
-    rooms = [_Room(node.name, node.cpus, node.gpus) for node in nodes]
+    rooms = [Room(node.cpus, node.gpus, node.labels) for node in nodes]
     for _ in range(spec.routers):
         _take_router(rooms, nodes)
-    # The first ones first; of them those that ask for most, then first come: the usual way to pack
-    # tightly.
-    for wish in sorted(
-        wishes, key=lambda w: (w.may_wait, -w.gpus * w.ranks, -(w.cpus or 0) * w.ranks)
-    ):
+    spare = ROUTER_CPUS * spec.routers
+    packed = _packed(spec, wishes, rooms, nodes)
+    if spec.topology_key:
+        packed = pack_near(wishes, rooms, spec.topology_key, packed, spare)
+    near = labels.any_of(spec.topology_key, packed.values) if packed.values else {}
+    return [
+        _as_place(
+            wish,
+            packed.shares[wish.role],
+            near=near if wish in packed.near else _NOWHERE,
+            is_patient=wish.may_wait,
+            spare=spare,
+        )
+        for wish in wishes
+    ]
+
+
+def _wishes(pool: PoolSpec, role: str, nodes: Sequence[Node]) -> list[Wish]:
+    gpus = pool.gpus
+    if gpus is None:
+        # Who names the kind of a GPU wants one.
+        own = (node for node in nodes if labels.match(pool.selector, node.labels))
+        gpus = int(pool.accelerator is not None or any(node.gpus for node in own))
+    return [Wish(pool, role, index, gpus, pool.cpus) for index in range(pool.most)]
+
+
+def _packed(
+    spec: ClusterSpec, wishes: Sequence[Wish], rooms: Sequence[Room], nodes: Sequence[Node]
+) -> Packed:
+    """Everything that must be, packed. `CannotPlace`."""
+    packed = pack(wishes, rooms)
+    for wish in packed.lacking:
         # For more GPUs than there are nobody asks: the pools share a budget.
-        must = not wish.may_wait or (spec.ray_address is None and not wish.gpus)
-        if not _find_rooms(wish, rooms) and must:
+        if not wish.may_wait or (spec.ray_address is None and not wish.gpus):
             raise CannotPlace(
                 f"no place for {wish.role} worker {wish.index}, which asks {_asked(wish)} "
-                f"(others were placed before it); {free(nodes)}: ask for less, or for fewer workers"
+                f"(others were placed before it); {free(nodes, wish.pool.selector)}: ask for less, "
+                "or for fewer workers"
             )
-    share = min((room.share for room in rooms if room.num_sharing), default=0.0)
-    spare = ROUTER_CPUS * spec.routers
-    return [_as_place(wish, share, is_patient=wish.may_wait, spare=spare) for wish in wishes]
+    return packed
 
 
-def _wish(pool: PoolSpec, role: str, index: int, have_gpus: bool) -> _Wish:
-    gpus = pool.gpus if pool.gpus is not None else int(have_gpus)
-    return _Wish(pool, role, index, gpus, pool.cpus)
-
-
-def _take_router(rooms: list[_Room], nodes: Sequence[Node]) -> None:
+def _take_router(rooms: list[Room], nodes: Sequence[Node]) -> None:
     room = max(rooms, key=lambda room: room.cpus, default=None)
     if room is None or room.cpus < ROUTER_CPUS:
         raise CannotPlace(f"a router asks {ROUTER_CPUS} CPUs; {free(nodes)}")
     room.cpus -= ROUTER_CPUS
 
 
-def _find_rooms(wish: _Wish, rooms: list[_Room]) -> bool:
-    """Take a room for each of its stages, if there are; else none."""
-    before = [replace(room) for room in rooms]
-    used: list[int] = []
-    for _ in range(wish.pool.pp):
-        index = _best_room(wish, rooms, used)
-        if index is None:
-            rooms[:] = before
-            return False
-        room = rooms[index]
-        room.gpus -= wish.gpus * wish.ranks
-        if wish.cpus is None:
-            room.num_sharing += wish.ranks
-        else:
-            room.cpus -= wish.cpus * wish.ranks
-        used.append(index)
-    return True
-
-
-def _best_room(wish: _Wish, rooms: Sequence[_Room], used: Sequence[int]) -> int | None:
-    """For the next stage of a worker whose others have `used` these."""
-    fitting = [index for index, room in enumerate(rooms) if _fits(wish, room)]
-    if wish.pool.stages == "spread":
-        fitting = [index for index in fitting if index not in used]
-    # The emptiest node first, so that equals spread and shares come out even; but a worker's own
-    # stages side by side.
-    near = [index for index in fitting if index in used]
-    return max(
-        near or fitting,
-        key=lambda at: (rooms[at].gpus, rooms[at].cpus / (rooms[at].num_sharing + wish.ranks)),
-        default=None,
-    )
-
-
-def _fits(wish: _Wish, room: _Room) -> bool:
-    if wish.gpus * wish.ranks > room.gpus:
-        return False
-    if wish.cpus is None:
-        return room.cpus >= MIN_CPUS * (room.num_sharing + wish.ranks)
-    return room.cpus - wish.cpus * wish.ranks >= MIN_CPUS * room.num_sharing
-
-
 def _as_place(
-    wish: _Wish,
+    wish: Wish,
     share: float,
     more: Mapping[str, float] = _NOTHING,
+    near: Mapping[str, str] = _NOWHERE,
     is_patient: bool = False,
     spare: float = 0.0,
 ) -> WorkerPlace:
@@ -215,20 +163,53 @@ def _as_place(
         ep=pool.ep,
         strategy="PACK" if pool.stages == "pack" else "STRICT_SPREAD",
         is_patient=is_patient,
+        labels=pool.selector,
+        near=dict(near),
     )
 
 
-def _asked(wish: _Wish) -> str:
+def _asked(wish: Wish) -> str:
     cpus = f"{MIN_CPUS if wish.cpus is None else wish.cpus:g} CPUs"
     gpus = f", {wish.gpus} GPU" if wish.gpus else ""
     stage = f"{cpus}{gpus}" if wish.ranks == 1 else f"{wish.ranks} times ({cpus}{gpus})"
+    node = f"one node{with_labels(wish.pool.selector)}"
     if wish.pool.pp == 1:
-        return f"{stage} on one node"
+        return f"{stage} on {node}"
     apart = ", each stage on another" if wish.pool.stages == "spread" else ""
-    return f"{stage} on one node for each of {wish.pool.pp} stages{apart}"
+    return f"{stage} on {node} for each of {wish.pool.pp} stages{apart}"
 
 
-def free(nodes: Sequence[Node]) -> str:
-    """What is free where, in words."""
-    places = [f"{n.name}: {n.cpus:g} CPUs, {n.gpus} GPUs" for n in nodes]
+def with_labels(selector: Mapping[str, str]) -> str:
+    """What its labels must be, in words after "a node"."""
+    return f" with {labels.spelled(selector, ' and ')}" if selector else ""
+
+
+def free(nodes: Sequence[Node], keys: Collection[str] = ()) -> str:
+    """What is free where, in words, with the nodes' values of these labels."""
+    places = [f"{n.name}{_values(n, keys)}: {n.cpus:g} CPUs, {n.gpus} GPUs" for n in nodes]
     return "free are " + ("; ".join(places) if places else "no nodes at all")
+
+
+def _values(node: Node, keys: Collection[str]) -> str:
+    told = ", ".join(
+        f"{key}={node.labels[key]}" if key in node.labels else f"no {key}" for key in keys
+    )
+    return f" ({told})" if told else ""
+
+
+def nearness(spec: ClusterSpec, places: Sequence[WorkerPlace], nodes: Sequence[Node]) -> str:
+    """Which nodes were chosen so that workers are near each other, in one line; "": there was
+    nothing to choose."""
+    key = spec.topology_key
+    if spec.pool_nodes or len({node.labels.get(key) for node in nodes} - {None, ""}) < 2:
+        return ""
+    near = [place for place in places if place.near]
+    if not near:
+        return (
+            f"workers go anywhere: no nodes of one {key}, or of a few, have room and CPUs for all"
+        )
+    far = [place.title for place in places if not place.near]
+    where = labels.spelled(near[0].near)
+    if not far:
+        return f"all workers near each other: {where}"
+    return f"workers near each other: {where}; no room there for {', '.join(far)}"

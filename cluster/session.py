@@ -123,7 +123,12 @@ def free_nodes() -> list[Node]:
     """What is free on the nodes of the cluster now."""
     free = ray_state.available_resources_per_node()
     return [
-        Node(node["NodeManagerAddress"], resources.get("CPU", 0.0), int(resources.get("GPU", 0)))
+        Node(
+            node["NodeManagerAddress"],
+            resources.get("CPU", 0.0),
+            int(resources.get("GPU", 0)),
+            dict(node["Labels"]),
+        )
         for node in ray.nodes()
         if node["Alive"] and (resources := free.get(node["NodeID"])) is not None
     ]

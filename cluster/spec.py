@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
+from penstock.cluster import labels
+
 ROLES = ("prefill", "decode", "mixed")
 
 T = TypeVar("T")
@@ -99,8 +101,15 @@ class PoolSpec:
         None, "CPUs a rank; by default the node's, shared out evenly", 0.01, 4096
     )
     threads: int | None = knob(None, "compute threads a rank; by default its whole CPUs", 1, 1024)
+    labels: tuple[str, ...] = knob(
+        (), "KEY=VALUE that its nodes are labelled with (repeat for more)"
+    )
+    accelerator: str | None = knob(
+        None, "kind of GPU that its nodes have, as Ray names it (H100, A100-40G, ...)"
+    )
 
     def __post_init__(self) -> None:
+        self._check_labels()
         if self.tp % self.ep:
             raise SpecError(
                 f"ep: {self.ep} does not divide tp ({self.tp}): experts are spread over the tp "
@@ -115,6 +124,23 @@ class PoolSpec:
                 f"replicas: {self.replicas} is not from min_replicas, {self.least}, to "
                 f"max_replicas, {self.most}"
             )
+
+    def _check_labels(self) -> None:
+        try:
+            labels.asked(self.labels, None)
+        except labels.BadLabel as error:
+            raise SpecError(f"labels: {error}") from None
+        try:
+            labels.asked(self.labels, self.accelerator)
+        except labels.BadLabel as error:
+            raise SpecError(f"accelerator: {error}") from None
+        if self.accelerator is not None and self.gpus == 0:
+            raise SpecError(f"accelerator: {self.accelerator} is asked for, but with gpus: 0")
+
+    @property
+    def selector(self) -> dict[str, str]:
+        """The labels that its nodes must have."""
+        return labels.asked(self.labels, self.accelerator)
 
     @property
     def least(self) -> int:
@@ -186,8 +212,15 @@ class ClusterSpec:
         False, "wait for nodes that carry a Ray resource named like the pool (or router), use those"
     )
 
+    topology_key: str = knob(
+        labels.ZONE,
+        "label of nodes: those with one value of it are near each other, and all workers go there "
+        "if they fit; empty: anywhere",
+    )
+
     def __post_init__(self) -> None:
         self._check_ports()
+        self._check_topology()
         for role in ROLES if self.pool_nodes else ():
             pool = getattr(self.pools, role)
             for name in ("cpus", "gpus"):
@@ -205,6 +238,13 @@ class ClusterSpec:
         after = 0 if self.pool_nodes else router
         http, grpc = self.router.http_port, self.router.grpc_port
         return http and http + after, grpc and grpc + after
+
+    def _check_topology(self) -> None:
+        try:
+            if self.topology_key:
+                labels.check_key(self.topology_key)
+        except labels.BadLabel as error:
+            raise SpecError(f"topology_key: {error}") from None
 
     def _check_ports(self) -> None:
         http, grpc = self.router.http_port, self.router.grpc_port

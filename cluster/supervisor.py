@@ -20,7 +20,7 @@ from penstock.cluster.notices import (
     Report,
     Serving,
 )
-from penstock.cluster.placement import WorkerPlace, place
+from penstock.cluster.placement import WorkerPlace, nearness, place
 from penstock.cluster.restarts import Retries
 from penstock.cluster.routers import Routers
 from penstock.cluster.scaling import Phases, Sizes, busy_of, lent_of
@@ -55,6 +55,7 @@ class Supervisor:
         nodes = free_nodes()
         places = place(spec, nodes)
         self._places = places
+        self._nearness = nearness(spec, places, nodes)
         self._lent: frozenset[str] = frozenset()  # workers that an operator gave another role
         self._sizes = Sizes(spec, places, nodes)
         self._drain_seconds = spec.router.drain_seconds
@@ -110,10 +111,13 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
+                if self._nearness:
+                    note = LogLine(self._nearness, "info", "near", {"message": self._nearness})
+                    self._report("", note)
                 for router in self._routers.all:
                     self._spawn(self._keep_router(router))
-                for role, pool in self._pools.items():
-                    pool.aim(self._sizes.desired[role], {})
+                for role in self._in_turn():
+                    self._pools[role].aim(self._sizes.desired[role], {})
                 self._spawn(self._serve())
                 self._spawn(self._remind())
                 await stop.wait()
@@ -124,6 +128,12 @@ class Supervisor:
             raise failures.exceptions[0] from None
         finally:
             await self._end()
+
+    def _in_turn(self) -> list[str]:
+        """Pools, those that ask for labels first: others have more nodes to choose from. Ray grants
+        in the order in which it is asked."""
+        asked = {each.role: len(each.labels) for each in self._places}
+        return sorted(self._pools, key=lambda role: -asked[role])
 
     def _make(self, where: WorkerPlace) -> HostedWorker:
         # What comes later waits for its place: a cluster that serves does not fall for it.

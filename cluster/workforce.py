@@ -26,10 +26,6 @@ class Worker(Hosted, Protocol):
     @property
     def serves(self) -> bool: ...
 
-    async def reserve(self) -> None:
-        """Take what it needs; before anything else."""
-        ...
-
     async def drain(self, seconds: float) -> None:
         """Take nothing new; what runs there goes on elsewhere, or ends, within so many seconds."""
         ...
@@ -135,7 +131,6 @@ class Workforce:
         post.task = self._spawn(self._keep(place.name, post))
 
     async def _keep(self, name: str, post: _Post) -> None:
-        await post.worker.reserve()
         failure = await keep(post.worker, self._report)
         post.is_spoilt = True
         post.worker.release()

@@ -317,6 +317,22 @@ def test_several_ranks_make_one_mixed_worker_unless_pools_are_named() -> None:
     assert (pools.prefill.tp, pools.decode.tp, pools.mixed.replicas) == (2, 2, 0)
 
 
+def test_where_pools_may_go(tmp_path: Path) -> None:
+    given = "--labels disk=ssd --label tier=fast --accelerator H100 --topology-key rack"
+    spec = flags.read_spec(given.split())
+    assert spec.topology_key == "rack"
+    for pool in (spec.pools.prefill, spec.pools.decode):
+        assert (pool.labels, pool.accelerator) == (("disk=ssd", "tier=fast"), "H100")
+    path = tmp_path / "cluster.yaml"
+    path.write_text("pools: {prefill: {accelerator: H100}, decode: {labels: [kind=a, disk=b]}}\n")
+    pools = flags.read_spec(["--config", str(path)]).pools
+    assert pools.prefill.selector == {"ray.io/accelerator-type": "H100"}
+    assert pools.decode.selector == {"kind": "a", "disk": "b"}
+    with pytest.raises(SpecError, match=r"^pools\.prefill: labels: 'disk' is no KEY=VALUE$"):
+        flags.read_spec(["--labels", "disk"])
+    assert flags.read_spec(["--topology-key", ""]).topology_key == ""
+
+
 def test_how_far_a_pool_may_go() -> None:
     given = "--prefill 1 --decode 2 --min-decode 0 --max-decode 4 --max-gpus 3"
     spec = flags.read_spec([*given.split(), "--scale-down-seconds", "9"])

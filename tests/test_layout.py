@@ -25,8 +25,12 @@ DOORS = {
 DECIDING = {
     "penstock.workers.scheduling": {"numpy"},
     "penstock.router.routing": {"numpy"},
-    "penstock.cluster.spec": {"yaml"},
-    "penstock.cluster.placement": {"penstock.cluster.spec"},
+    "penstock.cluster.labels": set(),
+    "penstock.cluster.spec": {"yaml", "penstock.cluster.labels"},
+    "penstock.cluster.packing": {"penstock.cluster.labels", "penstock.cluster.spec"},
+    "penstock.cluster.placement": {
+        *("penstock.cluster.labels", "penstock.cluster.packing", "penstock.cluster.spec"),
+    },
     "penstock.cluster.restarts": set(),
     "penstock.cluster.autoscaler": {"penstock.cluster.bursts"},
     "penstock.cluster.bursts": set(),

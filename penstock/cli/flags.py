@@ -30,6 +30,7 @@ ALSO = {
     "max_batched_tokens": ["--max-num-batched-tokens"],
     "tp": ["--tensor-parallel-size"],
     "pp": ["--pipeline-parallel-size"],
+    "labels": ["--label"],
 }
 """Other names of a flag; most are those of vLLM."""
 
@@ -124,6 +125,12 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--pool-nodes", action="store_true", default=UNSAID, help=_help("pool_nodes")
+    )
+    parser.add_argument(
+        "--topology-key",
+        default=UNSAID,
+        metavar="KEY",
+        help=f"{_help('topology_key')} ({ClusterSpec().topology_key})",
     )
     parser.add_argument(
         "--log-format",

@@ -1,4 +1,5 @@
-"""What the supervisor tells a router: nothing while it has none, or one that is still starting."""
+"""What the supervisor tells a router: nothing while it has none, or one that is still starting; and
+what it makes of a worker whose node dies while it starts."""
 
 import asyncio
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 from penstock.cluster import hosted
 from penstock.cluster.hosted import HostedRouter, HostedWorker
 from penstock.cluster.member import Member
-from penstock.cluster.notices import LogLine, Notice, Progress, Stuck
+from penstock.cluster.notices import LogLine, Notice, Stuck
 from penstock.cluster.placement import WorkerPlace
+from penstock.cluster.reservation import Reservation
 from penstock.router.config import RouterConfig
 from penstock.workers.config import WorkerConfig
 
@@ -42,35 +44,6 @@ async def test_a_worker_that_dies_while_a_router_starts_is_no_fault() -> None:
     assert [each[:2] for each in process.told] == [("worker_died", "decode-1"), ("set_workers", {})]
 
 
-class FakeGroup:
-    """A placement group that is granted at the third look."""
-
-    def __init__(self) -> None:
-        self.looks = 0
-
-    def wait(self, seconds: float) -> bool:
-        self.looks += 1
-        return self.looks == 3
-
-
-async def test_a_long_wait_for_a_place_says_what_it_waits_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    group, said = FakeGroup(), cast(list[Notice], [])
-    monkeypatch.setattr(hosted, "placement_group", lambda *given: group)
-    monkeypatch.setattr(hosted, "SECONDS_TO_SAY_WHY", 1)
-    place = WorkerPlace("decode", 0, ({"CPU": 1.0, "decode": 1.0},), 1, 0, 1.0, is_patient=True)
-    router = HostedRouter(RouterConfig(Path("m"), "m"), lambda title, notice: None)
-    config = WorkerConfig("decode-0", Path("m"))
-    worker = HostedWorker(place, config, router, lambda title, notice: said.append(notice))
-    async with asyncio.timeout(30):
-        await worker.reserve()
-    assert said == [
-        Progress("waiting for its place"),
-        Progress("waiting for its place: no node has CPU 1, decode 1 free"),
-    ]
-
-
 @pytest.mark.parametrize("own_node", [True, False])
 async def test_a_router_without_a_process_says_what_it_waits_for(own_node: bool) -> None:
     router = HostedRouter(RouterConfig(Path("m"), "m"), lambda title, notice: None, own_node)
@@ -96,3 +69,45 @@ async def test_a_worker_that_a_router_calls_stuck_is_given_up_and_no_other() -> 
         router._heard("router 0", news)
     assert given_up == [("d1", f"it is stuck: {stuck.reason}")]
     assert told[:2] == [("router 0", line), ("router 0", stuck)]
+
+
+class FakePlace:
+    """A worker's place, which is there or not."""
+
+    def __init__(self) -> None:
+        self.is_there = True
+
+    async def is_lost(self) -> bool:
+        await asyncio.sleep(0)
+        return not self.is_there
+
+
+@pytest.mark.parametrize("serves", [False, True])
+async def test_a_worker_that_starts_on_a_node_that_dies_is_ended(
+    monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    monkeypatch.setattr(hosted, "SECONDS_BETWEEN_LOOKS", 0.0)
+    place = WorkerPlace("decode", 0, ({"CPU": 1.0},), 1, 0, 1.0)
+    config = RouterConfig(model=Path("model"), served_name="m")
+    router = HostedRouter(config, lambda title, notice: None)
+    worker = HostedWorker(place, WorkerConfig("decode-0", Path("m")), router, lambda t, n: None)
+    there, killed = FakePlace(), asyncio.Event()
+    worker._reservation = cast(Reservation, there)
+    crew = SimpleNamespace(give_up=None, kill=killed.set)
+    monkeypatch.setattr(hosted, "Crew", lambda members: crew)
+    monkeypatch.setattr(worker, "_make_rank", lambda rank: None)
+    worker.make()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not killed.is_set()
+    if serves:
+        await worker.came("here:1")
+    there.is_there = False
+    if serves:  # then its death is noticed as any other
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not killed.is_set()
+    else:
+        async with asyncio.timeout(10):
+            await killed.wait()
+    await worker.went()

@@ -42,8 +42,13 @@ class ScriptedHost:
     config: object = "config"
     lives: list[ScriptedLife] = field(default_factory=list)
     happened: list[str] = field(default_factory=list)
+    num_reserved: int = 0
+
+    async def reserve(self) -> None:
+        self.num_reserved += 1
 
     def make(self) -> ScriptedLife:
+        assert self.num_reserved == len(self.lives) + 1
         fails = self.failures[len(self.lives)] if len(self.lives) < len(self.failures) else None
         self.lives.append(ScriptedLife(fails, asyncio.Event()))
         return self.lives[-1]
@@ -78,6 +83,7 @@ async def test_a_dead_process_is_told_and_replaced() -> None:
     assert host.happened == ["came at config", "went", "came at config"]
     assert host.lives[0].killed == 1, "what it hosted may have failed in a process that lives"
     assert host.lives[1].killed == 0
+    assert host.num_reserved == 2, "its place may have gone with it"
     assert sum(isinstance(each, Ready) for each in told) == 2
     assert Died("it died", 0.0) in told
     task.cancel()

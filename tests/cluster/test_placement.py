@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from penstock.cluster.packing import MIN_CPUS
 from penstock.cluster.placement import (
-    MIN_CPUS,
     ROUTER_CPUS,
     CannotPlace,
     Node,

@@ -32,7 +32,8 @@ router: {host: 0.0.0.0, http_port: 80, grpc_port: 90, api_keys: [a, b], drain_se
 engine: {block_size: 32, kv_cache_mib: 100, max_model_len: 4096, dtype: bfloat16}
 pools:
   prefill: {replicas: 2, gpus: 1}
-  decode: {replicas: 3, cpus: 1.5, threads: 4}
+  decode: {replicas: 3, cpus: 1.5, threads: 4, labels: [disk=ssd], accelerator: H100}
+topology_key: rack
 """
 
 
@@ -45,7 +46,10 @@ def test_a_whole_file() -> None:
         block_size=32, kv_cache_mib=100, max_model_len=4096, dtype="bfloat16"
     )
     assert spec.pools.prefill == PoolSpec(replicas=2, gpus=1)
-    assert spec.pools.decode == PoolSpec(replicas=3, cpus=1.5, threads=4)
+    assert spec.pools.decode == PoolSpec(
+        replicas=3, cpus=1.5, threads=4, labels=("disk=ssd",), accelerator="H100"
+    )
+    assert spec.topology_key == "rack"
     assert spec.pools.mixed.replicas == 0
 
 
@@ -99,6 +103,18 @@ def test_naming_a_pool_leaves_the_others_empty() -> None:
         ({"pools": {"mixed": {"ep": 2}}}, "pools.mixed: ep: 2 does not divide tp (1): experts are"),
         ({"pools": {"mixed": {"gpus": 2}}}, "pools.mixed: gpus: a rank computes on one GPU"),
         ({1: 2}, "1: unknown key"),
+        ({"pools": {"mixed": {"labels": "a=b"}}}, "pools.mixed.labels: expected a list of strings"),
+        ({"pools": {"mixed": {"labels": ["a"]}}}, "pools.mixed: labels: 'a' is no KEY=VALUE"),
+        (
+            {"pools": {"mixed": {"labels": ["a=b", "a=c"]}}},
+            "pools.mixed: labels: a is asked for twice",
+        ),
+        ({"pools": {"mixed": {"accelerator": "H 100"}}}, "pools.mixed: accelerator: 'H 100' is no"),
+        (
+            {"pools": {"mixed": {"accelerator": "H100", "gpus": 0}}},
+            "pools.mixed: accelerator: H100 is asked for, but with gpus: 0",
+        ),
+        ({"topology_key": "a b"}, "topology_key: 'a b' is no key of a label"),
         (
             {"pools": {"mixed": {"min_replicas": 3, "max_replicas": 2}}},
             "pools.mixed: min_replicas, 3, is more than max_replicas, 2",
@@ -221,7 +237,7 @@ def test_merging_keeps_what_only_one_side_says(base: Any, over: Any) -> None:
 
 
 def test_no_more_knobs_than_one_can_know() -> None:
-    assert sum(len(knobs(record)) for record in RECORDS) <= 38
+    assert sum(len(knobs(record)) for record in RECORDS) <= 43
 
 
 POOL_NODES = {"pool_nodes": True, "pools": {"mixed": {"cpus": 2, "gpus": 0}}}

@@ -33,6 +33,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pools": {"decode": {"cpus": 0}}}, "/pools/decode/cpus': minimum"),
     ({"pools": {"decode": {"memory": "lots"}}}, "/pools/decode/memory': 'lots' does not match"),
     ({"pools": {"decode": {"gpuResource": "gpu"}}}, "/pools/decode/gpuResource': 'gpu' does not"),
+    ({"poolDefaults": {"near": "a zone"}}, "/poolDefaults/near': 'a zone' does not match"),
     ({"engine": {"block_size": 0}}, "/engine/block_size': minimum"),
     ({"engine": {"dtype": "int4"}}, "/engine/dtype': value must be one of"),
     ({"router": {"httpPort": 65536}}, "/router/httpPort': maximum"),

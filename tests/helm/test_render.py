@@ -119,6 +119,41 @@ def test_prefill_and_decode_have_one_shape() -> None:
     assert len(shapes) == 1
 
 
+@pytest.mark.parametrize("mode", chart.MODES)
+def test_workers_would_rather_be_near_each_other(mode: str) -> None:
+    zone, soft = "topology.kubernetes.io/zone", "preferredDuringSchedulingIgnoredDuringExecution"
+    own = {"weight": 1, "podAffinityTerm": {"topologyKey": "rack", "labelSelector": {}}}
+    affinity = {"podAffinity": {soft: [own]}, "nodeAffinity": {soft: []}}
+    pools = {"prefill": {"affinity": affinity}, "mixed": {"replicas": 1, "near": ""}}
+    values = chart.merged(
+        chart.of_mode(mode), {"poolDefaults": {"near": zone}, "pools": pools, "router": {}}
+    )
+    found = chart.objects(chart.render(values))
+    assert chart.problems(found) == []
+    wishes = {role: pod["spec"].get("affinity", {}) for role, pod in chart.pods(found)}
+    assert wishes["decode"].keys() == {"podAffinity"}
+    (wish,) = wishes["decode"]["podAffinity"][soft]
+    assert wish["podAffinityTerm"]["topologyKey"] == zone
+    assert wishes["prefill"] == {**affinity, "podAffinity": {soft: [own, wish]}}
+    assert not any(wishes[other] for other in ("head", "router", "driver", "mixed"))
+    # Prefill and decode pods are meant, and nobody else's.
+    meant = {
+        role
+        for role, pod in chart.pods(found)
+        if selects(wish["podAffinityTerm"]["labelSelector"], pod["metadata"]["labels"])
+    }
+    assert meant == {"prefill", "decode", "mixed"}
+
+
+def selects(selector: chart.Object, labels: chart.Object) -> bool:
+    """As Kubernetes judges labels; NotIn is all that is asked beside values."""
+    (never,) = selector["matchExpressions"]
+    assert never["operator"] == "NotIn"
+    return labels.get(never["key"]) not in never["values"] and all(
+        labels.get(key) == value for key, value in selector["matchLabels"].items()
+    )
+
+
 def test_the_notes_say_the_next_commands() -> None:
     notes = chart.render({})["penstock/templates/NOTES.txt"]
     assert "kubectl -n apps logs -f deployment/rel-penstock-driver" in notes

@@ -6,16 +6,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels import panel_product as panels
-from penstock.kernels.panel_loops import DEEP, HIGH, PANEL
 from penstock.kernels.panel_product import can_panel, panel_product, panel_product_reference
 from tests.support.threads import threads
 
-EDGES = (1, 2, PANEL - 1, PANEL, PANEL + 1, 3 * PANEL)
+# As in `panel_loops`, which takes numba to be imported; panels of 24 columns or 48.
+DEEP, HIGH, PANEL = 192, 8, 48
+EDGES = (1, 2, 23, 24, 25, PANEL - 1, PANEL, PANEL + 1, 3 * PANEL, 9 * PANEL + 1)
 ROWS = (0, 1, 2, HIGH - 1, HIGH, HIGH + 1, 64, 65, 300)
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return panel_product_reference(x, weight, bias).float()
+
+
+def test_the_edges_are_those_of_the_loops() -> None:
+    from penstock.kernels import panel_loops as loops
+
+    assert (loops.DEEP, loops.HIGH) == (DEEP, HIGH)
+    assert loops.PANEL in (PANEL, PANEL // 2)
 
 
 @pytest.mark.parametrize("num_inputs", [1, DEEP - 1, DEEP, DEEP + 1, 2 * DEEP + 7])

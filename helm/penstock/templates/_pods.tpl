@@ -185,7 +185,23 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{- /* root, node: nodeSelector, tolerations, affinity, topologySpread */ -}}
+{{- /* root, node: its affinity, and with `near` a wish to be where other workers of the release are. */ -}}
+{{- define "penstock.affinity" -}}
+{{- $affinity := deepCopy (default dict .node.affinity) -}}
+{{- if .node.near -}}
+{{- $others := dict "key" "app.kubernetes.io/component" "operator" "NotIn" "values" (list "head" "router" "driver") -}}
+{{- $selector := dict "matchLabels" (include "penstock.selector" .root | fromYaml) "matchExpressions" (list $others) -}}
+{{- $term := dict "topologyKey" .node.near "labelSelector" $selector -}}
+{{- $pods := default dict $affinity.podAffinity -}}
+{{- $wishes := default list $pods.preferredDuringSchedulingIgnoredDuringExecution -}}
+{{- $wishes = append $wishes (dict "weight" 100 "podAffinityTerm" $term) -}}
+{{- $_ := set $pods "preferredDuringSchedulingIgnoredDuringExecution" $wishes -}}
+{{- $_ := set $affinity "podAffinity" $pods -}}
+{{- end -}}
+{{- if $affinity -}}{{- toYaml $affinity -}}{{- end -}}
+{{- end -}}
+
+{{- /* root, node: nodeSelector, tolerations, affinity, near, topologySpread */ -}}
 {{- define "penstock.where" -}}
 {{- with .node.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -193,8 +209,8 @@ nodeSelector: {{- toYaml . | nindent 2 }}
 {{- with .node.tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .node.affinity }}
-affinity: {{- toYaml . | nindent 2 }}
+{{- with include "penstock.affinity" . }}
+affinity: {{- . | nindent 2 }}
 {{- end }}
 {{- with .node.topologySpread }}
 topologySpreadConstraints:

@@ -1,0 +1,137 @@
+"""Labels on Ray's own cluster of several nodes: what pools ask for, who is near whom, and what the
+death of a node makes of that."""
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from penstock.cli.checkpoint import SHIPPED
+from penstock.cluster import reservation
+from penstock.cluster.labels import ZONE
+from penstock.cluster.notices import LogLine, Notice, Progress
+from penstock.cluster.notices import Serving as Serves
+from penstock.cluster.spec import ClusterSpec, EngineSpec, Pools, PoolSpec, RouterSpec
+from penstock.cluster.supervisor import Supervisor
+from penstock.loadtests.server import free_ports
+from tests.support.serving import PATIENCE, serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+MODEL = SHIPPED.parent / "demo-small"
+NODES = ("a1", "a2", "b1", "b2")  # zone and number
+
+
+def node(name: str) -> dict[str, Any]:
+    """As Ray's cluster takes it."""
+    labels = {ZONE: name[0], "name": name, "disk": "hdd" if name == "b2" else "ssd"}
+    return {"num_cpus": 2, "num_gpus": 0, "labels": labels}
+
+
+class Zones:
+    """Two zones of two nodes, each node with room for one worker and for routers; the last one has
+    another kind of disk."""
+
+    def __init__(self) -> None:
+        head, *others = NODES
+        self._cluster = Cluster(
+            initialize_head=True, head_node_args={**node(head), "include_dashboard": False}
+        )
+        self._nodes = {name: self._cluster.add_node(wait=False, **node(name)) for name in others}
+        self._cluster.wait_for_nodes()
+        self.address: str = self._cluster.address
+        ray.init(address=self.address, log_to_driver=False)
+
+    def of_workers(self, supervisor: Supervisor) -> dict[str, str]:
+        """Worker to the node where its process serves."""
+        names = {node["NodeID"]: node["Labels"].get("name", "") for node in ray.nodes()}
+        found = {}
+        for worker in supervisor.workers:
+            if worker.serves and worker.member is not None:
+                process = worker.member.members[0].process
+                found[worker.name] = "" if process is None else names[process.node]
+        return found
+
+    def kill(self, name: str) -> None:
+        self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def end(self) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def zones() -> Iterator[Zones]:
+    with tempfile.TemporaryDirectory(prefix="pk-") as folder, pytest.MonkeyPatch.context() as patch:
+        # Ray keeps the address of such a cluster where all of a machine's would.
+        patch.setenv("RAY_TMPDIR", folder)
+        Path(folder, "ray").mkdir()
+        found = Zones()
+        yield found
+        found.end()
+
+
+def test_a_label_that_no_node_has_is_said_and_nothing_is_started(zones: Zones) -> None:
+    arguments = [str(MODEL), "--ray-address", zones.address, "--labels", "disk=tape"]
+    with (
+        tempfile.TemporaryDirectory(prefix="pk-") as folder,
+        serving(arguments, free_ports(2), Path(folder)) as running,
+    ):
+        assert running.wait() == 1
+        (said,) = (line for line in running.said.splitlines() if "no place" in line)
+    assert said.startswith(
+        "penstock serve: no place for prefill worker 0, which asks 0.1 CPUs on one node with "
+        "disk=tape (others were placed before it); free are "
+    )
+    assert said.count("(disk=ssd): 2 CPUs, 0 GPUs") == 3
+    assert said.count("(disk=hdd): 2 CPUs, 0 GPUs") == 1
+
+
+async def until(happened: Callable[[], bool], running: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not happened():
+            assert not running.done(), "it ended"
+            await asyncio.sleep(0.1)
+
+
+async def test_pools_share_a_zone_and_leave_it_where_it_has_no_room(
+    zones: Zones, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservation, "SECONDS_NEAR", 2)
+    http, grpc = free_ports(2)
+    pool = PoolSpec(cpus=1.5, gpus=0)
+    on_hdd = PoolSpec(cpus=1.5, gpus=0, labels=("disk=hdd",))
+    spec = ClusterSpec(
+        ray_address=zones.address,
+        router=RouterSpec(http_port=http, grpc_port=grpc),
+        engine=EngineSpec(kv_cache_mib=64),
+        pools=Pools(prefill=pool, decode=on_hdd),
+    )
+    told: list[Notice] = []
+    supervisor = Supervisor(spec, MODEL, lambda title, notice: told.append(notice))
+    stop = asyncio.Event()
+    running = asyncio.create_task(supervisor.run(stop))
+    await until(lambda: any(isinstance(each, Serves) for each in told), running)
+    assert f"all workers near each other: {ZONE}=b" in [
+        each.text for each in told if isinstance(each, LogLine)
+    ]
+    assert zones.of_workers(supervisor) == {"prefill-0": "b1", "decode-0": "b2"}
+    zones.kill("b1")
+    await until(
+        lambda: (
+            zones.of_workers(supervisor).get("prefill-0", "b1") != "b1"
+            and len(zones.of_workers(supervisor)) == 2
+        ),
+        running,
+    )
+    where = zones.of_workers(supervisor)
+    assert where["prefill-0"] in ("a1", "a2")
+    assert where["decode-0"] == "b2"
+    assert Progress("no room near the others: any node will do") in told
+    stop.set()
+    await running
