@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.in_place import prepare
+from penstock.workers.kv_cache import choose_cache_dtype
 from penstock.workers.layers.packing import check_deterministic, check_quantization, pack
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
@@ -104,7 +105,7 @@ def load_model(
     check_quantization(quantization, device, chosen)
     if deterministic:
         check_deterministic(device, chosen)
-    preparing = prepare(device, chosen)
+    preparing = prepare(device, choose_cache_dtype("auto", quantization, chosen, device))
     decoder = empty_decoder(spec, chosen, device, deterministic, ranks)
     _stream(entries, decoder.tensors(), regions(spec, ranks.place), progress)
     decoder.settle()
