@@ -89,15 +89,15 @@ def _one_by_one(
     block_size, head = place[2], place[1]
     group, head_dim = len(sinks), query.shape[2]
     padded, span = (head_dim + 7) // 8 * 8, (context + count + 6) // 8 * 8
-    low, high = max(context - behind, 0), context + count - 1
-    blocks, near = (low // block_size, (high - 1) // block_size + 1), float_rows(rows, scratch)
+    lowest, high = max(context - behind, 0), context + count - 1
+    blocks, near = (lowest // block_size, (high - 1) // block_size + 1), float_rows(rows, scratch)
     for r in range(count * group):
         whole = query[start + r // group, head * group + r % group]
         q[r * padded : r * padded + head_dim] = whole * scale
         q[r * padded + head_dim : (r + 1) * padded] = 0
     for at in range(blocks[0], blocks[1]):
         row_at = _block_at(table, at, place) * head_dim
-        begin, end = _seen(at, block_size, low, high)
+        begin, end = _seen(at, block_size, lowest, high)
         row_at = bring_rows(rows, row_at, begin, end, head_dim, scratch)
         # The next block of keys, or the first of values.
         is_last = at + 1 == blocks[1]
@@ -117,7 +117,7 @@ def _one_by_one(
     sums[: count * group * head_dim] = 0
     for at in range(blocks[0], blocks[1]):
         row_at = values_at + _block_at(table, at, place) * head_dim
-        begin, end = _seen(at, block_size, low, high)
+        begin, end = _seen(at, block_size, lowest, high)
         row_at = bring_rows(rows, row_at, begin, end, head_dim, scratch)
         then = min(at + 1, blocks[1] - 1)
         first = values_at + _block_start(table, then, place) * head_dim
