@@ -45,6 +45,7 @@ def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace
         threads=where.threads,
         dtype=spec.engine.dtype,
         quantization=spec.engine.quantization,
+        kv_cache_dtype=spec.engine.kv_cache_dtype,
         deterministic=spec.engine.deterministic,
         canary_seconds=spec.engine.canary_seconds,
         hang_seconds=spec.engine.hang_seconds,

@@ -64,6 +64,9 @@ class EngineSpec:
     )
     max_model_len: int | None = knob(None, "longest prompt and answer; by default the model's", 1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob("auto", "of weights and KV")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = knob(
+        "auto", "of KV; by default the dtype, but bfloat16 with int8 (CPU)"
+    )
     quantization: Literal["none", "int8"] = knob(
         "none", "of weights; int8 also quantizes activations, token by token (CPU)"
     )
@@ -79,6 +82,14 @@ class EngineSpec:
     bundles: str | None = knob(
         None, "folder for what is left of a worker that hung; by default among temporary files"
     )
+
+    def __post_init__(self) -> None:
+        cached, dtype = self.kv_cache_dtype, self.dtype
+        if dtype in ("bfloat16", "float16") and cached not in ("auto", dtype):
+            raise SpecError(
+                f"kv_cache_dtype: {cached} cannot be had with dtype {dtype}: only what computes in "
+                "float32 may have another cache; use auto"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ to p without a window) through its block table:
 
 query [T, Hq, D]; one layer's cache [2, N, H, S, D] (see `cache`), already holding this step's keys
 and values. Query heads [h G, (h + 1) G) read KV head h, G = Hq / H. Slots that no token may see
-can hold anything, NaN included. Scores may be bent on their way (`scores`). A cache of
+can hold anything, NaN included. Scores may be bent on their way (`scores`). On a CPU the cache may
+be of bfloat16 where the query is float32; what is computed is float32 then. A cache of
 float8_e4m3fn stands for its numbers times `scales` [2, H], of keys and of values.
 
 What depends on the batch alone is worked out once a step by `plan_attention`, or by `device_plan`
@@ -116,6 +117,11 @@ def device_plan(
     return AttentionPlan(form, layer, "T")
 
 
+def reads_narrow(layer: Tensor) -> bool:
+    """Whether this cache of 16 bits may be read by queries of float32: by the forms of a CPU."""
+    return layer.dtype == torch.bfloat16 and layer.device.type == "cpu" and not on_triton(layer)
+
+
 def _shared_positions(context_lens: Ints, block_tables: Ints, block_size: int) -> int:
     """Positions whose blocks are all sequences', and before everyone's last."""
     width = int(context_lens.min() - 1) // block_size
@@ -132,10 +138,10 @@ def paged_attention(
     scores: Scores = PLAIN,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Attends: query [T, Hq, D], layer [2, N, H, S, D] contiguous; [T, Hq, D].
+    """Attends: query [T, Hq, D], layer [2, N, H, S, D] contiguous; [T, Hq, D] of the query's dtype.
 
-    One dtype, unless the cache is of float8_e4m3fn, with scales [2, H] float32. ValueError where
-    the shapes, dtypes or devices do not fit together.
+    One dtype, unless the cache is narrower (`reads_narrow`), of float8_e4m3fn with scales [2, H]
+    float32. ValueError where the shapes, dtypes or devices do not fit together.
     """
     _check(query, layer, plan, scores, scales)
     return plan.form.attend(query, layer, scores, scales)
@@ -195,13 +201,10 @@ def _check(
     check("layer", layer, planned.shape, (planned.dtype,), like=planned)
     check_contiguous("layer", layer)
     narrow = layer.dtype == E4M3
-    check(
-        "query",
-        query,
-        (plan.num_tokens, "Hq", head_dim),
-        FLOATS if narrow else (layer.dtype,),
-        like=layer,
-    )
+    dtypes = FLOATS if narrow else (layer.dtype,)
+    if reads_narrow(layer):
+        dtypes = (layer.dtype, torch.float32)
+    check("query", query, (plan.num_tokens, "Hq", head_dim), dtypes, like=layer)
     if query.shape[1] % num_heads:
         raise ValueError(f"query: a multiple of {num_heads} heads expected, not {query.shape[1]}")
     if query.stride(1) != head_dim:

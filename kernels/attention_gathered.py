@@ -186,7 +186,9 @@ class _Planner:
         _, self.num_blocks, self.num_heads, self.block_size, head_dim = layer.shape
         self.tables = block_tables
         self.window = window
-        self.dtype = layer.dtype if layer.itemsize > 1 else torch.float32
+        # Of masks. On a CPU a narrow cache may be a float32 query's.
+        plain = layer.itemsize > 1 and layer.device.type != "cpu"
+        self.dtype = layer.dtype if plain else torch.float32
         self.device = layer.device
         self.block_bytes = 2 * self.num_heads * self.block_size * head_dim * layer.itemsize
 

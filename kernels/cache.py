@@ -4,6 +4,7 @@ One layer's cache is [2, N, H, S, D]: keys and values, N blocks, H KV heads, S s
 features. Of latent attention it is [1, N, 1, S, D]: one row a token (see `latent_attention`). A
 slot number is block * S + offset. The whole cache has the layers in front: [L, 2, N, H, S, D].
 
+On a CPU a cache may be of bfloat16 where float32 is written: it holds the nearest.
 An FP8 cache is float8_e4m3fn with scales [2, H] float32, of keys and of values: what it holds is
 x / scale, at most 448 in size.
 """
@@ -64,8 +65,8 @@ def write_kv(layer: Tensor, rows: Tensor, new: Tensor, scales: Tensor | None = N
         return
     if scales is not None:
         new = (new.float() * (1 / scales).view(-1, 1)).clamp_(-E4M3_MAX, E4M3_MAX).to(layer.dtype)
-    held, new = (each.view(torch.uint8) if scales is not None else each for each in (layer, new))
-    held.view(-1, layer.shape[-1]).index_put_((rows,), new)
+        layer, new = layer.view(torch.uint8), new.view(torch.uint8)
+    layer.view(-1, layer.shape[-1]).index_put_((rows,), new.to(layer.dtype))
 
 
 def rotate_and_write(

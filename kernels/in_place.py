@@ -1,11 +1,13 @@
 """Attention that reads blocks in place, on a CPU: the way to its kernel.
 
-The kernel (`paged_tiles`) is compiled when it is first imported, so that it is imported only where
-it is used: by `prepare`, while something else is waited for, or by the first call.
+The kernel (`paged_tiles`) computes in float32, over a cache of float32 or bfloat16. It is compiled
+when it is first asked for, of one of these: by `prepare`, while something else is waited for, or by
+the first call.
 """
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -21,13 +23,15 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 def can_read_in_place(device: torch.device, dtype: torch.dtype) -> bool:
-    """The rule by which the kernel is taken; all else has the torch form."""
-    return device.type == "cpu" and dtype == torch.float32
+    """The rule by which the kernel is taken, for a cache of this dtype; all else has the torch
+    form."""
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> Thread:
-    """Starts to load the kernel, where it will be used; to be joined."""
-    thread = Thread(target=_kernel if can_read_in_place(device, dtype) else int, daemon=True)
+    """Starts to load the kernel for a cache of this dtype, where it will be used; to be joined."""
+    used = can_read_in_place(device, dtype)
+    thread = Thread(target=partial(_kernel, dtype) if used else int, daemon=True)
     thread.start()
     return thread
 
@@ -73,14 +77,22 @@ class InPlace:
 
     def attend_(self, out: Tensor, query: Tensor, layer: Tensor, scores: Scores = PLAIN) -> None:
         """Writes these tokens' rows of out [T, Hq, D] contiguous; query [T, Hq, D] of the whole
-        batch, layer [2, N, H, S, D], or [1, N, 1, S, D] where keys are values too."""
+        batch, layer [2, N, H, S, D], or [1, N, 1, S, D] where keys are values too.
+
+        Where out is no float32 it is rounded to at the end, and all its rows are written.
+        """
+        if out.dtype != torch.float32:
+            wide = torch.empty(out.shape)
+            self.attend_(wide, query.float(), layer, scores)
+            out.copy_(wide)
+            return
         _, num_heads, head_dim = query.shape
         num_sides, num_blocks, num_kv_heads, block_size, _ = layer.shape
         sinks = _by_head(scores.sinks, num_heads, -np.inf)
         slopes = _by_head(scores.slopes, num_heads, 0.0)
-        _kernel()(
+        _kernel(layer.dtype)(
             query.numpy(),
-            layer.view(-1).numpy(),
+            _rows(layer),
             (num_sides - 1) * num_blocks * num_kv_heads * block_size * head_dim,
             num_kv_heads,
             block_size,
@@ -102,8 +114,16 @@ def _by_head(values: Tensor | None, num_heads: int, none: float) -> npt.NDArray[
     return values.float().numpy()
 
 
-def _kernel() -> Any:
+def _rows(layer: Tensor) -> npt.NDArray[Any]:
+    """The layer flat, as the kernel takes it."""
+    if layer.dtype == torch.float32:
+        return layer.view(-1).numpy()
+    return layer.view(-1).view(torch.int16).numpy().view(np.uint16)
+
+
+def _kernel(dtype: torch.dtype) -> Any:
+    """For a cache of this dtype."""
     settle_numba()
     from penstock.kernels.paged_tiles import paged_tiles
 
-    return paged_tiles
+    return paged_tiles(dtype == torch.bfloat16)

@@ -61,6 +61,21 @@ def _loads(width: int):
     return load
 
 
+@written
+def load_widened(typing, array, at):
+    """WIDE bfloat16 of a flat array of their bits, uint16, from `at` on."""
+    lanes = Lanes(WIDE)
+
+    def code(context, builder, signature, arguments):
+        narrow, wide = (ir.VectorType(ir.IntType(bits), WIDE) for bits in (16, 32))
+        place = _place(context, builder, signature, arguments)
+        found = builder.load(builder.bitcast(place, narrow.as_pointer()), align=2)
+        upper = builder.shl(builder.zext(found, wide), ir.Constant(wide, [16] * WIDE))
+        return builder.bitcast(upper, context.get_value_type(lanes))
+
+    return lanes(array, types.intp), code
+
+
 def _everywhere(context, builder, lanes, value):
     none = ir.Constant(context.get_value_type(lanes), ir.Undefined)
     one = builder.insert_element(none, value, ir.Constant(ir.IntType(32), 0))
@@ -170,22 +185,42 @@ def greater_of(typing, a, b):
     return a(a, a), code
 
 
+def _shuffled(builder, one, other, places):
+    """The lanes of both at these places, those of `one` numbered first."""
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(places)), list(places))
+    return builder.shuffle_vector(one, other, mask)
+
+
+def _halves(builder, lanes):
+    """h_j = a_j + a_(j + 4) of eight lanes."""
+    low, high = (_shuffled(builder, lanes, lanes, range(at, at + 4)) for at in (0, 4))
+    return builder.fadd(low, high)
+
+
 @written
 def total_of(typing, lanes):
     """((h0 + h1) + h2) + h3 of eight lanes, h_j = a_j + a_(j + 4)."""
 
     def code(context, builder, signature, arguments):
-        number = ir.IntType(32)
-        low, high = (
-            builder.shuffle_vector(
-                arguments[0],
-                arguments[0],
-                ir.Constant(ir.VectorType(number, 4), list(range(first, first + 4))),
-            )
-            for first in (0, 4)
-        )
-        halves = builder.fadd(low, high)
-        parts = [builder.extract_element(halves, ir.Constant(number, j)) for j in range(4)]
+        halves = _halves(builder, arguments[0])
+        parts = [builder.extract_element(halves, ir.Constant(ir.IntType(32), j)) for j in range(4)]
         return builder.fadd(builder.fadd(builder.fadd(parts[0], parts[1]), parts[2]), parts[3])
 
     return types.float32(lanes), code
+
+
+@written
+def totals_of(typing, a, b, c, d):
+    """`total_of` of four, in four lanes: summed side by side, each as it would be by itself."""
+
+    def code(context, builder, signature, arguments):
+        ha, hb, hc, hd = (_halves(builder, each) for each in arguments)
+        ab = [_shuffled(builder, ha, hb, places) for places in ([0, 4, 1, 5], [2, 6, 3, 7])]
+        cd = [_shuffled(builder, hc, hd, places) for places in ([0, 4, 1, 5], [2, 6, 3, 7])]
+        h = [
+            _shuffled(builder, ab[j // 2], cd[j // 2], [0, 1, 4, 5] if j % 2 == 0 else [2, 3, 6, 7])
+            for j in range(4)
+        ]
+        return builder.fadd(builder.fadd(builder.fadd(h[0], h[1]), h[2]), h[3])
+
+    return Lanes(4)(a, b, c, d), code

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.aot import AotCase, meta
-from penstock.kernels.attention import check_batch, check_device_batch
+from penstock.kernels.attention import check_batch, check_device_batch, reads_narrow
 from penstock.kernels.attention_tiles import Batch, TiledPlan
 from penstock.kernels.forms import plain_form
 from penstock.kernels.invariant_product import invariant_heads
@@ -49,7 +49,7 @@ class _Span:
     tokens: slice  # its rows of the query
     blocks: Tensor  # [M] int64
     context: int  # positions, this step's included
-    mask: Tensor | None  # [tokens, context] 0 or -inf; None: one token, or nothing before
+    mask: Tensor | None  # [tokens, context] float32, 0 or -inf; None: one token, or nothing before
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def _mask(query_len: int, context: int, layer: Tensor) -> Tensor | None:
     positions = np.arange(context)
     seen = positions <= positions[context - query_len :, None]
     mask = np.where(seen, np.float32(0), np.float32(-np.inf))
-    return torch.from_numpy(mask).to(layer.device, layer.dtype)
+    return torch.from_numpy(mask).to(layer.device)
 
 
 def latent_attention(
@@ -176,7 +176,8 @@ def latent_attention(
 ) -> Tensor:
     """Attends: query [T, H, Q + P], layer [1, N, 1, S, R + P], up [H, Q + V, R]; [T, H, V].
 
-    One dtype; layer and up contiguous. ValueError where the shapes do not fit together.
+    One dtype, unless the cache is narrower (`reads_narrow`); layer and up contiguous. ValueError
+    where the shapes do not fit together.
     """
     _check(query, layer, up, plan)
     rope_dim = layer.shape[4] - up.shape[2]
@@ -190,16 +191,17 @@ def latent_attention(
         picked = query[plan.rows]
         out[plan.rows] = _absorbed(picked, layer, keys_up, values_up, plan, scale)
     for span in plan.expanded:
-        rows = _gather(layer, span, plan.gathered)
+        rows = _gather(layer, span, plan.gathered, query.dtype)
         _expanded(out[span.tokens], query[span.tokens], rows, keys_up, values_up, span.mask, scale)
     return out
 
 
-def _gather(layer: Tensor, span: _Span, gathered: Tensor) -> Tensor:
-    """The sequence's own rows [context, R + P]: nothing that no token may see is among them."""
+def _gather(layer: Tensor, span: _Span, gathered: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sequence's own rows [context, R + P], of this dtype: nothing that no token may see is
+    among them."""
     blocks = layer.view(layer.shape[1], -1)
     found = torch.index_select(blocks, 0, span.blocks, out=gathered[: len(span.blocks)])
-    return found.view(-1, layer.shape[4])[: span.context]
+    return found.view(-1, layer.shape[4])[: span.context].to(dtype)
 
 
 def _absorbed(
@@ -222,7 +224,7 @@ def _absorbed(
     start = 0
     for span in plan.absorbed:
         stop = start + span.tokens.stop - span.tokens.start
-        rows = _gather(layer, span, plan.gathered)
+        rows = _gather(layer, span, plan.gathered, query.dtype)
         _attend_rows(sums[:, start:stop], wide[start:stop], rows, span.mask, scale)
         start = stop
     return torch.bmm(sums, values_up.transpose(1, 2)).transpose(0, 1)
@@ -244,6 +246,7 @@ def _attend_rows(
         shares = (query[0] @ rows.T).mul_(scale).softmax(-1)
         torch.matmul(shares, rows[:, :rank], out=sums[:, 0])
         return
+    mask = None if mask is None else mask.to(query.dtype)
     # The rotated key is summed too, and thrown away: values as wide as keys have a fused form.
     shared = rows.expand(1, len(sums), -1, -1)
     out = functional.scaled_dot_product_attention(
@@ -265,6 +268,7 @@ def _expanded(
     query_dim, rank = keys_up.shape[1:]
     value_dim = values_up.shape[1]
     latents, shared_key = rows[:, :rank], rows[:, rank:]
+    mask = None if mask is None else mask.to(query.dtype)
     # Values as wide as keys have a fused form.
     width = max(query.shape[2], value_dim)
     padded = functional.pad(query, (0, width - query.shape[2])).transpose(0, 1)
@@ -305,7 +309,8 @@ def _check(query: Tensor, layer: Tensor, up: Tensor, plan: LatentPlan) -> None:
     if not rope_dim < query.shape[2] < rope_dim + up.shape[1]:
         raise ValueError(f"query has {query.shape[2]} features: Q + P does not fit up and layer")
     for name, other in (("layer", layer), ("up", up)):
-        if other.dtype != query.dtype or other.device != query.device:
+        narrow = other is layer and query.dtype == torch.float32 and reads_narrow(layer)
+        if (other.dtype != query.dtype and not narrow) or other.device != query.device:
             raise ValueError(
                 f"{name} is {other.dtype} on {other.device}, query {query.dtype} on {query.device}"
             )

@@ -23,7 +23,8 @@ def latent_in_place(
     plan: InPlace,
     scale: float,
 ) -> Tensor:
-    """Attends: query [T, H, Q + P], layer [1, N, 1, S, R + P] float32 contiguous; [T, H, V].
+    """Attends: query [T, H, Q + P] float32, layer [1, N, 1, S, R + P] float32 or bfloat16,
+    contiguous; [T, H, V].
 
     rank: R; keys_up, values_up: of each head, [T, Q] to [T, R] and [T, R] to [T, V].
     """

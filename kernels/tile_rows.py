@@ -31,6 +31,7 @@ from penstock.kernels.lanes import (
     splat_wide,
     store,
     total_of,
+    totals_of,
 )
 
 Floats = npt.NDArray[np.float32]
@@ -112,8 +113,11 @@ def score_row(
             b = fma(x, _rest(rows, k1 + whole, count, spare), b)
             c = fma(x, _rest(rows, k2 + whole, count, spare), c)
             d = fma(x, _rest(rows, k3 + whole, count, spare), d)
-        scores[at + s], scores[at + s1] = total_of(a), total_of(b)
-        scores[at + s2], scores[at + s3] = total_of(c), total_of(d)
+        if s + 4 <= end:
+            store(scores, at + s, totals_of(a, b, c, d))
+        else:
+            scores[at + s], scores[at + s1] = total_of(a), total_of(b)
+            scores[at + s2], scores[at + s3] = total_of(c), total_of(d)
 
 
 @numba.njit(fastmath=_LOOSE, nogil=True)

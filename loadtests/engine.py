@@ -41,6 +41,7 @@ class Options:
     input_len: int = option(128, "prompt tokens")
     output_len: int = option(64, "answer tokens")
     quantization: str = option("none", "of the weights: none or int8")
+    kv_cache_dtype: str = option("auto", "of keys and values: auto, float32 or bfloat16")
     cpu_time: bool = option(False, "count CPU seconds; one thread")
 
     @property
@@ -155,6 +156,7 @@ async def _measure(options: Options) -> dict[str, Any]:
             max_sequences=options.batch,
             threads=options.threads,
             quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
         )
         engine = Engine(config)
     engine.warm_up()

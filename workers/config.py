@@ -8,6 +8,7 @@ from penstock.workers.parallel.mesh import Mesh, Place
 ROLES = ("prefill", "decode", "mixed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("none", "int8")
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
@@ -35,6 +36,7 @@ class WorkerConfig:
     threads: int | None = None  # of torch, on a CPU
     dtype: str = "auto"  # float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # of the weights
+    kv_cache_dtype: str = "auto"  # the model's; bfloat16 with INT8 weights on a CPU
     deterministic: bool = False  # an answer's bits depend on no other request
     static_batching: bool = False  # to measure continuous batching against
     device: str = "auto"
@@ -55,6 +57,7 @@ class WorkerConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, DEVICES)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         for name in ("block_size", "max_sequences", "max_batched_tokens", "max_queued"):
             _at_least(name, getattr(self, name), 1)
         _at_least("promised_seconds", self.promised_seconds, 0)

@@ -32,9 +32,14 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def layout_of(
-    model: str, spec: ServedSpec, dtype: torch.dtype, deterministic: int | None = None
+    model: str,
+    spec: ServedSpec,
+    dtype: torch.dtype,
+    cached: torch.dtype,
+    deterministic: int | None = None,
 ) -> str:
-    """Of the KV of a worker with that model: it travels only where this is the same.
+    """Of the KV of a worker with that model, kept as `cached`: it travels only where this is the
+    same.
 
     Ranks and block sizes may differ. What a deterministic worker goes on from must have been
     computed as it would have done, in blocks of its size too, which is `deterministic`.
@@ -43,4 +48,18 @@ def layout_of(
     described = f"{HAND_OVER} {model} {dtype} {shape}"
     if deterministic is not None:
         described += f" deterministic {deterministic}"
-    return blake2b(described.encode(), digest_size=16).hexdigest()
+    digest = blake2b(described.encode(), digest_size=16).hexdigest()
+    return f"{digest} {str(cached).removeprefix('torch.')}"
+
+
+def why_apart(theirs: str, ours: str) -> str:
+    """Why KV does not travel between two layouts; empty where it does."""
+    if theirs == ours:
+        return ""
+    of_them, _, their_dtype = theirs.partition(" ")
+    of_us, _, our_dtype = ours.partition(" ")
+    if of_them == of_us and their_dtype:
+        return (
+            f"its KV cache is of {their_dtype}, ours of {our_dtype}: give both one kv_cache_dtype"
+        )
+    return "the layouts differ: another model or dtype"

@@ -22,7 +22,8 @@ def choose_num_blocks(
 ) -> int:
     """As many as `config` says or memory allows; on a CPU no more than all sequences could fill.
 
-    spec: of the model as this rank computes it. Ranks share what a worker may have, evenly.
+    spec: of the model as this rank computes it; itemsize: of the cache. Ranks share what a worker
+    may have, evenly.
     beside: finds the bytes that a GPU needs for steps and graphs; asked where memory decides.
     ValueError if not even one sequence of `max_model_len` tokens would fit.
     """

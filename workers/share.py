@@ -16,7 +16,7 @@ from penstock.workers.device.ladder import Ladder
 from penstock.workers.device.runner import DeviceRunner
 from penstock.workers.device.trial import Sizes, bytes_beside
 from penstock.workers.fingerprint import layout_of
-from penstock.workers.kv_cache import KvCache
+from penstock.workers.kv_cache import KvCache, choose_cache_dtype
 from penstock.workers.layers.spread_experts import SpreadExperts
 from penstock.workers.memory import choose_num_blocks
 from penstock.workers.models.decoder import Decoder
@@ -86,7 +86,8 @@ class Share:
     def layout(self, model: str) -> str:
         """Of the whole worker's KV blocks, with that fingerprint of its model."""
         alone = self.limits.block_size if self.config.deterministic else None
-        return layout_of(model, self.spec, self.decoder.dtype, alone)
+        dtypes = (self.decoder.dtype, self.cache.data.dtype)
+        return layout_of(model, self.spec, *dtypes, alone)
 
     def expert_counts(self) -> list[Tensor]:
         """How often each expert [E] of this rank's layers was chosen, where ranks share them."""
@@ -146,9 +147,12 @@ def take_share(
             config.deterministic,
             ranks,
         )
-    limits = _limits(config, spec, decoder, store)
+    names = config.kv_cache_dtype, config.quantization
+    cached = choose_cache_dtype(*names, decoder.dtype, decoder.device)
+    limits = _limits(config, spec, decoder, cached.itemsize, store)
     num_scratch = 1 if _computes_by_itself(config, decoder) else 0
-    return Share(config, spec, decoder, limits, _make_cache(limits, decoder, num_scratch), reports)
+    cache = _make_cache(limits, decoder, cached, num_scratch)
+    return Share(config, spec, decoder, limits, cache, reports)
 
 
 def _computes_by_itself(config: WorkerConfig, decoder: ServedModel) -> bool:
@@ -171,8 +175,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def _limits(
-    config: WorkerConfig, spec: ServedSpec, decoder: ServedModel, store: Store | None
+    config: WorkerConfig,
+    spec: ServedSpec,
+    decoder: ServedModel,
+    itemsize: int,
+    store: Store | None,
 ) -> Limits:
+    """itemsize: of the cache."""
     max_model_len = config.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
         raise ValueError(
@@ -185,7 +194,7 @@ def _limits(
         decoder.spec,
         max_model_len,
         decoder.device,
-        decoder.dtype.itemsize,
+        itemsize,
         partial(bytes_beside, decoder, sizes, config.deterministic)
         if _computes_by_itself(config, decoder)
         else None,
@@ -205,13 +214,15 @@ def _limits(
     )
 
 
-def _make_cache(limits: Limits, decoder: ServedModel, num_scratch: int) -> KvCache:
+def _make_cache(
+    limits: Limits, decoder: ServedModel, dtype: torch.dtype, num_scratch: int
+) -> KvCache:
     spec = decoder.spec
     return KvCache(
         num_layers=spec.num_layers,
         num_blocks=limits.num_blocks + num_scratch,
         block_size=limits.block_size,
         kv_shape=spec.kv_shape,
-        dtype=decoder.dtype,
+        dtype=dtype,
         device=decoder.device,
     )

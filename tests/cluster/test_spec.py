@@ -236,6 +236,13 @@ def test_merging_keeps_what_only_one_side_says(base: Any, over: Any) -> None:
     assert merged(over, over) == over
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cache_wider_than_what_is_computed_is_refused(dtype: str) -> None:
+    with pytest.raises(SpecError, match=f"engine: kv_cache_dtype: float32 .* with dtype {dtype}"):
+        parse({"engine": {"dtype": dtype, "kv_cache_dtype": "float32"}})
+    assert parse({"engine": {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}})
+
+
 def test_no_more_knobs_than_one_can_know() -> None:
     assert sum(len(knobs(record)) for record in RECORDS) <= 43
 

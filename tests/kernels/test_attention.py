@@ -190,7 +190,63 @@ def test_in_place_a_lane_a_row_has_the_bits_of_a_row_by_itself(
 def test_one_path_is_refused_where_there_is_none() -> None:
     batch, num_blocks = make_batch([(3, 7)], 16, 0)
     with pytest.raises(ValueError, match="no one path for"):
-        plan_attention(*batch, torch.zeros(2, num_blocks, 1, 16, 8).bfloat16(), one_path=True)
+        plan_attention(*batch, torch.zeros(2, num_blocks, 1, 16, 8).half(), one_path=True)
+
+
+NARROW_LENGTHS = [(1, 1), (9, 90), (33, 33), (1, 16), (8, 64), (1, 50)]
+
+
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize(
+    ("num_heads", "group", "head_dim", "block_size"),
+    [(2, 3, 24, 16), (1, 1, 7, 1), (1, 20, 8, 3), (2, 2, 64, 128), (1, 40, 36, 16)],
+)
+def test_a_narrow_cache_is_read_as_if_it_were_wide(
+    num_heads: int, group: int, head_dim: int, block_size: int, window: int
+) -> None:
+    """Bit for bit on one path: what is computed of the nearest bfloat16 is float32 all through."""
+    batch, num_blocks = make_batch(NARROW_LENGTHS, block_size, 0)
+    layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
+    poison(layer, batch)
+    narrow, scores = layer.bfloat16(), Scores(cap=2.0, sinks=torch.arange(num_heads * group) / 9)
+    query = torch.randn(int(batch[0][-1]), num_heads * group, head_dim)
+    exact = paged_attention_reference(query, narrow.float(), *batch, window, scores)
+    for reads_in_place, one_path in ((False, False), (True, False), (True, True)):
+        with form(reads_in_place):
+            plans = [plan_attention(*batch, x, window, one_path) for x in (narrow, narrow.float())]
+        found = paged_attention(query, narrow, plans[0], scores)
+        if one_path:  # torch's own forms may see how memory lies
+            wide = paged_attention(query, narrow.float(), plans[1], scores)
+            assert torch.equal(found, wide)
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 33])
+def test_in_a_narrow_cache_a_token_is_the_same_however_its_prompt_is_cut(window: int) -> None:
+    batch, num_blocks = make_batch(NARROW_LENGTHS, 16, 0)
+    starts, _, tables = batch
+    layer = torch.randn(2, num_blocks, 2, 16, 24).bfloat16()
+    query = torch.randn(int(starts[-1]), 6, 24)
+    whole = in_place(query, layer, batch, window=window)
+    with mock.patch.object(torch, "get_num_threads", return_value=3):
+        assert torch.equal(in_place(query, layer, batch, window=window), whole)
+    for b, (length, context) in enumerate(NARROW_LENGTHS):
+        for token in range(length):
+            row, seen = int(starts[b]) + token, context - length + token + 1
+            one = np.array([0, 1], np.int32), np.array([seen], np.int32), tables[b : b + 1]
+            alone = in_place(query[row : row + 1], layer, one, window=window)[0]
+            assert torch.equal(alone, whole[row])
+
+
+def test_only_float32_reads_a_narrower_cache() -> None:
+    batch, num_blocks = make_batch([(1, 7)], 16, 0)
+    layer = torch.zeros(2, num_blocks, 1, 16, 8)
+    for cached, dtype in ((torch.bfloat16, torch.float16), (torch.float16, torch.float32)):
+        narrow = layer.to(cached)
+        with pytest.raises(ValueError, match="query"):
+            paged_attention(
+                torch.zeros(1, 1, 8, dtype=dtype), narrow, plan_attention(*batch, narrow)
+            )
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -26,6 +26,17 @@ def test_compressed_rows_have_one_side() -> None:
     assert torch.equal(layer[0, 2, 0, 1], rows[0, 0])
 
 
+def test_a_narrow_cache_holds_the_nearest() -> None:
+    layer = torch.zeros(2, 7, 3, 4, 5).bfloat16()
+    expected = layer.clone()
+    slots, new = torch.tensor([9, 0, 27]), torch.randn(3, 6, 5)
+    new[0, 0], new[1, 2, 3] = torch.nan, torch.inf
+    write_kv(layer, write_rows(slots, layer.shape), new)
+    write_kv_reference(expected, slots, new)
+    assert torch.equal(layer.view(torch.int16), expected.view(torch.int16))
+    assert layer[0, 2, 0, 1].isnan().all()
+
+
 def test_an_fp8_cache_holds_what_its_scales_say() -> None:
     layer = torch.zeros(2, 7, 3, 4, 8).to(torch.float8_e4m3fn)
     expected = layer.clone()

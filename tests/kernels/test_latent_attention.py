@@ -112,6 +112,20 @@ def test_narrow_dtypes() -> None:
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("absorbs", [True, False])
+def test_a_narrow_cache_is_read_as_if_it_were_wide(
+    monkeypatch: pytest.MonkeyPatch, absorbs: bool
+) -> None:
+    monkeypatch.setattr(file, "_absorbed_is_less", lambda *sizes: absorbs)
+    query, layer, up, batch = make_inputs([(1, 40), (9, 30), (12, 12), (1, 1)], SMALL)
+    narrow = layer.bfloat16()
+    found, _ = attend(query, narrow, up, batch)
+    assert torch.equal(found, attend(query, narrow.float(), up, batch)[0])
+    assert torch.equal(
+        in_place(query, narrow, up, batch), in_place(query, narrow.float(), up, batch)
+    )
+
+
 def test_one_sequence_alone() -> None:
     check([(6, 6)], SMALL)
     check([(1, 6)], SMALL)

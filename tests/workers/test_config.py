@@ -14,6 +14,7 @@ from penstock.workers.config import WorkerConfig
         ("name", ""),
         ("role", "both"),
         ("dtype", "int8"),
+        ("kv_cache_dtype", "float16"),
         ("device", "tpu"),
         ("host", "0.0.0.0"),
         ("host", ""),

@@ -244,6 +244,6 @@ def test_what_transformers_computes_is_refused(tmp_path: Path) -> None:
 
 
 def test_blocks_travel_between_deterministic_workers_only(engine: Engine) -> None:
-    given = (engine.model, engine.spec, torch.float32)
+    given = (engine.model, engine.spec, torch.float32, torch.float32)
     assert engine.layout == layout_of(*given, deterministic=BLOCK_SIZE)
     assert engine.layout not in (layout_of(*given), layout_of(*given, deterministic=1))

@@ -18,6 +18,7 @@ import grpc
 
 from penstock.protos import ranks_pb2, transfer_pb2_grpc
 from penstock.protos import transfer_pb2 as wire
+from penstock.workers.fingerprint import why_apart
 from penstock.workers.transfer.ends import (
     MAX_LINKS,
     MAX_VALUE_BYTES,
@@ -133,8 +134,8 @@ class Destination(transfer_pb2_grpc.TransferServicer):
             problem = "the first message must be an introduction"
         elif introduction.protocol != PROTOCOL:
             problem = f"transfer protocol {introduction.protocol}, not {PROTOCOL}: upgrade one side"
-        elif introduction.layout != self._identity.layout:
-            problem = "the layouts differ: another model or dtype"
+        elif apart := why_apart(introduction.layout, self._identity.layout):
+            problem = apart
         else:
             problem = check_peer(self._ends, introduction)
         if problem:

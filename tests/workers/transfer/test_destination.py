@@ -25,7 +25,7 @@ from penstock.workers.transfer.transport import PairBroken
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-IDENTITY = Identity("d", "inc", "layout", "127.0.0.1", "secret")
+IDENTITY = Identity("d", "inc", "layout float32", "127.0.0.1", "secret")
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 
 
@@ -75,7 +75,7 @@ def introduction(**other: Any) -> wire.FromSource:
         "protocol": 2,
         "worker": "s",
         "incarnation": "i",
-        "layout": "layout",
+        "layout": "layout float32",
         "block_size": BLOCK_SIZE,
         "ranks": [wire.Holding(last_layer=3, last_head=2)],
         **other,
@@ -142,6 +142,7 @@ async def test_a_stranger_is_unauthenticated(side: Side, secret: str) -> None:
     [
         (introduction(protocol=9), "protocol 9, not 2"),
         (introduction(layout="other"), "layouts differ"),
+        (introduction(layout="layout bfloat16"), "KV cache is of bfloat16, ours of float32"),
         (introduction(block_size=0), "are to be said"),
         (introduction(ranks=[]), "are to be said"),
         (introduction(ranks=[wire.Holding(last_layer=3, last_head=1)]), "do not hold the same"),
