@@ -51,3 +51,12 @@ class RouterConfig:
     lost_seconds: float = 10.0  # a worker silent for longer is lost
     hang_seconds: float = 30.0  # of a step: see `routing.patience`
     bounds: Bounds = field(default_factory=Bounds)
+
+    @property
+    def stuck_seconds(self) -> float:
+        """So long a worker may not get on. Its own watchdog goes first: it knows where it hangs.
+
+        Longer than a hand-over may be silent, 5 s: what another router's sequence receives there,
+        with what waits behind it, is not seen from here.
+        """
+        return max(1.5 * self.hang_seconds, 8.0)

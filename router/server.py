@@ -100,10 +100,7 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
                 max_queued_tokens=config.max_queued_tokens,
                 # Where workers are made for what waits, its own deadline is its patience.
                 wait_without_workers=inf if config.wakes_workers else WAIT_WITHOUT_WORKERS,
-                # A worker's own watchdog goes first: it knows where it hangs.
-                bounds=Bounds(
-                    lost_after=config.lost_seconds, stuck_after=1.5 * config.hang_seconds
-                ),
+                bounds=Bounds(lost_after=config.lost_seconds, stuck_after=config.stuck_seconds),
             ),
         )
         check_free(config.host, config.grpc_port)

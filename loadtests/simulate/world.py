@@ -37,7 +37,7 @@ REST_SECONDS = 15.0
 """So long after the last end nothing may be held any more."""
 WAIT_WITHOUT_WORKERS = 20.0
 RESTART_SECONDS = 1.5
-STUCK_SECONDS = 4.0
+STUCK_SECONDS = 8.0  # longer than a hand-over may be silent, as in `RouterConfig.stuck_seconds`
 DRAIN_SECONDS = 5.0
 BLOCK_BYTES = 1 << 20
 

@@ -2,12 +2,14 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 
 from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
+from penstock.workers.config import WorkerConfig
 from tests.support.served_router import serving, until
 from tests.support.stub_worker import StubWorker
 
@@ -41,3 +43,12 @@ async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: Rout
     ((name, address, why),) = told
     assert (name, address) == ("w0", stuck.address)
     assert why.startswith("it answers, but no step of it has ended for ")
+
+
+@pytest.mark.parametrize("hang_seconds", [1.0, 4.0, 30.0])
+def test_what_another_router_receives_there_is_waited_for(
+    config: RouterConfig, hang_seconds: float
+) -> None:
+    bound = replace(config, hang_seconds=hang_seconds).stuck_seconds
+    assert bound >= 1.5 * hang_seconds
+    assert bound > 1.5 * WorkerConfig("w0", Path("m")).transfer_seconds
