@@ -160,6 +160,7 @@ async def _measure(options: Options) -> dict[str, Any]:
         )
         engine = Engine(config)
     engine.warm_up()
+    engine.cache.data.zero_()  # pages take memory when they are first written, and not in a turn
     figures = Figures()
     for number in range(options.rounds + 1):
         limits = measure_limits(options.clock)
