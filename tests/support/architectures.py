@@ -108,6 +108,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "model_type": "gemma4_text",
             "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": NUM_LAYERS,
         }
     },
     "gemma4_text": GEMMA4,
@@ -152,10 +153,13 @@ def is_looked_over(kind: str) -> bool:
     """Whether its class says that it uses the interface and keeps no other state."""
     found = getattr(transformers, ARCHITECTURES[kind])
     hybrid = kind == "granitemoehybrid"  # which may have layers of attention only
-    possible = kind != "gemma3n"  # whose sight needs packages that are not here
     stateful = found._is_stateful and not hybrid
-    return bool(found._supports_attention_backend and not stateful and possible)
+    return bool(found._supports_attention_backend and not stateful and kind not in UNMADE)
 
+
+UNMADE = ("gemma3n", "gemma4_assistant")
+"""What `transformers` cannot make here: the one's sight needs packages that are not here, and the
+other's configuration must share all its layers, which its own layers refuse."""
 
 KINDS: dict[str, str] = {name: kind for kind, name in ARCHITECTURES.items()}
 """By architecture: the last `model_type`, the text's where a whole and its text are two."""
@@ -232,7 +236,7 @@ def make_checkpoint(folder: Path, kind: str, seed: int = 0) -> Any:
 
 def write_unread(folder: Path, kind: str) -> None:
     """A folder of which no more than the configuration should be read: one weight, of nothing."""
-    config = transformers.CONFIG_MAPPING[kind]()
+    config = small_config(kind) if kind in UNMADE else transformers.CONFIG_MAPPING[kind]()
     config.architectures = [ARCHITECTURES[kind]]
     config.save_pretrained(folder)
     save_file({"none": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
