@@ -201,7 +201,7 @@ def _check(
     check("layer", layer, planned.shape, (planned.dtype,), like=planned)
     check_contiguous("layer", layer)
     narrow = layer.dtype == E4M3
-    dtypes = FLOATS if narrow else (layer.dtype,)
+    dtypes: tuple[torch.dtype, ...] = FLOATS if narrow else (layer.dtype,)
     if reads_narrow(layer):
         dtypes = (layer.dtype, torch.float32)
     check("query", query, (plan.num_tokens, "Hq", head_dim), dtypes, like=layer)
