@@ -21,6 +21,8 @@ START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _LOWEST_PORT = 20000  # `ray start` gives its workers those from 10002 to 19999
+_OWN_PORTS = "PENSTOCK_FREE_PORTS"
+"""A variable, LOW-HIGH: among these ports free ones are looked for, where several look at once."""
 
 
 class ServerFailed(RuntimeError):
@@ -79,7 +81,8 @@ def free_ports(count: int, run: int = 1) -> list[int]:
     would take a port now and then before a server that starts later does.
     """
     found: list[int] = []
-    for port in random.sample(range(_LOWEST_PORT, _first_outgoing() - run, run), 1000 // run):
+    low, high = _range()
+    for port in random.sample(range(low, high - run, run), 1000 // run):
         if all(map(_is_free, range(port, port + run))):
             found.append(port)
         if len(found) == count:
@@ -92,6 +95,11 @@ def _is_free(port: int) -> bool:
         probe.bind(("127.0.0.1", port))
         return True
     return False
+
+
+def _range() -> tuple[int, int]:
+    low, dash, high = os.environ.get(_OWN_PORTS, "").partition("-")
+    return (int(low), int(high)) if dash else (_LOWEST_PORT, _first_outgoing())
 
 
 def _first_outgoing() -> int:

@@ -8,6 +8,11 @@ import pytest
 # cost tenfold. Set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Ports that one process of xdist's has seen free are not another's, who would take them first.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    low = 20000 + 4000 * (int(worker.removeprefix("gw")) % 3)
+    os.environ["PENSTOCK_FREE_PORTS"] = f"{low}-{low + 4000}"
+
 try:
     from hypothesis import HealthCheck, settings
 except ModuleNotFoundError:  # a machine with a GPU may have little: see docs/gpu.md

@@ -268,7 +268,7 @@ def test_what_has_no_place_is_said(folder: Path, ports: list[int]) -> None:
 
 def test_a_worker_that_cannot_start_ends_it_with_the_reason(folder: Path, ports: list[int]) -> None:
     with serving([str(MODEL), "--kv-cache-mib", "1", "--mixed", "1"], ports, folder) as running:
-        assert running.wait() == 1
+        assert running.wait() == 1, running.said
         last = running.said.splitlines()[-1]
         assert last.startswith("penstock serve: mixed worker 0 did not start: too little memory")
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}

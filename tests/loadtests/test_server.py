@@ -54,3 +54,8 @@ def test_overhead_is_measured(tmp_path: Path) -> None:
     for figures in json.loads(saved.read_text())["added"].values():
         assert figures["ttft_ms"]["count"] == 2
         assert figures["prefill_ms"]["median"] > 0
+
+
+def test_free_ports_are_looked_for_among_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_FREE_PORTS", "21000-23000")
+    assert all(21000 <= port < 23000 for port in free_ports(20))

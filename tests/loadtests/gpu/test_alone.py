@@ -13,12 +13,8 @@ THERE = {"torch", "triton", "numpy", "transformers", "pytest", "penstock", "test
 
 BLOCK = """
 import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        top = name.partition(".")[0]
-        if top in {blocked!r}:
-            raise ModuleNotFoundError(name, name=top)
-sys.meta_path.insert(0, Blocked())
+for name in {blocked!r}:
+    sys.modules[name] = None  # as if it were not installed, also for those that only look
 """
 LACKING = (
     *("ray", "psutil", "numba", "hypothesis", "uvloop", "aiohttp", "uvicorn", "starlette", "rich"),
