@@ -63,7 +63,9 @@ def _install(environment: Environment, folder: Path, python: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True, symlinks=True)
     variables = {**os.environ, **environment.build, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    pip = [str(python), "-m", "pip", "--no-input"]
+    # What is compiled is kept by its name alone, however it was to be built.
+    kept = ["--no-cache-dir"] if environment.build else []
+    pip = [str(python), "-m", "pip", "--no-input", *kept]
     _run(environment, [*pip, "install", "--quiet", *environment.requirements], variables)
     if environment.unwanted:
         _run(environment, [*pip, "uninstall", "--quiet", "-y", *environment.unwanted], variables)
