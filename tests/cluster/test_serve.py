@@ -252,7 +252,7 @@ def test_without_its_ray_it_ends_and_says_so(folder: Path, ports: list[int]) -> 
     with serving(ARGUMENTS, ports, folder) as running:
         running.wait_until_said("loading libraries")
         running.find("gcs_server").kill()
-        assert running.wait() == 1
+        assert running.wait() == 1, running.said
         assert "penstock serve: Ray died" in running.said
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}
 
@@ -260,7 +260,7 @@ def test_without_its_ray_it_ends_and_says_so(folder: Path, ports: list[int]) -> 
 def test_what_has_no_place_is_said(folder: Path, ports: list[int]) -> None:
     arguments = [str(MODEL), "--mixed", "1", "--gpus", "1"]
     with serving(arguments, ports, folder) as running:
-        assert running.wait() == 1
+        assert running.wait() == 1, running.said
         last = running.said.splitlines()[-1]
         assert last.startswith("penstock serve: no place for mixed worker 0, which asks")
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}
