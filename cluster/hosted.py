@@ -213,6 +213,7 @@ class HostedWorker:
     async def _watch_place(self, member: Crew) -> None:
         """A node may prove dead only while a process starts there, which then waits with the place
         for as long as that takes: it is ended, and the place waited for first."""
+        await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
         while not await self._reservation.is_lost():
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
         member.kill()
