@@ -18,6 +18,17 @@ def settle_numba() -> None:
     settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 
+def use_threads(count: int) -> int:
+    """Lets loops run in so many threads, at most as many as there are, which it returns: as many
+    as torch has, for one pool serves both."""
+    import numba
+
+    count = min(count, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    if numba.get_num_threads() != count:
+        numba.set_num_threads(count)
+    return count
+
+
 def cache_folder() -> Path:
     """Where compiled loops are kept; one that lasts as this process where there is no home.
 

@@ -14,6 +14,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from penstock.kernels.compiled import use_threads
 from penstock.kernels.lanes import WIDE, ask
 from penstock.kernels.tile_rows import (
     score_row,
@@ -234,9 +235,6 @@ def paged_tiles(narrow: bool) -> Any:
     kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(_paged_tiles)
 
     def run(*arguments: Any, num_threads: int) -> None:
-        num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-        if numba.get_num_threads() != num_threads:
-            numba.set_num_threads(num_threads)
-        kernel(*arguments, num_threads)
+        kernel(*arguments, use_threads(num_threads))
 
     return run

@@ -8,6 +8,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from penstock.kernels.compiled import use_threads
 from penstock.kernels.lanes import WIDE, added, ask_ahead, fma, load_wide, splat_wide, spread, store
 
 Floats = npt.NDArray[np.float32]
@@ -216,16 +217,10 @@ def _in_threads(
 
 
 def fill(*given: Any, num_threads: int) -> None:
-    """Writes y, in so many threads, at most as many as torch has: one pool serves both.
-
-    given: as of `_alone`.
-    """
+    """Writes y, in so many threads; given: as of `_alone`."""
     kernel: Any = _alone
     if num_threads == 1:
         kernel(*given)
         return
-    num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    if numba.get_num_threads() != num_threads:
-        numba.set_num_threads(num_threads)
     kernel = _in_threads
-    kernel(*given, num_threads)
+    kernel(*given, use_threads(num_threads))
