@@ -65,8 +65,8 @@ def _install(environment: Environment, folder: Path, python: Path) -> None:
     variables = {**os.environ, **environment.build, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     # What is compiled is kept by its name alone, however it was to be built.
     kept = ["--no-cache-dir"] if environment.build else []
-    pip = [str(python), "-m", "pip", "--no-input", *kept]
-    _run(environment, [*pip, "install", "--quiet", *environment.requirements], variables)
+    pip = [str(python), "-m", "pip", "--no-input"]
+    _run(environment, [*pip, "install", *kept, "--quiet", *environment.requirements], variables)
     if environment.unwanted:
         _run(environment, [*pip, "uninstall", "--quiet", "-y", *environment.unwanted], variables)
     (folder / _COMPLETE).touch()

@@ -38,6 +38,7 @@ def test_installed_once_and_again_when_other_things_are_asked_for(
     assert python_of(PEER, tmp_path) == first
     assert [command[2] for command, _ in pip] == ["install", "uninstall"]
     assert pip[0][0][-1] == "peer==1"
+    assert "--no-cache-dir" in pip[0][0]
     assert pip[0][1] == "-DX=1"
     assert python_of(Environment("peer", ("peer==2",)), tmp_path) != first
 
