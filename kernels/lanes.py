@@ -115,7 +115,7 @@ def store(typing, array, at, value):
     return types.void(array, types.intp, value), code
 
 
-def _asks(nearness: int):
+def _asks(nearness: int, to_write: bool = False):
     @written
     def ask(typing, array, at):
         """Has what lies at `at` of a flat array brought near."""
@@ -125,8 +125,8 @@ def _asks(nearness: int):
             number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
             function = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
             called = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
-            to_read, near, data = (ir.Constant(number, value) for value in (0, nearness, 1))
-            builder.call(called, [builder.bitcast(place, byte), to_read, near, data])
+            how = [ir.Constant(number, value) for value in (int(to_write), nearness, 1)]
+            builder.call(called, [builder.bitcast(place, byte), *how])
             return context.get_dummy_value()
 
         return types.void(array, types.intp), code
@@ -134,8 +134,9 @@ def _asks(nearness: int):
     return ask
 
 
-ask, ask_ahead = _asks(3), _asks(2)
-"""As it is about to be read; and a while before, so that it is not to push out what is in use."""
+ask, ask_ahead, ask_to_write = _asks(3), _asks(2), _asks(3, to_write=True)
+"""As it is about to be read; a while before, so that it is not to push out what is in use; and
+before it is written."""
 
 
 @written

@@ -184,12 +184,12 @@ def _alone(
     num_rows: int,  # 1, or a multiple of HIGH
     num_inputs: int,
     panels: Floats,  # [P K PANEL]
-    bias: Floats,  # [P PANEL]
+    bias: Floats,  # [>= P PANEL]
     y: Floats,  # [T N]
     num_outputs: int,
 ) -> None:
     """Writes y, in one thread."""
-    last = len(bias) // PANEL
+    last = -(-num_outputs // PANEL)
     _share(x, num_rows, num_inputs, panels, bias, y, num_outputs, 0, last)
 
 
@@ -199,7 +199,7 @@ def _in_threads(
     num_outputs: int, num_threads: int,
 ) -> None:  # fmt: skip
     """The same, some panels a thread; of many rows some of them, which comes out even."""
-    num_panels, floors = len(bias) // PANEL, num_rows // _FLOOR
+    num_panels, floors = -(-num_outputs // PANEL), num_rows // _FLOOR
     for thread in numba.prange(num_threads):
         if floors < 2 * num_threads:
             first = num_panels * thread // num_threads
@@ -214,6 +214,12 @@ def _in_threads(
                 x[begin * num_inputs :], end - begin, num_inputs, panels, bias,
                 y[begin * num_outputs :], num_outputs, 0, num_panels,
             )  # fmt: skip
+
+
+def room(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
+    """Rows of x that are read, and rows and columns of y that are written."""
+    rows = num_rows if num_rows == 1 else -(-num_rows // HIGH) * HIGH
+    return rows, rows, num_outputs
 
 
 def fill(*given: Any, num_threads: int) -> None:

@@ -1,13 +1,19 @@
 """Products with weights in panels, on a CPU with wide vectors: y = x Wᵀ + b, in float32.
 
 W [N, K] is kept as [P, K, 48]: 48 of its rows side by side, so that a step through the inputs reads
-one place after the next, and eight rows of x with a panel fill the registers (the scheme of Goto
-and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008). What a panel's next
-inputs need is asked for while the present ones are computed: for few rows the weights come as fast
-as memory gives them. docs/performance.md has it beside oneDNN and MKL.
+one place after the next. Two ways compute with them:
 
-An element is b, and then the sums over 192 inputs at a time, each from its first input to its last
-by fused multiplications and additions: the same bits for any number of rows, columns and threads.
+- by vectors (`panel_loops`): eight rows of x with a panel fill the registers (the scheme of Goto
+  and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008);
+- by the matrix unit, where there is one (`split_loops`): numbers are split into three of bfloat16,
+  and six products of those are a product of float32, with errors as small as the other way's.
+  About twice as fast from some dozens of rows on.
+
+Either asks for what it needs next while it computes: for few rows the weights come as fast as
+memory gives them. docs/performance.md has both beside oneDNN and MKL.
+
+In both an element is b, and then the sums over some inputs at a time, each in one order: the same
+bits for any number of columns and threads, and for any number of rows that go the same way.
 """
 
 from dataclasses import dataclass, field
@@ -28,6 +34,11 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 ALONE = 1 << 18
 """Multiplications from which on a second thread is worth waking."""
 
+SPLIT_ROWS = 12
+"""Rows from which on the matrix unit is the faster way."""
+
+_DEEP, _BROAD = 32, 64  # inputs that it takes at once, and outputs
+
 
 def can_panel(weight: Tensor) -> bool:
     """The rule by which this form is taken: where it is the fastest, as far as was measured."""
@@ -41,14 +52,24 @@ def has_wide_vectors() -> bool:
     return torch.cpu._is_avx512_supported()
 
 
+@cache
+def has_matrix_unit() -> bool:
+    """Whether this machine has one (AMX), and this process may use it; asks for that, too."""
+    if not (has_wide_vectors() and torch.cpu._is_amx_tile_supported()):
+        return False
+    return bool(torch.cpu._init_amx())
+
+
 @dataclass(frozen=True, slots=True)
 class PanelProduct:
     """Weights in panels."""
 
-    panels: Floats = field(repr=False)  # [P K width], flat
-    bias: Floats = field(repr=False)  # [P width], flat
+    panels: Floats = field(repr=False)  # [P depth width], flat; no inputs: zeros
+    bias: Floats = field(repr=False)  # [>= P width], flat
     num_inputs: int
     num_outputs: int
+    depth: int  # inputs, and some that are none
+    alike: bool  # any number of rows goes the same way
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] float32 gives [T, N]. ValueError where x is something else."""
@@ -56,31 +77,38 @@ class PanelProduct:
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
             asked = f"[T, {num_inputs}] float32"
             raise ValueError(f"x: {asked} expected, not {list(x.shape)} {x.dtype}")
-        loops = _loops()
-        if num_rows % loops.HIGH and num_rows != 1:
-            x = functional.pad(x, (0, 0, 0, -num_rows % loops.HIGH))
-        y = torch.empty(len(x), self.num_outputs)
-        work = len(x) * num_inputs * self.num_outputs
+        by_tiles = has_matrix_unit() and (self.alike or num_rows >= SPLIT_ROWS)
+        loops = _split_loops() if by_tiles else _loops()
+        read, written, width = loops.room(num_rows, self.num_outputs)
+        if read != num_rows or self.depth != num_inputs:
+            x = functional.pad(x, (0, self.depth - num_inputs, 0, read - num_rows))
+        y = torch.empty(written, width)
+        work = num_rows * num_inputs * self.num_outputs
         loops.fill(
-            x.contiguous().view(-1).numpy(), len(x), num_inputs, self.panels, self.bias,
+            x.contiguous().view(-1).numpy(), read, self.depth, self.panels, self.bias,
             y.view(-1).numpy(), self.num_outputs,
             num_threads=1 if work < ALONE else torch.get_num_threads(),
         )  # fmt: skip
-        return y[:num_rows]
+        return y[:num_rows, : self.num_outputs].contiguous()
 
 
-def panel_product(weight: Tensor, bias: Tensor | None) -> PanelProduct:
-    """weight: [N, K] float32 on a CPU, of any strides; bias: [N]. Nothing of `weight` is kept."""
+def panel_product(weight: Tensor, bias: Tensor | None, alike: bool = False) -> PanelProduct:
+    """weight: [N, K] float32 on a CPU, of any strides; bias: [N]. Nothing of `weight` is kept.
+
+    alike: a row's bits depend on that row alone, not on how many there are.
+    """
     num_outputs, num_inputs = weight.shape
     width = _loops().PANEL
+    depth = num_inputs + (-num_inputs % _DEEP if has_matrix_unit() else 0)
     num_panels = -(-num_outputs // width)
-    panels = torch.zeros(num_panels, num_inputs, width)
+    panels = torch.zeros(num_panels, depth, width)
     for panel, rows in zip(panels, torch.split(weight, width), strict=True):
-        panel[:, : len(rows)] = rows.T
-    added = torch.zeros(num_panels * width)
+        panel[:num_inputs, : len(rows)] = rows.T
+    added = torch.zeros(num_panels * width + _BROAD)
     if bias is not None:
         added[:num_outputs] = bias
-    return PanelProduct(panels.view(-1).numpy(), added.numpy(), num_inputs, num_outputs)
+    panels_, bias_ = panels.view(-1).numpy(), added.numpy()
+    return PanelProduct(panels_, bias_, num_inputs, num_outputs, depth, alike)
 
 
 def panel_product_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -97,9 +125,23 @@ def _loops() -> Any:
     return panel_loops
 
 
+@cache
+def _split_loops() -> Any:
+    settle_numba()
+    from penstock.kernels import split_loops
+
+    return split_loops
+
+
+def _every_loop() -> None:
+    _loops()
+    if has_matrix_unit():
+        _split_loops()
+
+
 def prepare_panels(device: torch.device, dtype: torch.dtype) -> Thread:
     """Starts to load the loops, where they will be used; to be joined."""
     used = device.type == "cpu" and dtype == torch.float32 and has_wide_vectors()
-    thread = Thread(target=_loops if used else int, daemon=True)
+    thread = Thread(target=_every_loop if used else int, daemon=True)
     thread.start()
     return thread

@@ -77,7 +77,7 @@ def fixed_product(weight: Tensor, bias: Tensor | None) -> Product:
     if runs_kernels(weight.device):
         return InvariantProduct(weight, bias)
     if can_panel(weight):
-        return panel_product(weight, bias)
+        return panel_product(weight, bias, alike=True)
     product = BlockedProduct(None, _blocked(weight.contiguous()), bias)
     key = (*weight.shape, torch.get_num_threads())
     if key not in _fixed_by_itself:

@@ -1,5 +1,8 @@
 """Products with weights in panels: right for any shape, and a row's bits are its own."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +15,19 @@ from tests.support.threads import threads
 # As in `panel_loops`, which takes numba to be imported; panels of 24 columns or 48.
 DEEP, HIGH, PANEL = 192, 8, 48
 EDGES = (1, 2, 23, 24, 25, PANEL - 1, PANEL, PANEL + 1, 3 * PANEL, 9 * PANEL + 1)
-ROWS = (0, 1, 2, HIGH - 1, HIGH, HIGH + 1, 64, 65, 300)
+ROWS = (0, 1, 2, HIGH - 1, HIGH, HIGH + 1, 15, 16, 17, 32, 33, 64, 65, 90, 300)
+
+
+@pytest.fixture(params=["vectors", "matrix unit"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """All products of a test go this way."""
+    by_tiles = request.param == "matrix unit"
+    if by_tiles and not panels.has_matrix_unit():
+        pytest.skip("this machine has no matrix unit")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(panels, "has_matrix_unit", lambda: by_tiles)
+        patch.setattr(panels, "SPLIT_ROWS", 0)
+        yield request.param
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -89,6 +104,18 @@ def test_a_row_that_is_not_finite_spoils_no_other() -> None:
     assert torch.equal(after[kept], before[kept])
 
 
+def test_numbers_of_every_size_keep_their_bits(way: str) -> None:
+    """No error is larger than float32's own, of numbers whose last bits all count."""
+    generator = torch.Generator().manual_seed(1)
+    scales = torch.logspace(-30, 30, 200, base=2.0)[None]
+    weight = torch.randn(64, 200, generator=generator) / scales
+    x = torch.randn(70, 200, generator=generator) * scales
+    exactly = x.double() @ weight.double().T
+    sizes = x.double().abs() @ weight.double().abs().T
+    found = panel_product(weight, None)(x).double()
+    assert ((found - exactly).abs() / sizes).max() < 2**-22
+
+
 def test_strided_weights_and_rows_are_taken() -> None:
     weight, x = torch.randn(30, 2 * PANEL).T, torch.randn(9, 60)[:, ::2]
     found = panel_product(weight, None)(x)
@@ -101,6 +128,32 @@ def test_strided_weights_and_rows_are_taken() -> None:
 def test_what_does_not_fit_is_refused(x: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"x: \[T, 8\] float32 expected, not \["):
         panel_product(torch.randn(5, 8), None)(x)
+
+
+def test_a_few_rows_go_by_vectors_and_more_by_tiles(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "vectors":
+        return
+    taken: list[str] = []
+
+    def telling(name: str, loops: Any) -> Callable[[], Any]:
+        def taken_now() -> Any:
+            taken.append(name)
+            return loops
+
+        return taken_now
+
+    monkeypatch.setattr(panels, "SPLIT_ROWS", 12)
+    monkeypatch.setattr(panels, "_loops", telling("vectors", panels._loops()))
+    monkeypatch.setattr(panels, "_split_loops", telling("tiles", panels._split_loops()))
+    weight = torch.randn(64, 32)
+    own, alike = panel_product(weight, None), panel_product(weight, None, alike=True)
+    taken.clear()
+    for rows in (1, 11, 12):
+        own(torch.randn(rows, 32))
+        alike(torch.randn(rows, 32))
+    assert taken == ["vectors", "tiles", "vectors", "tiles", "tiles", "tiles"]
 
 
 def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
