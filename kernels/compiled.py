@@ -1,7 +1,10 @@
 """What numba compiles for a CPU: kept on disk, so that a machine compiles it once."""
 
+import ctypes
 import os
 import tempfile
+import threading
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,12 @@ def settle_numba() -> None:
     settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 
+OPENMP = "libgomp.so.1.0.0"
+"""By this name numba asks for the library that torch has under a shorter one."""
+
+_thread = threading.local()
+
+
 def use_threads(count: int) -> int:
     """Lets loops run in so many threads, at most as many as there are, which it returns: as many
     as torch has, for one pool serves both."""
@@ -26,7 +35,20 @@ def use_threads(count: int) -> int:
     count = min(count, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
     if numba.get_num_threads() != count:
         numba.set_num_threads(count)
+    if not getattr(_thread, "is_settled", False):
+        _keep_to_one_level()
+        _thread.is_settled = True
     return count
+
+
+def _keep_to_one_level() -> None:
+    """Takes back what numba asked of OpenMP for this thread: that threads of a team have teams.
+
+    torch's attention makes small products in each of its threads, which would all wake a team of
+    their own: a prompt's took seven times as long.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(OPENMP).omp_set_max_active_levels(1)
 
 
 def cache_folder() -> Path:

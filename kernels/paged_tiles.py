@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.compiled import use_threads
-from penstock.kernels.lanes import WIDE, ask
+from penstock.kernels.lanes import WIDE
 from penstock.kernels.tile_rows import (
     score_row,
     score_rows,
@@ -30,6 +30,10 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 Rows: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 """A cache's, flat: of float32, or the bits of bfloat16."""
+
+AHEAD = 4
+"""Pages that are asked for before they are read; a page is what a block has of one head, of its
+keys or of its values. What lies further on is out of a machine's own foresight."""
 
 
 @numba.njit(nogil=True)
@@ -63,15 +67,31 @@ def _block_at(table: Ints, at: int, place: tuple[int, int, int]) -> int:
 
 
 @numba.njit(nogil=True)
-def _ask_part(rows: Rows, first: int, count: int, part: int, parts: int) -> None:
-    """Has one of so many parts of `count` elements from `first` on brought near.
+def _blocks_of(tile: tuple[int, int, int], block_size: int) -> tuple[int, int]:
+    """The first block that some row of the tile sees, and how many are seen."""
+    count, context, behind = tile
+    first = max(context - behind, 0) // block_size
+    return first, (context + count - 2) // block_size + 1 - first
 
-    A machine foresees no more than a page, and waits where too much is asked for at once.
-    """
-    line = 64 // rows.itemsize
-    num_lines = (count + line - 1) // line
-    for at in range(part * num_lines // parts, (part + 1) * num_lines // parts):
-        ask(rows, first + at * line)
+
+@numba.njit(nogil=True)
+def _page_at(
+    number: int, blocks: tuple[int, int], table: Ints, place: tuple[int, int, int], head_dim: int,
+    values_at: int,
+) -> int:  # fmt: skip
+    """Where a piece's page begins: first come those of its keys, then those of its values; -1: it
+    has less."""
+    first, count = blocks
+    if not 0 <= number < 2 * count:
+        return -1
+    page = _block_start(table, first + number % count, place) * head_dim
+    return page if number < count else values_at + page
+
+
+@numba.njit(nogil=True)
+def _part_at(page: int, part: int, size: int) -> int:
+    """Where so many parts of it are passed; -1 where there is no page."""
+    return page + part * size if page >= 0 else -1
 
 
 @numba.njit(nogil=True)
@@ -79,9 +99,11 @@ def _one_by_one(
     start: int, tile: tuple[int, int, int], place: tuple[int, int, int], query: Floats,
     rows: Rows, values_at: int, table: Ints, scale: float, cap: float, sinks: Floats,
     slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, ones: Floats,
-    spare: Floats, scratch: Floats, out: Floats,
+    spare: Floats, scratch: Floats, out: Floats, next_blocks: tuple[int, int], next_table: Ints,
+    next_place: tuple[int, int, int],
 ) -> None:  # fmt: skip
-    """A tile and KV head of a few rows.
+    """A tile and KV head of a few rows; after it comes the next one's turn, of which pages are
+    asked for meanwhile.
 
     tile: its tokens, from row `start` on; what the first sees; how far back each sees. place: KV
     heads, which of them, block size. sinks, slopes: of the group. q to scratch: room to compute in.
@@ -91,42 +113,51 @@ def _one_by_one(
     group, head_dim = len(sinks), query.shape[2]
     padded, span = (head_dim + 7) // 8 * 8, (context + count + 6) // 8 * 8
     lowest, high = max(context - behind, 0), context + count - 1
-    blocks, near = (lowest // block_size, (high - 1) // block_size + 1), float_rows(rows, scratch)
+    blocks, near = _blocks_of(tile, block_size), float_rows(rows, scratch)
+    first, last = blocks[0], blocks[0] + blocks[1]
+    line = 64 // rows.itemsize
+    part = (block_size * head_dim // (count * group) // line + 1) * line
     for r in range(count * group):
         whole = query[start + r // group, head * group + r % group]
         q[r * padded : r * padded + head_dim] = whole * scale
         q[r * padded + head_dim : (r + 1) * padded] = 0
-    for at in range(blocks[0], blocks[1]):
+    for at in range(first, last):
         row_at = _block_at(table, at, place) * head_dim
         begin, end = _seen(at, block_size, lowest, high)
         row_at = bring_rows(rows, row_at, begin, end, head_dim, scratch)
-        # The next block of keys, or the first of values.
-        is_last = at + 1 == blocks[1]
-        then = blocks[0] if is_last else at + 1
-        first = _block_start(table, then, place) * head_dim + (values_at if is_last else 0)
+        page = _page_at(at - first + AHEAD, blocks, table, place, head_dim, values_at)
         for r in range(count * group):
-            _ask_part(rows, first, block_size * head_dim, r, count * group)
             begin, end = _own(at, block_size, tile, group, r)
             if begin < end:
+                ahead = _part_at(page, r, part)
                 score_row(
-                    q, r * padded, head_dim, near, row_at, begin, end, scores, r * span, spare
-                )
+                    q, r * padded, head_dim, near, row_at, begin, end, scores, r * span, spare,
+                    rows, ahead, part,
+                )  # fmt: skip
     for r in range(count * group):
         seen, g = context + r // group, r % group
         low = max(seen - behind, 0)
         ones[r] = share_row(scores, r * span, low, seen, cap, slopes[g], sinks[g], powers, spare)
     sums[: count * group * head_dim] = 0
-    for at in range(blocks[0], blocks[1]):
+    for at in range(first, last):
         row_at = values_at + _block_at(table, at, place) * head_dim
         begin, end = _seen(at, block_size, lowest, high)
         row_at = bring_rows(rows, row_at, begin, end, head_dim, scratch)
-        then = min(at + 1, blocks[1] - 1)
-        first = values_at + _block_start(table, then, place) * head_dim
+        number = blocks[1] + at - first + AHEAD
+        page = max(
+            _page_at(number, blocks, table, place, head_dim, values_at),
+            _page_at(
+                number - 2 * blocks[1], next_blocks, next_table, next_place, head_dim, values_at
+            ),
+        )
         for r in range(count * group):
-            _ask_part(rows, first, block_size * head_dim, r, count * group)
             begin, end = _own(at, block_size, tile, group, r)
             if begin < end:
-                sum_row(scores, r * span, near, row_at, begin, end, head_dim, sums, r * head_dim)
+                ahead = _part_at(page, r, part)
+                sum_row(
+                    scores, r * span, near, row_at, begin, end, head_dim, sums, r * head_dim,
+                    rows, ahead, part,
+                )  # fmt: skip
     for r in range(count * group):
         whole = out[start + r // group, head * group + r % group]
         whole[:] = sums[r * head_dim : (r + 1) * head_dim] * ones[r]
@@ -209,9 +240,14 @@ def _paged_tiles(
             tile = (count, context, window if window else context + count)
             place = (num_heads, head, block_size)
             if count * group < WIDE:
+                then = min(piece + num_threads, num_tiles * num_heads - 1)
+                other, _, next_count, next_context = tiles[then // num_heads]
+                next_tile = (next_count, next_context, window if window else 1 << 30)
                 _one_by_one(
                     start, tile, place, query, rows, values_at, tables[sequence], scale, cap,
                     sinks[own], slopes[own], q, scores, powers, sums, ones, spare, scratch, out,
+                    _blocks_of(next_tile, block_size), tables[other],
+                    (num_heads, then % num_heads, block_size),
                 )  # fmt: skip
             else:
                 _together(

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from penstock.kernels.lanes import (
     WIDE,
     added,
+    ask_ahead,
     fma,
     greater_of,
     load8,
@@ -93,11 +94,19 @@ def _rest(rows: Floats, at: int, count: int, spare: Floats) -> Any:
 @numba.njit(fastmath=_LOOSE, nogil=True)
 def score_row(
     q: Floats, q_at: int, head_dim: int, rows: Floats, row_at: int, begin: int, end: int,
-    scores: Floats, at: int, spare: Floats,
+    scores: Floats, at: int, spare: Floats, later: Any, ahead: int, part: int,
 ) -> None:  # fmt: skip
-    """scores[at + s] of positions s from begin to end; position s is at row_at + s D."""
+    """scores[at + s] of positions s from begin to end; position s is at row_at + s D. Evenly
+    meanwhile, `part` elements of `later` from `ahead` on are asked for; -1: none."""
     whole = head_dim - head_dim % 8
+    line = 64 // later.itemsize
+    pace = (part * 4 // (end - begin) + line - 1) // line * line
+    stop = ahead + part if ahead >= 0 else -1
     for s in range(begin, end, 4):
+        upto = min(ahead + pace, stop)
+        while ahead < upto:
+            ask_ahead(later, ahead)
+            ahead += line
         # The last few: some twice.
         s1, s2, s3 = min(s + 1, end - 1), min(s + 2, end - 1), min(s + 3, end - 1)
         k0, k1 = row_at + s * head_dim, row_at + s1 * head_dim
@@ -153,14 +162,24 @@ def share_row(
 @numba.njit(fastmath=_LOOSE, nogil=True)
 def sum_row(
     shares: Floats, at: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
-    sums: Floats, sums_at: int,
+    sums: Floats, sums_at: int, later: Any, ahead: int, part: int,
 ) -> None:  # fmt: skip
-    """sums += shares[at + s] times the row at row_at + s D, for s from begin to end."""
+    """sums += shares[at + s] times the row at row_at + s D, for s from begin to end; meanwhile as
+    in `score_row`."""
     i = 0
+    line = 64 // later.itemsize
+    stop = ahead + part if ahead >= 0 else -1
+    pace = max(1, (end - begin) * (head_dim // 32) * line // part)
+    due = 0
     while i + 32 <= head_dim:
         a, b = load8(sums, sums_at + i), load8(sums, sums_at + i + 8)
         c, d = load8(sums, sums_at + i + 16), load8(sums, sums_at + i + 24)
         for s in range(begin, end):
+            if due == 0 and ahead < stop:
+                ask_ahead(later, ahead)
+                ahead += line
+                due = pace
+            due -= 1
             x, v = splat8(shares[at + s]), row_at + s * head_dim + i
             a, b = fma(x, load8(rows, v), a), fma(x, load8(rows, v + 8), b)
             c, d = fma(x, load8(rows, v + 16), c), fma(x, load8(rows, v + 24), d)

@@ -5,13 +5,12 @@ import os
 import sys
 from contextlib import suppress
 
+from penstock.kernels.compiled import OPENMP
+
 SPINS = "30000"
 """Turns that an OpenMP thread waits for the next piece of work before it sleeps. By default it is
 300,000, some milliseconds, all of them taken from whoever else wants the core; with 1,000 it is
 asleep whenever a product begins, which made a step a fifth longer (docs/performance.md)."""
-
-OPENMP = "libgomp.so.1.0.0"
-"""By this name numba asks for the library that torch has under a shorter one."""
 
 KEPT_BYTES = 1 << 30
 """Of freed memory; a step's tensors would else be asked of the kernel, page by page, every time."""
@@ -25,6 +24,8 @@ def settle() -> None:
     in the environment stay."""
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPINS
+    # Reading memory in pages of 2 MiB, attention waits less for the tables of smaller ones.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Or there are two pools of threads, torch's own and numba's, in each other's way.
     with suppress(OSError):
         ctypes.CDLL(OPENMP)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from penstock.workers.process import OPENMP, SPINS
+from penstock.kernels.compiled import OPENMP
+from penstock.workers.process import SPINS
 
 SCRIPT = """
 import os, sys, resource
@@ -63,6 +64,8 @@ panel_product(torch.randn(4096, 64), None)(torch.randn(64, 64))
 import numba
 assert numba.threading_layer() == "omp"
 print({line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line})
+import ctypes
+assert ctypes.CDLL("libgomp.so.1.0.0").omp_get_max_active_levels() == 1  # no teams in teams
 """
 
 
