@@ -188,7 +188,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     # Falcon RW: biases of positions, rounded; slopes that bfloat16 cannot hold.
     "falcon-rw": lambda: transformers.FalconConfig(
-        **OLDER | {"hidden_size": 60, "num_attention_heads": 12},
+        **OLDER | {"hidden_size": 72, **heads(12)},
         alibi=True,
         multi_query=False,
         parallel_attn=False,
