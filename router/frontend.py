@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import logging
 import math
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,19 +27,18 @@ from penstock.router.ask import (
 from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.links import Links
+from penstock.router.logged import log_ended, log_placed, log_worker, presentable
 from penstock.router.resume import check_so_far, resume
 from penstock.router.roles import ROLES, Assignment, Assignments, merged
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
-from penstock.router.tally import Ended, Tally
+from penstock.router.tally import Tally
 from penstock.router.text.tokenizer import TextModel
 from penstock.router.worker_link import Identity
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.1
-
-UNPRESENTABLE = re.compile(r"[\n\\]|/\w|0x|File ")
 
 CODES: Mapping[ev.Status, Code] = {
     ev.Status.DEADLINE: Code.DEADLINE,
@@ -49,53 +47,6 @@ CODES: Mapping[ev.Status, Code] = {
     ev.Status.UNAVAILABLE: Code.UNAVAILABLE,
     ev.Status.INTERNAL: Code.INTERNAL,
 }
-
-
-def presentable(message: str) -> str:
-    """What a worker said, if a client may see it: no paths, no addresses, one line."""
-    if message and len(message) < 400 and not UNPRESENTABLE.search(message):
-        return message
-    log.error("a request ended with: %s", message)
-    return "the request failed on its worker: the server's log tells more"
-
-
-def _log_ended(ended: Ended | None) -> None:
-    """An event for every request, with none of its content."""
-    if ended is None or not log.isEnabledFor(logging.INFO):
-        return
-    fields = {
-        "request": ended.request.trace,
-        "tenant": ended.tenant,
-        "reason": ended.reason,
-        "prompt_tokens": len(ended.request.prompt),
-        "answer_tokens": ended.num_tokens,
-        "queued_seconds": ended.queued,
-        "first_token_seconds": ended.first_token,
-        "seconds": ended.seconds,
-    }
-    log.info("request", extra={"fields": fields})
-
-
-def _log_placed(submit: ev.Submit) -> None:
-    if log.isEnabledFor(logging.INFO):
-        fields = {
-            "request": submit.request.trace,
-            "attempt": submit.attempt,
-            "worker": submit.worker,
-            "source": submit.source.worker if submit.source is not None else None,
-        }
-        log.info("placed", extra={"fields": fields})
-
-
-def _log_worker(event: ev.Event) -> None:
-    match event:
-        case ev.WorkerUp(info):
-            fields = {"worker": info.worker, "role": info.role, "incarnation": info.incarnation}
-            log.info("worker_up", extra={"fields": fields})
-        case ev.WorkerLost(worker):
-            log.info("worker_gone", extra={"fields": {"worker": worker}})
-        case ev.RoleChanged(worker, role):
-            log.info("role", extra={"fields": {"worker": worker, "role": role}})
 
 
 class Frontend:
@@ -294,7 +245,7 @@ class Frontend:
     def _let_go(self, requests: Sequence[int]) -> None:
         for request in requests:
             if self._tracks.pop(request, None) is not None:
-                _log_ended(self.tally.ended(request, ev.Status.CANCELLED, self._loop.time()))
+                log_ended(self.tally.ended(request, ev.Status.CANCELLED, self._loop.time()))
                 self.tell(ev.Gone(request))
 
     # ------------------------------------------------------------ events and commands
@@ -315,7 +266,7 @@ class Frontend:
                     self._carry_out(command, now)
                 if isinstance(event, ev.WorkerUp | ev.WorkerLost | ev.RoleChanged | ev.Tick):
                     self._look()
-                    _log_worker(event)
+                    log_worker(event)
                 elif isinstance(event, ev.Received):
                     self.tally.received(event, now)
         finally:
@@ -332,7 +283,7 @@ class Frontend:
                 if track is not None:
                     track.deliver_prompt(command)
             case ev.End():
-                _log_ended(self.tally.ended(command.request, command.status, now))
+                log_ended(self.tally.ended(command.request, command.status, now))
                 self._end(command)
             case ev.Hang():
                 log.warning("worker %s: %s", command.worker, command.reason)
@@ -344,7 +295,7 @@ class Frontend:
                     self.tally.sent(command, now)
                 elif isinstance(command, ev.Submit):
                     self.tally.submitted(command, now)
-                    _log_placed(command)
+                    log_placed(command)
                 self._links.send(command)
 
     def _end(self, end: ev.End) -> None:

@@ -1,12 +1,15 @@
 """The streams to all workers that are wanted, and what those with an open one said."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.protos import worker_pb2
 from penstock.router.ask import Model
 from penstock.router.routing import events as ev
 from penstock.router.worker_link import Identity, WorkerLink
+
+log = logging.getLogger(__name__)
 
 
 class Links:
@@ -77,4 +80,17 @@ class Links:
         others = {other.model for other in self._welcomes.values()}
         if others and welcome.model not in others:
             raise ValueError("it serves another model than the workers before it")
+        self._compare_layouts(welcome)
         self._welcomes[welcome.worker] = welcome
+
+    def _compare_layouts(self, welcome: worker_pb2.Welcome) -> None:
+        """Say where a worker's keys and values are of no use to another: all else goes on."""
+        other = next((w for w in self._welcomes.values() if w.layout != welcome.layout), None)
+        if other is not None:
+            log.warning(
+                "worker %s and worker %s hand nothing over to each other, and compute prompts "
+                "again instead: their caches differ (%s, %s); give both the same dtype, "
+                "kv_cache_dtype and deterministic",
+                *(welcome.worker, other.worker),
+                *(each.layout.rpartition(" ")[2] for each in (welcome, other)),
+            )

@@ -108,7 +108,14 @@ class LeastLoaded:
         decision = rule.decide(demand.num_tokens, busy, whole)
         if not decision.apart:
             return Placement(whole.name, None, decision)
-        return None if first is None else Placement(first.name, second.name, decision)
+        if first is None:
+            return None
+        if second.info.layout != first.info.layout:  # it could not use what `first` has computed
+            alike = [view for view in decoders if view.info.layout == first.info.layout]
+            second = _roomiest(alike, demand, now)
+            if second is None:
+                return Placement(whole.name)
+        return Placement(first.name, second.name, decision)
 
 
 def _with_room(views: Sequence[WorkerView], demand: Demand) -> list[WorkerView]:

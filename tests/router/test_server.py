@@ -106,6 +106,20 @@ async def test_a_worker_of_another_model_is_not_used(config: RouterConfig) -> No
         assert [view.worker for view in served.router.frontend.workers()] == ["w0"]
 
 
+async def test_a_worker_whose_cache_is_another_is_used_and_told(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = StubWorker("w1")
+    other.welcome.layout = "stub float32"
+    async with serving(config, StubWorker()) as served, other:
+        addresses = {worker.name: worker.address for worker in (*served.workers, other)}
+        await served.router.set_workers(addresses)
+        await until(lambda: len(served.router.frontend.workers()) == 2)
+    (said,) = [each.message for each in caplog.records if "hand nothing over" in each.message]
+    assert "worker w1 and worker w0" in said
+    assert "(float32, stub); give both the same dtype, kv_cache_dtype" in said
+
+
 async def test_drain_lets_run_what_runs(config: RouterConfig) -> None:
     worker = StubWorker(step_seconds=0.002)
     async with (

@@ -121,6 +121,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 1,
         "laurel_rank": 8,
     },
+    "granite": {
+        "attention_multiplier": 0.4,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 3.0,
+    },
     "granitemoehybrid": {"layer_types": ["attention"] * NUM_LAYERS, "mamba_n_heads": 8},
     "helium": {"head_dim": 12},
     "laguna": {
@@ -141,7 +147,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 14,
     },
     "modernbert-decoder": {"pad_token_id": 2, "local_attention": 26},
+    "olmo": {"clip_qkv": 1.5},
     "opt": {"pad_token_id": 1, "word_embed_proj_dim": 32},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "vaultgemma": {"attn_logit_softcapping": 2.5},
     "roc_bert": {"shape_vocab_size": 50, "pronunciation_vocab_size": 30},
     **{kind: {"pad_token_id": 1} for kind in ROBERTAS},
     "xmod": {"pad_token_id": 1, "default_language": "en_XX"},

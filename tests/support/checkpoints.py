@@ -36,6 +36,19 @@ OLDER = {
     key: COMMON[key] for key in COMMON if key not in ("intermediate_size", "num_key_value_heads")
 }
 
+MPT = {
+    **{key: COMMON[key] for key in COMMON if key.endswith("_id") or key == "vocab_size"},
+    "d_model": 40,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 192,
+}
+
+
+def heads(number: int) -> dict[str, int]:
+    return {"num_attention_heads": number}
+
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -173,6 +186,26 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-in-turn": lambda: transformers.FalconConfig(
         **OLDER, multi_query=False, parallel_attn=False, bias=True
     ),
+    # Falcon RW: biases of positions, rounded; slopes that bfloat16 cannot hold.
+    "falcon-rw": lambda: transformers.FalconConfig(
+        **OLDER | {"hidden_size": 72, **heads(12)},
+        alibi=True,
+        multi_query=False,
+        parallel_attn=False,
+        bias=True,
+    ),
+    "falcon-rw-parallel": lambda: transformers.FalconConfig(
+        **OLDER, alibi=True, multi_query=False, tie_word_embeddings=False
+    ),
+    # Numbers of heads that are no powers of two, and heads of odd sizes.
+    "bloom": lambda: transformers.BloomConfig(**OLDER | {"hidden_size": 60, **heads(12)}),
+    "bloom-untied": lambda: transformers.BloomConfig(
+        **OLDER | heads(4), tie_word_embeddings=False, layer_norm_epsilon=0.02
+    ),
+    "mpt": lambda: transformers.MptConfig(**MPT | {"d_model": 54, "n_heads": 6}),
+    "mpt-clipped": lambda: transformers.MptConfig(
+        **MPT, attn_config={"clip_qkv": 1.5, "softmax_scale": 0.3}, layer_norm_epsilon=0.02
+    ),
     "gpt-j": lambda: transformers.GPTJConfig(
         vocab_size=VOCAB_SIZE,
         n_embd=52,
@@ -228,56 +261,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }
 
-WIDE = COMMON | {"num_hidden_layers": 3}
-
 OTHERS: dict[str, Callable[[], Any]] = {
-    # Positions that are learned, one or several KV heads, no scale of the scores.
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB_SIZE, n_embd=48, n_head=4, n_layer=2, n_positions=192, eos_token_id=1
-    ),
-    "opt": lambda: transformers.OPTConfig(
-        **OLDER | {"pad_token_id": 1}, ffn_dim=72, word_embed_proj_dim=32
-    ),
-    "gpt-bigcode": lambda: transformers.GPTBigCodeConfig(
-        vocab_size=VOCAB_SIZE, n_embd=48, n_head=4, n_layer=2, n_positions=192, eos_token_id=1
-    ),
-    # Parallel blocks, a part of the features turned.
     "gpt-neox": lambda: transformers.GPTNeoXConfig(**OLDER, intermediate_size=72),
-    "phi": lambda: transformers.PhiConfig(**COMMON),
-    "glm4": lambda: transformers.Glm4Config(**COMMON, head_dim=16),
-    # Multipliers and scales everywhere.
-    "granite": lambda: transformers.GraniteConfig(
-        **COMMON,
-        attention_multiplier=0.4,
-        embedding_multiplier=2.0,
-        residual_multiplier=0.7,
-        logits_scaling=3.0,
-    ),
     "olmo": lambda: transformers.OlmoConfig(**COMMON, clip_qkv=1.5),
-    # Windows, layers without rotary embedding.
-    "starcoder2": lambda: transformers.Starcoder2Config(**COMMON, sliding_window=13),
-    "cohere2": lambda: transformers.Cohere2Config(
-        **WIDE, sliding_window=13, sliding_window_pattern=2, logit_scale=0.3
-    ),
-    "exaone4": lambda: transformers.Exaone4Config(
-        **WIDE, sliding_window=13, sliding_window_pattern=2
-    ),
-    "smollm3": lambda: transformers.SmolLM3Config(**WIDE, no_rope_layers=[1, 0, 1]),
-    # Soft caps; experts; keys wider than values.
-    "vaultgemma": lambda: transformers.VaultGemmaConfig(
-        **WIDE, head_dim=14, sliding_window=13, attn_logit_softcapping=2.5
-    ),
-    "olmoe": lambda: transformers.OlmoeConfig(**COMMON, num_experts=5, num_experts_per_tok=2),
-    "minicpm3": lambda: transformers.MiniCPM3Config(
-        **COMMON | {"num_key_value_heads": 4},
-        q_lora_rank=26,
-        kv_lora_rank=20,
-        qk_nope_head_dim=10,
-        qk_rope_head_dim=6,
-        v_head_dim=14,
-    ),
 }
-"""Of architectures that are not ours."""
+"""Of architectures that are not ours; `architectures` has all of them."""
 
 
 transformers.utils.logging.disable_progress_bar()

@@ -40,8 +40,19 @@ class HandOvers:
         salt = salt or b"moved %d" % next(_salts)
         await self.prefill.submit(request, prompt, given, yield_after=1, salt=salt)
         yielded = await self.prefill.message("yielded", request)
-        moving = Moving(self, request, prompt, given, salt, yielded.kv_len)
-        return moving
+        return Moving(self, request, prompt, given, salt, yielded.kv_len)
+
+    async def half_done(self, prompt: list[int], num_tokens: int, after: int) -> "Moving":
+        """Have the prefill worker answer until so many tokens are there, and then let go, as where
+        it is drained."""
+        request, salt = next(_requests), b"half done %d" % next(_salts)
+        given = greedy(num_tokens)
+        await self.prefill.submit(request, prompt, given, salt=salt)
+        await self.prefill.until(lambda: len(self.prefill.answers[request, 1]) >= after)
+        command: dict[str, Any] = {"yield": wire.Yield(request=request, attempt=1)}
+        await self.prefill.say(**command)
+        yielded = await self.prefill.message("yielded", request)
+        return Moving(self, request, prompt, given, salt, yielded.kv_len)
 
 
 @dataclass

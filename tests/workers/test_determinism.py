@@ -26,7 +26,8 @@ from tests.support.handover import HandOvers
 from tests.support.played import Bits, Request, Schedule, play
 from tests.support.tiny import tiny_checkpoint
 
-FAMILIES = ("llama3", "mistral", "gemma2", "qwen2-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
+FAMILIES = ("llama3", "mistral", "gemma2", "qwen2-moe", "gpt-oss", "bloom-untied", "falcon-rw",
+            "deepseek-v2", "deepseek-v3")  # fmt: skip
 BLOCK_SIZE = 4
 ENGINE = {"kv_cache_mib": 2, "max_sequences": 8, "max_batched_tokens": 64, "block_size": BLOCK_SIZE}
 

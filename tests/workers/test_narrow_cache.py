@@ -1,6 +1,7 @@
 """Engines whose keys and values are kept in bfloat16 while they compute in float32."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,29 @@ import pytest
 import torch
 
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine
+from penstock.workers.engine import Engine, Found
 from penstock.workers.fingerprint import why_apart
 from penstock.workers.kv_cache import choose_cache_dtype
+from penstock.workers.layers import packing
+from penstock.workers.sampler import TokenLogprobs
+from penstock.workers.scheduling.batcher import Batcher
+from penstock.workers.scheduling.sequence import (
+    BeamParams,
+    Key,
+    NewSequence,
+    SamplingParams,
+    Sibling,
+)
 from penstock.workers.service import serve_worker
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import greedy_sequence, run_greedy, run_out
 from tests.support.handover import HandOvers
-from tests.support.tiny import tiny_checkpoint
+from tests.support.played import in_all_company
+from tests.support.tiny import HEAD_DIM, KV_HEADS, NUM_LAYERS, tiny_checkpoint
 
 PROMPT = [3 + (5 * i) % 160 for i in range(120)]
 NUM_TOKENS = 8
+BYTES_PER_TOKEN = NUM_LAYERS * 2 * KV_HEADS * HEAD_DIM * 2
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
 
@@ -98,6 +111,73 @@ def test_tokens_hardly_differ_from_those_of_a_wide_cache(checkpoint: Path) -> No
     assert sum(a == b for a, b in answers) >= len(answers) - 3
 
 
+@pytest.fixture(scope="module", params=["none", "int8"])
+def exact(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
+    """One whose answers' bits depend on nothing else, its small products of INT8 too."""
+    sizes = {"kv_cache_mib": 2, "max_batched_tokens": 64, "block_size": 4, "max_sequences": 11}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "LEAST_WEIGHTS", 1)
+        given = {"quantization": request.param, "kv_cache_dtype": "bfloat16"}
+        engine = make_engine(checkpoint, deterministic=True, **given, **sizes)
+    assert engine.cache.data.dtype == BF16
+    return engine
+
+
+@pytest.mark.slow
+def test_forked_cached_preempted_and_moved(exact: Engine) -> None:
+    expected, *others = in_all_company(exact)
+    assert all(found == expected for found in others)
+
+
+def searching(key: Key, prompt: list[int], width: int) -> NewSequence:
+    beams = BeamParams(width, width, length_penalty=0.0)
+    params = SamplingParams(max_tokens=12, beams=beams)
+    siblings = tuple(Sibling(choice, prompt) for choice in range(1, width))
+    return NewSequence(key, prompt, len(prompt), params, siblings=siblings)
+
+
+def found_by(engine: Engine) -> dict[Key, list[tuple[list[int], float]]]:
+    """Of each search the answers with their scores, once nothing is left to compute."""
+    found: list[Found] = []
+    while (result := engine.step()).output is not None:
+        found += result.found
+    engine.batcher.check()
+    return {each.key: [(one.tokens, float(one.score)) for one in each.answers] for each in found}
+
+
+def score_of(engine: Engine, prompt: list[int], answer: list[int]) -> float:
+    """What the engine gives to an answer that it is shown as a prompt."""
+    tokens = [*prompt, *answer]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    engine.submit(NewSequence("shown", tokens, len(tokens), params, salt=b"shown"))
+    scores: list[TokenLogprobs | None] = []
+    while (result := engine.step()).output is not None:
+        for part in result.prompts:
+            scores += part.entries
+    return sum(entry.chosen for entry in scores[-len(answer) :] if entry is not None)
+
+
+@pytest.mark.slow
+def test_beams_alone_and_in_a_crowd_with_preemptions(exact: Engine) -> None:
+    prompts = {0: (PROMPT[:9], 4), 1: (PROMPT[:16], 3), 2: (PROMPT[3:36], 5)}
+    alone: dict[Key, list[tuple[list[int], float]]] = {}
+    for number, (prompt, width) in prompts.items():
+        exact.batcher = Batcher(exact.limits)
+        exact.submit(searching(number, prompt, width))
+        alone |= found_by(exact)
+    exact.batcher = Batcher(replace(exact.limits, num_blocks=30, watermark=0))
+    for number, (prompt, width) in prompts.items():
+        exact.submit(searching(number, prompt, width))
+        exact.submit(greedy_sequence(f"greedy {number}", PROMPT[number : number + 11], 30))
+    assert found_by(exact) == alone
+    assert exact.load().pool.preemptions > 0
+    exact.batcher = Batcher(exact.limits)
+    for number, (prompt, width) in prompts.items():
+        assert len({tuple(tokens) for tokens, _ in alone[number]}) == width
+        for tokens, score in alone[number]:
+            assert score == pytest.approx(score_of(exact, prompt, tokens), abs=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek-v2", "gpt-neox"])
 def test_latent_rows_and_what_transformers_computes(tmp_path: Path, family: str) -> None:
@@ -120,6 +200,20 @@ def test_layouts_tell_caches_apart(checkpoint: Path) -> None:
     assert "another model" in why_apart(make_engine(checkpoint, dtype="bfloat16").layout, narrow)
 
 
+async def drained(pools: HandOvers) -> None:
+    """One that is half done goes on elsewhere: nothing is computed again."""
+    expected = await pools.mixed(PROMPT[:70], 60)
+    computed = pools.decode.load.prompt_tokens_computed
+    moving = await pools.half_done(PROMPT[:70], 60, after=5)
+    done = len(moving.first)
+    assert 5 <= done < 60
+    assert moving.kv_len == 70 + done - 1
+    assert await moving.whole() == expected
+    received = await pools.decode.message("received", moving.request)
+    assert received.bytes == -(-moving.kv_len // 16) * 16 * BYTES_PER_TOKEN
+    assert pools.decode.load.prompt_tokens_computed == computed
+
+
 @pytest.mark.asyncio
 async def test_hand_overs_within_a_dtype_and_not_between_two(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
@@ -136,7 +230,9 @@ async def test_hand_overs_within_a_dtype_and_not_between_two(
         moving = await pools.prefilled(PROMPT[:70], NUM_TOKENS)
         if moves:
             assert await moving.whole() == expected
-            await pools.decode.message("received", moving.request)
+            received = await pools.decode.message("received", moving.request)
+            assert received.bytes == 5 * 16 * BYTES_PER_TOKEN
+            await drained(pools)
         else:
             # One that does not look at the layout of its source is told when they meet.
             with caplog.at_level(logging.WARNING):

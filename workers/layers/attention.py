@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import AttentionPlan, paged_attention
-from penstock.kernels.cache import rotate_and_write
+from penstock.kernels.cache import rotate_and_write, write_kv
 from penstock.kernels.in_place import InPlace
 from penstock.kernels.latent_attention import LatentPlan
 from penstock.kernels.scores import Scores
+from penstock.workers.layers.biases import KeptBiases
 from penstock.workers.layers.linear import Linear, Summed
 from penstock.workers.layers.norm import Norm
 
@@ -36,21 +37,33 @@ class Attention:
     head_dim: int
     window: int
     scores: Scores
-    rotary: int  # which of the rotary tables
+    rotary: int | None  # which of the rotary tables; None: no head turns
     neighbours: bool  # whether the pairs that turn are neighbours
+    clip: float  # of queries, keys and values; 0: none
+    biases: KeptBiases | None  # of scores, where they are rounded
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
-        """x: [T, hidden]; layer: this layer's cache, [2, N, H, S, D], which is written."""
+        """x: [T, hidden]; layer: this layer's cache, [2, N, H, S, D], which is written.
+        (D is `head_dim`, and more where biases are kept.)"""
         heads = self.qkv(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        if self.clip:
+            heads.clamp_(-self.clip, self.clip)
         query = heads[:, : self.num_heads]
         if self.q_norm is not None and self.k_norm is not None:
             keys = heads[:, self.num_heads : self.num_heads + self.num_kv_heads]
             self._normalise(query, self.q_norm)
             self._normalise(keys, self.k_norm)
-        cos_sin = step.cos_sin[self.rotary]
-        rotate_and_write(heads, self.num_heads, cos_sin, step.cache_rows, layer, self.neighbours)
+        if self.biases is not None:
+            heads = self.biases.beside(heads, step.positions)
+            query = heads[:, : self.num_heads]
+        rows = step.cache_rows
+        if self.rotary is None:
+            write_kv(layer, rows, heads[:, self.num_heads :])
+        else:
+            cos_sin = step.cos_sin[self.rotary]
+            rotate_and_write(heads, self.num_heads, cos_sin, rows, layer, self.neighbours)
         out = paged_attention(query, layer, step.plans[self.window], self.scores)
-        return self.output(out.flatten(1))
+        return self.output(out[:, :, : self.head_dim].flatten(1))
 
     def ungroup(self) -> None:
         """In place, once: rows of `qkv` that were loaded by group, each KV head's query heads

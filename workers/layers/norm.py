@@ -64,6 +64,7 @@ class LayerNorm:
     weight: Tensor  # [D]
     bias: Tensor  # [D]
     eps: float
+    biased: bool = True  # in the checkpoint; else the bias is zero
 
     def __call__(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -75,7 +76,8 @@ class LayerNorm:
         x.copy_(self(x))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        return {f"{name}.weight": self.weight, f"{name}.bias": self.bias}
+        found = {f"{name}.weight": self.weight}
+        return found | {f"{name}.bias": self.bias} if self.biased else found
 
 
 Norm: TypeAlias = RmsNorm | RmsNormAboveOne | LayerNorm

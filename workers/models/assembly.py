@@ -21,6 +21,7 @@ from penstock.kernels.launch import runs_kernels
 from penstock.kernels.routing import Routing
 from penstock.kernels.scores import Scores
 from penstock.workers.layers.attention import Attention
+from penstock.workers.layers.biases import KeptBiases
 from penstock.workers.layers.block import Block
 from penstock.workers.layers.experts import Experts, SharedExpert
 from penstock.workers.layers.latent import LatentAttention
@@ -72,6 +73,8 @@ class Assembly:
         match self.spec.norm_kind:
             case "layer":
                 return LayerNorm(weight, self.empty(size), eps)
+            case "layer_unbiased":
+                return LayerNorm(weight, torch.zeros_like(weight), eps, biased=False)
             case "rms_above_one":
                 return RmsNormAboveOne(weight, eps)
             case _:
@@ -112,10 +115,27 @@ class Assembly:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             window=window,
-            scores=Scores(spec.attention_scale, spec.attention_cap, sinks),
-            rotary=1 if window and spec.local_rope else 0,
+            scores=self.scores(sinks),
+            rotary=(1 if window and spec.local_rope else 0) if spec.ropes else None,
             neighbours=spec.rope.neighbours,
+            clip=spec.qkv_clip,
+            biases=self.biases(),
         )
+
+    def scores(self, sinks: Tensor | None) -> Scores:
+        spec, slopes, scale = self.spec, None, self.spec.attention_scale
+        if spec.alibi is not None and spec.alibi.rounded:
+            scale = spec.head_dim**-0.5  # and not that of the wider heads in the cache
+        elif spec.alibi is not None:
+            slopes = torch.tensor(spec.alibi.slopes, dtype=torch.float32, device=self.device)
+        return Scores(scale, spec.attention_cap, sinks, slopes)
+
+    def biases(self) -> KeptBiases | None:
+        alibi = self.spec.alibi
+        if alibi is None or not alibi.rounded:
+            return None
+        slopes = torch.tensor(alibi.slopes, dtype=torch.bfloat16, device=self.device)
+        return KeptBiases(slopes, self.spec.extra_dim)
 
     def latent(self, latent: LatentSpec) -> LatentAttention:
         spec = self.spec

@@ -29,6 +29,7 @@ class Decoder:
     device: torch.device
     embeddings: Tensor | None  # [vocab_size, hidden_size]; None: the first stage's
     embedding_scale: float  # as it is in the embeddings' dtype
+    embedding_norm: Norm | None
     first_layer: int
     layers: tuple[Block, ...]
     norm: Norm | None  # this and the head: None: the last stage's
@@ -75,6 +76,8 @@ class Decoder:
                 found[f"{names.embeddings}.weight"] = found.pop(f"{names.head}.weight")
         if self.embeddings is not None:
             found[f"{names.embeddings}.weight"] = self.embeddings
+        if self.embedding_norm is not None:
+            found |= self.embedding_norm.tensors(names.embedding_norm)
         for number, block in enumerate(self.layers, self.first_layer):
             found |= block_tensors(block, names, number)
         return found
@@ -95,7 +98,7 @@ class Decoder:
             hidden = embed(tokens, self.embeddings, first, ranks.stage)
         if self.embedding_scale != 1:
             hidden *= self.embedding_scale
-        return hidden
+        return hidden if self.embedding_norm is None else self.embedding_norm(hidden)
 
     def _empty_hidden(self, num_tokens: int) -> Tensor:
         shape = (num_tokens, self.spec.hidden_size)
@@ -115,10 +118,11 @@ def empty_decoder(
     """
     place, local = ranks.place, local_spec(spec, ranks.place)
     assembly = Assembly(local, dtype, device, deterministic, ranks)
-    embeddings = head = None
+    embeddings = embedding_norm = head = None
     num_tokens = len(place.tokens(spec.vocab_size))
     if place.is_first:
         embeddings = assembly.empty(num_tokens, spec.hidden_size)
+        embedding_norm = assembly.norm(spec.hidden_size) if spec.embedding_norm else None
     if place.is_last:
         tied = embeddings if spec.tie_embeddings else None
         weight = assembly.empty(num_tokens, spec.hidden_size) if tied is None else tied
@@ -131,6 +135,7 @@ def empty_decoder(
         device=device,
         embeddings=embeddings,
         embedding_scale=float(torch.tensor(spec.embedding_scale, dtype=dtype)),
+        embedding_norm=embedding_norm,
         first_layer=layers.start,
         layers=tuple(assembly.block(number) for number in range(len(layers))),
         norm=assembly.norm(spec.hidden_size) if place.is_last else None,

@@ -8,6 +8,8 @@ class Names:
     """Names without `.weight`; what is under `layers` is relative to `<layers>.<number>`."""
 
     embeddings: str = "model.embed_tokens"
+    embedding_norm: str = ""
+    prefix: str = ""  # what a checkpoint may leave out of all names
     norm: str = "model.norm"
     head: str = "lm_head"
     layers: str = "model.layers"

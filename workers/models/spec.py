@@ -5,15 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from penstock.workers.models.config import BadCheckpoint, Fields, read_json
+from penstock.workers.models.alibi import AlibiSpec, alibi_slopes
+from penstock.workers.models.config import BadCheckpoint, Config, Fields, read_json
 from penstock.workers.models.deepseek import (
     LatentSpec,
     RoutingSpec,
     read_latent,
     read_routing,
 )
-from penstock.workers.models.families import FAMILIES, Family
+from penstock.workers.models.families import FAMILIES
+from penstock.workers.models.family import Family
 from penstock.workers.models.names import Names
 from penstock.workers.models.rope import RopeSpec, read_ropes, stretched_scores
 
@@ -58,13 +61,16 @@ class ModelSpec:
     qkv_grouped: bool  # in the checkpoint: each KV head's query heads, its key, its value
     gated: bool  # the feed-forward layer
     sinks: bool  # whether each head has a score that takes probability and gives nothing
-    norm_kind: str  # "rms", "layer", or "rms_above_one": its weight counts from one
+    norm_kind: str  # "rms", "layer", "layer_unbiased", "rms_above_one": its weight counts from one
     norm_eps: float
     activation: str  # of the gate "silu" or "gelu_pytorch_tanh", without one "gelu" or "gelu_new"
     embedding_scale: float
+    embedding_norm: bool
+    qkv_clip: float  # what queries, keys and values are clipped to; 0: they are not
     attention_scale: float | None  # of the scores; None: 1 / sqrt(head_dim)
     attention_cap: float  # soft cap of the scores; 0: none
     logit_cap: float  # soft cap of the logits; 0: none
+    alibi: AlibiSpec | None  # then no head turns, whatever `rope` says
     rope: RopeSpec
     local_rope: RopeSpec | None  # of the layers with a window, where it differs
     windows: tuple[int, ...]  # positions that a layer's token sees, itself included; 0: all
@@ -76,6 +82,8 @@ class ModelSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
+        if self.alibi is not None:
+            return ()
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     @property
@@ -84,10 +92,17 @@ class ModelSpec:
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
+    def extra_dim(self) -> int:
+        """Features of a cached head beside its own: a bias, and what makes a multiple of 8 (rows
+        of 16 bytes) with it."""
+        rounded = self.alibi is not None and self.alibi.rounded
+        return 8 - self.head_dim % 8 if rounded else 0
+
+    @property
     def kv_shape(self) -> tuple[int, int, int]:
         """What one position has in a layer's cache: sides (keys and values), heads, features."""
         if self.latent is None:
-            return 2, self.num_kv_heads, self.head_dim
+            return 2, self.num_kv_heads, self.head_dim + self.extra_dim
         return 1, 1, self.latent.rank + self.latent.rope_dim
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
@@ -166,9 +181,22 @@ def _family(config: Fields) -> Family:
     if values.get(key, family.activation) != family.activation:
         raise config.unsupported(f"{key} {values[key]!r} is not served, only {family.activation!r}")
     for key in ("use_bidirectional_attention", *family.refused):
-        if values.get(key):
+        if _value_at(values, key):
             raise config.unsupported(f"{key} is not served")
+    for key, served_value in family.only.items():
+        value = _value_at(values, key)
+        if value not in (None, served_value):
+            raise config.unsupported(f"{key} {value!r} is not served, only {served_value!r}")
     return family
+
+
+def _value_at(values: Config, key: str) -> Any:
+    """Of "a.b": b in the object a; None where it is not there."""
+    *outer, last = key.split(".")
+    for name in outer:
+        found = values.get(name)
+        values = found if isinstance(found, Mapping) else {}
+    return values.get(last)
 
 
 def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> ModelSpec:
@@ -176,7 +204,11 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     latent = read_latent(config) if family.latent else None
     num_kv_heads, head_dim = _heads(config, family, latent)
-    rope, local_rope = read_ropes(config, family.partial_rotary, family.local_theta)
+    alibi = _alibi(config, family, num_heads, num_kv_heads)
+    rope, local_rope = RopeSpec(theta=10000.0), None
+    if alibi is None:
+        rope, local_rope = read_ropes(config, family.partial_rotary, family.local_theta)
+        rope = _checked_rope(config, family, rope, latent.rope_dim if latent else head_dim)
     return ModelSpec(
         family=family.name,
         vocab_size=config.size("vocab_size"),
@@ -202,11 +234,14 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         norm_kind=family.norm_kind,
         activation=family.activation,
         embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
+        embedding_norm=family.embedding_norm,
+        qkv_clip=_if_given(config, "clip_qkv", family.clips),
         attention_scale=_attention_scale(config, family, head_dim),
-        attention_cap=_cap(config, "attn_logit_softcapping", family),
-        logit_cap=_cap(config, "final_logit_softcapping", family),
+        attention_cap=_if_given(config, "attn_logit_softcapping", family.soft_caps),
+        logit_cap=_if_given(config, "final_logit_softcapping", family.soft_caps),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_checked_rope(config, family, rope, latent.rope_dim if latent else head_dim),
+        alibi=alibi,
+        rope=rope,
         local_rope=local_rope,
         windows=_windows(config, family),
         experts=_experts(config, family),
@@ -227,7 +262,7 @@ def _heads(config: Fields, family: Family, latent: LatentSpec | None) -> tuple[i
         raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
     default = family.head_dim or config.size("hidden_size") // num_heads
     head_dim = config.size("head_dim", default)
-    if head_dim % 2:
+    if head_dim % 2 and not family.alibi:
         raise config.bad("head_dim", "even, which rotary embedding needs")
     return num_kv_heads, head_dim
 
@@ -235,15 +270,27 @@ def _heads(config: Fields, family: Family, latent: LatentSpec | None) -> tuple[i
 def _attention_scale(config: Fields, family: Family, head_dim: int) -> float | None:
     if family.latent:
         return float(head_dim**-0.5 * stretched_scores(config))
+    if family.alibi and config.values.get("softmax_scale") is not None:
+        return config.number("softmax_scale", 1.0)
     if not family.soft_caps:
         return None
     return float(config.number("query_pre_attn_scalar", 256) ** -0.5)
 
 
-def _cap(config: Fields, key: str, family: Family) -> float:
-    if not family.soft_caps or config.values.get(key) is None:
+def _if_given(config: Fields, key: str, used: bool) -> float:
+    """0 where it is not there, or the family does not look at it."""
+    if not used or config.values.get(key) is None:
         return 0.0
     return config.number(key, 1.0)
+
+
+def _alibi(config: Fields, family: Family, num_heads: int, num_kv_heads: int) -> AlibiSpec | None:
+    if not family.alibi:
+        return None
+    rounded = family.alibi == "rounded"
+    if rounded and num_kv_heads != num_heads:
+        raise config.unsupported("alibi with fewer KV heads than heads is not served")
+    return AlibiSpec(alibi_slopes(num_heads, config.size("alibi_bias_max", 8)), rounded)
 
 
 def _checked_rope(config: Fields, family: Family, rope: RopeSpec, head_dim: int) -> RopeSpec:

@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.workers.scheduling.admission import Admission
 from penstock.workers.scheduling.flight import Flight
+from penstock.workers.scheduling.groups import Groups
 from penstock.workers.scheduling.kv_pool import BlockPool
 from penstock.workers.scheduling.leaps import Leaps
 from penstock.workers.scheduling.leases import Leases
@@ -23,7 +24,6 @@ from penstock.workers.scheduling.sequence import (
     Admitted,
     Bools,
     Finish,
-    Finished,
     Ints,
     Key,
     NewSequence,
@@ -33,11 +33,10 @@ from penstock.workers.scheduling.sequence import (
     SchedulerEvent,
     StepOutput,
     StepPlan,
-    Yielded,
 )
 from penstock.workers.scheduling.steady import Steady
 from penstock.workers.scheduling.table import SequenceTable
-from penstock.workers.scheduling.waiting import Phase, Queue, Ticket, WaitingQueue, tickets_of
+from penstock.workers.scheduling.waiting import Phase, Queue, WaitingQueue, tickets_of
 
 __all__ = ["Batcher", "Limits"]
 
@@ -54,7 +53,6 @@ class Batcher:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.table = SequenceTable(limits.max_sequences, limits.max_model_len, limits.block_size)
-        self._groups: dict[Key, list[Ticket]] = {}  # choices that wait, receive or run
         self._waiting: Queue = (
             PromisedQueue(limits.promised_seconds) if limits.promised_seconds else WaitingQueue()
         )
@@ -64,10 +62,10 @@ class Batcher:
         self._admission = Admission(limits, *parts)
         self._steady = Steady(self.table, self.pool)
         self._flight = Flight(self._seats)
-        self._events: list[SchedulerEvent] = []
+        seating = self.table, self._waiting, self._seats
+        self._groups = Groups(*seating, self._leases, self._flight, self._steady)
         self._totals = Totals()
         self._ledger = Ledger(*parts, self._admission, self._flight, self._totals)
-        seating = self.table, self._waiting, self._seats
         self.leaps = Leaps(*seating, self._flight, self._steady, self._totals)
 
     # ------------------------------------------------------------ coming and going
@@ -79,7 +77,8 @@ class Batcher:
         refuse_misfit(new, self.limits)
         if len(self._waiting) >= self.limits.max_queued:
             raise QueueFull(f"{len(self._waiting)} sequences are waiting already: try again later")
-        group = self._groups[new.key] = tickets_of(new, self._totals.submitted + 1)
+        group = tickets_of(new, self._totals.submitted + 1)
+        self._groups.add(new.key, group)
         self._totals.submitted += len(group)
         self._waiting.push(group[0])
 
@@ -88,40 +87,19 @@ class Batcher:
 
         Blocks that a transfer reads or writes are kept until `unpin` or `settled`.
         """
-        self._events = [event for event in self._events if event.key != key]
-        if key not in self._groups:
-            self._leases.drop(key)
-        for ticket in self._groups.pop(key, ()):
-            self._let_go(ticket)
+        self._groups.drop(key)
 
     def drop_choice(self, key: Key, choice: int) -> None:
         """Let go of one choice; `Finished` if it was the last one. Unknown, or a beam: nothing."""
-        group = self._groups.get(key, ())
-        ticket = next((one for one in group if one.choice == choice), None)
-        if ticket is None or ticket.beams:
-            return
-        if ticket.followers:
-            ticket.unwanted = True  # until they have what they wait for
-            return
-        over = [ticket]
-        for leader in group:
-            if ticket in leader.followers:
-                self._seats.unfollow(leader, ticket)
-                if leader.unwanted and not leader.followers:
-                    over.append(leader)
-        for ticket in over:
-            self._let_go(ticket)
-            self._ended(ticket)
+        self._groups.drop_choice(key, choice)
 
     def finish(self, key: Key) -> None:
         """Its owner has all that it wants of it: let go of it. `Finished`; unknown: nothing."""
-        for ticket in list(self._groups.get(key, ())):
-            self._let_go(ticket)
-            self._ended(ticket)
+        self._groups.finish(key)
 
     def fail(self, key: Key) -> None:
         """Drop a running sequence whose logits were not finite: its blocks are not for others."""
-        for ticket in self._groups.get(key, ()):
+        for ticket in self._groups.of(key):
             if ticket.phase is Phase.RUNNING:
                 self.pool.forget(self.table.blocks(ticket.row))
         self.drop(key)
@@ -132,14 +110,7 @@ class Batcher:
         A waiting one has none; a receiving one yields when its transfer has ended. Of several
         choices, and of beams, only blocks of their prompt are kept.
         """
-        group = self._groups.get(key, ())
-        for ticket in group:
-            ticket.yield_len = 0
-            if ticket.row >= 0:
-                self.table.yield_len[ticket.row] = 0
-        self._steady.forget()
-        if group:
-            self._yield_if_due(key)
+        self._groups.ask_yield(key)
 
     # ------------------------------------------------------------ hand-over
 
@@ -153,7 +124,7 @@ class Batcher:
 
     def receiving(self, key: Key) -> Ints:
         """The blocks reserved for positions [have, source_len); KeyError if it does not receive."""
-        ticket = self._receiver(key)
+        ticket = self._groups.receiver(key)
         if ticket is None:
             raise KeyError(key)
         return self._seats.reserved(ticket)
@@ -301,11 +272,11 @@ class Batcher:
         output = self._output(drawing, indices, drawn, finishes)
         ended = drawing[finishes != Finish.NONE].tolist()
         for row in ended:
-            self._finish(row)
+            self._groups.finish_row(row)
         for row in due.tolist():
             # With one choice of a sequence the others yield.
             if row not in ended and row in self._seats:
-                self._yield_if_due(self._seats.ticket(row).key)
+                self._groups.yield_if_due(self._seats.ticket(row).key)
         return output
 
     def _output(self, rows: Ints, indices: Ints, tokens: Ints, finishes: Ints) -> StepOutput:
@@ -323,7 +294,7 @@ class Batcher:
 
     def events(self) -> list[SchedulerEvent]:
         """What has happened since the last call, in order."""
-        events, self._events = self._events, []
+        events, self._groups.events = self._groups.events, []
         return events
 
     def load(self) -> PoolLoad:
@@ -336,14 +307,11 @@ class Batcher:
 
     def check(self) -> None:
         """AssertionError if the ledger does not balance: every hold on a block has its holder."""
-        self._ledger.check(self._tickets())
+        self._ledger.check(self._groups.tickets())
 
     def describe(self) -> dict[str, Any]:
         """Who is here, who has which blocks, what is computed: all but what is said."""
-        return self._ledger.describe(self._tickets())
-
-    def _tickets(self) -> list[Ticket]:
-        return [ticket for group in self._groups.values() for ticket in group]
+        return self._ledger.describe(self._groups.tickets())
 
     # ------------------------------------------------------------ boundaries
 
@@ -351,42 +319,12 @@ class Batcher:
         admitted = self._admission.admit(budget)
         for ticket, *followers in admitted:
             for one in (ticket, *followers):
-                self._events.append(Admitted(one.key, one.row, one.choice))
+                self._groups.events.append(Admitted(one.key, one.row, one.choice))
             have = int(self.table.num_computed[ticket.row])
             self._totals.cached += min(have, ticket.new.num_prompt)
             if ticket.phase is Phase.RECEIVING:
-                self._events.append(Reserved(ticket.key, have))
+                self._groups.events.append(Reserved(ticket.key, have))
         return bool(admitted)
-
-    def _leave(self, ticket: Ticket) -> None:
-        """Give up its row and blocks, now or with the commit of the last step that it is in."""
-        if not self._flight.leave(ticket):
-            self._steady.forget()
-
-    def _finish(self, row: int) -> None:
-        ticket = self._seats.ticket(row)
-        self._leave(ticket)
-        self._ended(ticket)
-
-    def _ended(self, ticket: Ticket) -> None:
-        """One choice is over."""
-        group = self._groups[ticket.key]
-        group.remove(ticket)
-        if not group:
-            del self._groups[ticket.key]
-            self._events.append(Finished(ticket.key))
-
-    def _let_go(self, ticket: Ticket) -> None:
-        """Give back what it holds, now or with the commit of the step in flight."""
-        if ticket.phase is Phase.WAITING:
-            self._waiting.remove(ticket)
-        elif ticket.row < 0:
-            return  # it follows one that waits
-        elif ticket.phase is Phase.RECEIVING:
-            self._leases.abandon(ticket.key, self._seats.reserved(ticket))
-            self._seats.leave(ticket)
-        else:
-            self._leave(ticket)
 
     def _fork(self, drawing: Ints) -> Bools:
         """Let those who follow go on where their prompt is computed; who of the rows [n] draws."""
@@ -396,38 +334,11 @@ class Batcher:
             if self._seats.fork_if_due(leader) and leader.unwanted:
                 kept &= drawing != row
                 self._seats.leave(leader)
-                self._ended(leader)
+                self._groups.ended(leader)
         return kept
 
-    def _yield_if_due(self, key: Key) -> None:
-        group, table = self._groups[key], self.table
-        seated = [ticket for ticket in group if ticket.row >= 0]
-        if any(one.phase is Phase.RECEIVING or self._flight.holds(one) for one in seated):
-            return
-        rows = np.array([ticket.row for ticket in seated], np.int32)
-        if seated and not (table.num_tokens[rows] >= table.yield_len[rows]).any():
-            return
-        running = [ticket for ticket in seated if ticket.phase is Phase.RUNNING]
-        keeper = max(running, key=lambda one: int(table.num_computed[one.row]), default=None)
-        kv_len = int(table.num_computed[keeper.row]) if keeper else 0
-        if len(group) > 1:  # what all have, or will have, in common
-            new = group[0].new
-            kv_len = min(kv_len, new.num_prompt - (new.params.beams is not None))
-        if keeper and kv_len:
-            blocks = self._seats.leave(keeper, num_kept=-(-kv_len // table.block_size))
-            self._leases.grant(key, blocks, kv_len)
-            group.remove(keeper)
-        for ticket in group:
-            self._let_go(ticket)
-        del self._groups[key]
-        self._events.append(Yielded(key, kv_len))
-
-    def _receiver(self, key: Key) -> Ticket | None:
-        group = self._groups.get(key, ())
-        return next((one for one in group if one.phase is Phase.RECEIVING), None)
-
     def _end_receiving(self, key: Key, arrived: bool) -> None:
-        ticket = self._receiver(key)
+        ticket = self._groups.receiver(key)
         if ticket is None:
             return
         if arrived:
@@ -438,4 +349,4 @@ class Batcher:
         if ticket.followers:
             self._fork(NO_TOKENS)
         if key in self._groups:
-            self._yield_if_due(key)
+            self._groups.yield_if_due(key)

@@ -98,7 +98,7 @@ def load_model(
     spec = read_spec(folder)
     if max_model_len is not None:
         spec = replace(spec, rope=spec.rope.within(max_model_len))
-    entries = find_tensors(folder)
+    entries = _named_in_full(find_tensors(folder), spec.names.prefix)
     chosen = choose_dtype(dtype, spec.dtype, device)
     check_shape(spec, ranks.place.mesh)
     shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()
@@ -151,6 +151,13 @@ def _sharded(folder: Path) -> dict[str, Entry]:
         if name not in files[file]:
             raise BadCheckpoint(f"{folder / file} lacks tensor {name}: download it again")
     return {name: files[file][name] for name, file in places.items()}
+
+
+def _named_in_full(entries: dict[str, Entry], prefix: str) -> dict[str, Entry]:
+    """With the prefix, where no name has it: the checkpoint was saved without a head."""
+    if any(name.startswith(prefix) for name in entries):
+        return entries
+    return {prefix + name: replace(entry, name=prefix + name) for name, entry in entries.items()}
 
 
 def _is_name(file: object) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from penstock.workers.models.alibi import AlibiSpec
 from penstock.workers.models.config import Fields
 from penstock.workers.models.spec import (
     ExpertsSpec,
@@ -90,8 +91,15 @@ def local_spec(spec: ModelSpec, place: Place) -> ModelSpec:
         num_kv_heads=max(1, spec.num_kv_heads // place.mesh.tp),
         intermediate_size=spec.intermediate_size // place.mesh.tp,
         windows=spec.windows[here],
+        alibi=None if spec.alibi is None else _local_alibi(spec.alibi, place),
         experts=None if spec.experts is None else _local_experts(spec.experts, place, here),
     )
+
+
+def _local_alibi(alibi: AlibiSpec, place: Place) -> AlibiSpec:
+    num_heads = len(alibi.slopes) // place.mesh.tp
+    first = num_heads * place.column
+    return replace(alibi, slopes=alibi.slopes[first : first + num_heads])
 
 
 def _local_experts(experts: ExpertsSpec, place: Place, here: slice) -> ExpertsSpec:

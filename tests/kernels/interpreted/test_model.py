@@ -25,6 +25,8 @@ KERNELS = {
     "gemma2": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
     "qwen3": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
     "gpt-j": {"attend_tiles", "_norm_rows", "_write_tokens"},
+    "bloom": {"attend_tiles", "_norm_rows", "_write_tokens"},
+    "falcon-rw": {"attend_tiles", "_norm_rows", "_write_tokens"},
     "gpt-oss": {"attend_tiles", "_norm_rows", "_write_tokens", "_grouped"},
     "deepseek-v3": {"_norm_rows", "_write_tokens", "_gate_rows", "_turn_heads", "_grouped"},
 }

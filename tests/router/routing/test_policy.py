@@ -10,9 +10,11 @@ FRESH = Demand(1, num_tokens=10, num_sequences=1, num_left=8)
 LONG_AGO = float("-inf")
 
 
-def view(name: str, role: str, queued_tokens: int = 0, running: int = 0) -> WorkerView:
+def view(
+    name: str, role: str, queued_tokens: int = 0, running: int = 0, layout: str = "L"
+) -> WorkerView:
     load = Load(queued_tokens=queued_tokens, running=running)
-    return WorkerView(info_of(name, role), load, 0.0, LONG_AGO)
+    return WorkerView(info_of(name, role, layout=layout), load, 0.0, LONG_AGO)
 
 
 def place(*views: WorkerView, demand: Demand = FRESH) -> Placement | None:
@@ -28,6 +30,15 @@ def test_separate_pools_prefill_here_and_decode_there() -> None:
     )
     assert placement == Placement("p1", "d1")
     assert placement.yield_after == 1
+
+
+def test_a_prompt_is_computed_where_it_can_be_used() -> None:
+    """Whose caches differ hand nothing over: neither would the work of a prefill worker."""
+    prefill = view("p0", "prefill", layout="narrow")
+    idle, busy = view("d0", "decode"), view("d1", "decode", running=1, layout="narrow")
+    assert place(prefill, idle, busy) == Placement("p0", "d1")
+    assert place(prefill, idle) == Placement("d0")
+    assert place(prefill, idle, unusable("full", busy)) == Placement("d0")
 
 
 def test_mixed_workers_do_it_all() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.workers.models.alibi import AlibiSpec
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
 from penstock.workers.models.deepseek import LatentSpec, RoutingSpec
 from penstock.workers.models.rope import RopeSpec
@@ -99,6 +100,58 @@ def test_falcon(tmp_path: Path) -> None:
     assert read_spec(write(tmp_path, **new, num_ln_in_parallel_attn=1)).norm_place == "once"
     turns = read_spec(write(tmp_path, **FALCON, multi_query=False, parallel_attn=False))
     assert (turns.num_kv_heads, turns.norm_place, turns.parallel) == (4, "before", False)
+
+
+OWN_KEYS = dict.fromkeys(
+    ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), "absent"
+) | {"max_position_embeddings": "absent"}
+BLOOM: dict[str, Any] = {
+    **OWN_KEYS,
+    "architectures": ["BloomForCausalLM"],
+    "n_embed": 42,
+    "n_head": 6,
+    "n_layer": 3,
+    "layer_norm_epsilon": 0.25,
+}
+MPT: dict[str, Any] = {
+    **OWN_KEYS,
+    "architectures": ["MptForCausalLM"],
+    "d_model": 42,
+    "n_heads": 6,
+    "n_layers": 3,
+    "learned_pos_emb": True,
+}
+SLOPES = (2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3)
+
+
+def test_bloom(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, **BLOOM, n_inner=None, seq_length=99))
+    assert (spec.hidden_size, spec.intermediate_size, spec.head_dim) == (42, 168, 7)
+    assert (spec.num_layers, spec.max_model_len, spec.norm_eps) == (3, 99, 0.25)
+    assert spec.alibi == AlibiSpec(SLOPES)
+    assert (spec.ropes, spec.kv_shape) == ((), (2, 6, 7))
+    assert (spec.qkv_bias, spec.mlp_bias, spec.tie_embeddings) == (True, True, True)
+    renamed = {"n_embed": "absent", "hidden_size": 42, "n_head": "absent"}
+    assert read_spec(write(tmp_path, **BLOOM | renamed | {"num_attention_heads": 6,
+                                                          "seq_length": 99})) == spec  # fmt: skip
+
+
+def test_mpt(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, **MPT, attn_config={"alibi": True, "clip_qkv": None}))
+    assert (spec.hidden_size, spec.intermediate_size, spec.max_model_len) == (42, 168, 2048)
+    assert (spec.alibi, spec.qkv_clip, spec.attention_scale) == (AlibiSpec(SLOPES), 0.0, None)
+    assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == (False, False, False)
+    given = {"alibi_bias_max": 16, "clip_qkv": 6, "softmax_scale": 0.5}
+    spec = read_spec(write(tmp_path, **MPT, attn_config=given, expansion_ratio=2))
+    assert spec.alibi == AlibiSpec(tuple(slope**2 for slope in SLOPES))
+    assert (spec.qkv_clip, spec.attention_scale, spec.intermediate_size) == (6.0, 0.5, 84)
+
+
+def test_falcon_with_alibi(tmp_path: Path) -> None:
+    given = {"alibi": True, "multi_query": False, "parallel_attn": False}
+    spec = read_spec(write(tmp_path, **FALCON, **given))
+    assert spec.alibi == AlibiSpec((2**-2, 2**-4, 2**-6, 2**-8), rounded=True)
+    assert (spec.ropes, spec.kv_shape) == ((), (2, 4, 8 + 8))
 
 
 GPT_J: dict[str, Any] = {
@@ -264,7 +317,16 @@ def test_routing_in_groups(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT9LM"]}, "GPT9LM is not served.*Llama.*Mistral.*Qwen2.*Qwen3"),
         ({"architectures": "absent"}, "no single architecture.*LlamaForCausalLM"),
-        (FALCON | {"alibi": True}, "alibi"),
+        (FALCON | {"alibi": True}, "alibi with fewer KV heads than heads"),
+        (BLOOM | {"slow_but_exact": True}, "slow_but_exact is not served"),
+        (BLOOM | {"apply_residual_connection_post_layernorm": True}, "residual_connection_post"),
+        (MPT | {"attn_config": {"alibi": False}}, "attn_config.alibi False.* only True"),
+        (MPT | {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is not served"),
+        (MPT | {"attn_config": {"prefix_lm": True}}, "attn_config.prefix_lm is not served"),
+        (MPT | {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_type 'multiquery"),
+        (MPT | {"no_bias": False}, "no_bias False.* only True"),
+        (MPT | {"norm_type": "rmsnorm"}, "norm_type 'rmsnorm'.*'low_precision_layernorm'"),
+        (MPT | {"logit_scale": 0.5}, "logit_scale is not served"),
         (GPT_J | {"activation_function": "relu"}, "activation_function 'relu'.*'gelu_new'"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
@@ -309,6 +371,10 @@ def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], wo
         ({"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3.*divisor"),
         ({"head_dim": 7}, "head_dim is 7"),
+        (MPT | {"attn_config": {"alibi_bias_max": -1}}, "alibi_bias_max is -1"),
+        (MPT | {"attn_config": {"clip_qkv": "6"}}, "clip_qkv is '6'"),
+        (MPT | {"attn_config": {"softmax_scale": 0}}, "softmax_scale is 0"),
+        (MPT | {"expansion_ratio": 1.5}, "intermediate_size is None"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ({"rope_theta": -1.0}, "rope_theta is -1"),

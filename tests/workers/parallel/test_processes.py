@@ -24,6 +24,7 @@ CASES = [
     *(("qwen2-moe", mesh) for mesh in SPARSE),
     *(("deepseek", mesh) for mesh in SPARSE),
     *((name, (4, 1, 1)) for name in ("qwen2", "phi3", "falcon")),
+    *((name, (2, 1, 1)) for name in ("falcon-rw", "bloom", "mpt")),
     *((name, (4, 1, 2)) for name in ("gpt-oss", "deepseek-v2")),
 ]
 

@@ -22,13 +22,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 PROMPT = [3 + (7 * i) % 150 for i in range(60)]
 NUM_TOKENS = 6
 SHAPES = {"one": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2-pp2": (2, 2, 1)}
+KINDS = [("llama", "auto"), ("deepseek", "auto"), ("llama", "bfloat16"), ("falcon-rw", "auto")]
 BLOCK_SIZES = {"one": 4, "tp2": 8, "pp2": 4, "tp2-pp2": 6}
 
 
-async def serve(name: str, model: Path) -> RunningWorker:
+async def serve(name: str, model: Path, kv_cache_dtype: str) -> RunningWorker:
     """Of the shape of that name."""
     store = LocalStore()
-    config = replace(rank_config(model, SHAPES[name]), name=name, block_size=BLOCK_SIZES[name])
+    sizes = {"block_size": BLOCK_SIZES[name], "kv_cache_dtype": kv_cache_dtype}
+    config = replace(rank_config(model, SHAPES[name], **sizes), name=name)
 
     def follow(rank: int) -> None:
         Follower(replace(config, rank=rank), store, lambda done, total: None).run()
@@ -41,12 +43,13 @@ async def serve(name: str, model: Path) -> RunningWorker:
 Workers = dict[str, RunningWorker]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["llama", "deepseek"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS, ids="-".join)
 async def workers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Workers]:
-    model = make_model(tmp_path_factory.mktemp(request.param), request.param)
-    found = {name: await serve(name, model) for name in SHAPES}
+    family, kv_cache_dtype = request.param
+    model = make_model(tmp_path_factory.mktemp(family), family)
+    found = {name: await serve(name, model, kv_cache_dtype) for name in SHAPES}
     yield found
     for worker in found.values():
         await worker.stop()

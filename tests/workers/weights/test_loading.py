@@ -179,3 +179,18 @@ def test_an_index_that_is_wrong_about_a_file(sharded: Path) -> None:
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(BadCheckpoint, match=f"lacks tensor {NORM}"):
         load_model(sharded, "auto", CPU)
+
+
+def test_names_may_lack_what_bloom_has_before_all_of_them(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "bloom")
+    expected = load_model(tmp_path, "auto", CPU)[1]
+
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+    edit(tmp_path, strip)
+    found = load_model(tmp_path, "auto", CPU)[1]
+    assert found.embeddings is not None
+    assert expected.embeddings is not None
+    assert torch.equal(found.embeddings, expected.embeddings)

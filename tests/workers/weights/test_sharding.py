@@ -69,7 +69,7 @@ def test_ranks_have_everything_in_shapes_that_fit(
         assert count.min() >= 1, tensor
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "falcon", "gpt-oss", "deepseek"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "falcon", "mpt", "gpt-oss", "deepseek"])
 def test_a_rank_holds_what_its_region_says(models: dict[str, Path], name: str) -> None:
     spec, whole = load_model(models[name], "auto", CPU)
     if spec.qkv_grouped:  # loading has put it into another order since

@@ -1,0 +1,58 @@
+"""Which layers of a family have a sliding window: the positions that each sees; 0: all."""
+
+from collections.abc import Callable
+
+from penstock.workers.models.config import Config
+
+
+def no_window(config: Config) -> list[int]:
+    return [0] * config["num_hidden_layers"]
+
+
+def every_layer(config: Config) -> list[int]:
+    return [config.get("sliding_window") or 0] * config["num_hidden_layers"]
+
+
+def upper_layers(config: Config) -> list[int]:
+    """The layers named in `layer_types` or, without that, from `max_window_layers` up."""
+    num_layers = config["num_hidden_layers"]
+    if not config.get("use_sliding_window"):
+        return [0] * num_layers
+    window = config.get("sliding_window", 4096) or 0
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        return [window if layer >= first else 0 for layer in range(num_layers)]
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def alternating(period: int) -> Callable[[Config], list[int]]:
+    """The layers named in `layer_types` or, without that, all but every `period`th one."""
+
+    def windows(config: Config) -> list[int]:
+        window = config.get("sliding_window") or 0
+        kinds = config.get("layer_types")
+        if kinds is None:
+            every = config.get("sliding_window_pattern", period)
+            layers = range(1, config["num_hidden_layers"] + 1)
+            return [window if layer % every else 0 for layer in layers]
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+    return windows
+
+
+def every_layer_if_used(config: Config) -> list[int]:
+    return every_layer(config) if config.get("use_sliding_window") else no_window(config)
+
+
+def alternate_lower_layers(config: Config) -> list[int]:
+    """The layers named in `layer_types` or, without that, every other one of the lower layers."""
+    if not config.get("use_sliding_window"):
+        return no_window(config)
+    window = config.get("sliding_window", 4096) or 0
+    kinds = config.get("layer_types")
+    if kinds is None:
+        last = config.get("max_window_layers", 28)
+        layers = range(config["num_hidden_layers"])
+        return [window if layer % 2 == 0 and layer < last else 0 for layer in layers]
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
