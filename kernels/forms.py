@@ -22,8 +22,8 @@ class NoKernel(RuntimeError):
 
 
 def plain_form(operation: str, device: torch.device, why: str) -> None:
-    """To be called by a launcher that takes its torch form; on a CPU, nothing."""
-    if device.type == "cpu":
+    """To be called by a launcher that takes its torch form; where a CPU is meant, nothing."""
+    if device.type == "cpu" and _device is None:
         return
     _taken[operation] += 1
     if _strict:

@@ -32,6 +32,8 @@ def test_a_cpus_form_is_refused_where_a_gpu_is_meant() -> None:
         pytest.raises(NoKernel, match="on cpu would not be computed by a kernel on cuda"),
     ):
         silu_mul(x)
+    with kernels_only(GPU), pytest.raises(NoKernel, match="attention has no kernel"):
+        plain_form("attention", torch.device("cpu"), "float64")
     for device in (None, torch.device("cpu")):
         with kernels_only(device):
             silu_mul(x)
