@@ -180,9 +180,10 @@ def check_batch(
 
 def check_device_batch(batch: Batch, layer: Tensor, max_context: int) -> None:
     """ValueError where shapes, dtypes or devices are not those of a batch: no value is read."""
-    num_rows, int32 = len(batch.context_lens), (torch.int32,)
+    int32 = (torch.int32,)
+    check("context_lens", batch.context_lens, ("B",), int32, like=layer)
+    num_rows = len(batch.context_lens)
     check("query_starts", batch.query_starts, (num_rows + 1,), int32, like=layer)
-    check("context_lens", batch.context_lens, (num_rows,), int32, like=layer)
     check("block_tables", batch.tables, (num_rows, "M"), int32, like=layer)
     if max_context > batch.tables.shape[1] * layer.shape[3]:
         raise ValueError(f"block_tables: {batch.tables.shape[1]} columns end before {max_context}")

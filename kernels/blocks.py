@@ -32,6 +32,8 @@ def gather_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice) -> Te
     """
     if not on_triton(kv):
         return kv[layers, :, :, heads].index_select(2, blocks)
+    _check_cache(kv, layers, heads)
+    check("blocks", blocks, ["n"], INTS, like=kv)
     num_sides, (block_size, dim) = kv.shape[1], kv.shape[4:]
     num_layers, num_heads = layers.stop - layers.start, heads.stop - heads.start
     shape = (num_layers, num_sides, len(blocks), num_heads, block_size, dim)
@@ -58,6 +60,8 @@ def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
     """
     if on_triton(kv):
         layers, heads = slice(0, kv.shape[0]), slice(0, kv.shape[3])
+        check("sources", sources, ["n"], INTS, like=kv)
+        check("targets", targets, [len(sources)], INTS, like=kv)
         scatter_blocks(kv, targets, layers, heads, gather_blocks(kv, sources, layers, heads))
     else:
         kv.index_copy_(2, targets, kv.index_select(2, sources))
@@ -123,15 +127,21 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def _check_move(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, staged: Tensor) -> None:
-    num_layers, num_sides, _, num_heads, block_size, dim = kv.shape
-    check_contiguous("kv", kv)
-    for name, part, size in (("layers", layers, num_layers), ("heads", heads, num_heads)):
-        if not 0 <= part.start <= part.stop <= size or part.step not in (None, 1):
-            raise ValueError(f"{name}: a range within [0, {size}) expected, not {part}")
+    _check_cache(kv, layers, heads)
+    _, num_sides, _, _, block_size, dim = kv.shape
     check("blocks", blocks, ["n"], INTS, like=kv)
     shape = [layers.stop - layers.start, num_sides, len(blocks), heads.stop - heads.start]
     check("staged", staged, [*shape, block_size, dim], [kv.dtype], like=kv)
     check_contiguous("staged", staged)
+
+
+def _check_cache(kv: Tensor, layers: slice, heads: slice) -> None:
+    check("kv", kv, ["L", "sides", "N", "H", "S", "D"], [kv.dtype])
+    check_contiguous("kv", kv)
+    for name, part, size in (("layers", layers, kv.shape[0]), ("heads", heads, kv.shape[3])):
+        ends = (part.start, part.stop, part.step or 1)
+        if None in ends or not 0 <= ends[0] <= ends[1] <= size or ends[2] != 1:
+            raise ValueError(f"{name}: a range within [0, {size}) expected, not {part}")
 
 
 def aot_cases() -> Iterator[AotCase]:

@@ -265,10 +265,12 @@ def _check_write(
     layer: Tensor,
     scales: Tensor | None,
 ) -> None:
-    num_sides, _, num_kv_heads, _, dim = layer.shape
-    check("heads", heads, ["T", num_heads + num_sides * num_kv_heads, dim], FLOATS, like=layer)
-    check("slots", slots, [len(heads)], [torch.int64], like=layer)
+    check("layer", layer, ["sides", "N", "H", "S", "D"], [layer.dtype])
     check_contiguous("layer", layer)
+    num_sides, _, num_kv_heads, _, dim = layer.shape
+    name = "new" if cos_sin is None else "heads"
+    check(name, heads, ["T", num_heads + num_sides * num_kv_heads, dim], FLOATS, like=layer)
+    check("rows", slots, [len(heads)], [torch.int64], like=layer)
     if cos_sin is not None:
         check_rotary(cos_sin, len(heads), dim, heads)
     if scales is None:

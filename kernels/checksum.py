@@ -28,6 +28,7 @@ TILE = 2048
 
 def checksum(data: Tensor) -> int:
     """The checksum, in [0, 2^64), of a contiguous tensor of any shape and dtype, on any device."""
+    check_contiguous("data", data)
     raw = data.view(-1).view(torch.uint8)
     size = raw.numel()
     if size % 8:

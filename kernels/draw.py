@@ -224,6 +224,7 @@ def draw(logits: Tensor, wishes: Wishes, bans: bool = False) -> tuple[Tensor, Te
     """
     if not on_triton(logits):
         return _draw_on_cpu(logits, wishes, bans)
+    check("logits", logits, ("R", "V"), (torch.float32,))
     num_rows, vocab_size = logits.shape
     cuts = Cuts(wishes.top_k, wishes.top_p, wishes.min_p)
     for name in ("seeds", "indices", "choices"):

@@ -352,6 +352,9 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, stacks: Stacks) -> None:
     check("experts", experts, (len(x), "k"), (torch.int32,), like=x)
     check("weights", weights, tuple(experts.shape), (torch.float32,), like=x)
     check_contiguous("weights", weights)
+    for name, stack in (("gate_up", stacks.gate_up), ("down", stacks.down)):
+        if stack.dim() != 3:
+            raise ValueError(f"{name}: three dimensions expected, not {stack.dim()}")
     num_experts, inner_size, _ = stacks.down.shape
     _check_stack("gate_up", stacks.gate_up, (num_experts, size, 2 * inner_size), x)
     _check_stack("down", stacks.down, (num_experts, inner_size, size), x)

@@ -33,7 +33,7 @@ from penstock.kernels.attention import check_batch, check_device_batch, reads_na
 from penstock.kernels.attention_tiles import Batch, TiledPlan
 from penstock.kernels.forms import plain_form
 from penstock.kernels.invariant_product import invariant_heads
-from penstock.kernels.launch import FLOATS, on_triton
+from penstock.kernels.launch import FLOATS, check, check_contiguous, on_triton
 from penstock.kernels.scores import Scores
 
 Ints: TypeAlias = npt.NDArray[np.integer]
@@ -60,7 +60,8 @@ class LatentPlan:
     absorbed: list[_Span]  # elsewhere
     expanded: list[_Span]
     rows: Tensor | None  # [A] the absorbed rows of the query, span after span; None: all, in order
-    num_tokens: int | None  # None: known on the device only
+    num_tokens: int | str  # a letter: known on the device only
+    layer: Tensor  # some layer, to hold others against
     gathered: Tensor  # [most blocks at once, S (R + P)] scratch, used by one span after another
     one_path: bool = False  # whether a token gets the same bits in any chunk and batch
 
@@ -115,7 +116,8 @@ def plan_latent_attention(
         rows = _put(np.flatnonzero(np.repeat(absorbs, lengths)), layer)
     most = max((len(span.blocks) for span in absorbed + expanded), default=0)
     gathered = layer.new_empty(most, block_size * width)
-    return LatentPlan(tiled, absorbed, expanded, rows, int(query_starts[-1]), gathered, one_path)
+    num_tokens = int(query_starts[-1])
+    return LatentPlan(tiled, absorbed, expanded, rows, num_tokens, layer, gathered, one_path)
 
 
 def device_latent_plan(
@@ -134,7 +136,7 @@ def device_latent_plan(
     check_device_batch(batch, layer, max_context)
     lengths = query_starts, context_lens
     tiled = TiledPlan(batch, lengths, max_query, max_context, one_path=one_path)
-    return LatentPlan(tiled, [], [], None, None, layer.new_empty(0, 0), one_path)
+    return LatentPlan(tiled, [], [], None, "T", layer, layer.new_empty(0, 0), one_path)
 
 
 def runs_kernel(layer: Tensor) -> bool:
@@ -291,29 +293,26 @@ def _head_groups(num_heads: int, head_bytes: int) -> Iterator[slice]:
 
 
 def _check_layer(layer: Tensor, rank: int) -> None:
-    shape = tuple(layer.shape)
-    if len(shape) != 5 or shape[0] != 1 or shape[2] != 1 or shape[4] <= rank:
-        raise ValueError(f"layer is {shape}, not [1, N, 1, S, R + P] with R = {rank} and P > 0")
-    if not layer.is_contiguous():
-        raise ValueError("layer is not contiguous")
+    check("layer", layer, (1, "N", 1, "S", "R + P"), (layer.dtype,))
+    check_contiguous("layer", layer)
+    if layer.shape[4] <= rank:
+        raise ValueError(f"layer: more than {rank} features expected, not {layer.shape[4]}")
 
 
 def _check(query: Tensor, layer: Tensor, up: Tensor, plan: LatentPlan) -> None:
-    if up.dim() != 3 or not up.is_contiguous():
-        raise ValueError(f"up is {tuple(up.shape)}, not a contiguous [H, Q + V, R]")
+    check("layer", layer, plan.layer.shape, (plan.layer.dtype,), like=plan.layer)
+    check_contiguous("layer", layer)
+    dtypes = (layer.dtype, torch.float32) if reads_narrow(layer) else (layer.dtype,)
+    check("up", up, ("H", "Q + V", "R"), dtypes, like=layer)
+    check_contiguous("up", up)
     _check_layer(layer, up.shape[2])
     rope_dim = layer.shape[4] - up.shape[2]
-    num_tokens = len(query) if plan.num_tokens is None else plan.num_tokens
-    if query.shape[:2] != (num_tokens, len(up)):
-        raise ValueError(f"query is {tuple(query.shape)}, not [{num_tokens}, {len(up)}, ...]")
-    if not rope_dim < query.shape[2] < rope_dim + up.shape[1]:
-        raise ValueError(f"query has {query.shape[2]} features: Q + P does not fit up and layer")
-    for name, other in (("layer", layer), ("up", up)):
-        narrow = other is layer and query.dtype == torch.float32 and reads_narrow(layer)
-        if (other.dtype != query.dtype and not narrow) or other.device != query.device:
-            raise ValueError(
-                f"{name} is {other.dtype} on {other.device}, query {query.dtype} on {query.device}"
-            )
+    check("query", query, (plan.num_tokens, len(up), "Q + P"), (up.dtype,), like=layer)
+    most = rope_dim + up.shape[1] - 1
+    if not rope_dim < query.shape[2] <= most:
+        raise ValueError(
+            f"query: from {rope_dim + 1} to {most} features expected, not {query.shape[2]}"
+        )
 
 
 def latent_attention_reference(

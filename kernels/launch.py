@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.forms import host_form
+
 try:
     import triton
     from triton import language
@@ -105,12 +107,16 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
 
 
 def on_triton(tensor: Tensor) -> bool:
-    """Whether a launcher takes its kernel for this tensor, or its CPU form."""
+    """Whether a launcher takes its kernel for this tensor, or its CPU form; `NoKernel` where that
+    may not be, see `forms.kernels_only`."""
     if tensor.is_cuda:
         if triton is None:
             raise RuntimeError("a CUDA device needs triton, which is not installed")
         return True
-    return INTERPRETED or (tensor.is_meta and _recording.get() is not None)
+    if INTERPRETED or (tensor.is_meta and _recording.get() is not None):
+        return True
+    host_form(tensor)
+    return False
 
 
 def runs_kernels(device: torch.device) -> bool:

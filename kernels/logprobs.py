@@ -29,9 +29,11 @@ class Logprobs:
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
     """Of logits [R, V] float32: the given tokens' [R] int64, and the `count` likeliest."""
-    count = min(count, logits.shape[1])
+    if count < 0:
+        raise ValueError(f"count: at least 0 expected, not {count}")
+    count = min(count, logits.shape[-1])
     if on_triton(logits):
-        if count < logits.shape[1]:
+        if count < logits.shape[-1]:
             return _logprobs_on_device(logits, tokens, count)
         plain_form("logprobs", logits.device, "all tokens are asked for")
     found = logits.log_softmax(-1)
@@ -131,6 +133,7 @@ def _best(
 
 
 def _logprobs_on_device(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
+    check("logits", logits, ("R", "V"), (torch.float32,))
     num_rows, vocab_size = logits.shape
     check("tokens", tokens, (num_rows,), (torch.int64,), like=logits)
     ones, zeros = logits.new_ones(num_rows), logits.new_zeros(num_rows)

@@ -163,17 +163,17 @@ def _norm(
     eps: float,
     above_one: bool,
 ) -> None:
-    """x and out: [T, D] or [T, H, D]."""
-    dim = x.shape[-1]
-    check("x", x, [*"TH"[: x.dim() - 1], dim], FLOATS)
+    """x and out: [T, D] or [T, H, D]. With `added`, x is what callers name `hidden`, `added` x."""
+    dim, name = x.shape[-1], "x" if added is None else "hidden"
+    check(name, x, [*"TH"[: x.dim() - 1], dim], FLOATS)
     check("weight", weight, [dim], [x.dtype], like=x)
     if bias is not None:
         check("bias", bias, [dim], [x.dtype], like=x)
     if added is not None:
-        check("added", added, list(x.shape), [x.dtype], like=x)
+        check("x", added, list(x.shape), [x.dtype], like=x)
         added = added.contiguous()
     if not 0 < dim <= MOST_FEATURES:
-        raise ValueError(f"x: rows of 1 to {MOST_FEATURES} features expected, not of {dim}")
+        raise ValueError(f"{name}: rows of 1 to {MOST_FEATURES} features expected, not of {dim}")
     x, out = (each[:, None] if each.dim() == 2 else each for each in (x, out))
     size = power_of_2(dim)
     rows = max(1, TILE // size)

@@ -34,7 +34,8 @@ def penalize_(
     `frequency` for every time that it is there, and `presence` once.
 
     logits: [P, V] float32; tokens: [P, L] int64, prompt, answer, then anything;
-    num_prompt, num_tokens: [P] int64, num_tokens > 0.
+    num_prompt, num_tokens: [P] int64, 0 < num_tokens <= L. On a GPU a token that does not exist is
+    passed over, and so is what a row would have behind its end.
     """
     if on_triton(logits):
         _penalize_on_device(logits, tokens, num_prompt, num_tokens, penalties)
@@ -73,20 +74,22 @@ def penalize_reference(
     return out
 
 
-@jit(unspecialized=("tokens_stride",))
+@jit(unspecialized=("num_places", "tokens_stride"))
 def _count_said(
     tokens,  # [P, L] int64, rows tokens_stride apart
     num_prompt,
     num_tokens,
     said,  # [P, V] int32, zeros: bit 0 in the prompt, the rest times in the answer
+    num_places,  # L
     tokens_stride,
     vocab_size,
     TILE: tl.constexpr,
 ):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    if tl.program_id(1) * TILE >= tl.load(num_tokens + row):
+    count = tl.minimum(tl.load(num_tokens + row), num_places)
+    if tl.program_id(1) * TILE >= count:
         return
-    inside = at < tl.load(num_tokens + row)
+    inside = at < count
     token = tl.load(tokens + row * tokens_stride + at, mask=inside, other=-1)
     inside = inside & (token >= 0) & (token < vocab_size)
     answered = at >= tl.load(num_prompt + row)
@@ -95,7 +98,7 @@ def _count_said(
     tl.atomic_add(said + row * vocab_size + token, 2 * one, mask=inside & answered)
 
 
-@jit(unspecialized=("tokens_stride",))
+@jit(unspecialized=("num_places", "tokens_stride"))
 def _penalize(
     logits,  # [P, V] float32, rows logits_stride apart
     tokens,
@@ -104,15 +107,17 @@ def _penalize(
     repetition,  # these three [P] float32
     presence,
     frequency,
+    num_places,  # L
     logits_stride,
     tokens_stride,
     vocab_size,
     TILE: tl.constexpr,
 ):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    if tl.program_id(1) * TILE >= tl.load(num_tokens + row):
+    count = tl.minimum(tl.load(num_tokens + row), num_places)
+    if tl.program_id(1) * TILE >= count:
         return
-    inside = at < tl.load(num_tokens + row)
+    inside = at < count
     token = tl.load(tokens + row * tokens_stride + at, mask=inside, other=-1)
     inside = inside & (token >= 0) & (token < vocab_size)
     none = tl.full((TILE,), 0, tl.int32)
@@ -135,17 +140,18 @@ TILE = 1024  # places of a text, or pairs, a program
 def _penalize_on_device(
     logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
 ) -> None:
-    num_rows, vocab_size = logits.shape
     check("logits", logits, ("P", "V"), (torch.float32,))
+    num_rows, vocab_size = logits.shape
     check("tokens", tokens, (num_rows, "L"), (torch.int64,), like=logits)
     for name, each in (("num_prompt", num_prompt), ("num_tokens", num_tokens)):
         check(name, each, (num_rows,), (torch.int64,), like=logits)
     for name in ("repetition", "presence", "frequency"):
         check(name, getattr(penalties, name), (num_rows,), (torch.float32,), like=logits)
     said = logits.new_zeros((num_rows, vocab_size), dtype=torch.int32)
-    grid = (num_rows, -(-tokens.shape[1] // TILE))
-    stride = tokens.stride(0)
-    launch(_count_said, grid, tokens, num_prompt, num_tokens, said, stride, vocab_size, TILE=TILE)
+    num_places, stride = tokens.shape[1], tokens.stride(0)
+    grid = (num_rows, -(-num_places // TILE))
+    counted = (tokens, num_prompt, num_tokens, said, num_places, stride, vocab_size)
+    launch(_count_said, grid, *counted, TILE=TILE)
     launch(
         _penalize,
         grid,
@@ -156,6 +162,7 @@ def _penalize_on_device(
         penalties.repetition,
         penalties.presence,
         penalties.frequency,
+        num_places,
         logits.stride(0),
         stride,
         vocab_size,
@@ -194,9 +201,9 @@ def shift_(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None
         logits[rows, tokens] += values
         return
     check("logits", logits, ("R", "V"), (torch.float32,))
-    for name, each in (("rows", rows), ("tokens", tokens)):
-        check(name, each, (len(values),), (torch.int64,), like=logits)
-    check("values", values, ("N",), (torch.float32,), like=logits)
+    check("rows", rows, ("N",), (torch.int64,), like=logits)
+    check("tokens", tokens, (len(rows),), (torch.int64,), like=logits)
+    check("values", values, (len(rows),), (torch.float32,), like=logits)
     grid = (-(-len(values) // TILE),)
     sizes = (len(values), *logits.shape, logits.stride(0))
     launch(_shift, grid, logits, rows, tokens, values, *sizes, TILE=TILE)

@@ -154,8 +154,8 @@ def _route(
 def _route_on_device(
     logits: Tensor, routing: Routing, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    num_tokens, num_experts = logits.shape
     _check(logits, routing, bias)
+    num_tokens, num_experts = logits.shape
     shape = (num_tokens, routing.top_k)
     experts = logits.new_empty(shape, dtype=torch.int32)
     weights = logits.new_empty(shape, dtype=torch.float32)
@@ -187,7 +187,7 @@ def _route_on_device(
 
 def _check(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
     num_experts = logits.shape[-1]
-    check("logits", logits, ("T", num_experts), FLOATS)
+    check("logits", logits, ("T", "E"), FLOATS)
     if bias is not None:
         check("bias", bias, (num_experts,), (torch.float32,), like=logits)
     if num_experts % routing.num_groups:

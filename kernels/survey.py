@@ -233,8 +233,8 @@ def survey(logits: Tensor, temperature: Tensor, bans: bool) -> Survey:
 
     bans: -inf is a token that may not be drawn, not a mistake.
     """
-    num_rows, vocab_size = logits.shape
     check("logits", logits, ("R", "V"), (torch.float32,))
+    num_rows, vocab_size = logits.shape
     check("temperature", temperature, (num_rows,), (torch.float32,), like=logits)
     num_segments = -(-vocab_size // SEGMENT)
     found = Survey(

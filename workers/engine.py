@@ -46,7 +46,7 @@ from penstock.workers.scheduling.sequence import (
 )
 from penstock.workers.share import Progress, take_share
 from penstock.workers.step_times import StepTimes
-from penstock.workers.warm_up import warm_up_sequences
+from penstock.workers.warm_up import warm_up_moves, warm_up_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,12 +340,14 @@ class Engine:
         return {"load": asdict(self.load()), "scheduler": self.batcher.describe()}
 
     def warm_up(self, captured: Progress = lambda done, total: None) -> None:
-        """Run what `warm_up_sequences` has, so that no request pays for what is made once.
+        """Run what `warm_up` has, so that no request, and no hand-over, pays for what is made once.
 
         On a GPU, capture the decodes first; `captured` is told how many are, and of how many.
         Only before the first submission: the scheduler starts afresh.
         """
         device = self._runner.decoder.device
+        with self.computing():
+            warm_up_moves(self.cache.data)
         if isinstance(self._runner, DeviceRunner):
             self._runner.capture(CudaCaptures(device), captured)
         for new in warm_up_sequences(self.limits, compiles=device.type == "cuda"):

@@ -13,6 +13,7 @@ from penstock.workers.runner import Runner
 from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.share import Progress, take_share
 from penstock.workers.step_times import StepTimes
+from penstock.workers.warm_up import warm_up_moves
 from penstock.workers.watchdog import Pulse, Watchdog
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Follower:
             watchdog.about = self.describe
         share = take_share(config, progress, store)
         self._runner = Runner(share.decoder, share.cache, config.deterministic)
+        warm_up_moves(share.cache.data)
         self._mover = share.mover()
         self._mover.listen(share.reporter().report)
         self._rank = config.rank

@@ -2,6 +2,11 @@
 
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
+from penstock.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
+from penstock.kernels.checksum import checksum
 from penstock.workers.scheduling.limits import Limits
 from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
 
@@ -46,3 +51,18 @@ def _prompt(length: int, params: SamplingParams) -> NewSequence:
     """That finds none of its blocks cached."""
     key = f"warm-up of {length}"
     return NewSequence(key, [0] * length, length, params, salt=key.encode())
+
+
+def warm_up_moves(kv: Tensor) -> None:
+    """What a hand-over and a fork launch, once: block 0 goes where it is already.
+
+    kv: this rank's whole cache, see `kernels.blocks`; nothing else may write to its first block
+    meanwhile. Parts of heads or layers take the same kernels, where a head has a multiple of 128
+    bytes in a block.
+    """
+    first = torch.zeros(1, dtype=torch.int32, device=kv.device)
+    copy_blocks(kv, first.to(torch.int64), first.to(torch.int64))
+    layers, heads = slice(0, kv.shape[0]), slice(0, kv.shape[3])
+    staged = gather_blocks(kv, first, layers, heads)
+    scatter_blocks(kv, first, layers, heads, staged)
+    checksum(staged)  # the host waits for it, and so for what was launched before

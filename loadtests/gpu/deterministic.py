@@ -80,7 +80,10 @@ def measure(options: Options, load: Load, prompts: tuple[int, ...]) -> Iterator[
     """The figures as they grow, round after round: of each the times that it took."""
     clock, rounds = clock_of(options.device), 1 if options.small else ROUNDS
     figures: dict[str, Any] = {"about": SHAPES[options.model].about, "prices": {}, "failures": []}
-    with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder, kernels_only():
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder,
+        kernels_only(options.device),
+    ):
         engines = [make_engine(Path(folder), options, load, each) for each in (False, True)]
         work: dict[str, Callable[[Engine], float]] = {}
         for batch in load.batches:

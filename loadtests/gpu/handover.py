@@ -21,11 +21,13 @@ import numpy as np
 import torch
 
 from penstock.kernels.checksum import checksum
+from penstock.kernels.forms import kernels_only, plain_forms
 from penstock.loadtests.gpu.options import read_options
 from penstock.loadtests.gpu.sections import write_figures
 from penstock.workers.transfer.shards import Rectangle, Shard
 from penstock.workers.transfer.staging import KvStaging
 from penstock.workers.transfer.transport import DESTINATION, SOURCE, MirrorStore, RankPair
+from penstock.workers.warm_up import warm_up_moves
 
 SECONDS = 30.0  # that a side waits for the other
 ALL_SECONDS = 36.0  # of both processes, their start included
@@ -64,6 +66,7 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     store = MirrorStore(publish, SECONDS)
     threading.Thread(target=_listen, args=(sys.stdin, store), daemon=True).start()
     kv = kv_cache(device, small, seed=rank)
+    warm_up_moves(kv)  # as a worker does
     rectangle = Rectangle(0, kv.shape[0], 0, kv.shape[3])
     staging = KvStaging(kv, rectangle)
     sent, received = sides_blocks(kv.shape[2])
@@ -159,6 +162,9 @@ def measure(device: str, small: bool) -> dict[str, Any]:
         failures.append("what arrived is not what was sent")
     if not failures and source["checksum"] != destination["checksum"]:
         failures.append("the same bytes have two checksums")
+    for rank, figures in enumerate((source, destination)):
+        if figures.get("plain_forms"):
+            failures.append(f"side {rank} computed without a kernel: {figures['plain_forms']}")
     return {"source": source, "destination": destination, "failures": failures}
 
 
@@ -171,7 +177,9 @@ def main() -> int:
         write_figures(options.json, measure(options.device.type, options.small))
         return 0
     options = read_options("handover", [*others, "--json", str(Path(os.devnull))])
-    print(json.dumps(run_side(side.side, options.device, options.small)), flush=True)
+    with kernels_only(options.device):
+        figures = run_side(side.side, options.device, options.small)
+    print(json.dumps(figures | {"plain_forms": plain_forms()}), flush=True)
     return 0
 
 

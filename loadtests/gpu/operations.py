@@ -32,7 +32,7 @@ def measure(options: Options, bounds: Bounds) -> Iterator[dict[str, Any]]:
         try:
             for work in kind():
                 try:
-                    with kernels_only():
+                    with kernels_only(options.device):
                         rows.append(work.measure(options.device).figures(bounds))
                 except Exception as error:
                     failures.append(f"{work.name}: {type(error).__name__}: {error}")

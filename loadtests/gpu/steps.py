@@ -140,7 +140,8 @@ def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, 
     """The figures as they grow, a batch after another."""
     shape = SHAPES[options.model]
     config = small(shape.config) if options.small else shape.config
-    with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
+    scratch = tempfile.TemporaryDirectory(prefix="penstock-gpu-")
+    with scratch as folder, kernels_only(options.device):
         decoder = random_model(Path(folder), config, options.dtype, options.device)
         worker = WorkerConfig(
             name="gpu",
@@ -155,7 +156,7 @@ def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, 
     engine.on_device = engine.plans_ahead = True
     clock, spec = clock_of(options.device), decoder.spec
     figures: dict[str, Any] = {"about": shape.about, "batches": {}, "failures": []}
-    with kernels_only():
+    with kernels_only(options.device):
         engine.warm_up(lambda done, total: print(f"captured {done} of {total}", flush=True))
         for batch in load.batches:
             decode(engine, clock, batch, Load((batch,), 4, 2, 0))  # its first run is no measure

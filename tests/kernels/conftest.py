@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from tests.support.devices import DEVICE, runs_kernels
+from tests.support.only_kernels import only_kernels
+
+__all__ = ["only_kernels"]
 
 
 @pytest.fixture(scope="session")

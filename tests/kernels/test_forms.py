@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from penstock.kernels.activation import silu_mul
 from penstock.kernels.forms import NoKernel, kernels_only, plain_form, plain_forms
 
 GPU = torch.device("cuda")
@@ -22,3 +23,17 @@ def test_they_are_refused_within_kernels_only() -> None:
         with pytest.raises(NoKernel, match="attention has no kernel for this: float64"):
             plain_form("attention", GPU, "float64")
     plain_form("attention", GPU, "float64")
+
+
+def test_a_cpus_form_is_refused_where_a_gpu_is_meant() -> None:
+    x = torch.randn(2, 4)
+    with (
+        kernels_only(GPU),
+        pytest.raises(NoKernel, match="on cpu would not be computed by a kernel on cuda"),
+    ):
+        silu_mul(x)
+    with kernels_only(GPU), pytest.raises(NoKernel, match="attention has no kernel"):
+        plain_form("attention", torch.device("cpu"), "float64")
+    for device in (None, torch.device("cpu")):
+        with kernels_only(device):
+            silu_mul(x)

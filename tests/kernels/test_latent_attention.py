@@ -134,19 +134,23 @@ def test_one_sequence_alone() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     query, layer, up, batch = make_inputs([(1, 9), (7, 7)], SMALL)
     plan = plan_latent_attention(*batch, layer, 11, 12)
-    with pytest.raises(ValueError, match=r"layer is .*R = 15"):
+    with pytest.raises(ValueError, match="layer: more than 15 features expected, not 15"):
         plan_latent_attention(*batch, layer, 15, 12)
-    with pytest.raises(ValueError, match=r"layer is \(2, "):
+    with pytest.raises(
+        ValueError, match=r"layer: shape \[1, N, 1, S, R \+ P\] expected, not \[2, "
+    ):
         plan_latent_attention(*batch, torch.zeros(2, 3, 1, 4, 15), 11, 12)
-    with pytest.raises(ValueError, match="layer is not contiguous"):
+    with pytest.raises(ValueError, match="layer: "):
         latent_attention(query, layer.transpose(1, 3), up, plan, 0.3)
-    with pytest.raises(ValueError, match=r"query is \(7, 3, 9\), not \[8, 3"):
+    with pytest.raises(
+        ValueError, match=r"query: shape \[8, 3, Q \+ P\] expected, not \[7, 3, 9\]"
+    ):
         latent_attention(query[1:], layer, up, plan, 0.3)
-    with pytest.raises(ValueError, match="query has 4 features"):
+    with pytest.raises(ValueError, match="query: from 5 to 15 features expected, not 4"):
         latent_attention(query[..., :4], layer, up, plan, 0.3)
-    with pytest.raises(ValueError, match=r"up is .*not a contiguous"):
+    with pytest.raises(ValueError, match="up: a contiguous tensor"):
         latent_attention(query, layer, up[:, ::2], plan, 0.3)
-    with pytest.raises(ValueError, match=r"layer is torch.float64.*query torch.float32"):
+    with pytest.raises(ValueError, match="layer: float32 expected, not float64"):
         latent_attention(query, layer.double(), up, plan, 0.3)
     assert np.isfinite(latent_attention(query, layer, up, plan, 0.3).numpy()).all()
 

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given, settings
 
-from penstock.kernels.penalties import penalize_, penalize_reference, shift_
+from penstock.kernels.penalties import Penalties, penalize_, penalize_reference, shift_
 from tests.support.penalized import Penalized, penalized, unpenalized
 
 
@@ -17,6 +17,21 @@ def test_penalties_as_the_reference(case: Penalized) -> None:
     torch.testing.assert_close(found, expected)
     same = unpenalized(case)
     assert torch.equal(found[same], case.logits[same])
+
+
+@settings(max_examples=30, deadline=None)
+@given(penalized())
+def test_a_row_is_penalised_alike_in_any_company(case: Penalized) -> None:
+    crowd = case.logits.clone()
+    penalize_(crowd, case.tokens, case.num_prompt, case.num_tokens, case.penalties)
+    for row in range(len(crowd)):
+        one, most = slice(row, row + 1), int(case.num_tokens[row])
+        own = case.penalties
+        penalties = Penalties(own.repetition[one], own.presence[one], own.frequency[one])
+        alone = case.logits[one].clone()
+        said = case.tokens[one, :most]
+        penalize_(alone, said, case.num_prompt[one], case.num_tokens[one], penalties)
+        assert torch.equal(alone[0], crowd[row])
 
 
 def test_biases() -> None:

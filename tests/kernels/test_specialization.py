@@ -1,5 +1,6 @@
 """What differs from step to step compiles no kernel anew: a server would stand still meanwhile."""
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 
 from penstock.kernels import products
 from penstock.kernels.aot import meta
-from penstock.kernels.blocks import gather_blocks, scatter_blocks
+from penstock.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
 from penstock.kernels.checksum import TILE, sum_words
 from penstock.kernels.draw import draw
 from penstock.kernels.launch import INTERPRETED
@@ -32,7 +33,7 @@ from penstock.workers.models.spec import read_spec
 from penstock.workers.sampler import Sampler
 from penstock.workers.scheduling.limits import Limits
 from penstock.workers.scheduling.sequence import SamplingParams
-from penstock.workers.warm_up import warm_up_sequences
+from penstock.workers.warm_up import warm_up_moves, warm_up_sequences
 from tests.support.specialized import specializations
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
@@ -66,12 +67,12 @@ def penalized(num_rows: int) -> None:
     penalize_(logits, tokens, ints(num_rows), ints(num_rows), each)
 
 
-def moved(count: int) -> None:
+def moved(count: int, kv: Tensor, heads: slice) -> None:
     """A hand-over of so many blocks."""
-    kv, blocks = meta(4, 2, 99, 8, 16, 128), ints(count, dtype=torch.int32)
-    part = slice(1, 3), slice(4, 8)
-    scatter_blocks(kv, blocks, *part, gather_blocks(kv, blocks, *part))
-    words = count * 2 * 2 * 4 * 16 * 128 * 2 // 8
+    blocks, layers = ints(count, dtype=torch.int32), slice(1, 2)
+    staged = gather_blocks(kv, blocks, layers, heads)
+    scatter_blocks(kv, blocks, layers, heads, staged)
+    words = -(-staged.numel() * staged.itemsize // 8)
     sum_words(ints(words), ints(max(2 * TILE, 2 * words)))
 
 
@@ -80,7 +81,7 @@ CALLS: dict[str, Callable[[int], object]] = {
     "penalties": penalized,
     "biases": lambda n: shift_(floats(n, 1000), ints(3 * n), ints(3 * n), floats(3 * n)),
     "logprobs": lambda n: logprobs(floats(n, 1000), ints(n), n),
-    "hand-over": moved,
+    "hand-over": lambda n: moved(n, meta(4, 2, 99, 8, 16, 128), slice(4, 8)),
 }
 
 
@@ -90,6 +91,22 @@ def test_a_call_of_any_size_takes_the_same_kernels(name: str) -> None:
     assert first
     for size in SIZES:
         assert specializations(lambda: CALLS[name](size)) == first, size  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    "kv_shape", [(4, 2, 99, 8, 16, 128), (2, 2, 50, 5, 8, 80), (3, 1, 99, 1, 64, 576)]
+)
+def test_moves_take_kernels_that_warming_up_compiles(kv_shape: tuple[int, ...]) -> None:
+    """Of any heads and layers: what another worker has of them."""
+    kv = meta(*kv_shape)
+    with mock.patch("penstock.kernels.checksum.int", create=True):  # reads what is nowhere
+        warm = specializations(lambda: warm_up_moves(kv))
+    for count in SIZES:
+        found = specializations(lambda: copy_blocks(kv, ints(count), ints(count)))  # noqa: B023
+        assert found <= warm
+        for first, last in itertools.combinations(range(kv_shape[3] + 1), 2):
+            found = specializations(lambda: moved(count, kv, slice(first, last)))  # noqa: B023
+            assert found <= warm, (count, first, last)
 
 
 LADDER = Ladder(250, 4096)

@@ -19,7 +19,7 @@ from penstock.kernels.attention import (
 from penstock.kernels.attention_configs import Tiles
 from penstock.kernels.scores import PLAIN, Scores
 from tests.support.batches import Batch, make_batch, poison
-from tests.support.devices import DEVICE
+from tests.support.devices import DEVICE, exact_products
 
 SPLIT = 32
 PARTS, CHUNKS, FIXED = Tiles(16, 16, 4, 1), Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1)
@@ -103,6 +103,64 @@ def check(
         plan = plan_attention(*batch, layer, window)
         found = paged_attention(query, layer, plan, scores)
     compare(found, exactly(query, layer, batch, window, scores, None))
+
+
+def check_one_path(
+    lengths: list[tuple[int, int]],
+    pieces: list[tuple[int, int]],
+    window: int = 0,
+    scores: Scores = PLAIN,
+) -> None:
+    """On one path: all as the reference, and pieces (first token, number) of the first sequence
+    with the bits that they have in the whole."""
+    query, layer, batch = make_case(lengths, (1, 3, 16), 16)
+    _, contexts, tables = batch
+    with small_tiles(), exact_products():
+        plan = plan_attention(*batch, layer, window, one_path=True)
+        whole = paged_attention(query, layer, plan, scores)
+        compare(whole, exactly(query, layer, batch, window, scores, None))
+        for begin, length in pieces:
+            context = np.array([contexts[0] - lengths[0][0] + begin + length], np.int32)
+            piece = (np.array([0, length], np.int32), context, tables[:1])
+            tokens = slice(begin, begin + length)
+            plan = plan_attention(*piece, layer, window, one_path=True)
+            alike(paged_attention(query[tokens], layer, plan, scores), whole[tokens])
+
+
+def shared_batch(num_tokens: int, prefix: int, contexts: list[int]) -> tuple[Batch, int]:
+    """Single tokens whose first `prefix` positions are in the same blocks of 16; and how many
+    blocks there are."""
+    (starts, lens, tables), num_blocks = make_batch(
+        [(1, contexts[i % len(contexts)]) for i in range(num_tokens)], 16, 0
+    )
+    tables[:, : prefix // 16] = tables[0, : prefix // 16]
+    return within_bounds((starts, lens, tables), num_blocks), num_blocks
+
+
+def check_prefix(
+    num_tokens: int,
+    prefix: int,
+    contexts: list[int],
+    shared: int,
+    scores: Scores = PLAIN,
+    window: int = 0,
+    one_path: bool = False,
+) -> None:
+    """Of `shared_batch`: so many positions are read once for all, and it is as the reference."""
+    batch, num_blocks = shared_batch(num_tokens, prefix, contexts)
+    layer = torch.randn(2, num_blocks, 1, 16, 16)
+    poison(layer, batch)
+    query, layer = torch.randn(num_tokens, 3, 16, device=DEVICE), layer.to(DEVICE)
+    with small_tiles():
+        plan = plan_attention(*batch, layer, window, one_path, shares_prefix=True)
+        torch.testing.assert_close(plan.form.prefix, shared)  # type: ignore[union-attr]
+        found = paged_attention(query, layer, plan, scores)
+    compare(found, exactly(query, layer, batch, window, scores, None))
+
+
+def alike(found: Tensor, expected: Tensor) -> None:
+    """To the bit."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def compare(found: Tensor, expected: Tensor) -> None:

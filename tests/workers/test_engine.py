@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.workers import engine as module
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
 from penstock.workers.scheduling.batcher import Batcher
@@ -22,7 +23,7 @@ from penstock.workers.scheduling.sequence import (
     Yielded,
 )
 from penstock.workers.share import choose_device
-from penstock.workers.warm_up import warm_up_sequences
+from penstock.workers.warm_up import warm_up_moves, warm_up_sequences
 from tests.support.engines import greedy_sequence, run_greedy, run_out, tokens_of
 from tests.support.tiny import tiny_checkpoint
 
@@ -169,8 +170,9 @@ def test_drop_frees_the_blocks_within_a_step(engine: Engine) -> None:
     engine.batcher.check()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_one_whose_logits_are_not_finite_fails_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     expected = run_greedy(engine, PROMPT[:9], 6)
     original = engine._runner.run
@@ -179,7 +181,7 @@ def test_one_whose_logits_are_not_finite_fails_alone(
         logits = original(plan).clone()
         keys = engine.batcher.table.keys[plan.rows[plan.samples]].tolist()
         if "bad" in keys and num_seen.get("bad", 0) >= 2:
-            logits[keys.index("bad"), 7] = float("nan")
+            logits[keys.index("bad"), 7] = value
         return logits
 
     num_seen: dict[Any, int] = {}
@@ -238,6 +240,24 @@ def test_warm_up_leaves_no_trace(checkpoint: Path) -> None:
     assert load.all_steps_seconds == sum(load.step_counts) == 0
     assert load.num_steps == load.pool.prompt_tokens_computed == load.pool.cached_blocks == 0
     assert load.pool.free_blocks == engine.limits.num_blocks
+
+
+def test_warm_up_makes_what_a_hand_over_takes_too(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, warmed = make_engine(checkpoint), []
+    engine.cache.data.normal_()
+    before = engine.cache.data.clone()
+
+    def moves(kv: torch.Tensor) -> None:
+        warm_up_moves(kv)
+        assert torch.equal(kv, before)
+        warmed.append(kv)
+
+    monkeypatch.setattr(module, "warm_up_moves", moves)
+    engine.warm_up()
+    assert len(warmed) == 1
+    assert warmed[0] is engine.cache.data
 
 
 def test_what_a_row_brings_to_the_device_is_brought_where_steps_compute(

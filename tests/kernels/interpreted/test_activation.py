@@ -57,9 +57,18 @@ def test_rows_may_be_part_of_wider_ones() -> None:
     assert torch.equal(silu_mul(wide[:, 32:]), silu_mul(wide[:, 32:].contiguous()))
 
 
-def test_a_row_alone_is_the_row_in_a_crowd() -> None:
-    gate_up = torch.randn(9, 400)
-    assert torch.equal(silu_mul(gate_up)[5], silu_mul(gate_up[5:6])[0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 200, 2049])
+@pytest.mark.parametrize("gate", range(len(GATES)), ids=["silu", "gelu", "clamped"])
+def test_a_row_alone_is_the_row_in_a_crowd(gate: int, dim: int, dtype: torch.dtype) -> None:
+    """Also of rows that the clamped gate cuts, and beside one that is broken."""
+    found = GATES[gate][0]
+    gate_up = (torch.randn(9, 2 * dim) * 9).to(dtype)
+    gate_up[2] = torch.nan
+    crowd = found(gate_up)
+    for row in (0, 5, 8):
+        assert torch.equal(found(gate_up[row : row + 1])[0], crowd[row])
+    assert torch.equal(found(gate_up[4:8]), crowd[4:8])
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -21,12 +21,14 @@ from penstock.kernels.scores import PLAIN, Scores
 from tests.support.attention import (
     as_if_on_a_device,
     check,
+    check_one_path,
+    check_prefix,
     compare,
     exactly,
     make_case,
     small_tiles,
 )
-from tests.support.batches import Batch, make_batch, poison
+from tests.support.batches import Batch
 from tests.support.devices import DEVICE, exact_products
 
 pytestmark = pytest.mark.interpreted
@@ -117,45 +119,39 @@ def test_a_cache_of_eight_bits(window: int) -> None:
     compare(found, exact)
 
 
-def shared_batch(num_tokens: int, prefix: int, contexts: list[int], block_size: int) -> Batch:
-    """Single tokens whose first `prefix` positions are in the same blocks."""
-    (starts, lens, tables), _ = make_batch(
-        [(1, contexts[i % len(contexts)]) for i in range(num_tokens)], block_size, 0
-    )
-    tables[:, : prefix // block_size] = tables[0, : prefix // block_size]
-    return starts, lens, tables
-
-
 @pytest.mark.parametrize("sinks", [None, SINKS])
 def test_a_shared_prefix_is_read_once(sinks: Tensor | None) -> None:
-    batch = shared_batch(11, 80, [97, 81, 130], 16)
-    layer = torch.randn(2, 200, 1, 16, 16)
-    poison(layer, batch)
-    query, layer = torch.randn(11, 3, 16, device=DEVICE), layer.to(DEVICE)
+    check_prefix(11, 80, [97, 81, 130], 64, Scores(sinks=sinks))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "prefix", "contexts", "window", "shared"),
+    [
+        (8, 96, [97], 0, 96),
+        (8, 96, [96], 0, 64),  # everyone's own token is behind it
+        (8, 96, [97, 33], 0, 32),
+        (8, 16, [97], 0, 0),
+        (8, 0, [97], 0, 0),
+        (7, 96, [97], 0, 0),
+        (8, 96, [97], 50, 0),
+    ],
+)
+def test_what_is_a_shared_prefix(
+    num_tokens: int, prefix: int, contexts: list[int], window: int, shared: int
+) -> None:
+    check_prefix(num_tokens, prefix, contexts, shared, window=window)
+
+
+def test_a_chunk_shares_no_prefix() -> None:
+    _, layer, batch = make_case([(1, 80)] * 8 + [(3, 80)], (1, 3, 16), 16)
+    batch[2][:, :4] = batch[2][0, :4]
     with small_tiles():
-        plan = plan_attention(*batch, layer, shares_prefix=True)
-        assert isinstance(plan.form, TiledPlan)
-        assert plan.form.prefix == 64
-        found = paged_attention(query, layer, plan, Scores(sinks=sinks))
-    compare(found, exactly(query, layer, batch, 0, Scores(sinks=sinks), None))
+        assert prefix_of(plan_attention(*batch, layer, shares_prefix=True)) == 0
 
 
-def test_what_is_a_shared_prefix() -> None:
-    layer = torch.randn(2, 200, 1, 16, 16, device=DEVICE)
-
-    def prefix_of(batch: Batch, window: int = 0) -> int:
-        with small_tiles():
-            plan = plan_attention(*batch, layer, window, shares_prefix=True)
-        assert isinstance(plan.form, TiledPlan)
-        return plan.form.prefix
-
-    assert prefix_of(shared_batch(8, 96, [97], 16)) == 96
-    assert prefix_of(shared_batch(8, 96, [96], 16)) == 64  # everyone's own token is behind it
-    assert prefix_of(shared_batch(8, 96, [97, 33], 16)) == 32
-    assert prefix_of(shared_batch(8, 16, [97], 16)) == 0
-    assert prefix_of(shared_batch(8, 0, [97], 16)) == 0
-    assert prefix_of(shared_batch(7, 96, [97], 16)) == 0
-    assert prefix_of(shared_batch(8, 96, [97], 16), window=50) == 0
+def prefix_of(plan: AttentionPlan) -> int:
+    assert isinstance(plan.form, TiledPlan)
+    return plan.form.prefix
 
 
 def on_device(
@@ -206,32 +202,23 @@ def test_a_sequence_is_the_same_alone_and_in_a_crowd(window: int) -> None:
 def test_on_one_path_a_token_is_the_same_however_its_prompt_is_cut(
     scores: Scores, window: int
 ) -> None:
-    """Whole, by itself, in pieces that take the other form, and planned on a device."""
+    """Whole, by itself, and in pieces that take the other form."""
+    pieces = [(0, 1), (3, 1), (3, 30), (17, 2), (35, 15), (49, 1)]
+    check_one_path([(50, 110), (1, 70), (9, 9)], pieces, window, scores)
+
+
+@pytest.mark.parametrize("window", [0, 37])
+def test_on_one_path_a_plan_of_device_tensors_is_the_same(window: int) -> None:
     query, layer, batch = make_case([(50, 110), (1, 70), (9, 9)], (1, 3, 16), 16)
-    _, contexts, tables = batch
     with small_tiles(), exact_products():
-        whole = paged_attention(
-            query, layer, plan_attention(*batch, layer, window, one_path=True), scores
-        )
-        compare(whole, exactly(query, layer, batch, window, scores, None))
-        for begin, length in ((0, 1), (3, 1), (3, 30), (17, 2), (35, 15), (49, 1)):
-            context = np.array([contexts[0] - 50 + begin + length], np.int32)
-            piece = (np.array([0, length], np.int32), context, tables[:1])
-            tokens = slice(begin, begin + length)
-            plan = plan_attention(*piece, layer, window, one_path=True)
-            assert torch.equal(paged_attention(query[tokens], layer, plan, scores), whole[tokens])
+        whole = paged_attention(query, layer, plan_attention(*batch, layer, window, one_path=True))
         with as_if_on_a_device():
             plan = on_device(batch, layer, 50, 100, window, one_path=True)
-            assert torch.equal(paged_attention(query, layer, plan, scores), whole)
+            assert torch.equal(paged_attention(query, layer, plan), whole)
 
 
 def test_on_one_path_no_prefix_is_shared() -> None:
-    batch = shared_batch(8, 96, [97], 16)
-    layer = torch.randn(2, 200, 1, 16, 16, device=DEVICE)
-    with small_tiles():
-        plan = plan_attention(*batch, layer, one_path=True, shares_prefix=True)
-    assert isinstance(plan.form, TiledPlan)
-    assert plan.form.prefix == 0
+    check_prefix(8, 96, [97], 0, one_path=True)
 
 
 def test_a_broken_slot_harms_its_own_sequence_only() -> None:

@@ -1,48 +1,40 @@
-"""The comparison with the reference notices every off-by-one planted in kernels and plan."""
+"""The comparisons with the reference notice every off-by-one planted in kernels and plans: of the
+form in parts, of the one path, and of the one that reads a shared prefix once."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from unittest import mock
+from typing import NamedTuple
 
 import pytest
 
-from penstock.kernels import attention, attention_kernel, attention_tiles
-from tests.support.attention import check, small_tiles
+from penstock.kernels import attention, attention_tiles
+from tests.support import attention as checks
+from tests.support.attention import check, check_one_path, check_prefix, small_tiles
+from tests.support.mutants import (
+    IN_PARTS,
+    KERNEL,
+    NOTHING,
+    Change,
+    mutant_of,
+    noticed,
+    swapped,
+    under_kernel,
+)
 
 pytestmark = pytest.mark.interpreted
 
-KERNEL = {
-    "causal mask": (
-        "columns[None, :] <= positions[:, None]",
-        "columns[None, :] < positions[:, None]",
-    ),
-    "causal mask, wide": ("columns[None, :] <= pos", "columns[None, :] - 1 <= pos"),
-    "window": ("> positions[:, None] - WINDOW", ">= positions[:, None] - WINDOW"),
-    "first seen": ("earliest - WINDOW + 1, 0)", "earliest - WINDOW + 2, 0)"),
+PLAIN_KERNEL: dict[str, Change] = {
+    **KERNEL,
+    **IN_PARTS,
     "all see, window": (
         "tl.maximum(latest - WINDOW + 1, low)",
         "tl.maximum(earliest - WINDOW, low)",
     ),
     "all see, causal": ("tl.minimum(earliest + 1, high)", "tl.minimum(latest + 1, high)"),
-    "last seen": ("high = latest + 1", "high = latest"),
-    "end of part": (
-        "tl.minimum(high, (which + 1) * SPLIT)",
-        "tl.minimum(high, (which + 1) * SPLIT - 1)",
-    ),
-    "begin of part": ("tl.maximum(low, which * SPLIT)", "tl.maximum(low, which * SPLIT + 1)"),
-    "block": ("table + columns // S", "table + (columns + 1) // S"),
-    "slot": ("+ columns % S) * (D", "+ (columns + 1) % S) * (D"),
-    "loaded": ("(columns >= low) & (columns < high)", "columns < high + 1"),
-    "row": ("present = tokens < num_tokens", "present = tokens < num_tokens - 1"),
-    "merge, count": ("there = numbers < count", "there = numbers < count - 1"),
-    "merge, token": ("* part_tokens + token\n", "* part_tokens + token // 2\n"),
     "alone": ("alone = count == 1", "alone = count <= 2"),
 }
 
-PLAN = {
+PLAIN_PLAN: dict[str, Change] = {
     "first part": ("firsts = (low // SPLIT)", "firsts = (low // SPLIT + 1)"),
     "parts": ("(contexts + SPLIT - 1) // SPLIT - firsts", "contexts // SPLIT - firsts"),
     "tiles": ("(lengths * group + of_chunks.rows - 1) // ", "(lengths * group) // "),
@@ -51,54 +43,135 @@ PLAN = {
     "merges": ("len(parts.items) > int(is_few.sum())", "False"),
 }
 
+ONE_PATH_KERNEL: dict[str, Change] = {
+    **KERNEL,
+    **IN_PARTS,
+    "first turn": ("first_turn = low // SPLIT", "first_turn = low // SPLIT + 1"),
+    "turns": ("(high + SPLIT - 1) // SPLIT - first_turn", "high // SPLIT - first_turn"),
+    "begin of turn": (
+        "tl.maximum(begin, (first_turn + turn) * SPLIT)",
+        "tl.maximum(begin, (first_turn + turn) * SPLIT - 1)",
+    ),
+    "end of turn": (
+        "tl.minimum(high, (first_turn + turn + 1) * SPLIT)",
+        "tl.minimum(high, (first_turn + turn + 1) * SPLIT + 1)",
+    ),
+    "what is before a turn": ("all_total * fade + total", "all_total + total"),
+}
 
-def mutant_of(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
-    source = Path(str(module.__file__)).read_text()
-    assert source.count(old) >= 1, f"{old!r} is no longer there: mend this test"
-    path = folder / "mutant.py"
-    path.write_text(source.replace(old, new))
-    spec = spec_from_file_location("mutant", path)
-    assert spec is not None
-    assert spec.loader is not None
-    mutant = module_from_spec(spec)
-    # Dataclasses look their module up.
-    with mock.patch.dict("sys.modules", {"mutant": mutant}):
-        spec.loader.exec_module(mutant)
-    return mutant
+ONE_PATH_PLAN: dict[str, Change] = {
+    **{name: PLAIN_PLAN[name] for name in ("first part", "parts", "tiles", "lowest")},
+    "tiles of one size": ("return fixed, fixed", "return fixed, fixed._replace(columns=32)"),
+    "one part after another": ("BLOCK_P=1 if self.one_path else ", "BLOCK_P="),
+}
+
+PREFIX_KERNEL: dict[str, Change] = {
+    **{name: KERNEL[name] for name in ("causal mask, wide", "last seen", "block", "slot", "row")},
+    **{name: IN_PARTS[name] for name in ("end of part", "begin of part", "merge, count")},
+    "tile of rows": ("tl.program_id(2) * BLOCK_M", "tl.program_id(2) * BLOCK_M + 1"),
+    "all merged": ("if SPLIT and not (IN_TURN or ALL_MERGED)", "if SPLIT and not IN_TURN"),
+    "count of parts": ("count = num_own + num_shared", "count = num_own + num_shared - 1"),
+    "which shared part": ("(numbers - num_own) *", "(numbers - num_own - 1) *"),
+    "whose shared part": ("num_sequences + sequence", "num_sequences + sequence // 2"),
+    "own or shared": ("tl.where(numbers < num_own,", "tl.where(numbers <= num_own,"),
+    "nothing to merge": ("| (count == 1)", "| (count <= 2)"),
+}
+
+PREFIX_PLAN: dict[str, Change] = {
+    "own parts": (".clamp(min=self.prefix // SPLIT)", ".clamp(min=self.prefix // SPLIT + 1)"),
+    "own parts, all": (".clamp(min=self.prefix // SPLIT)", ".clamp(min=0)"),
+    "shared parts": ("[self.prefix // SPLIT]", "[self.prefix // SPLIT - 1]"),
+    "whole parts": ("prefix // SPLIT * SPLIT", "-(-prefix // SPLIT) * SPLIT"),
+    "where they stand": ("(starts[1:] + self.prefix)", "starts[1:]"),
+    "tiles of rows": ("-(-parts.tokens * group // tiles", "(parts.tokens * group // tiles"),
+    "where sums are": ("sums[own:]", "sums[own - 1 :]"),
+    "where the merge finds them": (
+        "len(items.items) * parts.tokens,",
+        "len(items.items) * parts.tokens - 1,",
+    ),
+}
+
+PREFIX_FOUND: dict[str, Change] = {
+    "own token": ("int(context_lens.min() - 1)", "int(context_lens.min())"),
+    "first that differs": ("else same.argmin()", "else same.argmin() + 1"),
+    "a window": ("not (one_path or window)", "not one_path"),
+    "one path": ("not (one_path or window)", "not window"),
+    "few": (">= SHARING_TOKENS", ">= SHARING_TOKENS - 1"),
+}
 
 
-@contextmanager
-def swapped(place: ModuleType, mutant: ModuleType, *names: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(mock.patch.object(place, name, getattr(mutant, name)))
-        yield
-
-
-def compare_all() -> None:
+def compare_plain() -> None:
     for window in (0, 50):
         check([(1, 33), (11, 100), (2, 82)], (1, 3, 16), 8, window)
 
 
-def test_the_sound_kernels_pass() -> None:
-    compare_all()
+def compare_one_path() -> None:
+    for window in (0, 50):
+        check_one_path([(11, 100), (1, 33), (2, 82)], [(4, 1)], window)
 
 
-@pytest.mark.parametrize("name", KERNEL)
-def test_a_broken_kernel_is_noticed(name: str, tmp_path: Path) -> None:
-    mutant = mutant_of(attention_kernel, *KERNEL[name], tmp_path)
-    with swapped(attention_tiles, mutant, "attend_tiles", "merge_parts"), noticed():
-        compare_all()
+def compare_prefix() -> None:
+    check_prefix(8, 48, [49, 64], 32)
+    check_prefix(8, 64, [64], 32)
+    check_prefix(11, 64, [65, 97], 64)
+    check_prefix(8, 48, [70], 32)
+    check_prefix(8, 64, [65], 0, window=50)
+    check_prefix(8, 64, [65], 0, one_path=True)
+    check_prefix(7, 64, [65], 0)
 
 
-@pytest.mark.parametrize("name", PLAN)
-def test_a_broken_plan_is_noticed(name: str, tmp_path: Path) -> None:
-    mutant = mutant_of(attention_tiles, *PLAN[name], tmp_path)
-    with swapped(attention, mutant, "TiledPlan", "Batch"), small_tiles(mutant), noticed():
-        compare_all()
+class Form(NamedTuple):
+    """A comparison, and what is changed under it."""
+
+    compare: Callable[[], None]
+    kernel: dict[str, Change]
+    plan: dict[str, Change]
 
 
-@contextmanager
-def noticed() -> Iterator[None]:
-    with pytest.raises(AssertionError, match=r"not close|NaN|expected"):
-        yield
+FORMS = {
+    "plain": Form(compare_plain, PLAIN_KERNEL, PLAIN_PLAN),
+    "one path": Form(compare_one_path, ONE_PATH_KERNEL, ONE_PATH_PLAN),
+    "prefix": Form(compare_prefix, PREFIX_KERNEL, PREFIX_PLAN),
+}
+
+
+def under_plan(compare: Callable[[], None], change: Change, folder: Path) -> None:
+    mutant = mutant_of(attention_tiles, change, folder)
+    with swapped(attention, mutant, "TiledPlan", "Batch"), small_tiles(mutant):
+        compare()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("under", [under_kernel, under_plan])
+def test_what_is_sound_lives(
+    form: str, under: Callable[[Callable[[], None], Change, Path], None], tmp_path: Path
+) -> None:
+    under(FORMS[form].compare, NOTHING, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), [(form, name) for form in FORMS for name in FORMS[form].kernel]
+)
+def test_a_broken_kernel_is_noticed(form: str, name: str, tmp_path: Path) -> None:
+    with noticed():
+        under_kernel(FORMS[form].compare, FORMS[form].kernel[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), [(form, name) for form in FORMS for name in FORMS[form].plan]
+)
+def test_a_broken_plan_is_noticed(form: str, name: str, tmp_path: Path) -> None:
+    with noticed():
+        under_plan(FORMS[form].compare, FORMS[form].plan[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", PREFIX_FOUND)
+def test_a_prefix_wrongly_found_is_noticed(name: str, tmp_path: Path) -> None:
+    mutant = mutant_of(attention, PREFIX_FOUND[name], tmp_path)
+    with swapped(checks, mutant, "plan_attention"), noticed():
+        compare_prefix()
+
+
+def test_a_mutant_that_lives_fails() -> None:
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"), noticed():
+        check([(1, 3)], (1, 1, 16), 8)

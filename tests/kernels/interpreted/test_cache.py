@@ -139,9 +139,9 @@ def test_wrong_arguments_are_named() -> None:
     slots, angles = torch.arange(5), rotary_table(torch.rand(4), 5, torch.float32)
     with pytest.raises(ValueError, match=r"heads: shape \[T, 7, 8\] expected, not \[5, 6, 8\]"):
         rotate_and_write(heads, 3, angles, slots, layer)
-    with pytest.raises(ValueError, match=r"slots: shape \[5\] expected, not \[4\]"):
+    with pytest.raises(ValueError, match=r"rows: shape \[5\] expected, not \[4\]"):
         rotate_and_write(heads, 2, angles, slots[:4], layer)
-    with pytest.raises(ValueError, match="slots: int64 expected, not int32"):
+    with pytest.raises(ValueError, match="rows: int64 expected, not int32"):
         rotate_and_write(heads, 2, angles, slots.int(), layer)
     with pytest.raises(ValueError, match="cos_sin: an even number of at most 8 features, not 16"):
         rotate_and_write(heads, 2, torch.zeros(5, 2, 16), slots, layer)

@@ -63,12 +63,17 @@ def test_a_draw_is_the_largest_with_the_cpus_noise(device: torch.device) -> None
     assert finite.all()
 
 
-def kept(logits: torch.Tensor, wishes: Wishes) -> torch.Tensor:
-    """Which tokens may be drawn: [R, V]."""
+def limits_of(logits: torch.Tensor, wishes: Wishes) -> tuple[torch.Tensor, ...]:
+    """What decides which tokens may be drawn."""
     cuts = Cuts(wishes.top_k, wishes.top_p, wishes.min_p)
     found = survey(logits, wishes.temperature, bans=True)
     near = collect(found, cuts, wishes.typical_p, with_tokens=False)
-    floors, centres, widths = module._limits(found, near, cuts, wishes.typical_p)
+    return module._limits(found, near, cuts, wishes.typical_p)
+
+
+def kept(logits: torch.Tensor, wishes: Wishes) -> torch.Tensor:
+    """Which tokens may be drawn: [R, V]."""
+    floors, centres, widths = limits_of(logits, wishes)
     scores = logits / wishes.temperature[:, None]
     keep = (scores >= floors[:, None]) & (scores > -torch.inf)
     return keep & ((scores - centres[:, None]).abs() <= widths[:, None])
@@ -141,12 +146,13 @@ def test_a_row_is_drawn_alike_in_any_company(device: torch.device) -> None:
     ]
     wishes = wishes_of(rows, device)
     crowd, _ = draw(logits, wishes)
-    allowed = kept(logits[[0, 1, 3, 4]], picked(wishes, [0, 1, 3, 4]))
     for row in (0, 1, 4):
         alone, _ = draw(logits[row : row + 1], picked(wishes, [row]))
         assert int(alone[0]) == int(crowd[row])
-    alike = kept(logits[1:2], picked(wishes, [1]))
-    assert torch.equal(alike[0], allowed[1])
+    crowds = limits_of(logits, wishes)
+    for row in (0, 1, 3, 4):
+        limits = limits_of(logits[row : row + 1], picked(wishes, [row]))
+        assert all(torch.equal(a[0], b[row]) for a, b in zip(limits, crowds, strict=True))
     assert int(crowd[2]) == int(logits[2].argmax())
 
 

@@ -35,3 +35,15 @@ def test_a_broken_row_breaks_no_other(device: torch.device) -> None:
         for name in ("chosen", "ranks", "tokens", "values"):
             assert torch.equal(getattr(found, name)[row], getattr(whole, name)[row])
     assert ((found.tokens >= 0) & (found.tokens < 90)).all()
+
+
+@pytest.mark.parametrize("vocab_size", [90, 4200])
+def test_a_row_is_told_alike_in_any_company(device: torch.device, vocab_size: int) -> None:
+    torch.manual_seed(3)
+    logits, tokens = torch.randn(4, vocab_size) * 3, torch.tensor([4, 5, 6, 89])
+    crowd = logprobs(logits.to(device), tokens.to(device), 4)
+    for row in (0, 3):
+        one = slice(row, row + 1)
+        alone = logprobs(logits[one].to(device), tokens[one].to(device), 4)
+        for name in ("chosen", "ranks", "tokens", "values"):
+            assert torch.equal(getattr(alone, name)[0], getattr(crowd, name)[row])

@@ -86,12 +86,31 @@ def test_in_place_of_a_view_of_heads() -> None:
     assert torch.equal(rows[:, 24:], whole[:, 24:])
 
 
+def in_place(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    rms_norm_(x, weight, 1e-5)
+    return x
+
+
+FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "rms": lambda x, weight, bias: rms_norm(x, weight, 1e-5),
+    "rms in place": in_place,
+    "above one": lambda x, weight, bias: rms_norm_above_one(x, weight, 1e-5),
+    "layer": lambda x, weight, bias: layer_norm(x, weight, bias, 1e-5),
+    "of a sum": lambda x, weight, bias: add_rms_norm(x, x.flip(1), weight, 1e-5),
+    "above one, of a sum": lambda x, weight, bias: add_rms_norm_above_one(
+        x, x.flip(1), weight, 1e-5
+    ),
+    "layer, of a sum": lambda x, weight, bias: add_layer_norm(x, x.flip(1), weight, bias, 1e-5),
+}
+
+
 @pytest.mark.parametrize("dim", [48, 4096])
-def test_a_row_alone_is_the_row_in_a_crowd(dim: int) -> None:
-    x, weight = torch.randn(90, dim), torch.randn(dim)
-    together = rms_norm(x, weight, 1e-5)
+@pytest.mark.parametrize("name", FORMS)
+def test_a_row_alone_is_the_row_in_a_crowd(name: str, dim: int) -> None:
+    x, weight, bias = torch.randn(90, dim), torch.randn(dim), torch.randn(dim)
+    together = FORMS[name](x.clone(), weight, bias)
     for row in (0, 41, 89):
-        assert torch.equal(rms_norm(x[row : row + 1], weight, 1e-5)[0], together[row])
+        assert torch.equal(FORMS[name](x[row : row + 1].clone(), weight, bias)[0], together[row])
 
 
 def test_one_row_of_nan_stays_alone() -> None:
@@ -112,7 +131,7 @@ def test_wrong_arguments_are_named() -> None:
         rms_norm(x.long(), weight.long(), 1e-5)
     with pytest.raises(ValueError, match="x: last dimension not contiguous"):
         rms_norm_(x.t(), weight[:4], 1e-5)
-    with pytest.raises(ValueError, match=r"added: shape \[4, 64\] expected"):
+    with pytest.raises(ValueError, match=r"x: shape \[4, 64\] expected"):
         add_rms_norm(x, x[:3], weight, 1e-5)
     wide = norm.MOST_FEATURES + 1
     with pytest.raises(ValueError, match="x: rows of 1 to"):

@@ -52,6 +52,59 @@ def test_a_long_text_of_few_words(device: torch.device) -> None:
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_row_is_penalised_alike_in_any_company(device: torch.device) -> None:
+    """By the bit; texts of several programs, all kinds of penalties, and a neighbour of NaN."""
+    torch.manual_seed(1)
+    logits, tokens = torch.randn(5, 300) * 7, torch.randint(0, 300, (5, 2300))
+    logits[1] = torch.nan
+    starts, ends = torch.tensor([1, 9, 1500, 40, 2300]), torch.tensor([1, 700, 2300, 1100, 2300])
+    penalties = Penalties(
+        torch.tensor([1.3, 1.1, 0.7, 1, 1.9]),
+        torch.tensor([0.5, 0.1, 0, -0.3, 0.7]),
+        torch.tensor([0.01, 1, 0.3, 1e-3, -0.2]),
+    )
+    names = ("repetition", "presence", "frequency")
+
+    def penalised(rows: list[int], length: int) -> torch.Tensor:
+        found = logits[rows].to(device, copy=True)
+        said, first, last = (each[rows].to(device) for each in (tokens[:, :length], starts, ends))
+        own = Penalties(*(getattr(penalties, name)[rows].to(device) for name in names))
+        penalize_(found, said, first, last, own)
+        return found
+
+    crowd = penalised([0, 1, 2, 3, 4], 2300)
+    for row in (0, 2, 3, 4):
+        assert torch.equal(penalised([row], int(ends[row]))[0], crowd[row])
+    assert torch.equal(penalised([3, 0], 1200), crowd[[3, 0]])
+
+
+def test_a_row_is_shifted_and_masked_alike_in_any_company(device: torch.device) -> None:
+    torch.manual_seed(2)
+    logits = (torch.randn(4, 3000) * 7).to(device)
+    rows = torch.arange(4, device=device).repeat_interleave(700)
+    tokens = torch.cat([torch.randperm(3000)[:700] for _ in range(4)]).to(device)
+    values = torch.randn(2800).where(torch.rand(2800) < 0.9, -torch.inf).to(device)
+    crowd = logits.clone()
+    shift_(crowd, rows, tokens, values)
+    assert (crowd == -torch.inf).any(1).all()
+    for row in (0, 3):
+        alone, own = logits[row : row + 1].clone(), slice(700 * row, 700 * row + 700)
+        shift_(alone, rows[own] * 0, tokens[own], values[own])
+        assert torch.equal(alone[0], crowd[row])
+
+
+def test_nothing_behind_a_text_is_read(device: torch.device) -> None:
+    """Of one that is said to be longer than it is; nor are tokens that do not exist."""
+    memory = torch.full((2, 64), 3, device=device)
+    tokens = memory[:1, :20]
+    tokens[:] = torch.tensor([5, 50, -1, 5], device=device).repeat(5)
+    logits, one = torch.full((1, 50), 8.0, device=device), torch.ones(1, device=device)
+    starts, ends = (torch.tensor([number], device=device) for number in (0, 1 << 40))
+    penalize_(logits, tokens, starts, ends, Penalties(2 * one, one, 0 * one))
+    assert logits[0, 5] == 3
+    assert (logits[0, torch.arange(50, device=device) != 5] == 8).all()
+
+
 def test_biases_and_pairs_that_do_not_exist(device: torch.device) -> None:
     wide = torch.zeros(3, 70, device=device)
     logits = wide[:, :50]

@@ -44,6 +44,17 @@ def test_the_table_may_have_the_dtype_of_the_heads() -> None:
     close(x, expected * cos + torch.cat((high, low), -1) * sin)
 
 
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_a_token_alone_is_the_token_in_a_crowd(neighbours: bool) -> None:
+    x, table = torch.randn(70, 3, 24), rotary_table(torch.rand(12), 70, torch.float32)
+    crowd = x.clone()
+    rotate_(crowd, table, neighbours)
+    for row in (0, 33, 69):
+        alone = x[row : row + 1].clone()
+        rotate_(alone, table[row : row + 1], neighbours)
+        assert torch.equal(alone[0], crowd[row])
+
+
 def test_wrong_arguments_are_named() -> None:
     x, table = torch.randn(3, 2, 16), rotary_table(torch.rand(8), 3, torch.float32)
     with pytest.raises(ValueError, match=r"cos_sin: shape \[3, 2, R\] expected, not \[2, 2, 16\]"):

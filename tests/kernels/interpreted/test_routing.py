@@ -48,10 +48,18 @@ def test_a_broken_token_has_experts_and_harms_nobody(device: torch.device) -> No
         assert set(row) <= set(range(12))
 
 
-def test_a_token_is_routed_alike_in_any_company(device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("routing", "biased"),
+    [(Routing(6, True), False), (Routing(4, True, True, 8, 4, 2, 2.5), True)],
+    ids=["mixtral", "deepseek"],
+)
+def test_a_token_is_routed_alike_in_any_company(
+    device: torch.device, routing: Routing, biased: bool
+) -> None:
     logits = torch.randn(5, 40, device=device)
-    crowd = route(logits, Routing(6, True))
-    alone = route(logits[3:4], Routing(6, True))
+    bias = torch.randn(40, device=device) if biased else None
+    crowd = route(logits, routing, bias)
+    alone = route(logits[3:4], routing, bias)
     assert all(torch.equal(a[0], b[3]) for a, b in zip(alone, crowd, strict=True))
 
 

@@ -1,6 +1,7 @@
 """The section that runs tests: which count, and that none at all is a failure."""
 
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from penstock.loadtests.gpu.kernel_tests import (
     files_of_tests,
 )
 from penstock.loadtests.gpu.options import Options
+from tests.support.only_kernels import only_kernels
 
 
 def test_a_file_without_a_test_for_a_device_does_not_count() -> None:
@@ -45,6 +47,22 @@ def test_no_test_at_all_is_a_failure() -> None:
 def test_there_are_files_to_run() -> None:
     names = {path.name for path in files_of_tests(ROOT, FOLDERS)}
     assert {"test_forms.py", "test_runner.py", *LONGEST, *ALONE} <= names
+
+
+@pytest.mark.process
+def test_a_test_that_takes_no_kernel_on_a_device_fails() -> None:
+    """On "meta" a launcher takes none."""
+    path = ROOT / "tests/kernels/interpreted/test_activation.py"
+    run = kernel_tests.run_file(path, "meta", time.monotonic() + 200)
+    assert run.code == 1
+    assert "NoKernel: what is on meta would not be computed by a kernel on meta" in run.words
+    assert " passed" not in run.summary
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_all_tests_for_a_device_take_kernels_only(folder: str) -> None:
+    conftest = import_module(f"{folder.replace('/', '.')}.conftest")
+    assert conftest.only_kernels is only_kernels
 
 
 OPTIONS = Options(torch.device("cpu"), Path("unused"), None, "", small=False)

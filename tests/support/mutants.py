@@ -1,0 +1,83 @@
+"""Mutants: a module with a mistake planted in its source, in the place of the sound one."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+
+from penstock.kernels import attention_kernel, attention_tiles
+
+Change = tuple[str, str]  # a piece of the source, and what is there in its place
+
+KERNEL: dict[str, Change] = {
+    "causal mask": (
+        "columns[None, :] <= positions[:, None]",
+        "columns[None, :] < positions[:, None]",
+    ),
+    "causal mask, wide": ("columns[None, :] <= pos", "columns[None, :] - 1 <= pos"),
+    "window": ("> positions[:, None] - WINDOW", ">= positions[:, None] - WINDOW"),
+    "first seen": ("earliest - WINDOW + 1, 0)", "earliest - WINDOW + 2, 0)"),
+    "last seen": ("high = latest + 1", "high = latest"),
+    "block": ("table + columns // S", "table + (columns + 1) // S"),
+    "slot": ("+ columns % S) * (D", "+ (columns + 1) % S) * (D"),
+    "loaded": ("(columns >= low) & (columns < high)", "columns < high + 1"),
+    "row": ("present = tokens < num_tokens", "present = tokens < num_tokens - 1"),
+}
+"""Off by one in what all forms of attention's kernels have."""
+
+IN_PARTS: dict[str, Change] = {
+    "end of part": (
+        "tl.minimum(high, (which + 1) * SPLIT)",
+        "tl.minimum(high, (which + 1) * SPLIT - 1)",
+    ),
+    "begin of part": ("tl.maximum(low, which * SPLIT)", "tl.maximum(low, which * SPLIT + 1)"),
+    "merge, count": ("there = numbers < count", "there = numbers < count - 1"),
+    "merge, token": ("* part_tokens + token\n", "* part_tokens + token // 2\n"),
+}
+"""And in what those of sequences with few rows have, whose positions are cut."""
+
+NOTHING: Change = ("SPLIT", "SPLIT")
+
+
+def mutant_of(module: ModuleType, change: Change, folder: Path) -> ModuleType:
+    """The module with every such piece changed; AssertionError where there is none."""
+    old, new = change
+    source = Path(str(module.__file__)).read_text()
+    assert old in source, f"{old!r} is no longer there: mend this test"
+    path = folder / "mutant.py"
+    path.write_text(source.replace(old, new))
+    spec = spec_from_file_location("mutant", path)
+    assert spec is not None
+    assert spec.loader is not None
+    mutant = module_from_spec(spec)
+    # Dataclasses look their module up.
+    with mock.patch.dict("sys.modules", {"mutant": mutant}):
+        spec.loader.exec_module(mutant)
+    return mutant
+
+
+@contextmanager
+def swapped(place: ModuleType, mutant: ModuleType, *names: str) -> Iterator[None]:
+    """Within, `place` has these names of the mutant's."""
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(place, name, getattr(mutant, name)))
+        yield
+
+
+@contextmanager
+def noticed() -> Iterator[None]:
+    """Fails unless a comparison within does: a mutant that lives fails the test of it."""
+    with pytest.raises(AssertionError, match=r"not close|not equal|NaN|expected"):
+        yield
+
+
+def under_kernel(compare: Callable[[], None], change: Change, folder: Path) -> None:
+    """Compares with the changed kernels of attention in the place of the sound ones."""
+    mutant = mutant_of(attention_kernel, change, folder)
+    with swapped(attention_tiles, mutant, "attend_tiles", "merge_parts"):
+        compare()
