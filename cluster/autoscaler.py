@@ -273,7 +273,8 @@ class Autoscaler:
             return state.count, f"more was needed within {self._pace.down:g} s"
         if state.draining or now - memory.shrunk_at < self._pace.down_step:
             return state.count, "one worker leaves at a time"
-        memory.shrunk_at = now
+        if state.count > self._limits[pool].least:
+            memory.shrunk_at = now
         return state.count - 1, ""
 
     # ------------------------------------------------------------ budget

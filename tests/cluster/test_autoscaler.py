@@ -244,6 +244,16 @@ def test_nobody_leaves_while_another_drains() -> None:
     assert "at a time" in decision.blocked_by
 
 
+def test_a_pool_at_its_least_has_not_just_lost_a_worker() -> None:
+    scaler = Autoscaler({"decode": PoolLimits(least=2, most=9)}, pace=Pace(down=10, down_step=100))
+    for now in range(0, 60, 5):
+        (decision,) = scaler.decide({"decode": PoolState(workers(2, now))}, now)
+        assert decision.desired == 2
+    assert "its least" in decision.blocked_by
+    (decision,) = scaler.decide({"decode": PoolState(workers(3, now + 5))}, now + 5)
+    assert decision.desired == 2, decision.blocked_by
+
+
 def test_the_budget_goes_to_the_pool_that_lacks_most() -> None:
     limits = {"prefill": PoolLimits(most=9, gpus=1), "decode": PoolLimits(most=9, gpus=2)}
     states = {
