@@ -28,6 +28,8 @@ MEMORY_COLD_STARTS = 20
 """Where a worker is long in coming, what one burst costs pays for long waiting for the next."""
 HEDGE_SECONDS = 3600.0
 """For so long a size counts of which a share stays."""
+NEARLY = 0.9
+"""Of a pool's places taken: then what waits waits for a place."""
 MANY = 10**6
 """No pool wants more workers."""
 
@@ -237,6 +239,9 @@ class Autoscaler:
         running = _of_all(state, fresh, [load.running for load in fresh])
         places = median(load.places for load in fresh) if fresh else inf
         waiting = state.waiting
+        if pool == "mixed" and self._pace.hedge and fresh:
+            # Else they wait for their prompts' turn, not for a place.
+            waiting *= running >= NEARLY * places * len(state.workers)
         queue = (running + waiting) / places if fresh else float(waiting > 0)
         return _Need(
             queue,

@@ -175,6 +175,16 @@ def test_short_prompts_that_wait_for_a_place_count_in_a_mixed_pool_too() -> None
     assert first("mixed", full).desired == 4
 
 
+def test_where_first_tokens_are_promised_prompts_wait_for_their_turn_and_not_for_places() -> None:
+    def desired(running: int) -> int:
+        state = PoolState(workers(2, running=running), waiting=40, waiting_tokens=60)
+        scaler = Autoscaler({"mixed": LIMITS}, pace=Pace(hedge=0.5))
+        return scaler.decide({"mixed": state}, 0.0)[0].desired
+
+    assert desired(running=3) == 2
+    assert desired(running=16) == 4, "they have no places"
+
+
 def test_one_silent_worker_counts_like_the_others_and_holds_nothing() -> None:
     loads = [*workers(3, at=100.0, kv_share=0.9, running=5), worker("gone", at=0.0)]
     decision = first("decode", PoolState(loads), now=101.0)
