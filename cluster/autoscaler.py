@@ -8,8 +8,9 @@ Prefill is a rate: tokens that wait, over what a worker computes a second and th
 tokens that arrive, over the share of its time that a worker should be busy (the method of
 TokenScale, arXiv 2512.03416). Bursts are over before a new worker serves: so many tokens a second
 as came in the largest of late, and some more, are provided for, the longer the longer a worker
-takes to start. The more evenly tokens arrive the less is provided for nothing. Or, where a burst
-costs few requests what they were promised, a share of the last hour's largest size stays.
+takes to start. The more evenly tokens arrive the less is provided for nothing. Or, where first
+tokens are promised, so that a burst costs few of them: as many workers as would have been late for
+few of the prompts of late (`shortfall`), and of what the pool was before a share that fades.
 Decode is an occupancy: KV in use over the share wanted in use, and sequences, those that wait for a
 place included, over a worker's places. A mixed pool wants the most of these.
 """
@@ -21,13 +22,14 @@ from math import ceil, inf
 from statistics import median
 
 from penstock.cluster.bursts import Arrivals
+from penstock.cluster.shortfall import Shortfall
 
 CALIBRATED_SECONDS = 1.0
 """Of computing prompts, before a worker's rate is believed."""
 MEMORY_COLD_STARTS = 20
 """Where a worker is long in coming, what one burst costs pays for long waiting for the next."""
-HEDGE_SECONDS = 3600.0
-"""For so long a size counts of which a share stays."""
+HEDGE_SECONDS = 7200.0
+"""Within so long the share of a size that stays fades away, evenly."""
 NEARLY = 0.9
 """Of a pool's places taken: then what waits waits for a place."""
 MANY = 10**6
@@ -56,19 +58,18 @@ class Pace:
     down: float = 120.0  # less must have been enough for this long
     down_step: float = 15.0  # from one worker less to the next
     headroom: float = 0.25  # over the largest burst of late, of what that was above the usual
-    hedge: float = (
-        0.0  # share of the largest size of an hour that stays; 0: bursts are provided for
-    )
+    hedge: float = 0.0  # share of what the pool was that stays at first; 0: see `headroom`
+    late: float = 0.0  # share of what comes that may be late, where there is a hedge
 
     def memory(self, cold_start: float) -> float:
         """Seconds for which a burst is remembered: 20 cold starts, from 2.5 to 15 times `down`."""
         return min(max(MEMORY_COLD_STARTS * cold_start, 2.5 * self.down), 15 * self.down)
 
 
-PROMISED_PACE = Pace(rate_window=60.0, down=30.0, down_step=5.0, hedge=0.65)
-"""Where workers order what waits by when first tokens are promised: a burst costs few promises, and
-workers made for it come when it is over. What is kept against the next one is a share of what the
-pool was of late."""
+PROMISED_PACE = Pace(rate_window=60.0, down=30.0, down_step=5.0, hedge=0.85, late=0.03)
+"""Where what waits is ordered by when first tokens are promised: a burst costs few promises, and
+workers made for it come when it is over. What is kept against the next one is what would have kept
+most of the promises of late, and, as long as little is known, most of what the pool was."""
 PROMISED_WAIT, PROMISED_BUSY = 4.0, 0.95
 """Then `PoolLimits.wait_seconds` and `busy`."""
 
@@ -140,10 +141,11 @@ class _Memory:
     """What is remembered of a pool between decisions."""
 
     arrivals: Arrivals
+    shortfall: Shortfall
     needs: deque[tuple[float, int]] = field(default_factory=deque)
     rate: float | None = None  # prompt tokens a second, of the usual worker
     grown: deque[tuple[float, int]] = field(default_factory=deque)  # counts within the up window
-    largest: deque[tuple[float, int]] = field(default_factory=deque)  # sizes of an hour; falling
+    largest: deque[tuple[float, int]] = field(default_factory=deque)  # sizes; falling
     shrunk_at: float = -inf
     begun: float = inf
 
@@ -167,7 +169,10 @@ class Autoscaler:
         self._budget = gpu_budget
         self._pace = pace or Pace()
         window = self._pace.rate_window
-        self._memories = {name: _Memory(Arrivals(window)) for name in pools}
+        self._memories = {
+            name: _Memory(Arrivals(window), Shortfall(limits.most, limits.wait_seconds))
+            for name, limits in pools.items()
+        }
 
     def decide(self, states: Mapping[str, PoolState], now: float) -> list[Decision]:
         """What each pool should be brought to; a pool without a state is left as it is."""
@@ -209,9 +214,9 @@ class Autoscaler:
         self, pool: str, state: PoolState, fresh: list[WorkerLoad], now: float
     ) -> _Need:
         limits, memory = self._limits[pool], self._memories[pool]
-        memory.arrivals.count(now, state.arrived_tokens)
-        kept = self._pace.memory(state.cold_start)
-        rate, (arriving, usual, burst) = memory.rate, memory.arrivals.rates(kept)
+        came = memory.arrivals.count(now, state.arrived_tokens)
+        rates = memory.arrivals.rates(self._pace.memory(state.cold_start))
+        rate, arriving = memory.rate, rates.lately
         backlog = state.waiting_tokens + _of_all(state, fresh, [w.queued_tokens for w in fresh])
         if rate is None:
             # Until a worker's rate is known: the plain length of the queue.
@@ -221,17 +226,28 @@ class Autoscaler:
         occupancy = arriving / (rate * limits.busy)
         reason = f"{backlog:.0f} prompt tokens wait and {arriving:.0f} arrive a second"
         if self._pace.hedge:
-            largest = _largest(memory.largest, len(state.workers), now)
-            provided = float(int(self._pace.hedge * largest))
-            why = f", {provided:.0f} of the {largest} workers of the last hour stay"
+            provided, why = self._promised_need(memory, state, came / rate, now)
         else:
-            provided = (burst + self._pace.headroom * max(burst - usual, 0.0)) / rate
+            burst = rates.burst
+            provided = (burst + self._pace.headroom * max(burst - rates.usual, 0.0)) / rate
+            kept = self._pace.memory(state.cold_start)
             why = f", {burst:.0f} in the largest burst of {kept:.0f} s"
         # The last worker is not held for a burst: it goes when there is nothing to do.
         if provided > max(queue, occupancy, 1.0):
             reason += why
             occupancy = provided
         return _Need(queue, occupancy, f"{reason}, where a worker computes {rate:.0f}")
+
+    def _promised_need(
+        self, memory: _Memory, state: PoolState, work: float, now: float
+    ) -> tuple[float, str]:
+        """Workers against the next burst, and why; `work` [s of one worker] came just now."""
+        memory.shortfall.come(now, work)
+        enough = memory.shortfall.least(self._pace.late)
+        stay = int(self._pace.hedge * _largest(memory.largest, len(state.workers), now))
+        if stay > enough:
+            return float(stay), f", {stay} of the workers of late stay"
+        return float(enough), f", {enough} would be late for {self._pace.late:.0%} of it at most"
 
     def _decode_need(self, pool: str, state: PoolState, fresh: list[WorkerLoad]) -> _Need:
         limits = self._limits[pool]
@@ -317,14 +333,14 @@ def _queue_term(state: PoolState, seconds: float, wait: float) -> float:
     return max(left - state.pending, min(seconds / wait, state.count))
 
 
-def _largest(sizes: deque[tuple[float, int]], size: int, now: float) -> int:
-    """The largest size of the last hour, which is `size` now."""
+def _largest(sizes: deque[tuple[float, int]], size: int, now: float) -> float:
+    """The largest size of late, which is `size` now; it counts the less the longer ago it was."""
     while sizes and sizes[-1][1] <= size:
         sizes.pop()  # a smaller one is never asked for once there is a later, larger one
     sizes.append((now, size))
     while sizes[0][0] < now - HEDGE_SECONDS:
         sizes.popleft()
-    return sizes[0][1]
+    return max(of * (1 - (now - then) / HEDGE_SECONDS) for then, of in sizes)
 
 
 def _calibrate(memory: _Memory, state: PoolState) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cluster.autoscaler import (
+    HEDGE_SECONDS,
     Autoscaler,
     Decision,
     Pace,
@@ -397,7 +398,7 @@ def test_the_same_arrivals_from_more_users_never_want_less(
     st.lists(st.tuples(st.floats(0.5, 900), st.integers(1, 20)), min_size=1, max_size=30),
     st.floats(0.1, 1.0),
 )
-def test_never_fewer_than_the_share_of_any_size_of_the_last_hour(
+def test_never_fewer_than_the_share_of_any_size_of_late_which_fades(
     sizes: list[tuple[float, int]], hedge: float
 ) -> None:
     """Whatever the sizes were; and where it is idle no more than that."""
@@ -407,7 +408,7 @@ def test_never_fewer_than_the_share_of_any_size_of_the_last_hour(
         past.append((now, size))
         state = PoolState(workers(size, now, running=1))
         (decision,) = scaler.decide({"prefill": state}, now)
-        largest = max(each for then, each in past if then >= now - 3600)
+        largest = max(each * max(1 - (now - then) / HEDGE_SECONDS, 0) for then, each in past)
         stay = int(hedge * largest)
         assert decision.occupancy_term == (stay if stay > 1 else 0)
         assert decision.desired >= min(stay, size)
