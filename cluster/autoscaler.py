@@ -10,7 +10,7 @@ TokenScale, arXiv 2512.03416). Bursts are over before a new worker serves: so ma
 as came in the largest of late, and some more, are provided for, the longer the longer a worker
 takes to start. The more evenly tokens arrive the less is provided for nothing. Or, where first
 tokens are promised, so that a burst costs few of them: as many workers as would have been late for
-few of the prompts of late (`shortfall`), and of what the pool was before a share that fades.
+few of the prompts of late (`shortfall`), and of what the pool began with a share that fades.
 Decode is an occupancy: KV in use over the share wanted in use, and sequences, those that wait for a
 place included, over a worker's places. A mixed pool wants the most of these.
 """
@@ -29,7 +29,7 @@ CALIBRATED_SECONDS = 1.0
 MEMORY_COLD_STARTS = 20
 """Where a worker is long in coming, what one burst costs pays for long waiting for the next."""
 HEDGE_SECONDS = 7200.0
-"""Within so long the share of a size that stays fades away, evenly."""
+"""Within so long the share of the first size that stays fades away, evenly."""
 NEARLY = 0.9
 """Of a pool's places taken: then what waits waits for a place."""
 MANY = 10**6
@@ -58,7 +58,7 @@ class Pace:
     down: float = 120.0  # less must have been enough for this long
     down_step: float = 15.0  # from one worker less to the next
     headroom: float = 0.25  # over the largest burst of late, of what that was above the usual
-    hedge: float = 0.0  # share of what the pool was that stays at first; 0: see `headroom`
+    hedge: float = 0.0  # share of what the pool began with that stays at first; 0: see `headroom`
     late: float = 0.0  # share of what comes that may be late, where there is a hedge
 
     def memory(self, cold_start: float) -> float:
@@ -69,7 +69,7 @@ class Pace:
 PROMISED_PACE = Pace(rate_window=60.0, down=30.0, down_step=5.0, hedge=0.85, late=0.03)
 """Where what waits is ordered by when first tokens are promised: a burst costs few promises, and
 workers made for it come when it is over. What is kept against the next one is what would have kept
-most of the promises of late, and, as long as little is known, most of what the pool was."""
+most of the promises of late, and, as long as little is known, most of what the pool began with."""
 PROMISED_WAIT, PROMISED_BUSY = 4.0, 0.95
 """Then `PoolLimits.wait_seconds` and `busy`."""
 
@@ -145,9 +145,9 @@ class _Memory:
     needs: deque[tuple[float, int]] = field(default_factory=deque)
     rate: float | None = None  # prompt tokens a second, of the usual worker
     grown: deque[tuple[float, int]] = field(default_factory=deque)  # counts within the up window
-    largest: deque[tuple[float, int]] = field(default_factory=deque)  # sizes; falling
     shrunk_at: float = -inf
     begun: float = inf
+    first: int = 0  # workers then
 
 
 class Autoscaler:
@@ -185,6 +185,8 @@ class Autoscaler:
 
     def _decide(self, pool: str, state: PoolState, now: float) -> Decision:
         limits, memory = self._limits[pool], self._memories[pool]
+        if memory.begun > now:
+            memory.begun, memory.first = now, state.count
         fresh = [load for load in state.workers if now - load.at <= self._pace.stale]
         _calibrate(memory, state)
         if state.workers and not fresh:
@@ -242,11 +244,12 @@ class Autoscaler:
         self, memory: _Memory, state: PoolState, work: float, now: float
     ) -> tuple[float, str]:
         """Workers against the next burst, and why; `work` [s of one worker] came just now."""
-        memory.shortfall.come(now, work)
+        memory.shortfall.come(now, work, state.cold_start)
         enough = memory.shortfall.least(self._pace.late)
-        stay = int(self._pace.hedge * _largest(memory.largest, len(state.workers), now))
+        left = max(1 - (now - memory.begun) / HEDGE_SECONDS, 0.0)
+        stay = int(self._pace.hedge * left * memory.first)
         if stay > enough:
-            return float(stay), f", {stay} of the workers of late stay"
+            return float(stay), f", {stay} of the first {memory.first} workers stay for now"
         return float(enough), f", {enough} would be late for {self._pace.late:.0%} of it at most"
 
     def _decode_need(self, pool: str, state: PoolState, fresh: list[WorkerLoad]) -> _Need:
@@ -270,7 +273,6 @@ class Autoscaler:
     def _paced(self, pool: str, state: PoolState, need: _Need, now: float) -> tuple[int, str]:
         memory = self._memories[pool]
         wanted = max(need.workers, int(_is_needed(state)))
-        memory.begun = min(memory.begun, now)
         _remember(memory.needs, now, wanted, self._pace.down)
         _remember(memory.grown, now, state.count, self._pace.up)
         if wanted > state.count:
@@ -331,16 +333,6 @@ def _queue_term(state: PoolState, seconds: float, wait: float) -> float:
     cold_start = state.cold_start
     left = max(seconds - len(state.workers) * cold_start, 0.0) / (wait + cold_start)
     return max(left - state.pending, min(seconds / wait, state.count))
-
-
-def _largest(sizes: deque[tuple[float, int]], size: int, now: float) -> float:
-    """The largest size of late, which is `size` now; it counts the less the longer ago it was."""
-    while sizes and sizes[-1][1] <= size:
-        sizes.pop()  # a smaller one is never asked for once there is a later, larger one
-    sizes.append((now, size))
-    while sizes[0][0] < now - HEDGE_SECONDS:
-        sizes.popleft()
-    return max(of * (1 - (now - then) / HEDGE_SECONDS) for then, of in sizes)
 
 
 def _calibrate(memory: _Memory, state: PoolState) -> None:

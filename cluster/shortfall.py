@@ -3,6 +3,7 @@
 For every size at once the work that waits is played along: it comes, so many workers do it, and
 what would wait for longer than it may is late. Where first tokens are promised such work stands
 back for what can still be in time, so what was too much for a pool once makes nobody late later.
+Only what comes before more workers could be there counts: to a load that lasts a pool grows.
 """
 
 from math import exp
@@ -25,12 +26,14 @@ class Shortfall:
         self._now = 0.0
         self._came = 0.0  # all work, what is long ago counting less
         self._waits = [0.0] * most  # by size, from 1 on
+        self._rested = [0.0] * most  # when nothing waited last
         self._late = [0.0] * most  # counted like `_came`
 
-    def come(self, now: float, work: float) -> None:
-        """So much has come since the last time, as good as evenly."""
+    def come(self, now: float, work: float, cold_start: float) -> None:
+        """So much has come since the last time, as good as evenly; a new worker takes so long."""
         if self._begun is None:
             self._begun = self._now = now
+            self._rested = [now] * len(self._waits)
         passed, self._now = now - self._now, now
         kept = exp(-passed / MEMORY_SECONDS)
         self._came = kept * self._came + work
@@ -39,7 +42,10 @@ class Shortfall:
             waits = max(waits + work - size * passed, 0.0)
             late = max(waits - size * self._wait, 0.0)
             self._waits[place] = waits - late
-            self._late[place] = kept * self._late[place] + late
+            if waits == 0:
+                self._rested[place] = now
+            alone = now - self._rested[place] <= cold_start + passed
+            self._late[place] = kept * self._late[place] + late * alone
 
     def least(self, share: float) -> int:
         """The smallest size that would have been late for at most that share of the work of such a
@@ -48,5 +54,7 @@ class Shortfall:
         if not passed:
             return 1
         usual = self._came / -(exp(-passed / MEMORY_SECONDS) - 1)
-        enough = (size for size, late in enumerate(self._late, 1) if late <= share * usual)
-        return next(enough, len(self._late))
+        # A pool that is always too small counts as growing: the largest that is late says it.
+        sizes = range(len(self._late), 0, -1)
+        largest = next((size for size in sizes if self._late[size - 1] > share * usual), 0)
+        return min(largest + 1, len(self._late))

@@ -113,7 +113,7 @@ def test_who_knows_no_bursts_yet_makes_no_pool_smaller() -> None:
     assert sizes == [3, 3, 3, 3, 3, 2]
 
 
-def test_a_share_of_the_last_hours_largest_size_stays() -> None:
+def test_a_share_of_the_first_size_stays_for_a_while() -> None:
     pace = Pace(down=10, down_step=0, hedge=0.65)
     scaler, count, sizes = Autoscaler({"prefill": LIMITS}, pace=pace), 9, []
     for now in range(0, 8000, 5):
@@ -121,10 +121,10 @@ def test_a_share_of_the_last_hours_largest_size_stays() -> None:
         if decision.desired != count:
             sizes.append((now, decision.desired))
         count = decision.desired
-    # 65% of nine at once, of eight (the size a little later) an hour on, and so on.
+    # 65% of nine are five, until a seventh of the two hours has passed.
     assert sizes[:4] == [(10, 8), (15, 7), (20, 6), (25, 5)]
     assert sizes[4][1] == 4
-    assert 3600 < sizes[4][0] < 3650
+    assert 1046 < sizes[4][0] < 1066
     assert sizes[-1][1] == 1
 
 
@@ -132,7 +132,7 @@ def test_why_they_stay_is_told() -> None:
     scaler = Autoscaler({"prefill": LIMITS}, pace=Pace(hedge=0.5))
     decision = feed(scaler, [0, 10], count=7)
     assert decision.desired == 7
-    assert "3 of the 7 workers of the last hour stay" in decision.reason
+    assert "3 of the first 7 workers stay for now" in decision.reason
     assert decision.occupancy_term == 3
 
 
@@ -395,23 +395,41 @@ def test_the_same_arrivals_from_more_users_never_want_less(
 
 
 @given(
+    st.integers(1, 40),
     st.lists(st.tuples(st.floats(0.5, 900), st.integers(1, 20)), min_size=1, max_size=30),
     st.floats(0.1, 1.0),
 )
-def test_never_fewer_than_the_share_of_any_size_of_late_which_fades(
-    sizes: list[tuple[float, int]], hedge: float
+def test_a_share_of_the_first_size_stays_and_fades(
+    first: int, sizes: list[tuple[float, int]], hedge: float
 ) -> None:
-    """Whatever the sizes were; and where it is idle no more than that."""
-    scaler, now, past = Autoscaler({"prefill": LIMITS}, pace=Pace(hedge=hedge)), 0.0, []
-    for seconds, size in sizes:
+    """Whatever the sizes were since; and where it is idle no more than that."""
+    scaler, now = Autoscaler({"prefill": LIMITS}, pace=Pace(hedge=hedge)), 0.0
+    for seconds, size in [(0.0, first), *sizes]:
         now += seconds
-        past.append((now, size))
         state = PoolState(workers(size, now, running=1))
         (decision,) = scaler.decide({"prefill": state}, now)
-        largest = max(each * max(1 - (now - then) / HEDGE_SECONDS, 0) for then, each in past)
-        stay = int(hedge * largest)
+        stay = int(hedge * max(1 - now / HEDGE_SECONDS, 0.0) * first)
         assert decision.occupancy_term == (stay if stay > 1 else 0)
         assert decision.desired >= min(stay, size)
+
+
+def test_where_first_tokens_are_promised_bursts_that_come_again_are_provided_for() -> None:
+    """As far as they would make more late than may be."""
+
+    def last(late: float) -> Decision:
+        scaler = Autoscaler({"prefill": LIMITS}, pace=Pace(down=30, hedge=0.5, late=late))
+        total = 0
+        for now in range(0, 1800, 5):
+            total += 40_000 if now % 300 == 0 else 0  # 40 seconds' work of one worker
+            load = workers(6, now, running=1)
+            state = PoolState(load, arrived_tokens=total, cold_start=30.0)
+            (decision,) = scaler.decide({"prefill": state}, now)
+        return decision
+
+    # In the five seconds of a look and the one of the wait allowed.
+    assert last(late=0.0).occupancy_term == 7
+    assert last(late=0.1).occupancy_term == 5
+    assert "5 would be late for 10%" in last(late=0.1).reason
 
 
 @given(st.lists(st.integers(0, 10**5), min_size=3, max_size=12), st.integers(1, 3))

@@ -10,12 +10,14 @@ arrivals = st.lists(st.tuples(st.floats(0.5, 60), st.floats(0, 300)), min_size=2
 shares = st.sampled_from([0.0, 0.02, 0.3])
 
 
-def after(arrived: list[tuple[float, float]], most: int = 12, wait: float = 4.0) -> Shortfall:
+def after(
+    arrived: list[tuple[float, float]], most: int = 12, wait: float = 4.0, cold: float = 1e9
+) -> Shortfall:
     found, now = Shortfall(most, wait), 0.0
-    found.come(now, 0.0)
+    found.come(now, 0.0, cold)
     for seconds, work in arrived:
         now += seconds
-        found.come(now, work)
+        found.come(now, work, cold)
     return found
 
 
@@ -38,6 +40,21 @@ def test_what_was_too_much_once_burdens_nobody_later() -> None:
     share = lost / (110.0 * 3600 / 15)
     assert after(burst).least(1.01 * share) == 2
     assert after(burst).least(0.95 * share) == 3
+
+
+def test_what_lasts_until_more_workers_are_there_needs_none_beforehand() -> None:
+    """Of ten minutes with the work of four, a pool that can grow in 30 s is late for a part."""
+    even = [(5.0, 2.5)] * 240
+    lasting = [*even, *[(5.0, 20.0)] * 120, *even]
+    assert after(lasting).least(0.05) == 4
+    assert after(lasting, cold=30.0).least(0.05) == 1
+    bursts = [*[(5.0, 2.5)] * 8, (5.0, 20.0), (5.0, 40.0)] * 60
+    assert after(bursts, cold=30.0).least(0.05) == after(bursts).least(0.05) > 3
+
+
+def test_where_the_smallest_are_always_late_the_larger_ones_say_what_is_needed() -> None:
+    bursts = [*[(5.0, 12.0)] * 8, (5.0, 20.0), (5.0, 60.0)] * 60
+    assert after(bursts, cold=30.0).least(0.05) == after(bursts).least(0.05) > 4
 
 
 def test_it_is_forgotten() -> None:
