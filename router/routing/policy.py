@@ -81,13 +81,10 @@ class LeastLoaded:
         # a beam search nothing moves but its prompt.
         if demand.has_source or demand.stays:
             able = decoders or live
-            if not demand.has_source:
-                able = [view for view in able if view.begins_soon]
-            whole = _roomiest(able, demand, now)
+            whole = _roomiest(able if demand.has_source else _soon(able), demand, now)
             return None if whole is None else Placement(whole.name)
         prefillers = [view for view in live if view.role != "decode"]
-        first = _shortest_queue(prefillers or live, now, demand)
-        first = first if first is not None and first.begins_soon else None
+        first = _shortest_queue(_soon(prefillers or live), now, demand)
         if first is not None and (first.role != "prefill" or not decoders or demand.num_left == 1):
             return Placement(first.name)
         return self._apart(demand, prefillers, decoders, self._rule(workers, handover), first, now)
@@ -106,7 +103,7 @@ class LeastLoaded:
         second = _roomiest(decoders, demand, now)
         if not apart or second is None:
             return None
-        roomy = [view for view in _with_room(decoders, demand) if view.begins_soon]
+        roomy = _soon(_with_room(decoders, demand))
         if not roomy:
             decision = Decision(True, Reason.DECODE_QUEUE)
             return None if first is None else Placement(first.name, second.name, decision)
@@ -118,6 +115,13 @@ class LeastLoaded:
         if not decision.apart:
             return Placement(whole.name, None, decision)
         return None if first is None else Placement(first.name, second.name, decision)
+
+
+def _soon(views: Sequence[WorkerView]) -> Sequence[WorkerView]:
+    """Those that may be given a prompt now: all, where prompts do not wait at the router."""
+    if not views or not views[0].shallow:
+        return views
+    return [view for view in views if view.begins_soon]
 
 
 def _with_room(views: Sequence[WorkerView], demand: Demand) -> list[WorkerView]:

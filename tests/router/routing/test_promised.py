@@ -301,6 +301,15 @@ def test_what_is_lost_goes_on_where_there_is_time() -> None:
     assert submits(router(report("n", 100, 5300))) == [("n", 1, 2)], "ahead of its line"
 
 
+def test_one_that_was_lost_a_moment_ago_is_given_what_no_other_has_time_for() -> None:
+    """It is liked less than who has little to do; who has enough to do is not asked."""
+    router = router_of(M, N)
+    router(WorkerLost("m"))
+    router(WorkerUp(M))
+    assert submits(router.arrive(1, 400)) == [("n", 1, 1)]
+    assert submits(router.arrive(2, 400)) == [("m", 2, 1)]
+
+
 @pytest.mark.parametrize("trouble", ["gone", "rejected"])
 def test_an_idle_worker_whose_only_prompt_is_gone_has_time(trouble: str) -> None:
     router = router_of(M)
