@@ -237,19 +237,19 @@ def test_what_came_during_a_step_is_counted_until_a_report_has_it() -> None:
 
 def test_those_who_compute_prompts_share_what_waits() -> None:
     views = [reporting(view_of(name)) for name in "mn"]
-    assert crew_of(views) == Crew(2, pytest.approx(0.001))
+    assert crew_of(views) == Crew(2, 0.001)
     for view in views:
         view.placed(500, 1)
     assert crew_of(views) is None
     views.append(reporting(view_of("d", "decode")))
-    assert crew_of(views) == Crew(2, pytest.approx(0.001)), "a decode worker may help out"
+    assert crew_of(views) == Crew(2, 0.001), "a decode worker may help out"
 
 
 def test_what_is_found_in_the_cache_is_not_computed() -> None:
     view = view_of("m")
     half = Load(step_seconds=0.1, prompt_tokens=5000, prompt_hits=5000, prompt_seconds=5.0)
     view.reported(half, 0.0)
-    assert crew_of([view]) == Crew(1, pytest.approx(0.0005))
+    assert crew_of([view]) == Crew(1, 0.0005)
 
 
 # ------------------------------------------------------------------ in the router

@@ -210,7 +210,6 @@ class Schedule:
                 rng.randint(0, 12),
                 rng.choice([0, 0, 1, 2]),
                 rng.choice([0.25, 0.5, 1.0]),
-                rng.choice([0.0, 1.0]),
             )
         )
         self.calm = rng.random() < 0.5  # without drops and failures more runs at a time
