@@ -8,8 +8,9 @@ Prefill is a rate: tokens that wait, over what a worker computes a second and th
 tokens that arrive, over the share of its time that a worker should be busy (the method of
 TokenScale, arXiv 2512.03416). Bursts are over before a new worker serves: so many tokens a second
 as came in the largest of late, and some more, are provided for, the longer the longer a worker
-takes to start. The more evenly tokens arrive the less is provided for nothing. Or, where a burst
-costs few requests what they were promised, a share of the last hour's largest size stays.
+takes to start. The more evenly tokens arrive the less is provided for nothing. Or, where first
+tokens are promised, so that a burst costs few of them: as many workers as would have been late for
+few of the prompts of late (`shortfall`), and of what the pool began with a share that fades.
 Decode is an occupancy: KV in use over the share wanted in use, and sequences, those that wait for a
 place included, over a worker's places. A mixed pool wants the most of these.
 """
@@ -21,13 +22,16 @@ from math import ceil, inf
 from statistics import median
 
 from penstock.cluster.bursts import Arrivals
+from penstock.cluster.shortfall import Shortfall
 
 CALIBRATED_SECONDS = 1.0
 """Of computing prompts, before a worker's rate is believed."""
 MEMORY_COLD_STARTS = 20
 """Where a worker is long in coming, what one burst costs pays for long waiting for the next."""
-HEDGE_SECONDS = 3600.0
-"""For so long a size counts of which a share stays."""
+HEDGE_SECONDS = 7200.0
+"""Within so long the share of the first size that stays fades away, evenly."""
+NEARLY = 0.9
+"""Of a pool's places taken: then what waits waits for a place."""
 MANY = 10**6
 """No pool wants more workers."""
 
@@ -54,19 +58,18 @@ class Pace:
     down: float = 120.0  # less must have been enough for this long
     down_step: float = 15.0  # from one worker less to the next
     headroom: float = 0.25  # over the largest burst of late, of what that was above the usual
-    hedge: float = (
-        0.0  # share of the largest size of an hour that stays; 0: bursts are provided for
-    )
+    hedge: float = 0.0  # share of what the pool began with that stays at first; 0: see `headroom`
+    late: float = 0.0  # share of what comes that may be late, where there is a hedge
 
     def memory(self, cold_start: float) -> float:
         """Seconds for which a burst is remembered: 20 cold starts, from 2.5 to 15 times `down`."""
         return min(max(MEMORY_COLD_STARTS * cold_start, 2.5 * self.down), 15 * self.down)
 
 
-PROMISED_PACE = Pace(rate_window=60.0, down=30.0, down_step=5.0, hedge=0.65)
-"""Where workers order what waits by when first tokens are promised: a burst costs few promises, and
-workers made for it come when it is over. What is kept against the next one is a share of what the
-pool was of late."""
+PROMISED_PACE = Pace(rate_window=60.0, down=30.0, down_step=5.0, hedge=0.85, late=0.03)
+"""Where what waits is ordered by when first tokens are promised: a burst costs few promises, and
+workers made for it come when it is over. What is kept against the next one is what would have kept
+most of the promises of late, and, as long as little is known, most of what the pool began with."""
 PROMISED_WAIT, PROMISED_BUSY = 4.0, 0.95
 """Then `PoolLimits.wait_seconds` and `busy`."""
 
@@ -138,12 +141,13 @@ class _Memory:
     """What is remembered of a pool between decisions."""
 
     arrivals: Arrivals
+    shortfall: Shortfall
     needs: deque[tuple[float, int]] = field(default_factory=deque)
     rate: float | None = None  # prompt tokens a second, of the usual worker
     grown: deque[tuple[float, int]] = field(default_factory=deque)  # counts within the up window
-    largest: deque[tuple[float, int]] = field(default_factory=deque)  # sizes of an hour; falling
     shrunk_at: float = -inf
     begun: float = inf
+    first: int = 0  # workers then
 
 
 class Autoscaler:
@@ -165,7 +169,10 @@ class Autoscaler:
         self._budget = gpu_budget
         self._pace = pace or Pace()
         window = self._pace.rate_window
-        self._memories = {name: _Memory(Arrivals(window)) for name in pools}
+        self._memories = {
+            name: _Memory(Arrivals(window), Shortfall(limits.most, limits.wait_seconds))
+            for name, limits in pools.items()
+        }
 
     def decide(self, states: Mapping[str, PoolState], now: float) -> list[Decision]:
         """What each pool should be brought to; a pool without a state is left as it is."""
@@ -178,6 +185,8 @@ class Autoscaler:
 
     def _decide(self, pool: str, state: PoolState, now: float) -> Decision:
         limits, memory = self._limits[pool], self._memories[pool]
+        if memory.begun > now:
+            memory.begun, memory.first = now, state.count
         fresh = [load for load in state.workers if now - load.at <= self._pace.stale]
         _calibrate(memory, state)
         if state.workers and not fresh:
@@ -207,9 +216,9 @@ class Autoscaler:
         self, pool: str, state: PoolState, fresh: list[WorkerLoad], now: float
     ) -> _Need:
         limits, memory = self._limits[pool], self._memories[pool]
-        memory.arrivals.count(now, state.arrived_tokens)
-        kept = self._pace.memory(state.cold_start)
-        rate, (arriving, usual, burst) = memory.rate, memory.arrivals.rates(kept)
+        came = memory.arrivals.count(now, state.arrived_tokens)
+        rates = memory.arrivals.rates(self._pace.memory(state.cold_start))
+        rate, arriving = memory.rate, rates.lately
         backlog = state.waiting_tokens + _of_all(state, fresh, [w.queued_tokens for w in fresh])
         if rate is None:
             # Until a worker's rate is known: the plain length of the queue.
@@ -219,11 +228,11 @@ class Autoscaler:
         occupancy = arriving / (rate * limits.busy)
         reason = f"{backlog:.0f} prompt tokens wait and {arriving:.0f} arrive a second"
         if self._pace.hedge:
-            largest = _largest(memory.largest, len(state.workers), now)
-            provided = float(int(self._pace.hedge * largest))
-            why = f", {provided:.0f} of the {largest} workers of the last hour stay"
+            provided, why = self._promised_need(memory, state, came / rate, now)
         else:
-            provided = (burst + self._pace.headroom * max(burst - usual, 0.0)) / rate
+            burst = rates.burst
+            provided = (burst + self._pace.headroom * max(burst - rates.usual, 0.0)) / rate
+            kept = self._pace.memory(state.cold_start)
             why = f", {burst:.0f} in the largest burst of {kept:.0f} s"
         # The last worker is not held for a burst: it goes when there is nothing to do.
         if provided > max(queue, occupancy, 1.0):
@@ -231,12 +240,27 @@ class Autoscaler:
             occupancy = provided
         return _Need(queue, occupancy, f"{reason}, where a worker computes {rate:.0f}")
 
+    def _promised_need(
+        self, memory: _Memory, state: PoolState, work: float, now: float
+    ) -> tuple[float, str]:
+        """Workers against the next burst, and why; `work` [s of one worker] came just now."""
+        memory.shortfall.come(now, work, state.cold_start)
+        enough = memory.shortfall.least(self._pace.late)
+        left = max(1 - (now - memory.begun) / HEDGE_SECONDS, 0.0)
+        stay = int(self._pace.hedge * left * memory.first)
+        if stay > enough:
+            return float(stay), f", {stay} of the first {memory.first} workers stay for now"
+        return float(enough), f", {enough} would be late for {self._pace.late:.0%} of it at most"
+
     def _decode_need(self, pool: str, state: PoolState, fresh: list[WorkerLoad]) -> _Need:
         limits = self._limits[pool]
         kv = _of_all(state, fresh, [load.kv_share for load in fresh])
         running = _of_all(state, fresh, [load.running for load in fresh])
         places = median(load.places for load in fresh) if fresh else inf
         waiting = state.waiting
+        if pool == "mixed" and self._pace.hedge and fresh:
+            # Else they wait for their prompts' turn, not for a place.
+            waiting *= running >= NEARLY * places * len(state.workers)
         queue = (running + waiting) / places if fresh else float(waiting > 0)
         return _Need(
             queue,
@@ -249,7 +273,6 @@ class Autoscaler:
     def _paced(self, pool: str, state: PoolState, need: _Need, now: float) -> tuple[int, str]:
         memory = self._memories[pool]
         wanted = max(need.workers, int(_is_needed(state)))
-        memory.begun = min(memory.begun, now)
         _remember(memory.needs, now, wanted, self._pace.down)
         _remember(memory.grown, now, state.count, self._pace.up)
         if wanted > state.count:
@@ -273,7 +296,8 @@ class Autoscaler:
             return state.count, f"more was needed within {self._pace.down:g} s"
         if state.draining or now - memory.shrunk_at < self._pace.down_step:
             return state.count, "one worker leaves at a time"
-        memory.shrunk_at = now
+        if state.count > self._limits[pool].least:
+            memory.shrunk_at = now
         return state.count - 1, ""
 
     # ------------------------------------------------------------ budget
@@ -309,16 +333,6 @@ def _queue_term(state: PoolState, seconds: float, wait: float) -> float:
     cold_start = state.cold_start
     left = max(seconds - len(state.workers) * cold_start, 0.0) / (wait + cold_start)
     return max(left - state.pending, min(seconds / wait, state.count))
-
-
-def _largest(sizes: deque[tuple[float, int]], size: int, now: float) -> int:
-    """The largest size of the last hour, which is `size` now."""
-    while sizes and sizes[-1][1] <= size:
-        sizes.pop()  # a smaller one is never asked for once there is a later, larger one
-    sizes.append((now, size))
-    while sizes[0][0] < now - HEDGE_SECONDS:
-        sizes.popleft()
-    return sizes[0][1]
 
 
 def _calibrate(memory: _Memory, state: PoolState) -> None:

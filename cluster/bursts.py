@@ -28,8 +28,11 @@ class Arrivals:
         self._sums: deque[tuple[float, int]] = deque()  # when, and all that came until then
         self._bursts: deque[tuple[float, float]] = deque()  # when, and how large; falling
 
-    def count(self, now: float, total: int) -> None:
-        """So many have arrived until `now`; fewer than before: the counting began anew."""
+    def count(self, now: float, total: int) -> int:
+        """So many have arrived until `now`; fewer than before: the counting began anew.
+
+        Returns how many came since the last time.
+        """
         came = max(total - self._told, 0) if self._sums else 0
         self._sums.append((now, came + (self._sums[-1][1] if self._sums else 0)))
         self._told = total
@@ -38,6 +41,7 @@ class Arrivals:
         while self._bursts and self._bursts[-1][1] <= burst:
             self._bursts.pop()
         self._bursts.append((now, burst))
+        return came
 
     def rates(self, memory: float) -> Rates:
         """What is remembered of the last `memory` seconds; what came before is forgotten."""

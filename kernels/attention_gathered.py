@@ -3,8 +3,8 @@
 Sequences with one query token, and short ones, are read in place where there is a kernel for that
 (`in_place`); elsewhere single tokens are gathered into padded batches (few where their lengths are
 alike), with the query heads of a KV head packed as rows. A longer chunk runs by itself, gathered;
-or in place too, where every token is to be computed in the same way, however its prompt is cut. See `attention` for what
-is computed.
+or in place too, where every token is to be computed in the same way, however its prompt is cut.
+See `attention` for what is computed.
 """
 
 from collections.abc import Iterator

@@ -46,6 +46,7 @@ class RouterConfig:
     timeout: float = 600.0  # seconds
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 << 20
+    promised_seconds: float = 0.0  # to first tokens: who waits is ordered by it; 0: by arrival
     vllm_metrics: bool = False  # tell the metrics under vLLM's names too
     wakes_workers: bool = False  # none may be there: they come when something waits for them
     lost_seconds: float = 10.0  # a worker silent for longer is lost

@@ -98,6 +98,7 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
             Limits(
                 max_queued=config.max_queued_requests,
                 max_queued_tokens=config.max_queued_tokens,
+                promised_seconds=config.promised_seconds,
                 # Where workers are made for what waits, its own deadline is its patience.
                 wait_without_workers=inf if config.wakes_workers else WAIT_WITHOUT_WORKERS,
                 bounds=Bounds(lost_after=config.lost_seconds, stuck_after=config.stuck_seconds),

@@ -32,7 +32,6 @@ class WorkerConfig:
     max_batched_tokens: int = 512  # of one step
     max_model_len: int | None = None
     max_queued: int = 1024
-    promised_seconds: float = 0.0  # to the first token: who waits is ordered by it; 0: by arrival
     threads: int | None = None  # of torch, on a CPU
     dtype: str = "auto"  # float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # of the weights
@@ -60,7 +59,6 @@ class WorkerConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         for name in ("block_size", "max_sequences", "max_batched_tokens", "max_queued"):
             _at_least(name, getattr(self, name), 1)
-        _at_least("promised_seconds", self.promised_seconds, 0)
         for name in ("kv_cache_mib", "max_model_len", "threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
@@ -88,6 +86,6 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
 
 
-def _at_least(name: str, value: float, least: int) -> None:
+def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, not {value}")

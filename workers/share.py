@@ -208,7 +208,6 @@ def _limits(
         max_sequences=config.max_sequences,
         max_batched_tokens=config.max_batched_tokens,
         max_queued=config.max_queued,
-        promised_seconds=config.promised_seconds,
         static=config.static_batching,
         num_stages=config.pp,
     )

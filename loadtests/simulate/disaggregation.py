@@ -39,14 +39,18 @@ LIMITS = Limits(
 class Always(Rule):
     """Every prompt is computed apart."""
 
-    def decide(self, num_tokens: int, prefill: WorkerView, decode: WorkerView) -> Decision:
+    def decide(
+        self, num_tokens: int, prefill: WorkerView, decode: WorkerView, line: float = 0.0
+    ) -> Decision:
         return Decision(True, Reason.EVEN)
 
 
 class Never(Rule):
     """Every prompt is computed where its answer is generated."""
 
-    def decide(self, num_tokens: int, prefill: WorkerView, decode: WorkerView) -> Decision:
+    def decide(
+        self, num_tokens: int, prefill: WorkerView, decode: WorkerView, line: float = 0.0
+    ) -> Decision:
         return Decision(False, Reason.EVEN)
 
 

@@ -69,7 +69,7 @@ class Serving:
     timing: Path | None = option(None, "time model: a YAML file")  # noqa: RUF009
     max_sequences: int = option(64, "of a worker at a time")
     max_batched_tokens: int = option(2048, "of a step")
-    promised: float = option(0.0, "seconds to the first token that workers order by; 0: none")
+    promised: float = option(0.0, "seconds to the first token that the router orders by; 0: none")
     kv_tokens: int = option(400_000, "that a worker's KV holds")
     single_steps: bool = option(False, "every step an event of its own: slower, the same result")
     page: Path | None = option(None, "draw it: write a self-contained HTML page there")  # noqa: RUF009
@@ -150,7 +150,6 @@ def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
             max_sequences=serving.max_sequences,
             max_batched_tokens=serving.max_batched_tokens,
             max_queued=10**6,
-            promised_seconds=serving.promised,
         )
     except ValueError as error:
         raise WrongOptions(str(error)) from None
@@ -158,7 +157,14 @@ def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
     if serving.prefill:
         pools = {"prefill": serving.prefill, "decode": serving.decode}
     single = serving.single_steps
-    return ClusterPlan(pools, limits, timing, serving.cold_start, single_steps=single)
+    return ClusterPlan(
+        pools,
+        limits,
+        timing,
+        serving.cold_start,
+        promised_seconds=serving.promised,
+        single_steps=single,
+    )
 
 
 # ------------------------------------------------------------------ playing
@@ -181,7 +187,7 @@ def scaler_of(kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int)
 
 def _product(limits: Mapping[str, PoolLimits], plan: ClusterPlan) -> Product:
     """As `cluster/scaling` makes it."""
-    if not plan.limits.promised_seconds:
+    if not plan.promised_seconds:
         return Product(limits)
     aims = {
         name: replace(one, wait_seconds=PROMISED_WAIT, busy=PROMISED_BUSY)

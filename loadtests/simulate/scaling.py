@@ -69,7 +69,7 @@ class Trying:
     most: int = option(32, "workers")
     timing: Path | None = option(None, "time model: a YAML file")  # noqa: RUF009
     max_batched_tokens: int = option(256, "of a step: with more, a prompt holds up who decodes")
-    promised: float = option(2.0, "seconds to the first token that workers order by; 0: none")
+    promised: float = option(2.0, "seconds to the first token that the router orders by; 0: none")
     page: Path | None = option(None, "draw it: write a self-contained HTML page there")  # noqa: RUF009
 
 

@@ -170,6 +170,7 @@ class World:
     def _start_router(self, number: int) -> Router:
         limits = RouterLimits(
             max_queued=self.schedule.max_queued,
+            promised_seconds=self.schedule.promised_seconds,
             wait_without_workers=WAIT_WITHOUT_WORKERS,
             bounds=Bounds(stuck_after=STUCK_SECONDS),
         )

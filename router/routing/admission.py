@@ -3,12 +3,15 @@
 Fairness is by virtual counters (start-time fair queueing over tokens, as in "Fairness in Serving
 Large Language Models", arXiv 2401.00588): a tenant's counter grows with the service it gets, the
 waiting tenant with the smallest counter is next, and one that comes back from idleness starts from
-the smallest counter of those that are waiting, so that nobody saves up service.
+the smallest counter of those that are waiting, so that nobody saves up service. Within a tenant's
+line requests go by arrival, or, where first tokens are promised, as `promised` has it.
 """
 
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
+
+from penstock.router.routing.promised import Crew, Wait, next_of
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
@@ -25,16 +28,18 @@ class Entry:
         int  # of the prompt: what it weighs in the queue's bound and in its tenant's counter
     )
     again: bool = False  # it was placed before: ahead of its tenant's line, outside the bound
+    since: float = 0.0  # when it came
 
 
 class Line:
     """One tenant's requests in one band, in order: first those that were placed before."""
 
-    __slots__ = ("again", "fresh")
+    __slots__ = ("again", "fresh", "num_taken")
 
     def __init__(self) -> None:
         self.again: OrderedDict[int, Entry] = OrderedDict()
         self.fresh: OrderedDict[int, Entry] = OrderedDict()
+        self.num_taken = 0  # of the fresh ones
 
     def __bool__(self) -> bool:
         return bool(self.again or self.fresh)
@@ -47,6 +52,15 @@ class Line:
 
     def head(self) -> Entry:
         return next(iter((self.again or self.fresh).values()))
+
+    def next(self, now: float, promised: float, crew: Crew) -> Entry:
+        """Who is to go now, where first tokens are promised."""
+        if self.again:
+            return self.head()
+        fresh = list(self.fresh.values())
+        pace = crew.seconds_per_token
+        waits = [Wait(each.since, each.num_tokens * pace) for each in fresh]
+        return fresh[next_of(waits, now, promised, crew.workers, self.num_taken)]
 
 
 class DrainRate:
@@ -79,12 +93,18 @@ class DrainRate:
 
 
 class Admission:
-    """Requests that wait for a worker."""
+    """Requests that wait for a worker.
+
+    Args:
+        max_queued, max_queued_tokens: the bound on requests that were not placed before.
+        promised: seconds to the first token, see `promised`; 0: nothing is.
+    """
 
     MIN_RETRY, MAX_RETRY = 1.0, 60.0
 
-    def __init__(self, max_queued: int, max_queued_tokens: int) -> None:
+    def __init__(self, max_queued: int, max_queued_tokens: int, promised: float = 0.0) -> None:
         self._max_queued = max_queued
+        self._promised = promised
         self._max_queued_tokens = max_queued_tokens
         self._entries: dict[int, Entry] = {}
         self._bands: dict[int, dict[str, Line]] = {}  # a priority, a tenant: its line if not empty
@@ -131,16 +151,32 @@ class Admission:
             self._num_tokens += entry.num_tokens
 
     def head(self) -> int | None:
-        """The request whose turn it is."""
+        """The request whose turn it is, by arrival among its tenant's."""
+        line = self._line()
+        return line.head().request if line is not None else None
+
+    def next(self, now: float, crew: Crew | None) -> int | None:
+        """Who goes to a worker now; `crew` are those who compute prompts, None: nobody has time,
+        so that only what was placed before may go, which may want no prompt computed."""
+        line = self._line()
+        if line is None or not self._promised:
+            return self.head()
+        if crew is None:
+            return line.head().request if line.again else None
+        num_lines = len(self._bands[max(self._bands)])
+        return line.next(now, self._promised, crew.shared(num_lines)).request
+
+    def _line(self) -> Line | None:
+        """That of the tenant whose turn it is."""
         if not self._entries:
             return None
         band = self._bands[max(self._bands)]
-        tenant = min(band, key=self._counters.__getitem__)
-        return band[tenant].head().request
+        return band[min(band, key=self._counters.__getitem__)]
 
     def take(self, request: int, now: float) -> None:
         """It goes to a worker; its tenant pays for the prompt, once."""
         entry = self._entries[request]
+        self._bands[entry.priority][entry.tenant].num_taken += not entry.again
         self.remove(request)
         self._floor = self._counters[entry.tenant]
         if not entry.again:

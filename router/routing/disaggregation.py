@@ -2,7 +2,7 @@
 
 Both ways are priced in seconds that clients wait, all of them together:
 
-    apart     what waits at the prefill worker + computing the prompt there + the hand-over
+    apart     what waits for the prefill worker + computing the prompt there + the hand-over
     together  what waits at the decode worker + computing the prompt there, once for the request
               and once for each sequence that stands still meanwhile
 
@@ -79,11 +79,14 @@ class Rule:
     def is_measured(self) -> bool:
         return self._usual > 0 and self._handover.known
 
-    def decide(self, num_tokens: int, prefill: WorkerView, decode: WorkerView) -> Decision:
-        """Whether `prefill` computes so many tokens for `decode`, or `decode` does it itself."""
+    def decide(
+        self, num_tokens: int, prefill: WorkerView, decode: WorkerView, line: float = 0.0
+    ) -> Decision:
+        """Whether `prefill` computes so many tokens for `decode`, or `decode` does it itself;
+        `line` are the tokens that wait at the router for `prefill`."""
         if not self.is_measured:
             return Decision(True, Reason.UNMEASURED)
-        there, here = self._prompt(num_tokens, prefill), self._prompt(num_tokens, decode)
+        there, here = self._prompt(num_tokens, prefill, line), self._prompt(num_tokens, decode)
         transfer = self._handover.seconds(num_tokens)
         harm = decode.num_busy * here.compute
         apart = there.wait + there.compute + transfer
@@ -108,6 +111,9 @@ class Rule:
         here = self._prompt(num_tokens, decode)
         return here.wait + here.compute * (1 + decode.num_busy)
 
-    def _prompt(self, num_tokens: int, view: WorkerView) -> _Prompt:
+    def _prompt(self, num_tokens: int, view: WorkerView, line: float = 0.0) -> _Prompt:
         speed = view.speed.tokens if view.speed.known else self._usual
-        return _Prompt(view.backlog_tokens / speed, num_tokens * view.speed.uncached / speed)
+        # What waits there is told without what is cached; what waits here is not known to be.
+        uncached = view.speed.uncached
+        wait = (view.backlog_tokens + line * uncached) / speed
+        return _Prompt(wait, num_tokens * uncached / speed)

@@ -47,6 +47,7 @@ Commands: TypeAlias = list[Command]
 class Limits:
     max_queued: int = 1024  # requests that wait for their first worker
     max_queued_tokens: int = 4_000_000  # of their prompts
+    promised_seconds: float = 0.0  # to first tokens: see `promised`; 0: by arrival
     wait_without_workers: float = 60.0  # seconds; then UNAVAILABLE
     recovering_per_worker: int = 4  # requests of lost workers that are recomputed at once
     max_gaps: int = 3  # then the stream is closed
@@ -70,8 +71,9 @@ class Dispatcher:
 
     def __init__(self, policy: Policy, limits: Limits | None = None) -> None:
         limits = limits or Limits()
-        self._fleet = Fleet(limits.bounds)
-        self._queue = Admission(limits.max_queued, limits.max_queued_tokens)
+        promised = limits.promised_seconds
+        self._fleet = Fleet(limits.bounds, shallow=promised > 0)
+        self._queue = Admission(limits.max_queued, limits.max_queued_tokens, promised)
         pace = Pace(limits.recovering_per_worker)
         self._placer = Placer(policy, self._fleet, self._queue, pace)
         self._patience = Patience(limits.wait_without_workers)

@@ -8,6 +8,9 @@ from penstock.router.routing.prices import HandOverPrice, Speed
 
 PENALTY_SECONDS = 30.0
 """For so long, fading, a worker that was lost is liked less in placement."""
+SHALLOW_STEPS = 2.0
+"""So many steps' work waits at a worker whose queue is to be shallow: the one under way and the
+next, so that it never stands still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,15 @@ class WorkerView:
     """One worker, from its introduction to its loss. Policies read it; only `Fleet` writes it."""
 
     def __init__(
-        self, info: WorkerInfo, load: Load, now: float, lost_at: float, role: str | None = None
+        self,
+        info: WorkerInfo,
+        load: Load,
+        now: float,
+        lost_at: float,
+        role: str | None = None,
+        shallow: bool = False,
     ) -> None:
+        self.shallow = shallow  # prompts wait at the router until it can begin with them
         self.info = info
         self.name = info.worker
         self.role = info.role if role is None else role  # what it is chosen for
@@ -54,6 +64,7 @@ class WorkerView:
         self.num_blocks = 0
         self.new_tokens = 0  # placed since the last load report
         self.new_sequences = 0
+        self.unseen_tokens = 0  # placed before it, and not in it yet
         self.num_others = 0  # sequences of other routers, when it last reported
         self.blocks_of_others = 0
         self._see_others()
@@ -93,7 +104,15 @@ class WorkerView:
     @property
     def backlog_tokens(self) -> int:
         """Tokens that it has yet to compute before it can begin with something new."""
-        return self.load.queued_tokens + self.new_tokens
+        return self.load.queued_tokens + self.new_tokens + self.unseen_tokens
+
+    @property
+    def begins_soon(self) -> bool:
+        """Whether a prompt may go there now, as far as those before it are concerned."""
+        backlog = self.backlog_tokens
+        if not self.shallow or not backlog:
+            return True
+        return backlog < SHALLOW_STEPS * self.load.step_seconds * self.speed.tokens
 
     @property
     def num_busy(self) -> int:
@@ -134,6 +153,8 @@ class WorkerView:
         if share is not None:
             self.num_sequences -= share.num_sequences
             self.num_blocks -= share.num_blocks
+            if self.shallow and not self.num_sequences:
+                self.new_tokens = self.unseen_tokens = 0  # an idle worker may report no more
             self._rank()
 
     def placed(self, num_tokens: int, num_sequences: int) -> None:
@@ -149,6 +170,9 @@ class WorkerView:
         self.load = load
         self.speed.add(load)
         self.masked_at = None
+        # What came during the step that has ended is not in its report.
+        seen = not self.shallow or load.running + load.queued >= self.num_sequences
+        self.unseen_tokens = 0 if seen else self.new_tokens
         self.new_tokens = 0
         self.new_sequences = 0
         self._see_others()
@@ -176,10 +200,11 @@ class WorkerView:
 
 
 class Fleet:
-    """All workers that have a stream."""
+    """All workers that have a stream; `shallow`: none is given more than it can do next."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, shallow: bool = False) -> None:
         self._bounds = bounds
+        self.shallow = shallow
         self._views: dict[str, WorkerView] = {}
         self._roles: dict[str, str] = {}  # given by an operator, also to workers yet to come
         self.handover = HandOverPrice()
@@ -198,7 +223,8 @@ class Fleet:
 
     def up(self, info: WorkerInfo, load: Load, now: float) -> WorkerView:
         lost_at = self._lost_at.get(info.worker, float("-inf"))
-        view = WorkerView(info, load, now, lost_at, self._roles.get(info.worker))
+        role = self._roles.get(info.worker)
+        view = WorkerView(info, load, now, lost_at, role, self.shallow)
         # A new stream to it says nothing of its engine.
         view.stuck = self._stuck.pop(info.worker, None) == (info.incarnation, load.steps)
         self._views[info.worker] = view

@@ -5,10 +5,11 @@ from collections.abc import Collection, Sequence
 
 from penstock.router.routing import lifecycle
 from penstock.router.routing.admission import Admission, Entry
-from penstock.router.routing.events import Command, Request, Status
+from penstock.router.routing.events import Command, Status
 from penstock.router.routing.fleet import Fleet, WorkerView
 from penstock.router.routing.lifecycle import Life
 from penstock.router.routing.policy import Demand, Placement, Policy
+from penstock.router.routing.promised import crew_of
 from penstock.router.routing.revision import has_room_sooner, patience_of
 
 
@@ -73,7 +74,7 @@ class Placer:
             self.num_ended[life.status] += 1
             return
         self.lives[life.request.id] = life
-        self._queue.add(_entry(life.request, again=False))
+        self._queue.add(_entry(life, again=False))
         self.stirred = True
 
     def settle(self, life: Life, out: list[Command], now: float) -> None:
@@ -104,9 +105,9 @@ class Placer:
     def place_waiting(self, out: list[Command], now: float) -> None:
         """Place requests in their turn while workers have room."""
         for request in self._pace.release(len(self._fleet)):
-            self._queue.add(_entry(self.lives[request].request, again=True))
+            self._queue.add(_entry(self.lives[request], again=True))
         views = self._fleet.views() if len(self._queue) else ()
-        while (head := self._queue.head()) is not None:
+        while (head := self._next(views, now)) is not None:
             life = self.lives[head]
             placement = self._choose(life, views, now)
             if placement is not None:
@@ -116,6 +117,12 @@ class Placer:
             elif not self.end_if_unfit(life, "it fits on no worker that is there", out, now):
                 break
         self.stirred = False
+
+    def _next(self, views: Sequence[WorkerView], now: float) -> int | None:
+        """Whose turn it is; None: nobody's that could be placed now."""
+        if not self._fleet.shallow:
+            return self._queue.head()
+        return self._queue.next(now, crew_of(views)) if len(self._queue) else None
 
     def busy_since(self, view: WorkerView) -> float | None:
         """Since when that worker has had something to do for which it waits neither for blocks nor
@@ -135,6 +142,8 @@ class Placer:
         life = self.lives[head]
         size = (life.log.num_known, life.request.num_choices)
         usable = [view for view in self._fleet.views() if view.usable and view.has_room(*size)]
+        if life.lease is None:  # its prompt is to be computed, which a decode worker seldom does
+            usable = [view for view in usable if view.role == "decode" or view.begins_soon]
         return {"prefill", "decode", "mixed"} - {view.role for view in usable}
 
     def end_if_unfit(self, life: Life, reason: str, out: list[Command], now: float) -> bool:
@@ -247,6 +256,7 @@ class Placer:
             life.lease is not None or life.askable,
             life.unfit,
             life.request.num_beams == 0 and life.request.num_choices > 1,
+            self._queue.num_tokens if self._fleet.shallow else 0,
         )
 
     def _place_again(self, life: Life, out: list[Command], now: float) -> None:
@@ -255,7 +265,7 @@ class Placer:
             self._place(life, Placement(view.name), out, now)
         else:
             life.then = None
-            self._queue.add(_entry(life.request, again=True))
+            self._queue.add(_entry(life, again=True))
 
     def _place(self, life: Life, placement: Placement, out: list[Command], now: float) -> None:
         view = self._fleet.get(placement.worker)
@@ -307,5 +317,6 @@ class Placer:
                 assert view.name in self._counted[request], "counted, but not held"
 
 
-def _entry(request: Request, again: bool) -> Entry:
-    return Entry(request.id, request.tenant, request.priority, len(request.prompt), again)
+def _entry(life: Life, again: bool) -> Entry:
+    request, num_tokens = life.request, len(life.request.prompt)
+    return Entry(request.id, request.tenant, request.priority, num_tokens, again, life.since)

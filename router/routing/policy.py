@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol
 
-from penstock.router.routing.disaggregation import Decision, Rule
+from penstock.router.routing.disaggregation import Decision, Reason, Rule
 from penstock.router.routing.fleet import PENALTY_SECONDS, WorkerView
 from penstock.router.routing.prices import HandOverPrice
 
@@ -25,6 +25,7 @@ class Demand:
     has_source: bool = False  # a worker keeps its blocks: only the tokens to come need computing
     unfit: AbstractSet[str] = frozenset()  # workers on which it can never fit
     stays: bool = False  # where its prompt is computed
+    line_tokens: int = 0  # of the prompts that wait at the router for who computes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,11 @@ class LeastLoaded:
         # Choices are sequences of their own, in step only while nobody moves them: they stay. Of
         # a beam search nothing moves but its prompt.
         if demand.has_source or demand.stays:
-            whole = _roomiest(decoders or live, demand, now)
+            able = decoders or live
+            whole = _roomiest(able if demand.has_source else _soon(able), demand, now)
             return None if whole is None else Placement(whole.name)
         prefillers = [view for view in live if view.role != "decode"]
-        first = _shortest_queue(prefillers or live, now, demand)
+        first = _shortest_queue(_soon(prefillers or live), now, demand)
         if first is not None and (first.role != "prefill" or not decoders or demand.num_left == 1):
             return Placement(first.name)
         return self._apart(demand, prefillers, decoders, self._rule(workers, handover), first, now)
@@ -101,11 +103,15 @@ class LeastLoaded:
         second = _roomiest(decoders, demand, now)
         if not apart or second is None:
             return None
-        roomy = _with_room(decoders, demand)
+        roomy = _soon(_with_room(decoders, demand))
+        if not roomy:
+            decision = Decision(True, Reason.DECODE_QUEUE)
+            return None if first is None else Placement(first.name, second.name, decision)
         whole = min(roomy, key=lambda view: rule.together_seconds(demand.num_tokens, view))
         busy = first or _shortest_queue(apart, now)
         assert busy is not None
-        decision = rule.decide(demand.num_tokens, busy, whole)
+        line = demand.line_tokens / len(apart)
+        decision = rule.decide(demand.num_tokens, busy, whole, line)
         if not decision.apart:
             return Placement(whole.name, None, decision)
         if first is None:
@@ -116,6 +122,13 @@ class LeastLoaded:
             if second is None:
                 return Placement(whole.name)
         return Placement(first.name, second.name, decision)
+
+
+def _soon(views: Sequence[WorkerView]) -> Sequence[WorkerView]:
+    """Those that may be given a prompt now: all, where prompts do not wait at the router."""
+    if not views or not views[0].shallow:
+        return views
+    return [view for view in views if view.begins_soon]
 
 
 def _with_room(views: Sequence[WorkerView], demand: Demand) -> list[WorkerView]:

@@ -139,9 +139,10 @@ class Reports:
             view.moved = now
         if event.load is None:
             return
-        was_stuck = view.stuck
+        was_stuck, could_begin = view.stuck, view.begins_soon
         self._placer.stirred |= view.masked or was_stuck
         view.reported(event.load, now)
+        self._placer.stirred |= view.begins_soon and not could_begin
         if was_stuck:
             self._patience.watch(self._fleet, now)
 

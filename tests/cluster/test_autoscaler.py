@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cluster.autoscaler import (
+    HEDGE_SECONDS,
     Autoscaler,
     Decision,
     Pace,
@@ -112,7 +113,7 @@ def test_who_knows_no_bursts_yet_makes_no_pool_smaller() -> None:
     assert sizes == [3, 3, 3, 3, 3, 2]
 
 
-def test_a_share_of_the_last_hours_largest_size_stays() -> None:
+def test_a_share_of_the_first_size_stays_for_a_while() -> None:
     pace = Pace(down=10, down_step=0, hedge=0.65)
     scaler, count, sizes = Autoscaler({"prefill": LIMITS}, pace=pace), 9, []
     for now in range(0, 8000, 5):
@@ -120,10 +121,10 @@ def test_a_share_of_the_last_hours_largest_size_stays() -> None:
         if decision.desired != count:
             sizes.append((now, decision.desired))
         count = decision.desired
-    # 65% of nine at once, of eight (the size a little later) an hour on, and so on.
+    # 65% of nine are five, until a seventh of the two hours has passed.
     assert sizes[:4] == [(10, 8), (15, 7), (20, 6), (25, 5)]
     assert sizes[4][1] == 4
-    assert 3600 < sizes[4][0] < 3650
+    assert 1046 < sizes[4][0] < 1066
     assert sizes[-1][1] == 1
 
 
@@ -131,7 +132,7 @@ def test_why_they_stay_is_told() -> None:
     scaler = Autoscaler({"prefill": LIMITS}, pace=Pace(hedge=0.5))
     decision = feed(scaler, [0, 10], count=7)
     assert decision.desired == 7
-    assert "3 of the 7 workers of the last hour stay" in decision.reason
+    assert "3 of the first 7 workers stay for now" in decision.reason
     assert decision.occupancy_term == 3
 
 
@@ -173,6 +174,16 @@ def test_a_mixed_pool_wants_the_most_of_both() -> None:
 def test_short_prompts_that_wait_for_a_place_count_in_a_mixed_pool_too() -> None:
     full = PoolState(workers(2, running=16), waiting=20, waiting_tokens=60)
     assert first("mixed", full).desired == 4
+
+
+def test_where_first_tokens_are_promised_prompts_wait_for_their_turn_and_not_for_places() -> None:
+    def desired(running: int) -> int:
+        state = PoolState(workers(2, running=running), waiting=40, waiting_tokens=60)
+        scaler = Autoscaler({"mixed": LIMITS}, pace=Pace(hedge=0.5))
+        return scaler.decide({"mixed": state}, 0.0)[0].desired
+
+    assert desired(running=3) == 2
+    assert desired(running=16) == 4, "they have no places"
 
 
 def test_one_silent_worker_counts_like_the_others_and_holds_nothing() -> None:
@@ -242,6 +253,16 @@ def test_nobody_leaves_while_another_drains() -> None:
         (decision,) = scaler.decide({"decode": state}, now)
     assert decision.desired == 4
     assert "at a time" in decision.blocked_by
+
+
+def test_a_pool_at_its_least_has_not_just_lost_a_worker() -> None:
+    scaler = Autoscaler({"decode": PoolLimits(least=2, most=9)}, pace=Pace(down=10, down_step=100))
+    for now in range(0, 60, 5):
+        (decision,) = scaler.decide({"decode": PoolState(workers(2, now))}, now)
+        assert decision.desired == 2
+    assert "its least" in decision.blocked_by
+    (decision,) = scaler.decide({"decode": PoolState(workers(3, now + 5))}, now + 5)
+    assert decision.desired == 2, decision.blocked_by
 
 
 def test_the_budget_goes_to_the_pool_that_lacks_most() -> None:
@@ -374,23 +395,41 @@ def test_the_same_arrivals_from_more_users_never_want_less(
 
 
 @given(
+    st.integers(1, 40),
     st.lists(st.tuples(st.floats(0.5, 900), st.integers(1, 20)), min_size=1, max_size=30),
     st.floats(0.1, 1.0),
 )
-def test_never_fewer_than_the_share_of_any_size_of_the_last_hour(
-    sizes: list[tuple[float, int]], hedge: float
+def test_a_share_of_the_first_size_stays_and_fades(
+    first: int, sizes: list[tuple[float, int]], hedge: float
 ) -> None:
-    """Whatever the sizes were; and where it is idle no more than that."""
-    scaler, now, past = Autoscaler({"prefill": LIMITS}, pace=Pace(hedge=hedge)), 0.0, []
-    for seconds, size in sizes:
+    """Whatever the sizes were since; and where it is idle no more than that."""
+    scaler, now = Autoscaler({"prefill": LIMITS}, pace=Pace(hedge=hedge)), 0.0
+    for seconds, size in [(0.0, first), *sizes]:
         now += seconds
-        past.append((now, size))
         state = PoolState(workers(size, now, running=1))
         (decision,) = scaler.decide({"prefill": state}, now)
-        largest = max(each for then, each in past if then >= now - 3600)
-        stay = int(hedge * largest)
+        stay = int(hedge * max(1 - now / HEDGE_SECONDS, 0.0) * first)
         assert decision.occupancy_term == (stay if stay > 1 else 0)
         assert decision.desired >= min(stay, size)
+
+
+def test_where_first_tokens_are_promised_bursts_that_come_again_are_provided_for() -> None:
+    """As far as they would make more late than may be."""
+
+    def last(late: float) -> Decision:
+        scaler = Autoscaler({"prefill": LIMITS}, pace=Pace(down=30, hedge=0.5, late=late))
+        total = 0
+        for now in range(0, 1800, 5):
+            total += 40_000 if now % 300 == 0 else 0  # 40 seconds' work of one worker
+            load = workers(6, now, running=1)
+            state = PoolState(load, arrived_tokens=total, cold_start=30.0)
+            (decision,) = scaler.decide({"prefill": state}, now)
+        return decision
+
+    # In the five seconds of a look and the one of the wait allowed.
+    assert last(late=0.0).occupancy_term == 7
+    assert last(late=0.1).occupancy_term == 5
+    assert "5 would be late for 10%" in last(late=0.1).reason
 
 
 @given(st.lists(st.integers(0, 10**5), min_size=3, max_size=12), st.integers(1, 3))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels import attention
+from penstock.kernels import attention, attention_gathered
 from penstock.kernels.attention import paged_attention, paged_attention_reference, plan_attention
 from penstock.kernels.attention_gathered import GatheredPlan
 from penstock.kernels.scores import PLAIN, Scores
@@ -19,9 +19,12 @@ from tests.support.batches import Batch, make_batch, poison
 
 
 @contextmanager
-def form(in_place: bool) -> Iterator[None]:
-    """Plans made within take this form, whatever the rule says."""
-    with mock.patch.object(attention, "can_read_in_place", return_value=in_place):
+def form(in_place: bool, near: int = attention_gathered.NEAR) -> Iterator[None]:
+    """Plans made within take this form, whatever the rules say; chunks up to `near` positions."""
+    with (
+        mock.patch.object(attention, "can_read_in_place", return_value=in_place),
+        mock.patch.object(attention_gathered, "NEAR", near),
+    ):
         yield
 
 
@@ -44,8 +47,9 @@ def check(
         slopes=None if scores.slopes is None else scores.slopes.double(),
     )
     exact = paged_attention_reference(query.double(), layer.double(), *batch, window, wide)
-    for in_place, one_path in ((False, False), (True, False), (True, True)):
-        with form(in_place):
+    forms = ((False, 0, False), (True, 0, False), (True, 25, False), (True, 512, True))
+    for in_place, near, one_path in forms:
+        with form(in_place, near):
             plan = plan_attention(*batch, layer, window, one_path)
         found = paged_attention(query, layer, plan, scores)
         torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
@@ -211,8 +215,9 @@ def test_a_narrow_cache_is_read_as_if_it_were_wide(
     narrow, scores = layer.bfloat16(), Scores(cap=2.0, sinks=torch.arange(num_heads * group) / 9)
     query = torch.randn(int(batch[0][-1]), num_heads * group, head_dim)
     exact = paged_attention_reference(query, narrow.float(), *batch, window, scores)
-    for reads_in_place, one_path in ((False, False), (True, False), (True, True)):
-        with form(reads_in_place):
+    forms = ((False, 0, False), (True, 0, False), (True, 25, False), (True, 512, True))
+    for reads_in_place, near, one_path in forms:
+        with form(reads_in_place, near):
             plans = [plan_attention(*batch, x, window, one_path) for x in (narrow, narrow.float())]
         found = paged_attention(query, narrow, plans[0], scores)
         if one_path:  # torch's own forms may see how memory lies

@@ -6,7 +6,7 @@ from penstock.workers.scheduling.limits import Limits
 from penstock.workers.scheduling.seats import Seats
 from penstock.workers.scheduling.sequence import Ints
 from penstock.workers.scheduling.table import SequenceTable
-from penstock.workers.scheduling.waiting import Queue, Ticket
+from penstock.workers.scheduling.waiting import Ticket, WaitingQueue
 
 
 class Admission:
@@ -17,7 +17,7 @@ class Admission:
         limits: Limits,
         table: SequenceTable,
         pool: BlockPool,
-        waiting: Queue,
+        waiting: WaitingQueue,
         seats: Seats,
         leases: Leases,
     ) -> None:

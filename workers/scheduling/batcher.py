@@ -17,7 +17,6 @@ from penstock.workers.scheduling.leaps import Leaps
 from penstock.workers.scheduling.leases import Leases
 from penstock.workers.scheduling.ledger import Ledger, Totals
 from penstock.workers.scheduling.limits import Limits, refuse_misfit
-from penstock.workers.scheduling.promised import PromisedQueue
 from penstock.workers.scheduling.seats import Seats
 from penstock.workers.scheduling.sequence import (
     NO_TOKENS,
@@ -36,7 +35,7 @@ from penstock.workers.scheduling.sequence import (
 )
 from penstock.workers.scheduling.steady import Steady
 from penstock.workers.scheduling.table import SequenceTable
-from penstock.workers.scheduling.waiting import Phase, Queue, WaitingQueue, tickets_of
+from penstock.workers.scheduling.waiting import Phase, WaitingQueue, tickets_of
 
 __all__ = ["Batcher", "Limits"]
 
@@ -53,9 +52,7 @@ class Batcher:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.table = SequenceTable(limits.max_sequences, limits.max_model_len, limits.block_size)
-        self._waiting: Queue = (
-            PromisedQueue(limits.promised_seconds) if limits.promised_seconds else WaitingQueue()
-        )
+        self._waiting = WaitingQueue()
         self._seats = Seats(self.table, self.pool)
         self._leases = Leases(self.pool, int(limits.num_blocks * limits.lease_share))
         parts = self.table, self.pool, self._waiting, self._seats, self._leases
@@ -149,10 +146,8 @@ class Batcher:
         Behind a step in flight, None also where the next one needs that step's commit first. What
         is planned behind it may be taken back by `withdraw`. In a pipeline as many steps may be in
         flight as it has stages, and each sequence is in one of them at most.
-        `now` [s] is any clock that never goes back; it decides nothing but who of those that wait
-        is next where first tokens are promised (`Limits.promised_seconds`).
+        `now` [s] is for policies in which waiting has a price; the order served today has none.
         """
-        self._waiting.planning(now, self._totals.computed)
         if self.limits.num_stages > 1:
             return self._plan_stage()
         if len(self._flight.plans) > 1:

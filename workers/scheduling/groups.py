@@ -10,7 +10,7 @@ from penstock.workers.scheduling.seats import Seats
 from penstock.workers.scheduling.sequence import Finished, Key, SchedulerEvent, Yielded
 from penstock.workers.scheduling.steady import Steady
 from penstock.workers.scheduling.table import SequenceTable
-from penstock.workers.scheduling.waiting import Phase, Queue, Ticket
+from penstock.workers.scheduling.waiting import Phase, Ticket, WaitingQueue
 
 
 class Groups:
@@ -23,7 +23,7 @@ class Groups:
     def __init__(
         self,
         table: SequenceTable,
-        waiting: Queue,
+        waiting: WaitingQueue,
         seats: Seats,
         leases: Leases,
         flight: Flight,

@@ -12,7 +12,7 @@ from penstock.workers.scheduling.seats import Seats
 from penstock.workers.scheduling.sequence import Ints
 from penstock.workers.scheduling.steady import Steady
 from penstock.workers.scheduling.table import SequenceTable
-from penstock.workers.scheduling.waiting import Queue
+from penstock.workers.scheduling.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Leaps:
     """Asks how far a leap may go, and leaps."""
 
     table: SequenceTable
-    waiting: Queue
+    waiting: WaitingQueue
     seats: Seats
     flight: Flight
     steady: Steady
@@ -34,8 +34,6 @@ class Leaps:
             return 0
         num = self.steady.num_quiet()
         if len(self.waiting) and self.table.num_free_rows:
-            if self.waiting.timed:
-                return 0  # who is next may be another one in any of them
             # What waits for blocks may find its own among those that the next full block is.
             num = min(num, self.steady.num_to_fill)
         return num

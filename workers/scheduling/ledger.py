@@ -11,7 +11,7 @@ from penstock.workers.scheduling.leases import Leases
 from penstock.workers.scheduling.seats import Seats
 from penstock.workers.scheduling.sequence import PoolLoad
 from penstock.workers.scheduling.table import SequenceTable
-from penstock.workers.scheduling.waiting import Phase, Queue, Ticket
+from penstock.workers.scheduling.waiting import Phase, Ticket, WaitingQueue
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Ledger:
 
     table: SequenceTable
     pool: BlockPool
-    waiting: Queue
+    waiting: WaitingQueue
     seats: Seats
     leases: Leases
     admission: Admission

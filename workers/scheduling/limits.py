@@ -1,7 +1,6 @@
 """What the scheduler may take, and which sequence it could never run."""
 
 from dataclasses import dataclass
-from math import inf
 
 from penstock.workers.scheduling.sequence import NeverFits, NewSequence
 
@@ -19,7 +18,6 @@ class Limits:
     lease_share: float = 0.5  # of the pool, that leases may keep from others
     num_stages: int = 1  # of a pipeline: as many steps are in flight, of different sequences
     watermark: int = 1  # blocks a seated sequence that stay free when another one is admitted
-    promised_seconds: float = 0.0  # to the first token: see `promised`; 0: order of arrival
     static: bool = False  # a batch comes in when the last one has ended: to measure against
 
     def __post_init__(self) -> None:
@@ -37,8 +35,6 @@ class Limits:
             )
         if self.max_queued < 0 or self.watermark < 0 or not 0 <= self.lease_share <= 1:
             raise ValueError("max_queued and watermark must be >= 0, lease_share within [0, 1]")
-        if not 0 <= self.promised_seconds < inf:
-            raise ValueError(f"promised_seconds must be 0 or more, not {self.promised_seconds}")
 
 
 def refuse_misfit(new: NewSequence, limits: Limits) -> None:

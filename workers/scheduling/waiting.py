@@ -1,10 +1,9 @@
-"""Sequences that wait for a row: by priority, then by arrival; `promised` knows another order."""
+"""Sequences that wait for a row: by priority, then by arrival."""
 
 import heapq
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
 
 import numpy as np
 
@@ -99,33 +98,6 @@ def tickets_of(new: NewSequence, number: int) -> list[Ticket]:
     return tickets
 
 
-class Queue(Protocol):
-    """Those who wait for a row, in some order."""
-
-    num_tokens: int  # to compute, over all that wait
-
-    @property
-    def timed(self) -> bool:
-        """Whether who is next may change while nobody comes or goes."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def planning(self, now: float, computed: int) -> None:
-        """A step is planned at `now`; so many prompt tokens were computed in all before it."""
-        ...
-
-    def push(self, ticket: Ticket) -> None: ...
-
-    def head(self) -> Ticket | None:
-        """Who is next, left in its place."""
-        ...
-
-    def remove(self, ticket: Ticket) -> None:
-        """Take one out, wherever it stands."""
-        ...
-
-
 class WaitingQueue:
     """A heap; what is taken out of its middle stays in it as a shadow until it surfaces."""
 
@@ -136,13 +108,6 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def timed(self) -> bool:
-        return False
-
-    def planning(self, now: float, computed: int) -> None:
-        """Time changes nothing here."""
 
     def push(self, ticket: Ticket) -> None:
         heapq.heappush(self._heap, (ticket.order, ticket))

@@ -1,5 +1,7 @@
 """Whether a prompt is computed apart: what the rule says, and that it says it for a reason."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -121,6 +123,16 @@ def test_a_dearer_hand_over_never_turns_a_prompt_to_it(
     assert not decide(500, *views, dearer).apart
 
 
+@given(LOADS, LOADS, PRICES, st.integers(0, 10**5))
+def test_what_waits_at_the_router_counts_like_what_waits_at_the_prefill_worker(
+    there: tuple[int, int], here: tuple[int, int], handover: HandOverPrice, line: int
+) -> None:
+    prefill, decode = worker("p", "prefill", *there), worker("d", "decode", *here)
+    longer = worker("p", "prefill", there[0] + line, there[1])
+    said = Rule([prefill, decode], handover).decide(500, prefill, decode, float(line))
+    assert said == Rule([longer, decode], handover).decide(500, longer, decode)
+
+
 # ------------------------------------------------------------------ in the choice of workers
 
 FRESH = Demand(1, num_tokens=100, num_sequences=1, num_left=8)
@@ -146,6 +158,24 @@ def test_prefill_workers_without_room_are_not_waited_for_if_that_costs_more() ->
     assert place(full, worker("d", "decode", running=3, queued=10_000)) is None
     full.reported(Load(prompt_tokens=20_000, prompt_seconds=20.0), 0.0)
     assert place(full, worker("d", "decode", running=3)) is None
+
+
+def shallow(view: WorkerView) -> WorkerView:
+    """It is to have no more than it can do next: here, with steps of no length, one prompt."""
+    view.shallow = True
+    return view
+
+
+def test_where_prompts_wait_at_the_router_a_long_line_sends_them_to_decode_workers() -> None:
+    busy, idle = shallow(worker("p", "prefill", queued=500)), shallow(worker("d", "decode"))
+    crowd = shallow(worker("d", "decode", queued=500))
+    line = replace(FRESH, line_tokens=9000)
+    assert place(busy, idle) == Placement("d"), "its own wait is half a second"
+    assert place(busy, shallow(worker("d", "decode", running=9))) is None
+    assert place(busy, shallow(worker("d", "decode", running=9)), demand=line) == Placement("d")
+    assert place(busy, crowd, demand=line) is None, "it could not begin with it soon"
+    free = shallow(worker("p", "prefill"))
+    assert place(free, crowd, demand=line) == Placement("p", "d")
 
 
 @given(st.lists(st.tuples(st.sampled_from("pdm"), LOADS), max_size=6), st.booleans())

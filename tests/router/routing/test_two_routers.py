@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from penstock.router.routing.dispatcher import Dispatcher
+from penstock.router.routing.dispatcher import Dispatcher, Limits
 from penstock.router.routing.events import (
     Arrived,
     Command,
@@ -38,7 +38,7 @@ class Router:
     """One of several, with its streams to all workers."""
 
     number: int
-    dispatcher: Dispatcher = field(default_factory=lambda: Dispatcher(LeastLoaded()))
+    dispatcher: Dispatcher
     answers: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, End] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
@@ -47,9 +47,14 @@ class Router:
 class Shared:
     """Workers of role mixed that several routers use; a worker tells each its own, and its load."""
 
-    def __init__(self, infos: list[WorkerInfo], num_routers: int) -> None:
+    def __init__(
+        self, infos: list[WorkerInfo], num_routers: int, promised_seconds: float = 0.0
+    ) -> None:
+        limits = Limits(promised_seconds=promised_seconds)
         self.workers = {info.worker: FakeWorker(info) for info in infos}
-        self.routers = [Router(number) for number in range(num_routers)]
+        self.routers = [
+            Router(number, Dispatcher(LeastLoaded(), limits)) for number in range(num_routers)
+        ]
         self.now = 0.0
         self.lines: list[int] = []  # sequences that had to wait at a worker, turn by turn
         for router in self.routers:
@@ -121,13 +126,18 @@ class Shared:
         assert not any(worker.held for worker in self.workers.values())
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
+PROMISES = [0.0, 1.0]
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from(PROMISES), st.integers(0, 2**32))
 @settings(deadline=None, max_examples=40)
-def test_all_requests_of_all_routers_end(num_workers: int, num_routers: int, seed: int) -> None:
+def test_all_requests_of_all_routers_end(
+    num_workers: int, num_routers: int, promised: float, seed: int
+) -> None:
     rng = Random(seed)
     # A long answer alone takes a third of a worker's blocks: what others hold matters.
     infos = [info_of(f"m{n}", "mixed", num_blocks=12) for n in range(num_workers)]
-    shared = Shared(infos, num_routers)
+    shared = Shared(infos, num_routers, promised)
     for _ in range(30):
         shared.ask(rng.randrange(num_routers), rng.choice([1, 5, 9]), rng.choice([1, 4, 12]))
         if rng.random() < 0.7:
@@ -151,9 +161,10 @@ def test_a_full_worker_is_full_for_all(num_routers: int) -> None:
     assert sum(shared.lines) / len(shared.lines) <= 1.0 * (num_routers - 1)
 
 
-def test_no_router_is_kept_out() -> None:
+@pytest.mark.parametrize("promised", PROMISES)
+def test_no_router_is_kept_out(promised: float) -> None:
     """One that floods a worker does not starve one that comes later with a little."""
-    shared = Shared([info_of("m0", "mixed", num_blocks=1000)], 2)
+    shared = Shared([info_of("m0", "mixed", num_blocks=1000)], 2, promised)
     for _ in range(200):
         shared.ask(0, 3, 12)
     shared.turn("m0")

@@ -147,8 +147,8 @@ FAULTS += ["change_role", "change_role"]
 QUIET = ["arrive", "wait", "go_on", "go_on_far", "go_on_far"]
 
 
-def world_of(pool: str) -> World:
-    limits = Limits(max_queued=6, max_queued_tokens=80, recovering_per_worker=1)
+def world_of(pool: str, promised: float) -> World:
+    limits = Limits(6, 80, promised, recovering_per_worker=1)
     return World(POOLS[pool], limits, max_queued=2)
 
 
@@ -157,7 +157,8 @@ def world_of(pool: str) -> World:
 def test_random_schedules(pool: str) -> None:
     for seed in range(20):
         rng = Random(f"{pool} {seed}")
-        chaos = Chaos(world_of(pool), rng.choice([0.0, 0.1, 0.5]))
+        world = world_of(pool, promised=0.5 * (seed % 2))
+        chaos = Chaos(world, rng.choice([0.0, 0.1, 0.5]))
         names = QUIET * rng.randint(1, 6) + rng.sample(FAULTS, rng.randint(0, len(FAULTS)))
         for _ in range(60):
             getattr(chaos, rng.choice(names))(rng)
@@ -185,9 +186,9 @@ def test_without_faults_blocks_are_handed_over_and_no_prompt_is_computed_twice()
 class DispatcherMachine(RuleBasedStateMachine):
     """The same world, driven by Hypothesis, which shrinks what it finds."""
 
-    @initialize(pool=st.sampled_from(sorted(POOLS)))
-    def begin(self, pool: str) -> None:
-        self.chaos = Chaos(world_of(pool), 0.1)
+    @initialize(pool=st.sampled_from(sorted(POOLS)), promised=st.sampled_from([0.0, 0.5]))
+    def begin(self, pool: str, promised: float) -> None:
+        self.chaos = Chaos(world_of(pool, promised), 0.1)
 
     @rule(rng=st.randoms(use_true_random=False))
     def arrive(self, rng: Random) -> None:

@@ -26,12 +26,7 @@ _SEARCHES = [
 
 
 def small(
-    num_blocks: int,
-    max_sequences: int,
-    spare_tokens: int,
-    watermark: int,
-    lease_share: float,
-    promised: float,
+    num_blocks: int, max_sequences: int, spare_tokens: int, watermark: int, lease_share: float
 ) -> Limits:
     return Limits(
         num_blocks=num_blocks,
@@ -41,7 +36,6 @@ def small(
         max_batched_tokens=max_sequences + spare_tokens,
         lease_share=lease_share,
         watermark=watermark,
-        promised_seconds=promised,
     )
 
 
@@ -63,7 +57,6 @@ class BatcherMachine(RuleBasedStateMachine):
             spare_tokens=st.integers(0, 12),
             watermark=st.integers(0, 2),
             lease_share=st.sampled_from([0.25, 0.5, 1.0]),
-            promised=st.sampled_from([0.0, 1.0]),
         )
     )
     def start(self, limits: Limits) -> None:
@@ -217,7 +210,6 @@ class Schedule:
                 rng.randint(0, 12),
                 rng.choice([0, 0, 1, 2]),
                 rng.choice([0.25, 0.5, 1.0]),
-                rng.choice([0.0, 1.0]),
             )
         )
         self.calm = rng.random() < 0.5  # without drops and failures more runs at a time

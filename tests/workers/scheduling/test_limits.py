@@ -47,7 +47,6 @@ def test_full_queue_and_taken_keys_are_refused() -> None:
         {"max_sequences": 17},
         {"watermark": -1},
         {"lease_share": 1.5},
-        {"promised_seconds": -1.0},
     ],
 )
 def test_limits_that_make_no_sense_are_refused(changes: dict[str, int | float]) -> None:
