@@ -5,9 +5,17 @@ import os
 import tempfile
 import threading
 from contextlib import suppress
+from functools import cache
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+
+@cache
+def has_loops() -> bool:
+    """Whether numba is here: not on a machine that only has kernels run."""
+    return find_spec("numba") is not None
 
 
 def settle_numba() -> None:

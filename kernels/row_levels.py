@@ -13,6 +13,9 @@ from torch import Tensor
 from penstock.kernels.compiled import settle_numba
 
 LEVELS, MIDDLE = 127, 128
+ALONE = 1 << 15
+"""Numbers from which on a second thread is worth waking."""
+
 LEAST = 1e-30
 """Rows whose largest number is less are as good as zero."""
 
@@ -21,7 +24,8 @@ def row_levels(x: Tensor) -> tuple[Tensor, Tensor]:
     """Levels [T, K] uint8 and factors [T, 1] float32 of x [T, K] float32."""
     levels = torch.empty(x.shape, dtype=torch.uint8)
     factors = torch.empty(len(x), 1)
-    _loops()(x.contiguous().numpy(), levels.numpy(), factors.view(-1).numpy())
+    threads = 1 if x.numel() < ALONE else torch.get_num_threads()
+    _loops()(x.contiguous().numpy(), levels.numpy(), factors.view(-1).numpy(), threads)
     return levels, factors
 
 

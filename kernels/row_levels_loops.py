@@ -1,19 +1,24 @@
 """The loops of `row_levels`, compiled by numba. The first import on a machine compiles."""
 
+from typing import Any
+
 import numba
 import numpy as np
 import numpy.typing as npt
+
+from penstock.kernels.compiled import use_threads
 
 Floats = npt.NDArray[np.float32]
 
 _LEVELS, _MIDDLE, _LEAST = np.float32(127), np.int32(128), np.float32(1e-30)
 
 
-@numba.njit("void(float32[:,::1], uint8[:,::1], float32[::1])", nogil=True, cache=True)
-def fill(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats) -> None:
-    """x [T, K], levels [T, K], factors [T]."""
+@numba.njit(nogil=True)
+def _some_rows(
+    x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, first: int, last: int
+) -> None:
     magnitudes = factors.view(np.int32)
-    for t in range(len(x)):
+    for t in range(first, last):
         row, out = x[t], levels[t]
         # As integers magnitudes have the same order, with NaN above all.
         bits, most = row.view(np.int32), np.int32(0)
@@ -27,3 +32,29 @@ def fill(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats) -> None:
         for i in range(len(row)):
             out[i] = np.uint8(np.int32(np.rint(row[i] * step)) + _MIDDLE)
         factors[t] = largest / _LEVELS
+
+
+@numba.njit("void(float32[:,::1], uint8[:,::1], float32[::1])", nogil=True, cache=True)
+def _alone(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats) -> None:
+    _some_rows(x, levels, factors, 0, len(x))
+
+
+@numba.njit(
+    "void(float32[:,::1], uint8[:,::1], float32[::1], int64)", parallel=True, nogil=True, cache=True
+)
+def _in_threads(
+    x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, num_threads: int
+) -> None:
+    for thread in numba.prange(num_threads):
+        first, last = len(x) * thread // num_threads, len(x) * (thread + 1) // num_threads
+        _some_rows(x, levels, factors, first, last)
+
+
+def fill(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:
+    """x [T, K], levels [T, K], factors [T]."""
+    kernel: Any = _alone
+    if num_threads == 1:
+        kernel(x, levels, factors)
+        return
+    kernel = _in_threads
+    kernel(x, levels, factors, use_threads(num_threads))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from penstock.kernels import norm
 from penstock.kernels.activation import (
     clamped_silu_mul,
     gelu,
@@ -17,6 +18,7 @@ from penstock.kernels.activation import (
     silu_mul_reference,
 )
 from penstock.kernels.norm import (
+    add_rms_norm,
     layer_norm,
     layer_norm_reference,
     rms_norm,
@@ -32,6 +34,22 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
     zero = torch.zeros(1, 24)
     assert torch.equal(rms_norm(zero, weight, 1e-5), zero)
+
+
+@pytest.mark.parametrize("by_loops", [True, False])
+@pytest.mark.parametrize("width", [1, 15, 64, 100, 768])
+def test_the_norm_of_a_sum(width: int, by_loops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "has_loops", lambda: by_loops)
+    hidden, x, weight = torch.randn(70, width) * 9, torch.randn(70, width), torch.randn(width)
+    x[3, 0], x[5, -1] = torch.nan, torch.inf
+    expected = hidden + x
+    found = add_rms_norm(hidden, x, weight, 1e-5)
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=0, equal_nan=True)
+    sound = [row for row in range(70) if row not in (3, 5)]
+    exactly = rms_norm_reference(expected, weight, 1e-5)
+    torch.testing.assert_close(found[sound], exactly[sound])
+    assert found[3].isnan().all()
+    assert not found[5].isfinite()[-1]
 
 
 def test_layer_norm() -> None:

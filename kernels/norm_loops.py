@@ -1,0 +1,83 @@
+"""The loops of a CPU's RMS norm, compiled by numba. The first import on a machine compiles.
+
+A row's bits are its own: its squares are summed in four vectors in turns, which are added as
+(a + b) + (c + d) and then lane by lane; what is left over comes last.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.compiled import use_threads
+from penstock.kernels.lanes import WIDE, added, fma, load_wide, splat_wide, store
+
+Floats = npt.NDArray[np.float32]
+
+_f32 = np.float32
+
+
+@numba.njit(fastmath={"contract"}, nogil=True)
+def _mean_square(x: Floats, at: int, width: int, spare: Floats) -> Any:
+    a = b = c = d = splat_wide(_f32(0))
+    whole = width - width % (4 * WIDE)
+    for i in range(at, at + whole, 4 * WIDE):
+        p, q = load_wide(x, i), load_wide(x, i + WIDE)
+        r, s = load_wide(x, i + 2 * WIDE), load_wide(x, i + 3 * WIDE)
+        a, b, c, d = fma(p, p, a), fma(q, q, b), fma(r, r, c), fma(s, s, d)
+    store(spare, 0, added(added(a, b), added(c, d)))
+    total = _f32(0)
+    for i in range(WIDE):
+        total += spare[i]
+    for i in range(at + whole, at + width):
+        total = fma(x[i], x[i], total)
+    return total / _f32(width)
+
+
+@numba.njit(nogil=True)
+def _some_rows(
+    hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats, first: int, last: int
+) -> None:
+    width, spare = len(weight), np.empty(WIDE, np.float32)
+    for r in range(first, last):
+        row, made = hidden[r * width : (r + 1) * width], out[r * width : (r + 1) * width]
+        if len(x):
+            more = x[r * width : (r + 1) * width]
+            for i in range(width):
+                row[i] += more[i]
+        scale = _f32(1) / np.sqrt(_mean_square(hidden, r * width, width, spare) + _f32(eps))
+        for i in range(width):
+            made[i] = row[i] * scale * weight[i]
+
+
+_SIGNATURE = "void(float32[::1], float32[::1], float32[::1], float32, float32[::1]"
+
+
+@numba.njit(_SIGNATURE + ")", nogil=True, cache=True)
+def _alone(hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats) -> None:
+    _some_rows(hidden, x, weight, eps, out, 0, len(out) // len(weight))
+
+
+@numba.njit(_SIGNATURE + ", int64)", parallel=True, nogil=True, cache=True)
+def _in_threads(
+    hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats, num_threads: int
+) -> None:
+    num_rows = len(out) // len(weight)
+    for thread in numba.prange(num_threads):
+        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        _some_rows(hidden, x, weight, eps, out, first, last)
+
+
+def fill(
+    hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats, num_threads: int
+) -> None:
+    """out = norm(hidden), [T D] flat; x [T D] is added to hidden first, or nothing if empty."""
+    kernel: Any = _alone
+    if num_threads == 1:
+        kernel(hidden, x, weight, eps, out)
+        return
+    kernel = _in_threads
+    kernel(hidden, x, weight, eps, out, use_threads(num_threads))
