@@ -10,11 +10,15 @@ x / scale, at most 448 in size.
 """
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.kernels.aot import AotCase, meta
+from penstock.kernels.compiled import has_loops, settle_numba
 from penstock.kernels.launch import (
     E4M3,
     E4M3_MAX,
@@ -87,9 +91,57 @@ def rotate_and_write(
     if on_triton(layer):
         _write(heads, num_heads, cos_sin, rows, layer, neighbours, scales)
         return
+    if scales is None and _takes_loops(heads, cos_sin, rows, layer):
+        _by_loops(heads, num_heads, cos_sin, rows, layer, neighbours)
+        return
     turned = num_heads + layer.shape[2]
     rotate_(heads[:, :turned, : cos_sin.shape[2]], cos_sin, neighbours)
     write_kv(layer, rows, heads[:, num_heads:], scales)
+
+
+ALONE = 1 << 15
+"""Numbers from which on a second thread is worth waking."""
+
+
+def _takes_loops(heads: Tensor, cos_sin: Tensor, rows: Tensor, layer: Tensor) -> bool:
+    """Where numba's loops are, on a CPU. Strides are not asked: one row may be contiguous where
+    many are not, and these are other bits."""
+    if layer.device.type != "cpu" or heads.device.type != "cpu" or not has_loops():
+        return False
+    fits = heads.dtype == cos_sin.dtype == torch.float32 and rows.dtype == torch.int64
+    kept = layer.dtype in (torch.float32, torch.bfloat16) and layer.is_contiguous()
+    return fits and kept and len(heads) > 0
+
+
+def _by_loops(
+    heads: Tensor, num_heads: int, cos_sin: Tensor, rows: Tensor, layer: Tensor, neighbours: bool
+) -> None:
+    kept_heads = 2 * layer.shape[2]
+    check("heads", heads, [len(rows), num_heads + kept_heads, layer.shape[-1]], [torch.float32])
+    check("rows", rows, [len(heads), kept_heads], [torch.int64])
+    if cos_sin.numel():  # or nothing turns
+        check_rotary(cos_sin, len(heads), layer.shape[-1], heads)
+    narrow = layer.dtype == torch.bfloat16
+    flat = layer.view(-1)
+    kept = flat.view(torch.int16).numpy().view(np.uint16) if narrow else flat.numpy()
+    whole = heads.contiguous()
+    lost = _loops(narrow)(
+        whole.numpy(), num_heads, cos_sin.contiguous().numpy(), neighbours,
+        rows.contiguous().numpy(), kept,
+        num_threads=1 if heads.numel() < ALONE else torch.get_num_threads(),
+    )  # fmt: skip
+    if whole is not heads:
+        heads[:, :num_heads] = whole[:, :num_heads]
+    if lost:
+        raise IndexError(f"rows: {lost} of them are not in a cache of {flat.numel()} numbers")
+
+
+@cache
+def _loops(narrow: bool) -> Any:
+    settle_numba()
+    from penstock.kernels.turn_loops import turn_and_keep
+
+    return turn_and_keep(narrow)
 
 
 def write_kv_reference(

@@ -1,9 +1,13 @@
 """Writing keys and values, and moving rectangles of blocks."""
 
+import pytest
 import torch
 
+from penstock.kernels import cache
 from penstock.kernels.blocks import gather_blocks, scatter_blocks
-from penstock.kernels.cache import write_kv, write_kv_reference, write_rows
+from penstock.kernels.cache import rotate_and_write, write_kv, write_kv_reference, write_rows
+from penstock.kernels.rotary import rotary_table, rotate_reference
+from tests.support.threads import threads
 
 
 def test_write_goes_to_the_slots_and_nowhere_else() -> None:
@@ -35,6 +39,46 @@ def test_a_narrow_cache_holds_the_nearest() -> None:
     write_kv_reference(expected, slots, new)
     assert torch.equal(layer.view(torch.int16), expected.view(torch.int16))
     assert layer[0, 2, 0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("turned", [4, 10, 0])
+def test_heads_turn_on_their_way(
+    turned: int, neighbours: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "ALONE", 1)
+    frequencies = 0.5 ** torch.arange(turned // 2).float()
+    table = rotary_table(frequencies, 40, torch.float32, neighbours=neighbours)
+    slots, positions = torch.randperm(28)[:9], torch.randperm(40)[:9]
+    heads = torch.randn(9, 5 + 2 * 3, 10)
+    heads[2, 6, 1], heads[3, 9, 9] = torch.nan, torch.inf
+    expected_heads = heads.clone()
+    part = expected_heads[:, :8, :turned]
+    part.copy_(rotate_reference(part, positions, frequencies, neighbours))
+    expected = torch.randn(2, 7, 3, 4, 10).to(dtype)
+    before = expected.clone()
+    write_kv_reference(expected, slots, expected_heads[:, 5:])
+    for by_loops, count in ((True, 1), (True, 2), (False, 1)):
+        monkeypatch.setattr(cache, "has_loops", lambda by_loops=by_loops: by_loops)
+        layer, wide = before.clone(), torch.cat((heads, heads), 1)
+        own = wide[:, : heads.shape[1]] if count == 2 else heads.clone()
+        with threads(count):
+            rows = write_rows(slots, layer.shape)
+            rotate_and_write(own, 5, table[positions], rows, layer, neighbours)
+        torch.testing.assert_close(own[:, :5], expected_heads[:, :5])
+        least = 1e-5 if dtype == torch.float32 else 8e-3
+        torch.testing.assert_close(layer, expected, equal_nan=True, rtol=least, atol=1e-5)
+
+
+def test_no_row_is_written_that_is_not_there() -> None:
+    layer, heads = torch.zeros(2, 7, 3, 4, 8), torch.randn(2, 8, 8)
+    rows = write_rows(torch.tensor([3, 4]), layer.shape)
+    rows[1, 2] = 2 * 7 * 3 * 4
+    with pytest.raises(IndexError):
+        rotate_and_write(heads, 2, torch.ones(2, 2, 8), rows, layer)
+    with pytest.raises(ValueError, match="heads"):
+        rotate_and_write(heads[:, :7].contiguous(), 2, torch.ones(2, 2, 8), rows, layer)
 
 
 def test_an_fp8_cache_holds_what_its_scales_say() -> None:

@@ -52,6 +52,13 @@ def test_the_norm_of_a_sum(width: int, by_loops: bool, monkeypatch: pytest.Monke
     assert not found[5].isfinite()[-1]
 
 
+def test_a_norm_has_the_same_bits_of_a_view() -> None:
+    x, weight = torch.randn(9, 2, 100), torch.randn(100)
+    whole = rms_norm(x[:, 0].clone(), weight, 1e-5)
+    assert torch.equal(rms_norm(x[:, 0], weight, 1e-5), whole)
+    assert torch.equal(rms_norm(x[3:4, 0], weight, 1e-5), whole[3:4])
+
+
 def test_layer_norm() -> None:
     x, weight, bias = torch.randn(5, 3, 24) * 9 + 4, torch.randn(24), torch.randn(24)
     expected = layer_norm_reference(x, weight, bias, 1e-5)
