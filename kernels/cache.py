@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.aot import AotCase, meta
-from penstock.kernels.compiled import has_loops, settle_numba
+from penstock.kernels.compiled import ALONE, has_loops, settle_numba
 from penstock.kernels.launch import (
     E4M3,
     E4M3_MAX,
@@ -97,10 +97,6 @@ def rotate_and_write(
     turned = num_heads + layer.shape[2]
     rotate_(heads[:, :turned, : cos_sin.shape[2]], cos_sin, neighbours)
     write_kv(layer, rows, heads[:, num_heads:], scales)
-
-
-ALONE = 1 << 15
-"""Numbers from which on a second thread is worth waking."""
 
 
 def _takes_loops(heads: Tensor, cos_sin: Tensor, rows: Tensor, layer: Tensor) -> bool:

@@ -49,6 +49,18 @@ def use_threads(count: int) -> int:
     return count
 
 
+ALONE = 1 << 15
+"""Numbers that pass through memory from which on a second thread is worth waking."""
+
+
+def run_loops(alone: Any, together: Any, *given: Any, num_threads: int) -> None:
+    """Runs the form for one thread, or the one that takes their number last."""
+    if num_threads == 1:
+        alone(*given)
+    else:
+        together(*given, use_threads(num_threads))
+
+
 def _keep_to_one_level() -> None:
     """Takes back what numba asked of OpenMP for this thread: that threads of a team have teams.
 

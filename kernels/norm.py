@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.aot import AotCase, meta
-from penstock.kernels.compiled import has_loops, settle_numba
+from penstock.kernels.compiled import ALONE, has_loops, settle_numba
 from penstock.kernels.launch import FLOATS, check, chip_of, jit, launch, on_triton, power_of_2, tl
 
 MOST_FEATURES = 1 << 16
@@ -55,9 +55,6 @@ def add_rms_norm(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 _NOTHING = torch.empty(0)
-
-ALONE = 1 << 15
-"""Numbers from which on a second thread is worth waking."""
 
 
 def _takes_loops(x: Tensor, weight: Tensor) -> bool:

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.compiled import use_threads
+from penstock.kernels.compiled import run_loops
 from penstock.kernels.lanes import WIDE, added, fma, load_wide, splat_wide, store
 
 Floats = npt.NDArray[np.float32]
@@ -75,9 +75,4 @@ def fill(
     hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats, num_threads: int
 ) -> None:
     """out = norm(hidden), [T D] flat; x [T D] is added to hidden first, or nothing if empty."""
-    kernel: Any = _alone
-    if num_threads == 1:
-        kernel(hidden, x, weight, eps, out)
-        return
-    kernel = _in_threads
-    kernel(hidden, x, weight, eps, out, use_threads(num_threads))
+    run_loops(_alone, _in_threads, hidden, x, weight, eps, out, num_threads=num_threads)

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.compiled import use_threads
+from penstock.kernels.compiled import run_loops
 from penstock.kernels.lanes import WIDE, added, ask_ahead, fma, load_wide, splat_wide, spread, store
 
 Floats = npt.NDArray[np.float32]
@@ -224,9 +224,4 @@ def room(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
 
 def fill(*given: Any, num_threads: int) -> None:
     """Writes y, in so many threads; given: as of `_alone`."""
-    kernel: Any = _alone
-    if num_threads == 1:
-        kernel(*given)
-        return
-    kernel = _in_threads
-    kernel(*given, use_threads(num_threads))
+    run_loops(_alone, _in_threads, *given, num_threads=num_threads)

@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.compiled import settle_numba
+from penstock.kernels.compiled import ALONE, settle_numba
 
 LEVELS, MIDDLE = 127, 128
-ALONE = 1 << 15
-"""Numbers from which on a second thread is worth waking."""
-
 LEAST = 1e-30
 """Rows whose largest number is less are as good as zero."""
 

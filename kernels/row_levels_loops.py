@@ -1,12 +1,10 @@
 """The loops of `row_levels`, compiled by numba. The first import on a machine compiles."""
 
-from typing import Any
-
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.compiled import use_threads
+from penstock.kernels.compiled import run_loops
 
 Floats = npt.NDArray[np.float32]
 
@@ -52,9 +50,4 @@ def _in_threads(
 
 def fill(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:
     """x [T, K], levels [T, K], factors [T]."""
-    kernel: Any = _alone
-    if num_threads == 1:
-        kernel(x, levels, factors)
-        return
-    kernel = _in_threads
-    kernel(x, levels, factors, use_threads(num_threads))
+    run_loops(_alone, _in_threads, x, levels, factors, num_threads=num_threads)
