@@ -134,9 +134,9 @@ def _asks(nearness: int, to_write: bool = False):
     return ask
 
 
-ask, ask_ahead, ask_to_write = _asks(3), _asks(2), _asks(3, to_write=True)
-"""As it is about to be read; a while before, so that it is not to push out what is in use; and
-before it is written."""
+ask_ahead, ask_to_write = _asks(2), _asks(3, to_write=True)
+"""A while before it is read, so that it is not to push out what is in use; and before it is
+written."""
 
 
 @written
