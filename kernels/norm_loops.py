@@ -21,7 +21,7 @@ _f32 = np.float32
 
 
 @numba.njit(fastmath={"contract"}, nogil=True)
-def _mean_square(x: Floats, at: int, width: int, spare: Floats) -> Any:
+def mean_square(x: Floats, at: int, width: int, spare: Floats) -> Any:
     a = b = c = d = splat_wide(_f32(0))
     whole = width - width % (4 * WIDE)
     for i in range(at, at + whole, 4 * WIDE):
@@ -48,7 +48,7 @@ def _some_rows(
             more = x[r * width : (r + 1) * width]
             for i in range(width):
                 row[i] += more[i]
-        scale = _f32(1) / np.sqrt(_mean_square(hidden, r * width, width, spare) + _f32(eps))
+        scale = _f32(1) / np.sqrt(mean_square(hidden, r * width, width, spare) + _f32(eps))
         for i in range(width):
             made[i] = row[i] * scale * weight[i]
 

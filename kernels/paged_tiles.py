@@ -67,7 +67,7 @@ def _block_at(table: Ints, at: int, place: tuple[int, int, int]) -> int:
 
 
 @numba.njit(nogil=True)
-def _blocks_of(tile: tuple[int, int, int], block_size: int) -> tuple[int, int]:
+def blocks_of(tile: tuple[int, int, int], block_size: int) -> tuple[int, int]:
     """The first block that some row of the tile sees, and how many are seen."""
     count, context, behind = tile
     first = max(context - behind, 0) // block_size
@@ -95,7 +95,7 @@ def _part_at(page: int, part: int, size: int) -> int:
 
 
 @numba.njit(nogil=True)
-def _one_by_one(
+def one_by_one(
     start: int, tile: tuple[int, int, int], place: tuple[int, int, int], query: Floats,
     rows: Rows, values_at: int, table: Ints, scale: float, cap: float, sinks: Floats,
     slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, ones: Floats,
@@ -113,7 +113,7 @@ def _one_by_one(
     group, head_dim = len(sinks), query.shape[2]
     padded, span = (head_dim + 7) // 8 * 8, (context + count + 6) // 8 * 8
     lowest, high = max(context - behind, 0), context + count - 1
-    blocks, near = _blocks_of(tile, block_size), float_rows(rows, scratch)
+    blocks, near = blocks_of(tile, block_size), float_rows(rows, scratch)
     first, last = blocks[0], blocks[0] + blocks[1]
     line = 64 // rows.itemsize
     part = (block_size * head_dim // (count * group) // line + 1) * line
@@ -243,10 +243,10 @@ def _paged_tiles(
                 then = min(piece + num_threads, num_tiles * num_heads - 1)
                 other, _, next_count, next_context = tiles[then // num_heads]
                 next_tile = (next_count, next_context, window if window else 1 << 30)
-                _one_by_one(
+                one_by_one(
                     start, tile, place, query, rows, values_at, tables[sequence], scale, cap,
                     sinks[own], slopes[own], q, scores, powers, sums, ones, spare, scratch, out,
-                    _blocks_of(next_tile, block_size), tables[other],
+                    blocks_of(next_tile, block_size), tables[other],
                     (num_heads, then % num_heads, block_size),
                 )  # fmt: skip
             else:

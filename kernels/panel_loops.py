@@ -157,7 +157,7 @@ def _whole_panels(
 
 
 @numba.njit(nogil=True)
-def _share(
+def share(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, first: int, last: int,
 ) -> None:  # fmt: skip
@@ -190,7 +190,7 @@ def _alone(
 ) -> None:
     """Writes y, in one thread."""
     last = -(-num_outputs // PANEL)
-    _share(x, num_rows, num_inputs, panels, bias, y, num_outputs, 0, last)
+    share(x, num_rows, num_inputs, panels, bias, y, num_outputs, 0, last)
 
 
 @numba.njit(_SIGNATURE + ", int64)", parallel=True, nogil=True, cache=True)
@@ -204,13 +204,13 @@ def _in_threads(
         if floors < 2 * num_threads:
             first = num_panels * thread // num_threads
             last = num_panels * (thread + 1) // num_threads
-            _share(x, num_rows, num_inputs, panels, bias, y, num_outputs, first, last)
+            share(x, num_rows, num_inputs, panels, bias, y, num_outputs, first, last)
         else:
             begin = floors * thread // num_threads * _FLOOR
             end = floors * (thread + 1) // num_threads * _FLOOR
             if thread == num_threads - 1:
                 end = num_rows
-            _share(
+            share(
                 x[begin * num_inputs :], end - begin, num_inputs, panels, bias,
                 y[begin * num_outputs :], num_outputs, 0, num_panels,
             )  # fmt: skip

@@ -234,7 +234,7 @@ def _pass(
 
 
 @numba.njit(nogil=True)
-def _share(
+def share(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     width: int, num_columns: int, first: int, last: int,
 ) -> None:  # fmt: skip
@@ -280,7 +280,7 @@ def _alone(
 ) -> None:
     """Writes y, in one thread."""
     width, num_columns = _rounded(num_outputs)
-    _share(x, num_rows, num_inputs, panels, bias, y, width, num_columns, 0, width // 16)
+    share(x, num_rows, num_inputs, panels, bias, y, width, num_columns, 0, width // 16)
 
 
 @numba.njit(_SIGNATURE + ", int64)", parallel=True, nogil=True, cache=True)
@@ -296,7 +296,7 @@ def _in_threads(
             first = width // BROAD * thread // num_threads * _SUM
             last = width // BROAD * (thread + 1) // num_threads * _SUM
             if first < last:
-                _share(
+                share(
                     x, num_rows, num_inputs, panels, bias, y, width, num_columns, first, last
                 )  # fmt: skip
         else:
@@ -304,7 +304,7 @@ def _in_threads(
             end = floors * (thread + 1) // num_threads * _FLOOR
             if thread == num_threads - 1:
                 end = num_rows
-            _share(
+            share(
                 x[begin * num_inputs :], end - begin, num_inputs, panels, bias,
                 y[begin * width :], width, num_columns, 0, width // 16,
             )  # fmt: skip

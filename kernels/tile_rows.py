@@ -50,7 +50,7 @@ _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
 
 
 @numba.njit(fastmath=_LOOSE, nogil=True)
-def _exp(x: Floats, powers: Ints) -> None:
+def exp(x: Floats, powers: Ints) -> None:
     """x = e^x in place, for x <= 0; 0 where it would be less than 2^-126. `powers` is scratch."""
     factors = powers.view(np.float32)
     for i in range(len(x)):
@@ -152,7 +152,7 @@ def share_row(
     shares = scores[at + first : at + last]
     for s in range(len(shares)):
         shares[s] -= most
-    _exp(shares, powers[: last - first])
+    exp(shares, powers[: last - first])
     total = splat8(_f32(0))
     for s in range(first, last, 8):
         total = added(total, load8(scores, at + s))
@@ -285,7 +285,7 @@ def share_rows(
         for j in range(8):
             for r in range(height):
                 shares[j * height + r] -= most[r]
-        _exp(shares, powers[: 8 * height])
+        exp(shares, powers[: 8 * height])
         for i in range(8 * height):
             totals[i] += shares[i]
     for i in range(4 * height):

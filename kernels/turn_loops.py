@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 
 
 @numba.njit(fastmath={"contract"}, nogil=True)
-def _turn_halves(head: Floats, cosines: Floats, sines: Floats) -> None:
+def turn_halves(head: Floats, cosines: Floats, sines: Floats) -> None:
     """Pairs (i, i + R/2); the sines have their signs."""
     half = len(cosines) // 2
     low, high = head[:half], head[half : 2 * half]
@@ -32,7 +32,7 @@ def _turn_halves(head: Floats, cosines: Floats, sines: Floats) -> None:
 
 
 @numba.njit(fastmath={"contract"}, nogil=True)
-def _turn_neighbours(head: Floats, cosines: Floats, sines: Floats) -> None:
+def turn_neighbours(head: Floats, cosines: Floats, sines: Floats) -> None:
     """Pairs (2i, 2i + 1)."""
     for i in range(0, len(cosines), 2):
         u, v = head[i], head[i + 1]
@@ -40,12 +40,12 @@ def _turn_neighbours(head: Floats, cosines: Floats, sines: Floats) -> None:
         head[i + 1] = v * cosines[i + 1] + u * sines[i + 1]
 
 
-def _keep(head: Floats, kept: Any, at: int) -> None:
+def keep(head: Floats, kept: Any, at: int) -> None:
     """Puts a head in the cache from `at` on, rounded to the nearest where that is narrow."""
     raise NotImplementedError("compiled code only")
 
 
-@overload(_keep)
+@overload(keep)
 def _keep_code(head, kept, at):
     def wide(head, kept, at):
         kept[at : at + len(head)] = head
@@ -81,13 +81,13 @@ def _turn_and_keep(
             for h in range(all_heads):
                 head = heads[t, h]
                 if h < turned and neighbours:
-                    _turn_neighbours(head, cos_sin[t, 0], cos_sin[t, 1])
+                    turn_neighbours(head, cos_sin[t, 0], cos_sin[t, 1])
                 elif h < turned:
-                    _turn_halves(head, cos_sin[t, 0], cos_sin[t, 1])
+                    turn_halves(head, cos_sin[t, 0], cos_sin[t, 1])
                 if h >= num_heads:
                     row = rows[t, h - num_heads]
                     if 0 <= row < len(kept) // head_dim:
-                        _keep(head, kept, row * head_dim)
+                        keep(head, kept, row * head_dim)
                     else:
                         lost += 1
     return lost

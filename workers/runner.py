@@ -14,6 +14,7 @@ from penstock.kernels.rotary import rotary_table
 from penstock.workers.device.pinned import put
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.layers.attention import StepInputs
+from penstock.workers.models.program import decode_program
 from penstock.workers.models.served import ServedModel
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 
@@ -41,6 +42,7 @@ class Runner:
         self._latent = decoder.spec.latent
         self._windows = set() if self._latent else set(decoder.spec.windows)
         self._rotary = self._tables(num_positions)
+        self._program = None if deterministic else decode_program(decoder, cache)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
@@ -48,36 +50,47 @@ class Runner:
 
         drawn: [T] the tokens, where the plan was made ahead and has none yet.
         Returns [S + P, vocab_size] float32: the logits that each of the plan's drawing rows draws
-        from, then those after each of its scored tokens.
+        from, then those after each of its scored tokens; good until the next step.
         """
         if len(plan.copies):
             sources, targets = self._put(plan.copies[:, 0]), self._put(plan.copies[:, 1])
             copy_blocks(self.cache.data, sources, targets)
-        return self._logits(plan, self._hidden(plan, drawn))
+        if self._program is not None and self._program.fits(plan):
+            tokens = plan.tokens if drawn is None else drawn.numpy()
+            rotary = self._reaching(int(plan.positions.max()) + 1)
+            logits = self._wanted(plan, self._program.run(plan, tokens, rotary))
+        else:
+            logits = self.decoder.logits(self._wanted(plan, self._hidden(plan, drawn)))
+        return self._forked(plan, logits)
 
     def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
         """[T, hidden_size]; good until the next step."""
         tokens = self._put(plan.tokens) if drawn is None else drawn
         return self.decoder(tokens, self._inputs(plan), self.cache.data)
 
-    def _logits(self, plan: StepPlan, hidden: Tensor) -> Tensor:
+    def _wanted(self, plan: StepPlan, made: Tensor) -> Tensor:
+        """Of what was made of each token [T, ...] those whose logits are wanted."""
         last = plan.query_starts[1:][plan.samples] - 1
-        wanted = np.concatenate((last, plan.scored))
-        if len(last) < len(hidden) or len(plan.scored):
-            hidden = hidden[self._put(wanted)]
-        logits = self.decoder.logits(hidden)
-        if len(plan.forks):
-            forked = logits[self._put(plan.forks[:, 0])]
-            logits = torch.cat((logits[: len(last)], forked, logits[len(last) :]))
-        return logits
+        if len(last) == len(made) and not len(plan.scored):
+            return made
+        return made[self._put(np.concatenate((last, plan.scored)))]
+
+    def _forked(self, plan: StepPlan, logits: Tensor) -> Tensor:
+        """With those of forks behind those of samples."""
+        if not len(plan.forks):
+            return logits
+        num_samples = len(logits) - len(plan.scored)
+        forked = logits[self._put(plan.forks[:, 0])]
+        return torch.cat((logits[:num_samples], forked, logits[num_samples:]))
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         layer = self.cache.data[0]
         positions = self._put(plan.positions)
+        self._reaching(int(plan.positions.max()) + 1)
         batch = (plan.query_starts, plan.context_lens, plan.block_tables)
         return StepInputs(
             positions=positions,
-            cos_sin=self._cos_sin(positions, int(plan.positions.max()) + 1),
+            cos_sin=self._rows(positions),
             cache_rows=self._cache_rows(self._put(plan.slots)),
             plans={
                 window: plan_attention(*batch, layer, window, self._one_path, not self._one_path)
@@ -97,12 +110,13 @@ class Runner:
             return InPlace.of(np.arange(len(context_lens)), *batch, window=0)
         return plan_latent_attention(*batch, data[0], latent.rank, latent.up_dim, self._one_path)
 
-    def _cos_sin(self, positions: Tensor, needed: int) -> tuple[Tensor, ...]:
+    def _reaching(self, needed: int) -> tuple[Tensor, ...]:
+        """The rotary tables, of so many positions or more."""
         if self._rotary and needed > len(self._rotary[0]):
             # Made as sequences grow: a table of all positions of a long model takes a gigabyte.
             size = 1 << (needed - 1).bit_length()
             self._rotary = self._tables(size)
-        return self._rows(positions)
+        return self._rotary
 
     def _rows(self, positions: Tensor) -> tuple[Tensor, ...]:
         return tuple(table.index_select(0, positions) for table in self._rotary)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.draw import Wishes, draw, finite_rows
+from penstock.kernels.draw import Wishes, draw, finite_rows, likeliest
 from penstock.kernels.logprobs import logprobs
 from penstock.kernels.noise import prepare
 from penstock.kernels.penalties import Penalties, penalize_, shift_
@@ -259,7 +259,11 @@ class Sampler:
         if bans:
             finite = finite_rows(logits).cpu().numpy()
         if len(at):
-            drawn, good = draw(_pick(shaped, at), self._wishes(params[at], indices[at]), bans)
+            picked = _pick(shaped, at)
+            if self._device.type == "cpu" and not params["temperature"][at].any():
+                drawn, good = likeliest(picked, bans)
+            else:
+                drawn, good = draw(picked, self._wishes(params[at], indices[at]), bans)
             finite[at] &= good.cpu().numpy()
             tokens[at] = drawn.cpu().numpy()
         tokens[~finite] = 0

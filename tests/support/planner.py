@@ -89,7 +89,7 @@ def generate(
         found = runner.run(plan)
         planner.commit(plan, found.argmax(-1).tolist())
         for row, values in zip(plan.rows[plan.samples].tolist(), found, strict=True):
-            logits[row].append(values)
+            logits[row].append(values.clone())  # theirs until the next step
     answers = [
         tokens[len(prompt) : len(prompt) + max_new]
         for tokens, prompt in zip(planner.tokens, prompts, strict=True)

@@ -63,6 +63,10 @@ class Decoder:
         logits = self.head(self.norm(hidden)).to(torch.float32)
         if self.ranks.stage is not None:
             logits = whole_logits(logits, self.spec.vocab_size, self.ranks.stage)
+        return self.capped(logits)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """In place, as the family has it."""
         cap = self.spec.logit_cap
         return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
 

@@ -1,0 +1,235 @@
+"""What a CPU computes for a step of a few tokens, as one program: a call instead of hundreds.
+
+Between two of the calls that a step is made of, threads are woken, Python runs, and memory idles:
+of a step of one token that was a fifth. A program is the same operations in a table, written once
+for a model; threads go through it together (`team`) and meet after each. Whoever waits brings near
+what it will need of the next weights.
+
+Operations compute on places: matrices of float32, a row a token, in one array. They are made of the
+loops that compute them one by one (`panel_loops`, `split_loops`, `paged_tiles`, ...), so that but
+for gates (torch's exponential is another) a row's bits are those of a step without a program.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.kernels.compiled import settle_numba
+from penstock.kernels.panel_product import PanelProduct
+from penstock.kernels.scores import Scores
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.integer[Any]]
+
+NORM, PRODUCT, ATTEND, GATE, ADD = range(5)
+
+FIELDS = 20
+NEXT = FIELDS - 1
+"""The field with the number of the product that comes next; -1: none."""
+
+GATES = {"silu": 0, "gelu": 1}
+"""`gelu` in its tanh form."""
+
+EVEN = 64
+"""Columns of a product are a multiple of it, and rows of a place: loops may write that many."""
+
+MOST_GROUP = 15
+"""Query heads of a KV head: more are attended to together by other loops."""
+
+
+class Unfit(Exception):
+    """No program computes this; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A matrix [rows, width], contiguous."""
+
+    at: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What lies in a place, and how it is attended to: query heads, then key heads, then values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    angles: Place | None  # [rows, 2 R] cosines and sines, see `rotary`; None: nothing turns
+    neighbours: bool
+    window: int  # 0: none
+    scores: Scores
+
+
+class Writer:
+    """Writes a program, operation by operation, in their order.
+
+    most_rows: tokens of a step at most; cache: [L, 2, N, H, S, D], float32 or bfloat16 on a CPU.
+    """
+
+    def __init__(self, most_rows: int, cache: Tensor) -> None:
+        if cache.dim() != 6 or cache.dtype not in (torch.float32, torch.bfloat16):
+            raise Unfit(f"a cache {list(cache.shape)} of {cache.dtype}")
+        self._rows = most_rows + -most_rows % EVEN
+        self._cache = cache
+        self._size = 0
+        self._table: list[list[int]] = []
+        self._numbers: list[tuple[float, float]] = []
+        self._kept: list[Any] = []
+
+    def place(self, width: int) -> Place:
+        """A new one."""
+        found = Place(self._size, width)
+        self._size += self._rows * (width + -width % 16)
+        return found
+
+    def norm(
+        self,
+        x: Place,
+        weight: Tensor,
+        eps: float,
+        out: Place,
+        added: Place | None = None,
+        groups: slice | None = None,
+    ) -> None:
+        """out = RMS norm of x, to which `added` is added first, in place.
+
+        groups: of the parts of a row that are as long as the weight [D] is, only these; alone.
+        """
+        dim = len(weight)
+        some = groups or slice(0, 1)
+        if some.stop * dim > x.width or (groups is None and dim != x.width):
+            raise Unfit(f"a norm of {dim} features of {x}, {groups}")
+        first, count = some.start * dim, some.stop - some.start
+        self._write(
+            NORM, x.at + first, x.width, count, dim, self._address(weight.contiguous()),
+            out.at + first, out.width, -1 if added is None else added.at, numbers=(eps, 0.0),
+        )  # fmt: skip
+
+    def can_multiply(self, x: Place, product: Any, y: Place) -> bool:
+        """Whether `product` can be written."""
+        if not isinstance(product, PanelProduct) or product.alike:
+            return False
+        assert (x.width, y.width) == (product.num_inputs, product.num_outputs)
+        return y.width % EVEN == 0 and product.depth == x.width
+
+    def product(self, x: Place, product: Any, y: Place) -> None:
+        """y = x Wᵀ + b."""
+        if not self.can_multiply(x, product, y):
+            raise Unfit(f"a product of {x} and {y} by {type(product).__name__}")
+        num_inputs, num_outputs = x.width, y.width
+        self._kept.append(product)
+        self._write(
+            PRODUCT, x.at, num_inputs, product.panels.ctypes.data, len(product.panels),
+            product.bias.ctypes.data, len(product.bias), y.at, num_outputs,
+        )  # fmt: skip
+
+    def attend(self, heads: Place, how: Heads, layer: int, out: Place) -> None:
+        """Turns heads, keeps keys and values in the layer's cache, and attends to what is there."""
+        num_sides, num_blocks, num_kv_heads, block_size, head_dim = self._cache.shape[1:]
+        if (num_sides, num_kv_heads, head_dim) != (2, how.num_kv_heads, how.head_dim):
+            raise Unfit(f"a cache {list(self._cache.shape)} for {how.num_kv_heads} KV heads")
+        if how.num_heads > MOST_GROUP * num_kv_heads:
+            raise Unfit(f"{how.num_heads} heads of {num_kv_heads} KV heads")
+        assert heads.width == (how.num_heads + 2 * num_kv_heads) * head_dim
+        assert out.width == how.num_heads * head_dim
+        scores, size = how.scores, self._cache[0].numel()
+        angles = how.angles or Place(-1, 0)
+        scale = head_dim**-0.5 if scores.scale is None else scores.scale
+        self._write(
+            ATTEND, heads.at, how.num_heads, num_kv_heads, head_dim, block_size, out.at,
+            angles.at, angles.width // 2, int(how.neighbours), layer * size, size, size // 2,
+            how.window, self._by_head(scores.sinks, how.num_heads, -np.inf),
+            self._by_head(scores.slopes, how.num_heads, 0.0), numbers=(scale, scores.cap),
+        )  # fmt: skip
+
+    def gate(self, x: Place, kind: str, out: Place) -> None:
+        """out = f(the first half of x) times the second half; kind: of GATES."""
+        assert x.width == 2 * out.width
+        self._write(GATE, x.at, out.width, out.at, GATES[kind])
+
+    def add(self, x: Place, more: Place) -> None:
+        """x += more."""
+        assert x.width == more.width
+        self._write(ADD, x.at, x.width, more.at)
+
+    def program(self) -> "Program":
+        """What was written."""
+        table = np.array(self._table, np.int64)
+        following = -1
+        for number in range(len(table) - 1, -1, -1):
+            table[number, NEXT] = following
+            if table[number, 0] == PRODUCT:
+                following = number
+        numbers = np.array(self._numbers, np.float32)
+        room = torch.zeros(self._size + EVEN)
+        start = -room.data_ptr() // 4 % 16  # so that places begin with a line of the cache
+        places, num_slots = room[start : start + self._size], self._cache[0, 0, :, 0, :, 0].numel()
+        return Program(table, numbers, places, self._flat(), num_slots, self._kept)
+
+    def _flat(self) -> npt.NDArray[Any]:
+        flat = self._cache.view(-1)
+        if flat.dtype == torch.float32:
+            return flat.numpy()
+        return flat.view(torch.int16).numpy().view(np.uint16)
+
+    def _by_head(self, values: Tensor | None, num_heads: int, none: float) -> int:
+        given = torch.full((num_heads,), none) if values is None else values.float().contiguous()
+        return self._address(given)
+
+    def _address(self, tensor: Tensor) -> int:
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            raise Unfit(f"weights of {tensor.dtype} on {tensor.device}")
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _write(self, *fields: int, numbers: tuple[float, float] = (0.0, 0.0)) -> None:
+        self._table.append([*fields, *[0] * (FIELDS - len(fields))])
+        self._numbers.append(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One at a time plays it."""
+
+    table: npt.NDArray[np.int64]  # [operations, FIELDS]
+    numbers: Floats  # [operations, 2]
+    room: Tensor  # all places
+    cache: npt.NDArray[Any]  # flat
+    num_slots: int  # of the cache
+    kept: list[Any]  # what the table has addresses of
+
+    def matrix(self, place: Place, num_rows: int) -> Tensor:
+        """The first rows of a place: [num_rows, width]."""
+        return self.room[place.at :][: num_rows * place.width].view(num_rows, place.width)
+
+    def play(self, slots: Ints, context_lens: Ints, block_tables: Ints) -> None:
+        """Computes one token of each of T sequences.
+
+        slots: [T] where each token's keys and values go; context_lens: [T] what it sees, itself
+        included; block_tables: [T, M]. IndexError where a slot is not in the cache.
+        """
+        if not 0 <= slots.min() <= slots.max() < self.num_slots:
+            raise IndexError(f"slots: {slots.tolist()}, of a cache of {self.num_slots}")
+        _player(self.cache.dtype == np.uint16)(
+            self.table, self.numbers, self.room.numpy(), self.cache, slots.astype(np.int64),
+            context_lens.astype(np.int64), np.ascontiguousarray(block_tables, np.int32),
+            num_threads=torch.get_num_threads(),
+        )  # fmt: skip
+
+
+def prepare_program(cache: torch.dtype) -> None:
+    """Loads the loops for a cache of this dtype; compiles them, the first time on a machine."""
+    _player(cache == torch.bfloat16)
+
+
+def _player(narrow: bool) -> Any:
+    settle_numba()
+    from penstock.kernels.program_loops import player
+
+    return player(narrow)

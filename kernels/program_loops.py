@@ -1,0 +1,257 @@
+"""The loops of `program`, compiled by numba. The first import on a machine compiles."""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def"
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba.core import types
+
+from penstock.kernels import panel_loops
+from penstock.kernels.compiled import use_threads
+from penstock.kernels.lanes import ask_ahead, written
+from penstock.kernels.norm_loops import mean_square
+from penstock.kernels.paged_tiles import blocks_of, one_by_one
+from penstock.kernels.panel_loops import HIGH, PANEL
+from penstock.kernels.panel_product import SPLIT_ROWS, has_matrix_unit
+from penstock.kernels.program import ADD, ATTEND, EVEN, GATE, NEXT, NORM, PRODUCT
+from penstock.kernels.team import TEAM, all_met, arrive, join, wait_a_little
+from penstock.kernels.tile_rows import exp
+from penstock.kernels.turn_loops import keep, turn_halves, turn_neighbours
+
+HAS_TILES = has_matrix_unit()
+if HAS_TILES:
+    from penstock.kernels.split_loops import share as share_by_tiles
+else:
+    share_by_tiles = panel_loops.share
+
+share_by_vectors = panel_loops.share
+
+Floats = npt.NDArray[np.float32]
+Longs = npt.NDArray[np.int64]
+
+_f32 = np.float32
+_LINE = 16  # float32 of a cache line
+
+
+@written
+def _pointer(typing, address):
+    """To the float32 there."""
+
+    def code(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), code
+
+
+@numba.njit(nogil=True)
+def _floats(address: int, count: int) -> Any:
+    return numba.carray(_pointer(address), count)
+
+
+@numba.njit(nogil=True)
+def _part(size: int, me: int, count: int) -> tuple[int, int]:
+    """Of so many the first of this thread, and the first that is not."""
+    return size * me // count, size * (me + 1) // count
+
+
+@numba.njit(fastmath={"contract"}, nogil=True)
+def _norm(op: Longs, eps: float, room: Floats, num_rows: int, me: int, count: int) -> None:
+    x_at, x_width, groups, dim, out_at, out_width = op[1], op[2], op[3], op[4], op[6], op[7]
+    weight, spare = _floats(op[5], dim), np.empty(16, np.float32)
+    first, last = _part(num_rows * groups, me, count)
+    for number in range(first, last):
+        t, group = number // groups, number % groups
+        at = x_at + t * x_width + group * dim
+        row = room[at : at + dim]
+        made = room[out_at + t * out_width + group * dim :][:dim]
+        if op[8] >= 0:
+            more = room[op[8] + t * dim :][:dim]
+            for i in range(dim):
+                row[i] += more[i]
+        scale = _f32(1) / np.sqrt(mean_square(room, at, dim, spare) + eps)
+        for i in range(dim):
+            made[i] = row[i] * scale * weight[i]
+
+
+@numba.njit(nogil=True)
+def _product(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
+    num_inputs, num_outputs = op[2], op[8]
+    x, y = room[op[1] :], room[op[7] :]
+    panels, bias = _floats(op[3], op[4]), _floats(op[5], op[6])
+    if HAS_TILES and num_rows >= SPLIT_ROWS:
+        first, last = _part(num_outputs // EVEN, me, count)
+        if first < last:
+            share_by_tiles(
+                x, num_rows, num_inputs, panels, bias, y, num_outputs, num_outputs // 16,
+                first * EVEN // 16, last * EVEN // 16,
+            )  # fmt: skip
+        return
+    rows = num_rows if num_rows == 1 else -(-num_rows // HIGH) * HIGH
+    first, last = _part(-(-num_outputs // PANEL), me, count)
+    share_by_vectors(x, rows, num_inputs, panels, bias, y, num_outputs, first, last)
+
+
+@numba.njit(nogil=True)
+def _attend(
+    op: Longs, scale: float, cap: float, room: Floats, cache: Any, slots: Longs, contexts: Longs,
+    tables: Any, me: int, count: int,
+) -> None:  # fmt: skip
+    """Pieces in turns, each a token and a KV head."""
+    num_heads, num_kv_heads, head_dim, block_size = op[2], op[3], op[4], op[5]
+    num_rows, group, all_heads = len(slots), num_heads // num_kv_heads, num_heads + 2 * num_kv_heads
+    query = room[op[1] :][: num_rows * all_heads * head_dim].reshape(num_rows, all_heads, head_dim)
+    out = room[op[6] :][: num_rows * num_heads * head_dim].reshape(num_rows, num_heads, head_dim)
+    rows, values_at, window = cache[op[10] : op[10] + op[11]], op[12], op[13]
+    sinks, slopes = _floats(op[14], num_heads), _floats(op[15], num_heads)
+    span = (contexts.max() + 7) // 8 * 8
+    scores, powers = np.empty(group * span, np.float32), np.empty(span, np.int32)
+    q, sums = np.empty(group * (head_dim + 8), np.float32), np.empty(group * head_dim, np.float32)
+    ones, spare = np.empty(group, np.float32), np.zeros(8, np.float32)
+    scratch = np.empty(block_size * head_dim, np.float32)
+    num_pieces = num_rows * num_kv_heads
+    for piece in range(me, num_pieces, count):
+        t, head = piece // num_kv_heads, piece % num_kv_heads
+        own = slice(head * group, (head + 1) * group)
+        _turn(op, room, query[t], t, head)
+        to = (slots[t] // block_size * num_kv_heads + head) * block_size + slots[t] % block_size
+        keep(query[t, num_heads + head], rows, to * head_dim)
+        keep(query[t, num_heads + num_kv_heads + head], rows, values_at + to * head_dim)
+        then = min(piece + count, num_pieces - 1)
+        other, next_context = then // num_kv_heads, contexts[then // num_kv_heads]
+        one_by_one(
+            t, (1, contexts[t], window if window else contexts[t] + 1),
+            (num_kv_heads, head, block_size), query, rows, values_at, tables[t], scale, cap,
+            sinks[own], slopes[own], q, scores, powers, sums, ones, spare, scratch, out,
+            blocks_of((1, next_context, window if window else 1 << 30), block_size), tables[other],
+            (num_kv_heads, then % num_kv_heads, block_size),
+        )  # fmt: skip
+
+
+@numba.njit(nogil=True)
+def _turn(op: Longs, room: Floats, heads: Any, t: int, head: int) -> None:
+    """A KV head's queries and its key, in place."""
+    num_heads, num_kv_heads, turned = op[2], op[3], op[8]
+    if op[7] < 0:
+        return
+    cosines = room[op[7] + 2 * t * turned :][:turned]
+    sines = room[op[7] + (2 * t + 1) * turned :][:turned]
+    group = num_heads // num_kv_heads
+    for number in range(group + 1):
+        one = heads[num_heads + head if number == group else head * group + number]
+        if op[9]:
+            turn_neighbours(one, cosines, sines)
+        else:
+            turn_halves(one, cosines, sines)
+
+
+_SOME = 64
+"""Columns that are gated at a time."""
+
+_SLOPE, _BEND = _f32(2 * np.sqrt(2 / np.pi)), _f32(0.044715)
+
+
+@numba.njit(fastmath={"contract"}, nogil=True)
+def _gate(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
+    """x / (1 + e^-u) times the other half; u: x, or of gelu 2 sqrt(2 / pi) (x + 0.044715 x^3)."""
+    inner, is_gelu = op[2], op[4] == 1
+    first, last = _part(inner // 16, me, count)
+    below, powers = np.empty(_SOME, np.float32), np.empty(_SOME, np.int32)
+    for t in range(num_rows):
+        x, up = room[op[1] + 2 * t * inner :][:inner], room[op[1] + (2 * t + 1) * inner :][:inner]
+        out = room[op[3] + t * inner :][:inner]
+        for begin in range(first * 16, last * 16, _SOME):
+            size = min(_SOME, last * 16 - begin)
+            a, b, c = x[begin : begin + size], up[begin : begin + size], out[begin : begin + size]
+            for i in range(size):
+                u = a[i] * (_SLOPE + _SLOPE * _BEND * a[i] * a[i]) if is_gelu else a[i]
+                c[i] = u
+                below[i] = -abs(u)
+            exp(below[:size], powers[:size])
+            for i in range(size):
+                above = below[i] if c[i] < 0 else _f32(1)
+                c[i] = a[i] * above / (_f32(1) + below[i]) * b[i]
+
+
+@numba.njit(nogil=True)
+def _add(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
+    first, last = _part(num_rows * op[2], me, count)
+    x, more = room[op[1] + first : op[1] + last], room[op[3] + first : op[3] + last]
+    for i in range(len(x)):
+        x[i] += more[i]
+
+
+@numba.njit(nogil=True)
+def _ask_for(op: Longs, asked: int, me: int, count: int) -> int:
+    """A line more of what this thread reads first of a product's weights; how many were asked."""
+    first, last = _part(-(-op[8] // PANEL), me, count)
+    at = first * op[2] * PANEL + asked * _LINE
+    if at < last * op[2] * PANEL:
+        ask_ahead(_floats(op[3], op[4]), at)
+    return asked + 1
+
+
+MOST_ASKED = (1 << 20) // 64
+"""Lines that are brought near at most: half of what is near a core."""
+
+
+def _play(
+    table: Any,  # [operations, FIELDS]
+    numbers: Any,  # [operations, 2]
+    room: Floats,
+    cache: Any,  # flat
+    slots: Longs,  # [T]
+    contexts: Longs,  # [T]
+    tables: Any,  # [T, M]
+    num_threads: int,
+) -> None:
+    """Plays all operations."""
+    shared = np.zeros(TEAM, np.int64)
+    num_rows = len(slots)
+    for _thread in numba.prange(num_threads):
+        me, count = join(shared, num_threads)
+        asked = 0
+        for number in range(len(table) if me >= 0 else 0):
+            op, kind = table[number], table[number, 0]
+            if kind == NORM:
+                _norm(op, numbers[number, 0], room, num_rows, me, count)
+            elif kind == PRODUCT:
+                asked = 0
+                _product(op, room, num_rows, me, count)
+            elif kind == ATTEND:
+                _attend(
+                    op, numbers[number, 0], numbers[number, 1], room, cache, slots, contexts,
+                    tables, me, count,
+                )  # fmt: skip
+            elif kind == GATE:
+                _gate(op, room, num_rows, me, count)
+            elif kind == ADD:
+                _add(op, room, num_rows, me, count)
+            arrive(shared)
+            looks = 0
+            while not all_met(shared, count, number + 1):
+                if op[NEXT] >= 0 and asked < MOST_ASKED:
+                    asked = _ask_for(table[op[NEXT]], asked, me, count)
+                else:
+                    wait_a_little(looks)
+                    looks += 1
+
+
+@cache
+def player(narrow: bool) -> Any:
+    """`_play` over a cache of float32, or a narrow one; compiled when it is first asked for."""
+    rows = "uint16" if narrow else "float32"
+    signature = (
+        f"void(int64[:, ::1], float32[:, ::1], float32[::1], {rows}[::1], int64[::1], int64[::1],"
+        " int32[:, ::1], int64)"
+    )
+    kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(_play)
+
+    def run(*arguments: Any, num_threads: int) -> None:
+        kernel(*arguments, use_threads(num_threads))
+
+    return run

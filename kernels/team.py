@@ -1,0 +1,132 @@
+"""Threads that compute together, for loops that numba compiles: they join, and then meet.
+
+A loop over threads may have fewer of them than it asked for, or get them late. Whoever is there is
+counted once, before the work is divided: others come too late and have nothing to do. So nobody
+ever waits for a thread that does not run.
+
+What they share is an array of TEAM numbers of 64 bits, all zero before they are started.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def"
+
+import platform
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from penstock.kernels.lanes import written
+
+Shared = npt.NDArray[np.int64]
+
+TEAM = 24
+"""Numbers that a team shares."""
+
+_JOINED, _MET = 0, 16  # which of them; far from each other, so that they are in lines of their own
+
+_CLOSED = 1 << 32
+
+PATIENCE = 1 << 14
+"""Looks at who has joined before those who have go on without the others; about a millisecond."""
+
+_LOOKS = 1 << 10
+"""After so many a thread that waits lets others have its core."""
+
+_yield_core = types.ExternalFunction("sched_yield", types.int32())
+
+
+def _pointer(context, builder, signature, arguments):
+    array = context.make_array(signature.args[0])(context, builder, arguments[0])
+    return builder.gep(array.data, [arguments[1]])
+
+
+@written
+def _look(typing, shared, at):
+    """What is there now, and what was written before it was."""
+
+    def code(context, builder, signature, arguments):
+        place = _pointer(context, builder, signature, arguments)
+        return builder.load_atomic(place, "acquire", align=8)
+
+    return types.int64(shared, types.intp), code
+
+
+@written
+def _count(typing, shared, at):
+    """Adds one."""
+
+    def code(context, builder, signature, arguments):
+        place = _pointer(context, builder, signature, arguments)
+        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "acq_rel")
+
+    return types.int64(shared, types.intp), code
+
+
+@written
+def _change(typing, shared, at, old, new):
+    """Whether it was `old`, and so is `new`."""
+
+    def code(context, builder, signature, arguments):
+        place = _pointer(context, builder, signature, arguments)
+        done = builder.cmpxchg(place, arguments[2], arguments[3], "acq_rel", "acquire")
+        return builder.extract_value(done, 1)
+
+    return types.boolean(shared, types.intp, types.int64, types.int64), code
+
+
+@written
+def _rest(typing):
+    """Leaves a core that computes two threads to the other one for a moment."""
+
+    def code(context, builder, signature, arguments):
+        if platform.machine() == "x86_64":
+            function = ir.FunctionType(ir.VoidType(), [])
+            name = "llvm.x86.sse2.pause"
+            builder.call(cgutils.get_or_insert_function(builder.module, function, name), [])
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+@numba.njit(nogil=True)
+def wait_a_little(looks: int) -> None:
+    """To be called between two looks at what others do, with their number so far."""
+    _rest()
+    if looks % _LOOKS == _LOOKS - 1:
+        _yield_core()
+
+
+@numba.njit(nogil=True)
+def join(shared: Shared, asked: int) -> tuple[int, int]:
+    """This thread's number in the team, and how many there are; (-1, 0): it came too late."""
+    number = _look(shared, _JOINED)
+    while number < _CLOSED and not _change(shared, _JOINED, number, number + 1):
+        number = _look(shared, _JOINED)
+    if number >= _CLOSED:
+        return -1, 0
+    looks = 0
+    while True:
+        joined = _look(shared, _JOINED)
+        if joined >= _CLOSED:
+            return number, joined - _CLOSED
+        if joined == asked or looks == PATIENCE:
+            _change(shared, _JOINED, joined, joined + _CLOSED)
+        else:
+            wait_a_little(looks)
+            looks += 1
+
+
+@numba.njit(nogil=True)
+def arrive(shared: Shared) -> None:
+    """This thread has done its part of what is to be done before they meet."""
+    _count(shared, _MET)
+
+
+@numba.njit(nogil=True)
+def all_met(shared: Shared, count: int, times: int) -> Any:
+    """Whether all of a team of so many have arrived so many times; what they wrote before that
+    can be read then."""
+    return _look(shared, _MET) >= count * times

@@ -1,0 +1,70 @@
+"""Threads that join and meet: none goes on too early, none waits for one that is not there."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.kernels.compiled import settle_numba, use_threads
+
+ROUNDS = 300
+
+
+@cache
+def loops() -> Any:
+    settle_numba()
+    import numba
+
+    from penstock.kernels.team import all_met, arrive, join, wait_a_little
+
+    @numba.njit(parallel=True, nogil=True)
+    def rounds(shared: Any, written: Any, wrong: Any, asked: int) -> None:
+        """In every round each writes, and then reads what all have written in it."""
+        for _thread in numba.prange(asked):
+            me, count = join(shared, asked)
+            for number in range(len(written) if me >= 0 else 0):
+                written[number, me] = number + 1
+                arrive(shared)
+                looks = 0
+                while not all_met(shared, count, number + 1):
+                    wait_a_little(looks)
+                    looks += 1
+                for other in range(count):
+                    wrong[me] += written[number, other] != number + 1
+
+    @numba.njit
+    def join_in_turns(shared: Any, asked: int, times: int) -> list[tuple[int, int]]:
+        return [join(shared, asked) for _ in range(times)]
+
+    return rounds, join_in_turns
+
+
+@pytest.mark.parametrize("asked", [1, 2, 3])
+def test_all_see_what_all_have_written(asked: int) -> None:
+    from penstock.kernels.team import TEAM
+
+    asked = use_threads(asked)
+    written, wrong = np.zeros((ROUNDS, asked), np.int64), np.zeros(asked, np.int64)
+    for _ in range(20):
+        written[:] = 0
+        loops()[0](np.zeros(TEAM, np.int64), written, wrong, asked)
+        assert not wrong.any()
+        # Whoever came in time did every round.
+        assert {column.all() for column in written.T} <= {True, False}
+        assert written[:, 0].all()
+        assert all(column.all() or not column.any() for column in written.T)
+
+
+def test_who_is_there_does_not_wait_for_ever() -> None:
+    """One thread that takes all turns: in its first it is alone, in the others too late."""
+    from penstock.kernels.team import TEAM
+
+    shared = np.zeros(TEAM, np.int64)
+    assert list(loops()[1](shared, 3, 3)) == [(0, 1), (-1, 0), (-1, 0)]
+
+
+def test_as_many_as_were_asked_for_are_let_in_at_once() -> None:
+    from penstock.kernels.team import TEAM
+
+    assert list(loops()[1](np.zeros(TEAM, np.int64), 1, 2)) == [(0, 1), (-1, 0)]

@@ -1,0 +1,122 @@
+"""A decoder's decode steps as programs: what `transformers` answers, and what the decoder gives."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from penstock.kernels import panel_product
+from penstock.workers.layers import packing
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.program import MOST_ROWS, DecodeProgram, decode_program
+from penstock.workers.weights.loading import load
+from tests.support.answers import check, expected_answers
+from tests.support.planner import Planner, generate, make_cache
+
+MAX_NEW = 12
+LENGTHS = (3, 17, 40)
+
+EVEN = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 192,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+PROGRAMS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**EVEN),
+    "llama, an odd vocabulary": lambda: transformers.LlamaConfig(**EVEN | {"vocab_size": 307}),
+    "llama, biases": lambda: transformers.LlamaConfig(
+        **EVEN, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "mistral, a window": lambda: transformers.MistralConfig(**EVEN, sliding_window=13),
+    "qwen2": lambda: transformers.Qwen2Config(**EVEN),
+    "qwen3, norms of heads": lambda: transformers.Qwen3Config(**EVEN),
+    "gemma2, norms after, caps": lambda: transformers.Gemma2Config(
+        **EVEN, sliding_window=13, query_pre_attn_scalar=24
+    ),
+    "gemma3, two rotaries": lambda: transformers.Gemma3TextConfig(
+        **EVEN, sliding_window=13, query_pre_attn_scalar=24
+    ),
+}
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "layer norms": lambda: transformers.FalconConfig(
+        vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
+    ),
+    "experts": lambda: transformers.MixtralConfig(**EVEN, num_local_experts=4),
+    "a product of odd size": lambda: transformers.LlamaConfig(**EVEN | {"intermediate_size": 97}),
+}
+
+
+@pytest.fixture(autouse=True)
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products are in panels, as large ones are on a machine with wide vectors."""
+    monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(panel_product, "has_wide_vectors", lambda: True)
+
+
+def made(folder: Path, config: Any) -> tuple[Any, Decoder]:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):  # else they are ones and zeros
+                weight.add_(0.2 * torch.randn_like(weight))
+            else:
+                weight.mul_(4)
+    model.save_pretrained(folder)
+    decoder = load(folder, "float32", torch.device("cpu"))[1]
+    assert isinstance(decoder, Decoder)
+    return model, decoder
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_is_what_transformers_computes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, decoder = made(tmp_path, PROGRAMS[name]())
+    program = decode_program(decoder, make_cache(decoder, 4))
+    assert program is not None
+    assert (program.logits is None) == ("odd" in name)
+    played = []
+    real = DecodeProgram.run
+    monkeypatch.setattr(
+        DecodeProgram, "run", lambda self, *given: (played.append(1), real(self, *given))[1]
+    )
+    numbers = np.random.default_rng(5)
+    prompts = [numbers.integers(4, 300, length).tolist() for length in LENGTHS]
+    check(generate(decoder, prompts, MAX_NEW), expected_answers(reference, prompts, MAX_NEW))
+    assert len(played) == MAX_NEW - 1
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_whatever_else_there_is_has_none(name: str, tmp_path: Path) -> None:
+    _, decoder = made(tmp_path, OTHERS[name]())
+    assert decode_program(decoder, make_cache(decoder, 4)) is None
+
+
+def test_steps_of_many_tokens_or_of_prompts_are_not_its(tmp_path: Path) -> None:
+    _, decoder = made(tmp_path, PROGRAMS["llama"]())
+    program = decode_program(decoder, make_cache(decoder, 4))
+    assert program is not None
+    assert program.fits(Planner([[5]] * MOST_ROWS, 1).plan(chunk=9))
+    assert not program.fits(Planner([[5]] * (MOST_ROWS + 1), 1).plan(chunk=9))
+    assert not program.fits(Planner([[5], [6, 7]], 1).plan(chunk=9))
+
+
+def test_a_token_outside_the_vocabulary_is_an_error(tmp_path: Path) -> None:
+    _, decoder = made(tmp_path, PROGRAMS["llama"]())
+    with pytest.raises(IndexError):
+        generate(decoder, [[320]], 1)

@@ -1,0 +1,190 @@
+"""A decoder's step of single tokens as a program of a CPU, where its parts can be one.
+
+So it is for models of gated layers with RMS norms in float32 (Llama, Mistral, Qwen, Gemma and their
+kind), of one rank. Whatever else there is computes operation by operation.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.activation import gelu_mul, silu_mul
+from penstock.kernels.launch import runs_kernels
+from penstock.kernels.program import Heads, Place, Program, Unfit, Writer, prepare_program
+from penstock.workers.kv_cache import KvCache
+from penstock.workers.layers.attention import Attention
+from penstock.workers.layers.block import Block
+from penstock.workers.layers.linear import Linear, Summed
+from penstock.workers.layers.mlp import Mlp
+from penstock.workers.layers.norm import Norm, RmsNorm, RmsNormAboveOne
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.served import ServedModel
+from penstock.workers.parallel.ranks import ALONE
+from penstock.workers.scheduling.sequence import Ints, StepPlan
+
+MOST_ROWS = 128
+"""Tokens of a step; of more the calls are a small part."""
+
+_GATES = {silu_mul: "silu", gelu_mul: "gelu"}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeProgram:
+    """Computes steps in which every sequence has one token."""
+
+    decoder: Decoder
+    program: Program
+    hidden: Place
+    angles: tuple[Place, ...]  # of each rotary table
+    logits: Place | None  # None: the head is none of a program's products
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether it computes this step."""
+        return len(plan.tokens) == len(plan.rows) <= MOST_ROWS
+
+    def run(self, plan: StepPlan, tokens: Ints, rotary: tuple[Tensor, ...]) -> Tensor:
+        """Logits [T, vocab_size] of tokens [T], there until the next run; rotary: all rows of each
+        table, [positions, 2, R]."""
+        decoder, program, num_rows = self.decoder, self.program, len(tokens)
+        assert decoder.embeddings is not None
+        hidden = program.matrix(self.hidden, num_rows)
+        np.take(decoder.embeddings.numpy(), tokens, 0, hidden.numpy())
+        if decoder.embedding_scale != 1:
+            hidden *= decoder.embedding_scale
+        for place, table in zip(self.angles, rotary, strict=True):
+            rows = program.matrix(place, num_rows).numpy()
+            np.take(table.view(len(table), -1).numpy(), plan.positions, 0, rows)
+        program.play(plan.slots, plan.context_lens, plan.block_tables)
+        if self.logits is None:
+            return decoder.logits(hidden)
+        return decoder.capped(program.matrix(self.logits, num_rows))
+
+
+def decode_program(decoder: ServedModel, cache: KvCache) -> DecodeProgram | None:
+    """The program of this model over this cache; None if it cannot be one."""
+    device = cache.data.device
+    if not isinstance(decoder, Decoder) or decoder.ranks is not ALONE or runs_kernels(device):
+        return None
+    if device.type != "cpu" or decoder.dtype != torch.float32 or decoder.embedding_norm:
+        return None
+    try:
+        written = _written(decoder, cache.data)
+    except Unfit:
+        return None
+    prepare_program(cache.data.dtype)
+    return written
+
+
+def _written(decoder: Decoder, cache: Tensor) -> DecodeProgram:
+    writer = Writer(MOST_ROWS, cache)
+    hidden = writer.place(decoder.spec.hidden_size)
+    angles = tuple(writer.place(2 * 2 * len(each.frequencies)) for each in decoder.rotaries)
+    layers = _Layers(writer, hidden, writer.place(hidden.width), writer.place(hidden.width), angles)
+    for number, block in enumerate(decoder.layers):
+        layers.write(number, block)
+    logits = layers.write_head(decoder)
+    return DecodeProgram(decoder, writer.program(), hidden, angles, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """Writes one layer after another. What a layer's second half made is in `made`, which the next
+    one adds to the stream."""
+
+    writer: Writer
+    hidden: Place
+    normal: Place
+    made: Place
+    angles: tuple[Place, ...]
+    inner: dict[tuple[str, int], Place] = field(default_factory=dict)  # what all layers share
+
+    def write(self, number: int, block: Block) -> None:
+        if block.parallel or block.attention_norm is None or block.mlp_norm is None:
+            raise Unfit("another order of norms")
+        if not isinstance(block.attention, Attention) or not isinstance(block.mlp, Mlp):
+            raise Unfit(f"{type(block.attention).__name__} or {type(block.mlp).__name__}")
+        self._norm(block.attention_norm, added=number > 0)
+        self._attention(block.attention, number)
+        self._norm_made(block.attention_post_norm)
+        self._norm(block.mlp_norm, added=True)
+        self._mlp(block.mlp)
+        self._norm_made(block.mlp_post_norm)
+
+    def write_head(self, decoder: Decoder) -> Place | None:
+        """Where the logits are; None: the head fits no program, and the stream is complete."""
+        assert decoder.norm is not None and decoder.head is not None
+        logits = self.writer.place(decoder.spec.vocab_size)
+        if self.writer.can_multiply(self.normal, decoder.head.packed, logits):
+            self._norm(decoder.norm, added=True)
+            self.writer.product(self.normal, decoder.head.packed, logits)
+            return logits
+        self.writer.add(self.hidden, self.made)
+        return None
+
+    def _norm(self, norm: Norm, added: bool) -> None:
+        weight, eps = _rms(norm)
+        more = self.made if added else None
+        self.writer.norm(self.hidden, weight, eps, self.normal, more)
+
+    def _norm_made(self, norm: Norm | None) -> None:
+        if norm is not None:
+            self.writer.norm(self.made, *_rms(norm), self.made)
+
+    def _attention(self, attention: Attention, number: int) -> None:
+        if attention.clip or attention.biases is not None:
+            raise Unfit("clipped heads, or rounded biases")
+        writer, dim = self.writer, attention.head_dim
+        num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
+        heads = self._inner("heads", (num_heads + 2 * num_kv_heads) * dim)
+        writer.product(self.normal, attention.qkv.packed, heads)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            self._norm_heads(attention.q_norm, heads, 0, num_heads * dim)
+            self._norm_heads(attention.k_norm, heads, num_heads * dim, num_kv_heads * dim)
+        angles = None if attention.rotary is None else self.angles[attention.rotary]
+        how = Heads(
+            num_heads, num_kv_heads, dim, angles, attention.neighbours, attention.window,
+            attention.scores,
+        )  # fmt: skip
+        out = self._inner("attended", num_heads * dim)
+        writer.attend(heads, how, number, out)
+        writer.product(out, _whole(attention.output).packed, self.made)
+
+    def _inner(self, name: str, width: int) -> Place:
+        if (name, width) not in self.inner:
+            self.inner[name, width] = self.writer.place(width)
+        return self.inner[name, width]
+
+    def _norm_heads(self, norm: Norm, heads: Place, first: int, size: int) -> None:
+        weight, eps = _rms(norm)
+        if first % len(weight):
+            raise Unfit("a norm of all heads")
+        groups = slice(first // len(weight), (first + size) // len(weight))
+        self.writer.norm(heads, weight, eps, heads, groups=groups)
+
+    def _mlp(self, mlp: Mlp) -> None:
+        kind = _GATES.get(mlp.activation)
+        if kind is None:
+            raise Unfit("another activation")
+        writer, width = self.writer, sum(mlp.gate_up.sizes)
+        both, inner = self._inner("gate and up", width), self._inner("gated", width // 2)
+        writer.product(self.normal, mlp.gate_up.packed, both)
+        writer.gate(both, kind, inner)
+        writer.product(inner, _whole(mlp.down).packed, self.made)
+
+
+def _rms(norm: Norm) -> tuple[Tensor, float]:
+    match norm:
+        case RmsNorm():
+            return norm.weight, norm.eps
+        case RmsNormAboveOne():
+            return 1.0 + norm.weight, norm.eps
+        case _:
+            raise Unfit(f"a {type(norm).__name__}")
+
+
+def _whole(part: Linear | Summed) -> Linear:
+    if isinstance(part, Summed):
+        raise Unfit("a product over several ranks")
+    return part
