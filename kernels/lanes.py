@@ -76,6 +76,20 @@ def load_widened(typing, array, at):
     return lanes(array, types.intp), code
 
 
+@written
+def load_numbers(typing, array, at):
+    """WIDE int32 of a flat array from `at` on, each as the nearest float32."""
+    lanes = Lanes(WIDE)
+
+    def code(context, builder, signature, arguments):
+        whole = ir.VectorType(ir.IntType(32), WIDE)
+        place = _place(context, builder, signature, arguments)
+        found = builder.load(builder.bitcast(place, whole.as_pointer()), align=4)
+        return builder.sitofp(found, context.get_value_type(lanes))
+
+    return lanes(array, types.intp), code
+
+
 def _everywhere(context, builder, lanes, value):
     none = ir.Constant(context.get_value_type(lanes), ir.Undefined)
     one = builder.insert_element(none, value, ir.Constant(ir.IntType(32), 0))
@@ -171,6 +185,16 @@ def added(typing, a, b):
 
     def code(context, builder, signature, arguments):
         return builder.fadd(*arguments)
+
+    return a(a, a), code
+
+
+@written
+def times(typing, a, b):
+    """a b of each lane."""
+
+    def code(context, builder, signature, arguments):
+        return builder.fmul(*arguments)
 
     return a(a, a), code
 

@@ -28,12 +28,13 @@ _BYTE, _NUMBER = ir.IntType(8), ir.IntType(64)
 _ROW_BYTES = ir.Constant(_NUMBER, 64)
 
 
-def _call(builder: Any, name: str, *arguments: Any) -> None:
+def call(builder: Any, name: str, *arguments: Any) -> None:
+    """Of an instruction of LLVM's that gives nothing."""
     function = ir.FunctionType(ir.VoidType(), [each.type for each in arguments])
     builder.call(cgutils.get_or_insert_function(builder.module, function, name), arguments)
 
 
-def _bytes_at(context, builder, signature, arguments, array: int, places: list[Any]):
+def bytes_at(context, builder, signature, arguments, array: int, places: list[Any]):
     """Where the element at the sum of the places is, of the array that is this argument."""
     data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
     at = places[0]
@@ -48,8 +49,8 @@ def set_tiles(typing, shapes):
 
     def code(context, builder, signature, arguments):
         zero = ir.Constant(_NUMBER, 0)
-        place = _bytes_at(context, builder, signature, arguments, 0, [zero])
-        _call(builder, "llvm.x86.ldtilecfg", place)
+        place = bytes_at(context, builder, signature, arguments, 0, [zero])
+        call(builder, "llvm.x86.ldtilecfg", place)
         return context.get_dummy_value()
 
     return types.void(shapes), code
@@ -60,7 +61,7 @@ def release_tiles(typing):
     """Or every switch of threads would save them."""
 
     def code(context, builder, signature, arguments):
-        _call(builder, "llvm.x86.tilerelease")
+        call(builder, "llvm.x86.tilerelease")
         return context.get_dummy_value()
 
     return types.void(), code
@@ -75,9 +76,9 @@ def start_sums(num_rows: int, num_columns: int):
             every_row = ir.Constant(_NUMBER, 0)
             for register in range(num_rows * num_columns):
                 place = [arguments[1], ir.Constant(_NUMBER, register % num_columns * 16)]
-                place = _bytes_at(context, builder, signature, arguments, 0, place)
+                place = bytes_at(context, builder, signature, arguments, 0, place)
                 number = ir.Constant(_BYTE, register)
-                _call(builder, "llvm.x86.tileloadd64", number, place, every_row)
+                call(builder, "llvm.x86.tileloadd64", number, place, every_row)
             return context.get_dummy_value()
 
         return types.void(columns, types.intp), code
@@ -96,13 +97,13 @@ def store_sums(num_rows: int, num_columns: int):
             row_bytes = builder.mul(width, ir.Constant(_NUMBER, 4))
             for register in range(num_rows * num_columns):
                 row, column = divmod(register, num_columns)
-                place = _bytes_at(
+                place = bytes_at(
                     context, builder, signature, arguments, 0,
                     [at, builder.mul(width, ir.Constant(_NUMBER, row * ROWS)),
                      ir.Constant(_NUMBER, column * 16)],
                 )  # fmt: skip
                 number = ir.Constant(_BYTE, register)
-                _call(builder, "llvm.x86.tilestored64", number, place, row_bytes)
+                call(builder, "llvm.x86.tilestored64", number, place, row_bytes)
             return context.get_dummy_value()
 
         return types.void(y, types.intp, types.intp), code
@@ -148,16 +149,16 @@ def compute(work: Sequence[Load | Multiply]):
             for each in work:
                 if isinstance(each, Multiply):
                     registers = (ir.Constant(_BYTE, register) for register in each)
-                    _call(builder, "llvm.x86.tdpbf16ps", *registers)
+                    call(builder, "llvm.x86.tdpbf16ps", *registers)
                     continue
                 start, apart = (a_at, row_step) if each.of_rows else (b_at, column_step)
-                place = _bytes_at(
+                place = bytes_at(
                     context, builder, signature, arguments, 0 if each.of_rows else 3,
                     [start, builder.mul(apart, ir.Constant(_NUMBER, each.number)),
                      ir.Constant(_NUMBER, each.part * TILE)],
                 )  # fmt: skip
                 number = ir.Constant(_BYTE, each.register)
-                _call(builder, "llvm.x86.tileloadd64", number, place, _ROW_BYTES)
+                call(builder, "llvm.x86.tileloadd64", number, place, _ROW_BYTES)
             return context.get_dummy_value()
 
         return types.void(a, types.intp, types.intp, b, types.intp), code

@@ -9,8 +9,8 @@ x [T, K] and W [N, K] give [T, N]. Weights are packed once, as a CPU's fast form
   seen (docs/performance.md); `fixed_product`, which promises it, tries it, and else pads;
 - INT8: a row of weights has one scale, and so has a row of activations, found as it comes:
   y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, summed in 32 bits. Nothing of a row depends on the others.
-  By oneDNN with VNNI instructions; by FBGEMM without, where products of 8 by 8 bits saturate, so
-  that activations then have 7.
+  By a matrix unit where there is one (`level_product`), else by oneDNN with VNNI instructions; by
+  FBGEMM without, where products of 8 by 8 bits saturate, so that activations then have 7.
 
 On a GPU only `fixed_product` is made here, of a kernel that promises it (`invariant_product`).
 """
@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from penstock.kernels.invariant_product import InvariantProduct
 from penstock.kernels.launch import FLOATS, runs_kernels
+from penstock.kernels.level_product import can_level, level_product
 from penstock.kernels.panel_product import can_panel, panel_product
 from penstock.kernels.row_levels import MIDDLE, row_levels
 
@@ -173,6 +174,8 @@ class Int8Product:
 def int8_product(weight: Tensor, bias: Tensor | None) -> Product:
     """weight: [N, K] float32, of which nothing is kept."""
     scales, levels = _quantized_rows(weight)
+    if can_level(weight):
+        return level_product(levels, scales, bias)
     if _has_vnni():
         packed = torch.ops.onednn.qlinear_prepack(levels, None)
         return VnniProduct(packed, scales, torch.zeros(len(weight), dtype=torch.int32), bias)

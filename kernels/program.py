@@ -19,23 +19,25 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.compiled import settle_numba
+from penstock.kernels.level_product import LevelProduct
 from penstock.kernels.panel_product import PanelProduct
+from penstock.kernels.program_table import (
+    ADD,
+    ATTEND,
+    EVEN,
+    FIELDS,
+    GATE,
+    GATES,
+    LEVEL_PRODUCT,
+    LEVELS,
+    NEXT,
+    NORM,
+    PRODUCT,
+)
 from penstock.kernels.scores import Scores
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.integer[Any]]
-
-NORM, PRODUCT, ATTEND, GATE, ADD = range(5)
-
-FIELDS = 20
-NEXT = FIELDS - 1
-"""The field with the number of the product that comes next; -1: none."""
-
-GATES = {"silu": 0, "gelu": 1}
-"""`gelu` in its tanh form."""
-
-EVEN = 64
-"""Columns of a product are a multiple of it, and rows of a place: loops may write that many."""
 
 MOST_GROUP = 15
 """Query heads of a KV head: more are attended to together by other loops."""
@@ -81,6 +83,7 @@ class Writer:
         self._table: list[list[int]] = []
         self._numbers: list[tuple[float, float]] = []
         self._kept: list[Any] = []
+        self._places: dict[str, Place] = {}
 
     def place(self, width: int) -> Place:
         """A new one."""
@@ -113,25 +116,45 @@ class Writer:
 
     def can_multiply(self, x: Place, product: Any, y: Place) -> bool:
         """Whether `product` can be written."""
+        if isinstance(product, LevelProduct):
+            return y.width % EVEN == 0
         if not isinstance(product, PanelProduct) or product.alike:
             return False
-        assert (x.width, y.width) == (product.num_inputs, product.num_outputs)
         return y.width % EVEN == 0 and product.depth == x.width
 
     def product(self, x: Place, product: Any, y: Place) -> None:
         """y = x Wᵀ + b."""
         if not self.can_multiply(x, product, y):
             raise Unfit(f"a product of {x} and {y} by {type(product).__name__}")
-        num_inputs, num_outputs = x.width, y.width
+        assert (x.width, y.width) == (product.num_inputs, product.num_outputs)
         self._kept.append(product)
+        if isinstance(product, LevelProduct):
+            self._level_product(x, product, y)
+            return
         self._write(
-            PRODUCT, x.at, num_inputs, product.panels.ctypes.data, len(product.panels),
-            product.bias.ctypes.data, len(product.bias), y.at, num_outputs,
+            PRODUCT, x.at, x.width, product.panels.ctypes.data, len(product.panels),
+            product.bias.ctypes.data, len(product.bias), y.at, y.width,
         )  # fmt: skip
+
+    def _level_product(self, x: Place, product: LevelProduct, y: Place) -> None:
+        levels = self._shared(f"levels of {x.width}", x.width // 4)
+        factors = self._shared("factors", 1)
+        self._write(LEVELS, x.at, x.width, levels.at, factors.at)
+        self._write(
+            LEVEL_PRODUCT, levels.at, x.width, product.tiles.ctypes.data, len(product.tiles),
+            product.shifts.ctypes.data, product.scales.ctypes.data, product.bias.ctypes.data, y.at,
+            y.width, factors.at,
+        )  # fmt: skip
+
+    def _shared(self, name: str, width: int) -> Place:
+        """A place that is used up before it is written anew."""
+        if name not in self._places:
+            self._places[name] = self.place(width)
+        return self._places[name]
 
     def attend(self, heads: Place, how: Heads, layer: int, out: Place) -> None:
         """Turns heads, keeps keys and values in the layer's cache, and attends to what is there."""
-        num_sides, num_blocks, num_kv_heads, block_size, head_dim = self._cache.shape[1:]
+        num_sides, _, num_kv_heads, block_size, head_dim = self._cache.shape[1:]
         if (num_sides, num_kv_heads, head_dim) != (2, how.num_kv_heads, how.head_dim):
             raise Unfit(f"a cache {list(self._cache.shape)} for {how.num_kv_heads} KV heads")
         if how.num_heads > MOST_GROUP * num_kv_heads:
@@ -164,7 +187,7 @@ class Writer:
         following = -1
         for number in range(len(table) - 1, -1, -1):
             table[number, NEXT] = following
-            if table[number, 0] == PRODUCT:
+            if table[number, 0] in (PRODUCT, LEVEL_PRODUCT):
                 following = number
         numbers = np.array(self._numbers, np.float32)
         room = torch.zeros(self._size + EVEN)

@@ -9,6 +9,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
+from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
 
 from penstock.kernels import panel_loops
@@ -18,18 +19,30 @@ from penstock.kernels.norm_loops import mean_square
 from penstock.kernels.paged_tiles import blocks_of, one_by_one
 from penstock.kernels.panel_loops import HIGH, PANEL
 from penstock.kernels.panel_product import SPLIT_ROWS, has_matrix_unit
-from penstock.kernels.program import ADD, ATTEND, EVEN, GATE, NEXT, NORM, PRODUCT
+from penstock.kernels.program_table import (
+    ADD,
+    ATTEND,
+    EVEN,
+    GATE,
+    LEVEL_PRODUCT,
+    LEVELS,
+    NEXT,
+    NORM,
+    PRODUCT,
+)
+from penstock.kernels.row_levels_loops import level_rows
 from penstock.kernels.team import TEAM, all_met, arrive, join, wait_a_little
 from penstock.kernels.tile_rows import exp
 from penstock.kernels.turn_loops import keep, turn_halves, turn_neighbours
 
+_share_by_vectors: Any = panel_loops.share
+_share_by_tiles: Any = panel_loops.share  # these two are not called without a matrix unit
+_share_of_levels: Any = panel_loops.share
+
 HAS_TILES = has_matrix_unit()
 if HAS_TILES:
-    from penstock.kernels.split_loops import share as share_by_tiles
-else:
-    share_by_tiles = panel_loops.share
-
-share_by_vectors = panel_loops.share
+    from penstock.kernels.level_loops import share as _share_of_levels
+    from penstock.kernels.split_loops import share as _share_by_tiles
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
@@ -38,19 +51,37 @@ _f32 = np.float32
 _LINE = 16  # float32 of a cache line
 
 
-@written
-def _pointer(typing, address):
-    """To the float32 there."""
+def _pointers(kind: Any, code_kind: Any) -> Any:
+    @written
+    def pointer(typing, address):
+        """To what is there."""
 
-    def code(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
+        def code(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], code_kind.as_pointer())
 
-    return types.CPointer(types.float32)(types.int64), code
+        return types.CPointer(kind)(types.int64), code
+
+    return pointer
+
+
+_to_float = _pointers(types.float32, ir.FloatType())
+_to_sum = _pointers(types.int32, ir.IntType(32))
+_to_byte = _pointers(types.uint8, ir.IntType(8))
 
 
 @numba.njit(nogil=True)
 def _floats(address: int, count: int) -> Any:
-    return numba.carray(_pointer(address), count)
+    return carray(_to_float(address), count)
+
+
+@numba.njit(nogil=True)
+def _sums(address: int, count: int) -> Any:
+    return carray(_to_sum(address), count)
+
+
+@numba.njit(nogil=True)
+def _bytes(address: int, count: int) -> Any:
+    return carray(_to_byte(address), count)
 
 
 @numba.njit(nogil=True)
@@ -86,14 +117,37 @@ def _product(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> Non
     if HAS_TILES and num_rows >= SPLIT_ROWS:
         first, last = _part(num_outputs // EVEN, me, count)
         if first < last:
-            share_by_tiles(
+            _share_by_tiles(
                 x, num_rows, num_inputs, panels, bias, y, num_outputs, num_outputs // 16,
                 first * EVEN // 16, last * EVEN // 16,
             )  # fmt: skip
         return
     rows = num_rows if num_rows == 1 else -(-num_rows // HIGH) * HIGH
     first, last = _part(-(-num_outputs // PANEL), me, count)
-    share_by_vectors(x, rows, num_inputs, panels, bias, y, num_outputs, first, last)
+    _share_by_vectors(x, rows, num_inputs, panels, bias, y, num_outputs, first, last)
+
+
+@numba.njit(nogil=True)
+def _levels(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
+    width = op[2]
+    x = room[op[1] :][: num_rows * width].reshape(num_rows, width)
+    levels = room[op[3] :].view(np.uint8)[: num_rows * width].reshape(num_rows, width)
+    first, last = _part(num_rows, me, count)
+    level_rows(x, levels, room[op[4] :][:num_rows], first, last)
+
+
+@numba.njit(nogil=True)
+def _level_product(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
+    num_outputs = op[9]
+    levels = room[op[1] :].view(np.uint8)
+    weights, shifts = _bytes(op[3], op[4]), _sums(op[5], num_outputs)
+    scales, bias = _floats(op[6], num_outputs), _floats(op[7], num_outputs)
+    first, last = _part(num_outputs // EVEN, me, count)
+    if HAS_TILES and first < last:
+        _share_of_levels(
+            levels, num_rows, op[2], weights, shifts, room[op[10] :], scales, bias, room[op[8] :],
+            num_outputs, first, last,
+        )  # fmt: skip
 
 
 @numba.njit(nogil=True)
@@ -149,8 +203,8 @@ def _turn(op: Longs, room: Floats, heads: Any, t: int, head: int) -> None:
             turn_halves(one, cosines, sines)
 
 
-_SOME = 64
-"""Columns that are gated at a time."""
+_SOME = 512
+"""Columns that are gated at a time, at most."""
 
 _SLOPE, _BEND = _f32(2 * np.sqrt(2 / np.pi)), _f32(0.044715)
 
@@ -160,21 +214,31 @@ def _gate(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
     """x / (1 + e^-u) times the other half; u: x, or of gelu 2 sqrt(2 / pi) (x + 0.044715 x^3)."""
     inner, is_gelu = op[2], op[4] == 1
     first, last = _part(inner // 16, me, count)
-    below, powers = np.empty(_SOME, np.float32), np.empty(_SOME, np.int32)
+    u, below, powers = (
+        np.empty(_SOME, np.float32),
+        np.empty(_SOME, np.float32),
+        np.empty(_SOME, np.int32),
+    )
     for t in range(num_rows):
         x, up = room[op[1] + 2 * t * inner :][:inner], room[op[1] + (2 * t + 1) * inner :][:inner]
         out = room[op[3] + t * inner :][:inner]
         for begin in range(first * 16, last * 16, _SOME):
             size = min(_SOME, last * 16 - begin)
             a, b, c = x[begin : begin + size], up[begin : begin + size], out[begin : begin + size]
+            bent, far = u[:size], below[:size]
             for i in range(size):
-                u = a[i] * (_SLOPE + _SLOPE * _BEND * a[i] * a[i]) if is_gelu else a[i]
-                c[i] = u
-                below[i] = -abs(u)
-            exp(below[:size], powers[:size])
+                bent[i] = a[i]
+            if is_gelu:
+                for i in range(size):
+                    bent[i] = a[i] * (_SLOPE + _SLOPE * _BEND * a[i] * a[i])
             for i in range(size):
-                above = below[i] if c[i] < 0 else _f32(1)
-                c[i] = a[i] * above / (_f32(1) + below[i]) * b[i]
+                far[i] = -abs(bent[i])
+            exp(far, powers[:size])
+            for i in range(size):
+                above = far[i] if bent[i] < 0 else _f32(1)
+                bent[i] = above / (_f32(1) + far[i])
+            for i in range(size):
+                c[i] = a[i] * bent[i] * b[i]
 
 
 @numba.njit(nogil=True)
@@ -188,6 +252,12 @@ def _add(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
 @numba.njit(nogil=True)
 def _ask_for(op: Longs, asked: int, me: int, count: int) -> int:
     """A line more of what this thread reads first of a product's weights; how many were asked."""
+    if op[0] == LEVEL_PRODUCT:
+        first, last = _part(op[9] // EVEN, me, count)
+        at = first * op[2] * EVEN + asked * 64
+        if at < last * op[2] * EVEN:
+            ask_ahead(_bytes(op[3], op[4]), at)
+        return asked + 1
     first, last = _part(-(-op[8] // PANEL), me, count)
     at = first * op[2] * PANEL + asked * _LINE
     if at < last * op[2] * PANEL:
@@ -197,6 +267,44 @@ def _ask_for(op: Longs, asked: int, me: int, count: int) -> int:
 
 MOST_ASKED = (1 << 20) // 64
 """Lines that are brought near at most: half of what is near a core."""
+
+
+@numba.njit(nogil=True)
+def _compute(
+    op: Longs, eps: float, cap: float, room: Floats, cache: Any, slots: Longs, contexts: Longs,
+    tables: Any, me: int, count: int,
+) -> None:  # fmt: skip
+    """This thread's part of an operation; eps, cap: its two numbers."""
+    kind, num_rows = op[0], len(slots)
+    if kind == NORM:
+        _norm(op, eps, room, num_rows, me, count)
+    elif kind == PRODUCT:
+        _product(op, room, num_rows, me, count)
+    elif kind == LEVELS:
+        _levels(op, room, num_rows, me, count)
+    elif kind == LEVEL_PRODUCT:
+        _level_product(op, room, num_rows, me, count)
+    elif kind == ATTEND:
+        _attend(op, eps, cap, room, cache, slots, contexts, tables, me, count)
+    elif kind == GATE:
+        _gate(op, room, num_rows, me, count)
+    elif kind == ADD:
+        _add(op, room, num_rows, me, count)
+
+
+@numba.njit(nogil=True)
+def _meet(shared: Longs, table: Any, number: int, asked: int, me: int, count: int) -> int:
+    """Waits for all of the team, who come here after every operation; meanwhile, asks for weights
+    of the next product. Of that, `asked` lines were asked for before; returns how many are now."""
+    arrive(shared)
+    following, looks = table[number, NEXT], 0
+    while not all_met(shared, count, number + 1):
+        if following >= 0 and asked < MOST_ASKED:
+            asked = _ask_for(table[following], asked, me, count)
+        else:
+            wait_a_little(looks)
+            looks += 1
+    return asked
 
 
 def _play(
@@ -211,34 +319,17 @@ def _play(
 ) -> None:
     """Plays all operations."""
     shared = np.zeros(TEAM, np.int64)
-    num_rows = len(slots)
     for _thread in numba.prange(num_threads):
         me, count = join(shared, num_threads)
         asked = 0
         for number in range(len(table) if me >= 0 else 0):
-            op, kind = table[number], table[number, 0]
-            if kind == NORM:
-                _norm(op, numbers[number, 0], room, num_rows, me, count)
-            elif kind == PRODUCT:
+            if table[number, 0] in (PRODUCT, LEVEL_PRODUCT):
                 asked = 0
-                _product(op, room, num_rows, me, count)
-            elif kind == ATTEND:
-                _attend(
-                    op, numbers[number, 0], numbers[number, 1], room, cache, slots, contexts,
-                    tables, me, count,
-                )  # fmt: skip
-            elif kind == GATE:
-                _gate(op, room, num_rows, me, count)
-            elif kind == ADD:
-                _add(op, room, num_rows, me, count)
-            arrive(shared)
-            looks = 0
-            while not all_met(shared, count, number + 1):
-                if op[NEXT] >= 0 and asked < MOST_ASKED:
-                    asked = _ask_for(table[op[NEXT]], asked, me, count)
-                else:
-                    wait_a_little(looks)
-                    looks += 1
+            _compute(
+                table[number], numbers[number, 0], numbers[number, 1], room, cache, slots,
+                contexts, tables, me, count,
+            )  # fmt: skip
+            asked = _meet(shared, table, number, asked, me, count)
 
 
 @cache

@@ -12,7 +12,7 @@ _LEVELS, _MIDDLE, _LEAST = np.float32(127), np.int32(128), np.float32(1e-30)
 
 
 @numba.njit(nogil=True)
-def _some_rows(
+def level_rows(
     x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, first: int, last: int
 ) -> None:
     magnitudes = factors.view(np.int32)
@@ -34,7 +34,7 @@ def _some_rows(
 
 @numba.njit("void(float32[:,::1], uint8[:,::1], float32[::1])", nogil=True, cache=True)
 def _alone(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats) -> None:
-    _some_rows(x, levels, factors, 0, len(x))
+    level_rows(x, levels, factors, 0, len(x))
 
 
 @numba.njit(
@@ -45,7 +45,7 @@ def _in_threads(
 ) -> None:
     for thread in numba.prange(num_threads):
         first, last = len(x) * thread // num_threads, len(x) * (thread + 1) // num_threads
-        _some_rows(x, levels, factors, first, last)
+        level_rows(x, levels, factors, first, last)
 
 
 def fill(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:

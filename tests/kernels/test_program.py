@@ -14,6 +14,7 @@ from penstock.kernels.attention import paged_attention, plan_attention
 from penstock.kernels.cache import rotate_and_write, write_rows
 from penstock.kernels.norm import add_rms_norm, rms_norm
 from penstock.kernels.panel_product import panel_product
+from penstock.kernels.products import int8_product
 from penstock.kernels.program import MOST_GROUP, Heads, Place, Unfit, Writer
 from penstock.kernels.rotary import rotary_table
 from penstock.kernels.scores import PLAIN, Scores
@@ -74,9 +75,7 @@ def test_a_norm_of_some_heads(num_rows: int) -> None:
 
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(32, 64), (96, 192), (800, 448)])
-def test_a_product_has_the_launchers_bits(
-    num_rows: int, num_inputs: int, num_outputs: int
-) -> None:
+def test_a_product_has_the_launchers_bits(num_rows: int, num_inputs: int, num_outputs: int) -> None:
     weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
     product = panel_product(weight, bias)
     writer = Writer(100, cache_of())
@@ -84,6 +83,20 @@ def test_a_product_has_the_launchers_bits(
     writer.product(x, product, y)
     values = torch.randn(num_rows, num_inputs)
     assert torch.equal(play(writer, {x: values}, y), product(values))
+
+
+@pytest.mark.skipif(not panels.has_matrix_unit(), reason="this machine has no matrix unit")
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_products_of_eight_bits_have_the_launchers_bits(num_rows: int) -> None:
+    """Two of them, which share what is made on the way."""
+    first = int8_product(torch.randn(192, 128), torch.randn(192))
+    second = int8_product(torch.randn(128, 192), None)
+    writer = Writer(100, cache_of())
+    x, y, z = (writer.place(width) for width in (128, 192, 128))
+    writer.product(x, first, y)
+    writer.product(y, second, z)
+    values = torch.randn(num_rows, 128)
+    assert torch.equal(play(writer, {x: values}, z), second(first(values)))
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -212,5 +225,6 @@ def test_what_no_program_computes_is_refused() -> None:
 def test_rows_from_which_on_the_matrix_unit_computes_are_the_launchers() -> None:
     from penstock.kernels import program_loops
 
-    assert program_loops.SPLIT_ROWS == panels.SPLIT_ROWS
-    assert program_loops.HAS_TILES
+    loops: Any = program_loops
+    assert loops.SPLIT_ROWS == panels.SPLIT_ROWS
+    assert loops.HAS_TILES

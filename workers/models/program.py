@@ -4,6 +4,7 @@ So it is for models of gated layers with RMS norms in float32 (Llama, Mistral, Q
 kind), of one rank. Whatever else there is computes operation by operation.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +28,7 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 MOST_ROWS = 128
 """Tokens of a step; of more the calls are a small part."""
 
-_GATES = {silu_mul: "silu", gelu_mul: "gelu"}
+_GATES: dict[Callable[[Tensor], Tensor], str] = {silu_mul: "silu", gelu_mul: "gelu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ class _Layers:
 
     def write_head(self, decoder: Decoder) -> Place | None:
         """Where the logits are; None: the head fits no program, and the stream is complete."""
-        assert decoder.norm is not None and decoder.head is not None
+        assert decoder.norm is not None
+        assert decoder.head is not None
         logits = self.writer.place(decoder.spec.vocab_size)
         if self.writer.can_multiply(self.normal, decoder.head.packed, logits):
             self._norm(decoder.norm, added=True)

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from penstock.kernels import panel_product
+from penstock.workers import runner
 from penstock.workers.layers import packing
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.program import MOST_ROWS, DecodeProgram, decode_program
@@ -67,7 +68,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_product, "has_wide_vectors", lambda: True)
 
 
-def made(folder: Path, config: Any) -> tuple[Any, Decoder]:
+def made(folder: Path, config: Any, quantization: str = "none") -> tuple[Any, Decoder]:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -77,7 +78,7 @@ def made(folder: Path, config: Any) -> tuple[Any, Decoder]:
             else:
                 weight.mul_(4)
     model.save_pretrained(folder)
-    decoder = load(folder, "float32", torch.device("cpu"))[1]
+    decoder = load(folder, "float32", torch.device("cpu"), quantization=quantization)[1]
     assert isinstance(decoder, Decoder)
     return model, decoder
 
@@ -90,15 +91,30 @@ def test_it_is_what_transformers_computes(
     program = decode_program(decoder, make_cache(decoder, 4))
     assert program is not None
     assert (program.logits is None) == ("odd" in name)
-    played = []
-    real = DecodeProgram.run
-    monkeypatch.setattr(
-        DecodeProgram, "run", lambda self, *given: (played.append(1), real(self, *given))[1]
-    )
+    played, real = [], DecodeProgram.run
+
+    def run(self: DecodeProgram, *given: Any) -> torch.Tensor:
+        played.append(given)
+        return real(self, *given)
+
+    monkeypatch.setattr(DecodeProgram, "run", run)
     numbers = np.random.default_rng(5)
     prompts = [numbers.integers(4, 300, length).tolist() for length in LENGTHS]
     check(generate(decoder, prompts, MAX_NEW), expected_answers(reference, prompts, MAX_NEW))
     assert len(played) == MAX_NEW - 1
+
+
+@pytest.mark.skipif(not panel_product.has_matrix_unit(), reason="this machine has no matrix unit")
+def test_int8_is_what_its_operations_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformers.LlamaConfig(**EVEN | {"intermediate_size": 128})
+    _, decoder = made(tmp_path, config, "int8")
+    assert decode_program(decoder, make_cache(decoder, 4)) is not None
+    prompts = [list(range(4, 4 + length)) for length in LENGTHS]
+    played = generate(decoder, prompts, MAX_NEW)
+    monkeypatch.setattr(runner, "decode_program", lambda *_: None)
+    check(played, generate(decoder, prompts, MAX_NEW))
 
 
 @pytest.mark.parametrize("name", OTHERS)
