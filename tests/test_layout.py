@@ -1,6 +1,7 @@
 """The house as its plan says: rooms and links, doors that open downward only, no code from data."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,30 @@ def test_penstock_holds_exactly_the_links() -> None:
 def test_no_root_room_is_a_package_of_its_own() -> None:
     # It would shadow an installed package of that name for whoever runs from the root.
     assert [str(path) for room in ROOMS for path in (ROOT / room).rglob("__init__.py")] == []
+
+
+def test_no_text_has_the_marks_of_a_merge() -> None:
+    marks = tuple(sign * 7 + " " for sign in "<>|")
+    texts = [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")]
+    found = [
+        f"{path.name}: {line}"
+        for path in texts
+        for line in path.read_text().splitlines()
+        if line.startswith(marks)
+    ]
+    assert found == []
+
+
+def test_the_plan_names_every_file_of_the_engine_and_the_router() -> None:
+    plan = set(re.findall(r"\w+", (ROOT / "docs" / "architecture.md").read_text()))
+    told_together = re.compile(r"attention_.*|.*_loops")  # in one line each
+    missing = [
+        f"{room}/{path.name}"
+        for room in ("kernels", "workers", "router", "cluster")
+        for path in sorted((ROOT / room).rglob("*.py"))
+        if path.stem not in plan and not told_together.fullmatch(path.stem)
+    ]
+    assert missing == []
 
 
 def outside(module: str, allowed: set[str]) -> set[str]:
