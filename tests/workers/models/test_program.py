@@ -90,7 +90,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products but of one output are in panels, as large ones are on a machine with wide vectors."""
+    """All products of several outputs are in panels: large ones are, if vectors are wide."""
     monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1 + EVEN["hidden_size"])  # not a gate's
     monkeypatch.setattr(panel_product, "has_wide_vectors", lambda: True)
 
