@@ -10,6 +10,7 @@ loops that compute them one by one (`panel_loops`, `split_loops`, `paged_tiles`,
 for gates (torch's exponential is another) a row's bits are those of a step without a program.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +22,27 @@ from torch import Tensor
 from penstock.kernels.compiled import settle_numba
 from penstock.kernels.level_product import LevelProduct
 from penstock.kernels.panel_product import PanelProduct
+from penstock.kernels.program_rows import TOKENS, Rows, Spread
 from penstock.kernels.program_table import (
     ADD,
     ATTEND,
+    CHOOSE,
+    COUNT,
     EVEN,
     FIELDS,
+    FIRST,
     GATE,
     GATES,
+    GATHER,
+    GOES_ON,
     LEVEL_PRODUCT,
     LEVELS,
+    MIX,
     NEXT,
     NORM,
     PRODUCT,
+    SCORE,
+    SORT,
 )
 from penstock.kernels.scores import Scores
 
@@ -80,16 +90,24 @@ class Writer:
         self._rows = most_rows + -most_rows % EVEN
         self._cache = cache
         self._size = 0
+        self._num_ints = 2  # those of TOKENS
         self._table: list[list[int]] = []
         self._numbers: list[tuple[float, float]] = []
         self._kept: list[Any] = []
-        self._places: dict[str, Place] = {}
+        self._places: dict[tuple[str, Spread | None], Place] = {}
 
-    def place(self, width: int) -> Place:
-        """A new one."""
+    def place(self, width: int, spread: Spread | None = None) -> Place:
+        """A new one; spread: with rows for each expert's tokens."""
         found = Place(self._size, width)
-        self._size += self._rows * (width + -width % 16)
+        rows = self._rows if spread is None else spread.room(self._rows)
+        self._size += rows * (width + -width % 16)
         return found
+
+    def spread(self, num_experts: int, top_k: int) -> Spread:
+        """A new one."""
+        at = self._num_ints
+        self._num_ints += 2 * num_experts + self._rows * top_k
+        return Spread(at, at + 2 * num_experts, num_experts, top_k)
 
     def norm(
         self,
@@ -124,33 +142,58 @@ class Writer:
 
     def product(self, x: Place, product: Any, y: Place) -> None:
         """y = x Wᵀ + b."""
-        if not self.can_multiply(x, product, y):
-            raise Unfit(f"a product of {x} and {y} by {type(product).__name__}")
-        assert (x.width, y.width) == (product.num_inputs, product.num_outputs)
-        self._kept.append(product)
-        if isinstance(product, LevelProduct):
-            self._level_product(x, product, y)
+        self._products(x, [product], y, [TOKENS], None)
+
+    def products(self, x: Place, products: Sequence[Any], y: Place, spread: Spread) -> None:
+        """The same of every expert's rows, x and y being places of this spread."""
+        self._products(x, products, y, spread.every(), spread)
+
+    def _products(
+        self, x: Place, products: Sequence[Any], y: Place, rows: list[Rows], spread: Spread | None
+    ) -> None:
+        if len({type(product) for product in products}) != 1:
+            raise Unfit("products of several kinds")
+        for product in products:
+            if not self.can_multiply(x, product, y):
+                raise Unfit(f"a product of {x} and {y} by {type(product).__name__}")
+            assert (x.width, y.width) == (product.num_inputs, product.num_outputs)
+        self._kept += products
+        if not isinstance(products[0], LevelProduct):
+            self._each(rows, [self._panel_fields(x, product, y) for product in products])
             return
-        self._write(
+        levels = self._shared(f"levels of {x.width}", x.width // 4, spread)
+        factors = self._shared("factors", 1, spread)
+        # Of all rows before the first product: so that threads meet once.
+        self._each(rows, [(LEVELS, x.at, x.width, levels.at, factors.at)] * len(rows))
+        self._each(
+            rows, [self._level_fields(x, levels, factors, product, y) for product in products]
+        )
+
+    def _panel_fields(self, x: Place, product: PanelProduct, y: Place) -> tuple[int, ...]:
+        return (
             PRODUCT, x.at, x.width, product.panels.ctypes.data, len(product.panels),
             product.bias.ctypes.data, len(product.bias), y.at, y.width,
         )  # fmt: skip
 
-    def _level_product(self, x: Place, product: LevelProduct, y: Place) -> None:
-        levels = self._shared(f"levels of {x.width}", x.width // 4)
-        factors = self._shared("factors", 1)
-        self._write(LEVELS, x.at, x.width, levels.at, factors.at)
-        self._write(
+    def _level_fields(
+        self, x: Place, levels: Place, factors: Place, product: LevelProduct, y: Place
+    ) -> tuple[int, ...]:
+        return (
             LEVEL_PRODUCT, levels.at, x.width, product.tiles.ctypes.data, len(product.tiles),
             product.shifts.ctypes.data, product.scales.ctypes.data, product.bias.ctypes.data, y.at,
             y.width, factors.at,
         )  # fmt: skip
 
-    def _shared(self, name: str, width: int) -> Place:
+    def _shared(self, name: str, width: int, spread: Spread | None) -> Place:
         """A place that is used up before it is written anew."""
-        if name not in self._places:
-            self._places[name] = self.place(width)
-        return self._places[name]
+        if (name, spread) not in self._places:
+            self._places[name, spread] = self.place(width, spread)
+        return self._places[name, spread]
+
+    def _each(self, rows: list[Rows], operations: Sequence[tuple[int, ...]]) -> None:
+        """One operation after another, each on rows of its own: threads meet after the last."""
+        for number, (own, fields) in enumerate(zip(rows, operations, strict=True)):
+            self._write(*fields, rows=own, goes_on=number + 1 < len(rows))
 
     def attend(self, heads: Place, how: Heads, layer: int, out: Place) -> None:
         """Turns heads, keeps keys and values in the layer's cache, and attends to what is there."""
@@ -171,15 +214,55 @@ class Writer:
             self._by_head(scores.slopes, how.num_heads, 0.0), numbers=(scale, scores.cap),
         )  # fmt: skip
 
-    def gate(self, x: Place, kind: str, out: Place) -> None:
-        """out = f(the first half of x) times the second half; kind: of GATES."""
+    def gate(self, x: Place, kind: str, out: Place, spread: Spread | None = None) -> None:
+        """out = f(the first half of x) times the second half; kind: of GATES; spread: that of both
+        places."""
         assert x.width == 2 * out.width
-        self._write(GATE, x.at, out.width, out.at, GATES[kind])
+        rows = spread.every() if spread else [TOKENS]
+        self._each(rows, [(GATE, x.at, out.width, out.at, GATES[kind])] * len(rows))
 
     def add(self, x: Place, more: Place) -> None:
         """x += more."""
         assert x.width == more.width
         self._write(ADD, x.at, x.width, more.at)
+
+    def score(self, x: Place, weight: Tensor, out: Place) -> None:
+        """out = x Wᵀ with a small W, as it is loaded."""
+        assert weight.shape == (out.width, x.width)
+        address = self._address(weight.contiguous())
+        self._write(SCORE, x.at, x.width, address, out.width, out.at)
+
+    def choose(self, logits: Place, spread: Spread, normalise: bool, weights: Place) -> None:
+        """Each token's experts by `route`'s plain rule, and their weights; logits are used up."""
+        num_experts, top_k = spread.num_experts, spread.top_k
+        assert (logits.width, weights.width) == (num_experts, top_k)
+        self._write(
+            CHOOSE, logits.at, num_experts, top_k, int(normalise), weights.at, spread.choices
+        )
+        self._write(SORT, spread.at, num_experts, top_k, spread.choices)
+
+    def gather(self, x: Place, spread: Spread, out: Place) -> None:
+        """Each token's row to those of its experts; out: a place of this spread."""
+        assert x.width == out.width
+        self._write(GATHER, x.at, x.width, out.at, spread.choices, spread.top_k)
+
+    def mix(
+        self,
+        made: Place,
+        spread: Spread,
+        weights: Place,
+        out: Place,
+        shared: Place | None = None,
+        gate: Place | None = None,
+    ) -> None:
+        """out = the sum of what each token's experts made, a place of this spread, by weights; and
+        of what another made of every token, by the sigmoid of its gate."""
+        assert made.width == out.width
+        assert out.width % 16 == 0
+        self._write(
+            MIX, made.at, made.width, weights.at, spread.choices, spread.top_k, out.at,
+            -1 if shared is None else shared.at, -1 if gate is None else gate.at,
+        )  # fmt: skip
 
     def program(self) -> "Program":
         """What was written."""
@@ -189,11 +272,14 @@ class Writer:
             table[number, NEXT] = following
             if table[number, 0] in (PRODUCT, LEVEL_PRODUCT):
                 following = number
+            elif table[number, 0] == SORT and table[following, COUNT] != TOKENS.count:
+                following = table[number, NEXT] = -1
         numbers = np.array(self._numbers, np.float32)
         room = torch.zeros(self._size + EVEN)
         start = -room.data_ptr() // 4 % 16  # so that places begin with a line of the cache
         places, num_slots = room[start : start + self._size], self._cache[0, 0, :, 0, :, 0].numel()
-        return Program(table, numbers, places, self._flat(), num_slots, self._kept)
+        ints = np.zeros(self._num_ints, np.int64)
+        return Program(table, numbers, ints, places, self._flat(), num_slots, self._kept)
 
     def _flat(self) -> npt.NDArray[Any]:
         flat = self._cache.view(-1)
@@ -211,8 +297,16 @@ class Writer:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _write(self, *fields: int, numbers: tuple[float, float] = (0.0, 0.0)) -> None:
-        self._table.append([*fields, *[0] * (FIELDS - len(fields))])
+    def _write(
+        self,
+        *fields: int,
+        numbers: tuple[float, float] = (0.0, 0.0),
+        rows: Rows = TOKENS,
+        goes_on: bool = False,
+    ) -> None:
+        op = [*fields, *[0] * (FIELDS - len(fields))]
+        op[FIRST], op[COUNT], op[GOES_ON] = rows.first, rows.count, int(goes_on)
+        self._table.append(op)
         self._numbers.append(numbers)
 
 
@@ -222,6 +316,7 @@ class Program:
 
     table: npt.NDArray[np.int64]  # [operations, FIELDS]
     numbers: Floats  # [operations, 2]
+    ints: npt.NDArray[np.int64]  # its whole numbers, see `Rows` and `Spread`
     room: Tensor  # all places
     cache: npt.NDArray[Any]  # flat
     num_slots: int  # of the cache
@@ -239,10 +334,11 @@ class Program:
         """
         if not 0 <= slots.min() <= slots.max() < self.num_slots:
             raise IndexError(f"slots: {slots.tolist()}, of a cache of {self.num_slots}")
+        self.ints[TOKENS.count] = len(slots)
         _player(self.cache.dtype == np.uint16)(
-            self.table, self.numbers, self.room.numpy(), self.cache, slots.astype(np.int64),
-            context_lens.astype(np.int64), np.ascontiguousarray(block_tables, np.int32),
-            num_threads=torch.get_num_threads(),
+            self.table, self.numbers, self.ints, self.room.numpy(), self.cache,
+            slots.astype(np.int64), context_lens.astype(np.int64),
+            np.ascontiguousarray(block_tables, np.int32), num_threads=torch.get_num_threads(),
         )  # fmt: skip
 
 

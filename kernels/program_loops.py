@@ -8,13 +8,10 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba import carray  # type: ignore[attr-defined]
-from numba.core import types
 
-from penstock.kernels import panel_loops
+from penstock.kernels import expert_loops, panel_loops
 from penstock.kernels.compiled import use_threads
-from penstock.kernels.lanes import ask_ahead, written
+from penstock.kernels.lanes import ask_ahead
 from penstock.kernels.norm_loops import mean_square
 from penstock.kernels.paged_tiles import blocks_of, one_by_one
 from penstock.kernels.panel_loops import HIGH, PANEL
@@ -22,15 +19,27 @@ from penstock.kernels.panel_product import SPLIT_ROWS, has_matrix_unit
 from penstock.kernels.program_table import (
     ADD,
     ATTEND,
+    CHOOSE,
+    COUNT,
     EVEN,
+    FIRST,
     GATE,
+    GATHER,
+    GOES_ON,
     LEVEL_PRODUCT,
     LEVELS,
+    MIX,
     NEXT,
     NORM,
     PRODUCT,
+    SCORE,
+    SORT,
 )
 from penstock.kernels.row_levels_loops import level_rows
+from penstock.kernels.shares import bytes_ as _bytes
+from penstock.kernels.shares import floats as _floats
+from penstock.kernels.shares import part as _part
+from penstock.kernels.shares import sums as _sums
 from penstock.kernels.team import TEAM, all_met, arrive, join, wait_a_little
 from penstock.kernels.tile_rows import exp
 from penstock.kernels.turn_loops import keep, turn_halves, turn_neighbours
@@ -49,45 +58,6 @@ Longs = npt.NDArray[np.int64]
 
 _f32 = np.float32
 _LINE = 16  # float32 of a cache line
-
-
-def _pointers(kind: Any, code_kind: Any) -> Any:
-    @written
-    def pointer(typing, address):
-        """To what is there."""
-
-        def code(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], code_kind.as_pointer())
-
-        return types.CPointer(kind)(types.int64), code
-
-    return pointer
-
-
-_to_float = _pointers(types.float32, ir.FloatType())
-_to_sum = _pointers(types.int32, ir.IntType(32))
-_to_byte = _pointers(types.uint8, ir.IntType(8))
-
-
-@numba.njit(nogil=True)
-def _floats(address: int, count: int) -> Any:
-    return carray(_to_float(address), count)
-
-
-@numba.njit(nogil=True)
-def _sums(address: int, count: int) -> Any:
-    return carray(_to_sum(address), count)
-
-
-@numba.njit(nogil=True)
-def _bytes(address: int, count: int) -> Any:
-    return carray(_to_byte(address), count)
-
-
-@numba.njit(nogil=True)
-def _part(size: int, me: int, count: int) -> tuple[int, int]:
-    """Of so many the first of this thread, and the first that is not."""
-    return size * me // count, size * (me + 1) // count
 
 
 @numba.njit(fastmath={"contract"}, nogil=True)
@@ -110,9 +80,11 @@ def _norm(op: Longs, eps: float, room: Floats, num_rows: int, me: int, count: in
 
 
 @numba.njit(nogil=True)
-def _product(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
+def _product(
+    op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
+) -> None:  # fmt: skip
     num_inputs, num_outputs = op[2], op[8]
-    x, y = room[op[1] :], room[op[7] :]
+    x, y = room[op[1] + first_row * num_inputs :], room[op[7] + first_row * num_outputs :]
     panels, bias = _floats(op[3], op[4]), _floats(op[5], op[6])
     if HAS_TILES and num_rows >= SPLIT_ROWS:
         first, last = _part(num_outputs // EVEN, me, count)
@@ -128,25 +100,31 @@ def _product(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> Non
 
 
 @numba.njit(nogil=True)
-def _levels(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
+def _levels(
+    op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
+) -> None:  # fmt: skip
     width = op[2]
-    x = room[op[1] :][: num_rows * width].reshape(num_rows, width)
-    levels = room[op[3] :].view(np.uint8)[: num_rows * width].reshape(num_rows, width)
+    x = room[op[1] + first_row * width :][: num_rows * width].reshape(num_rows, width)
+    bytes_at = first_row * width
+    levels = room[op[3] :].view(np.uint8)[bytes_at:][: num_rows * width].reshape(num_rows, width)
     first, last = _part(num_rows, me, count)
-    level_rows(x, levels, room[op[4] :][:num_rows], first, last)
+    level_rows(x, levels, room[op[4] + first_row :][:num_rows], first, last)
 
 
 @numba.njit(nogil=True)
-def _level_product(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
+def _level_product(
+    op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
+) -> None:  # fmt: skip
     num_outputs = op[9]
-    levels = room[op[1] :].view(np.uint8)
+    levels = room[op[1] :].view(np.uint8)[first_row * op[2] :]
+    y, factors = room[op[8] + first_row * num_outputs :], room[op[10] + first_row :]
     weights, shifts = _bytes(op[3], op[4]), _sums(op[5], num_outputs)
     scales, bias = _floats(op[6], num_outputs), _floats(op[7], num_outputs)
     first, last = _part(num_outputs // EVEN, me, count)
     if HAS_TILES and first < last:
         _share_of_levels(
-            levels, num_rows, op[2], weights, shifts, room[op[10] :], scales, bias, room[op[8] :],
-            num_outputs, first, last,
+            levels, num_rows, op[2], weights, shifts, factors, scales, bias, y, num_outputs, first,
+            last,
         )  # fmt: skip
 
 
@@ -210,7 +188,9 @@ _SLOPE, _BEND = _f32(2 * np.sqrt(2 / np.pi)), _f32(0.044715)
 
 
 @numba.njit(fastmath={"contract"}, nogil=True)
-def _gate(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
+def _gate(
+    op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
+) -> None:  # fmt: skip
     """x / (1 + e^-u) times the other half; u: x, or of gelu 2 sqrt(2 / pi) (x + 0.044715 x^3)."""
     inner, is_gelu = op[2], op[4] == 1
     first, last = _part(inner // 16, me, count)
@@ -219,7 +199,7 @@ def _gate(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
         np.empty(_SOME, np.float32),
         np.empty(_SOME, np.int32),
     )
-    for t in range(num_rows):
+    for t in range(first_row, first_row + num_rows):
         x, up = room[op[1] + 2 * t * inner :][:inner], room[op[1] + (2 * t + 1) * inner :][:inner]
         out = room[op[3] + t * inner :][:inner]
         for begin in range(first * 16, last * 16, _SOME):
@@ -271,34 +251,64 @@ MOST_ASKED = (1 << 20) // 64
 
 @numba.njit(nogil=True)
 def _compute(
-    op: Longs, eps: float, cap: float, room: Floats, cache: Any, slots: Longs, contexts: Longs,
-    tables: Any, me: int, count: int,
+    op: Longs, eps: float, cap: float, ints: Longs, room: Floats, cache: Any, slots: Longs,
+    contexts: Longs, tables: Any, turns: int, me: int, count: int,
 ) -> None:  # fmt: skip
-    """This thread's part of an operation; eps, cap: its two numbers."""
-    kind, num_rows = op[0], len(slots)
+    """This thread's part of an operation; eps, cap: its two numbers; turns: products since threads
+    met. Parts of a small product are uneven: of several each thread has large ones and small."""
+    kind, first, num_rows, turn = op[0], ints[op[FIRST]], ints[op[COUNT]], (me + turns) % count
     if kind == NORM:
         _norm(op, eps, room, num_rows, me, count)
     elif kind == PRODUCT:
-        _product(op, room, num_rows, me, count)
+        _product(op, room, first, num_rows, turn, count)
     elif kind == LEVELS:
-        _levels(op, room, num_rows, me, count)
+        _levels(op, room, first, num_rows, me, count)
     elif kind == LEVEL_PRODUCT:
-        _level_product(op, room, num_rows, me, count)
+        _level_product(op, room, first, num_rows, turn, count)
     elif kind == ATTEND:
         _attend(op, eps, cap, room, cache, slots, contexts, tables, me, count)
     elif kind == GATE:
-        _gate(op, room, num_rows, me, count)
+        _gate(op, room, first, num_rows, me, count)
     elif kind == ADD:
         _add(op, room, num_rows, me, count)
+    else:
+        _spread(op, ints, room, num_rows, me, count)
 
 
 @numba.njit(nogil=True)
-def _meet(shared: Longs, table: Any, number: int, asked: int, me: int, count: int) -> int:
-    """Waits for all of the team, who come here after every operation; meanwhile, asks for weights
-    of the next product. Of that, `asked` lines were asked for before; returns how many are now."""
+def _spread(
+    op: Longs, ints: Longs, room: Floats, num_rows: int, me: int, count: int
+) -> None:  # fmt: skip
+    """The same of what only mixtures of experts have."""
+    if op[0] == SCORE:
+        expert_loops.score(op, room, num_rows, me, count)
+    elif op[0] == CHOOSE:
+        expert_loops.choose(op, room, ints, num_rows, me, count)
+    elif op[0] == SORT:
+        expert_loops.sort(op, ints, num_rows, me)
+    elif op[0] == GATHER:
+        expert_loops.gather(op, room, ints, num_rows, me, count)
+    elif op[0] == MIX:
+        expert_loops.mix(op, room, ints, num_rows, me, count)
+
+
+@numba.njit(nogil=True)
+def _needed(table: Any, ints: Longs, number: int) -> int:
+    """The first product from this one on that has rows; -1: nobody knows."""
+    while number >= 0 and ints[table[number, COUNT]] == 0:
+        number += 1
+    return number
+
+
+@numba.njit(nogil=True)
+def _meet(
+    shared: Longs, table: Any, ints: Longs, number: int, times: int, asked: int, me: int, count: int
+) -> int:  # fmt: skip
+    """Waits for all of the team, who come here so many times; meanwhile, asks for weights of the
+    next product. Of that, `asked` lines were asked for before; returns how many are now."""
     arrive(shared)
-    following, looks = table[number, NEXT], 0
-    while not all_met(shared, count, number + 1):
+    following, looks = _needed(table, ints, table[number, NEXT]), 0
+    while not all_met(shared, count, times):
         if following >= 0 and asked < MOST_ASKED:
             asked = _ask_for(table[following], asked, me, count)
         else:
@@ -310,6 +320,7 @@ def _meet(shared: Longs, table: Any, number: int, asked: int, me: int, count: in
 def _play(
     table: Any,  # [operations, FIELDS]
     numbers: Any,  # [operations, 2]
+    ints: Longs,
     room: Floats,
     cache: Any,  # flat
     slots: Longs,  # [T]
@@ -321,15 +332,19 @@ def _play(
     shared = np.zeros(TEAM, np.int64)
     for _thread in numba.prange(num_threads):
         me, count = join(shared, num_threads)
-        asked = 0
+        asked = turns = times = 0
         for number in range(len(table) if me >= 0 else 0):
-            if table[number, 0] in (PRODUCT, LEVEL_PRODUCT):
-                asked = 0
-            _compute(
-                table[number], numbers[number, 0], numbers[number, 1], room, cache, slots,
-                contexts, tables, me, count,
-            )  # fmt: skip
-            asked = _meet(shared, table, number, asked, me, count)
+            op = table[number]
+            if ints[op[COUNT]] > 0:
+                _compute(
+                    op, numbers[number, 0], numbers[number, 1], ints, room, cache, slots,
+                    contexts, tables, turns, me, count,
+                )  # fmt: skip
+                if op[0] in (PRODUCT, LEVEL_PRODUCT):
+                    asked, turns = 0, turns + 1
+            if not op[GOES_ON]:
+                times, turns = times + 1, 0
+                asked = _meet(shared, table, ints, number, times, asked, me, count)
 
 
 @cache
@@ -337,8 +352,8 @@ def player(narrow: bool) -> Any:
     """`_play` over a cache of float32, or a narrow one; compiled when it is first asked for."""
     rows = "uint16" if narrow else "float32"
     signature = (
-        f"void(int64[:, ::1], float32[:, ::1], float32[::1], {rows}[::1], int64[::1], int64[::1],"
-        " int32[:, ::1], int64)"
+        f"void(int64[:, ::1], float32[:, ::1], int64[::1], float32[::1], {rows}[::1],"
+        " int64[::1], int64[::1], int32[:, ::1], int64)"
     )
     kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(_play)
 

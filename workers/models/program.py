@@ -1,7 +1,8 @@
 """A decoder's step of single tokens as a program of a CPU, where its parts can be one.
 
 So it is for models of gated layers with RMS norms in float32 (Llama, Mistral, Qwen, Gemma and their
-kind), of one rank. Whatever else there is computes operation by operation.
+kind), also with experts chosen by a plain softmax, of one rank. Whatever else there is computes
+operation by operation.
 """
 
 from collections.abc import Callable
@@ -14,9 +15,12 @@ from torch import Tensor
 from penstock.kernels.activation import gelu_mul, silu_mul
 from penstock.kernels.launch import runs_kernels
 from penstock.kernels.program import Heads, Place, Program, Unfit, Writer, prepare_program
+from penstock.kernels.program_rows import Spread
+from penstock.kernels.routing import Routing
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.block import Block
+from penstock.workers.layers.experts import Experts, SharedExpert
 from penstock.workers.layers.linear import Linear, Summed
 from penstock.workers.layers.mlp import Mlp
 from penstock.workers.layers.norm import Norm, RmsNorm, RmsNormAboveOne
@@ -99,18 +103,26 @@ class _Layers:
     normal: Place
     made: Place
     angles: tuple[Place, ...]
-    inner: dict[tuple[str, int], Place] = field(default_factory=dict)  # what all layers share
+    # What all layers share:
+    inner: dict[tuple[str, int, Spread | None], Place] = field(default_factory=dict)
+    spreads: dict[tuple[int, int], Spread] = field(default_factory=dict)
 
     def write(self, number: int, block: Block) -> None:
         if block.parallel or block.attention_norm is None or block.mlp_norm is None:
             raise Unfit("another order of norms")
-        if not isinstance(block.attention, Attention) or not isinstance(block.mlp, Mlp):
-            raise Unfit(f"{type(block.attention).__name__} or {type(block.mlp).__name__}")
+        if not isinstance(block.attention, Attention):
+            raise Unfit(f"{type(block.attention).__name__}")
         self._norm(block.attention_norm, added=number > 0)
         self._attention(block.attention, number)
         self._norm_made(block.attention_post_norm)
         self._norm(block.mlp_norm, added=True)
-        self._mlp(block.mlp)
+        match block.mlp:
+            case Mlp():
+                self._mlp(block.mlp, self.made)
+            case Experts():
+                self._experts(block.mlp)
+            case _:
+                raise Unfit(f"{type(block.mlp).__name__}")
         self._norm_made(block.mlp_post_norm)
 
     def write_head(self, decoder: Decoder) -> Place | None:
@@ -153,10 +165,10 @@ class _Layers:
         writer.attend(heads, how, number, out)
         writer.product(out, _whole(attention.output).packed, self.made)
 
-    def _inner(self, name: str, width: int) -> Place:
-        if (name, width) not in self.inner:
-            self.inner[name, width] = self.writer.place(width)
-        return self.inner[name, width]
+    def _inner(self, name: str, width: int, spread: Spread | None = None) -> Place:
+        if (name, width, spread) not in self.inner:
+            self.inner[name, width, spread] = self.writer.place(width, spread)
+        return self.inner[name, width, spread]
 
     def _norm_heads(self, norm: Norm, heads: Place, first: int, size: int) -> None:
         weight, eps = _rms(norm)
@@ -165,15 +177,67 @@ class _Layers:
         groups = slice(first // len(weight), (first + size) // len(weight))
         self.writer.norm(heads, weight, eps, heads, groups=groups)
 
-    def _mlp(self, mlp: Mlp) -> None:
-        kind = _GATES.get(mlp.activation)
-        if kind is None:
-            raise Unfit("another activation")
-        writer, width = self.writer, sum(mlp.gate_up.sizes)
+    def _mlp(self, mlp: Mlp, out: Place) -> None:
+        writer, width, kind = self.writer, sum(mlp.gate_up.sizes), _gate_kind(mlp)
         both, inner = self._inner("gate and up", width), self._inner("gated", width // 2)
         writer.product(self.normal, mlp.gate_up.packed, both)
         writer.gate(both, kind, inner)
-        writer.product(inner, _whole(mlp.down).packed, self.made)
+        writer.product(inner, _whole(mlp.down).packed, out)
+
+    def _experts(self, experts: Experts) -> None:
+        routing, router, num_experts = experts.routing, experts.router, len(experts.experts)
+        if routing != Routing(routing.top_k, routing.normalise) or experts.bias is not None:
+            raise Unfit(f"{routing}")
+        spread = self._spread(num_experts, routing.top_k)
+        logits = self._inner("logits", num_experts)
+        weights = self._inner("weights of experts", routing.top_k)
+        self.writer.score(self.normal, _plain(router), logits)
+        self.writer.choose(logits, spread, routing.normalise, weights)
+        # Here: whoever waits for the choice can ask for these weights, which all tokens need.
+        shared = gate = None
+        if experts.shared is not None:
+            shared, gate = self._shared(experts.shared)
+        made = self._each(experts.experts, spread)
+        self.writer.mix(made, spread, weights, self.made, shared, gate)
+
+    def _spread(self, num_experts: int, top_k: int) -> Spread:
+        if (num_experts, top_k) not in self.spreads:
+            self.spreads[num_experts, top_k] = self.writer.spread(num_experts, top_k)
+        return self.spreads[num_experts, top_k]
+
+    def _shared(self, shared: SharedExpert) -> tuple[Place, Place | None]:
+        """What it makes, and the gate of that."""
+        made, gate = self._inner("shared", self.made.width), None
+        if shared.gate is not None:
+            gate = self._inner("gate of the shared", 1)
+            self.writer.score(self.normal, _plain(shared.gate), gate)
+        self._mlp(shared.mlp, made)
+        return made, gate
+
+    def _each(self, mlps: tuple[Mlp, ...], spread: Spread) -> Place:
+        """What each expert makes of its rows."""
+        writer, width = self.writer, sum(mlps[0].gate_up.sizes)
+        x, made = (self._inner(name, self.made.width, spread) for name in ("normal", "made"))
+        both = self._inner("gate and up", width, spread)
+        inner = self._inner("gated", width // 2, spread)
+        writer.gather(self.normal, spread, x)
+        writer.products(x, [mlp.gate_up.packed for mlp in mlps], both, spread)
+        writer.gate(both, _gate_kind(mlps[0]), inner, spread)
+        writer.products(inner, [_whole(mlp.down).packed for mlp in mlps], made, spread)
+        return made
+
+
+def _gate_kind(mlp: Mlp) -> str:
+    kind = _GATES.get(mlp.activation)
+    if kind is None:
+        raise Unfit("another activation")
+    return kind
+
+
+def _plain(linear: Linear) -> Tensor:
+    if linear.packed is not None or linear.bias is not None:
+        raise Unfit("a router in another form, or with a bias")
+    return linear.weight
 
 
 def _rms(norm: Norm) -> tuple[Tensor, float]:

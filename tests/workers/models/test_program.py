@@ -35,6 +35,13 @@ EVEN = {
     "pad_token_id": None,
 }
 
+SMALL_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+
 PROGRAMS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**EVEN),
     "llama, an odd vocabulary": lambda: transformers.LlamaConfig(**EVEN | {"vocab_size": 307}),
@@ -47,6 +54,15 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "gemma2, norms after, caps": lambda: transformers.Gemma2Config(
         **EVEN, sliding_window=13, query_pre_attn_scalar=24
     ),
+    "mixtral": lambda: transformers.MixtralConfig(**EVEN, num_local_experts=4),
+    "qwen2 moe, a shared expert": lambda: transformers.Qwen2MoeConfig(**EVEN, **SMALL_EXPERTS),
+    "qwen2 moe, experts in every other layer": lambda: transformers.Qwen2MoeConfig(
+        **EVEN, **SMALL_EXPERTS, decoder_sparse_step=2
+    ),
+    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(**EVEN, **SMALL_EXPERTS, norm_topk_prob=False),
+    "qwen3 moe, weights that sum to one": lambda: transformers.Qwen3MoeConfig(
+        **EVEN, **SMALL_EXPERTS, norm_topk_prob=True
+    ),
     "gemma3, two rotaries": lambda: transformers.Gemma3TextConfig(
         **EVEN, sliding_window=13, query_pre_attn_scalar=24
     ),
@@ -56,15 +72,26 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "layer norms": lambda: transformers.FalconConfig(
         vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
     ),
-    "experts": lambda: transformers.MixtralConfig(**EVEN, num_local_experts=4),
+    "experts with a clamp": lambda: transformers.GptOssConfig(**EVEN, num_local_experts=4),
+    "experts in groups": lambda: transformers.DeepseekV2Config(
+        **EVEN | {"num_key_value_heads": 4},
+        **SMALL_EXPERTS,
+        n_routed_experts=6,
+        first_k_dense_replace=0,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+    ),
     "a product of odd size": lambda: transformers.LlamaConfig(**EVEN | {"intermediate_size": 97}),
 }
 
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products are in panels, as large ones are on a machine with wide vectors."""
-    monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1)
+    """All products of several outputs are in panels: large ones are, if vectors are wide."""
+    monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1 + EVEN["hidden_size"])  # not a gate's
     monkeypatch.setattr(panel_product, "has_wide_vectors", lambda: True)
 
 
