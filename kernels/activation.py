@@ -11,12 +11,15 @@ ends: by that everything is computed alike.
 
 import math
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.aot import AotCase, meta
+from penstock.kernels.compiled import ALONE, has_loops, settle_numba
 from penstock.kernels.launch import FLOATS, check, chip_of, jit, launch, on_triton, power_of_2, tl
 
 MOST_COLUMNS = 2048
@@ -41,12 +44,44 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_alike(gate_up: Tensor) -> Tensor:
-    """As `silu_mul`, every element computed alike; on a CPU slower."""
+    """As `silu_mul`, every element computed alike."""
     if on_triton(gate_up):
         return _gated(gate_up, "silu")
+    if _takes_loops(gate_up):
+        return _by_loops(gate_up, is_gelu=False)
     gate, up = gate_up.chunk(2, dim=-1)
     below = torch.neg(gate).exp_().add_(1)
     return torch.div(gate, below, out=below).mul_(up)
+
+
+def gelu_mul_alike(gate_up: Tensor) -> Tensor:
+    """As `gelu_mul`, by the loops of programs (see `program`) where those are."""
+    if not on_triton(gate_up) and _takes_loops(gate_up):
+        return _by_loops(gate_up, is_gelu=True)
+    return gelu_mul(gate_up)
+
+
+def _takes_loops(gate_up: Tensor) -> bool:
+    """Where numba's loops are, on a CPU in float32. Nothing that the number of rows decides."""
+    plain = gate_up.device.type == "cpu" and gate_up.dtype == torch.float32
+    return plain and gate_up.dim() == 2 and gate_up.numel() > 0 and has_loops()
+
+
+def _by_loops(gate_up: Tensor, is_gelu: bool) -> Tensor:
+    num_rows, inner = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty(num_rows, inner)
+    threads = 1 if gate_up.numel() < ALONE else torch.get_num_threads()
+    flat = gate_up.contiguous().view(-1).numpy()
+    _loops()(flat, inner, is_gelu, out.view(-1).numpy(), threads)
+    return out
+
+
+@cache
+def _loops() -> Any:
+    settle_numba()
+    from penstock.kernels import gate_loops
+
+    return gate_loops.fill
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -95,8 +95,7 @@ def rms_norm_above_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm above one; in float32 all through: 1 + weight would lose small weights."""
     if on_triton(x):
         return _normalised(x, weight, None, eps, above_one=True)
-    wide = functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps)
-    return wide.to(x.dtype)
+    return rms_norm(x.float(), 1.0 + weight.float(), eps).to(x.dtype)
 
 
 def add_rms_norm_above_one(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:

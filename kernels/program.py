@@ -6,8 +6,9 @@ for a model; threads go through it together (`team`) and meet after each. Whoeve
 what it will need of the next weights.
 
 Operations compute on places: matrices of float32, a row a token, in one array. They are made of the
-loops that compute them one by one (`panel_loops`, `split_loops`, `paged_tiles`, ...), so that but
-for gates (torch's exponential is another) a row's bits are those of a step without a program.
+loops that compute them one by one (`panel_loops`, `split_loops`, `paged_tiles`, ...), so that a
+row's bits are those of a step without a program; but for gates, unless these are computed alike
+(`silu_mul_alike`): torch's exponential is another.
 """
 
 from collections.abc import Sequence
@@ -136,7 +137,7 @@ class Writer:
         """Whether `product` can be written."""
         if isinstance(product, LevelProduct):
             return y.width % EVEN == 0
-        if not isinstance(product, PanelProduct) or product.alike:
+        if not isinstance(product, PanelProduct):
             return False
         return y.width % EVEN == 0 and product.depth == x.width
 
@@ -172,7 +173,7 @@ class Writer:
     def _panel_fields(self, x: Place, product: PanelProduct, y: Place) -> tuple[int, ...]:
         return (
             PRODUCT, x.at, x.width, product.panels.ctypes.data, len(product.panels),
-            product.bias.ctypes.data, len(product.bias), y.at, y.width,
+            product.bias.ctypes.data, len(product.bias), y.at, y.width, int(product.alike),
         )  # fmt: skip
 
     def _level_fields(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from penstock.kernels import expert_loops, panel_loops
 from penstock.kernels.compiled import use_threads
+from penstock.kernels.gate_loops import SOME, gate_columns, gate_room
 from penstock.kernels.lanes import ask_ahead
 from penstock.kernels.norm_loops import mean_square
 from penstock.kernels.paged_tiles import blocks_of, one_by_one
@@ -41,7 +42,6 @@ from penstock.kernels.shares import floats as _floats
 from penstock.kernels.shares import part as _part
 from penstock.kernels.shares import sums as _sums
 from penstock.kernels.team import TEAM, all_met, arrive, join, wait_a_little
-from penstock.kernels.tile_rows import exp
 from penstock.kernels.turn_loops import keep, turn_halves, turn_neighbours
 
 _share_by_vectors: Any = panel_loops.share
@@ -86,7 +86,7 @@ def _product(
     num_inputs, num_outputs = op[2], op[8]
     x, y = room[op[1] + first_row * num_inputs :], room[op[7] + first_row * num_outputs :]
     panels, bias = _floats(op[3], op[4]), _floats(op[5], op[6])
-    if HAS_TILES and num_rows >= SPLIT_ROWS:
+    if HAS_TILES and (op[9] or num_rows >= SPLIT_ROWS):
         first, last = _part(num_outputs // EVEN, me, count)
         if first < last:
             _share_by_tiles(
@@ -181,44 +181,19 @@ def _turn(op: Longs, room: Floats, heads: Any, t: int, head: int) -> None:
             turn_halves(one, cosines, sines)
 
 
-_SOME = 512
-"""Columns that are gated at a time, at most."""
-
-_SLOPE, _BEND = _f32(2 * np.sqrt(2 / np.pi)), _f32(0.044715)
-
-
-@numba.njit(fastmath={"contract"}, nogil=True)
+@numba.njit(nogil=True)
 def _gate(
     op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """x / (1 + e^-u) times the other half; u: x, or of gelu 2 sqrt(2 / pi) (x + 0.044715 x^3)."""
-    inner, is_gelu = op[2], op[4] == 1
+    inner, scratch = op[2], gate_room()
     first, last = _part(inner // 16, me, count)
-    u, below, powers = (
-        np.empty(_SOME, np.float32),
-        np.empty(_SOME, np.float32),
-        np.empty(_SOME, np.int32),
-    )
     for t in range(first_row, first_row + num_rows):
-        x, up = room[op[1] + 2 * t * inner :][:inner], room[op[1] + (2 * t + 1) * inner :][:inner]
-        out = room[op[3] + t * inner :][:inner]
-        for begin in range(first * 16, last * 16, _SOME):
-            size = min(_SOME, last * 16 - begin)
-            a, b, c = x[begin : begin + size], up[begin : begin + size], out[begin : begin + size]
-            bent, far = u[:size], below[:size]
-            for i in range(size):
-                bent[i] = a[i]
-            if is_gelu:
-                for i in range(size):
-                    bent[i] = a[i] * (_SLOPE + _SLOPE * _BEND * a[i] * a[i])
-            for i in range(size):
-                far[i] = -abs(bent[i])
-            exp(far, powers[:size])
-            for i in range(size):
-                above = far[i] if bent[i] < 0 else _f32(1)
-                bent[i] = above / (_f32(1) + far[i])
-            for i in range(size):
-                c[i] = a[i] * bent[i] * b[i]
+        for begin in range(first * 16, last * 16, SOME):
+            at, size = op[1] + 2 * t * inner + begin, min(SOME, last * 16 - begin)
+            gate_columns(
+                room[at : at + size], room[at + inner :][:size],
+                room[op[3] + t * inner + begin :][:size], op[4] == 1, scratch,
+            )  # fmt: skip
 
 
 @numba.njit(nogil=True)

@@ -42,7 +42,7 @@ class Runner:
         self._latent = decoder.spec.latent
         self._windows = set() if self._latent else set(decoder.spec.windows)
         self._rotary = self._tables(num_positions)
-        self._program = None if deterministic else decode_program(decoder, cache)
+        self._program = decode_program(decoder, cache)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:

@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels import panel_product
 from penstock.kernels.products import Product
+from penstock.workers import runner
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
 from penstock.workers.fingerprint import layout_of
+from penstock.workers.layers import packing
 from penstock.workers.models.config import UnsupportedModel
 from penstock.workers.rehearsal import rehearse
 from penstock.workers.scheduling.sequence import SamplingParams
@@ -22,6 +26,7 @@ from penstock.workers.service import serve_worker
 from tests.support.attached import Attached, greedy
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import run_greedy
+from tests.support.even import EVEN, make_even
 from tests.support.handover import HandOvers
 from tests.support.played import Bits, Request, Schedule, play
 from tests.support.tiny import tiny_checkpoint
@@ -173,6 +178,40 @@ def test_families(family: str, tmp_path: Path) -> None:
     expected = together(alone(engine, REQUESTS))
     answers = [entries for (_, choice), entries in expected.items() if choice >= 0]
     assert len({token for entries in answers for token, _ in entries}) > 20
+
+    @settings(max_examples=8, deadline=None)
+    @given(schedule=schedules())
+    def check(schedule: Schedule) -> None:
+        assert play(engine, REQUESTS, schedule) == expected
+
+    check()
+
+
+PLAYED: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**EVEN),
+    "int8": transformers.LlamaConfig(**EVEN | {"intermediate_size": 128}),
+    "gemma2": transformers.Gemma2Config(**EVEN, sliding_window=13, query_pre_attn_scalar=24),
+    "qwen3": transformers.Qwen3Config(**EVEN),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLAYED)
+def test_steps_of_single_tokens_as_a_program(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that are one have the bits of those that are not."""
+    monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(panel_product, "has_wide_vectors", lambda: True)
+    make_even(tmp_path, PLAYED[name])
+    quantization = "int8" if name == "int8" and panel_product.has_matrix_unit() else "none"
+    engine = make_engine(tmp_path, quantization=quantization)
+    assert engine._runner._program is not None
+    rehearse(engine)
+    expected = together(alone(engine, REQUESTS))
+    monkeypatch.setattr(runner, "decode_program", lambda *_: None)
+    plain = make_engine(tmp_path, quantization=quantization)
+    assert together(alone(plain, REQUESTS)) == expected
 
     @settings(max_examples=8, deadline=None)
     @given(schedule=schedules())

@@ -13,6 +13,7 @@ from penstock.kernels.activation import (
     clamped_silu_mul,
     gelu,
     gelu_mul,
+    gelu_mul_alike,
     silu_mul,
     silu_mul_alike,
 )
@@ -35,6 +36,10 @@ from penstock.workers.parallel.ranks import ALONE, Ranks
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
 GATE_KINDS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+ALIKE: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
+    silu_mul: silu_mul_alike,
+    gelu_mul: gelu_mul_alike,
+}
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_new": gelu,
@@ -173,7 +178,7 @@ class Assembly:
 
     def activation(self) -> Callable[[Tensor], Tensor]:
         found = (GATES if self.spec.gated else PLAIN)[self.spec.activation]
-        return silu_mul_alike if self.deterministic and found is silu_mul else found
+        return ALIKE.get(found, found) if self.deterministic else found
 
     def experts(self, experts: ExpertsSpec) -> Experts | SpreadExperts:
         ranks, routing = self.ranks, _routing(experts)

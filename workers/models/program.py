@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.activation import gelu_mul, silu_mul
+from penstock.kernels.activation import gelu_mul, gelu_mul_alike, silu_mul, silu_mul_alike
 from penstock.kernels.launch import runs_kernels
 from penstock.kernels.program import Heads, Place, Program, Unfit, Writer, prepare_program
 from penstock.kernels.program_rows import Spread
@@ -32,7 +32,12 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 MOST_ROWS = 128
 """Tokens of a step; of more the calls are a small part."""
 
-_GATES: dict[Callable[[Tensor], Tensor], str] = {silu_mul: "silu", gelu_mul: "gelu"}
+_GATES: dict[Callable[[Tensor], Tensor], str] = {
+    silu_mul: "silu",
+    silu_mul_alike: "silu",
+    gelu_mul: "gelu",
+    gelu_mul_alike: "gelu",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,24 +16,11 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.program import MOST_ROWS, DecodeProgram, decode_program
 from penstock.workers.weights.loading import load
 from tests.support.answers import check, expected_answers
+from tests.support.even import EVEN, make_even
 from tests.support.planner import Planner, generate, make_cache
 
 MAX_NEW = 12
 LENGTHS = (3, 17, 40)
-
-EVEN = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 192,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": None,
-}
 
 SMALL_EXPERTS = {
     "num_experts": 6,
@@ -96,15 +83,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(folder: Path, config: Any, quantization: str = "none") -> tuple[Any, Decoder]:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):  # else they are ones and zeros
-                weight.add_(0.2 * torch.randn_like(weight))
-            else:
-                weight.mul_(4)
-    model.save_pretrained(folder)
+    model = make_even(folder, config)
     decoder = load(folder, "float32", torch.device("cpu"), quantization=quantization)[1]
     assert isinstance(decoder, Decoder)
     return model, decoder
