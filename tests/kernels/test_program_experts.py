@@ -1,6 +1,7 @@
 """Mixtures of experts in programs of a CPU: what `route` chooses and `mix_experts` sums."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,18 +12,11 @@ from torch import Tensor
 
 from penstock.kernels.activation import sigmoid, silu_mul
 from penstock.kernels.experts import mix_experts
-from penstock.kernels.panel_product import PanelProduct, panel_product
-from penstock.kernels.program import (
-    EVEN,
-    NEXT,
-    PRODUCT,
-    SORT,
-    TOKENS,
-    Place,
-    Program,
-    Spread,
-    Writer,
-)
+from penstock.kernels.panel_product import PanelProduct, has_matrix_unit, panel_product
+from penstock.kernels.products import int8_product
+from penstock.kernels.program import Place, Program, Unfit, Writer
+from penstock.kernels.program_rows import Spread
+from penstock.kernels.program_table import EVEN, NEXT, PRODUCT, SORT
 from penstock.kernels.routing import Routing, route, route_reference
 from tests.support.threads import threads
 
@@ -143,24 +137,15 @@ def products(num_experts: int, num_inputs: int, num_outputs: int) -> list[PanelP
     ]
 
 
-def put_apart(
-    writer: Writer, each: list[PanelProduct], x: Place, y: Place, spread: Spread
-) -> None:  # fmt: skip
-    for expert, product in enumerate(each):
-        writer.product(x, product, y, spread.rows(expert), goes_on=expert + 1 < len(each))
-
-
-@pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize(("num_experts", "top_k"), MIXTURES)
-def test_a_mixture_has_the_launchers_bits(num_rows: int, num_experts: int, top_k: int) -> None:
-    """Of products without a gate, whose exponential is another."""
-    writer, each = writer_of(), products(num_experts, 192, 192)
+def mixed(each: list[Any], top_k: int, num_rows: int) -> None:
+    """Products alone: a gate's exponential is another."""
+    num_experts, writer = len(each), writer_of()
     spread, logits = writer.spread(num_experts, top_k), writer.place(num_experts)
     x, out, weights = writer.place(192), writer.place(192), writer.place(top_k)
     apart, made = writer.place(192, spread), writer.place(192, spread)
     writer.choose(logits, spread, True, weights)
     writer.gather(x, spread, apart)
-    put_apart(writer, each, apart, made, spread)
+    writer.products(apart, each, made, spread)
     writer.mix(made, spread, weights, out)
     program = writer.program()
     for _ in range(2):  # the second time over what the first has left
@@ -169,6 +154,27 @@ def test_a_mixture_has_the_launchers_bits(num_rows: int, num_experts: int, top_k
         experts, shares = experts_of(program, spread, num_rows), program.matrix(weights, num_rows)
         expected = mix_experts(values, experts, shares, num_experts, lambda e, rows: each[e](rows))
         assert torch.equal(program.matrix(out, num_rows), expected)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(("num_experts", "top_k"), MIXTURES)
+def test_a_mixture_has_the_launchers_bits(num_rows: int, num_experts: int, top_k: int) -> None:
+    mixed(products(num_experts, 192, 192), top_k, num_rows)
+
+
+@pytest.mark.skipif(not has_matrix_unit(), reason="this machine has no matrix unit")
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_a_mixture_of_eight_bits_has_the_launchers_bits(num_rows: int) -> None:
+    mixed([int8_product(torch.randn(192, 192), torch.randn(192)) for _ in range(5)], 2, num_rows)
+
+
+@pytest.mark.skipif(not has_matrix_unit(), reason="this machine has no matrix unit")
+def test_products_of_several_kinds_are_refused() -> None:
+    writer = writer_of()
+    spread, few = writer.spread(2, 1), products(1, 64, 64)
+    x, y = writer.place(64, spread), writer.place(64, spread)
+    with pytest.raises(Unfit, match="kinds"):
+        writer.products(x, [*few, int8_product(torch.randn(64, 64), None)], y, spread)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
@@ -184,10 +190,9 @@ def test_a_whole_layer_with_a_shared_expert(num_rows: int, gated: bool) -> None:
     writer.score(x, router, logits)
     writer.choose(logits, spread, False, weights)
     writer.gather(x, spread, apart)
-    put_apart(writer, first, apart, both, spread)
-    for expert in range(5):
-        writer.gate(both, "silu", inner, spread.rows(expert), goes_on=expert < 4)
-    put_apart(writer, second, inner, made, spread)
+    writer.products(apart, first, both, spread)
+    writer.gate(both, "silu", inner, spread)
+    writer.products(inner, second, made, spread)
     writer.mix(made, spread, weights, out, shared, gate if gated else None)
     program = writer.program()
     values, others = torch.randn(num_rows, DIM), torch.randn(num_rows, DIM)
@@ -212,7 +217,7 @@ def test_logits_that_are_no_numbers_harm_nobody_else(broken: float) -> None:
     apart, made = writer.place(DIM, spread), writer.place(64, spread)
     writer.choose(logits, spread, True, weights)
     writer.gather(x, spread, apart)
-    put_apart(writer, each, apart, made, spread)
+    writer.products(apart, each, made, spread)
     writer.mix(made, spread, weights, out)
     program = writer.program()
     values, scores = torch.randn(17, DIM), torch.randn(17, 4)
@@ -235,7 +240,7 @@ def test_nobody_asks_for_weights_before_it_is_known_whose() -> None:
     writer.product(x, plain, x)
     writer.choose(logits, spread, True, weights)
     writer.gather(x, spread, apart)
-    put_apart(writer, products(3, DIM, 64), apart, made, spread)
+    writer.products(apart, products(3, DIM, 64), made, spread)
     table = writer.program().table
     kinds = table[:, 0].tolist()
     known = kinds.index(SORT)
@@ -248,17 +253,18 @@ def test_products_that_all_tokens_need_are_asked_for_while_experts_are_chosen() 
     spread, logits, weights = writer.spread(3, 1), writer.place(3), writer.place(1)
     x = writer.place(DIM)
     writer.choose(logits, spread, True, weights)
-    writer.product(x, plain, x, TOKENS)
+    writer.product(x, plain, x)
     assert writer.program().table[:, NEXT].tolist() == [2, 2, -1]
 
 
 def test_the_first_product_that_has_rows_is_asked_for() -> None:
-    from penstock.kernels.program_loops import _needed
+    from penstock.kernels import program_loops
 
+    loops: Any = program_loops
     writer = writer_of()
     spread, x = writer.spread(4, 1), writer.place(64)
-    put_apart(writer, products(4, 64, 64), x, x, spread)
+    writer.products(x, products(4, 64, 64), x, spread)
     program = writer.program()
     program.ints[spread.rows(2).count] = 1
-    assert _needed(program.table, program.ints, 0) == 2
-    assert _needed(program.table, program.ints, -1) == -1
+    assert loops._needed(program.table, program.ints, 0) == 2
+    assert loops._needed(program.table, program.ints, -1) == -1
