@@ -1,6 +1,7 @@
 """A decoder's decode steps as programs: what `transformers` answers, and what the decoder gives."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 import transformers
 
 from penstock.kernels import panel_product
+from penstock.kernels.routing import Routing
 from penstock.workers import runner
 from penstock.workers.layers import packing
+from penstock.workers.layers.experts import Experts
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.program import MOST_ROWS, DecodeProgram, decode_program
 from penstock.workers.weights.loading import load
@@ -78,7 +81,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All products of several outputs are in panels: large ones are, if vectors are wide."""
-    monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1 + EVEN["hidden_size"])  # not a gate's
+    monkeypatch.setattr(packing, "LEAST_WEIGHTS", 65)  # not a gate's
     monkeypatch.setattr(panel_product, "has_wide_vectors", lambda: True)
 
 
@@ -111,11 +114,20 @@ def test_it_is_what_transformers_computes(
 
 
 @pytest.mark.skipif(not panel_product.has_matrix_unit(), reason="this machine has no matrix unit")
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: transformers.LlamaConfig(**EVEN | {"intermediate_size": 128}),
+        lambda: transformers.MixtralConfig(
+            **EVEN | {"intermediate_size": 128}, num_local_experts=4
+        ),
+    ],
+    ids=["llama", "mixtral"],
+)
 def test_int8_is_what_its_operations_compute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = transformers.LlamaConfig(**EVEN | {"intermediate_size": 128})
-    _, decoder = made(tmp_path, config, "int8")
+    _, decoder = made(tmp_path, config(), "int8")
     assert decode_program(decoder, make_cache(decoder, 4)) is not None
     prompts = [list(range(4, 4 + length)) for length in LENGTHS]
     played = generate(decoder, prompts, MAX_NEW)
@@ -127,6 +139,24 @@ def test_int8_is_what_its_operations_compute(
 def test_whatever_else_there_is_has_none(name: str, tmp_path: Path) -> None:
     _, decoder = made(tmp_path, OTHERS[name]())
     assert decode_program(decoder, make_cache(decoder, 4)) is None
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(2, sigmoid=True),
+        Routing(2, num_groups=2, top_groups=2),
+        Routing(2, scale=2.5),
+    ],
+    ids=["sigmoid", "groups", "scale"],
+)
+def test_another_routing_has_none(routing: Routing, tmp_path: Path) -> None:
+    _, decoder = made(tmp_path, PROGRAMS["mixtral"]())
+    block = decoder.layers[0]
+    assert isinstance(block.mlp, Experts)
+    other = replace(block, mlp=replace(block.mlp, routing=routing))
+    changed = replace(decoder, layers=(other, *decoder.layers[1:]))
+    assert decode_program(changed, make_cache(decoder, 4)) is None
 
 
 def test_steps_of_many_tokens_or_of_prompts_are_not_its(tmp_path: Path) -> None:
