@@ -70,6 +70,12 @@ def test_a_scaler_answers_everything(kind: str) -> None:
         assert cluster.num_scalings > 0
 
 
+def test_a_clairvoyant_of_busier_workers_wants_fewer() -> None:
+    load = wave()
+    hours = [simulate("clairvoyant", load, PLAN, 9, busy)[1].worker_hours for busy in (0.3, 1.0)]
+    assert hours[1] < hours[0]
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     (_, first), (_, again) = (simulate("penstock", wave(45.0), PLAN, 6) for _ in range(2))
     assert first == again
@@ -155,6 +161,7 @@ def test_a_time_model_with_nonsense(
     ("given", "message"),
     [
         (["--high", "0"], "--high must be above 0"),
+        (["--busy", "0"], "--busy must be above 0"),
         (["--low", "9"], "--low must not be above --high"),
         (["--cold-start", "-1"], "--cold-start, --promised and --seed must not be negative"),
         (["--promised", "-1"], "--cold-start, --promised and --seed must not be negative"),
