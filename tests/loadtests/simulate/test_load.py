@@ -118,6 +118,24 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
         ElementTree.fromstring(drawing)
 
 
+@pytest.mark.parametrize(
+    ("span", "most", "times", "values"),
+    [
+        (600.0, 4.0, ["0.0 min", "10.0 min"], ["1", "2", "3", "4"]),
+        (86400.0, 5.0, ["0.0 h", "4.0 h", "24.0 h"], ["2", "4", "6", "8"]),
+        (10800.0, 25.0, ["0.0 h", "3.0 h"], ["10", "20", "30", "40"]),
+    ],
+)
+def test_an_axis_has_one_unit_and_short_numbers(
+    span: float, most: float, times: list[str], values: list[str]
+) -> None:
+    text = page("a", [], ["b"], [], [Chart("c", "", [Line("d", [(0.0, 0.0), (span, most)])])])
+    labels = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+    assert labels[:5] == ["0", *values]
+    assert set(times) <= set(labels[5:])
+    assert len({label.split()[1] for label in labels[5:]}) == 1
+
+
 def test_what_a_page_shows_is_escaped() -> None:
     text = page("<b>", ["<i>"], ["<u>"], [["<s>"]], [Chart("<q>", "", [Line("<p>", [(0, 1)])])])
     assert not re.search("<[biusqp]>", text)
