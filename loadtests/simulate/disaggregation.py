@@ -93,6 +93,7 @@ class Playing:
 
     seconds: float = option(120.0, "how long requests arrive")
     seed: int = option(0, "the same seed gives the same runs")
+    promised: float = option(0.0, "seconds to the first token that the router orders by; 0: none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0, 1 (the rule loses somewhere), 2 (wrong options), 130 (Ctrl-C)."""
     about = "Play the rule that computes prompts apart beside always and never."
     (playing,) = read_flags("penstock simulate disaggregation", about, (Playing,), arguments)
-    if not 0 < playing.seconds < math.inf or not 0 <= playing.seed < 2**63:
-        print("penstock simulate disaggregation: --seconds above 0, --seed from 0", file=sys.stderr)
+    if not 0 < playing.seconds < math.inf or not all(
+        0 <= each < 2**63 for each in (playing.seed, playing.promised)
+    ):
+        told = "--seconds above 0, --seed and --promised from 0"
+        print(f"penstock simulate disaggregation: {told}", file=sys.stderr)
         return 2
     lost: list[str] = []
     print(HEADER)
@@ -131,7 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def play(case: Case, policy: Policy, playing: Playing) -> Outcome:
     """One case under one policy, to its end."""
     pools = {"prefill": case.prefill, "decode": case.decode}
-    plan = ClusterPlan(pools, LIMITS, Timing(), bandwidth=case.bandwidth)
+    plan = ClusterPlan(
+        pools, LIMITS, Timing(), bandwidth=case.bandwidth, promised_seconds=playing.promised
+    )
     cluster = Cluster(plan, load_of(case, playing), Static(pools), policy)
     cluster.run()
     decided = cluster.router.dispatcher.num_decided

@@ -65,6 +65,7 @@ class Serving:
     scaler: Kind = option("static", "who decides how many workers there are")  # noqa: RUF009
     compare: bool = option(False, "all of them (mixed workers), against static peak capacity")
     most: int = option(64, "workers of a pool")
+    busy: float = option(BUSY, "share of its time that a clairvoyant lets a worker be busy")
     cold_start: float = option(30.0, "seconds until a new worker serves")
     timing: Path | None = option(None, "time model: a YAML file")  # noqa: RUF009
     max_sequences: int = option(64, "of a worker at a time")
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(arriving: Arriving, serving: Serving) -> None:
     for record, names in (
         (arriving, ("low", "high", "period", "copies", "speed", "seconds")),
-        (serving, ("most", "max_sequences", "max_batched_tokens", "kv_tokens")),
+        (serving, ("most", "busy", "max_sequences", "max_batched_tokens", "kv_tokens")),
     ):
         for name in names:
             if not 0 < getattr(record, name) < math.inf:
@@ -170,7 +171,9 @@ def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
 # ------------------------------------------------------------------ playing
 
 
-def scaler_of(kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int) -> Scaler:
+def scaler_of(
+    kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int, busy: float = BUSY
+) -> Scaler:
     limits = {name: PoolLimits(least=1, most=most, gpus=1) for name in plan.pools}
     match kind:
         case "penstock":
@@ -180,7 +183,7 @@ def scaler_of(kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int)
         case "cpu":
             return CpuLike(limits)
         case "clairvoyant":
-            return clairvoyant_of(load, plan, most)
+            return clairvoyant_of(load, plan, most, busy)
         case "static":
             return Static(plan.pools)
 
@@ -209,10 +212,10 @@ def needs_of(load: Sequence[Planned], plan: ClusterPlan, busy: float = BUSY) -> 
 
 
 def simulate(
-    kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int
+    kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int, busy: float = BUSY
 ) -> tuple[Cluster, Figures]:
-    """Play it to its end. Raises RuntimeError where it has none."""
-    cluster = Cluster(plan, load, scaler_of(kind, load, plan, most))
+    """Play it to its end; `busy` is for a clairvoyant. Raises RuntimeError where it has none."""
+    cluster = Cluster(plan, load, scaler_of(kind, load, plan, most, busy))
     cluster.run()
     return cluster, figures(cluster, plan)
 
@@ -238,7 +241,7 @@ def row(name: str, of: Figures) -> list[str]:
 
 def _play(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> int:
     started = time.monotonic()
-    cluster, of = simulate(serving.scaler, load, plan, serving.most)
+    cluster, of = simulate(serving.scaler, load, plan, serving.most, serving.busy)
     rows = [row(serving.scaler, of)]
     _show(rows, cluster, time.monotonic() - started)
     _draw(serving, rows, {serving.scaler: cluster})
@@ -251,7 +254,7 @@ def _compare(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> in
     clusters: dict[str, Cluster] = {}
     for kind in KINDS:
         start = replace(plan, pools={"mixed": peak}) if kind == "static" else plan
-        clusters[kind], of = simulate(kind, load, start, serving.most)
+        clusters[kind], of = simulate(kind, load, start, serving.most, serving.busy)
         rows.append(row("static peak" if kind == "static" else kind, of))
     _show(rows, clusters["static"], time.monotonic() - started)
     _draw(serving, rows, clusters)

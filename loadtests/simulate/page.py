@@ -105,23 +105,24 @@ def _axes(span: float, top: float, unit: str) -> str:
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     for part in range(7):
         at = span * part / 6
-        x, label = _x(at, span), _time(at)
+        x, label = _x(at, span), _time(at, span)
         anchor = "end" if part == 6 else "middle"
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{label}</text>')
     return "".join(parts)
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 3 * 3600 else f"{seconds / 60:.1f} min"
+def _time(seconds: float, span: float) -> str:
+    """In one unit along an axis of `span` seconds."""
+    return f"{seconds / 3600:.1f} h" if span >= 3 * 3600 else f"{seconds / 60:.1f} min"
 
 
 def _round_up(value: float) -> float:
-    """To one, two or four of a power of ten, so that quarters are short numbers."""
+    """To one, two, four or eight of a power of ten, so that quarters are short numbers."""
     if value <= 0:
         return 1.0
     power = 10.0 ** len(str(int(value))) / 10 if value >= 1 else 0.001
     while True:
-        for step in (1, 2, 4):
+        for step in (1, 2, 4, 8):
             if value <= step * power:
                 return step * power
         power *= 10

@@ -14,14 +14,13 @@ from pathlib import Path
 
 from penstock.loadtests.flags import option, read_flags
 from penstock.loadtests.simulate.cluster import Cluster, ClusterPlan
-from penstock.loadtests.simulate.goals import Figures, figures
+from penstock.loadtests.simulate.goals import Figures
 from penstock.loadtests.simulate.load import (
     Arriving,
     Kind,
     Serving,
     WrongOptions,
     charts_of,
-    clairvoyant_of,
     load_of,
     plan_of,
     print_table,
@@ -200,9 +199,7 @@ def _cheapest_clairvoyant(
 ) -> tuple[Cluster, Figures]:
     """Of those who know the arrivals the one with the busiest workers that keeps enough goals."""
     for busy in BUSY_SHARES:
-        cluster = Cluster(plan, load, clairvoyant_of(load, plan, most, busy))
-        cluster.run()
-        of = figures(cluster, plan)
+        cluster, of = simulate("clairvoyant", load, plan, most, busy)
         if of.kept >= enough:
             break
     return cluster, of

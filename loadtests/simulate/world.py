@@ -23,6 +23,7 @@ from penstock.loadtests.simulate.schedules import (
     WorkerPlan,
 )
 from penstock.loadtests.simulate.session import Shape
+from penstock.loadtests.simulate.strikes import RESTART_SECONDS, Strikes
 from penstock.loadtests.simulate.worker import Worker
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Limits as RouterLimits
@@ -36,9 +37,7 @@ PATIENCE_SECONDS = 150.0
 REST_SECONDS = 15.0
 """So long after the last end nothing may be held any more."""
 WAIT_WITHOUT_WORKERS = 20.0
-RESTART_SECONDS = 1.5
 STUCK_SECONDS = 8.0  # longer than a hand-over may be silent, as in `RouterConfig.stuck_seconds`
-DRAIN_SECONDS = 5.0
 BLOCK_BYTES = 1 << 20
 
 Log = Callable[[str], None]
@@ -90,6 +89,7 @@ class World:
         self._workers: dict[str, Worker] = {}
         self._by_name: dict[Name, Worker] = {}
         self._routers: list[Router] = []
+        self._strikes = Strikes(self.clock, self.network, self._workers, self._start_worker)
         self._roles: dict[str, str] = {}  # that workers were given
         self._numbers = [0] * schedule.num_routers
         for plan in schedule.workers:
@@ -269,19 +269,20 @@ class World:
         self.note(str(fault))
         until = self.clock.now + fault.seconds
         name = self._names[min(fault.one, len(self._names) - 1)]
+        worker, strikes = self._workers[name], self._strikes
         match fault.kind.split():
             case ["kill"] | ["lose"] as how:
-                self._kill(self._workers[name], seen=how == ["kill"])
+                strikes.kill(worker, seen=how == ["kill"])
             case ["hang"]:
-                process = self._workers[name].process
+                process = worker.process
                 process.stop()
                 self.clock.at(until, process.go_on)
             case ["slow"]:
-                self._slow(self._workers[name], 1 + 10 * fault.size, until)
+                strikes.slow(worker, 1 + 10 * fault.size, until)
             case ["stuck"]:
-                self._stick(self._workers[name], until)
+                strikes.stick(worker, until)
             case ["drain"]:
-                self._drain(self._workers[name])
+                strikes.drain(worker)
             case ["role", role]:
                 self._assign(name, role)
             case ["kill", "router"]:
@@ -290,73 +291,16 @@ class World:
                 process = self._routers[fault.one].process
                 process.stop()
                 self.clock.at(until, process.go_on)
-            case [how, where]:
-                self._disturb(how, where == "stream", name, fault, until)
-
-    def _disturb(self, how: str, stream: bool, name: str, fault: Fault, until: float) -> None:
-        other = self._routers[fault.other].name if stream else self._names[fault.other]
-        for way in ((name, other), (other, name)):
-            if how == "cut":
-                self.network.cut(way, until)
-            elif how == "delay":
-                self.network.delay(way, fault.size, until)
-            else:
-                self.network.spoil(way, how, fault.seconds)
-
-    def _kill(self, worker: Worker, seen: bool) -> None:
-        """Dead; `seen`: its machine lives and closes its streams."""
-        if not worker.process.alive:
-            return
-        worker.process.kill()
-        if seen:
-            for session in worker.sessions.values():
-                session.stream.up.send(session.ended)
-            name = (worker.info.worker, worker.info.incarnation)
-            for other in self._workers.values():
-                way = (worker.info.worker, other.info.worker)
-                gone = other.exchange.destination
-                self.network.post(way, other.process, lambda gone=gone: gone.part(name))  # type: ignore[misc]
-        self.clock.after(RESTART_SECONDS, lambda: self._start_worker(worker.info.worker))
-
-    def _slow(self, worker: Worker, factor: float, until: float) -> None:
-        worker.steps.catch_up()
-        if worker.executor.slowness < inf:
-            worker.executor.slowness = factor
-
-        def over() -> None:
-            worker.steps.catch_up()
-            if worker.executor.slowness < inf:
-                worker.executor.slowness = 1.0
-
-        self.clock.at(until, over)
-
-    def _stick(self, worker: Worker, until: float) -> None:
-        """Its next step never ends; its own watchdog ends it then, if nobody does before."""
-        worker.steps.catch_up()
-        worker.executor.slowness = inf
-        self.clock.at(until, lambda: self._kill(worker, seen=True))
+            case [_, "stream" | "blocks" as way]:
+                streams = way == "stream"
+                other = self._routers[fault.other].name if streams else self._names[fault.other]
+                strikes.disturb(name, other, fault, until)
 
     def _given_up(self, worker: Worker) -> None:
         """A router says that it is stuck: it is replaced."""
         if worker.process.alive and worker.executor.slowness < inf:
             raise Broken(f"{worker.info.worker} was given up while it got on")
-        self.clock.after(0.0, lambda: self._kill(worker, seen=True))
-
-    def _drain(self, worker: Worker) -> None:
-        if not worker.process.alive or worker.draining:
-            return
-        worker.process.take(worker.drain)
-        end = self.clock.now + DRAIN_SECONDS
-
-        def look() -> None:
-            if not worker.process.alive:
-                return
-            if worker.idle or self.clock.now >= end:
-                self._kill(worker, seen=True)
-            else:
-                self.clock.after(0.1, look)
-
-        self.clock.after(0.1, look)
+        self.clock.after(0.0, lambda: self._strikes.kill(worker, seen=True))
 
     def _assign(self, name: str, role: str) -> None:
         """An operator's word, which every router gets, also one that starts later."""

@@ -39,6 +39,17 @@ def test_a_short_load_is_played_whole_and_again_the_same() -> None:
     assert play(case, POLICIES["rule"](), playing) == found["rule"]
 
 
+@pytest.mark.slow
+def test_the_router_may_order_by_promised_first_tokens() -> None:
+    # Of what is too much the short prompts go first.
+    case = Case("too much", lambda at: 14.0, 14.0, "lognormal:256-4096", "16", 1, 1)
+    kept = [
+        play(case, POLICIES["always"](), Playing(20.0, 1, promised)).figures.kept
+        for promised in (0.0, 2.0)
+    ]
+    assert kept[1] > kept[0] + 0.3
+
+
 def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seconds", "0"]) == main(["--seed", "-1"]) == 2
+    assert main(["--seconds", "0"]) == main(["--seed", "-1"]) == main(["--promised", "-1"]) == 2
     assert "--seconds above 0" in capsys.readouterr().err

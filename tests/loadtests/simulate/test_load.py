@@ -70,6 +70,12 @@ def test_a_scaler_answers_everything(kind: str) -> None:
         assert cluster.num_scalings > 0
 
 
+def test_a_clairvoyant_of_busier_workers_wants_fewer() -> None:
+    load = wave()
+    hours = [simulate("clairvoyant", load, PLAN, 9, busy)[1].worker_hours for busy in (0.3, 1.0)]
+    assert hours[1] < hours[0]
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     (_, first), (_, again) = (simulate("penstock", wave(45.0), PLAN, 6) for _ in range(2))
     assert first == again
@@ -110,6 +116,24 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert len(re.findall("<svg", text)) == 4
     for drawing in re.findall(r"<svg.*?</svg>", text):
         ElementTree.fromstring(drawing)
+
+
+@pytest.mark.parametrize(
+    ("span", "most", "times", "values"),
+    [
+        (600.0, 4.0, ["0.0 min", "10.0 min"], ["1", "2", "3", "4"]),
+        (86400.0, 5.0, ["0.0 h", "4.0 h", "24.0 h"], ["2", "4", "6", "8"]),
+        (10800.0, 25.0, ["0.0 h", "3.0 h"], ["10", "20", "30", "40"]),
+    ],
+)
+def test_an_axis_has_one_unit_and_short_numbers(
+    span: float, most: float, times: list[str], values: list[str]
+) -> None:
+    text = page("a", [], ["b"], [], [Chart("c", "", [Line("d", [(0.0, 0.0), (span, most)])])])
+    labels = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+    assert labels[:5] == ["0", *values]
+    assert set(times) <= set(labels[5:])
+    assert len({label.split()[1] for label in labels[5:]}) == 1
 
 
 def test_what_a_page_shows_is_escaped() -> None:
@@ -155,6 +179,7 @@ def test_a_time_model_with_nonsense(
     ("given", "message"),
     [
         (["--high", "0"], "--high must be above 0"),
+        (["--busy", "0"], "--busy must be above 0"),
         (["--low", "9"], "--low must not be above --high"),
         (["--cold-start", "-1"], "--cold-start, --promised and --seed must not be negative"),
         (["--promised", "-1"], "--cold-start, --promised and --seed must not be negative"),
