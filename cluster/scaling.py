@@ -47,9 +47,10 @@ def limits_of(spec: ClusterSpec, places: Sequence[WorkerPlace]) -> dict[str, Poo
 
 
 def pace_of(spec: ClusterSpec) -> Pace:
-    down = spec.scaling.scale_down_seconds
+    """How fast pools follow; where nothing else is said, as the simulator plays it."""
     pace = PROMISED_PACE if spec.engine.promised_seconds else Pace()
-    return replace(pace, down=down, down_step=min(pace.down_step, down))
+    down = spec.scaling.scale_down_seconds
+    return pace if down is None else replace(pace, down=down, down_step=min(pace.down_step, down))
 
 
 def budget_of(

@@ -192,8 +192,12 @@ class ScalingSpec:
     max_gpus: int | None = knob(
         None, "GPUs that all pools may hold together; by default what the nodes have", 1
     )
-    scale_down_seconds: float = knob(
-        120.0, "a worker drains when fewer have been enough for so long", 1, 86400
+    scale_down_seconds: float | None = knob(
+        None,
+        "a worker drains when fewer have been enough for so long; by default 120, with promised"
+        " first tokens 30",
+        1,
+        86400,
     )
 
 

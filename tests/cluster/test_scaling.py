@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from penstock.cluster.autoscaler import PROMISED_BUSY, PROMISED_PACE, PROMISED_WAIT
+from penstock.cluster.autoscaler import PROMISED_BUSY, PROMISED_PACE, PROMISED_WAIT, Pace
 from penstock.cluster.placement import CannotPlace, Node, place
 from penstock.cluster.scaling import (
     NOTES,
@@ -179,7 +179,10 @@ def test_where_first_tokens_are_promised_a_burst_is_not_provided_for_in_full() -
     assert replace(promised, busy=plain.busy, wait_seconds=plain.wait_seconds) == plain
     assert (promised.busy, promised.wait_seconds) == (PROMISED_BUSY, PROMISED_WAIT)
     assert (pace_of(given).hedge, pace_of(promising).hedge) == (0, PROMISED_PACE.hedge)
-    assert pace_of(promising).down == given.scaling.scale_down_seconds
+    assert (pace_of(given), pace_of(promising)) == (Pace(), PROMISED_PACE)
+    for each in (given, promising):
+        hurried = pace_of(replace(each, scaling=ScalingSpec(scale_down_seconds=2.0)))
+        assert hurried == replace(pace_of(each), down=2.0, down_step=2.0)
 
 
 def test_a_worker_holds_the_gpus_of_all_its_ranks() -> None:
