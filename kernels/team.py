@@ -33,9 +33,15 @@ PATIENCE = 1 << 14
 """Looks at who has joined before those who have go on without the others; about a millisecond."""
 
 _LOOKS = 1 << 10
-"""After so many a thread that waits lets others have its core."""
+"""After so many a thread that waits lets others have its core,"""
+
+_MANY_LOOKS = 1 << 16
+"""and after so many, some milliseconds, it sleeps: what it waits for has no core."""
+
+_NAP = 50  # microseconds
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
+_sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 def _pointer(context, builder, signature, arguments):
@@ -96,7 +102,10 @@ def wait_a_little(looks: int) -> None:
     """To be called between two looks at what others do, with their number so far."""
     _rest()
     if looks % _LOOKS == _LOOKS - 1:
-        _yield_core()
+        if looks < _MANY_LOOKS:
+            _yield_core()
+        else:
+            _sleep(np.uint32(_NAP))
 
 
 @numba.njit(nogil=True)

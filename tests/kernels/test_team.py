@@ -1,5 +1,6 @@
 """Threads that join and meet: none goes on too early, none waits for one that is not there."""
 
+import time
 from functools import cache
 from typing import Any
 
@@ -54,6 +55,18 @@ def test_all_see_what_all_have_written(asked: int) -> None:
         assert {column.all() for column in written.T} <= {True, False}
         assert written[:, 0].all()
         assert all(column.all() or not column.any() for column in written.T)
+
+
+def test_who_waits_long_sleeps_between_looks() -> None:
+    settle_numba()
+    from penstock.kernels import team
+
+    loops: Any = team
+    for looks in range(2 * loops._MANY_LOOKS, 2 * loops._MANY_LOOKS + 100 * loops._LOOKS):
+        if looks % loops._LOOKS == loops._LOOKS - 1:
+            started = time.perf_counter()
+            loops.wait_a_little(looks)
+            assert time.perf_counter() - started >= loops._NAP * 1e-6
 
 
 def test_who_is_there_does_not_wait_for_ever() -> None:
