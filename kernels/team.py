@@ -41,7 +41,7 @@ _MANY_LOOKS = 1 << 16
 _NAP = 50  # microseconds
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
-_sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+_sleep: Any = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 def _pointer(context, builder, signature, arguments):
