@@ -21,7 +21,7 @@ _f32 = np.float32
 
 
 @numba.njit(fastmath={"contract"}, nogil=True)
-def mean_square(x: Floats, at: int, width: int, spare: Floats) -> Any:
+def _mean_square(x: Floats, at: int, width: int, spare: Floats) -> Any:
     a = b = c = d = splat_wide(_f32(0))
     whole = width - width % (4 * WIDE)
     for i in range(at, at + whole, 4 * WIDE):
@@ -38,19 +38,29 @@ def mean_square(x: Floats, at: int, width: int, spare: Floats) -> Any:
 
 
 @numba.njit(nogil=True)
+def norm_row(
+    x: Floats, at: int, more: Floats, more_at: int, weight: Floats, eps: float, out: Floats,
+    out_at: int, spare: Floats,
+) -> None:  # fmt: skip
+    """The norm of one row, to which `more` is added first, in place, unless that is empty."""
+    width = len(weight)
+    row, made = x[at : at + width], out[out_at : out_at + width]
+    if len(more):
+        part = more[more_at : more_at + width]
+        for i in range(width):
+            row[i] += part[i]
+    scale = _f32(1) / np.sqrt(_mean_square(x, at, width, spare) + _f32(eps))
+    for i in range(width):
+        made[i] = row[i] * scale * weight[i]
+
+
+@numba.njit(nogil=True)
 def _some_rows(
     hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats, first: int, last: int
 ) -> None:
     width, spare = len(weight), np.empty(WIDE, np.float32)
     for r in range(first, last):
-        row, made = hidden[r * width : (r + 1) * width], out[r * width : (r + 1) * width]
-        if len(x):
-            more = x[r * width : (r + 1) * width]
-            for i in range(width):
-                row[i] += more[i]
-        scale = _f32(1) / np.sqrt(mean_square(hidden, r * width, width, spare) + _f32(eps))
-        for i in range(width):
-            made[i] = row[i] * scale * weight[i]
+        norm_row(hidden, r * width, x, r * width, weight, eps, out, r * width, spare)
 
 
 _SIGNATURE = "void(float32[::1], float32[::1], float32[::1], float32, float32[::1]"

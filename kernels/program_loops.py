@@ -13,7 +13,7 @@ from penstock.kernels import expert_loops, panel_loops
 from penstock.kernels.compiled import use_threads
 from penstock.kernels.gate_loops import SOME, gate_columns, gate_room
 from penstock.kernels.lanes import ask_ahead
-from penstock.kernels.norm_loops import mean_square
+from penstock.kernels.norm_loops import norm_row
 from penstock.kernels.paged_tiles import blocks_of, one_by_one
 from penstock.kernels.panel_loops import HIGH, PANEL
 from penstock.kernels.panel_product import SPLIT_ROWS, has_matrix_unit
@@ -56,27 +56,18 @@ if HAS_TILES:
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
 
-_f32 = np.float32
 _LINE = 16  # float32 of a cache line
 
 
-@numba.njit(fastmath={"contract"}, nogil=True)
+@numba.njit(nogil=True)
 def _norm(op: Longs, eps: float, room: Floats, num_rows: int, me: int, count: int) -> None:
-    x_at, x_width, groups, dim, out_at, out_width = op[1], op[2], op[3], op[4], op[6], op[7]
+    groups, dim, more = op[3], op[4], room if op[8] >= 0 else room[:0]
     weight, spare = _floats(op[5], dim), np.empty(16, np.float32)
     first, last = _part(num_rows * groups, me, count)
     for number in range(first, last):
         t, group = number // groups, number % groups
-        at = x_at + t * x_width + group * dim
-        row = room[at : at + dim]
-        made = room[out_at + t * out_width + group * dim :][:dim]
-        if op[8] >= 0:
-            more = room[op[8] + t * dim :][:dim]
-            for i in range(dim):
-                row[i] += more[i]
-        scale = _f32(1) / np.sqrt(mean_square(room, at, dim, spare) + eps)
-        for i in range(dim):
-            made[i] = row[i] * scale * weight[i]
+        at, out_at = op[1] + t * op[2] + group * dim, op[6] + t * op[7] + group * dim
+        norm_row(room, at, more, op[8] + t * dim, weight, eps, room, out_at, spare)
 
 
 @numba.njit(nogil=True)
