@@ -95,7 +95,7 @@ class Writer:
         self._table: list[list[int]] = []
         self._numbers: list[tuple[float, float]] = []
         self._kept: list[Any] = []
-        self._places: dict[tuple[str, Spread | None], Place] = {}
+        self._places: dict[tuple[str, int, Spread | None], Place] = {}
 
     def place(self, width: int, spread: Spread | None = None) -> Place:
         """A new one; spread: with rows for each expert's tokens."""
@@ -103,6 +103,13 @@ class Writer:
         rows = self._rows if spread is None else spread.room(self._rows)
         self._size += rows * (width + -width % 16)
         return found
+
+    def shared(self, name: str, width: int, spread: Spread | None = None) -> Place:
+        """The one of this name and shape, for what is used up before it is written anew."""
+        key = (name, width, spread)
+        if key not in self._places:
+            self._places[key] = self.place(width, spread)
+        return self._places[key]
 
     def spread(self, num_experts: int, top_k: int) -> Spread:
         """A new one."""
@@ -162,8 +169,8 @@ class Writer:
         if not isinstance(products[0], LevelProduct):
             self._each(rows, [self._panel_fields(x, product, y) for product in products])
             return
-        levels = self._shared(f"levels of {x.width}", x.width // 4, spread)
-        factors = self._shared("factors", 1, spread)
+        levels = self.shared("levels", x.width // 4, spread)
+        factors = self.shared("factors", 1, spread)
         # Of all rows before the first product: so that threads meet once.
         self._each(rows, [(LEVELS, x.at, x.width, levels.at, factors.at)] * len(rows))
         self._each(
@@ -184,12 +191,6 @@ class Writer:
             product.shifts.ctypes.data, product.scales.ctypes.data, product.bias.ctypes.data, y.at,
             y.width, factors.at,
         )  # fmt: skip
-
-    def _shared(self, name: str, width: int, spread: Spread | None) -> Place:
-        """A place that is used up before it is written anew."""
-        if (name, spread) not in self._places:
-            self._places[name, spread] = self.place(width, spread)
-        return self._places[name, spread]
 
     def _each(self, rows: list[Rows], operations: Sequence[tuple[int, ...]]) -> None:
         """One operation after another, each on rows of its own: threads meet after the last."""

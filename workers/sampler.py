@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.draw import Wishes, draw, finite_rows, likeliest
+from penstock.kernels.launch import runs_kernels
 from penstock.kernels.logprobs import logprobs
 from penstock.kernels.noise import prepare
 from penstock.kernels.penalties import Penalties, penalize_, shift_
@@ -260,7 +261,7 @@ class Sampler:
             finite = finite_rows(logits).cpu().numpy()
         if len(at):
             picked = _pick(shaped, at)
-            if self._device.type == "cpu" and not params["temperature"][at].any():
+            if not runs_kernels(self._device) and not params["temperature"][at].any():
                 drawn, good = likeliest(picked, bans)
             else:
                 drawn, good = draw(picked, self._wishes(params[at], indices[at]), bans)

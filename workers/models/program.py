@@ -108,8 +108,6 @@ class _Layers:
     normal: Place
     made: Place
     angles: tuple[Place, ...]
-    # What all layers share:
-    inner: dict[tuple[str, int, Spread | None], Place] = field(default_factory=dict)
     spreads: dict[tuple[int, int], Spread] = field(default_factory=dict)
 
     def write(self, number: int, block: Block) -> None:
@@ -156,7 +154,7 @@ class _Layers:
             raise Unfit("clipped heads, or rounded biases")
         writer, dim = self.writer, attention.head_dim
         num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
-        heads = self._inner("heads", (num_heads + 2 * num_kv_heads) * dim)
+        heads = self.writer.shared("heads", (num_heads + 2 * num_kv_heads) * dim)
         writer.product(self.normal, attention.qkv.packed, heads)
         if attention.q_norm is not None and attention.k_norm is not None:
             self._norm_heads(attention.q_norm, heads, 0, num_heads * dim)
@@ -166,14 +164,9 @@ class _Layers:
             num_heads, num_kv_heads, dim, angles, attention.neighbours, attention.window,
             attention.scores,
         )  # fmt: skip
-        out = self._inner("attended", num_heads * dim)
+        out = self.writer.shared("attended", num_heads * dim)
         writer.attend(heads, how, number, out)
         writer.product(out, _whole(attention.output).packed, self.made)
-
-    def _inner(self, name: str, width: int, spread: Spread | None = None) -> Place:
-        if (name, width, spread) not in self.inner:
-            self.inner[name, width, spread] = self.writer.place(width, spread)
-        return self.inner[name, width, spread]
 
     def _norm_heads(self, norm: Norm, heads: Place, first: int, size: int) -> None:
         weight, eps = _rms(norm)
@@ -184,7 +177,10 @@ class _Layers:
 
     def _mlp(self, mlp: Mlp, out: Place) -> None:
         writer, width, kind = self.writer, sum(mlp.gate_up.sizes), _gate_kind(mlp)
-        both, inner = self._inner("gate and up", width), self._inner("gated", width // 2)
+        both, inner = (
+            self.writer.shared("gate and up", width),
+            self.writer.shared("gated", width // 2),
+        )
         writer.product(self.normal, mlp.gate_up.packed, both)
         writer.gate(both, kind, inner)
         writer.product(inner, _whole(mlp.down).packed, out)
@@ -194,8 +190,8 @@ class _Layers:
         if routing != Routing(routing.top_k, routing.normalise) or experts.bias is not None:
             raise Unfit(f"{routing}")
         spread = self._spread(num_experts, routing.top_k)
-        logits = self._inner("logits", num_experts)
-        weights = self._inner("weights of experts", routing.top_k)
+        logits = self.writer.shared("logits", num_experts)
+        weights = self.writer.shared("weights of experts", routing.top_k)
         self.writer.score(self.normal, _plain(router), logits)
         self.writer.choose(logits, spread, routing.normalise, weights)
         # Here: whoever waits for the choice can ask for these weights, which all tokens need.
@@ -212,9 +208,9 @@ class _Layers:
 
     def _shared(self, shared: SharedExpert) -> tuple[Place, Place | None]:
         """What it makes, and the gate of that."""
-        made, gate = self._inner("shared", self.made.width), None
+        made, gate = self.writer.shared("shared", self.made.width), None
         if shared.gate is not None:
-            gate = self._inner("gate of the shared", 1)
+            gate = self.writer.shared("gate of the shared", 1)
             self.writer.score(self.normal, _plain(shared.gate), gate)
         self._mlp(shared.mlp, made)
         return made, gate
@@ -222,9 +218,9 @@ class _Layers:
     def _each(self, mlps: tuple[Mlp, ...], spread: Spread) -> Place:
         """What each expert makes of its rows."""
         writer, width = self.writer, sum(mlps[0].gate_up.sizes)
-        x, made = (self._inner(name, self.made.width, spread) for name in ("normal", "made"))
-        both = self._inner("gate and up", width, spread)
-        inner = self._inner("gated", width // 2, spread)
+        x, made = (self.writer.shared(name, self.made.width, spread) for name in ("normal", "made"))
+        both = self.writer.shared("gate and up", width, spread)
+        inner = self.writer.shared("gated", width // 2, spread)
         writer.gather(self.normal, spread, x)
         writer.products(x, [mlp.gate_up.packed for mlp in mlps], both, spread)
         writer.gate(both, _gate_kind(mlps[0]), inner, spread)
