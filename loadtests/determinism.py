@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.loadtests import engine as one
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.paired import Spread, run
 from penstock.loadtests.random_llama import write_random_llama
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.loadtests.metrics import Outcome
+from penstock.loadtests.bench.metrics import Outcome
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence, SamplingParams

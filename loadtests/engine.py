@@ -23,7 +23,7 @@ settle()  # before torch is loaded
 import numpy as np
 import torch
 
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.paired import Spread, run
 from penstock.loadtests.random_llama import Shape, write_random_llama
 from penstock.workers.config import WorkerConfig

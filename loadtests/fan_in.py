@@ -24,9 +24,9 @@ import psutil
 
 import penstock
 from penstock.cli.status import fetch
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.metrics import Summary
 from penstock.loadtests.lone_router import LoneRouter, lone_router
-from penstock.loadtests.metrics import Summary
 from penstock.loadtests.paired import MeasurementFailed, run
 from penstock.loadtests.stubs import age_of
 from penstock.protos import inference_pb2 as pb

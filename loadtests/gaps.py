@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
 from penstock.loadtests.paired import Setup, Spread, run
-from penstock.loadtests.workload import Planned, Prompts, ordinary_tokens
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine, StepResult
 from penstock.workers.pipeline import Pipeline

@@ -20,13 +20,13 @@ import torch
 import uvloop
 
 from penstock.loadtests import throughput
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.report import commit, machine
+from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
 from penstock.loadtests.direct import DirectEngine
-from penstock.loadtests.flags import option, read_flags
 from penstock.loadtests.paired import SHIPPED, MeasurementFailed, Setup, Spread, steady_rate
 from penstock.loadtests.peers.checkpoints import Cost
-from penstock.loadtests.report import commit, machine
 from penstock.loadtests.server import ServerFailed
-from penstock.loadtests.workload import Planned, Prompts, ordinary_tokens
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.traces import read_trace
+from penstock.loadtests.bench.workload import TRACE_BLOCK, TraceRow
 from penstock.loadtests.paired import MeasurementFailed, run
-from penstock.loadtests.traces import read_trace
-from penstock.loadtests.workload import TRACE_BLOCK, TraceRow
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.sequence import NewSequence, PoolLoad, SamplingParams
 

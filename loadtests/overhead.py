@@ -9,15 +9,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.loadtests.client_grpc import GrpcClient
-from penstock.loadtests.client_http import HttpClient
-from penstock.loadtests.clients import Client, Target
+from penstock.loadtests.bench.client_grpc import GrpcClient
+from penstock.loadtests.bench.client_http import HttpClient
+from penstock.loadtests.bench.clients import Client, Target
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.load import Load
+from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
 from penstock.loadtests.direct import DirectEngine
-from penstock.loadtests.flags import option, read_flags
-from penstock.loadtests.load import Load
 from penstock.loadtests.paired import Setup, Spread, checked, run
 from penstock.loadtests.server import Running, serving
-from penstock.loadtests.workload import Planned, Prompts, ordinary_tokens
 
 _NUM_WARMUPS = 5
 _SEED = 0

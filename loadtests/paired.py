@@ -13,9 +13,9 @@ import numpy as np
 import uvloop
 
 import penstock
-from penstock.loadtests.flags import option
-from penstock.loadtests.metrics import Outcome
-from penstock.loadtests.report import machine
+from penstock.loadtests.bench.flags import option
+from penstock.loadtests.bench.metrics import Outcome
+from penstock.loadtests.bench.report import machine
 from penstock.loadtests.server import ServerFailed
 
 SHIPPED = Path(penstock.__file__).parent / "models" / "demo"

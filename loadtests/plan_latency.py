@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.paired import run
 from penstock.workers.parallel.meeting import Meeting, RemoteStore
 from penstock.workers.parallel.plan_channel import read_plans, write_plans

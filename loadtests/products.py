@@ -27,7 +27,7 @@ from penstock.kernels.products import (
     int8_product,
     why_no_int8,
 )
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.paired import Spread, run
 from penstock.loadtests.random_llama import Shape
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc.aio
 import uvloop
 
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
 from penstock.protos import worker_pb2 as pb
 from penstock.protos import worker_pb2_grpc
 

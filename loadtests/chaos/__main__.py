@@ -23,6 +23,8 @@ from penstock.cli.checkpoint import SHIPPED
 from penstock.cluster.placement import CannotPlace
 from penstock.cluster.session import RayFailed, RaySession
 from penstock.cluster.spec import ClusterSpec, EngineSpec, Pools, PoolSpec, RouterSpec
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.report import commit, machine
 from penstock.loadtests.chaos.answers import Parting, Stream, compare, near_tie
 from penstock.loadtests.chaos.asks import make_asks
 from penstock.loadtests.chaos.attack import Attack
@@ -30,8 +32,6 @@ from penstock.loadtests.chaos.clients import ANSWER_SECONDS, Clients
 from penstock.loadtests.chaos.cluster import Cluster, ClusterFailed
 from penstock.loadtests.chaos.faults import plan_faults
 from penstock.loadtests.chaos.outcome import by_kind, by_moment, errors_of, hits_of, table
-from penstock.loadtests.flags import option, read_flags
-from penstock.loadtests.report import commit, machine
 
 REST_SECONDS = 120.0  # in which everybody has to be there again, and nothing held
 BEST = 20  # log probabilities that a near tie is judged by

@@ -18,7 +18,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.report import commit, machine
 from penstock.loadtests.peers import output
 from penstock.loadtests.peers.checkpoints import Cost, NoCheckpoint, checkpoint
 from penstock.loadtests.peers.engines import BY_NAME, ENGINES, Engine
@@ -27,7 +28,6 @@ from penstock.loadtests.peers.process import EngineFailed
 from penstock.loadtests.peers.record import BadRecord, Record, merged, read
 from penstock.loadtests.peers.rounds import Rounds
 from penstock.loadtests.peers.work import Work
-from penstock.loadtests.report import commit, machine
 from penstock.workers.config import WorkerConfig
 
 PROGRAM = "python -m penstock.loadtests.peers"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from penstock.loadtests.flags import option
+from penstock.loadtests.bench.flags import option
 from penstock.loadtests.peers.process import EngineProcess
 
 _LOWEST_TOKEN = 3  # below are ids of padding and of ends

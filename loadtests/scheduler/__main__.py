@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.paired import MeasurementFailed, Spread, run
 from penstock.loadtests.peers.environments import NotInstalled
 from penstock.loadtests.scheduler.cells import CELLS, Cell

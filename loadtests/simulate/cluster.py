@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.cluster.autoscaler import PoolState, WorkerLoad
+from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulate.clock import Clock, rare_collections
 from penstock.loadtests.simulate.handover import Name
 from penstock.loadtests.simulate.loads import prompt_of
@@ -17,7 +18,6 @@ from penstock.loadtests.simulate.scalers import INTERVAL_SECONDS, PoolSight, Sca
 from penstock.loadtests.simulate.session import Shape
 from penstock.loadtests.simulate.timing import TimedModel, Timing
 from penstock.loadtests.simulate.worker import Worker
-from penstock.loadtests.workload import Planned
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Limits as RouterLimits
 from penstock.router.routing.policy import LeastLoaded, Policy

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.workload import Lengths, Planned
 from penstock.loadtests.simulate.cluster import BANDWIDTH, Cluster, ClusterPlan
 from penstock.loadtests.simulate.goals import Figures, figures
 from penstock.loadtests.simulate.loads import sinusoid, steps, varying
 from penstock.loadtests.simulate.scalers import Static
 from penstock.loadtests.simulate.timing import Timing
-from penstock.loadtests.workload import Lengths, Planned
 from penstock.router.routing.disaggregation import Decision, Reason, Rule
 from penstock.router.routing.fleet import WorkerView
 from penstock.router.routing.policy import LeastLoaded, Policy

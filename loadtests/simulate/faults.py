@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.simulate.parts import (
     PART,
     BadRecord,

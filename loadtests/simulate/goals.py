@@ -6,9 +6,9 @@ from math import ceil
 
 import numpy as np
 
+from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulate.cluster import Call, Cluster, ClusterPlan
 from penstock.loadtests.simulate.timing import Timing
-from penstock.loadtests.workload import Planned
 
 TTFT_SECONDS, TTFT_PREFILLS = 2.0, 5.0
 """The first token within two seconds and five times its prompt's time on an idle worker."""

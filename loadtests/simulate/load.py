@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.cluster.autoscaler import PROMISED_BUSY, PROMISED_PACE, PROMISED_WAIT, PoolLimits
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.traces import BadTrace
+from penstock.loadtests.bench.workload import Lengths, Planned
 from penstock.loadtests.simulate.cluster import Call, Cluster, ClusterPlan
 from penstock.loadtests.simulate.goals import BUSY, Figures, figures, needs
 from penstock.loadtests.simulate.loads import crowded, from_trace, sinusoid, steps, varying
@@ -23,8 +25,6 @@ from penstock.loadtests.simulate.scalers import (
     Static,
 )
 from penstock.loadtests.simulate.timing import BadTiming, Timing, read_timing
-from penstock.loadtests.traces import BadTrace
-from penstock.loadtests.workload import Lengths, Planned
 from penstock.workers.scheduling.limits import Limits
 
 Kind = Literal["static", "penstock", "queue", "cpu", "clairvoyant"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.loadtests.traces import read_trace
-from penstock.loadtests.workload import (
+from penstock.loadtests.bench.traces import read_trace
+from penstock.loadtests.bench.workload import (
     TRACE_BLOCK,
     Lengths,
     Planned,

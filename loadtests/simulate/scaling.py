@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.loadtests.flags import option, read_flags
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.traces import BadTrace
+from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulate.cluster import Cluster, ClusterPlan
 from penstock.loadtests.simulate.goals import Figures
 from penstock.loadtests.simulate.load import (
@@ -29,8 +31,6 @@ from penstock.loadtests.simulate.load import (
 )
 from penstock.loadtests.simulate.page import Chart, page
 from penstock.loadtests.simulate.timing import BadTiming
-from penstock.loadtests.traces import BadTrace
-from penstock.loadtests.workload import Planned
 
 JUDGED_COLD_START = 30.0  # seconds
 LEAST_KEPT = 0.99  # of what static peak capacity keeps

@@ -14,7 +14,10 @@ COMMANDS = {
     "chat": ("penstock.cli.chat", "talk with a server in the terminal"),
     "status": ("penstock.cli.status", "show what a server's pools and workers do"),
     "role": ("penstock.cli.role", "give a worker another role while it runs"),
-    "bench": ("penstock.loadtests.bench", "send a load to a server and measure how it is served"),
+    "bench": (
+        "penstock.loadtests.bench.command",
+        "send a load to a server and measure how it is served",
+    ),
     "simulate": ("penstock.loadtests.simulate.command", "play a cluster in virtual time"),
 }
 

@@ -1,8 +1,8 @@
 import pytest
 
+from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
 from penstock.loadtests.direct import DirectEngine
 from penstock.loadtests.paired import SHIPPED
-from penstock.loadtests.workload import Planned, Prompts, ordinary_tokens
 
 
 @pytest.fixture(scope="module")

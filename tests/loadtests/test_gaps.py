@@ -2,9 +2,9 @@
 
 import pytest
 
+from penstock.loadtests.bench.workload import Prompts
 from penstock.loadtests.gaps import Load, figures, take_turn
 from penstock.loadtests.paired import SHIPPED
-from penstock.loadtests.workload import Prompts
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
 

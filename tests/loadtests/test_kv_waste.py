@@ -1,7 +1,7 @@
 """The measure of KV memory that holds nothing."""
 
+from penstock.loadtests.bench.workload import TRACE_BLOCK, TraceRow
 from penstock.loadtests.kv_waste import Options, measure, sequences
-from penstock.loadtests.workload import TRACE_BLOCK, TraceRow
 
 
 def test_one_sequence_wastes_what_its_last_block_does_not_hold() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loadtests.metrics import Outcome
+from penstock.loadtests.bench.metrics import Outcome
 from penstock.loadtests.paired import (
     MeasurementFailed,
     Setup,

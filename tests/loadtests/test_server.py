@@ -30,7 +30,9 @@ async def test_a_server_that_does_not_start_says_why() -> None:
 
 @pytest.mark.process
 def test_the_bench_needs_neither_torch_nor_ray() -> None:
-    code = "import sys, penstock.loadtests.bench; print({'torch', 'ray'} & set(sys.modules))"
+    code = (
+        "import sys, penstock.loadtests.bench.command; print({'torch', 'ray'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

@@ -151,11 +151,11 @@ def check_config(folder: Path) -> None:
 
 
 def require_transformers(config: Fields) -> None:
-    """`UnsupportedModel` where only `transformers` could have it, and that is not installed."""
+    """Raise `UnsupportedModel` if `transformers` is not installed, as in an image for routers."""
     if find_spec("transformers") is None:
         raise config.unsupported(
-            f"{config.values['architectures'][0]} is none of ours; {served()}. transformers may "
-            "have it: pip install 'penstock[transformers]'"
+            f"{config.values['architectures'][0]} is computed by transformers, which is not "
+            f"installed here: pip install transformers. Without it, {served()}"
         )
 
 

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.cli import main
+from penstock.loadtests.bench.workload import Lengths, Planned
 from penstock.loadtests.simulate.cluster import Cluster, ClusterPlan
 from penstock.loadtests.simulate.goals import figures, is_kept
 from penstock.loadtests.simulate.load import KINDS, simulate, static_peak
@@ -15,7 +16,6 @@ from penstock.loadtests.simulate.loads import crowded, prompt_of, sinusoid, step
 from penstock.loadtests.simulate.page import Chart, Line, page
 from penstock.loadtests.simulate.scalers import Static
 from penstock.loadtests.simulate.timing import Timing
-from penstock.loadtests.workload import Lengths, Planned
 from penstock.workers.scheduling.limits import Limits
 
 pytestmark = pytest.mark.slow

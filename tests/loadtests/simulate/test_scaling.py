@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulate.goals import Figures, needs
 from penstock.loadtests.simulate.load import WrongOptions
 from penstock.loadtests.simulate.scaling import Loads, cases, missed
 from penstock.loadtests.simulate.timing import Timing
-from penstock.loadtests.workload import Planned
 
 FIGURES = Figures(
     kept=0.999,

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.cluster.autoscaler import PoolLimits
+from penstock.loadtests.bench.workload import Lengths, Planned
 from penstock.loadtests.simulate.cluster import Cluster, ClusterPlan
 from penstock.loadtests.simulate.goals import figures
 from penstock.loadtests.simulate.loads import crowded, sinusoid, varying
@@ -13,7 +14,6 @@ from penstock.loadtests.simulate.scalers import Product, Scaler, Static
 from penstock.loadtests.simulate.schedules import schedule_of
 from penstock.loadtests.simulate.timing import Timing
 from penstock.loadtests.simulate.world import Broken, World
-from penstock.loadtests.workload import Lengths, Planned
 from penstock.workers.scheduling.limits import Limits
 
 LIMITS = Limits(

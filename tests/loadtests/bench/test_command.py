@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.loadtests.bench import main
-from penstock.loadtests.workload import TRACE_BLOCK
+from penstock.loadtests.bench.command import main
+from penstock.loadtests.bench.workload import TRACE_BLOCK
 from tests.support.serving import hears_ctrl_c
 from tests.support.stub_servers import Behaviour, grpc_stub, http_stub
 
@@ -156,7 +156,7 @@ def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ctrl_c_prints_what_was_measured() -> None:
     told = Behaviour()
     with grpc_stub(told) as address:
-        command = [sys.executable, "-m", "penstock.loadtests.bench", address]
+        command = [sys.executable, "-m", "penstock.loadtests.bench.command", address]
         flags = ["--num-requests", "100000", "--output-len", "2", "--concurrency", "2"]
         process = subprocess.Popen(
             [*command, *flags],

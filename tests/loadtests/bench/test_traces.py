@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loadtests.traces import BadTrace, read_trace
-from penstock.loadtests.workload import TRACE_BLOCK, TraceRow
+from penstock.loadtests.bench.traces import BadTrace, read_trace
+from penstock.loadtests.bench.workload import TRACE_BLOCK, TraceRow
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.loadtests import workload
-from penstock.loadtests.clients import Api, Target
-from penstock.loadtests.flags import option, read_flags
-from penstock.loadtests.metrics import Goals
-from penstock.loadtests.traces import read_trace
+from penstock.loadtests.bench import workload
+from penstock.loadtests.bench.clients import Api, Target
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.metrics import Goals
+from penstock.loadtests.bench.traces import read_trace
 
 
 class WrongOptions(ValueError):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.loadtests.metrics import Goals
-from penstock.loadtests.options import (
+from penstock.loadtests.bench.metrics import Goals
+from penstock.loadtests.bench.options import (
     Options,
     Results,
     Server,

@@ -6,9 +6,16 @@ from contextlib import AbstractContextManager, asynccontextmanager
 
 import pytest
 
-from penstock.loadtests.client_grpc import GrpcClient
-from penstock.loadtests.client_http import WORDS, HttpClient
-from penstock.loadtests.clients import Api, Chunk, Client, RequestFailed, ServerUnusable, Target
+from penstock.loadtests.bench.client_grpc import GrpcClient
+from penstock.loadtests.bench.client_http import WORDS, HttpClient
+from penstock.loadtests.bench.clients import (
+    Api,
+    Chunk,
+    Client,
+    RequestFailed,
+    ServerUnusable,
+    Target,
+)
 from tests.support.stub_servers import Behaviour, grpc_stub, http_stub
 
 Stub = Callable[[Behaviour], AbstractContextManager[str]]

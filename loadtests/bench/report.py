@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from penstock.loadtests.metrics import Figures, Outcome, Summary
+from penstock.loadtests.bench.metrics import Figures, Outcome, Summary
 
 _WIDTH = 50
 _SECTIONS = (

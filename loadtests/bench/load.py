@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from penstock.loadtests.clients import Client, RequestFailed
-from penstock.loadtests.metrics import Outcome
-from penstock.loadtests.workload import Planned, Prompts
+from penstock.loadtests.bench.clients import Client, RequestFailed
+from penstock.loadtests.bench.metrics import Outcome
+from penstock.loadtests.bench.workload import Planned, Prompts
 
 
 @dataclass(slots=True)

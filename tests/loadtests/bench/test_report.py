@@ -1,8 +1,8 @@
 import json
 import math
 
-from penstock.loadtests.metrics import Figures, Outcome, Summary
-from penstock.loadtests.report import as_json, block, rows
+from penstock.loadtests.bench.metrics import Figures, Outcome, Summary
+from penstock.loadtests.bench.report import as_json, block, rows
 
 FIGURES = Figures(
     duration=105.234,

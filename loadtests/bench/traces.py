@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from penstock.loadtests.workload import MAX_BLOCK_ID, TRACE_BLOCK, TraceRow
+from penstock.loadtests.bench.workload import MAX_BLOCK_ID, TRACE_BLOCK, TraceRow
 
 _MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from penstock.loadtests.clients import Chunk, RequestFailed, Served, ServerUnusable, Target
+from penstock.loadtests.bench.clients import Chunk, RequestFailed, Served, ServerUnusable, Target
 from penstock.protos import inference_pb2, inference_pb2_grpc
 
 _ASK_SECONDS = 10.0

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loadtests.metrics import (
+from penstock.loadtests.bench.metrics import (
     Goals,
     Outcome,
     Summary,

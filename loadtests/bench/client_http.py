@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from penstock.loadtests.clients import Chunk, RequestFailed, Served, ServerUnusable, Target
+from penstock.loadtests.bench.clients import Chunk, RequestFailed, Served, ServerUnusable, Target
 
 _ASK_SECONDS = 10.0
 

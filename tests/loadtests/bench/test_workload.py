@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loadtests.workload import (
+from penstock.loadtests.bench.workload import (
     MAX_BLOCK_ID,
     TRACE_BLOCK,
     Lengths,

@@ -14,13 +14,13 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from penstock.loadtests import report, workload
-from penstock.loadtests.client_grpc import GrpcClient
-from penstock.loadtests.client_http import WORDS, HttpClient
-from penstock.loadtests.clients import Client, RequestFailed, Served, ServerUnusable, Target
-from penstock.loadtests.load import Load
-from penstock.loadtests.metrics import Figures, Goals, Outcome, figures
-from penstock.loadtests.options import (
+from penstock.loadtests.bench import report, workload
+from penstock.loadtests.bench.client_grpc import GrpcClient
+from penstock.loadtests.bench.client_http import WORDS, HttpClient
+from penstock.loadtests.bench.clients import Client, RequestFailed, Served, ServerUnusable, Target
+from penstock.loadtests.bench.load import Load
+from penstock.loadtests.bench.metrics import Figures, Goals, Outcome, figures
+from penstock.loadtests.bench.options import (
     Options,
     WrongOptions,
     check_results,
@@ -29,7 +29,7 @@ from penstock.loadtests.options import (
     read_options,
     target_of,
 )
-from penstock.loadtests.traces import BadTrace
+from penstock.loadtests.bench.traces import BadTrace
 
 _SHOWN_ERRORS = 5
 _LATE_MS = 100.0

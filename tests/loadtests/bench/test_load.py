@@ -4,10 +4,10 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from penstock.loadtests.clients import Chunk, RequestFailed, Served
-from penstock.loadtests.load import Load
-from penstock.loadtests.metrics import Outcome
-from penstock.loadtests.workload import Lengths, Planned, Prompts, drawn_load, ordinary_tokens
+from penstock.loadtests.bench.clients import Chunk, RequestFailed, Served
+from penstock.loadtests.bench.load import Load
+from penstock.loadtests.bench.metrics import Outcome
+from penstock.loadtests.bench.workload import Lengths, Planned, Prompts, drawn_load, ordinary_tokens
 
 PROMPTS = Prompts(ordinary_tokens(1000), 0)
 
