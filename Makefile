@@ -1,4 +1,4 @@
-# The verbs: setup, serve, check, test, kernels, aot, gpu, protos, train-demo.
+# The verbs: setup, serve, check, test, kernels, aot, gpu, protos, train-demo, router-environment.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.penstock-installed
@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve check test kernels aot gpu gpu-carry protos train-demo
+.PHONY: setup serve check test kernels aot gpu gpu-carry protos train-demo router-environment
 
 setup: $(STAMP)
 
@@ -35,6 +35,15 @@ test: setup
 # Triton reads the variable when it is imported: hence a run of their own.
 kernels: setup
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m interpreted tests/kernels/interpreted tests/workers/device
+
+# A router in an environment of its own: the packages of an image for routers, and the wheel.
+router-environment: setup
+	@$(PYTHON) -m venv --clear .venv/router-only
+	@.venv/router-only/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	@.venv/router-only/bin/python -m pip install --quiet --constraint constraints.txt \
+	  --requirement requirements-router.txt
+	@.venv/router-only/bin/python -m pip install --quiet --no-deps .
+	ROUTER_ENVIRONMENT=.venv/router-only $(BIN)/python -m pytest -q tests/cluster/test_router_environment.py
 
 aot: setup
 	$(BIN)/python -m tests.aot

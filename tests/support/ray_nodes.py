@@ -50,11 +50,16 @@ class Nodes:
         self.leaving = folder / "leave"
         self.leaving.mkdir()
 
-    def add(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    def add(
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        bin_folder: Path = Path(sys.executable).parent,
+    ) -> None:
         common = ["--node-ip-address=127.0.0.1", f"--object-store-memory={OBJECT_STORE}"]
         # Any that are free: Ray's own range for its workers may hold the ports chosen here.
         common += ["--min-worker-port=0", "--max-worker-port=0"]
-        command = [str(Path(sys.executable).with_name("ray")), "start", *arguments, *common]
+        command = [str(bin_folder / "ray"), "start", *arguments, *common]
         more = {"TMPDIR": str(self._folder / "t"), leave.FOLDER: str(self.leaving), **(env or {})}
         for _ in range(3):  # Ray gives a node 30 s to start, which on a busy machine may be little
             done = subprocess.run(
@@ -74,6 +79,11 @@ class Nodes:
         given = json.dumps(resources or {"router": 1, "prefill": 1, "decode": 1})
         arguments = ("--num-cpus=2", "--num-gpus=0", f"--resources={given}")
         self.add(f"--address=127.0.0.1:{self.port}", *arguments)
+
+    def add_router(self, bin_folder: Path) -> None:
+        """Add a node for routers whose Python and packages are those of another environment."""
+        arguments = ("--num-cpus=1", "--num-gpus=0", '--resources={"router": 1}')
+        self.add(f"--address=127.0.0.1:{self.port}", *arguments, bin_folder=bin_folder)
 
     def add_scaled_head(self, kinds: Mapping[str, int]) -> None:
         """A head with Ray's own autoscaler, v2: it adds up to so many nodes of each kind, each with

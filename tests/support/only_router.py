@@ -1,0 +1,87 @@
+"""A router in a process that can import only the packages of `requirements-router.txt`.
+
+`python -m tests.support.only_router` is `python -m penstock.loadtests.lone_router` under that
+restriction: it also imports every module of the product that an image for routers runs.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module, metadata
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements-router.txt"
+MODULES = (
+    "penstock.cluster.actors",
+    "penstock.cluster.leave",
+    "penstock.cluster.ready",
+    "penstock.cli.chat",
+    "penstock.cli.fetch",
+    "penstock.cli.role",
+    "penstock.cli.status",
+)
+
+
+def requirements(text: str) -> list[str]:
+    """The requirements of a file of pip's, without comments."""
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def distribution_name(requirement: str) -> str:
+    """The normalized name of the distribution that a requirement asks for."""
+    match = re.match(r"[\w.-]+", requirement)
+    assert match is not None, requirement
+    return re.sub(r"[-_.]+", "-", match[0]).lower()
+
+
+def installed_with(names: Iterable[str]) -> set[str]:
+    """These distributions and all that they require, as far as it is installed."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        try:
+            needed = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # for another platform or Python
+        found.add(name)
+        waiting += [distribution_name(each) for each in needed if "extra ==" not in each]
+    return found
+
+
+class Blocker(MetaPathFinder):
+    """Refuses the packages of distributions that are not among `allowed`."""
+
+    def __init__(self, allowed: set[str]) -> None:
+        self._blocked = {
+            package
+            for package, names in metadata.packages_distributions().items()
+            if not {distribution_name(name) for name in names} & {*allowed, "penstock"}
+        }
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.split(".")[0] in self._blocked:
+            said = f"{name} is not among the packages of {REQUIREMENTS.name}"
+            raise ModuleNotFoundError(said, name=name)
+        return None
+
+
+def main() -> int:
+    names = map(distribution_name, requirements(REQUIREMENTS.read_text()))
+    sys.meta_path.insert(0, Blocker(installed_with(names)))
+    for module in MODULES:
+        import_module(module)
+    code: int = import_module("penstock.loadtests.lone_router").main()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

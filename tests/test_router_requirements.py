@@ -1,0 +1,84 @@
+"""requirements-router.txt: a router runs with those packages alone."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from collections.abc import AsyncIterator
+
+import pytest
+
+from penstock.cli.checkpoint import SHIPPED
+from penstock.loadtests.stubs import StubWorker
+from tests.support.only_router import (
+    REQUIREMENTS,
+    Blocker,
+    distribution_name,
+    installed_with,
+    requirements,
+)
+
+ROOT = REQUIREMENTS.parent
+ABSENT = ("torch", "triton", "numba", "llvmlite", "transformers")
+
+
+def test_each_requirement_is_one_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(requirements(REQUIREMENTS.read_text())) <= set(project["dependencies"])
+
+
+def test_none_of_them_installs_what_computes() -> None:
+    names = map(distribution_name, requirements(REQUIREMENTS.read_text()))
+    assert not installed_with(names) & set(ABSENT)
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_computes_is_blocked(name: str) -> None:
+    blocker = Blocker(installed_with({"ray", "tokenizers"}))
+    with pytest.raises(ImportError, match=f"{name} is not among the packages of requirements"):
+        blocker.find_spec(name, None)
+    assert blocker.find_spec("ray", None) is None
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[StubWorker]:
+    worker = StubWorker("stub", 0.01, token=lambda run: run.position % 100)
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
+async def test_a_router_with_those_packages_answers(worker: StubWorker) -> None:
+    given = {"model": str(SHIPPED), "workers": {"stub": worker.address}}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.support.only_router"),
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdin.write(json.dumps(given).encode() + b"\n")
+    line = await process.stdout.readline()
+    assert line, (await process.stderr.read()).decode()
+    answer = await asyncio.to_thread(_complete, json.loads(line)["http"])
+    assert answer["usage"]["completion_tokens"] == 4
+    process.stdin.close()
+    assert await process.wait() == 0
+
+
+def _complete(address: str) -> dict[str, dict[str, int]]:
+    """The answer to a short chat, over HTTP."""
+    body = {"model": "stub", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    request = urllib.request.Request(
+        f"http://{address}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as reply:
+        found: dict[str, dict[str, int]] = json.load(reply)
+    return found
