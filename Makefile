@@ -1,4 +1,4 @@
-# The verbs: setup, serve, check, test, kernels, aot, gpu, protos, train-demo, router-environment.
+# The verbs: setup, serve, lint, check, test, kernels, aot, gpu, protos, train-demo, router-environment.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.penstock-installed
@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve check test kernels aot gpu gpu-carry protos train-demo router-environment
+.PHONY: setup serve lint check test kernels aot gpu gpu-carry protos train-demo router-environment
 
 setup: $(STAMP)
 
@@ -20,11 +20,13 @@ $(STAMP): pyproject.toml constraints.txt
 serve: setup
 	@$(BIN)/penstock serve $(ARGS)
 
-check: setup
+lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.generated
+
+check: lint
 	$(BIN)/python -m pytest -q -n 3 -m "not slow and not process and not cluster and not gpu and not interpreted"
 
 test: setup
