@@ -289,7 +289,7 @@ def test_without_models_the_bundled_one_is_served() -> None:
 
 
 def test_settings_of_a_model_and_of_pools_reach_the_driver() -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "dtype": "float32",
         "kv_cache_dtype": "bfloat16",
         "quantization": "int8",
