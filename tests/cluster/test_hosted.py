@@ -11,10 +11,11 @@ import pytest
 from penstock.cluster import hosted
 from penstock.cluster.hosted import HostedRouter, HostedWorker
 from penstock.cluster.member import Member
-from penstock.cluster.notices import LogLine, Notice, Stuck
+from penstock.cluster.notices import LogLine, Notice, RoleGiven, Stuck
 from penstock.cluster.placement import WorkerPlace
 from penstock.cluster.reservation import Reservation
 from penstock.router.config import RouterConfig
+from penstock.router.roles import Assignment, Book
 from penstock.workers.config import WorkerConfig
 
 
@@ -69,6 +70,31 @@ async def test_a_worker_that_a_router_calls_stuck_is_given_up_and_no_other() -> 
         router._heard("router 0", news)
     assert given_up == [("d1", f"it is stuck: {stuck.reason}")]
     assert told[:2] == [("router 0", line), ("router 0", stuck)]
+
+
+async def test_a_role_is_recorded_before_it_is_confirmed_and_told_to_the_next_process() -> None:
+    told: list[tuple[str, Notice]] = []
+    config, roles = RouterConfig(Path("m"), "m"), Book()
+    router, other = (
+        HostedRouter(config, lambda title, notice: told.append((title, notice)), roles=roles)
+        for _ in range(2)
+    )
+    process = FakeMember()
+    process.up = True
+    router.member = cast(Member, process)
+    given = RoleGiven("d0", "mixed", 5.0)
+    router._heard("router 0", given)
+    assert roles.said == {"d0": Assignment("mixed", 5.0)}, "at once: its router may die next"
+    assert told == [("router 0", given)]
+    while not process.told:
+        await asyncio.sleep(0)
+    assert process.told == [("set_roles", dict(roles.said))]
+    for each in (router, other):
+        following = FakeMember()
+        following.up = True
+        each.member = cast(Member, following)
+        await each.came(("127.0.0.1:1", "127.0.0.1:2"))
+        assert following.told == [("set_roles", dict(roles.said)), ("set_workers", {})]
 
 
 class FakePlace:

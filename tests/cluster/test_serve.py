@@ -190,6 +190,25 @@ def test_a_killed_router_is_replaced_while_the_other_goes_on_with_its_streams(
     wait_for(lambda: role(first, "decode-0") == "mixed", "what operators told the old one")
 
 
+def test_a_role_outlives_the_router_that_took_it(first: Serving) -> None:
+    victim = first.find("penstock: router 0")
+    url = f"http://127.0.0.1:{first.http}/role"
+    starts = first.said.count("router 0: ready after")
+    given = httpx.post(url, json={"worker": "prefill-0", "role": "mixed"}, timeout=PATIENCE)
+    victim.kill()
+    assert given.status_code == 200
+    first.wait_until_said("router 0: ready after", times=starts + 1)
+    wait_for(lambda: is_open(first.http), "the port of the new router")
+    wait_for(lambda: given_role(first, 0, "prefill-0") == "mixed", "the role at the new router")
+    wait_for(lambda: given_role(first, 1, "prefill-0") == "mixed", "the role at the other one")
+
+
+def given_role(running: Serving, router: int, worker: str) -> str:
+    """The role that an operator gave the worker, as this router knows it; empty: none."""
+    roles = fetch(f"127.0.0.1:{running.http + router}", None)["roles"]
+    return str(roles[worker]["role"]) if worker in roles else ""
+
+
 def test_a_model_that_is_gone_where_a_worker_starts_is_that_worker_s_end_only(
     first: Serving, folder: Path
 ) -> None:
