@@ -17,7 +17,7 @@ import ray.util
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
 from penstock.cluster import leave, processes, ready
-from penstock.cluster.notices import LogLine, News, Progress, Stuck
+from penstock.cluster.notices import LogLine, News, Progress, RoleGiven, Stuck
 from penstock.cluster.processes import ProcessName
 
 if TYPE_CHECKING:
@@ -286,6 +286,7 @@ class RouterActor(_Host):
             raise HostFailed(_reason(error)) from None
         settle_heap()
         self._router.frontend.tell_stuck = self._tell_stuck
+        self._router.frontend.roles.send = self._send_role
         self._leaving = asyncio.create_task(leave.watch(self._router.drain))
         return self._router.http_address, self._router.grpc_address
 
@@ -301,6 +302,9 @@ class RouterActor(_Host):
     def _tell_stuck(self, worker: str, address: str, reason: str) -> None:
         self._open().add(Stuck(worker, address, reason))
 
+    def _send_role(self, worker: str, given: "Assignment") -> None:
+        self._open().add(RoleGiven(worker, given.role, given.at))
+
     async def worker_died(self, name: str) -> None:
         self._running.worker_died(name)
 
@@ -309,7 +313,7 @@ class RouterActor(_Host):
         return self._running.frontend.look()
 
     async def set_roles(self, assignments: "dict[str, Assignment]") -> None:
-        """Roles that operators gave to workers, here or to a router before this one."""
+        """Apply all roles that the supervisor holds; confirms those that this router sent it."""
         self._running.frontend.set_roles(assignments)
 
     async def tell(self, scaling: "Scaling", routers: "list[RouterState]") -> None:

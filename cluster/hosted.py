@@ -12,11 +12,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from penstock.cluster.actors import RouterActor, WorkerActor
 from penstock.cluster.crew import Crew
 from penstock.cluster.member import Member
-from penstock.cluster.notices import News, Notice, Progress, Report, Stuck
+from penstock.cluster.notices import News, Notice, Progress, Report, RoleGiven, Stuck
 from penstock.cluster.placement import ROUTER_CPUS, WorkerPlace
 from penstock.cluster.reservation import Reservation
 from penstock.router.config import RouterConfig
-from penstock.router.roles import Book
+from penstock.router.roles import Assignment, Book
 from penstock.router.state import ClusterState, RouterState, Scaling
 from penstock.workers.config import WorkerConfig
 
@@ -70,6 +70,7 @@ class HostedRouter:
         self._report = report
         self._addresses: dict[str, str] = {}  # of the workers that are ready
         self._roles = roles or Book()
+        self._confirming: set[asyncio.Task[None]] = set()
 
     async def reserve(self) -> None:
         """Any node has the little that it holds, or gets it: its process waits for it."""
@@ -93,6 +94,11 @@ class HostedRouter:
             give_up = self.give_up.get(news.worker)
             if give_up is not None:
                 give_up(f"it is stuck: {news.reason}")
+        elif isinstance(news, RoleGiven):
+            self._roles.record({news.worker: Assignment(news.role, news.at)})
+            task = asyncio.create_task(self._tell_roles())
+            self._confirming.add(task)
+            task.add_done_callback(self._confirming.discard)
 
     async def came(self, where: tuple[str, str]) -> None:
         self.listening = where
@@ -147,10 +153,13 @@ class HostedRouter:
             await self.member.call("worker_died", name)
 
     async def _tell(self) -> None:
+        await self._tell_roles()  # first: workers are used by the role that they were given
         if self.member is not None and self.member.up:
             await self.member.call("set_workers", dict(self._addresses))
-            if self._roles.said:
-                await self.member.call("set_roles", dict(self._roles.said))
+
+    async def _tell_roles(self) -> None:
+        if self._roles.said and self.member is not None and self.member.up:
+            await self.member.call("set_roles", dict(self._roles.said))
 
 
 class HostedWorker:

@@ -102,7 +102,19 @@ class Stuck:
     reason: str
 
 
-News: TypeAlias = Progress | LogLine | Stuck
+@dataclass(frozen=True, slots=True)
+class RoleGiven:
+    """An operator gave a worker a role, by a request to the router that reports it."""
+
+    worker: str
+    role: str
+    at: float  # seconds since 1970
+
+    def __str__(self) -> str:
+        return f"{self.worker} is a {self.role} worker now, by an operator"
+
+
+News: TypeAlias = Progress | LogLine | Stuck | RoleGiven
 """What a process tells of itself."""
 
 Notice: TypeAlias = News | Waiting | Ready | Died | GivenUp | Serving | Draining | Decided

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -29,7 +28,8 @@ from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.links import Links
 from penstock.router.logged import log_ended, log_placed, log_worker, presentable
 from penstock.router.resume import check_so_far, resume
-from penstock.router.roles import ROLES, Assignment, Assignments, merged
+from penstock.router.role_recorder import RoleRecorder
+from penstock.router.roles import ROLES, Assignments
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
 from penstock.router.tally import Tally
@@ -75,7 +75,7 @@ class Frontend:
         self.tally = Tally(tenants)
         self.is_draining = False
         self.scaling = state.Scaling()  # what the supervisor said last
-        self._assignments: dict[str, Assignment] = {}  # roles that operators gave
+        self.roles = RoleRecorder(lambda worker, role: self.tell(ev.RoleChanged(worker, role)))
         self.routers: Sequence[state.RouterState] = ()  # the same, of itself too
         # Told the name and address of a worker that does not get on, and why.
         self.tell_stuck: Callable[[str, str, str], None] = lambda worker, address, reason: None
@@ -145,7 +145,7 @@ class Frontend:
             self._dispatcher,
             self.tally,
             self.scaling,
-            self._assignments,
+            self.roles.held,
             self.routers,
         )
 
@@ -322,10 +322,12 @@ class Frontend:
         """Keep streams to exactly these workers, given as name: host:port."""
         await self._links.set(addresses)
 
-    def assign(self, worker: str, role: str) -> None:
+    async def assign(self, worker: str, role: str) -> None:
         """Give a worker a role, and whoever follows it under its name. What it runs goes on.
 
-        Raises INVALID for what is no role, NOT_FOUND for a worker that is not wanted here.
+        Returns once the supervisor holds the role, if there is one. Raises INVALID for what is no
+        role, NOT_FOUND for a worker that is not wanted here, UNAVAILABLE if the supervisor does
+        not confirm the role.
         """
         if role not in ROLES:
             raise invalid(f"there is no role {role[:80]!r}: give {', '.join(ROLES)}", "role")
@@ -336,14 +338,11 @@ class Frontend:
                 f"there is no worker {worker[:80]!r}; there are {', '.join(names) or 'none'}",
                 "worker",
             )
-        self.set_roles({worker: Assignment(role, time.time())})
+        await self.roles.record(worker, role)
 
     def set_roles(self, assignments: Assignments) -> None:
         """What operators said, here or to another router; the last word on a worker counts."""
-        before, self._assignments = self._assignments, merged(self._assignments, assignments)
-        for worker, assignment in self._assignments.items():
-            if before.get(worker) != assignment:
-                self.tell(ev.RoleChanged(worker, assignment.role))
+        self.roles.hold(assignments)
 
     def worker_died(self, name: str) -> None:
         """Somebody who knows says that it is dead: do not wait for its silence."""

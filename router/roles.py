@@ -4,6 +4,7 @@ Several routers may each be told something, and the supervisor outlives them all
 is merged, so that in the end all say the same.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,6 +34,17 @@ def merged(*parts: Assignments) -> dict[str, Assignment]:
     return newest
 
 
+def successor(held: Assignment | None, role: str, now: float) -> Assignment:
+    """Return an assignment of `role` that is newer than `held`, also where the clock that stamped
+    `held` was ahead of `now` (seconds since 1970)."""
+    return Assignment(role, now if held is None else max(now, math.nextafter(held.at, math.inf)))
+
+
+def covers(held: Assignments, given: Assignments) -> bool:
+    """Return whether `held` contains every assignment of `given`, or a newer one of its worker."""
+    return merged(held, given) == held
+
+
 class Book:
     """All that was said so far, kept by the supervisor for its routers."""
 
@@ -41,5 +53,9 @@ class Book:
 
     def hear(self, said: Assignments) -> bool:
         """What one router knows. False: it lacks something that another one was told."""
-        self.said = merged(self.said, said)
+        self.record(said)
         return self.said == said
+
+    def record(self, given: Assignments) -> None:
+        """Add assignments; the newest one of each worker is kept."""
+        self.said = merged(self.said, given)

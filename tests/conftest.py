@@ -1,6 +1,7 @@
 """What holds for every test, and every process that one starts."""
 
 import os
+import random
 
 import pytest
 
@@ -25,9 +26,33 @@ else:
     settings.load_profile("patient")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle",
+        metavar="SEED",
+        help="run the files in random order, and the tests of each file (same seed, same order)",
+    )
+
+
+def shuffle(items: list[pytest.Item], seed: str) -> None:
+    """Reorder the files, and the tests within each. A file's tests stay together, so that what its
+    module-scoped fixtures start is started once."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.location[0], []).append(item)
+    order, rng = list(files), random.Random(seed)
+    rng.shuffle(order)
+    for file in order:
+        rng.shuffle(files[file])
+    items[:] = [item for file in order for item in files[file]]
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where tests are spread over processes, a file's clusters are started in one of them."""
+    """Shuffle, if asked for. With xdist, run all process and cluster tests of a file in one of its
+    processes, one after the other."""
+    if seed := config.getoption("--shuffle"):
+        shuffle(items, seed)
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:

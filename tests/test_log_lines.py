@@ -25,6 +25,7 @@ STORY: list[tuple[str, notices.Notice]] = [
     ("", notices.Draining(30.0)),
     ("decode worker 0", notices.Waiting("weights", 20.0, "1.0 of 2.0 MB")),
     ("", notices.Draining(25.0, 3)),
+    ("router 0", notices.RoleGiven("decode-0", "mixed", AT)),
 ]
 
 
@@ -54,6 +55,7 @@ def test_json_lines() -> None:
         ("supervisor", "draining", "info"),
         ("decode worker 0", "waiting", "info"),
         ("supervisor", "draining", "info"),
+        ("router 0", "role", "info"),
         ("supervisor", "said", "info"),
     ]
     assert events[1]["bytes"] == 5_000

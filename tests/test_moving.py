@@ -19,10 +19,7 @@ from penstock.router.server import RunningRouter, serve_router
 from tests.support.served_router import until
 from tests.support.worker_process import WorkerProcess, worker_process
 
-pytestmark = [
-    *(pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = SHIPPED.parent / "demo-small"
 ROLES = {"p0": "prefill", "d0": "decode", "d1": "decode"}
@@ -76,7 +73,7 @@ class Cluster:
         return 0 if numbers is None else numbers.prompt_tokens - numbers.prefix_hit_tokens
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture
 async def cluster() -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         started = [
@@ -115,19 +112,18 @@ async def test_under_changing_roles_every_stream_is_whole(cluster: Cluster) -> N
     before, asked, others = frontend.look(), prompts(1), prompts(2)
     streams, reading = await begun(cluster, asked)
     assert cluster.where()["d0"]
-    frontend.assign("d0", "prefill")
-    frontend.assign("p0", "mixed")
+    await frontend.assign("d0", "prefill")
+    await frontend.assign("p0", "mixed")
     async with asyncio.timeout(120):
         while cluster.where()["d0"]:
             await asyncio.sleep(0.005)
     assert not any(len(stream.tokens) == NUM_TOKENS for stream in streams), "it did not wait"
-    second = asyncio.ensure_future(cluster.answers(others))  # these follow the new roles
-    await asyncio.sleep(0.1)
-    frontend.assign("d1", "prefill")
-    frontend.assign("d0", "decode")
-    frontend.assign("p0", "prefill")
+    _, second = await begun(cluster, others)  # these follow the new roles
+    await frontend.assign("d1", "prefill")
+    await frontend.assign("d0", "decode")
+    await frontend.assign("p0", "prefill")
     found = [*await reading, *await second]
-    frontend.assign("d1", "decode")
+    await frontend.assign("d1", "decode")
     after = frontend.look()
     assert {one.worker: one.role for one in after.workers} == ROLES
     assert after.handovers - before.handovers > NUM_PROMPTS

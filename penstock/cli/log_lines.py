@@ -92,6 +92,8 @@ def facts(notice: notices.Notice) -> tuple[str, str, Fields]:
             return "info", "serving", {"http": ",".join(https), "grpc": ",".join(grpcs)}
         case notices.Draining(seconds, requests):
             return "info", "draining", {"seconds": seconds, "requests": requests}
+        case notices.RoleGiven(worker, role):
+            return "info", "role", {"worker": worker, "role": role}
         case notices.Decided(pool, text):
             return "info", "decision", {"pool": pool, "decision": text}
         case _:

@@ -9,6 +9,7 @@ from penstock.cli.flags import Parser
 from penstock.cli.status import DEFAULT, MAX_BYTES, NoStatus, connect
 
 ROLES = ("prefill", "decode", "mixed")
+SECONDS_TO_ANSWER = 30.0  # longer than a router waits for its supervisor to record the role
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def change(url: str, key: str | None, worker: str, role: str) -> None:
     """Ask a router for it. `NoStatus`, with the reason; ValueError for what is no address."""
-    connection, path = connect(url)
+    connection, path = connect(url, SECONDS_TO_ANSWER)
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
@@ -37,6 +38,8 @@ def change(url: str, key: str | None, worker: str, role: str) -> None:
         connection.request("POST", f"{path}/role", body, headers)
         reply = connection.getresponse()
         told = reply.read(MAX_BYTES)
+    except TimeoutError:
+        raise NoStatus(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
     except (OSError, http.client.HTTPException) as error:
         raise NoStatus(f"nothing of ours answers there ({error})") from None
     finally:

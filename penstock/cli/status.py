@@ -88,14 +88,14 @@ def fetch(url: str, key: str | None) -> Json:
     return _read(reply.status, body)
 
 
-def connect(url: str) -> tuple[http.client.HTTPConnection, str]:
+def connect(url: str, timeout: float = SECONDS_TO_ANSWER) -> tuple[http.client.HTTPConnection, str]:
     """A connection to that address, not open yet, and the path before all paths there.
 
     ValueError for what is no address.
     """
     where = _split(url)
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-    connection = kind(where.hostname or "", where.port, timeout=SECONDS_TO_ANSWER)
+    connection = kind(where.hostname or "", where.port, timeout=timeout)
     return connection, where.path.rstrip("/")
 
 

@@ -27,7 +27,7 @@ def sentence(title: str, notice: notices.Notice) -> str:
             return f"{title}: {reason}; it is given up for {delay:g} s, the others go on"
         case notices.Waiting():
             return f"{title}: {notice}"
-        case notices.Draining():
+        case notices.Draining() | notices.RoleGiven():
             return str(notice)
         case notices.Decided(_, text):
             return f"pool {text}"

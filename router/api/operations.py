@@ -53,12 +53,15 @@ class Operations:
         return json_response(asdict(self._frontend.look()))
 
     async def role(self, request: Request) -> Response:
-        """Give a worker a role; its sequences go on, here or, where it is to prefill, elsewhere."""
+        """Give a worker a role; its sequences go on, here or, where it is to prefill, elsewhere.
+
+        Answers 200 once the supervisor holds the role, 503 with Retry-After if it does not confirm.
+        """
         config = self._frontend.config
         header = request.headers.get("authorization")
         self._keys.check_operator(header, is_loopback(config.host))
         worker, role = _worker_and_role(await read_body(request, config.bounds))
-        self._frontend.assign(worker, role)
+        await self._frontend.assign(worker, role)
         return json_response({"worker": worker, "role": role})
 
 

@@ -86,7 +86,7 @@ async def test_the_first_that_fails_fails_the_start_and_nobody_is_waited_for() -
     members[2].fails = failure
     members[1].waits.clear()
     with pytest.raises(StartFailed) as failed:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await crew.start(CONFIG)
     assert failed.value is failure
 
@@ -96,7 +96,7 @@ async def test_one_that_dies_is_the_worker_s_death() -> None:
     waiting = asyncio.create_task(crew.death())
     await asyncio.sleep(0)
     members[2].dies.set_result("its process died")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await waiting == "rank 2: its process died"
     crew.kill()
     assert [member.killed for member in members] == [1, 1, 1]
@@ -105,7 +105,7 @@ async def test_one_that_dies_is_the_worker_s_death() -> None:
 async def test_one_that_is_given_up_counts_as_dead() -> None:
     crew, _ = make_crew(1)
     crew.give_up("it is stuck")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await crew.death() == "it is stuck"
 
 

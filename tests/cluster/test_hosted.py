@@ -11,10 +11,11 @@ import pytest
 from penstock.cluster import hosted
 from penstock.cluster.hosted import HostedRouter, HostedWorker
 from penstock.cluster.member import Member
-from penstock.cluster.notices import LogLine, Notice, Stuck
+from penstock.cluster.notices import LogLine, Notice, RoleGiven, Stuck
 from penstock.cluster.placement import WorkerPlace
 from penstock.cluster.reservation import Reservation
 from penstock.router.config import RouterConfig
+from penstock.router.roles import Assignment, Book
 from penstock.workers.config import WorkerConfig
 
 
@@ -71,6 +72,31 @@ async def test_a_worker_that_a_router_calls_stuck_is_given_up_and_no_other() -> 
     assert told[:2] == [("router 0", line), ("router 0", stuck)]
 
 
+async def test_a_role_is_recorded_before_it_is_confirmed_and_told_to_the_next_process() -> None:
+    told: list[tuple[str, Notice]] = []
+    config, roles = RouterConfig(Path("m"), "m"), Book()
+    router, other = (
+        HostedRouter(config, lambda title, notice: told.append((title, notice)), roles=roles)
+        for _ in range(2)
+    )
+    process = FakeMember()
+    process.up = True
+    router.member = cast(Member, process)
+    given = RoleGiven("d0", "mixed", 5.0)
+    router._heard("router 0", given)
+    assert roles.said == {"d0": Assignment("mixed", 5.0)}, "at once: its router may die next"
+    assert told == [("router 0", given)]
+    while not process.told:
+        await asyncio.sleep(0)
+    assert process.told == [("set_roles", dict(roles.said))]
+    for each in (router, other):
+        following = FakeMember()
+        following.up = True
+        each.member = cast(Member, following)
+        await each.came(("127.0.0.1:1", "127.0.0.1:2"))
+        assert following.told == [("set_roles", dict(roles.said)), ("set_workers", {})]
+
+
 class FakePlace:
     """A worker's place, which is there or not."""
 
@@ -108,6 +134,6 @@ async def test_a_worker_that_starts_on_a_node_that_dies_is_ended(
             await asyncio.sleep(0)
         assert not killed.is_set()
     else:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await killed.wait()
     await worker.went()

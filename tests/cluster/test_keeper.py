@@ -69,7 +69,7 @@ async def no_pause(seconds: float) -> None:
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not happened():
             await asyncio.sleep(0)
 

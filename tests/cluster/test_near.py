@@ -348,8 +348,8 @@ def many(num_zones: int, num_nodes: int, **fields: Any) -> list[Node]:
 def test_a_thousand_nodes_take_seconds(num_zones: int, chosen: int) -> None:
     nodes = many(num_zones, 1000, cpus=16.0, gpus=8)
     pool = PoolSpec(400, tp=8, gpus=1, cpus=1)
-    began = time.process_time()
+    began = time.thread_time()
     places = place(spec(prefill=pool, decode=replace(pool, replicas=300)), nodes)
-    assert time.process_time() - began < 20
+    assert time.thread_time() - began < 20
     (near,) = {each.near.get(ZONE, "") for each in places}
     assert near.count("z") == chosen

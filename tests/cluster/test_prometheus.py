@@ -123,7 +123,7 @@ def test_every_series_returns_data(cluster: Serving, prometheus: httpx.Client) -
         return not lacking
 
     with suppress(AssertionError):
-        wait_for(complete, "data", patience=60)
+        wait_for(complete, "data")
     assert not lacking
 
 
@@ -158,7 +158,7 @@ def test_whatever_the_chart_asks_returns_data(cluster: Serving, prometheus: http
         return not lacking
 
     with suppress(AssertionError):
-        wait_for(complete, "data", patience=60)
+        wait_for(complete, "data")
     assert not lacking
 
 

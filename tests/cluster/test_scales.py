@@ -134,7 +134,8 @@ def test_a_pool_and_its_nodes_follow_what_is_asked_and_no_stream_drops(
     running.wait_until_said('"decision": "mixed: 1 to 0: ')
     wait_for(lambda: size(running) == (0, 0), "no worker")
     wait_for(lambda: num_nodes(running) == 0, "the end of the last worker's node")
-    assert ready.reason_not(nodes.leaving, PATIENCE, time.time()) == "no worker serves here"
+    nobody = "no worker serves here"
+    wait_for(lambda: ready.reason_not(nodes.leaving, PATIENCE, time.time()) == nobody, nobody)
     assert httpx.get(f"http://127.0.0.1:{running.http}/health").status_code == 200
     assert streamed(running, PROMPTS[0]) == undisturbed[PROMPTS[0]], "woken"
     told = status(running)

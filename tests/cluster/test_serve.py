@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from penstock.cli.checkpoint import SHIPPED
-from penstock.cli.status import fetch
+from penstock.cli.status import NoStatus, fetch
 from penstock.loadtests.resuming import ResumingClient
 from penstock.loadtests.server import free_ports
 from penstock.loadtests.startup import left_in_shared_memory, shared_memory
@@ -33,25 +33,46 @@ ARGUMENTS = [str(MODEL), *OPTIONS]
 READY = "is served after"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def folder() -> Iterator[Path]:
     # Not pytest's own: its paths are too long for the sockets that lie below.
     with tempfile.TemporaryDirectory(prefix="pk-") as name:
         yield Path(name)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def ports() -> list[int]:
-    return free_ports(2, run=2)  # the second router's come after the first one's
+    return free_ports(2)
 
 
 @pytest.fixture(scope="module")
-def first(folder: Path, ports: list[int]) -> Iterator[Serving]:
-    model = folder / MODEL.name
-    model.symlink_to(MODEL)
-    with serving([str(model), *OPTIONS, "--routers", "2"], ports, folder) as running:
+def started() -> Iterator[Serving]:
+    """A cluster with two routers for several tests. A test may kill processes of it."""
+    ports = free_ports(2, run=2)  # those of the second router follow those of the first
+    arguments = [*ARGUMENTS, "--routers", "2", "--deterministic"]
+    with (
+        tempfile.TemporaryDirectory(prefix="pk-") as name,
+        serving(arguments, ports, Path(name)) as running,
+    ):
         running.wait_until_said(READY)
         yield running
+
+
+@pytest.fixture
+def shared(started: Serving) -> Serving:
+    """That cluster, once what the test before killed has been replaced."""
+    wait_for(lambda: is_whole(started), "both routers to be ready with both workers")
+    return started
+
+
+def is_whole(running: Serving) -> bool:
+    with suppress(NoStatus):
+        for port in (running.http, running.http + 1):
+            workers = fetch(f"127.0.0.1:{port}", None)["workers"]
+            if [each["state"] for each in workers] != ["ready", "ready"]:
+                return False
+        return True
+    return False
 
 
 def complete(running: Serving, **more: Any) -> dict[str, Any]:
@@ -74,35 +95,37 @@ def stream(running: Serving, **more: Any) -> Iterator[Iterator[str]]:
         yield (line.removeprefix("data: ") for line in reply.iter_lines() if line)
 
 
-def test_it_tells_what_it_does_and_what_to_do_next(first: Serving) -> None:
+def test_it_tells_what_it_does_and_what_to_do_next(shared: Serving) -> None:
     for who in ("router 0", "router 1", "prefill worker 0", "decode worker 0"):
-        assert f"{who}: ready after" in first.said
-        assert first.find(f"penstock: {who}")
-    assert "decode worker 0: weights (" in first.said
-    assert f"curl http://127.0.0.1:{first.http}/v1/chat/completions" in first.said
-    assert f"penstock chat --address 127.0.0.1:{first.grpc}" in first.said
-    assert f"and on http://127.0.0.1:{first.http + 1} and 127.0.0.1:{first.grpc + 1}" in first.said
+        assert f"{who}: ready after" in shared.said
+        assert shared.find(f"penstock: {who}")
+    assert "decode worker 0: weights (" in shared.said
+    assert f"curl http://127.0.0.1:{shared.http}/v1/chat/completions" in shared.said
+    assert f"penstock chat --address 127.0.0.1:{shared.grpc}" in shared.said
+    assert (
+        f"and on http://127.0.0.1:{shared.http + 1} and 127.0.0.1:{shared.grpc + 1}" in shared.said
+    )
 
 
-def test_the_line_to_paste_works(first: Serving) -> None:
-    (line,) = (line for line in first.said.splitlines() if line.startswith("  curl "))
+def test_the_line_to_paste_works(shared: Serving) -> None:
+    (line,) = (line for line in shared.said.splitlines() if line.startswith("  curl "))
     body = json.loads(line[line.index("{") : line.rindex("}") + 1])
-    url = f"http://127.0.0.1:{first.http}/v1/chat/completions"
+    url = f"http://127.0.0.1:{shared.http}/v1/chat/completions"
     reply = httpx.post(url, json=body, timeout=PATIENCE)
     assert reply.status_code == 200
     assert reply.json()["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-def test_completions_are_repeatable(first: Serving) -> None:
-    one, other = complete(first), complete(first)
+def test_completions_are_repeatable(shared: Serving) -> None:
+    one, other = complete(shared), complete(shared)
     assert one["choices"][0]["text"] == other["choices"][0]["text"]
     assert one["usage"]["completion_tokens"] > 0
 
 
-def test_chat_answers_a_line_a_question(first: Serving) -> None:
+def test_chat_answers_a_line_a_question(shared: Serving) -> None:
     command = [sys.executable, "-m", "penstock.cli", "chat", "--max-tokens", "8"]
     result = subprocess.run(
-        [*command, "--address", f"127.0.0.1:{first.grpc}"],
+        [*command, "--address", f"127.0.0.1:{shared.grpc}"],
         input="What is 2 plus 2?\n\nAnd 3 plus 3?\n",
         capture_output=True,
         text=True,
@@ -112,12 +135,13 @@ def test_chat_answers_a_line_a_question(first: Serving) -> None:
     assert result.stdout.count("\n") >= 2
 
 
-def test_a_killed_worker_is_replaced_and_its_stream_ends_well(first: Serving) -> None:
-    url = f"http://127.0.0.1:{first.http}/role"
-    given = httpx.post(url, json={"worker": "decode-0", "role": "mixed"}, timeout=PATIENCE)
-    assert given.status_code == 200
-    victim = first.find("penstock: decode worker 0")
-    with stream(first) as events:
+def test_a_killed_worker_is_replaced_and_its_stream_ends_well(shared: Serving) -> None:
+    give_role(shared, "prefill-0", "prefill")
+    give_role(shared, "decode-0", "mixed")
+    starts = shared.said.count("decode worker 0: ready after")
+    deaths = shared.said.count("decode worker 0: its process died")
+    victim = shared.find("penstock: decode worker 0")
+    with stream(shared) as events:
         seen = [next(events)]
         victim.kill()
         seen += events
@@ -125,11 +149,17 @@ def test_a_killed_worker_is_replaced_and_its_stream_ends_well(first: Serving) ->
     finished = any(end.get("choices") and end["choices"][0]["finish_reason"] for end in ends)
     refused = [end["error"]["message"] for end in ends if "error" in end]
     assert finished or (refused and all(refused))
-    first.wait_until_said("decode worker 0: its process died")
-    first.wait_until_said("decode worker 0: ready after", times=2)
-    assert first.find("penstock: decode worker 0").pid != victim.pid
-    assert complete(first)["usage"]["completion_tokens"] > 0
-    assert role(first, "decode-0") == "mixed", "as its operator said"
+    shared.wait_until_said("decode worker 0: its process died", times=deaths + 1)
+    shared.wait_until_said("decode worker 0: ready after", times=starts + 1)
+    assert shared.find("penstock: decode worker 0").pid != victim.pid
+    assert complete(shared)["usage"]["completion_tokens"] > 0
+    assert role(shared, "decode-0") == "mixed", "as its operator said"
+
+
+def give_role(running: Serving, worker: str, role: str) -> None:
+    url = f"http://127.0.0.1:{running.http}/role"
+    given = httpx.post(url, json={"worker": worker, "role": role}, timeout=PATIENCE)
+    assert given.status_code == 200, given.text
 
 
 def role(running: Serving, worker: str) -> str:
@@ -162,58 +192,84 @@ async def outlive(addresses: list[str], request: pb.GenerateRequest, kill: Any) 
 
 
 def test_a_killed_router_is_replaced_while_the_other_goes_on_with_its_streams(
-    first: Serving,
+    shared: Serving,
 ) -> None:
     def all_are_ready() -> bool:
-        routers = fetch(f"127.0.0.1:{first.http + 1}", None)["routers"]
+        routers = fetch(f"127.0.0.1:{shared.http + 1}", None)["routers"]
         return [each["state"] for each in routers] == ["ready", "ready"]
 
     wait_for(all_are_ready, "both routers to be told of")
-    addresses = [f"127.0.0.1:{first.grpc}", f"127.0.0.1:{first.grpc + 1}"]
+    addresses = [f"127.0.0.1:{shared.grpc}", f"127.0.0.1:{shared.grpc + 1}"]
     sampling = pb.Sampling(temperature=0, max_tokens=400, ignore_eos=True)
     request = pb.GenerateRequest(text="Tell me a story.", sampling=sampling)
     with grpc.insecure_channel(addresses[1]) as channel:
         right = read(InferenceStub(channel), request)  # type: ignore[no-untyped-call]
-    victim = first.find("penstock: router 0")
+    starts = shared.said.count("router 0: ready after")
+    deaths = shared.said.count("router 0: its process died")
+    victim = shared.find("penstock: router 0")
     assert asyncio.run(outlive(addresses, request, victim.kill)) == (right, 1)
-    first.wait_until_said("router 0: its process died")
-    first.wait_until_said("router 0: ready after", times=2)
-    wait_for(lambda: is_open(first.http), "its port")
+    shared.wait_until_said("router 0: its process died", times=deaths + 1)
+    shared.wait_until_said("router 0: ready after", times=starts + 1)
+    wait_for(lambda: is_open(shared.http), "its port")
     wait_for(all_are_ready, "the new router to be told of")
 
     def answers() -> bool:
         with suppress(httpx.HTTPStatusError):
-            return bool(complete(first)["usage"]["completion_tokens"])
+            return bool(complete(shared)["usage"]["completion_tokens"])
         return False
 
     wait_for(answers, "an answer of the new router")
-    wait_for(lambda: role(first, "decode-0") == "mixed", "what operators told the old one")
+
+
+def test_a_role_outlives_the_router_that_took_it(shared: Serving) -> None:
+    give_role(shared, "prefill-0", "prefill")
+    wait_for(lambda: given_role(shared, 1, "prefill-0") == "prefill", "the role at both")
+    starts = shared.said.count("router 0: ready after")
+    victim = shared.find("penstock: router 0")
+    give_role(shared, "prefill-0", "mixed")
+    victim.kill()
+    shared.wait_until_said("router 0: ready after", times=starts + 1)
+    wait_for(lambda: is_open(shared.http), "the port of the new router")
+    wait_for(lambda: given_role(shared, 0, "prefill-0") == "mixed", "the role at the new router")
+    wait_for(lambda: given_role(shared, 1, "prefill-0") == "mixed", "the role at the other one")
+
+
+def given_role(running: Serving, router: int, worker: str) -> str:
+    """The role that an operator gave the worker, as this router knows it; empty: none."""
+    roles = fetch(f"127.0.0.1:{running.http + router}", None)["roles"]
+    return str(roles[worker]["role"]) if worker in roles else ""
 
 
 def test_a_model_that_is_gone_where_a_worker_starts_is_that_worker_s_end_only(
-    first: Serving, folder: Path
+    folder: Path, ports: list[int]
 ) -> None:
     model = folder / MODEL.name
-    model.unlink()
-    first.find("penstock: decode worker 0").kill()
-    first.wait_until_said(
-        f"decode worker 0: {model} is not a folder: give the path of a checkpoint folder; "
-        "it is given up for 60 s, the others go on"
-    )
-    url = f"http://127.0.0.1:{first.http}/metrics"
-    told = 'penstock_workers_given_up{pool="decode"} 1.0'
-    wait_for(lambda: told in httpx.get(url, timeout=PATIENCE).text, "its being told")
+    model.symlink_to(MODEL)
+    with serving([str(model), *OPTIONS], ports, folder) as running:
+        running.wait_until_said(READY)
+        model.unlink()
+        running.find("penstock: decode worker 0").kill()
+        running.wait_until_said(
+            f"decode worker 0: {model} is not a folder: give the path of a checkpoint folder; "
+            "it is given up for 60 s, the others go on"
+        )
+        url = f"http://127.0.0.1:{running.http}/metrics"
+        told = 'penstock_workers_given_up{pool="decode"} 1.0'
+        wait_for(lambda: told in httpx.get(url, timeout=PATIENCE).text, "its being told")
 
 
 def test_ctrl_c_leaves_nothing_and_a_second_start_works_at_once(
-    first: Serving, folder: Path, ports: list[int]
+    folder: Path, ports: list[int]
 ) -> None:
     before = shared_memory()
-    first.interrupt()
-    assert first.wait() == 0
-    assert "draining" in first.said
-    assert first.said.endswith("stopped\n")
-    assert first.left_behind() == {"processes": [], "ports": [], "files": []}
+    with serving(ARGUMENTS, ports, folder) as first:
+        first.wait_until_said(READY)
+        assert complete(first)["usage"]["completion_tokens"] > 0
+        first.interrupt()
+        assert first.wait() == 0
+        assert "draining" in first.said
+        assert first.said.endswith("stopped\n")
+        assert first.left_behind() == {"processes": [], "ports": [], "files": []}
     assert left_in_shared_memory(before) == []
     with serving(ARGUMENTS, ports, folder) as second:
         second.wait_until_said(READY)

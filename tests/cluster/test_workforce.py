@@ -106,7 +106,7 @@ class Pool:
         return list(self.force.phases().values())
 
     async def until(self, happened: Callable[[], object]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not happened():
                 await asyncio.sleep(0)
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.roles import ROLES, Assignment, Book, merged
+from penstock.router.roles import ROLES, Assignment, Book, covers, merged, successor
 
 ASSIGNMENTS = st.dictionaries(
     st.sampled_from("abc"),
@@ -39,3 +39,25 @@ def test_routers_that_are_looked_at_in_turn_end_the_same(
     assert routers[0] == routers[1] == routers[2] == book.said
     assert all(book.hear(known) for known in routers)
     assert book.said == merged(*(said for _, said in words))
+
+
+@given(ASSIGNMENTS, ASSIGNMENTS)
+def test_held_assignments_cover_what_is_no_newer(
+    held: dict[str, Assignment], given: dict[str, Assignment]
+) -> None:
+    assert covers(merged(held, given), given)
+    newer = [
+        worker
+        for worker, each in given.items()
+        if worker not in held or (each.at, each.role) > (held[worker].at, held[worker].role)
+    ]
+    assert covers(held, given) == (not newer)
+
+
+@given(ASSIGNMENTS, st.sampled_from(ROLES), st.floats(0, 4))
+def test_successor_counts_although_the_clock_before_was_ahead(
+    held: dict[str, Assignment], role: str, now: float
+) -> None:
+    assignment = successor(held.get("a"), role, now)
+    assert merged(held, {"a": assignment})["a"] == assignment
+    assert assignment.at >= now

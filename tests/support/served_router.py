@@ -11,7 +11,7 @@ from penstock.router.server import RunningRouter, serve_router
 from tests.support.stub_worker import StubWorker
 from tests.support.tokenizers import byte_level, write_folder
 
-BOUND = 20.0
+BOUND = 120.0
 """Seconds after which a wait in a test has failed; nothing is expected to take so long."""
 
 

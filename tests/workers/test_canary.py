@@ -134,7 +134,8 @@ async def test_an_idle_worker_shows_that_it_computes_and_routers_hear_nothing_of
     await until(lambda: worker.silence < 0.1)
     assert not [each for each in router.heard[said:] if each.HasField("step")]
     assert (router.load.running, router.load.prompt_tokens_computed) == (0, len(PROMPT))
-    assert await health(worker) == health_pb2.HealthCheckResponse.SERVING
+    while await health(worker) != health_pb2.HealthCheckResponse.SERVING:
+        await asyncio.sleep(0.02)  # a machine without a core for it makes it ill for a moment
     await until_ill_and_well(worker, monkeypatch)
     await router.close()
 

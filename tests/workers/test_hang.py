@@ -22,7 +22,7 @@ STEPS = 6
 
 async def test_a_step_that_never_ends(tmp_path: Path) -> None:
     checkpoint, bundles = tiny_checkpoint(tmp_path / "tiny"), tmp_path / "bundles"
-    settings = {"hang_after": STEPS, "hang_seconds": 1.5, "bundles": str(bundles)}
+    settings = {"hang_after": STEPS, "hang_seconds": 4.0, "bundles": str(bundles)}
     async with worker_process("w0", checkpoint, **settings) as worker:
         router = await Attached(worker.address).open()
         await router.submit(1, PROMPT, greedy(max_tokens=50))

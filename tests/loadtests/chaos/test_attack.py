@@ -1,5 +1,7 @@
 """An attack without a cluster: what is done where there is nothing to strike."""
 
+import itertools
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -33,7 +35,9 @@ class Sparing(Attack):
 async def test_what_cannot_be_struck_is_left_out_and_said(
     found_at: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attack, "NOTHING_SECONDS", 0.3)
+    seconds = itertools.count()  # one passes at each look at the clock
+    monkeypatch.setattr(attack, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(attack, "LOOK_SECONDS", 0.0)
     lines: list[str] = []
     one = Sparing(cast(Cluster, None), 0.0, lines.append)
     one.found_at = found_at

@@ -128,7 +128,7 @@ async def read_all(served: Served, sent: bytes) -> bytes:
 
 @pytest.mark.slow
 async def test_heads_are_bounded_in_size_and_time(config: RouterConfig) -> None:
-    tight = replace(config, bounds=Bounds(max_header_bytes=4096, receive_seconds=0.5))
+    tight = replace(config, bounds=Bounds(max_header_bytes=4096, receive_seconds=2.0))
     async with serving(tight, StubWorker()) as served:
         many = b"".join(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(100))
         answer = await read_all(served, b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + many)

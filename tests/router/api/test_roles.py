@@ -1,11 +1,13 @@
 """/role over HTTP: who may give a worker a role, and what comes of it."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from penstock.router import role_recorder
 from penstock.router.config import RouterConfig
 from penstock.router.roles import Assignment
 from tests.support.served_router import Served, serving, until
@@ -73,6 +75,27 @@ async def test_the_last_word_counts_wherever_it_was_said(config: RouterConfig) -
         assert roles(served) == {"w0": "decode"}, "that was said long ago"
         frontend.set_roles({"w0": Assignment("prefill", 1e12)})
         assert roles(served) == {"w0": "prefill"}
+
+
+async def test_the_answer_waits_for_the_supervisor(
+    config: RouterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[str, Assignment]] = []
+    async with serving(config, StubWorker()) as served, client_of(served) as http:
+        frontend = served.router.frontend
+        frontend.roles.send = lambda worker, given: sent.append((worker, given))
+        asking = asyncio.create_task(ask(http, "w0", "decode"))
+        await until(lambda: sent)
+        assert roles(served) == {"w0": "mixed"}
+        assert not asking.done()
+        frontend.set_roles(dict(sent))
+        assert await asking == (200, {"worker": "w0", "role": "decode"})
+        assert roles(served) == {"w0": "decode"}
+        monkeypatch.setattr(role_recorder, "SECONDS_TO_RECORD", 0.02)
+        reply = await http.post("/role", json={"worker": "w0", "role": "prefill"})
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
+        assert "the role was not recorded" in reply.json()["error"]["message"]
+        assert roles(served) == {"w0": "decode"}
 
 
 @pytest.mark.parametrize(
