@@ -5,10 +5,10 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.common.text.detokenizer import StopOptions
 from penstock.protos import worker_pb2
 from penstock.router.config import Bounds
 from penstock.router.errors import invalid
-from penstock.router.text.answer import TextRules
 
 UINT64 = 2**64 - 1
 
@@ -160,13 +160,15 @@ def check_bad_words(words: Sequence[str], bounds: Bounds) -> None:
         )
 
 
-def text_rules(ask: Ask, bounds: Bounds) -> TextRules:
+def text_rules(ask: Ask, bounds: Bounds) -> StopOptions:
     """The checked rules for an answer's text."""
     if len(ask.stops) > bounds.max_stop_strings:
         raise invalid(f"at most {bounds.max_stop_strings} stop strings are taken", "stop")
     if any(not 0 < len(stop) <= bounds.max_stop_chars for stop in ask.stops):
         raise invalid(f"a stop string must have 1 to {bounds.max_stop_chars} characters", "stop")
-    return TextRules(tuple(ask.stops), ask.include_stop, ask.keep_special, ask.sampling.min_tokens)
+    return StopOptions(
+        tuple(ask.stops), ask.include_stop, not ask.keep_special, ask.sampling.min_tokens
+    )
 
 
 def wire_params(ask: Ask, model: Model, bounds: Bounds) -> worker_pb2.SamplingParams:

@@ -12,7 +12,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from penstock.common.text.chat_template import ChatTemplateError
+from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.router import state
 from penstock.router.answers import Answers, Ranking, Track
 from penstock.router.ask import (
@@ -33,7 +36,6 @@ from penstock.router.roles import ROLES, Assignment, Assignments, merged
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
 from penstock.router.tally import Tally
-from penstock.router.text.tokenizer import TextModel
 from penstock.router.worker_link import Identity
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class Frontend:
     def __init__(
         self,
         config: RouterConfig,
-        text: TextModel,
+        text: ModelTokenizer,
         limits: Model,
         dispatcher: Dispatcher,
         incarnation: str,
@@ -166,7 +168,14 @@ class Frontend:
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Bad words as the token sequences that spell them."""
         check_bad_words(words, self.config.bounds)
-        return await self.text.bad_words(words)
+        return await self.text.encode_bad_words(words)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token ids of a conversation; INVALID where it cannot be rendered."""
+        try:
+            return await self.text.encode_chat(messages)
+        except ChatTemplateError as error:
+            raise invalid(str(error), "messages") from error
 
     def open(self, asks: Sequence[Ask]) -> Answers:
         """Take a call: check every ask, then send them all on their way.
@@ -201,7 +210,7 @@ class Frontend:
         check_so_far(ask, params, model)
         timeout = self._timeout(ask)
         rules = text_rules(ask, bounds)
-        texts = [self.text.answer(rules) for _ in range(params.n)]
+        texts = [self.text.detokenizer(rules) for _ in range(params.n)]
         past = resume(ask, params, model.eos_tokens, texts)
         number = next(self._numbers)
         answers.opened(number, params.seed)

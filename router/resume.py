@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.common.text.detokenizer import IncrementalDetokenizer
 from penstock.protos import worker_pb2
 from penstock.router.ask import Ask, Model, SoFar, check_vocabulary
 from penstock.router.errors import invalid
-from penstock.router.text.answer import AnswerText
 
 FINISHES = ("", "stop", "length")
 
@@ -53,7 +53,7 @@ def resume(
     ask: Ask,
     params: worker_pb2.SamplingParams,
     eos_tokens: frozenset[int],
-    texts: Sequence[AnswerText],
+    texts: Sequence[IncrementalDetokenizer],
 ) -> list[PastEnd | None]:
     """Bring the texts of all choices to where the client has them. Which have ended, and how."""
     if not ask.so_far:
@@ -71,7 +71,7 @@ def _resume(
     known: SoFar,
     params: worker_pb2.SamplingParams,
     eos_tokens: frozenset[int],
-    text: AnswerText,
+    text: IncrementalDetokenizer,
 ) -> PastEnd | None:
     tokens = known.tokens
     own = frozenset(params.stop_tokens)

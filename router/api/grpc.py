@@ -265,7 +265,7 @@ class InferenceApi:
                 add = special if request.HasField("add_special_tokens") else True
                 tokens = await text.encode(request.text, add)
             case "chat":
-                tokens = await text.encode_chat(_messages(request.chat))
+                tokens = await self._frontend.encode_chat(_messages(request.chat))
             case _:
                 raise invalid("there is no input: set text or chat", "input")
         return pb.TokenizeReply(tokens=tokens, max_model_len=self._frontend.model.max_model_len)
@@ -275,8 +275,9 @@ class InferenceApi:
     ) -> pb.DetokenizeReply:
         self._frontend.check_model(request.model)
         check_vocabulary(request.tokens, self._frontend.model, "tokens")
-        pieces = self._frontend.text.pieces
-        return pb.DetokenizeReply(text=pieces.whole(request.tokens, request.keep_special_tokens))
+        skip = not request.keep_special_tokens
+        text = self._frontend.text.token_bytes.decode(request.tokens, skip)
+        return pb.DetokenizeReply(text=text)
 
     async def list_models(
         self, request: pb.ListModelsRequest, context: Context
@@ -293,7 +294,7 @@ class InferenceApi:
             name=model.name,
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
-            has_chat_template=self._frontend.text.template is not None,
+            has_chat_template=self._frontend.text.chat_template is not None,
             created_seconds=self._started,
         )
 
@@ -305,7 +306,7 @@ class InferenceApi:
             case "tokens":
                 return list(request.tokens.ids)
             case "chat":
-                return await text.encode_chat(_messages(request.chat))
+                return await self._frontend.encode_chat(_messages(request.chat))
         raise invalid("the prompt is empty: set text, tokens or chat", "prompt")
 
 

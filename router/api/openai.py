@@ -102,7 +102,7 @@ class OpenAiApi:
     async def chat(self, request: Request) -> Response:
         body = parse(ChatBody, await read_body(request, self._frontend.config.bounds))
         self._frontend.check_model(body.model)
-        prompt = await self._frontend.text.encode_chat(body.conversation())
+        prompt = await self._frontend.encode_chat(body.conversation())
         return await self._answer(request, body, [prompt])
 
     def _card(self) -> Json:
@@ -145,7 +145,7 @@ class OpenAiApi:
             created=int(time.time()),
             model=self._frontend.model.name,
             prompts=prompts,
-            pieces=self._frontend.text.pieces,
+            token_bytes=self._frontend.text.token_bytes,
             num_choices=sampling.n,
             num_logprobs=body.num_logprobs(),
             return_token_ids=bool(body.return_token_ids),
@@ -162,10 +162,10 @@ class OpenAiApi:
         """The prompts' texts, where the client wants them before the answers."""
         if not isinstance(body, CompletionBody) or not body.echo:
             return None
-        keep_special = body.skip_special_tokens is False
-        whole = self._frontend.text.pieces.whole
+        skip_special = body.skip_special_tokens is not False
+        decode = self._frontend.text.token_bytes.decode
         return [
-            given if isinstance(given, str) else whole(tokens, keep_special)
+            given if isinstance(given, str) else decode(tokens, skip_special)
             for given, tokens in zip(body.prompts(), prompts, strict=True)
         ]
 

@@ -133,7 +133,7 @@ def test_boundaries_of_prompts() -> None:
 
 def test_boundaries_of_stop_strings() -> None:
     good = Ask([5], stops=["x" * 256] * 16)
-    assert len(text_rules(good, BOUNDS).stops) == 16
+    assert len(text_rules(good, BOUNDS).stop) == 16
     for stops in (["x"] * 17, ["x" * 257], [""]):
         with pytest.raises(ServingError):
             text_rules(Ask([5], stops=stops), BOUNDS)
