@@ -24,9 +24,13 @@ DOORS = {
 }
 """Which rooms a room may import, itself aside."""
 
+SHARED_RECORDS = {"penstock.common.block_hash"}
+"""The pure part of `common`, which deciding code may import."""
+
 DECIDING = {
-    "penstock.workers.scheduling": {"numpy"},
-    "penstock.router.routing": {"numpy"},
+    "penstock.common.block_hash": {"numpy"},
+    "penstock.workers.scheduling": {"numpy", *SHARED_RECORDS},
+    "penstock.router.routing": {"numpy", *SHARED_RECORDS},
     "penstock.cluster.labels": set(),
     "penstock.cluster.spec": {"yaml", "penstock.cluster.labels"},
     "penstock.cluster.packing": {"penstock.cluster.labels", "penstock.cluster.spec"},

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from penstock.workers.scheduling.kv_pool import extend_chain
+from penstock.common.block_hash import extend_chain
 from penstock.workers.scheduling.sequence import NEVER, Ints, Key, NewSequence, Sibling
 
 
