@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import uvloop
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests import throughput
 from penstock.loadtests.direct import DirectEngine
 from penstock.loadtests.flags import option, read_flags
@@ -28,7 +29,7 @@ from penstock.loadtests.report import commit, machine
 from penstock.loadtests.server import ServerFailed
 from penstock.loadtests.workload import Planned, Prompts, ordinary_tokens
 from penstock.workers.scheduling.batcher import Batcher, Limits
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 
 PROGRAM = "python -m penstock.loadtests.guard"
 RATIOS = {

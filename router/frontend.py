@@ -24,8 +24,8 @@ from penstock.router.ask import (
     SoFar,
     check_bad_words,
     check_prompt,
-    text_rules,
-    wire_params,
+    resolve_sampling,
+    stop_options,
 )
 from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError, invalid
@@ -206,22 +206,22 @@ class Frontend:
     def _take(self, ask: Ask, index: int, answers: Answers) -> tuple[ev.Request, Track]:
         model, bounds = self.model, self.config.bounds
         check_prompt(ask.prompt, model)
-        params = wire_params(ask, model, bounds)
+        params = resolve_sampling(ask, model, bounds)
         check_so_far(ask, params, model)
-        timeout = self._timeout(ask)
-        rules = text_rules(ask, bounds)
-        texts = [self.text.detokenizer(rules) for _ in range(params.n)]
-        past = resume(ask, params, model.eos_tokens, texts)
+        timeout, num_choices = self._timeout(ask), params.num_generated
+        options = stop_options(params)
+        texts = [self.text.detokenizer(options) for _ in range(num_choices)]
+        past = resume(ask, params, model, texts)
         number = next(self._numbers)
-        answers.opened(number, params.seed)
+        answers.opened(number, params.seed or 0)
         ranking = None
-        if ask.sampling.is_ranked:
-            ranking = Ranking(params.n, ask.sampling.n, ask.sampling.logprobs is not None)
+        if params.is_ranked:
+            ranking = Ranking(num_choices, params.n, params.logprobs is not None)
         track = Track(
             answers,
             index,
             texts,
-            frozenset(ask.sampling.stop_tokens),
+            frozenset(params.stop_token_ids),
             lambda choice, length: self.tell(ev.Cut(number, choice, length)),
             ranking,
             past,
@@ -230,14 +230,14 @@ class Frontend:
         request = ev.Request(
             id=number,
             prompt=ask.prompt,
-            params=params,
-            num_choices=params.n,
-            num_beams=params.beams.width,
-            max_tokens=params.max_tokens,
+            params=params.for_worker(),
+            num_choices=num_choices,
+            num_beams=params.num_sequences if params.use_beam_search else 0,
+            max_tokens=params.answer_limit(len(ask.prompt), model.max_model_len),
             tenant=ask.tenant,
             salt=ask.tenant.encode(),
             deadline=self._loop.time() + timeout,
-            log=[ask.so_far.get(choice, nothing).tokens for choice in range(params.n)],
+            log=[ask.so_far.get(choice, nothing).tokens for choice in range(num_choices)],
             ended=[end is not None for end in past],
             trace=ask.trace,
         )

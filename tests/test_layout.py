@@ -24,11 +24,12 @@ DOORS = {
 }
 """Which rooms a room may import, itself aside."""
 
-SHARED_RECORDS = {"penstock.common.block_hash"}
+SHARED_RECORDS = {"penstock.common.block_hash", "penstock.common.sampling_params"}
 """The pure part of `common`, which deciding code may import."""
 
 DECIDING = {
     "penstock.common.block_hash": {"numpy"},
+    "penstock.common.sampling_params": set(),
     "penstock.workers.scheduling": {"numpy", *SHARED_RECORDS},
     "penstock.router.routing": {"numpy", *SHARED_RECORDS},
     "penstock.cluster.labels": set(),

@@ -11,11 +11,12 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import worker_pb2
 from penstock.router.answers import Answers, ClientGone, Delta
 from penstock.router.api.keys import ApiKeys
-from penstock.router.ask import Ask, Sampling, SoFar, check_vocabulary, trace_of
+from penstock.router.ask import Ask, SoFar, check_vocabulary, trace_of
 from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.frontend import Frontend
 
@@ -310,6 +311,30 @@ class InferenceApi:
         raise invalid("the prompt is empty: set text, tokens or chat", "prompt")
 
 
+def sampling_params(
+    request: pb.GenerateRequest, bad_words: Sequence[Sequence[int]]
+) -> SamplingParams:
+    """Return the sampling parameters of a request; absent fields have their defaults.
+
+    bad_words: the request's bad words as token ids.
+    """
+    wire = request.sampling
+    given: dict[str, Any] = {
+        name: getattr(wire, name) for name in SAMPLING_FIELDS if wire.HasField(name)
+    }
+    given["early_stopping"] = EARLY_STOPPING.get(wire.early_stopping, "unknown")
+    return SamplingParams(
+        stop_token_ids=tuple(wire.stop_tokens),
+        logit_bias=dict(wire.logit_bias),
+        bad_words_token_ids=tuple(map(tuple, bad_words)),
+        allowed_token_ids=tuple(wire.allowed_tokens) or None,
+        stop=tuple(request.stop),
+        include_stop_str_in_output=request.include_stop,
+        skip_special_tokens=not request.keep_special_tokens,
+        **given,
+    )
+
+
 def ask_of(
     request: pb.GenerateRequest,
     prompt: Sequence[int],
@@ -318,24 +343,12 @@ def ask_of(
     tenant: str,
 ) -> Ask:
     """What a request asks for; what it leaves out is left to the defaults."""
-    wire = request.sampling
-    given: dict[str, Any] = {
-        name: getattr(wire, name) for name in SAMPLING_FIELDS if wire.HasField(name)
-    }
-    given["early_stopping"] = EARLY_STOPPING.get(wire.early_stopping, "unknown")
-    given["stop_tokens"] = list(wire.stop_tokens)
-    given["logit_bias"] = dict(wire.logit_bias)
-    given["bad_words"] = bad_words
-    given["allowed_tokens"] = list(wire.allowed_tokens) or None
     bounds = [] if time_left is None else [max(time_left, 0.001)]
     if request.timeout_seconds:
         bounds.append(request.timeout_seconds)
     return Ask(
         prompt,
-        Sampling(**given),
-        stops=list(request.stop),
-        include_stop=request.include_stop,
-        keep_special=request.keep_special_tokens,
+        sampling_params(request, bad_words),
         timeout=min(bounds) if bounds else None,
         tenant=tenant,
         trace=trace_of(request.request_id) or f"gen-{time.time_ns():x}",

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import penstock
+from penstock.common.sampling_params import SamplingParams
 from penstock.router.answers import Answers, ClientGone, Delta
 from penstock.router.api.http import (
     Guard,
@@ -36,7 +37,7 @@ from penstock.router.api.openai_form import (
 )
 from penstock.router.api.openai_schema import ChatBody, Common, CompletionBody, Prompt, parse
 from penstock.router.api.operations import Operations
-from penstock.router.ask import Ask, Sampling, trace_of
+from penstock.router.ask import Ask, trace_of
 from penstock.router.errors import ServingError, invalid
 from penstock.router.frontend import Frontend
 
@@ -124,7 +125,7 @@ class OpenAiApi:
     async def _answer(
         self, request: Request, body: Common, prompts: Sequence[Sequence[int]]
     ) -> Response:
-        sampling = body.sampling(await self._frontend.bad_words(body.bad_words or ()))
+        sampling = body.sampling_params(await self._frontend.bad_words(body.bad_words or ()))
         if body.stream and sampling.is_ranked:
             name = "use_beam_search" if sampling.use_beam_search else "best_of"
             what = name if sampling.use_beam_search else "best_of above n"
@@ -170,13 +171,12 @@ class OpenAiApi:
         ]
 
 
-def _ask(body: Common, prompt: Sequence[int], sampling: Sampling, tenant: str, trace: str) -> Ask:
+def _ask(
+    body: Common, prompt: Sequence[int], sampling: SamplingParams, tenant: str, trace: str
+) -> Ask:
     return Ask(
         prompt,
         sampling,
-        stops=body.stops(),
-        include_stop=bool(body.include_stop_str_in_output),
-        keep_special=body.skip_special_tokens is False,
         default_max_tokens=None if isinstance(body, ChatBody) else COMPLETION_TOKENS,
         tenant=tenant,
         trace=trace,

@@ -12,6 +12,7 @@ import grpc.aio
 import httpx
 import pytest
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.protos import inference_pb2, inference_pb2_grpc
 from penstock.router.ask import Ask
@@ -189,7 +190,7 @@ async def test_a_lost_worker_costs_no_token(config: RouterConfig) -> None:
 async def test_open_refuses_all_or_nothing(config: RouterConfig) -> None:
     async with serving(config, StubWorker()) as served:
         frontend = served.router.frontend
-        for bad in (Ask([]), Ask([5], stops=[""]), Ask([5], timeout=0.0)):
+        for bad in (Ask([]), Ask([5], SamplingParams(stop=("",))), Ask([5], timeout=0.0)):
             with pytest.raises(ServingError) as refusal:
                 frontend.open([Ask([5]), bad])
             assert refusal.value.code is Code.INVALID
