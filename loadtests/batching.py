@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.traces import read_trace
 from penstock.loadtests.paired import MeasurementFailed, run
 from penstock.workers.scheduling.batcher import Batcher, Limits
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 
 _DRAWN = 7
 

@@ -4,10 +4,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.metrics import Outcome
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 
 
 class DirectEngine:

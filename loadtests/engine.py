@@ -23,12 +23,13 @@ settle()  # before torch is loaded
 import numpy as np
 import torch
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.paired import Spread, run
 from penstock.loadtests.random_llama import Shape, write_random_llama
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

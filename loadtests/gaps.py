@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
 from penstock.loadtests.paired import Setup, Spread, run
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine, StepResult
 from penstock.workers.pipeline import Pipeline
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 
 _NUM_WARMUPS = 4  # steps of a turn that do not count
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import uvloop
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests import throughput
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.report import commit, machine
@@ -28,7 +29,7 @@ from penstock.loadtests.paired import SHIPPED, MeasurementFailed, Setup, Spread,
 from penstock.loadtests.peers.checkpoints import Cost
 from penstock.loadtests.server import ServerFailed
 from penstock.workers.scheduling.batcher import Batcher, Limits
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 
 PROGRAM = "python -m penstock.loadtests.guard"
 RATIOS = {

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.traces import read_trace
 from penstock.loadtests.bench.workload import TRACE_BLOCK, TraceRow
 from penstock.loadtests.paired import MeasurementFailed, run
 from penstock.workers.scheduling.batcher import Batcher, Limits
-from penstock.workers.scheduling.sequence import NewSequence, PoolLoad, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence, PoolLoad
 
 _DRAWN = 7
 _CHECK_EVERY = 256  # steps: every hold on every block is looked at

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from penstock.common.text.detokenizer import IncrementalDetokenizer
 from penstock.protos import worker_pb2
 from penstock.router.errors import Code, ServingError
 from penstock.router.resume import PastEnd
 from penstock.router.routing.events import Deliver, DeliverPrompt, Finish
-from penstock.router.text.answer import AnswerText
 
 FINISH_NAMES = {Finish.NONE: "", Finish.STOP: "stop", Finish.LENGTH: "length"}
 
@@ -192,7 +192,7 @@ class Track:
         self,
         answers: Answers,
         index: int,
-        texts: Sequence[AnswerText],
+        texts: Sequence[IncrementalDetokenizer],
         stop_tokens: frozenset[int],
         cut: Callable[[int, int], None],
         ranking: Ranking | None = None,

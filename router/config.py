@@ -3,25 +3,17 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.common.sampling_params import SamplingLimits
+
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(SamplingLimits):
     """Limits on sizes, checked before anything is done with what a client sent."""
 
     max_body_bytes: int = 4 << 20  # of an HTTP body or a gRPC message
     max_header_bytes: int = 64 << 10
     receive_seconds: float = 30.0  # for a request's head, and again for its body
     max_prompts: int = 64  # in one call; each is a request of its own
-    max_choices: int = 64  # n, or best_of, of one prompt; beams
-    max_beam_tokens: int = 8192  # of a beam search's answers, which come at once
-    max_stop_strings: int = 16
-    max_stop_chars: int = 256  # of one stop string
-    max_stop_tokens: int = 256
-    max_logit_bias: int = 1024  # entries
-    max_bad_words: int = 64
-    max_bad_word_chars: int = 256
-    max_bad_word_tokens: int = 32
-    max_logprobs: int = 20
     max_unread_tokens: int = 8192  # made, but not yet taken by a slow reader
 
 

@@ -11,7 +11,10 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from penstock.common.text.chat_template import ChatTemplateError
+from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.router import state
 from penstock.router.answers import Answers, Ranking, Track
 from penstock.router.ask import (
@@ -20,8 +23,8 @@ from penstock.router.ask import (
     SoFar,
     check_bad_words,
     check_prompt,
-    text_rules,
-    wire_params,
+    resolve_sampling,
+    stop_options,
 )
 from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError, invalid
@@ -33,7 +36,6 @@ from penstock.router.roles import ROLES, Assignments
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
 from penstock.router.tally import Tally
-from penstock.router.text.tokenizer import TextModel
 from penstock.router.worker_link import Identity
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class Frontend:
     def __init__(
         self,
         config: RouterConfig,
-        text: TextModel,
+        text: ModelTokenizer,
         limits: Model,
         dispatcher: Dispatcher,
         incarnation: str,
@@ -166,7 +168,14 @@ class Frontend:
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Bad words as the token sequences that spell them."""
         check_bad_words(words, self.config.bounds)
-        return await self.text.bad_words(words)
+        return await self.text.encode_bad_words(words)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token ids of a conversation; INVALID where it cannot be rendered."""
+        try:
+            return await self.text.encode_chat(messages)
+        except ChatTemplateError as error:
+            raise invalid(str(error), "messages") from error
 
     def open(self, asks: Sequence[Ask]) -> Answers:
         """Take a call: check every ask, then send them all on their way.
@@ -197,22 +206,22 @@ class Frontend:
     def _take(self, ask: Ask, index: int, answers: Answers) -> tuple[ev.Request, Track]:
         model, bounds = self.model, self.config.bounds
         check_prompt(ask.prompt, model)
-        params = wire_params(ask, model, bounds)
+        params = resolve_sampling(ask, model, bounds)
         check_so_far(ask, params, model)
-        timeout = self._timeout(ask)
-        rules = text_rules(ask, bounds)
-        texts = [self.text.answer(rules) for _ in range(params.n)]
-        past = resume(ask, params, model.eos_tokens, texts)
+        timeout, num_choices = self._timeout(ask), params.num_generated
+        options = stop_options(params)
+        texts = [self.text.detokenizer(options) for _ in range(num_choices)]
+        past = resume(ask, params, model, texts)
         number = next(self._numbers)
-        answers.opened(number, params.seed)
+        answers.opened(number, params.seed or 0)
         ranking = None
-        if ask.sampling.is_ranked:
-            ranking = Ranking(params.n, ask.sampling.n, ask.sampling.logprobs is not None)
+        if params.is_ranked:
+            ranking = Ranking(num_choices, params.n, params.logprobs is not None)
         track = Track(
             answers,
             index,
             texts,
-            frozenset(ask.sampling.stop_tokens),
+            frozenset(params.stop_token_ids),
             lambda choice, length: self.tell(ev.Cut(number, choice, length)),
             ranking,
             past,
@@ -221,14 +230,14 @@ class Frontend:
         request = ev.Request(
             id=number,
             prompt=ask.prompt,
-            params=params,
-            num_choices=params.n,
-            num_beams=params.beams.width,
-            max_tokens=params.max_tokens,
+            params=params.for_worker(),
+            num_choices=num_choices,
+            num_beams=params.num_sequences if params.use_beam_search else 0,
+            max_tokens=params.answer_limit(len(ask.prompt), model.max_model_len),
             tenant=ask.tenant,
             salt=ask.tenant.encode(),
             deadline=self._loop.time() + timeout,
-            log=[ask.so_far.get(choice, nothing).tokens for choice in range(params.n)],
+            log=[ask.so_far.get(choice, nothing).tokens for choice in range(num_choices)],
             ended=[end is not None for end in past],
             trace=ask.trace,
         )

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.protos import worker_pb2
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.text.detokenizer import IncrementalDetokenizer
 from penstock.router.ask import Ask, Model, SoFar, check_vocabulary
 from penstock.router.errors import invalid
-from penstock.router.text.answer import AnswerText
 
 FINISHES = ("", "stop", "length")
 
@@ -20,8 +20,11 @@ class PastEnd:
     stop: str | int | None = None  # the stop string or the client's stop token that ended it
 
 
-def check_so_far(ask: Ask, params: worker_pb2.SamplingParams, model: Model) -> None:
-    """Refuse tokens so far that cannot be of an earlier call with these parameters."""
+def check_so_far(ask: Ask, params: SamplingParams, model: Model) -> None:
+    """Refuse tokens so far that cannot be of an earlier call with these parameters.
+
+    params: those of the ask, resolved.
+    """
     if not ask.so_far:
         return
     sampling = ask.sampling
@@ -32,16 +35,17 @@ def check_so_far(ask: Ask, params: worker_pb2.SamplingParams, model: Model) -> N
             "leave out so_far",
             "so_far",
         )
+    max_tokens = params.answer_limit(len(ask.prompt), model.max_model_len)
     for choice, known in ask.so_far.items():
         if choice >= params.n:
             raise invalid(f"so_far has choice {choice}, but n is {params.n}", "so_far")
         if known.finish not in FINISHES:
             raise invalid("finish_reason in so_far must be stop, length or empty", "so_far")
         check_vocabulary(known.tokens, model, "so_far")
-        if len(known.tokens) > params.max_tokens:
+        if len(known.tokens) > max_tokens:
             raise invalid(
                 f"so_far has {len(known.tokens)} tokens of choice {choice}, and max_tokens is "
-                f"{params.max_tokens}",
+                f"{max_tokens}",
                 "so_far",
             )
     is_begun = any(known.tokens for known in ask.so_far.values())
@@ -51,17 +55,18 @@ def check_so_far(ask: Ask, params: worker_pb2.SamplingParams, model: Model) -> N
 
 def resume(
     ask: Ask,
-    params: worker_pb2.SamplingParams,
-    eos_tokens: frozenset[int],
-    texts: Sequence[AnswerText],
+    params: SamplingParams,
+    model: Model,
+    texts: Sequence[IncrementalDetokenizer],
 ) -> list[PastEnd | None]:
     """Bring the texts of all choices to where the client has them. Which have ended, and how."""
     if not ask.so_far:
         return [None] * len(texts)
-    ends = frozenset() if params.ignore_eos else eos_tokens
+    ends = frozenset() if params.ignore_eos else model.eos_tokens
+    max_tokens = params.answer_limit(len(ask.prompt), model.max_model_len)
     nothing = SoFar()
     return [
-        _resume(choice, ask.so_far.get(choice, nothing), params, ends, text)
+        _resume(choice, ask.so_far.get(choice, nothing), params, max_tokens, ends, text)
         for choice, text in enumerate(texts)
     ]
 
@@ -69,15 +74,16 @@ def resume(
 def _resume(
     choice: int,
     known: SoFar,
-    params: worker_pb2.SamplingParams,
+    params: SamplingParams,
+    max_tokens: int,
     eos_tokens: frozenset[int],
-    text: AnswerText,
+    text: IncrementalDetokenizer,
 ) -> PastEnd | None:
     tokens = known.tokens
-    own = frozenset(params.stop_tokens)
+    own = frozenset(params.stop_token_ids)
     last = tokens[-1] if tokens and len(tokens) >= params.min_tokens else None
     stopped = last is not None and (last in own or last in eos_tokens)
-    ended = bool(known.finish) or stopped or len(tokens) >= params.max_tokens
+    ended = bool(known.finish) or stopped or len(tokens) >= max_tokens
     told = text.feed(tokens, ended, stopped)
     if told.num_tokens < len(tokens):
         raise invalid(

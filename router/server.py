@@ -14,6 +14,7 @@ import grpc.aio
 import uvicorn
 from grpc_health.v1 import health
 
+from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.router.api.connection import BoundedConnection
 from penstock.router.api.grpc import set_health, start_grpc
 from penstock.router.api.keys import ApiKeys
@@ -24,7 +25,6 @@ from penstock.router.frontend import Frontend
 from penstock.router.routing.dispatcher import Dispatcher, Limits
 from penstock.router.routing.fleet import Bounds
 from penstock.router.routing.policy import LeastLoaded
-from penstock.router.text.tokenizer import TextModel
 
 WAIT_WITHOUT_WORKERS = 60.0  # seconds; then a request that waits is told that nobody is there
 UNBOUNDED = 2**31 - 1
@@ -89,7 +89,7 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
     Raises `UnsupportedTokenizer` or `ValueError` for a model folder that cannot be served,
     `PortTaken` for a port that cannot be listened on; nothing is left running then.
     """
-    text = TextModel(config.model)
+    text = ModelTokenizer(config.model)
     limits = read_limits(config, text)
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(listen(config.host, config.http_port))
@@ -121,7 +121,7 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
     )
 
 
-def read_limits(config: RouterConfig, text: TextModel) -> Model:
+def read_limits(config: RouterConfig, text: ModelTokenizer) -> Model:
     """The bounds that the model's own configuration sets."""
     path = config.model / "config.json"
     own = _read_json(path)

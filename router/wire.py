@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.protos import worker_pb2 as pb
+from penstock.protos.worker_codec import encode_sampling_params
 from penstock.router.routing import events as ev
 
 PROTOCOL = 1
@@ -130,7 +131,7 @@ def submit_of(command: ev.Submit) -> pb.ToWorker:
         request=request.id,
         attempt=command.attempt,
         prompt=request.prompt,
-        params=request.params,  # type: ignore[arg-type]  # made in the wire's form by `ask`
+        params=encode_sampling_params(request.params),
         yield_after=command.yield_after,
         priority=request.priority,
         salt=request.salt,

@@ -13,19 +13,25 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("cluster", "kernels", "loadtests", "protos", "router", "workers")
 
 DOORS = {
-    "protos": set(),
-    "kernels": set(),
-    "workers": {"kernels", "protos"},
-    "router": {"protos"},
-    "cluster": {"router", "workers", "protos"},
-    "loadtests": {"kernels", "workers", "router", "cluster", "protos", "cli"},
-    "cli": {"cluster", "router", "workers", "protos", "loadtests"},
+    "common": set(),
+    "protos": {"common"},
+    "kernels": {"common"},
+    "workers": {"kernels", "protos", "common"},
+    "router": {"protos", "common"},
+    "cluster": {"router", "workers", "protos", "common"},
+    "loadtests": {"kernels", "workers", "router", "cluster", "protos", "cli", "common"},
+    "cli": {"cluster", "router", "workers", "protos", "loadtests", "common"},
 }
 """Which rooms a room may import, itself aside."""
 
+SHARED_RECORDS = {"penstock.common.block_hash", "penstock.common.sampling_params"}
+"""The pure part of `common`, which deciding code may import."""
+
 DECIDING = {
-    "penstock.workers.scheduling": {"numpy"},
-    "penstock.router.routing": {"numpy"},
+    "penstock.common.block_hash": {"numpy"},
+    "penstock.common.sampling_params": set(),
+    "penstock.workers.scheduling": {"numpy", *SHARED_RECORDS},
+    "penstock.router.routing": {"numpy", *SHARED_RECORDS},
     "penstock.cluster.labels": set(),
     "penstock.cluster.records": set(),
     "penstock.cluster.spec": {"yaml", "penstock.cluster.labels", "penstock.cluster.records"},
@@ -45,7 +51,7 @@ DECIDING = {
 
 SOURCES = sorted(
     path
-    for folder in (*ROOMS, "penstock/cli")
+    for folder in (*ROOMS, "penstock/cli", "penstock/common")
     for path in (ROOT / folder).rglob("*.py")
     if not path.stem.endswith(("_pb2", "_pb2_grpc"))
 )
@@ -84,12 +90,13 @@ def test_penstock_holds_exactly_the_links() -> None:
     }
     assert links == {room: f"../{room}" for room in ROOMS}
     others = {path.name for path in (ROOT / "penstock").iterdir()} - links.keys() - {"__pycache__"}
-    assert others == {"__init__.py", "py.typed", "cli", "models"}
+    assert others == {"__init__.py", "py.typed", "cli", "common", "models"}
 
 
 def test_no_root_room_is_a_package_of_its_own() -> None:
     # It would shadow an installed package of that name for whoever runs from the root.
-    assert [str(path) for room in ROOMS for path in (ROOT / room).rglob("__init__.py")] == []
+    folders = (*ROOMS, "penstock/common")
+    assert [str(path) for room in folders for path in (ROOT / room).rglob("__init__.py")] == []
 
 
 def test_no_text_has_the_marks_of_a_merge() -> None:
@@ -109,7 +116,7 @@ def test_the_plan_names_every_file_of_the_engine_and_the_router() -> None:
     told_together = re.compile(r"attention_.*|.*_loops")  # in one line each
     missing = [
         f"{room}/{path.name}"
-        for room in ("kernels", "workers", "router", "cluster")
+        for room in ("kernels", "workers", "router", "cluster", "penstock/common")
         for path in sorted((ROOT / room).rglob("*.py"))
         if path.stem not in plan and not told_together.fullmatch(path.stem)
     ]
@@ -145,8 +152,17 @@ def test_ray_and_torch_stay_in_their_rooms() -> None:
         top = {name.split(".")[0] for name in imports(module)}
         if room_of(module) != "cluster":
             assert "ray" not in top, module
-        if room_of(module) in ("router", "cluster", "cli", "protos"):
+        if room_of(module) in ("router", "cluster", "cli", "protos", "common"):
             assert not top & {"torch", "triton"}, module
+
+
+def test_common_imports_no_more_than_it_should() -> None:
+    allowed = {*sys.stdlib_module_names, "penstock.common", "numpy"}
+    text = {*allowed, "tokenizers", "jinja2"}
+    for module in TREES:
+        if room_of(module) == "common":
+            is_text = module.startswith("penstock.common.text.")
+            assert not outside(module, text if is_text else allowed), module
 
 
 def test_deciding_code_imports_nothing_that_acts() -> None:
@@ -184,6 +200,7 @@ def test_no_code_comes_from_data() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
+        ("penstock.common.text.tokenizer", ("torch", "ray", "grpc", "numpy", "penstock.protos")),
         ("penstock.router.server", ("torch", "ray")),
         ("penstock.workers.scheduling.batcher", ("torch", "ray", "grpc")),
         ("penstock.router.routing.dispatcher", ("torch", "ray", "grpc")),

@@ -13,7 +13,8 @@ import pytest
 import pytest_asyncio
 
 from penstock.cli.checkpoint import SHIPPED
-from penstock.router.ask import Ask, Sampling
+from penstock.common.sampling_params import SamplingParams
+from penstock.router.ask import Ask
 from penstock.router.config import RouterConfig
 from penstock.router.server import RunningRouter, serve_router
 from tests.support.served_router import until
@@ -42,7 +43,7 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
 
     async def read(self, router: RunningRouter, prompt: Sequence[int]) -> list[int]:
-        sampling = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         answers = router.frontend.open([Ask(prompt, sampling)])
         try:
             async for delta in answers:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 from training.families import Message
 
 
@@ -23,7 +24,9 @@ class EngineAnswers:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._engine = Engine(WorkerConfig("engine", folder, quantization=quantization))
         stops = self._engine.spec.eos_tokens
-        self._params = SamplingParams(0.0, max_tokens=max_new_tokens, stop_tokens=stops)
+        self._params = SamplingParams(
+            temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=stops
+        )
 
     def __call__(self, conversations: Sequence[list[Message]]) -> list[str]:
         for number, conversation in enumerate(conversations):

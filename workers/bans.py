@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.workers.scheduling.sequence import Ints, SamplingParams
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.scheduling.sequence import Ints
 
 Tokens: TypeAlias = npt.NDArray[np.int64]
 Places: TypeAlias = npt.NDArray[np.intp]
@@ -49,10 +50,10 @@ class Bans:
 
     def admit(self, row: int, params: SamplingParams) -> None:
         """A sequence takes the row. All its tokens but stop tokens are within the vocabulary."""
-        stops = np.array(params.stop_tokens, np.int64)
+        stops = np.array(params.stop_token_ids, np.int64)
         self._stops[row] = stops[(stops >= 0) & (stops < self._vocab_size)]
-        self._allowed[row] = np.unique(np.array(params.allowed_tokens, np.int64))
-        self._patterns[row] = _right_aligned(params.bad_words)
+        self._allowed[row] = np.unique(np.array(params.allowed_token_ids or (), np.int64))
+        self._patterns[row] = _right_aligned(params.bad_words_token_ids)
 
     def can_stop(self, row: int) -> bool:
         """Whether the row has stop tokens that could be drawn."""

@@ -4,14 +4,15 @@ Exactly as `transformers` does it, numbers in float32: of all continuations of a
 `width` that end become hypotheses, the best `width` that do not end go on.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.workers.scheduling.sequence import BeamParams, Finish, Ints, SamplingParams
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.scheduling.sequence import Finish, Ints
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -73,29 +74,30 @@ class BeamSearch:
     """One search, from its prompt on.
 
     Args:
+        params: those of the search: `num_sequences` beams, of whose answers the best `n` are given.
         limit: the most tokens that an answer may have.
-        stops: tokens that end an answer.
     """
 
-    def __init__(self, params: BeamParams, limit: int, stops: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, limit: int) -> None:
         self._params = params
+        self._width = params.num_sequences
         self._limit = limit
-        self._stops = np.array(sorted(stops), np.int32)
+        self._stops = np.array(sorted(params.stop_token_ids), np.int32)
         self._length = 0  # of every beam's answer
-        self._scores = np.full(params.width, UNLIKELY, np.float32)
+        self._scores = np.full(self._width, UNLIKELY, np.float32)
         self._scores[0] = 0
-        self._beams: list[Node | None] = [None] * params.width
+        self._beams: list[Node | None] = [None] * self._width
         self._finished: list[Hypothesis] = []  # best first, `width` at most
 
     @property
     def best(self) -> list[Hypothesis]:
         """The best that have finished, best first; as many as are wanted, if there are."""
-        return self._finished[: self._params.num_wanted]
+        return self._finished[: self._params.n]
 
     @property
     def failed(self) -> bool:
         """Whether there are fewer than are wanted."""
-        return len(self._finished) < self._params.num_wanted
+        return len(self._finished) < self._params.n
 
     def advance(self, tokens: Ints, logprobs: Floats) -> Turn:
         """One token more for every beam.
@@ -110,7 +112,7 @@ class BeamSearch:
         stopped = np.isin(names, self._stops)
         self._length += 1
         ended = stopped | (self._length >= self._limit)
-        width, made = self._params.width, list[Made]()
+        width, made = self._width, list[Made]()
         origins = order // logprobs.shape[1]
         for at in np.flatnonzero(ended[:width]).tolist():
             node = Node(int(names[at]), self._beams[origins[at]])
@@ -123,7 +125,7 @@ class BeamSearch:
         return self._go_on(origins[going], names[going], totals[order[going]], made)
 
     def _go_on(self, origins: Ints, names: Ints, totals: Floats, made: list[Made]) -> Turn:
-        missing = self._params.width - len(totals)
+        missing = self._width - len(totals)
         if missing:  # beams without a future keep their place, as shadows of the best one
             at = np.concatenate((np.arange(len(totals)), np.zeros(missing, np.intp)))
             origins, names = origins[at], names[at]
@@ -142,16 +144,16 @@ class BeamSearch:
         """Keep it if it is among the best; of equals the earlier ones."""
         place = sum(1 for old in self._finished if old.score >= new.score)
         self._finished.insert(place, new)
-        del self._finished[self._params.width :]
-        return place < self._params.width
+        del self._finished[self._width :]
+        return place < self._width
 
     def _is_over(self) -> bool:
-        if len(self._finished) < self._params.width:
+        if len(self._finished) < self._width:
             return False
         if self._params.early_stopping is True:
             return True
         # What the best beam could still become, by a guess that is not always right.
-        never = self._params.early_stopping is None
+        never = self._params.early_stopping == "never"
         longest = self._limit if never and self._params.length_penalty > 0 else self._length
         return not self._penalised(self._scores[0], longest) > self._finished[-1].score
 
@@ -189,9 +191,9 @@ class Searches:
 
     def open(self, key: Hashable, params: SamplingParams, limit: int) -> None:
         """Begin one; `limit` is the most tokens that its answers may have."""
-        assert params.beams is not None
-        limit = min(limit, params.max_tokens)
-        self._open[key] = BeamSearch(params.beams, limit, params.stop_tokens)
+        if params.max_tokens is not None:
+            limit = min(limit, params.max_tokens)
+        self._open[key] = BeamSearch(params, limit)
 
     def close(self, key: Hashable) -> BeamSearch | None:
         """Forget one; unknown: None."""

@@ -7,7 +7,8 @@ back.
 
 from typing import NamedTuple
 
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 
 
 class CanaryKey(NamedTuple):

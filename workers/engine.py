@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.beams import Candidates, Hypothesis, Searches
 from penstock.workers.canary import KEY as CANARY
 from penstock.workers.canary import canary
@@ -38,7 +39,6 @@ from penstock.workers.scheduling.sequence import (
     NewSequence,
     PoolLoad,
     Reserved,
-    SamplingParams,
     SchedulerEvent,
     StepOutput,
     StepPlan,
@@ -156,7 +156,7 @@ class Engine:
         """Queue a sequence; NeverFits or QueueFull if it is not taken."""
         self.batcher.submit(new)
         self._live[new.key] = new
-        if new.params.beams is not None:
+        if new.params.use_beam_search:
             self._searches.open(new.key, new.params, self.limits.max_model_len - new.num_prompt)
 
     def try_out(self) -> None:

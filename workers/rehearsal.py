@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.engine import Engine, StepResult
 from penstock.workers.scheduling.batcher import Batcher
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams, StepPlan
+from penstock.workers.scheduling.sequence import NewSequence, StepPlan
 
 PIECE, BEGINNING = 37, 9  # tokens
 _TWO = SamplingParams(temperature=0.0, max_tokens=2)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.common.sampling_params import UINT64_MAX, SamplingParams
 from penstock.kernels.draw import Wishes, draw, finite_rows, likeliest
 from penstock.kernels.launch import runs_kernels
 from penstock.kernels.logprobs import logprobs
@@ -23,7 +24,7 @@ from penstock.kernels.penalties import Penalties, penalize_, shift_
 from penstock.workers.bans import Bans, History
 from penstock.workers.beams import Candidates
 from penstock.workers.device.pinned import put
-from penstock.workers.scheduling.sequence import Bools, Ints, Key, SamplingParams
+from penstock.workers.scheduling.sequence import Bools, Ints, Key
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy: dividing by them would leave float32."""
@@ -115,16 +116,16 @@ class Sampler:
         changes = (
             penalties != (0, 0, 1),
             bool(bias),
-            bool(params.allowed_tokens or params.bad_words),
+            bool(params.allowed_token_ids or params.bad_words_token_ids),
         )
         self._params[row] = (
             0 if params.temperature < GREEDY_BELOW else params.temperature,
             params.top_p,
-            params.top_k,
+            min(max(params.top_k, 0), self._vocab_size),
             params.min_p,
             params.typical_p,
             *penalties,
-            params.seed,
+            (params.seed or 0) & UINT64_MAX,
             choice,
             params.min_tokens,
             -1 if params.logprobs is None else params.logprobs,
@@ -132,7 +133,7 @@ class Sampler:
             any(changes),
             self._bans.can_stop(row),
             # Enough that as many are left once the stop tokens have ended theirs.
-            0 if params.beams is None else params.beams.width + len(params.stop_tokens),
+            params.num_sequences + len(params.stop_token_ids) if params.use_beam_search else 0,
         )
 
     @torch.inference_mode()

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
 from penstock.kernels.checksum import checksum
 from penstock.workers.scheduling.limits import Limits
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
 

@@ -1,20 +1,24 @@
 """Between the messages of protos/worker.proto and the engine's records: checked once, here."""
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, cast
 
+from penstock.common.sampling_params import (
+    InvalidParameterError,
+    SamplingLimits,
+    SamplingParams,
+    check_token_ids,
+)
 from penstock.protos import worker_pb2 as wire
+from penstock.protos.worker_codec import decode_sampling_params
 from penstock.workers.engine import EngineLoad, Found, StepResult
 from penstock.workers.sampler import TokenLogprobs
 from penstock.workers.scheduling.sequence import (
-    BeamParams,
     Finish,
     Key,
     NewSequence,
-    SamplingParams,
     Sibling,
     StepOutput,
     usable_source,
@@ -22,21 +26,19 @@ from penstock.workers.scheduling.sequence import (
 
 PROTOCOL = 1  # of protos/worker.proto
 MAX_MESSAGE_BYTES = 16 << 20
-MAX_CHOICES = 256
-MAX_LOGPROBS = 64
-MAX_STOP_TOKENS = 1024
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 128
 MAX_SALT_BYTES = 256
 MAX_COUNT = 1 << 30
-MAX_FOUND_TOKENS = 1 << 14  # of a search: its answers are one message, with their logprobs
-MAX_LENGTH_PENALTY = 10.0
 
-EARLY_STOPPING = {
-    wire.EARLY_STOPPING_FALSE: False,
-    wire.EARLY_STOPPING_TRUE: True,
-    wire.EARLY_STOPPING_NEVER: None,
-}
+LIMITS = SamplingLimits(
+    max_choices=256,
+    max_beam_tokens=1 << 14,  # all answers are one message, with their logprobs
+    max_stop_tokens=1024,
+    max_logit_bias=1 << 14,
+    max_bad_words=512,
+    max_bad_word_tokens=128,
+    max_logprobs=64,
+)
+"""What a worker takes from a router, whose own limits are lower."""
 
 
 class SequenceKey(NamedTuple):
@@ -63,27 +65,30 @@ class Vocabulary:
     size: int
     eos_tokens: tuple[int, ...]
 
-    def check(self, name: str, tokens: Iterable[int]) -> None:
-        worst = max(tokens, default=0)
-        if worst >= self.size:
-            raise BadSubmit(f"{name} has token {worst}, but the vocabulary ends at {self.size - 1}")
+    def check(self, name: str, tokens: Collection[int]) -> None:
+        """Raise BadSubmit if a token is not in the vocabulary."""
+        try:
+            check_token_ids(name, tokens, self.size)
+        except InvalidParameterError as error:
+            raise BadSubmit(str(error)) from error
 
 
 def new_sequence(
     submit: wire.Submit, key: SequenceKey, vocabulary: Vocabulary, source_len: int
 ) -> NewSequence:
     """The sequence that a Submit asks for; BadSubmit."""
-    prompt, answers = list(submit.prompt), _answers(submit)
+    prompt = list(submit.prompt)
     if not prompt:
         raise BadSubmit("the prompt is empty")
     vocabulary.check("the prompt", prompt)
+    params = _params(submit.params, vocabulary)
+    answers = _answers(submit, params)
     for answer in answers.values():
         vocabulary.check("the answer so far", answer)
     if len(submit.salt) > MAX_SALT_BYTES:
         raise BadSubmit(f"the salt is longer than {MAX_SALT_BYTES} bytes")
-    params = _params(submit.params, vocabulary)
     longest = max(map(len, answers.values()))
-    if longest >= params.max_tokens:
+    if params.max_tokens is not None and longest >= params.max_tokens:
         raise BadSubmit(
             f"max_tokens is {params.max_tokens}, and the answer has {longest} tokens already"
         )
@@ -106,16 +111,13 @@ def new_sequence(
     )
 
 
-def _answers(submit: wire.Submit) -> dict[int, list[int]]:
+def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]]:
     """The answer so far of every choice that has not finished, or of every beam."""
-    if submit.params.HasField("beams"):
+    if params.use_beam_search:
         if submit.log:
             raise BadSubmit("there is a log, but a beam search begins at its prompt")
-        return {beam: [] for beam in range(_width(submit.params))}
-    num_choices = max(submit.params.n, 1)
-    if num_choices > MAX_CHOICES:
-        raise BadSubmit(f"n is {num_choices}, more than {MAX_CHOICES}")
-    answers: dict[int, list[int]] = {choice: [] for choice in range(num_choices)}
+        return {beam: [] for beam in range(params.num_sequences)}
+    answers: dict[int, list[int]] = {choice: [] for choice in range(params.n)}
     if len({entry.choice for entry in submit.log}) < len(submit.log):
         raise BadSubmit("the log has a choice twice")
     if any(entry.choice not in answers for entry in submit.log):
@@ -129,93 +131,14 @@ def _answers(submit: wire.Submit) -> dict[int, list[int]]:
     return answers
 
 
-def _width(given: wire.SamplingParams) -> int:
-    width, wanted = given.beams.width, max(given.n, 1)
-    if not 2 <= width <= MAX_CHOICES:
-        raise BadSubmit(f"a beam search of width {width}: from 2 to {MAX_CHOICES} can be")
-    if wanted > width:
-        raise BadSubmit(f"n is {wanted}, and {width} beams give no more than {width} answers")
-    if wanted * given.max_tokens > MAX_FOUND_TOKENS:
-        raise BadSubmit(
-            f"n is {wanted} and max_tokens {given.max_tokens}, but the answers of a beam search "
-            f"have at most {MAX_FOUND_TOKENS} tokens together"
-        )
-    return width
-
-
-def _beams(given: wire.SamplingParams) -> BeamParams | None:
-    if not given.HasField("beams"):
-        return None
-    search = given.beams
-    if search.early_stopping not in EARLY_STOPPING:
-        raise BadSubmit(f"early_stopping is {search.early_stopping}, which means nothing here")
-    stopping = EARLY_STOPPING[search.early_stopping]
-    return BeamParams(search.width, max(given.n, 1), search.length_penalty, stopping)
-
-
-def _params(given: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParams:
-    _check_ranges(given)
-    _check_counts(given)
-    vocabulary.check("stop_tokens", given.stop_tokens)
-    vocabulary.check("logit_bias", given.logit_bias)
-    vocabulary.check("allowed_tokens", given.allowed_tokens)
-    for word in given.bad_words:
-        vocabulary.check("bad_words", word.tokens)
-    ends = () if given.ignore_eos else vocabulary.eos_tokens
-    return SamplingParams(
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=min(given.top_k, vocabulary.size),
-        min_p=given.min_p,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repetition_penalty,
-        seed=given.seed,
-        max_tokens=min(given.max_tokens, MAX_COUNT),
-        min_tokens=min(given.min_tokens, MAX_COUNT),
-        stop_tokens=tuple(dict.fromkeys((*given.stop_tokens, *ends))),
-        logprobs=given.logprobs if given.HasField("logprobs") else None,
-        logit_bias=dict(given.logit_bias),
-        typical_p=given.typical_p or 1.0,
-        bad_words=tuple(tuple(word.tokens) for word in given.bad_words),
-        allowed_tokens=tuple(given.allowed_tokens),
-        prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
-        beams=_beams(given),
-    )
-
-
-def _check_ranges(given: wire.SamplingParams) -> None:
-    largest = math.nextafter(math.inf, 0)
-    ranges = {
-        "temperature": (given.temperature, 0.0, largest),
-        "top_p": (given.top_p, math.ulp(0.0), 1.0),
-        "min_p": (given.min_p, 0.0, 1.0),
-        "typical_p": (given.typical_p, 0.0, 1.0),
-        "presence_penalty": (given.presence_penalty, -largest, largest),
-        "frequency_penalty": (given.frequency_penalty, -largest, largest),
-        "repetition_penalty": (given.repetition_penalty, math.ulp(0.0), largest),
-        "length_penalty": (given.beams.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
-    }
-    for name, (value, least, most) in ranges.items():
-        if not least <= value <= most:  # so that NaN is refused too
-            raise BadSubmit(f"{name} is {value:g}, which is out of its range")
-    for token, bias in given.logit_bias.items():
-        if not math.isfinite(bias):
-            raise BadSubmit(f"logit_bias of token {token} is {bias:g}")
-
-
-def _check_counts(given: wire.SamplingParams) -> None:
-    if given.max_tokens < 1:
-        raise BadSubmit("max_tokens is 0")
-    for name, count in (("logprobs", given.logprobs), ("prompt_logprobs", given.prompt_logprobs)):
-        if count > MAX_LOGPROBS:
-            raise BadSubmit(f"{name} is {count}, more than {MAX_LOGPROBS}")
-    if len(given.stop_tokens) > MAX_STOP_TOKENS:
-        raise BadSubmit(f"there are more than {MAX_STOP_TOKENS} stop_tokens")
-    if len(given.bad_words) > MAX_BAD_WORDS:
-        raise BadSubmit(f"there are more than {MAX_BAD_WORDS} bad_words")
-    if any(not 0 < len(word.tokens) <= MAX_BAD_WORD_TOKENS for word in given.bad_words):
-        raise BadSubmit(f"a word of bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
+def _params(message: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParams:
+    """Decode and validate sampling parameters; raises BadSubmit."""
+    params = decode_sampling_params(message)
+    try:
+        params.validate(LIMITS, vocabulary.size)
+    except InvalidParameterError as error:
+        raise BadSubmit(str(error)) from error
+    return params.with_end_tokens(vocabulary.eos_tokens)
 
 
 # ------------------------------------------------------------------ to the router

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.forms import kernels_only, plain_forms
 from penstock.loadtests.gpu.clock import Clock, clock_of
 from penstock.loadtests.gpu.models import SHAPES, random_model, small
@@ -25,7 +26,7 @@ from penstock.loadtests.gpu.steps import SMALL_LOAD, Load, decode
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
 from penstock.workers.rehearsal import rehearse
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 
 LOAD = Load(batches=(1, 16, 64), input_len=1000, output_len=64)
 PROMPTS = (2000, 4000)  # tokens

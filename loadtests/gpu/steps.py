@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.forms import kernels_only, plain_forms
 from penstock.loadtests.gpu.bounds import Bounds
 from penstock.loadtests.gpu.clock import Clock, clock_of
@@ -28,7 +29,7 @@ from penstock.loadtests.gpu.sections import write_figures
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine, Launched
 from penstock.workers.pipeline import Pipeline, steps_of
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams, StepPlan
+from penstock.workers.scheduling.sequence import NewSequence, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

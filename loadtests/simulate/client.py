@@ -1,10 +1,10 @@
 """What a client of the fold model sees, and what it must see."""
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.fold import straight_answer
 from penstock.loadtests.simulate.router import Router
 from penstock.loadtests.simulate.schedules import RequestPlan
 from penstock.router.routing.events import Cut, Deliver, End, Finish, Status
-from penstock.workers.scheduling.sequence import SamplingParams
 
 LEFT = "left"
 """How a client ends that went away."""
@@ -21,7 +21,7 @@ class FoldClient:
         self.at: tuple[Router, int] | None = None  # where it asks, and its number there
         self._finished = [False] * plan.num_choices
         self._cutting: set[int] = set()  # choices whose end the router has not been told of yet
-        params = SamplingParams(max_tokens=plan.max_tokens, stop_tokens=plan.stop_tokens)
+        params = SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_tokens)
         answers = [
             straight_answer(plan.prompt, params, max_model_len, choice)[0]
             for choice in range(plan.num_choices)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.cluster.autoscaler import PoolState, WorkerLoad
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulate.clock import Clock, rare_collections
 from penstock.loadtests.simulate.handover import Name
@@ -22,7 +23,6 @@ from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Limits as RouterLimits
 from penstock.router.routing.policy import LeastLoaded, Policy
 from penstock.workers.scheduling.limits import Limits
-from penstock.workers.scheduling.sequence import SamplingParams
 
 LATENCY_SECONDS = 0.0003
 BANDWIDTH = 40e9

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.workers.scheduling.sequence import Finish, Ints, SamplingParams, StepPlan
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.scheduling.sequence import Finish, Ints, StepPlan
 
 _MODULUS = (1 << 61) - 1
 VOCAB = 37
@@ -105,11 +106,12 @@ def straight_answer(
     for token in prompt:
         values.append(value_of(values[-1] if values else 0, token, len(values)))
     answer: list[int] = []
+    limit = params.answer_limit(len(prompt), max_model_len)
     while True:
         token = _drawn(fold_of(values), choice)
         answer.append(token)
-        if token in params.stop_tokens and len(answer) >= params.min_tokens:
+        if token in params.stop_token_ids and len(answer) >= params.min_tokens:
             return answer, Finish.STOP
-        if len(answer) >= params.max_tokens or len(prompt) + len(answer) >= max_model_len:
+        if len(answer) >= limit:
             return answer, Finish.LENGTH
         values.append(value_of(values[-1], token, len(values)))

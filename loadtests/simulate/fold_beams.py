@@ -5,15 +5,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.fold import VOCAB, draw, fold_of, value_of
 from penstock.workers.beams import BeamSearch, Candidates, Searches
-from penstock.workers.scheduling.sequence import (
-    Finish,
-    Ints,
-    NewSequence,
-    SamplingParams,
-    StepPlan,
-)
+from penstock.workers.scheduling.sequence import Finish, Ints, NewSequence, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 
 Answer: TypeAlias = tuple[list[int], Finish]
@@ -33,7 +28,7 @@ def _candidates(folds: Sequence[int], held_back: Sequence[Sequence[int]]) -> Can
 
 
 def _held_back(params: SamplingParams, length: int) -> tuple[int, ...]:
-    return params.stop_tokens if length < params.min_tokens else ()
+    return params.stop_token_ids if length < params.min_tokens else ()
 
 
 class FoldBeams:
@@ -46,7 +41,7 @@ class FoldBeams:
 
     def open(self, new: NewSequence) -> None:
         """It was submitted; one that is no search: nothing."""
-        if new.params.beams is not None:
+        if new.params.use_beam_search:
             self._params[new.key] = new.params
             self._searches.open(new.key, new.params, self._max_model_len - new.num_prompt)
 
@@ -85,13 +80,11 @@ def straight_beams(
     prompt: Sequence[int], params: SamplingParams, max_model_len: int
 ) -> list[Answer]:
     """The answers of a lone search, folded over its tokens: no blocks, no batch, no rows."""
-    assert params.beams is not None
-    limit = min(params.max_tokens, max_model_len - len(prompt))
-    search = BeamSearch(params.beams, limit, params.stop_tokens)
+    search = BeamSearch(params, params.answer_limit(len(prompt), max_model_len))
     values: list[int] = []
     for token in prompt:
         values.append(value_of(values[-1] if values else 0, token, len(values)))
-    beams = [values] * params.beams.width
+    beams = [values] * params.num_sequences
     while True:
         held_back = [_held_back(params, len(beams[0]) - len(prompt))] * len(beams)
         candidates = _candidates([fold_of(beam) for beam in beams], held_back)

@@ -216,7 +216,7 @@ class Worker:
             key=key,
             tokens=first.tokens,
             num_prompt=len(request.prompt),
-            params=cast(seq.SamplingParams, request.params),
+            params=request.params,
             choice=first.choice,
             yield_after=submit.yield_after,
             priority=request.priority,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.client import FoldClient
 from penstock.loadtests.simulate.clock import Clock
 from penstock.loadtests.simulate.executors import TimedFold
@@ -30,7 +31,6 @@ from penstock.router.routing.dispatcher import Limits as RouterLimits
 from penstock.router.routing.fleet import Bounds
 from penstock.router.routing.policy import LeastLoaded
 from penstock.workers.scheduling.limits import Limits
-from penstock.workers.scheduling.sequence import SamplingParams
 
 PATIENCE_SECONDS = 150.0
 """By so long after the last fault everybody must have ended."""
@@ -223,7 +223,7 @@ class World:
         request = ev.Request(
             id=self._numbers[number],
             prompt=plan.prompt,
-            params=SamplingParams(max_tokens=plan.max_tokens, stop_tokens=plan.stop_tokens),
+            params=SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_tokens),
             max_tokens=min(plan.max_tokens, MAX_MODEL_LEN - len(plan.prompt)),
             tenant=plan.tenant,
             priority=plan.priority,

@@ -11,11 +11,12 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import worker_pb2
 from penstock.router.answers import Answers, ClientGone, Delta
 from penstock.router.api.keys import ApiKeys
-from penstock.router.ask import Ask, Sampling, SoFar, check_vocabulary, trace_of
+from penstock.router.ask import Ask, SoFar, check_vocabulary, trace_of
 from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.frontend import Frontend
 
@@ -265,7 +266,7 @@ class InferenceApi:
                 add = special if request.HasField("add_special_tokens") else True
                 tokens = await text.encode(request.text, add)
             case "chat":
-                tokens = await text.encode_chat(_messages(request.chat))
+                tokens = await self._frontend.encode_chat(_messages(request.chat))
             case _:
                 raise invalid("there is no input: set text or chat", "input")
         return pb.TokenizeReply(tokens=tokens, max_model_len=self._frontend.model.max_model_len)
@@ -275,8 +276,9 @@ class InferenceApi:
     ) -> pb.DetokenizeReply:
         self._frontend.check_model(request.model)
         check_vocabulary(request.tokens, self._frontend.model, "tokens")
-        pieces = self._frontend.text.pieces
-        return pb.DetokenizeReply(text=pieces.whole(request.tokens, request.keep_special_tokens))
+        skip = not request.keep_special_tokens
+        text = self._frontend.text.token_bytes.decode(request.tokens, skip)
+        return pb.DetokenizeReply(text=text)
 
     async def list_models(
         self, request: pb.ListModelsRequest, context: Context
@@ -293,7 +295,7 @@ class InferenceApi:
             name=model.name,
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
-            has_chat_template=self._frontend.text.template is not None,
+            has_chat_template=self._frontend.text.chat_template is not None,
             created_seconds=self._started,
         )
 
@@ -305,8 +307,32 @@ class InferenceApi:
             case "tokens":
                 return list(request.tokens.ids)
             case "chat":
-                return await text.encode_chat(_messages(request.chat))
+                return await self._frontend.encode_chat(_messages(request.chat))
         raise invalid("the prompt is empty: set text, tokens or chat", "prompt")
+
+
+def sampling_params(
+    request: pb.GenerateRequest, bad_words: Sequence[Sequence[int]]
+) -> SamplingParams:
+    """Return the sampling parameters of a request; absent fields have their defaults.
+
+    bad_words: the request's bad words as token ids.
+    """
+    wire = request.sampling
+    given: dict[str, Any] = {
+        name: getattr(wire, name) for name in SAMPLING_FIELDS if wire.HasField(name)
+    }
+    given["early_stopping"] = EARLY_STOPPING.get(wire.early_stopping, "unknown")
+    return SamplingParams(
+        stop_token_ids=tuple(wire.stop_tokens),
+        logit_bias=dict(wire.logit_bias),
+        bad_words_token_ids=tuple(map(tuple, bad_words)),
+        allowed_token_ids=tuple(wire.allowed_tokens) or None,
+        stop=tuple(request.stop),
+        include_stop_str_in_output=request.include_stop,
+        skip_special_tokens=not request.keep_special_tokens,
+        **given,
+    )
 
 
 def ask_of(
@@ -317,24 +343,12 @@ def ask_of(
     tenant: str,
 ) -> Ask:
     """What a request asks for; what it leaves out is left to the defaults."""
-    wire = request.sampling
-    given: dict[str, Any] = {
-        name: getattr(wire, name) for name in SAMPLING_FIELDS if wire.HasField(name)
-    }
-    given["early_stopping"] = EARLY_STOPPING.get(wire.early_stopping, "unknown")
-    given["stop_tokens"] = list(wire.stop_tokens)
-    given["logit_bias"] = dict(wire.logit_bias)
-    given["bad_words"] = bad_words
-    given["allowed_tokens"] = list(wire.allowed_tokens) or None
     bounds = [] if time_left is None else [max(time_left, 0.001)]
     if request.timeout_seconds:
         bounds.append(request.timeout_seconds)
     return Ask(
         prompt,
-        Sampling(**given),
-        stops=list(request.stop),
-        include_stop=request.include_stop,
-        keep_special=request.keep_special_tokens,
+        sampling_params(request, bad_words),
         timeout=min(bounds) if bounds else None,
         tenant=tenant,
         trace=trace_of(request.request_id) or f"gen-{time.time_ns():x}",

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import penstock
+from penstock.common.sampling_params import SamplingParams
 from penstock.router.answers import Answers, ClientGone, Delta
 from penstock.router.api.http import (
     Guard,
@@ -36,7 +37,7 @@ from penstock.router.api.openai_form import (
 )
 from penstock.router.api.openai_schema import ChatBody, Common, CompletionBody, Prompt, parse
 from penstock.router.api.operations import Operations
-from penstock.router.ask import Ask, Sampling, trace_of
+from penstock.router.ask import Ask, trace_of
 from penstock.router.errors import ServingError, invalid
 from penstock.router.frontend import Frontend
 
@@ -102,7 +103,7 @@ class OpenAiApi:
     async def chat(self, request: Request) -> Response:
         body = parse(ChatBody, await read_body(request, self._frontend.config.bounds))
         self._frontend.check_model(body.model)
-        prompt = await self._frontend.text.encode_chat(body.conversation())
+        prompt = await self._frontend.encode_chat(body.conversation())
         return await self._answer(request, body, [prompt])
 
     def _card(self) -> Json:
@@ -124,7 +125,7 @@ class OpenAiApi:
     async def _answer(
         self, request: Request, body: Common, prompts: Sequence[Sequence[int]]
     ) -> Response:
-        sampling = body.sampling(await self._frontend.bad_words(body.bad_words or ()))
+        sampling = body.sampling_params(await self._frontend.bad_words(body.bad_words or ()))
         if body.stream and sampling.is_ranked:
             name = "use_beam_search" if sampling.use_beam_search else "best_of"
             what = name if sampling.use_beam_search else "best_of above n"
@@ -145,7 +146,7 @@ class OpenAiApi:
             created=int(time.time()),
             model=self._frontend.model.name,
             prompts=prompts,
-            pieces=self._frontend.text.pieces,
+            token_bytes=self._frontend.text.token_bytes,
             num_choices=sampling.n,
             num_logprobs=body.num_logprobs(),
             return_token_ids=bool(body.return_token_ids),
@@ -162,21 +163,20 @@ class OpenAiApi:
         """The prompts' texts, where the client wants them before the answers."""
         if not isinstance(body, CompletionBody) or not body.echo:
             return None
-        keep_special = body.skip_special_tokens is False
-        whole = self._frontend.text.pieces.whole
+        skip_special = body.skip_special_tokens is not False
+        decode = self._frontend.text.token_bytes.decode
         return [
-            given if isinstance(given, str) else whole(tokens, keep_special)
+            given if isinstance(given, str) else decode(tokens, skip_special)
             for given, tokens in zip(body.prompts(), prompts, strict=True)
         ]
 
 
-def _ask(body: Common, prompt: Sequence[int], sampling: Sampling, tenant: str, trace: str) -> Ask:
+def _ask(
+    body: Common, prompt: Sequence[int], sampling: SamplingParams, tenant: str, trace: str
+) -> Ask:
     return Ask(
         prompt,
         sampling,
-        stops=body.stops(),
-        include_stop=bool(body.include_stop_str_in_output),
-        keep_special=body.skip_special_tokens is False,
         default_max_tokens=None if isinstance(body, ChatBody) else COMPLETION_TOKENS,
         tenant=tenant,
         trace=trace,

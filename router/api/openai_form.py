@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
+from penstock.common.text.token_bytes import TokenBytes
 from penstock.protos import worker_pb2
 from penstock.router.answers import Delta, join
-from penstock.router.text.pieces import Pieces
 
 LOWEST = -9999.0
 """JSON has no minus infinity: this stands for it, as in vLLM."""
@@ -30,7 +30,7 @@ class Call:
     created: int  # seconds since 1970
     model: str
     prompts: Sequence[Sequence[int]]
-    pieces: Pieces
+    token_bytes: TokenBytes
     num_choices: int = 1  # of each prompt
     num_logprobs: int | None = None
     return_token_ids: bool = False
@@ -65,7 +65,7 @@ class Call:
             str(name): {
                 "logprob": _finite(value),
                 "rank": rank,
-                "decoded_token": self.pieces.text_of(name),
+                "decoded_token": self.token_bytes.text_of(name),
             }
             for name, value, rank in ((token, entry.chosen, entry.rank), *best)
         }
@@ -181,7 +181,7 @@ class CompletionForm:
         self, tokens: Sequence[int], entries: Sequence[Logprobs | None], offset: int
     ) -> dict[str, list[Any]]:
         """OpenAI's first form: parallel lists; the chosen token is among its alternatives."""
-        name = self._call.pieces.text_of
+        name = self._call.token_bytes.text_of
         texts = [name(token) for token in tokens]
         offsets = []
         for text in texts:
@@ -199,7 +199,7 @@ class CompletionForm:
 
     def _named(self, entry: Logprobs) -> dict[str, float]:
         pairs = _alternatives(entry)[: self._call.num_logprobs]
-        return {self._call.pieces.text_of(token): _finite(value) for token, value in pairs}
+        return {self._call.token_bytes.text_of(token): _finite(value) for token, value in pairs}
 
 
 class ChatForm:
@@ -273,11 +273,11 @@ class ChatForm:
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, value: float) -> dict[str, Any]:
-        pieces = self._call.pieces
+        token_bytes = self._call.token_bytes
         return {
-            "token": pieces.text_of(token),
+            "token": token_bytes.text_of(token),
             "logprob": _finite(value),
-            "bytes": list(pieces.of(token)),
+            "bytes": list(token_bytes.bytes_of(token)),
         }
 
 

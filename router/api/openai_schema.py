@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.router.ask import Sampling
+from penstock.common.sampling_params import SamplingParams
 from penstock.router.errors import ServingError, invalid
 
 REFUSED: Mapping[str, Sequence[Any]] = {
@@ -107,8 +107,11 @@ class Common(Strict):
         """The same of the prompt's tokens."""
         return self.prompt_logprobs
 
-    def sampling(self, bad_words: Sequence[Sequence[int]]) -> Sampling:
-        """How to draw; the bad words come as their tokens."""
+    def sampling_params(self, bad_words: Sequence[Sequence[int]]) -> SamplingParams:
+        """Return the sampling parameters of the body; absent fields have their defaults.
+
+        bad_words: the body's bad words as token ids.
+        """
         named = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -120,7 +123,7 @@ class Common(Strict):
             "seed": self.seed,
             "max_tokens": self.limit(),
             "min_tokens": self.min_tokens,
-            "stop_tokens": self.stop_token_ids,
+            "stop_token_ids": _tuple(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
             "logprobs": self.num_logprobs(),
             "n": self.n,
@@ -128,17 +131,21 @@ class Common(Strict):
             "prompt_logprobs": self.num_prompt_logprobs(),
             "logit_bias": _bias(self.logit_bias),
             "typical_p": self.typical_p,
-            "bad_words": bad_words,
-            "allowed_tokens": self.allowed_token_ids,
+            "bad_words_token_ids": tuple(map(tuple, bad_words)),
+            "allowed_token_ids": _tuple(self.allowed_token_ids),
             "use_beam_search": self.use_beam_search,
             "length_penalty": self.length_penalty,
             "early_stopping": self.early_stopping,
+            "stop": self.stop_strings(),
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
         }
         given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-        return Sampling(**given)
+        return SamplingParams(**given)
 
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, which may be given as one string or as a list."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def wants_usage(self) -> bool:
@@ -265,6 +272,10 @@ def _part_text(part: Part) -> str:
     if part.type != "text" or part.text is None:
         raise invalid(f"content of type {part.type[:40]!r} is not served: send text", "messages")
     return part.text
+
+
+def _tuple(tokens: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if tokens is None else tuple(tokens)
 
 
 def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NamedTuple, TypeAlias
 
+from penstock.common.sampling_params import SamplingParams
+
 
 class Finish(IntEnum):
     """Why a choice ended; the numbers are those of the wire."""
@@ -36,7 +38,7 @@ class Request:
 
     id: int
     prompt: Sequence[int]
-    params: object  # sampling parameters in the wire's form: carried, never read
+    params: SamplingParams  # as workers need them
     num_choices: int = 1
     num_beams: int = 0  # of the search that gives the choices; 0: they are drawn
     max_tokens: int = 16

@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.kernels import products
 from penstock.kernels.aot import meta
 from penstock.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
@@ -32,7 +33,6 @@ from penstock.workers.models.decoder import empty_decoder
 from penstock.workers.models.spec import read_spec
 from penstock.workers.sampler import Sampler
 from penstock.workers.scheduling.limits import Limits
-from penstock.workers.scheduling.sequence import SamplingParams
 from penstock.workers.warm_up import warm_up_moves, warm_up_sequences
 from tests.support.specialized import specializations
 

@@ -1,15 +1,15 @@
 import pytest
 
+from penstock.common.text.detokenizer import IncrementalDetokenizer, StopOptions
+from penstock.common.text.token_bytes import TokenBytes
 from penstock.protos.worker_pb2 import TokenLogprobs
 from penstock.router.answers import Answers, ClientGone, Delta, Ranking, Track
 from penstock.router.errors import Code, ServingError
 from penstock.router.routing.events import Deliver, Finish
-from penstock.router.text.answer import AnswerText, TextRules
-from penstock.router.text.pieces import Pieces
 from tests.support.tokenizers import byte_level
 
 TOKENIZER = byte_level()
-PIECES = Pieces(TOKENIZER)
+PIECES = TokenBytes(TOKENIZER)
 
 
 def delta(position: int, size: int = 1, index: int = 0, finish: str = "") -> Delta:
@@ -85,7 +85,7 @@ async def test_after_a_stop_string_nothing_is_delivered() -> None:
     cuts: list[tuple[int, int]] = []
     answers = Answers(100, lambda requests: None)
     answers.opened(1, 0)
-    text = AnswerText(PIECES, TextRules(stops=("b",)))
+    text = IncrementalDetokenizer(PIECES, StopOptions(stop=("b",)))
     track = Track(answers, 0, [text], frozenset(), lambda *cut: cuts.append(cut))
     tokens = TOKENIZER.encode("a b c d", add_special_tokens=False).ids
     track.deliver(Deliver(1, 0, 0, tokens[:1], [None], Finish.NONE))
@@ -103,7 +103,7 @@ async def test_after_a_stop_string_nothing_is_delivered() -> None:
 async def test_the_likeliest_choices_are_given_when_all_have_ended(with_logprobs: bool) -> None:
     answers = Answers(2, lambda requests: None)
     answers.opened(1, 0)
-    texts = [AnswerText(PIECES, TextRules()) for _ in range(4)]
+    texts = [IncrementalDetokenizer(PIECES, StopOptions()) for _ in range(4)]
     ranking = Ranking(4, 2, with_logprobs)
     track = Track(answers, 0, texts, frozenset(), lambda *cut: None, ranking)
     chances = {0: [-3.0, -1.0], 1: [-1.0, -0.5, -0.6], 2: [-5.0], 3: [-1.9, -1.9]}

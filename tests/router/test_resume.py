@@ -4,19 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protos import worker_pb2 as pb
-from penstock.router.ask import Ask, Model, Sampling, SoFar, wire_params
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.text.detokenizer import IncrementalDetokenizer, StopOptions
+from penstock.common.text.token_bytes import TokenBytes
+from penstock.router.ask import Ask, Model, SoFar, resolve_sampling
 from penstock.router.config import Bounds
 from penstock.router.errors import Code, ServingError
 from penstock.router.resume import PastEnd, check_so_far, resume
 from penstock.router.routing.events import Request
 from penstock.router.routing.log import Log
-from penstock.router.text.answer import AnswerText, TextRules
-from penstock.router.text.pieces import Pieces
 from tests.support.tokenizers import byte_level
 
 TOKENIZER = byte_level()
-PIECES = Pieces(TOKENIZER)
+PIECES = TokenBytes(TOKENIZER)
 MODEL = Model("m", 100, 500, frozenset({2}))
 NO_ENDS: frozenset[int] = frozenset()
 END = 2
@@ -26,35 +26,37 @@ def tokens_of(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
-def params_of(ask: Ask) -> pb.SamplingParams:
-    return wire_params(ask, MODEL, Bounds())
+def params_of(ask: Ask) -> SamplingParams:
+    return resolve_sampling(ask, MODEL, Bounds())
 
 
-def resumed(ask: Ask, rules: TextRules) -> tuple[list[AnswerText], list[PastEnd | None]]:
+def resumed(
+    ask: Ask, rules: StopOptions
+) -> tuple[list[IncrementalDetokenizer], list[PastEnd | None]]:
     params = params_of(ask)
     check_so_far(ask, params, MODEL)
-    texts = [AnswerText(PIECES, rules) for _ in range(params.n)]
-    return texts, resume(ask, params, MODEL.eos_tokens, texts)
+    texts = [IncrementalDetokenizer(PIECES, rules) for _ in range(params.n)]
+    return texts, resume(ask, params, MODEL, texts)
 
 
 def ask_of(tokens: list[int], finish: str = "", **sampling: object) -> Ask:
     fields = {"temperature": 0.0, **sampling}
-    return Ask([5], Sampling(**fields), so_far={0: SoFar(tokens, finish)})  # type: ignore[arg-type]
+    return Ask([5], SamplingParams(**fields), so_far={0: SoFar(tokens, finish)})  # type: ignore[arg-type]
 
 
 RULES = st.builds(
-    TextRules,
-    stops=st.lists(st.sampled_from(["dog d", "日本", "y", "😀 ", "zz"]), max_size=2).map(tuple),
-    include_stop=st.booleans(),
+    StopOptions,
+    stop=st.lists(st.sampled_from(["dog d", "日本", "y", "😀 ", "zz"]), max_size=2).map(tuple),
+    include_stop_str_in_output=st.booleans(),
     min_tokens=st.integers(0, 9),
 )
 TEXTS = st.sampled_from(["the lazy dog does 日本 not mind 😀 at all", "yyy dog dog d", "a日😀b"])
 
 
 @given(TEXTS, RULES, st.data())
-def test_the_text_goes_on_where_it_was(text: str, rules: TextRules, data: st.DataObject) -> None:
+def test_the_text_goes_on_where_it_was(text: str, rules: StopOptions, data: st.DataObject) -> None:
     tokens = tokens_of(text)
-    whole, shown, end = AnswerText(PIECES, rules), [], len(tokens)
+    whole, shown, end = IncrementalDetokenizer(PIECES, rules), [], len(tokens)
     for count, token in enumerate(tokens, start=1):
         told = whole.feed([token], ended=count == len(tokens))
         shown.append(told.text)
@@ -70,38 +72,45 @@ def test_the_text_goes_on_where_it_was(text: str, rules: TextRules, data: st.Dat
     assert told.num_tokens == end - cut
 
 
-STOPS = TextRules(stops=("dog",))
+STOPS = StopOptions(stop=("dog",))
 DOG = tokens_of("the dog")
 
 
 @pytest.mark.parametrize(
     ("ask", "rules", "end"),
     [
-        (ask_of([7, 8], "length"), TextRules(), PastEnd(2, "length")),
-        (ask_of([7, 8], "stop"), TextRules(), PastEnd(2, "stop")),
-        (ask_of([7, 8], max_tokens=2), TextRules(), PastEnd(2, "length")),
-        (ask_of([7, 8], max_tokens=3), TextRules(), None),
-        (ask_of([7, END]), TextRules(), PastEnd(2, "stop")),
-        (ask_of([7, END], ignore_eos=True), TextRules(), None),
-        (ask_of([7, END], min_tokens=3), TextRules(), None),
-        (ask_of([7, 9], stop_tokens=[9]), TextRules(), PastEnd(2, "stop", 9)),
-        (ask_of([7, 9], "stop", stop_tokens=[9]), TextRules(), PastEnd(2, "stop", 9)),
+        (ask_of([7, 8], "length"), StopOptions(), PastEnd(2, "length")),
+        (ask_of([7, 8], "stop"), StopOptions(), PastEnd(2, "stop")),
+        (ask_of([7, 8], max_tokens=2), StopOptions(), PastEnd(2, "length")),
+        (ask_of([7, 8], max_tokens=3), StopOptions(), None),
+        (ask_of([7, END]), StopOptions(), PastEnd(2, "stop")),
+        (ask_of([7, END], ignore_eos=True), StopOptions(), None),
+        (ask_of([7, END], min_tokens=3), StopOptions(), None),
+        (ask_of([7, 9], stop_token_ids=(9,)), StopOptions(), PastEnd(2, "stop", 9)),
+        (ask_of([7, 9], "stop", stop_token_ids=(9,)), StopOptions(), PastEnd(2, "stop", 9)),
         (ask_of(DOG), STOPS, PastEnd(len(DOG), "stop", "dog")),
         (ask_of(DOG, "stop"), STOPS, PastEnd(len(DOG), "stop", "dog")),
         (ask_of(DOG[:-1]), STOPS, None),
         (ask_of([]), STOPS, None),
     ],
 )
-def test_what_has_ended_is_seen(ask: Ask, rules: TextRules, end: PastEnd | None) -> None:
+def test_what_has_ended_is_seen(ask: Ask, rules: StopOptions, end: PastEnd | None) -> None:
     assert resumed(ask, rules)[1] == [end]
 
 
 def test_choices_are_apart() -> None:
-    sampling = Sampling(n=3, seed=5)
+    sampling = SamplingParams(n=3, seed=5)
     ask = Ask([5], sampling, so_far={2: SoFar([7], "stop"), 1: SoFar([8, 9])})
-    assert resumed(ask, TextRules())[1] == [None, None, PastEnd(1, "stop")]
+    assert resumed(ask, StopOptions())[1] == [None, None, PastEnd(1, "stop")]
     log = Log(
-        Request(1, [5], None, num_choices=3, log=[[], [8, 9], [7]], ended=[False, False, True])
+        Request(
+            1,
+            [5],
+            SamplingParams(),
+            num_choices=3,
+            log=[[], [8, 9], [7]],
+            ended=[False, False, True],
+        )
     )
     assert log.answers == [[], [8, 9], [7]]
     assert log.copy()[1] == (False, False, True)
@@ -118,7 +127,7 @@ def test_choices_are_apart() -> None:
         (ask_of([7], temperature=0.5), "give the seed"),
         (ask_of([7], n=2, best_of=3), "best_of above n tells its answers whole"),
         (ask_of([], use_beam_search=True, n=2), "a beam search tells its answers whole"),
-        (Ask([5], Sampling(n=2), so_far={2: SoFar()}), "choice 2, but n is 2"),
+        (Ask([5], SamplingParams(n=2), so_far={2: SoFar()}), "choice 2, but n is 2"),
         (ask_of([*DOG, 9]), "behind the stop string that ends choice 0"),
     ],
 )

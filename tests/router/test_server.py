@@ -12,12 +12,13 @@ import grpc.aio
 import httpx
 import pytest
 
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.protos import inference_pb2, inference_pb2_grpc
 from penstock.router.ask import Ask
 from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError
 from penstock.router.server import UNBOUNDED, PortTaken, read_limits, serve_router
-from penstock.router.text.tokenizer import TextModel
 from tests.support.served_router import serving, until
 from tests.support.stub_worker import StubWorker
 from tests.support.tokenizers import byte_level, write_folder
@@ -70,9 +71,9 @@ def test_limits_of_the_model(
     tmp_path: Path, text: str, max_model_len: int, vocab_size: int
 ) -> None:
     config = write_config(tmp_path, text)
-    limits = read_limits(config, TextModel(tmp_path))
+    limits = read_limits(config, ModelTokenizer(tmp_path))
     assert (limits.max_model_len, limits.vocab_size) == (max_model_len, vocab_size)
-    small = read_limits(replace(config, max_model_len=16), TextModel(tmp_path))
+    small = read_limits(replace(config, max_model_len=16), ModelTokenizer(tmp_path))
     assert small.max_model_len == 16
 
 
@@ -189,7 +190,7 @@ async def test_a_lost_worker_costs_no_token(config: RouterConfig) -> None:
 async def test_open_refuses_all_or_nothing(config: RouterConfig) -> None:
     async with serving(config, StubWorker()) as served:
         frontend = served.router.frontend
-        for bad in (Ask([]), Ask([5], stops=[""]), Ask([5], timeout=0.0)):
+        for bad in (Ask([]), Ask([5], SamplingParams(stop=("",))), Ask([5], timeout=0.0)):
             with pytest.raises(ServingError) as refusal:
                 frontend.open([Ask([5]), bad])
             assert refusal.value.code is Code.INVALID

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.router.routing import events as ev
 from penstock.router.tally import FIRST_BOUNDS, OTHER, Ended, Histogram, Tally
 
@@ -11,7 +12,7 @@ NAMES = {"t1": "key-1", "t2": "key-2"}
 
 
 def asked(number: int, tenant: str, num_prompt: int = 3) -> ev.Request:
-    return ev.Request(number, [7] * num_prompt, None, tenant=tenant)
+    return ev.Request(number, [7] * num_prompt, SamplingParams(), tenant=tenant)
 
 
 def deliver(

@@ -2,11 +2,13 @@
 
 import pytest
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.protos import worker_pb2 as pb
+from penstock.protos.worker_codec import decode_sampling_params
 from penstock.router import wire
 from penstock.router.routing import events as ev
 
-PARAMS = pb.SamplingParams(temperature=0.5, max_tokens=7, seed=3, n=1)
+PARAMS = SamplingParams(temperature=0.5, max_tokens=7, seed=3)
 REQUEST = ev.Request(
     9, [1, 2, 3], PARAMS, num_choices=2, priority=-1, salt=b"tenant", trace="order-66"
 )
@@ -19,7 +21,7 @@ def test_submit_is_complete() -> None:
     submit = wire.message_of(command).submit
     assert (submit.request, submit.attempt, submit.yield_after) == (9, 2, 1)
     assert list(submit.prompt) == [1, 2, 3]
-    assert submit.params == PARAMS
+    assert decode_sampling_params(submit.params) == PARAMS
     assert (submit.priority, submit.salt, submit.trace) == (-1, b"tenant", "order-66")
     logs = [(log.choice, list(log.tokens), log.finished) for log in submit.log]
     assert logs == [(0, [4, 5], False), (1, [], True)]

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 import pytest
 import pytest_asyncio
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.protos import worker_pb2 as pb
 from penstock.router import worker_link
-from penstock.router.ask import Ask, Model, wire_params
-from penstock.router.config import Bounds
 from penstock.router.routing import events as ev
 from penstock.router.worker_link import Identity, WorkerLink
 from tests.support.served_router import until
 from tests.support.stub_worker import StubWorker
 
-REQUEST = ev.Request(1, (5, 6, 7), wire_params(Ask((5, 6, 7)), Model("m", 100, 50), Bounds()))
+REQUEST = ev.Request(1, (5, 6, 7), SamplingParams(max_tokens=97))
 
 
 @dataclass

@@ -5,16 +5,15 @@ from typing import Any
 
 import numpy as np
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.fold import FoldExecutor, straight_answer
 from penstock.loadtests.simulate.fold_beams import Answer, FoldBeams, straight_beams
 from penstock.workers.scheduling.batcher import Batcher, Limits
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import (
-    BeamParams,
     Finish,
     Key,
     NewSequence,
-    SamplingParams,
     Sibling,
     StepPlan,
     Yielded,
@@ -41,12 +40,14 @@ def sequence(
     yield_after: int = 0,
     source_len: int = 0,
     log: tuple[int, ...] = (),
-    stop_tokens: tuple[int, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
     min_tokens: int = 0,
     salt: bytes = b"",
     num_choices: int = 1,
 ) -> NewSequence:
-    params = SamplingParams(max_tokens=max_tokens, stop_tokens=stop_tokens, min_tokens=min_tokens)
+    params = SamplingParams(
+        max_tokens=max_tokens, stop_token_ids=stop_token_ids, min_tokens=min_tokens
+    )
     return NewSequence(
         key=key,
         tokens=[*prompt, *log],
@@ -60,20 +61,16 @@ def sequence(
     )
 
 
-_BEAM = {each.name for each in fields(BeamParams)}
 _SAMPLING = {each.name for each in fields(SamplingParams)}
 
 
 def beams(
     key: Key, prompt: list[int], width: int, max_tokens: int = 4, **other: Any
 ) -> NewSequence:
-    """A search of that width; what is not said of the sequence, of its sampling, or of the search
-    has its default."""
-    search = {"num_wanted": width, **{name: other.pop(name) for name in _BEAM & other.keys()}}
+    """A search of that width; `other` are fields of the sequence or of its sampling parameters."""
+    given = {name: other.pop(name) for name in _SAMPLING & other.keys()}
     params = SamplingParams(
-        max_tokens=max_tokens,
-        beams=BeamParams(width, **search),
-        **{name: other.pop(name) for name in _SAMPLING & other.keys()},
+        **{"n": width, **given}, best_of=width, use_beam_search=True, max_tokens=max_tokens
     )
     siblings = tuple(Sibling(choice, prompt) for choice in range(1, width))
     return NewSequence(key, prompt, len(prompt), params, siblings=siblings, **other)
@@ -136,7 +133,7 @@ class Bench:
 
     def expect(self, new: NewSequence) -> None:
         prompt, most = new.tokens[: new.num_prompt], self.limits.max_model_len
-        if new.params.beams is not None:
+        if new.params.use_beam_search:
             assert self.searched[new.key] == straight_beams(prompt, new.params, most)
             assert new.key not in self.answers
             return

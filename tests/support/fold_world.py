@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.fold import FoldExecutor, copy_blocks, straight_answer
 from penstock.loadtests.simulate.fold_beams import FoldBeams, straight_beams
 from penstock.workers.scheduling.batcher import Batcher, Limits
@@ -22,7 +23,6 @@ from penstock.workers.scheduling.sequence import (
     NeverFits,
     NewSequence,
     Reserved,
-    SamplingParams,
     SchedulerEvent,
     Sibling,
     StepPlan,
@@ -111,7 +111,9 @@ class FoldWorld:
     def cuttable(self) -> list[Asked]:
         """Of these one choice can be cut, and the request goes on."""
         those = self.those("submitted", "receiving")
-        return [asked for asked in those if len(asked.open) > 1 and asked.params.beams is None]
+        return [
+            asked for asked in those if len(asked.open) > 1 and not asked.params.use_beam_search
+        ]
 
     def unsent(self) -> list[Asked]:
         sent = {transfer.key for transfer in self.transfers}
@@ -131,10 +133,10 @@ class FoldWorld:
         num_choices: int = 1,
     ) -> None:
         most = self.limits.max_model_len
-        if params.beams is None:
-            answers = [straight_answer(prompt, params, most, at) for at in range(num_choices)]
-        else:
+        if params.use_beam_search:
             answers = straight_beams(prompt, params, most)
+        else:
+            answers = [straight_answer(prompt, params, most, at) for at in range(num_choices)]
         number, logs = len(self.asked), [list[int]() for _ in answers]
         ended = [False] * len(answers)
         self.asked.append(Asked(number, prompt, params, salt, priority, answers, at, logs, ended))
@@ -358,8 +360,15 @@ class FoldWorld:
 
     def _run_out(self, worker: FoldWorker) -> None:
         # Whoever is first goes on with every step, and may be overtaken once by each other one.
+        longest = self.limits.max_model_len
         most = 2 + 2 * sum(
-            len(asked.prompt) + (asked.params.max_tokens if asked.params.beams else len(answer)) + 1
+            len(asked.prompt)
+            + 1
+            + (
+                asked.params.answer_limit(0, longest)
+                if asked.params.use_beam_search
+                else len(answer)
+            )
             for asked in self.asked
             for answer, _ in asked.answers
         )
@@ -418,7 +427,7 @@ class FoldWorld:
                 lengths = [len(asked.logs[choice]) for choice in asked.open]
                 assert kv_len < len(asked.prompt) + max(lengths)
                 assert len(lengths) == 1 or kv_len <= len(asked.prompt)
-                assert asked.params.beams is None or kv_len < len(asked.prompt)
+                assert not asked.params.use_beam_search or kv_len < len(asked.prompt)
             case Finished():
                 asked.state = "done"
                 assert all(asked.ended)
@@ -435,8 +444,8 @@ def _sequence(
     key: Key, prompt: list[int], params: SamplingParams, logs: dict[int, list[int]] | None = None
 ) -> NewSequence:
     """What a worker is asked; logs: of every choice, nothing for a search."""
-    if params.beams is not None:
-        logs = {choice: [] for choice in range(params.beams.width)}
+    if params.use_beam_search:
+        logs = {choice: [] for choice in range(params.num_sequences)}
     first, *others = [Sibling(choice, prompt + log) for choice, log in (logs or {0: []}).items()]
     return NewSequence(
         key=key,

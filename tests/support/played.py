@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.engine import Engine, StepResult
 from penstock.workers.rehearsal import rehearse
 from penstock.workers.scheduling.batcher import Batcher
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams, Sibling
+from penstock.workers.scheduling.sequence import NewSequence, Sibling
 from tests.support.threads import threads
 
 Bits = dict[tuple[int, int], list[Any]]
@@ -123,7 +124,7 @@ class _Player:
         going = [
             choice
             for choice, text in enumerate(texts)
-            if len(text) - len(request.prompt) < request.params.max_tokens
+            if len(text) - len(request.prompt) < (request.params.max_tokens or 0)
         ]
         if not going:
             self.left.discard(number)

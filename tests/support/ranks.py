@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from safetensors.torch import save_file
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
 from penstock.workers.follower import Follower
 from penstock.workers.models.decoder import empty_decoder
 from penstock.workers.models.spec import read_spec
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 
 if TYPE_CHECKING:
     from penstock.workers.parallel.meeting import LocalStore

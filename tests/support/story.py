@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.router.routing import lifecycle
 from penstock.router.routing.events import (
     Command,
@@ -26,7 +27,11 @@ class Story:
     """A life, told event by event; `out` holds what the last event gave."""
 
     def __init__(self, **request: object) -> None:
-        fields: dict[str, object] = {"id": 1, "prompt": PROMPT, "params": None} | request
+        fields: dict[str, object] = {
+            "id": 1,
+            "prompt": PROMPT,
+            "params": SamplingParams(),
+        } | request
         self.life = Life(Request(**fields))  # type: ignore[arg-type]
         self.out: list[Command] = []
 
@@ -109,5 +114,5 @@ LEASE = Source("w", "1", 1, 3, "L")
 
 
 def submit(worker: str, attempt: int, log: tuple[int, ...], source: Source | None) -> Submit:
-    request = Request(1, PROMPT, None)
+    request = Request(1, PROMPT, SamplingParams())
     return Submit(worker, request, attempt, (log,), (False,), source, 0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.router.routing.dispatcher import Dispatcher, Limits
 from penstock.router.routing.events import (
     Arrived,
@@ -43,7 +44,7 @@ class Router:
         return commands
 
     def arrive(self, number: int = 1, num_prompt: int = 3, **fields: object) -> list[Command]:
-        request = Request(number, [7] * num_prompt, None, **fields)  # type: ignore[arg-type]
+        request = Request(number, [7] * num_prompt, SamplingParams(), **fields)  # type: ignore[arg-type]
         return self(Arrived(request))
 
     def step(

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.bans import Bans
 from penstock.workers.sampler import Sampler
-from penstock.workers.scheduling.sequence import Ints, SamplingParams
+from penstock.workers.scheduling.sequence import Ints
 from tests.support.histories import Table, said, table
 
 VOCAB_SIZE = 6
@@ -49,7 +50,12 @@ def test_bad_words_as_transformers(rows: list[tuple[list[list[int]], list[int], 
     expected = logits.clone()
     for row, (words, text, chooses) in enumerate(rows):
         allowed = (1, 4, 5) if chooses else ()
-        bans.admit(row, replace(GREEDY, bad_words=tuple(map(tuple, words)), allowed_tokens=allowed))
+        bans.admit(
+            row,
+            replace(
+                GREEDY, bad_words_token_ids=tuple(map(tuple, words)), allowed_token_ids=allowed
+            ),
+        )
         if words:
             one = expected[row : row + 1]
             one[:] = NoBadWordsLogitsProcessor(words)(torch.tensor([text]), one)
@@ -70,7 +76,7 @@ def greedy_token(params: SamplingParams, logits: list[float], history: Table, in
 
 def test_a_bad_word_bans_its_last_token_after_the_rest_of_it() -> None:
     logits = [5.0, 4.0, 3.0, 2.0]
-    params = replace(GREEDY, bad_words=((2, 3, 0),))
+    params = replace(GREEDY, bad_words_token_ids=((2, 3, 0),))
     for prompt, answer, expected in [
         ([2, 3], [], 1),
         ([2], [3], 1),
@@ -83,7 +89,7 @@ def test_a_bad_word_bans_its_last_token_after_the_rest_of_it() -> None:
 
 
 def test_stop_tokens_are_held_back_among_the_allowed() -> None:
-    params = replace(GREEDY, allowed_tokens=(1, 2), stop_tokens=(1,), min_tokens=2)
+    params = replace(GREEDY, allowed_token_ids=(1, 2), stop_token_ids=(1,), min_tokens=2)
     tokens = [greedy_token(params, [9.0, 8.0, 7.0], said([0], []), index) for index in range(4)]
     assert tokens == [2, 2, 1, 1]
 
@@ -91,9 +97,11 @@ def test_stop_tokens_are_held_back_among_the_allowed() -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        replace(GREEDY, allowed_tokens=(1,), bad_words=((0, 1),)),
-        replace(GREEDY, allowed_tokens=(1, 2), stop_tokens=(2, 1), min_tokens=9),
-        SamplingParams(allowed_tokens=(1,), bad_words=((1,),), typical_p=0.5, top_p=0.5),
+        replace(GREEDY, allowed_token_ids=(1,), bad_words_token_ids=((0, 1),)),
+        replace(GREEDY, allowed_token_ids=(1, 2), stop_token_ids=(2, 1), min_tokens=9),
+        SamplingParams(
+            allowed_token_ids=(1,), bad_words_token_ids=((1,),), typical_p=0.5, top_p=0.5
+        ),
     ],
 )
 def test_a_row_with_nothing_left_is_told_and_touches_no_other(params: SamplingParams) -> None:
@@ -113,7 +121,9 @@ def test_a_row_with_nothing_left_is_told_and_touches_no_other(params: SamplingPa
 
 def test_a_row_takes_over_no_bans() -> None:
     bans = Bans(2, VOCAB_SIZE, CPU)
-    strict = replace(GREEDY, allowed_tokens=(1,), bad_words=((2,),), stop_tokens=(1, 99))
+    strict = replace(
+        GREEDY, allowed_token_ids=(1,), bad_words_token_ids=((2,),), stop_token_ids=(1, 99)
+    )
     bans.admit(0, strict)
     bans.admit(1, strict)
     assert bans.can_stop(0)

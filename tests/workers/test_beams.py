@@ -12,19 +12,13 @@ import torch
 import transformers
 from transformers.modeling_outputs import CausalLMOutput
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.beams import BeamSearch
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine, Found
 from penstock.workers.sampler import TokenLogprobs
 from penstock.workers.scheduling.batcher import Batcher
-from penstock.workers.scheduling.sequence import (
-    BeamParams,
-    Finish,
-    Key,
-    NewSequence,
-    SamplingParams,
-    Sibling,
-)
+from penstock.workers.scheduling.sequence import Finish, Key, NewSequence, Sibling
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.engines import greedy_sequence, tokens_of
 
@@ -36,30 +30,27 @@ MANY = tuple(range(2, VOCAB_SIZE, 9))
 
 
 def params_of(width: int, max_tokens: int, **given: Any) -> SamplingParams:
-    search = {"num_wanted": width, **given}
-    names = {each.name for each in dataclasses.fields(BeamParams)}
-    beams = BeamParams(width, **{name: search.pop(name) for name in names & search.keys()})
-    return SamplingParams(max_tokens=max_tokens, beams=beams, **search)
+    given = {"n": width, **given}
+    return SamplingParams(best_of=width, use_beam_search=True, max_tokens=max_tokens, **given)
 
 
 def expected_of(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
     """What transformers finds."""
-    assert params.beams is not None
-    beams, stops = params.beams, list(params.stop_tokens)
+    stops = list(params.stop_token_ids)
     generated = model.generate(
         torch.tensor([list(prompt)]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        num_beams=beams.width,
-        num_return_sequences=beams.num_wanted,
-        length_penalty=beams.length_penalty,
-        early_stopping="never" if beams.early_stopping is None else beams.early_stopping,
+        num_beams=params.num_sequences,
+        num_return_sequences=params.n,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
         max_new_tokens=params.max_tokens,
         min_new_tokens=params.min_tokens or None,
         eos_token_id=stops or None,
         pad_token_id=VOCAB_SIZE - 1,
         do_sample=False,
         repetition_penalty=params.repetition_penalty,
-        bad_words_ids=[list(word) for word in params.bad_words] or None,
+        bad_words_ids=[list(word) for word in params.bad_words_token_ids] or None,
     )
     return [_cut(row[len(prompt) :], stops) for row in generated.tolist()]
 
@@ -98,15 +89,14 @@ class Oracle(transformers.PreTrainedModel, transformers.GenerationMixin):  # typ
 
 def search(oracle: Oracle, first: int, params: SamplingParams) -> list[list[int]]:
     """What our search finds; the rows are kept as lists."""
-    assert params.beams is not None
-    beams = BeamSearch(params.beams, params.max_tokens, params.stop_tokens)
-    texts = [[first]] * params.beams.width
+    beams = BeamSearch(params, params.max_tokens or 0)
+    texts = [[first]] * params.num_sequences
     while True:
         logits = oracle.forward(torch.tensor(texts)).logits[:, -1]
         scores = logits.log_softmax(-1)
         if len(texts[0]) - 1 < params.min_tokens:
-            scores[:, list(params.stop_tokens)] = -torch.inf
-        count = params.beams.width + len(params.stop_tokens)
+            scores[:, list(params.stop_token_ids)] = -torch.inf
+        count = params.num_sequences + len(params.stop_token_ids)
         found = scores.topk(min(count, scores.shape[1]))
         turn = beams.advance(found.indices.numpy().astype(np.int32), found.values.numpy())
         if turn.over:
@@ -121,16 +111,17 @@ def test_search_equals_transformers(seed: int) -> None:
     vocab_size = rng.choice([7, 13, 40])
     stops = rng.sample(range(vocab_size - 1), rng.choice([0, 1, 1, 2, 3]))
     width = rng.choice([2, 2, 3, 4, 5])
+    max_tokens = rng.randint(1, 14)
     params = params_of(
         width,
-        rng.randint(1, 14),
-        num_wanted=rng.randint(1, width),
+        max_tokens,
+        n=rng.randint(1, width),
         length_penalty=rng.choice([1.0, 0.0, 0.5, 1.7, -1.0, -0.3, 3.0]),
-        early_stopping=rng.choice([True, False, None]),
-        stop_tokens=tuple(stops),
+        early_stopping=rng.choice([True, False, "never"]),
+        stop_token_ids=tuple(stops),
         min_tokens=rng.choice([0, 0, 3]),
     )
-    params = dataclasses.replace(params, min_tokens=min(params.min_tokens, params.max_tokens))
+    params = dataclasses.replace(params, min_tokens=min(params.min_tokens, max_tokens))
     oracle = Oracle(vocab_size, seed)
     expected = expected_of(oracle, [1], params)
     assert search(oracle, 1, params) == expected
@@ -138,12 +129,12 @@ def test_search_equals_transformers(seed: int) -> None:
 
 def test_stop_tokens_of_nearly_the_whole_vocabulary() -> None:
     oracle = Oracle(7, 0)
-    params = params_of(3, 10, stop_tokens=(0, 1, 2, 4, 5), length_penalty=2.0)
+    params = params_of(3, 10, stop_token_ids=(0, 1, 2, 4, 5), length_penalty=2.0)
     assert search(oracle, 3, params) == expected_of(oracle, [3], params)
 
 
 def test_beams_without_a_future_wait_in_vain_for_one() -> None:
-    search = BeamSearch(BeamParams(3, 2), 4, (9,))
+    search = BeamSearch(params_of(3, 4, n=2, stop_token_ids=(9,)), 4)
     tokens = np.tile(np.array([4, 9], np.int32), (3, 1))
     open_only = np.array([[-1, -np.inf]] * 3, np.float32)
     only_first = np.array([[-1, -2], [-np.inf, -np.inf], [-np.inf, np.nan]], np.float32)
@@ -189,23 +180,26 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def sequence(key: Key, prompt: list[int], params: SamplingParams) -> NewSequence:
-    assert params.beams is not None
-    siblings = tuple(Sibling(choice, prompt) for choice in range(1, params.beams.width))
+    siblings = tuple(Sibling(choice, prompt) for choice in range(1, params.num_sequences))
     return NewSequence(key, prompt, len(prompt), params, siblings=siblings)
 
 
 KINDS: list[tuple[int, int, SamplingParams]] = [
     (0, 9, params_of(2, 20)),
-    (0, 16, params_of(4, 24, num_wanted=2, stop_tokens=MANY)),
-    (3, 20, params_of(5, 18, length_penalty=2.0, stop_tokens=MANY[:12])),
-    (3, 36, params_of(4, 20, length_penalty=0.0, stop_tokens=MANY, early_stopping=True)),
-    (1, 8, params_of(5, 20, length_penalty=-1.0, stop_tokens=MANY, early_stopping=None)),
-    (0, 17, params_of(4, 20, length_penalty=0.4, stop_tokens=(11,), early_stopping=None)),
-    (0, 17, params_of(2, 25, length_penalty=1.5, stop_tokens=MANY, early_stopping=None)),
-    (5, 12, params_of(4, 16, stop_tokens=MANY, min_tokens=9, early_stopping=True)),
-    (5, 6, params_of(2, 1, stop_tokens=MANY)),
-    (2, 33, params_of(3, 12, num_wanted=1, repetition_penalty=1.4, stop_tokens=MANY)),
-    (2, 20, params_of(3, 12, bad_words=((17,), (30, 31)), stop_tokens=MANY, min_tokens=2)),
+    (0, 16, params_of(4, 24, n=2, stop_token_ids=MANY)),
+    (3, 20, params_of(5, 18, length_penalty=2.0, stop_token_ids=MANY[:12])),
+    (3, 36, params_of(4, 20, length_penalty=0.0, stop_token_ids=MANY, early_stopping=True)),
+    (1, 8, params_of(5, 20, length_penalty=-1.0, stop_token_ids=MANY, early_stopping="never")),
+    (0, 17, params_of(4, 20, length_penalty=0.4, stop_token_ids=(11,), early_stopping="never")),
+    (0, 17, params_of(2, 25, length_penalty=1.5, stop_token_ids=MANY, early_stopping="never")),
+    (5, 12, params_of(4, 16, stop_token_ids=MANY, min_tokens=9, early_stopping=True)),
+    (5, 6, params_of(2, 1, stop_token_ids=MANY)),
+    (2, 33, params_of(3, 12, n=1, repetition_penalty=1.4, stop_token_ids=MANY)),
+    (
+        2,
+        20,
+        params_of(3, 12, bad_words_token_ids=((17,), (30, 31)), stop_token_ids=MANY, min_tokens=2),
+    ),
 ]
 
 
@@ -220,7 +214,7 @@ def test_a_model_alone(served: Served, kind: int) -> None:
     found = served.run()["a"]
     assert answers_of(found) == served.expected(start, stop, params)
     for answer in found.answers:
-        by_stop = answer.tokens[-1] in params.stop_tokens
+        by_stop = answer.tokens[-1] in params.stop_token_ids
         assert answer.finish is (Finish.STOP if by_stop else Finish.LENGTH)
         assert by_stop or len(answer.tokens) == params.max_tokens
 
@@ -250,7 +244,7 @@ def test_a_model_in_a_crowd_with_preemptions(served: Served) -> None:
 
 
 def test_logprobs_belong_to_the_tokens_of_each_answer(served: Served) -> None:
-    params = params_of(3, 10, logprobs=2, stop_tokens=MANY, length_penalty=0.0)
+    params = params_of(3, 10, logprobs=2, stop_token_ids=MANY, length_penalty=0.0)
     served.engine.submit(sequence("a", PROMPT[:12], params))
     found = served.run()["a"]
     for answer in found.answers:
@@ -286,7 +280,7 @@ def test_four_beams_take_less_than_half_the_blocks_of_four_sequences(served: Ser
 
 def test_one_without_a_token_left_ends_alone(served: Served) -> None:
     """Three answers are wanted of a single token that ends them: there is only one."""
-    params = params_of(3, 8, allowed_tokens=(7,), bad_words=((7, 7),))
+    params = params_of(3, 8, allowed_token_ids=(7,), bad_words_token_ids=((7, 7),))
     served.engine.submit(sequence("bad", PROMPT[:9], params))
     served.engine.submit(sequence("good", PROMPT[:9], KINDS[0][2]))
     failed: list[Key] = []

@@ -12,6 +12,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.kernels import panel_product
 from penstock.kernels.products import Product
 from penstock.workers import runner
@@ -21,7 +22,6 @@ from penstock.workers.fingerprint import layout_of
 from penstock.workers.layers import packing
 from penstock.workers.models.config import UnsupportedModel
 from penstock.workers.rehearsal import rehearse
-from penstock.workers.scheduling.sequence import SamplingParams
 from penstock.workers.service import serve_worker
 from tests.support.attached import Attached, greedy
 from tests.support.checkpoints import make_checkpoint

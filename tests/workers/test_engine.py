@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers import engine as module
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
@@ -17,7 +18,6 @@ from penstock.workers.scheduling.sequence import (
     NeverFits,
     NewSequence,
     QueueFull,
-    SamplingParams,
     Sibling,
     StepPlan,
     Yielded,

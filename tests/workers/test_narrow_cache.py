@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine, Found
 from penstock.workers.fingerprint import why_apart
@@ -15,13 +16,7 @@ from penstock.workers.kv_cache import choose_cache_dtype
 from penstock.workers.layers import packing
 from penstock.workers.sampler import TokenLogprobs
 from penstock.workers.scheduling.batcher import Batcher
-from penstock.workers.scheduling.sequence import (
-    BeamParams,
-    Key,
-    NewSequence,
-    SamplingParams,
-    Sibling,
-)
+from penstock.workers.scheduling.sequence import Key, NewSequence, Sibling
 from penstock.workers.service import serve_worker
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import greedy_sequence, run_greedy, run_out
@@ -130,8 +125,7 @@ def test_forked_cached_preempted_and_moved(exact: Engine) -> None:
 
 
 def searching(key: Key, prompt: list[int], width: int) -> NewSequence:
-    beams = BeamParams(width, width, length_penalty=0.0)
-    params = SamplingParams(max_tokens=12, beams=beams)
+    params = SamplingParams(n=width, use_beam_search=True, length_penalty=0.0, max_tokens=12)
     siblings = tuple(Sibling(choice, prompt) for choice in range(1, width))
     return NewSequence(key, prompt, len(prompt), params, siblings=siblings)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine, StepResult
 from penstock.workers.pipeline import Pipeline, steps_of
-from penstock.workers.scheduling.sequence import Key, NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import Key, NewSequence
 from tests.support.engines import run_out
 from tests.support.tiny import tiny_checkpoint
 
@@ -22,7 +23,9 @@ def sequences() -> list[NewSequence]:
         SamplingParams(temperature=0.0, max_tokens=40),
         SamplingParams(temperature=0.9, seed=5, max_tokens=30, logprobs=2),
         SamplingParams(temperature=0.8, seed=7, max_tokens=25, repetition_penalty=1.3),
-        SamplingParams(temperature=1.0, seed=9, max_tokens=50, stop_tokens=tuple(range(0, 90, 3))),
+        SamplingParams(
+            temperature=1.0, seed=9, max_tokens=50, stop_token_ids=tuple(range(0, 90, 3))
+        ),
     ]
     return [
         NewSequence(i, prompt, len(prompt), params)

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
 from penstock.workers.sampler import TokenLogprobs
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams, Sibling
+from penstock.workers.scheduling.sequence import NewSequence, Sibling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import greedy_sequence, run_out
 

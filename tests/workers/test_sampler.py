@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.sampler import Sampler, TokenLogprobs
-from penstock.workers.scheduling.sequence import SamplingParams
 from tests.support import histories
 from tests.support.histories import Table, said
 
@@ -49,8 +49,8 @@ def test_what_is_launched_draws_the_same_and_what_the_host_has_to_see_is_not() -
         SamplingParams(logprobs=0),
         SamplingParams(presence_penalty=0.5),
         SamplingParams(logit_bias={3: 1.0}),
-        SamplingParams(bad_words=((4, 5),)),
-        SamplingParams(min_tokens=3, stop_tokens=(7,)),
+        SamplingParams(bad_words_token_ids=((4, 5),)),
+        SamplingParams(min_tokens=3, stop_token_ids=(7,)),
     ]
     sampler = Sampler(8, VOCAB_SIZE, CPU)
     for row, params in enumerate(plain + seen):
@@ -87,8 +87,8 @@ def test_nothing_to_draw() -> None:
         # The entropy is 1.28; the surprises are 0.36, 0.08, 0.33 and 1.02 away from it.
         (SamplingParams(typical_p=0.45), [0, 0.6, 0.4, 0]),
         (SamplingParams(typical_p=0.2, top_k=2), [1, 0, 0, 0]),
-        (SamplingParams(allowed_tokens=(3, 1)), [0, 3 / 4, 0, 1 / 4]),
-        (SamplingParams(bad_words=((0,),), top_k=2), [0, 3 / 5, 2 / 5, 0]),
+        (SamplingParams(allowed_token_ids=(3, 1)), [0, 3 / 4, 0, 1 / 4]),
+        (SamplingParams(bad_words_token_ids=((0,),), top_k=2), [0, 3 / 5, 2 / 5, 0]),
         (SamplingParams(logit_bias={3: float(np.log(4))}), [4 / 13, 3 / 13, 2 / 13, 4 / 13]),
     ],
 )
@@ -118,12 +118,16 @@ CROWD = [
     SamplingParams(seed=3, top_k=7, frequency_penalty=0.5, presence_penalty=0.2),
     SamplingParams(temperature=0.0, repetition_penalty=3.0),
     SamplingParams(seed=4, temperature=1.3, min_p=0.02, logit_bias={4: 2.5, 9: -100.0}),
-    SamplingParams(seed=5, temperature=5.0, stop_tokens=(3, 80), min_tokens=50),
+    SamplingParams(seed=5, temperature=5.0, stop_token_ids=(3, 80), min_tokens=50),
     SamplingParams(seed=6, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=0.5),
     SamplingParams(seed=7, temperature=2.0, typical_p=0.4),
-    SamplingParams(seed=8, typical_p=0.9, top_k=60, bad_words=((3,), (40, 7), (1, 2, 3))),
-    SamplingParams(seed=9, allowed_tokens=(80, 3, 3, 41, 7, 99), stop_tokens=(3,), min_tokens=20),
-    SamplingParams(temperature=0.0, allowed_tokens=tuple(range(50)), bad_words=((2,), (9, 5))),
+    SamplingParams(seed=8, typical_p=0.9, top_k=60, bad_words_token_ids=((3,), (40, 7), (1, 2, 3))),
+    SamplingParams(
+        seed=9, allowed_token_ids=(80, 3, 3, 41, 7, 99), stop_token_ids=(3,), min_tokens=20
+    ),
+    SamplingParams(
+        temperature=0.0, allowed_token_ids=tuple(range(50)), bad_words_token_ids=((2,), (9, 5))
+    ),
 ]
 
 
@@ -170,7 +174,7 @@ def test_stop_tokens_are_held_back_until_min_tokens() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 7], logits[0, 8], logits[0, 9] = 9.0, 8.0, 7.0
     # A stop token beyond the vocabulary can never be drawn, and is no error.
-    params = replace(GREEDY, stop_tokens=(7, 8, 10**6), min_tokens=3)
+    params = replace(GREEDY, stop_token_ids=(7, 8, 10**6), min_tokens=3)
     assert [draw(logits, [params], [index])[0] for index in range(5)] == [9, 9, 9, 7, 7]
 
 
@@ -255,7 +259,7 @@ def test_a_row_takes_over_nothing_from_the_one_before() -> None:
     sampler.admit(
         0,
         SamplingParams(
-            logprobs=2, logit_bias={likeliest: -50}, stop_tokens=(likeliest,), min_tokens=9
+            logprobs=2, logit_bias={likeliest: -50}, stop_token_ids=(likeliest,), min_tokens=9
         ),
         3,
     )

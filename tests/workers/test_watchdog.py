@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers import bundle, watchdog
 from penstock.workers.bundle import write_bundle
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.limits import Limits
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 from penstock.workers.step_times import StepTimes
 from penstock.workers.watchdog import EXIT_HUNG, PATIENCE, Pulse, Watchdog
 

@@ -148,7 +148,7 @@ class Groups:
         kv_len = int(table.num_computed[keeper.row]) if keeper else 0
         if len(group) > 1:  # what all have, or will have, in common
             new = group[0].new
-            kv_len = min(kv_len, new.num_prompt - (new.params.beams is not None))
+            kv_len = min(kv_len, new.num_prompt - new.params.use_beam_search)
         if keeper and kv_len:
             blocks = self._seats.leave(keeper, num_kept=-(-kv_len // table.block_size))
             self._leases.grant(key, blocks, kv_len)

@@ -6,19 +6,15 @@ Cached blocks are given out again least recently used first, a sequence's deepes
 parents, so that what remains of a prefix can still be reached.
 """
 
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from enum import IntEnum
-from hashlib import blake2b
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.workers.scheduling.sequence import Ints
-
-_HASH_BYTES = 16
 
 
 class State(IntEnum):
@@ -36,28 +32,6 @@ _USED, _LEASED, _RESERVED, _CACHED, _FREE = (int(state) for state in State)
 _NUM_STATES = len(State)
 
 Hold: TypeAlias = Literal[State.USED, State.LEASED, State.RESERVED]
-
-
-def root_hash(salt: bytes) -> bytes:
-    """The parent of every first block under this salt."""
-    return blake2b(salt, digest_size=_HASH_BYTES).digest()
-
-
-def block_hash(parent: bytes, tokens: Ints) -> bytes:
-    """128 bits that name a full block: its tokens [block_size] and all that comes before them."""
-    packed = tokens if sys.byteorder == "little" else tokens.astype("<i4")
-    return blake2b(packed.tobytes(), digest_size=_HASH_BYTES, key=parent).digest()
-
-
-def extend_chain(hashes: list[bytes], salt: bytes, tokens: Ints, block_size: int) -> None:
-    """Append the hashes of the full blocks of `tokens` [n] that `hashes` does not reach yet."""
-    parent = hashes[-1] if hashes else root_hash(salt)
-    packed = tokens if sys.byteorder == "little" else tokens.astype("<i4")
-    data, step = packed.tobytes(), block_size * packed.itemsize
-    for start in range(len(hashes) * step, len(data) - step + 1, step):
-        packed_block = data[start : start + step]
-        parent = blake2b(packed_block, digest_size=_HASH_BYTES, key=parent).digest()
-        hashes.append(parent)
 
 
 class BlockPool:

@@ -45,7 +45,7 @@ def refuse_misfit(new: NewSequence, limits: Limits) -> None:
             f"{num_choices} choices of one request, and at most {limits.max_sequences} sequences "
             "run here at a time"
         )
-    if new.params.beams is not None:
+    if new.params.use_beam_search:
         _refuse_wide(new, num_choices, limits)
     for tokens in (new.tokens, *(sibling.tokens for sibling in new.siblings)):
         _refuse_misfit(new, len(tokens), limits)
@@ -54,7 +54,7 @@ def refuse_misfit(new: NewSequence, limits: Limits) -> None:
 def _refuse_wide(new: NewSequence, width: int, limits: Limits) -> None:
     """Beams run together or not at all, and nothing is sure to be shared but their prompt."""
     size = limits.block_size
-    longest = min(new.num_prompt + new.params.max_tokens, limits.max_model_len) - 1
+    longest = new.num_prompt + new.params.answer_limit(new.num_prompt, limits.max_model_len) - 1
     shared = new.num_prompt // size
     needed = shared + width * (-(-longest // size) - shared)
     if needed > limits.num_blocks:
@@ -75,7 +75,7 @@ def _refuse_misfit(new: NewSequence, num_tokens: int, limits: Limits) -> None:
             f"{num_tokens} tokens leave no room for an answer: "
             f"a sequence may have {limits.max_model_len} tokens, its answer included"
         )
-    if num_tokens - new.num_prompt >= params.max_tokens:
+    if params.max_tokens is not None and num_tokens - new.num_prompt >= params.max_tokens:
         raise NeverFits(
             f"the answer has {num_tokens - new.num_prompt} tokens already, "
             f"and max_tokens is {params.max_tokens}"
@@ -83,7 +83,7 @@ def _refuse_misfit(new: NewSequence, num_tokens: int, limits: Limits) -> None:
     if not 0 <= new.source_len < num_tokens:
         raise NeverFits(f"{new.source_len} positions were offered for {num_tokens} tokens")
     # The last token ends the sequence: its K and V are never computed.
-    longest = min(new.num_prompt + params.max_tokens, limits.max_model_len) - 1
+    longest = new.num_prompt + params.answer_limit(new.num_prompt, limits.max_model_len) - 1
     if longest > limits.num_blocks * limits.block_size:
         raise NeverFits(
             f"prompt and answer may need room for {longest} tokens, the KV cache here holds "

@@ -12,6 +12,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from penstock.common.sampling_params import SamplingParams
+
 Key: TypeAlias = Hashable
 """Names a sequence for its owner: the scheduler only compares it."""
 
@@ -29,46 +31,6 @@ class Finish(IntEnum):
     NONE = 0
     STOP = 1
     LENGTH = 2
-
-
-@dataclass(frozen=True, slots=True)
-class BeamParams:
-    """A beam search: `width` beams, of whose finished ones the best `num_wanted` are given."""
-
-    width: int
-    num_wanted: int
-    length_penalty: float = 1.0
-    # Over once `width` have finished (True), once no better ones seem to come (False), or once
-    # none can (None: "never").
-    early_stopping: bool | None = False
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How a choice's tokens are drawn and when it ends.
-
-    `max_tokens` and `min_tokens` count the whole answer, tokens of earlier attempts included.
-    `stop_tokens` is complete: the model's own end tokens are among them unless they are ignored.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop_tokens: tuple[int, ...] = ()
-    logprobs: int | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    typical_p: float = 1.0
-    bad_words: tuple[tuple[int, ...], ...] = ()  # none is empty
-    allowed_tokens: tuple[int, ...] = ()  # empty: all
-    prompt_logprobs: int | None = None
-    beams: BeamParams | None = None  # nothing is drawn: its choices are the beams of one search
 
 
 @dataclass(frozen=True, slots=True)

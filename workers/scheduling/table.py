@@ -59,11 +59,12 @@ class SequenceTable:
         self.num_prompt[row] = new.num_prompt
         self.num_computed[row] = self.num_published[row] = self.num_blocks[row] = 0
         self.min_len[row] = min(new.num_prompt + params.min_tokens, self.max_model_len)
-        self.max_len[row] = min(new.num_prompt + params.max_tokens, self.max_model_len)
+        limit = params.answer_limit(new.num_prompt, self.max_model_len)
+        self.max_len[row] = new.num_prompt + limit
         self.yield_len[row] = yield_len
-        self._set_stop_tokens(row, params.stop_tokens)
-        self.is_beam[row] = params.beams is not None
-        if params.beams is not None:
+        self._set_stop_tokens(row, params.stop_token_ids)
+        self.is_beam[row] = params.use_beam_search
+        if params.use_beam_search:
             self.max_len[row] = NEVER
             self._set_stop_tokens(row, ())
         self.keys[row] = new.key

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from penstock.workers.scheduling.kv_pool import extend_chain
+from penstock.common.block_hash import extend_chain
 from penstock.workers.scheduling.sequence import NEVER, Ints, Key, NewSequence, Sibling
 
 
@@ -75,7 +75,7 @@ def tickets_of(new: NewSequence, number: int) -> list[Ticket]:
         (Sibling(new.choice, new.tokens), *new.siblings), key=lambda one: len(one.tokens)
     )
     # A search yields nothing but its prompt, without the last token, which it draws from.
-    in_vain = new.params.beams is not None and new.num_prompt == 1
+    in_vain = new.params.use_beam_search and new.num_prompt == 1
     yield_after = NEVER if in_vain else new.yield_after or NEVER
     tickets = [
         Ticket(
@@ -92,7 +92,7 @@ def tickets_of(new: NewSequence, number: int) -> list[Ticket]:
     leader, *leader.followers = tickets
     if new.params.prompt_logprobs is not None and new.prompt_known < new.num_prompt:
         leader.prompt_known = new.prompt_known
-    if new.params.beams is not None:
+    if new.params.use_beam_search:
         for ticket in tickets:
             ticket.beams = tickets.copy()
     return tickets

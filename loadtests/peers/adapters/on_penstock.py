@@ -14,9 +14,10 @@ settle()  # as a worker's process does, before torch is there
 import torch
 
 import penstock
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 
 
 @contextmanager

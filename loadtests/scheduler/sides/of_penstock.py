@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 import penstock
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.scheduler.cells import BLOCK_SIZE
 from penstock.loadtests.scheduler.sides.host import DRAWN
 from penstock.workers.scheduling.batcher import Batcher, Limits
-from penstock.workers.scheduling.sequence import Finished, NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import Finished, NewSequence
 
 
 class Side:
@@ -35,7 +36,7 @@ class Side:
     def submit(self, prompts: list[list[int]], output_len: int) -> int:
         began = time.thread_time_ns()
         for number, prompt in enumerate(prompts, start=self._submitted):
-            params = SamplingParams(temperature=0.0, max_tokens=output_len, stop_tokens=(2,))
+            params = SamplingParams(temperature=0.0, max_tokens=output_len, stop_token_ids=(2,))
             self._batcher.submit(NewSequence(number, prompt, len(prompt), params))
         spent = time.thread_time_ns() - began
         self._submitted += len(prompts)

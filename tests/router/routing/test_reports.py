@@ -1,3 +1,4 @@
+from penstock.common.sampling_params import SamplingParams
 from penstock.router.routing.dispatcher import Limits
 from penstock.router.routing.events import (
     Command,
@@ -158,7 +159,7 @@ def test_repeated_gaps_close_the_stream() -> None:
 
 
 def router_submits(attempt: int) -> list[Command]:
-    request = Request(1, [7] * 3, None)
+    request = Request(1, [7] * 3, SamplingParams())
     return [Submit("m", request, attempt, ((),), (False,), None, 0)]
 
 

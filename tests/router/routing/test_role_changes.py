@@ -2,6 +2,7 @@
 
 from random import Random
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.router.routing.dispatcher import Limits
 from penstock.router.routing.events import (
     Draining,
@@ -142,7 +143,7 @@ def test_under_load_all_roles_swap_and_no_prompt_is_computed_elsewhere_again() -
     infos += [info_of(f"w{at + 2}", role, num_blocks=512) for at, role in enumerate(["decode"] * 2)]
     world = World(infos, Limits())
     for number in range(60):
-        world.arrive(Request(number, [number] * 9, None, max_tokens=12), {})
+        world.arrive(Request(number, [number] * 9, SamplingParams(), max_tokens=12), {})
         for _ in range(rng.randint(0, 12)):
             if moves := world.moves():
                 rng.choice(moves)()

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.router.routing.dispatcher import Dispatcher, Limits
 from penstock.router.routing.events import (
     Arrived,
@@ -82,7 +83,7 @@ class Shared:
     def ask(self, number: int, num_prompt: int, max_tokens: int) -> None:
         router = self.routers[number]
         name = number * SPAN + len(router.requests)
-        request = Request(name, [name] * num_prompt, None, max_tokens=max_tokens)
+        request = Request(name, [name] * num_prompt, SamplingParams(), max_tokens=max_tokens)
         router.requests[name] = request
         self.tell(router, Arrived(request))
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.router.routing.dispatcher import Limits
 from penstock.router.routing.events import Request, RoleChanged, WorkerInfo
 from tests.support.router_world import World, info_of
@@ -40,7 +41,7 @@ def request_of(rng: Random, number: int, now: float) -> Request:
     return Request(
         number,
         [rng.randrange(9973) for _ in range(rng.choice([1, 3, 8, 20]))],
-        params=None,
+        params=SamplingParams(),
         num_choices=num_choices,
         num_beams=num_beams,
         max_tokens=rng.choice([1, 2, 5, 12]),
@@ -170,7 +171,7 @@ def test_without_faults_blocks_are_handed_over_and_no_prompt_is_computed_twice()
     rng = Random(1)
     world = World(POOLS["pools"], Limits())
     for number in range(40):
-        world.arrive(Request(number, [number] * 9, None, max_tokens=6), {})
+        world.arrive(Request(number, [number] * 9, SamplingParams(), max_tokens=6), {})
         for _ in range(rng.randint(0, 6)):
             if moves := world.moves():
                 rng.choice(moves)()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
 from penstock.workers.device.graphs import CudaCaptures
 from penstock.workers.device.ladder import Ladder
@@ -15,7 +16,7 @@ from penstock.workers.device.runner import DeviceRunner
 from penstock.workers.engine import Engine
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.pipeline import DevicePipeline, steps_of
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 from penstock.workers.weights.loading import load_model
 from tests.support.engines import run_out, tokens_of
 from tests.support.planner import Planner, make_cache

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.fold import straight_answer
 from penstock.workers.scheduling.batcher import Batcher
-from penstock.workers.scheduling.sequence import Admitted, Finish, Finished, SamplingParams
+from penstock.workers.scheduling.sequence import Admitted, Finish, Finished
 from tests.support.fold_bench import Bench, limits, sequence
 
 
@@ -100,7 +101,7 @@ def test_stop_token_ends_a_sequence_once_it_is_long_enough() -> None:
     stops = (*range(1000, 1010), 2**32 - 1, answer[2])
     first = answer.index(answer[2]) + 1
     for key, least in (("at once", 0), ("exactly", first), ("too early", first + 1)):
-        new = sequence(key, prompt, 10, stop_tokens=stops, min_tokens=least)
+        new = sequence(key, prompt, 10, stop_token_ids=stops, min_tokens=least)
         bench.batcher.submit(new)
         bench.run()
         bench.expect(new)

@@ -6,23 +6,33 @@ The Hypothesis machine finds small counterexamples; the seeded schedules go deep
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.scheduling.batcher import Limits
-from penstock.workers.scheduling.sequence import BeamParams, SamplingParams
 from tests.support.fold_world import FoldWorld
 
 _BASE = list(range(1, 30))  # prompts begin alike, so that caches are hit
 _STOPS = [(), (3,), (5, 11, 19, 23, 29, 31)]
-_SEARCHES = [
-    BeamParams(2, 2),
-    BeamParams(2, 1, length_penalty=2.0, early_stopping=True),
-    BeamParams(3, 2, length_penalty=0.0, early_stopping=None),
+_SEARCHES: list[dict[str, Any]] = [
+    {"use_beam_search": True, "n": 2},
+    {"use_beam_search": True, "best_of": 2, "length_penalty": 2.0, "early_stopping": True},
+    {"use_beam_search": True, "n": 2, "best_of": 3, "length_penalty": 0.0}
+    | {"early_stopping": "never"},
 ]
+
+
+def params_of(search: dict[str, Any], **given: Any) -> SamplingParams:
+    return SamplingParams(**search, **given)
+
+
+def without_search(params: SamplingParams) -> SamplingParams:
+    return replace(params, use_beam_search=False, n=1, best_of=None)
 
 
 def small(
@@ -68,12 +78,12 @@ class BatcherMachine(RuleBasedStateMachine):
         shared=st.integers(0, 20),
         own=st.lists(st.integers(30, 33), min_size=1, max_size=5),
         params=st.builds(
-            SamplingParams,
+            params_of,
             max_tokens=st.integers(1, 24),
             min_tokens=st.integers(0, 4),
-            stop_tokens=st.sampled_from(_STOPS),
+            stop_token_ids=st.sampled_from(_STOPS),
             prompt_logprobs=st.sampled_from([None, None, 0]),
-            beams=st.sampled_from([None, None, *_SEARCHES]),
+            search=st.sampled_from([{}, {}, *_SEARCHES]),
         ),
         salt=st.sampled_from([b"", b"", b"other"]),
         priority=st.sampled_from([0, 0, 0, 1, 2]),
@@ -93,7 +103,7 @@ class BatcherMachine(RuleBasedStateMachine):
     ) -> None:
         worker, prompt = self.world.workers[which], _BASE[:shared] + own
         if not self.world.fits(prompt, params):
-            params = replace(params, beams=None)
+            params = without_search(params)
         self.world.ask(
             worker,
             prompt,
@@ -237,16 +247,16 @@ class Schedule:
         rng = self.rng
         if len(self.world.those("submitted", "receiving", "yielded")) < 8:
             own = [rng.randint(30, 33) for _ in range(rng.randint(1, 5))]
-            params = SamplingParams(
+            params = params_of(
                 max_tokens=rng.randint(4, 39),
                 min_tokens=rng.randint(0, 4),
-                stop_tokens=rng.choice([(), (), *_STOPS]),
+                stop_token_ids=rng.choice([(), (), *_STOPS]),
                 prompt_logprobs=rng.choice([None, None, 0]),
-                beams=rng.choice([None, None, *_SEARCHES]),
+                search=rng.choice([{}, {}, *_SEARCHES]),
             )
             prompt = _BASE[: rng.randint(0, 20)] + own
             if not self.world.fits(prompt, params):
-                params = replace(params, beams=None)
+                params = without_search(params)
             self.world.ask(
                 rng.choice(self.world.workers),
                 prompt,

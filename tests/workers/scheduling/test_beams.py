@@ -22,7 +22,7 @@ from tests.support.fold_bench import Bench, beams, sequence
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 17])
 def test_search_alone(width: int, length: int) -> None:
     bench = Bench()
-    new = beams("a", list(range(length)), width, 21, stop_tokens=(3, 5))
+    new = beams("a", list(range(length)), width, 21, stop_token_ids=(3, 5))
     bench.submit(new)
     bench.run()
     bench.expect(new)
@@ -32,10 +32,10 @@ def test_search_alone(width: int, length: int) -> None:
 
 
 CROWD: list[dict[str, Any]] = [
-    {"width": 4, "early_stopping": True, "stop_tokens": (1, 2, 3, 4)},
-    {"width": 2, "early_stopping": None, "stop_tokens": (7,), "length_penalty": 2.0},
-    {"width": 3, "num_wanted": 1, "stop_tokens": (9, 10), "min_tokens": 6},
-    {"width": 2, "length_penalty": -1.0, "stop_tokens": (11, 30)},
+    {"width": 4, "early_stopping": True, "stop_token_ids": (1, 2, 3, 4)},
+    {"width": 2, "early_stopping": "never", "stop_token_ids": (7,), "length_penalty": 2.0},
+    {"width": 3, "n": 1, "stop_token_ids": (9, 10), "min_tokens": 6},
+    {"width": 2, "length_penalty": -1.0, "stop_token_ids": (11, 30)},
 ]
 
 

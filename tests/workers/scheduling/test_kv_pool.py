@@ -1,4 +1,4 @@
-"""BlockPool: hashes, eviction order, and its ledger under every order of verbs."""
+"""BlockPool: eviction order, and its ledger under every order of verbs."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.workers.scheduling.kv_pool import BlockPool, Hold, State, block_hash, root_hash
+from penstock.common.block_hash import block_hash, root_hash
+from penstock.workers.scheduling.kv_pool import BlockPool, Hold, State
 from penstock.workers.scheduling.sequence import Ints
 
 
@@ -25,17 +26,6 @@ def chain(*names: int, salt: bytes = b"") -> list[bytes]:
 
 def publish(pool: BlockPool, blocks: Ints, hashes: list[bytes]) -> None:
     pool.publish(blocks.tolist(), hashes)
-
-
-def test_hash_names_tokens_and_all_that_comes_before_them() -> None:
-    hashes = {*chain(1, 2), *chain(2, 2), *chain(1, 2, salt=b"x"), *chain(1, 3)}
-    assert len(hashes) == 7
-    assert all(len(digest) == 16 for digest in hashes)
-    assert chain(1, 2) == chain(1, 2)
-
-
-def test_hash_does_not_depend_on_the_width_of_the_machine_word() -> None:
-    assert block_hash(root_hash(b""), ints(1, 2)).hex() == "27685c26cc8eeeb869410d042fdc7bb2"
 
 
 def test_released_blocks_are_found_again_until_they_are_given_out() -> None:

@@ -143,7 +143,7 @@ def test_no_leap_goes_beyond_the_blocks_that_there_are() -> None:
 
 def test_what_may_end_by_what_is_drawn_is_not_quiet() -> None:
     batcher = Batcher(limits())
-    batcher.submit(sequence(1, [1, 2], 20, stop_tokens=(7,)))
+    batcher.submit(sequence(1, [1, 2], 20, stop_token_ids=(7,)))
     for _ in range(3):
         plan = batcher.plan(0.0)
         assert batcher.leaps.num_quiet() == 0

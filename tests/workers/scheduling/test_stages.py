@@ -4,14 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.workers.scheduling.batcher import Batcher, Limits
-from penstock.workers.scheduling.sequence import (
-    Finish,
-    NewSequence,
-    SamplingParams,
-    Sibling,
-    StepPlan,
-)
+from penstock.workers.scheduling.sequence import Finish, NewSequence, Sibling, StepPlan
 
 SEQUENCE = st.tuples(st.integers(1, 20), st.integers(1, 8), st.integers(1, 3))
 SEQUENCES = st.lists(SEQUENCE, min_size=1, max_size=7)

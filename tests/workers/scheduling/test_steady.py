@@ -5,9 +5,10 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.fold import straight_answer
 from penstock.workers.scheduling.batcher import Batcher
-from penstock.workers.scheduling.sequence import Finish, Finished, SamplingParams, StepPlan
+from penstock.workers.scheduling.sequence import Finish, Finished, StepPlan
 from tests.support.fold_bench import Bench, limits, sequence
 
 
@@ -58,7 +59,7 @@ def test_one_that_ends_has_a_row_in_the_step_behind_whose_token_is_thrown_away()
     answer, _ = straight_answer([1, 2, 3], SamplingParams(max_tokens=40), 64)
     length = next(n for n in range(3, 40) if answer[n] not in answer[:n])
     bench = Bench()
-    bench.batcher.submit(sequence("a", [1, 2, 3], 40, stop_tokens=(answer[length],)))
+    bench.batcher.submit(sequence("a", [1, 2, 3], 40, stop_token_ids=(answer[length],)))
     bench.batcher.submit(sequence("b", [7], 40))
     plan, behind = bench.batcher.plan(0.0), bench.batcher.plan(0.0)
     while True:

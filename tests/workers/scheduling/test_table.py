@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from penstock.workers.scheduling.sequence import NEVER, Finish, Ints, NewSequence, SamplingParams
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.scheduling.sequence import NEVER, Finish, Ints, NewSequence
 from penstock.workers.scheduling.table import SequenceTable, ragged_arange
 
 
@@ -23,7 +24,7 @@ def test_ragged_arange_counts_each_row_from_zero() -> None:
 
 def test_row_that_is_used_again_has_nothing_of_its_last_sequence() -> None:
     table = SequenceTable(1, 16, 4)
-    row = add(table, 9, SamplingParams(stop_tokens=tuple(range(90, 99)), max_tokens=3))
+    row = add(table, 9, SamplingParams(stop_token_ids=tuple(range(90, 99)), max_tokens=3))
     table.add_blocks(ints(row), ints(3), ints(7, 8, 9))
     table.remove(row)
     assert add(table, 2, SamplingParams(max_tokens=1000)) == row
@@ -44,5 +45,7 @@ def test_blocks_are_appended_row_by_row() -> None:
 
 def test_stop_beats_length() -> None:
     table = SequenceTable(2, 32, 4)
-    rows = ints(*(add(table, 3, SamplingParams(max_tokens=1, stop_tokens=(5,))) for _ in range(2)))
+    rows = ints(
+        *(add(table, 3, SamplingParams(max_tokens=1, stop_token_ids=(5,))) for _ in range(2))
+    )
     assert table.append(rows, ints(5, 6)).tolist() == [Finish.STOP, Finish.LENGTH]

@@ -4,8 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.scheduling.kv_pool import block_hash, root_hash
-from penstock.workers.scheduling.sequence import NewSequence, SamplingParams
+from penstock.common.block_hash import block_hash, root_hash
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.scheduling.sequence import NewSequence
 from penstock.workers.scheduling.waiting import Ticket, WaitingQueue
 
 

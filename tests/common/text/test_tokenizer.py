@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.router.errors import ServingError
-from penstock.router.text.pieces import UnsupportedTokenizer
-from penstock.router.text.tokenizer import INLINE_CHARS, TextModel
+from penstock.common.text.chat_template import ChatTemplateError
+from penstock.common.text.token_bytes import UnsupportedTokenizer
+from penstock.common.text.tokenizer import INLINE_CHARS, ModelTokenizer
 from tests.support.tokenizers import TEMPLATE, byte_fallback, byte_level, metaspace, write_folder
 
 BOS, EOS = 1, 2
@@ -21,20 +21,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_bos_is_added_as_the_tokenizer_says(folder: Path) -> None:
-    text = TextModel(folder)
+    text = ModelTokenizer(folder)
     tokens = await text.encode("the dog")
     assert tokens[0] == BOS
     assert await text.encode("the dog", add_special_tokens=False) == tokens[1:]
 
 
 async def test_a_chat_has_one_bos(folder: Path) -> None:
-    tokens = await TextModel(folder).encode_chat(HELLO)
+    tokens = await ModelTokenizer(folder).encode_chat(HELLO)
     assert tokens.count(BOS) == 1
     assert tokens.count(EOS) == 1
 
 
 async def test_long_texts_give_the_same_tokens_and_leave_the_loop_free(folder: Path) -> None:
-    text = TextModel(folder)
+    text = ModelTokenizer(folder)
     part = "the quick brown fox jumps "
     long = part * (INLINE_CHARS // len(part) + 1)
     turns = 0
@@ -69,26 +69,26 @@ def bad_words_of_vllm(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]
 async def test_bad_words_with_and_without_a_space(
     make: Callable[[], Tokenizer], tmp_path: Path
 ) -> None:
-    text = TextModel(write_folder(tmp_path, make()))
+    text = ModelTokenizer(write_folder(tmp_path, make()))
     words = ["the", " dog", "the end of", "q", "日本", "\tx", "zq"]
     expected = bad_words_of_vllm(text.tokenizer, words)
-    assert await text.bad_words(words) == expected
+    assert await text.encode_bad_words(words) == expected
     many = words * (INLINE_CHARS // 10)
-    assert await text.bad_words(many) == expected * (INLINE_CHARS // 10)
+    assert await text.encode_bad_words(many) == expected * (INLINE_CHARS // 10)
 
 
 async def test_a_bad_word_has_a_form_for_the_middle_of_a_sentence(folder: Path) -> None:
-    text = TextModel(folder)
+    text = ModelTokenizer(folder)
     name = text.tokenizer.token_to_id
-    assert await text.bad_words(["the"]) == [[name("the")], [name("Ġthe")]]
-    assert await text.bad_words([]) == []
+    assert await text.encode_bad_words(["the"]) == [[name("the")], [name("Ġthe")]]
+    assert await text.encode_bad_words([]) == []
 
 
 async def test_a_template_may_lie_beside(folder: Path, tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level(), template="old")
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    expected = await TextModel(folder).encode_chat(HELLO)
-    assert await TextModel(tmp_path).encode_chat(HELLO) == expected
+    expected = await ModelTokenizer(folder).encode_chat(HELLO)
+    assert await ModelTokenizer(tmp_path).encode_chat(HELLO) == expected
 
 
 async def test_of_several_templates_the_default_counts(folder: Path, tmp_path: Path) -> None:
@@ -100,30 +100,30 @@ async def test_of_several_templates_the_default_counts(folder: Path, tmp_path: P
         {"name": "default", "template": TEMPLATE},
     ]
     path.write_text(json.dumps(config))
-    expected = await TextModel(folder).encode_chat(HELLO)
-    assert await TextModel(tmp_path).encode_chat(HELLO) == expected
+    expected = await ModelTokenizer(folder).encode_chat(HELLO)
+    assert await ModelTokenizer(tmp_path).encode_chat(HELLO) == expected
 
 
 async def test_a_model_without_template_says_what_to_do(tmp_path: Path) -> None:
-    text = TextModel(write_folder(tmp_path, metaspace(), template=None))
-    with pytest.raises(ServingError, match="no chat template"):
+    text = ModelTokenizer(write_folder(tmp_path, metaspace(), template=None))
+    with pytest.raises(ChatTemplateError, match="no chat template"):
         await text.encode_chat(HELLO)
 
 
 async def test_what_the_template_refuses_is_told(folder: Path) -> None:
-    with pytest.raises(ServingError, match="no developers here"):
-        await TextModel(folder).encode_chat([{"role": "developer", "content": "x"}])
+    with pytest.raises(ChatTemplateError, match="no developers here"):
+        await ModelTokenizer(folder).encode_chat([{"role": "developer", "content": "x"}])
 
 
 def test_folders_that_cannot_be_served_say_why(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedTokenizer, match=r"holds no tokenizer\.json"):
-        TextModel(tmp_path)
+        ModelTokenizer(tmp_path)
     write_folder(tmp_path, byte_level(), template="{% if %}")
     with pytest.raises(UnsupportedTokenizer, match="not valid"):
-        TextModel(tmp_path)
+        ModelTokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UnsupportedTokenizer, match="not valid JSON"):
-        TextModel(tmp_path)
+        ModelTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
     with pytest.raises(UnsupportedTokenizer, match="cannot be read"):
-        TextModel(tmp_path)
+        ModelTokenizer(tmp_path)

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.router.text.template import ChatTemplate, TemplateRefused
+from penstock.common.text.chat_template import ChatTemplate, ChatTemplateError
 
 MESSAGES = [{"role": "user", "content": "<b>hé</b>"}]
 
@@ -33,7 +33,7 @@ def test_generation_marks_only_mark() -> None:
 
 
 def test_the_template_may_refuse() -> None:
-    with pytest.raises(TemplateRefused, match="roles must alternate"):
+    with pytest.raises(ChatTemplateError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
 
@@ -48,7 +48,7 @@ def test_the_template_may_refuse() -> None:
     ],
 )
 def test_what_a_template_must_not_do_is_refused(source: str) -> None:
-    with pytest.raises(TemplateRefused, match="cannot render"):
+    with pytest.raises(ChatTemplateError, match="cannot render"):
         render(source)
 
 

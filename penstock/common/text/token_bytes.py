@@ -1,7 +1,7 @@
-"""The bytes that each token stands for, read off the decoder of tokenizer.json.
+"""The bytes of each token, computed from the decoder in tokenizer.json.
 
-With bytes in hand, detokenizing is concatenation and UTF-8 decoding: it costs a table look-up a
-token, and what comes out does not depend on how the tokens were cut into deliveries.
+Given the bytes, detokenization is concatenation and UTF-8 decoding: one table lookup per token, and
+the text does not depend on how the tokens were split into messages.
 """
 
 import json
@@ -13,28 +13,34 @@ from typing import Any, TypeAlias
 from tokenizers import Tokenizer
 
 Step: TypeAlias = Callable[[bytes], bytes]
-"""One step of a decoder: the bytes of one token in, bytes out."""
+"""One step of a decoder: maps the bytes of one token to bytes."""
 
 BYTE_TOKEN = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
 
 class UnsupportedTokenizer(ValueError):
-    """The tokenizer cannot be served; the message says why."""
+    """The tokenizer is missing, broken or of an unsupported kind; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
-    """A decoder as steps a token, and what happens at the very start of a text."""
+class TokenDecoder:
+    """A decoder of tokenizer.json as per-token steps, with its rules for the start of a text.
+
+    Attributes:
+        steps: applied to the bytes of each token, in order.
+        strip: number of leading spaces removed from a whole text.
+        first_token_marker: removed wherever it occurs in the first token of a text.
+    """
 
     steps: tuple[Step, ...]
-    strip: int = 0  # so many leading spaces go
-    first_token_marker: bytes = b""  # every one of these in the first token goes
+    strip: int = 0
+    first_token_marker: bytes = b""
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte, the other way round.
+    """Return the byte that each printable character of byte-level BPE stands for.
 
-    Printable bytes of Latin-1 stand for themselves; the others are moved to U+0100 and up.
+    Printable Latin-1 bytes stand for themselves; the others are mapped to U+0100 and up.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(printable)]
@@ -44,28 +50,35 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def byte_level() -> Step:
+    """Return the step of a ByteLevel decoder; tokens outside its alphabet are left as they are."""
     alphabet = byte_alphabet()
 
     def step(piece: bytes) -> bytes:
         try:
             return bytes(alphabet[char] for char in piece.decode())
-        except KeyError:  # an added token that is written as it is
+        except KeyError:  # an added token, stored as plain text
             return piece
 
     return step
 
 
 def byte_fallback(piece: bytes) -> bytes:
+    """Decode a token of the form `<0xE6>` to its byte; other tokens are left as they are."""
     match = BYTE_TOKEN.fullmatch(piece)
     return bytes([int(match[1], 16)]) if match else piece
 
 
 def replacement(old: bytes, new: bytes) -> Step:
+    """Return the step that replaces every `old` in a token by `new`."""
     return lambda piece: piece.replace(old, new)
 
 
-def read_decoder(spec: dict[str, Any] | None) -> Decoder:
-    """The decoder of a tokenizer.json; `UnsupportedTokenizer` if its tokens are not bytes."""
+def read_decoder(spec: dict[str, Any] | None) -> TokenDecoder:
+    """Parse the `decoder` entry of a tokenizer.json.
+
+    Raises:
+        UnsupportedTokenizer: the decoder does not map tokens to bytes one by one.
+    """
     if spec is None:
         raise UnsupportedTokenizer("tokenizer.json has no decoder: its tokens cannot become text")
     parts: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
@@ -82,7 +95,7 @@ def read_decoder(spec: dict[str, Any] | None) -> Decoder:
             strip = part["start"]
         elif kind != "Fuse":
             steps.append(_step(part))
-    return Decoder(tuple(steps), strip, marker)
+    return TokenDecoder(tuple(steps), strip, marker)
 
 
 def _step(part: dict[str, Any]) -> Step:
@@ -98,11 +111,14 @@ def _step(part: dict[str, Any]) -> Step:
     )
 
 
-class Pieces:
-    """Bytes of tokens, worked out when first asked for.
+class TokenBytes:
+    """The bytes of every token of a vocabulary, computed on first use and cached.
 
     Args:
-        tokenizer: whose vocabulary and decoder it is.
+        tokenizer: provides the vocabulary and the decoder.
+
+    Raises:
+        UnsupportedTokenizer: its decoder does not map tokens to bytes one by one.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -113,25 +129,25 @@ class Pieces:
         self.special = frozenset(token for token, entry in added.items() if entry.special)
         self._known: dict[int, bytes] = {}
 
-    def of(self, token: int) -> bytes:
-        """The bytes of one token inside a text; none for an id that stands for nothing."""
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of a token inside a text; empty for an id without a token."""
         piece = self._known.get(token)
         if piece is None:
             piece = self._known[token] = self._run(self._token_bytes(token))
         return piece
 
     def text_of(self, token: int) -> str:
-        """One token alone, as a string: what logprobs show."""
-        return self.of(token).decode(errors="replace")
+        """Return a single token as a string, as shown beside its logprob."""
+        return self.bytes_of(token).decode(errors="replace")
 
-    def whole(self, tokens: Iterable[int], keep_special: bool) -> str:
-        """A complete text from its tokens, as the tokenizer decodes it.
+    def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of a whole token sequence, as the tokenizer decodes it.
 
-        Invalid UTF-8 gives one U+FFFD for each maximal broken part, whatever the decoder.
+        Each maximal run of invalid UTF-8 becomes one U+FFFD, whatever the decoder.
         """
-        shown = [token for token in tokens if keep_special or token not in self.special]
+        shown = [token for token in tokens if not (skip_special_tokens and token in self.special)]
         shown = [token for token in shown if self._tokenizer.id_to_token(token) is not None]
-        pieces = [self.of(token) for token in shown]
+        pieces = [self.bytes_of(token) for token in shown]
         marker = self._decoder.first_token_marker
         if pieces and marker:
             pieces[0] = self._run(self._token_bytes(shown[0]).replace(marker, b""))

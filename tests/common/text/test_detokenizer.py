@@ -1,20 +1,20 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.text.answer import AnswerText, TextRules
-from penstock.router.text.pieces import Pieces
+from penstock.common.text.detokenizer import IncrementalDetokenizer, StopOptions
+from penstock.common.text.token_bytes import TokenBytes
 from tests.support.tokenizers import KINDS, id_of
 
 TOKENIZERS = {name: make() for name, make in KINDS.items()}
-PIECES = {name: Pieces(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+PIECES = {name: TokenBytes(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 RULES = st.builds(
-    TextRules,
-    stops=st.lists(
+    StopOptions,
+    stop=st.lists(
         st.sampled_from(["the", " do", "e", "日", "\ufffd", "ab", "<tool>", "the quick"]),
         max_size=3,
     ).map(tuple),
-    include_stop=st.booleans(),
-    keep_special=st.booleans(),
+    include_stop_str_in_output=st.booleans(),
+    skip_special_tokens=st.booleans(),
     min_tokens=st.integers(0, 6),
 )
 NAMES = st.sampled_from(sorted(KINDS))
@@ -33,10 +33,10 @@ def answers(draw: st.DrawFn) -> tuple[str, list[int]]:
 
 
 def play(
-    name: str, rules: TextRules, tokens: list[int], sizes: list[int], stopped: bool
+    name: str, rules: StopOptions, tokens: list[int], sizes: list[int], stopped: bool
 ) -> tuple[str, int, str | None]:
     """The answer in deliveries of these sizes: its text, its length in tokens, its stop string."""
-    answer = AnswerText(PIECES[name], rules)
+    answer = IncrementalDetokenizer(PIECES[name], rules)
     text, taken, left = "", 0, tokens
     for size in [*sizes, len(tokens)]:
         size = max(1, size)
@@ -51,7 +51,7 @@ def play(
 
 @given(answers(), RULES, st.lists(st.integers(1, 6), max_size=20), st.booleans())
 def test_an_answer_is_a_function_of_its_log(
-    case: tuple[str, list[int]], rules: TextRules, sizes: list[int], stopped: bool
+    case: tuple[str, list[int]], rules: StopOptions, sizes: list[int], stopped: bool
 ) -> None:
     name, tokens = case
     one_by_one = play(name, rules, tokens, [1] * len(tokens), stopped)
@@ -62,9 +62,9 @@ def test_an_answer_is_a_function_of_its_log(
 @given(answers(), st.lists(st.integers(1, 6), max_size=20))
 def test_without_stops_it_is_all_the_bytes(case: tuple[str, list[int]], sizes: list[int]) -> None:
     name, tokens = case
-    text, taken, stop = play(name, TextRules(), tokens, sizes, stopped=False)
+    text, taken, stop = play(name, StopOptions(), tokens, sizes, stopped=False)
     shown = [token for token in tokens if token not in PIECES[name].special]
-    whole = b"".join(map(PIECES[name].of, shown)).decode(errors="replace")
+    whole = b"".join(map(PIECES[name].bytes_of, shown)).decode(errors="replace")
     assert (text, taken, stop) == (whole, len(tokens), None)
 
 
@@ -74,8 +74,8 @@ def test_prompt_and_answer_make_one_text(prompt: str, more: str) -> None:
     tokenizer, pieces = TOKENIZERS["byte-level"], PIECES["byte-level"]
     first = tokenizer.encode(prompt).ids
     second = tokenizer.encode(more, add_special_tokens=False).ids
-    answer = AnswerText(pieces, TextRules()).feed(second, ended=True)
-    assert pieces.whole(first + second, keep_special=False) == prompt + answer.text
+    answer = IncrementalDetokenizer(pieces, StopOptions()).feed(second, ended=True)
+    assert pieces.decode(first + second, skip_special_tokens=True) == prompt + answer.text
 
 
 def encode(text: str) -> list[int]:
@@ -85,45 +85,47 @@ def encode(text: str) -> list[int]:
 def test_an_unfinished_character_is_held_back() -> None:
     tokens = encode("🙂")
     assert len(tokens) > 1
-    answer = AnswerText(PIECES["byte-level"], TextRules())
+    answer = IncrementalDetokenizer(PIECES["byte-level"], StopOptions())
     assert [answer.feed([token]).text for token in tokens] == [""] * (len(tokens) - 1) + ["🙂"]
 
 
 def test_a_character_that_never_finishes_is_marked_at_the_end() -> None:
-    answer = AnswerText(PIECES["byte-level"], TextRules())
+    answer = IncrementalDetokenizer(PIECES["byte-level"], StopOptions())
     assert answer.feed(encode("🙂")[:1], ended=True).text == "\ufffd"
 
 
 def test_a_stop_string_over_several_tokens_cuts_text_and_tokens() -> None:
     tokens = encode("see the lazy dog") + encode(" and more")
     stop = "y d"
-    answer = AnswerText(PIECES["byte-level"], TextRules(stops=(stop,)))
+    answer = IncrementalDetokenizer(PIECES["byte-level"], StopOptions(stop=(stop,)))
     delta = answer.feed(tokens)
     assert (delta.text, delta.stop) == ("see the laz", stop)
     # The last token kept is the one that completes the stop string.
     pieces = PIECES["byte-level"]
-    assert stop in pieces.whole(tokens[: delta.num_tokens], keep_special=False)
-    assert stop not in pieces.whole(tokens[: delta.num_tokens - 1], keep_special=False)
+    assert stop in pieces.decode(tokens[: delta.num_tokens], skip_special_tokens=True)
+    assert stop not in pieces.decode(tokens[: delta.num_tokens - 1], skip_special_tokens=True)
 
 
 def test_a_stop_string_is_kept_if_asked_for() -> None:
-    rules = TextRules(stops=("laz",), include_stop=True)
-    answer = AnswerText(PIECES["byte-level"], rules)
+    rules = StopOptions(stop=("laz",), include_stop_str_in_output=True)
+    answer = IncrementalDetokenizer(PIECES["byte-level"], rules)
     assert answer.feed(encode("see the lazy dog")).text == "see the laz"
 
 
 def test_a_stop_token_is_not_part_of_the_text() -> None:
     tokens = [*encode("the dog"), id_of(TOKENIZERS["byte-level"], "<tool>")]
     pieces = PIECES["byte-level"]
-    plain = AnswerText(pieces, TextRules()).feed(tokens, ended=True, stopped=True)
-    kept = AnswerText(pieces, TextRules(include_stop=True)).feed(tokens, ended=True, stopped=True)
+    plain = IncrementalDetokenizer(pieces, StopOptions()).feed(tokens, ended=True, stopped=True)
+    kept = IncrementalDetokenizer(pieces, StopOptions(include_stop_str_in_output=True)).feed(
+        tokens, ended=True, stopped=True
+    )
     assert (plain.text, plain.num_tokens) == ("the dog", len(tokens))
     assert kept.text == "the dog<tool>"
 
 
 def test_stop_strings_wait_for_min_tokens() -> None:
     tokens = encode("a b a b a b")
-    answer = AnswerText(PIECES["byte-level"], TextRules(stops=("b",), min_tokens=4))
+    answer = IncrementalDetokenizer(PIECES["byte-level"], StopOptions(stop=("b",), min_tokens=4))
     delta = answer.feed(tokens)
     assert delta.num_tokens >= 4
     assert delta.text.count("b") >= 1

@@ -1,8 +1,7 @@
-"""Stop strings, matched over text as it grows.
+"""Incremental matching of stop strings over growing text.
 
-Each stop string is followed by an automaton (Knuth, Morris, Pratt): its state is the length of the
-longest beginning of the string that the text ends with. Text that may still become a match is held
-back.
+Each stop string has a Knuth-Morris-Pratt automaton, whose state is the length of the longest prefix
+of the string that the text ends with. Text that may still become a match is held back.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """A stop string found: it covers `[start, end)` of what was held back and what was fed."""
+    """A stop string that was found at `[start, end)` of the held-back text plus the new text."""
 
     stop: str
     start: int
@@ -19,17 +18,22 @@ class Matched:
 
 
 class Pattern:
-    """One stop string and how much of it the text ends with."""
+    """The automaton of one stop string.
+
+    Attributes:
+        text: the stop string.
+        held: length of its longest prefix that the text ends with.
+    """
 
     __slots__ = ("_borders", "held", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.held = 0  # characters of the stop string that the text ends with
+        self.held = 0
         self._borders = _borders(text)
 
     def feed(self, text: str) -> int | None:
-        """Follow `text`; the offset just behind the first match in it, or None."""
+        """Advance over `text`; return the end offset of the first match in it, or None."""
         pattern, borders, held = self.text, self._borders, self.held
         for offset, char in enumerate(text):
             while held and pattern[held] != char:
@@ -43,7 +47,10 @@ class Pattern:
 
 
 def _borders(pattern: str) -> list[int]:
-    """For each prefix of `pattern`: how long its longest proper prefix is that is its suffix."""
+    """Return, for each prefix of `pattern`, the length of its longest proper border.
+
+    A border is a prefix that is also a suffix (the failure function of Knuth, Morris and Pratt).
+    """
     borders = [0] * len(pattern)
     length = 0
     for index in range(1, len(pattern)):
@@ -56,9 +63,12 @@ def _borders(pattern: str) -> list[int]:
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first; of several complete at once, the longest.
+    """Finds the stop string that ends first in the text; of several ending there, the longest.
 
-    What it finds is a function of the text alone, however the text was cut when fed.
+    The result depends on the text alone, not on how it was split into calls.
+
+    Args:
+        stops: the stop strings; none is empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -66,7 +76,11 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, Matched | None]:
-        """New text in; the text that is safe to show out, or all text and the match in it."""
+        """Append text; return what can be shown now, and None.
+
+        If a stop string matches, return instead the held-back text plus `text`, and the match,
+        whose offsets refer to that string.
+        """
         before = len(self._held)
         whole = self._held + text
         best: Matched | None = None
@@ -84,6 +98,6 @@ class StopMatcher:
         return whole[: len(whole) - keep], None
 
     def rest(self) -> str:
-        """The text still held back: the answer ended without a match."""
+        """Return and clear the text still held back, once the answer ended without a match."""
         held, self._held = self._held, ""
         return held

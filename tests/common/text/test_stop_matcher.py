@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.text.stops import Matched, StopMatcher
+from penstock.common.text.stop_matcher import Matched, StopMatcher
 
 SMALL = st.text("ab", max_size=30)  # few letters: many near matches
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4)

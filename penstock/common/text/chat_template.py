@@ -1,4 +1,4 @@
-"""Chat templates: the model's own jinja, run in a sandbox, with the names that they expect."""
+"""Chat templates: the model's own Jinja template, rendered in a sandbox as transformers does."""
 
 import datetime
 import json
@@ -12,22 +12,22 @@ import jinja2.parser
 import jinja2.sandbox
 
 
-class TemplateRefused(ValueError):
-    """The template cannot take these messages; the message says why."""
+class ChatTemplateError(ValueError):
+    """The messages cannot be rendered; the text says why and is safe to show to clients."""
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here only its body counts."""
+    """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja's own form)
+    tags = {"generation"}  # noqa: RUF012 (declared so by Jinja)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _refuse(message: str) -> NoReturn:
-    raise TemplateRefused(message)
+def _raise_exception(message: str) -> NoReturn:
+    raise ChatTemplateError(message)
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
@@ -39,32 +39,38 @@ def _strftime_now(form: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens that it may name.
+    """A compiled chat template.
 
     Args:
-        source: the template. `ValueError` with the line if it is not valid.
-        names: bos_token, eos_token, ... as the tokenizer's configuration has them.
+        source: the Jinja source.
+        special_tokens: bos_token, eos_token, ... by the names that the template uses, as in
+            tokenizer_config.json.
+
+    Raises:
+        ValueError: the source is not a valid template; the message names the line.
     """
 
-    def __init__(self, source: str, names: Mapping[str, object]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, object]) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[Generation, jinja2.ext.loopcontrols],
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
+        environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid: {error}") from error
-        self._names = dict(names)
+        self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt of a conversation, open for the assistant's next words.
+        """Return the prompt of a conversation, up to where the assistant's answer begins.
 
-        A template is foreign code: whatever it raises is a refusal of these messages.
+        Raises:
+            ChatTemplateError: the template rejects the messages, or fails: it is foreign code, so
+                every exception counts.
         """
         try:
             return self._template.render(
@@ -72,10 +78,10 @@ class ChatTemplate:
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
-                **self._names,
+                **self._special_tokens,
             )
-        except TemplateRefused:
+        except ChatTemplateError:
             raise
         except Exception as error:
             kind = type(error).__name__
-            raise TemplateRefused(f"it cannot render these messages ({kind})") from error
+            raise ChatTemplateError(f"it cannot render these messages ({kind})") from error

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from penstock.router.text.pieces import Pieces, UnsupportedTokenizer, read_decoder
+from penstock.common.text.token_bytes import TokenBytes, UnsupportedTokenizer, read_decoder
 from tests.support.tokenizers import KINDS, id_of
 
 TOKENIZERS = {name: make() for name, make in KINDS.items()}
-PIECES = {name: Pieces(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+PIECES = {name: TokenBytes(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
 
 @st.composite
@@ -26,7 +26,7 @@ def test_whole_is_what_the_tokenizer_decodes(
 ) -> None:
     name, tokens = case
     expected = TOKENIZERS[name].decode(tokens, skip_special_tokens=not keep_special)
-    text = PIECES[name].whole(tokens, keep_special)
+    text = PIECES[name].decode(tokens, not keep_special)
     if name == "byte-fallback" and "\ufffd" in expected:
         # The library marks every byte of a broken run, the good ones too: UTF-8 says otherwise.
         assert 0 < text.count("\ufffd") <= expected.count("\ufffd")
@@ -41,20 +41,20 @@ def test_text_comes_back(name: str, text: str) -> None:
         text = text.removeprefix("▁").replace("▁", " ")
         if text.startswith(" "):
             return  # Metaspace adds no second space before one
-    assert PIECES[name].whole(tokens, keep_special=False) == text
+    assert PIECES[name].decode(tokens, skip_special_tokens=True) == text
 
 
 def test_a_broken_character_is_one_mark_for_each_broken_part() -> None:
     pieces = PIECES["byte-fallback"]
     byte = {name: id_of(TOKENIZERS["byte-fallback"], f"<0x{name}>") for name in ("E6", "97")}
     a = id_of(TOKENIZERS["byte-fallback"], "a")
-    assert pieces.whole([a, byte["E6"], byte["97"], a], keep_special=False) == "a\ufffda"
+    assert pieces.decode([a, byte["E6"], byte["97"], a], skip_special_tokens=True) == "a\ufffda"
 
 
 def test_ids_without_a_piece_say_nothing() -> None:
     pieces = PIECES["byte-level"]
-    assert pieces.of(100_000) == b""
-    assert pieces.whole([100_000], keep_special=True) == ""
+    assert pieces.bytes_of(100_000) == b""
+    assert pieces.decode([100_000], skip_special_tokens=False) == ""
 
 
 def test_an_added_token_is_written_as_it_is() -> None:
@@ -76,7 +76,7 @@ def test_other_decoders_are_refused_by_name(decoder: decoders.Decoder | None, wo
     if decoder is not None:
         tokenizer.decoder = decoder
     with pytest.raises(UnsupportedTokenizer, match=words):
-        Pieces(tokenizer)
+        TokenBytes(tokenizer)
 
 
 def test_metaspace_that_prepends_nothing_keeps_the_first_space() -> None:

@@ -1,0 +1,393 @@
+"""Sampling parameters: one validated record of how a request's tokens are generated.
+
+The record is the same everywhere: protocol adapters construct it, `validate` checks it, `resolve`
+fills what depends on the prompt, and router, scheduler, sampler and simulator read it. Names and
+defaults are vLLM's, except that `max_tokens` defaults to what the context leaves.
+"""
+
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+UINT64_MAX = 2**64 - 1
+
+
+def _float32(value: float) -> float:
+    """Round to float32, in which parameters travel to workers."""
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (_float32(1e-6), 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (_float32(1e-6), 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (_float32(0.01), 10.0),
+}
+"""Inclusive ranges. NaN and infinities are in none of them. All bounds are float32 values, so that
+a value within its range is within it after rounding to float32, too."""
+
+MAX_LOGIT_BIAS = 100.0
+MAX_LENGTH_PENALTY = 5.0
+EARLY_STOPPING = (False, True, "never")
+
+BEAM_SEARCH_VALUES: Mapping[str, Collection[object]] = {
+    "temperature": (0.0, 1.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "seed": (None,),
+}
+"""Parameters that a beam search ignores, since it draws no tokens, and the values they may have."""
+
+
+class InvalidParameterError(ValueError):
+    """A parameter of a request is invalid.
+
+    Args:
+        message: one line for the client: what was wrong and what is allowed.
+        param: name of the parameter, as in the OpenAI API.
+    """
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingLimits:
+    """Upper bounds on the sizes of sampling parameters."""
+
+    max_choices: int = 64  # n, best_of, and beams
+    max_beam_tokens: int = 8192  # of all answers of a beam search together
+    max_stop_strings: int = 16
+    max_stop_chars: int = 256  # of one stop string
+    max_stop_tokens: int = 256
+    max_logit_bias: int = 1024  # entries
+    max_bad_words: int = 64
+    max_bad_word_chars: int = 256
+    max_bad_word_tokens: int = 32
+    max_logprobs: int = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are generated and when its answers end.
+
+    `min_tokens` and `max_tokens` count the whole answer: when an answer is continued on another
+    worker or in another call, the tokens it already has are included.
+
+    Attributes:
+        n: number of answers (choices) to return.
+        best_of: number of answers to generate, of which the `n` likeliest are returned; for a beam
+            search the number of beams. None: `n`.
+        temperature: 0 is greedy.
+        top_p: 1 keeps all tokens.
+        top_k: 0 or -1 keeps all tokens.
+        min_p: 0 keeps all tokens.
+        typical_p: locally typical sampling, as in transformers; 1 keeps all tokens.
+        presence_penalty: subtracted once from the logits of tokens that the answer contains.
+        frequency_penalty: subtracted for each occurrence in the answer.
+        repetition_penalty: divides positive logits of tokens in prompt or answer, multiplies
+            negative ones; 1 changes nothing.
+        logit_bias: added to the logits, by token id.
+        bad_words_token_ids: token sequences whose last token may not follow the ones before it.
+        allowed_token_ids: the only tokens that may be generated; None: all.
+        seed: of the counter-based noise. None: `resolve` sets it; a sampler takes None as 0.
+        max_tokens: largest length of an answer; None: what the context leaves.
+        min_tokens: no end token and no stop string ends an answer before this length.
+        stop_token_ids: token ids that end an answer. On a worker they include the model's own end
+            tokens, unless `ignore_eos` is set; see `with_end_tokens`.
+        ignore_eos: the model's own end tokens do not end an answer.
+        logprobs: return the log probability of each token, and this many of the likeliest others;
+            None: no log probabilities.
+        prompt_logprobs: the same for the prompt's tokens.
+        stop: strings that end an answer. The router matches them; workers do not see them.
+        include_stop_str_in_output: keep the matched stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
+        use_beam_search: search instead of drawing tokens.
+        length_penalty: of a beam search: scores are divided by the length to this power.
+        early_stopping: of a beam search, as in transformers: False, True or "never".
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of answers that are generated, or of beams, in order to return `n`."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_generated(self) -> int:
+        """Number of answers that a worker returns: a beam search already returns the best `n`."""
+        return self.n if self.use_beam_search else self.num_sequences
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether no answer is known before all have ended."""
+        return self.use_beam_search or self.num_sequences > self.n
+
+    def answer_limit(self, num_prompt: int, max_model_len: int) -> int:
+        """Return the largest length of an answer in a context of `max_model_len` tokens."""
+        room = max_model_len - num_prompt
+        return room if self.max_tokens is None else min(self.max_tokens, room)
+
+    # ------------------------------------------------------------ validation
+
+    def validate(self, limits: SamplingLimits, vocab_size: int) -> None:
+        """Check all parameters, and their combinations.
+
+        Raises:
+            InvalidParameterError: a parameter is out of its range; the first one found is named.
+        """
+        _check_ranges(self, limits)
+        _check_token_lists(self, limits, vocab_size)
+        _check_token_choice(self, limits, vocab_size)
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidParameterError("max_tokens must be at least 1", "max_tokens")
+        if self.use_beam_search:
+            _check_beam_search(self, limits)
+        elif self.length_penalty != 1 or self.early_stopping is not False:
+            name = "early_stopping" if self.length_penalty == 1 else "length_penalty"
+            raise InvalidParameterError(
+                f"{name} is for beam searches: set use_beam_search, or leave it out", name
+            )
+        if self.min_tokens < 0:
+            raise InvalidParameterError("min_tokens must be at least 0", "min_tokens")
+        if self.max_tokens is not None:
+            _check_count("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.stop:
+            _check_stop_strings(self, limits)
+
+    # ------------------------------------------------------------ derived parameters
+
+    def resolve(
+        self,
+        num_prompt: int,
+        max_model_len: int,
+        limits: SamplingLimits,
+        seed: int,
+        default_max_tokens: int | None = None,
+    ) -> Self:
+        """Return these parameters, already validated, with `max_tokens` and `seed` set.
+
+        Args:
+            num_prompt: tokens of the prompt, less than `max_model_len`.
+            max_model_len: tokens of prompt and answer together.
+            limits: bound the answers of a beam search.
+            seed: the seed to use if none is set.
+            default_max_tokens: `max_tokens` to use if it is not set, as far as the context allows.
+
+        Raises:
+            InvalidParameterError: `max_tokens` or `min_tokens` do not fit into the context.
+        """
+        room = max_model_len - num_prompt
+        max_tokens = self.max_tokens
+        if max_tokens is None:
+            max_tokens = room if default_max_tokens is None else min(room, default_max_tokens)
+            if self.use_beam_search:
+                max_tokens = min(max_tokens, limits.max_beam_tokens // self.n)
+        elif max_tokens > room:
+            raise InvalidParameterError(
+                f"max_tokens is {max_tokens}, but the prompt has {num_prompt} tokens and the "
+                f"model's context is {max_model_len}: ask for at most {room}",
+                "max_tokens",
+            )
+        _check_count("min_tokens", self.min_tokens, 0, max_tokens)
+        seed = (seed if self.seed is None else self.seed) & UINT64_MAX
+        return replace(self, max_tokens=max_tokens, seed=seed)
+
+    def for_worker(self) -> Self:
+        """Return what a worker needs of resolved parameters, in the one form that the wire has.
+
+        The router selects the best `n` of `best_of` answers and matches stop strings, so `best_of`
+        becomes `n`, ranked answers have log probabilities, and parameters of the text are unset.
+        """
+        if not (
+            self.use_beam_search
+            or self.best_of is not None
+            or self.top_k < 0
+            or self.stop
+            or self.include_stop_str_in_output
+            or not self.skip_special_tokens
+        ):
+            return self
+        changed: dict[str, Any] = {
+            "n": self.num_generated,
+            "best_of": self.num_sequences if self.use_beam_search else None,
+            "top_k": max(self.top_k, 0),
+            "seed": None if self.use_beam_search else self.seed,
+            "stop": (),
+            "include_stop_str_in_output": False,
+            "skip_special_tokens": True,
+        }
+        if self.num_generated > self.n and self.logprobs is None:
+            changed["logprobs"] = 0
+        return replace(self, **changed)
+
+    def with_end_tokens(self, end_token_ids: Collection[int]) -> Self:
+        """Return these parameters with the model's end tokens among `stop_token_ids`.
+
+        They stay as they are if `ignore_eos` is set.
+        """
+        ends = () if self.ignore_eos else end_token_ids
+        stops = tuple(dict.fromkeys((*self.stop_token_ids, *ends)))
+        return self if stops == self.stop_token_ids else replace(self, stop_token_ids=stops)
+
+
+def check_token_ids(name: str, tokens: Collection[int], vocab_size: int) -> None:
+    """Raise `InvalidParameterError` for parameter `name` if a token is not in the vocabulary."""
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        raise InvalidParameterError(
+            f"{name} holds token ids outside the vocabulary (0 to {vocab_size - 1})", name
+        )
+
+
+def check_bad_words(words: Sequence[str], limits: SamplingLimits) -> None:
+    """Check `bad_words` before they are tokenized; raises `InvalidParameterError`."""
+    if len(words) > limits.max_bad_words:
+        raise InvalidParameterError(
+            f"bad_words takes at most {limits.max_bad_words} words", "bad_words"
+        )
+    if any(not word.strip() or len(word) > limits.max_bad_word_chars for word in words):
+        raise InvalidParameterError(
+            f"a word of bad_words must have 1 to {limits.max_bad_word_chars} characters, "
+            "not only spaces",
+            "bad_words",
+        )
+
+
+def _check_count(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidParameterError(f"{name} must be a whole number from {low} to {high}", name)
+
+
+def _check_ranges(params: SamplingParams, limits: SamplingLimits) -> None:
+    for name, (low, high) in RANGES.items():
+        if not low <= getattr(params, name) <= high:
+            raise InvalidParameterError(f"{name} must be a number from {low:g} to {high:g}", name)
+    _check_count("top_k", params.top_k, -1, 2**31 - 1)
+    _check_count("n", params.n, 1, limits.max_choices)
+    if params.best_of is not None:
+        _check_count("best_of", params.best_of, params.n, limits.max_choices)
+    if params.seed is not None:
+        _check_count("seed", params.seed, -(2**63), UINT64_MAX)
+    if params.logprobs is not None:
+        _check_count("logprobs", params.logprobs, 0, limits.max_logprobs)
+    if params.prompt_logprobs is not None:
+        _check_count("prompt_logprobs", params.prompt_logprobs, 0, limits.max_logprobs)
+
+
+def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_size: int) -> None:
+    lists: Sequence[tuple[str, Collection[int], int]] = (
+        ("stop_token_ids", params.stop_token_ids, limits.max_stop_tokens),
+        ("logit_bias", params.logit_bias, limits.max_logit_bias),
+    )
+    for name, tokens, most in lists:
+        if len(tokens) > most:
+            raise InvalidParameterError(f"{name} takes at most {most} entries", name)
+        check_token_ids(name, tokens, vocab_size)
+    if any(not abs(value) <= MAX_LOGIT_BIAS for value in params.logit_bias.values()):
+        raise InvalidParameterError(
+            f"logit_bias values must be from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+            "logit_bias",
+        )
+
+
+def _check_token_choice(params: SamplingParams, limits: SamplingLimits, vocab_size: int) -> None:
+    """Check that bad words and allowed tokens leave a token to generate."""
+    words, most = params.bad_words_token_ids, limits.max_bad_word_tokens
+    if len(words) > 2 * limits.max_bad_words:  # a word has one form or two
+        raise InvalidParameterError(
+            f"bad_words takes at most {limits.max_bad_words} words", "bad_words"
+        )
+    for word in words:
+        if not 0 < len(word) <= most:
+            raise InvalidParameterError(
+                f"a word of bad_words must have 1 to {most} tokens", "bad_words"
+            )
+        check_token_ids("bad_words", word, vocab_size)
+    allowed = params.allowed_token_ids
+    if allowed is None:
+        return
+    name = "allowed_token_ids"
+    if not 0 < len(allowed) <= vocab_size:
+        raise InvalidParameterError(f"{name} takes 1 to {vocab_size} entries", name)
+    check_token_ids(name, allowed, vocab_size)
+    if {word[0] for word in words if len(word) == 1}.issuperset(allowed):
+        raise InvalidParameterError(
+            "bad_words ban every token of allowed_token_ids: leave one", "bad_words"
+        )
+
+
+def _check_beam_search(params: SamplingParams, limits: SamplingLimits) -> None:
+    if params.num_sequences < 2:
+        name = "n" if params.best_of is None else "best_of"
+        raise InvalidParameterError(
+            f"use_beam_search takes from 2 to {limits.max_choices} beams: set {name} so", name
+        )
+    for name, harmless in BEAM_SEARCH_VALUES.items():
+        if getattr(params, name) not in harmless:
+            kept = " or ".join(f"{value:g}" for value in harmless if isinstance(value, float | int))
+            which = f"leave {name} at {kept}" if kept else f"leave out {name}"
+            raise InvalidParameterError(f"use_beam_search draws no tokens: {which}", name)
+    if params.stop:
+        raise InvalidParameterError(
+            "use_beam_search heeds stop_token_ids, no stop strings: leave out stop", "stop"
+        )
+    most = MAX_LENGTH_PENALTY
+    if not -most <= params.length_penalty <= most:
+        name = "length_penalty"
+        raise InvalidParameterError(f"{name} must be a number from {-most:g} to {most:g}", name)
+    if params.early_stopping not in EARLY_STOPPING:
+        raise InvalidParameterError(
+            'early_stopping must be true, false or "never"', "early_stopping"
+        )
+    longest = limits.max_beam_tokens // params.n
+    if params.max_tokens is not None and params.max_tokens > longest:
+        raise InvalidParameterError(
+            f"the answers of a beam search may have {limits.max_beam_tokens} tokens together: "
+            f"with n = {params.n}, ask for max_tokens of at most {longest}",
+            "max_tokens",
+        )
+
+
+def _check_stop_strings(params: SamplingParams, limits: SamplingLimits) -> None:
+    if len(params.stop) > limits.max_stop_strings:
+        raise InvalidParameterError(
+            f"at most {limits.max_stop_strings} stop strings are taken", "stop"
+        )
+    if any(not 0 < len(stop) <= limits.max_stop_chars for stop in params.stop):
+        raise InvalidParameterError(
+            f"a stop string must have 1 to {limits.max_stop_chars} characters", "stop"
+        )

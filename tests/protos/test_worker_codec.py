@@ -1,0 +1,152 @@
+"""The codec of the router-worker stream: records survive the round trip, any message is decoded."""
+
+import math
+import struct
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.common.sampling_params import (
+    EARLY_STOPPING,
+    MAX_LENGTH_PENALTY,
+    RANGES,
+    InvalidParameterError,
+    SamplingLimits,
+    SamplingParams,
+)
+from penstock.protos import worker_pb2 as pb
+from penstock.protos.worker_codec import decode_sampling_params, encode_sampling_params
+
+LIMITS = SamplingLimits()
+VOCAB_SIZE = 100
+MESSAGE_PARAMS = {
+    *(*RANGES, "top_k", "n", "best_of", "logprobs", "stop_token_ids", "logit_bias"),
+    *("bad_words", "allowed_token_ids", "max_tokens", "min_tokens", "length_penalty"),
+    "early_stopping",
+}
+TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4).map(tuple)
+COUNTS = st.none() | st.integers(0, 20)
+
+
+def float32(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+COMMON = {
+    "n": st.integers(1, 4),
+    "best_of": st.none() | st.integers(4, 64),
+    "presence_penalty": st.floats(*RANGES["presence_penalty"]).map(float32),
+    "frequency_penalty": st.floats(*RANGES["frequency_penalty"]).map(float32),
+    "repetition_penalty": st.floats(*RANGES["repetition_penalty"]).map(float32),
+    "logit_bias": st.dictionaries(
+        st.integers(0, VOCAB_SIZE - 1), st.floats(-100, 100).map(float32), max_size=3
+    ),
+    "bad_words_token_ids": st.lists(TOKENS.filter(len), max_size=3).map(tuple),
+    "allowed_token_ids": st.none() | TOKENS.filter(len),
+    "max_tokens": st.none() | st.integers(50, 90),
+    "min_tokens": st.integers(0, 50),
+    "stop_token_ids": TOKENS,
+    "ignore_eos": st.booleans(),
+    "logprobs": COUNTS,
+    "prompt_logprobs": COUNTS,
+    "include_stop_str_in_output": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+}
+DRAWN = st.builds(
+    SamplingParams,
+    **COMMON,
+    temperature=st.floats(*RANGES["temperature"]).map(float32),
+    top_p=st.floats(*RANGES["top_p"]).map(float32),
+    top_k=st.integers(-1, 2**31 - 1),
+    min_p=st.floats(*RANGES["min_p"]).map(float32),
+    typical_p=st.floats(*RANGES["typical_p"]).map(float32),
+    seed=st.none() | st.integers(-(2**63), 2**64 - 1),
+    stop=st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
+)
+SEARCHED = st.builds(
+    SamplingParams,
+    **{**COMMON, "n": st.integers(2, 4)},
+    use_beam_search=st.just(True),
+    length_penalty=st.floats(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    early_stopping=st.sampled_from(EARLY_STOPPING),
+)
+
+
+def refusal(params: SamplingParams) -> InvalidParameterError | None:
+    try:
+        params.validate(LIMITS, VOCAB_SIZE)
+    except InvalidParameterError as error:
+        return error
+    return None
+
+
+def leaves_a_token(params: SamplingParams) -> bool:
+    """Whether it is valid; the strategies only miss by banning every allowed token."""
+    error = refusal(params)
+    assert error is None or "leave one" in str(error)
+    return error is None
+
+
+@given((DRAWN | SEARCHED).filter(leaves_a_token))
+def test_worker_decodes_what_the_router_resolved(params: SamplingParams) -> None:
+    sent = params.resolve(10, 100, LIMITS, seed=3).for_worker()
+    message = encode_sampling_params(sent)
+    received = decode_sampling_params(pb.SamplingParams.FromString(message.SerializeToString()))
+    assert received == sent
+    received.validate(LIMITS, VOCAB_SIZE)
+
+
+NUMBERS, FLOATS = st.integers(0, 2**32 - 1) | st.integers(0, 3), st.floats(width=32)
+MESSAGES = st.builds(
+    pb.SamplingParams,
+    **{name: FLOATS for name in RANGES},
+    top_k=NUMBERS,
+    seed=st.integers(0, 2**64 - 1),
+    max_tokens=NUMBERS,
+    min_tokens=NUMBERS,
+    stop_tokens=st.lists(NUMBERS, max_size=3),
+    logprobs=st.none() | NUMBERS,
+    n=NUMBERS,
+    logit_bias=st.dictionaries(NUMBERS, FLOATS, max_size=3),
+    bad_words=st.lists(st.builds(pb.BadWord, tokens=st.lists(NUMBERS, max_size=3)), max_size=3),
+    allowed_tokens=st.lists(NUMBERS, max_size=3),
+    beams=st.none()
+    | st.builds(
+        pb.BeamSearch,
+        width=NUMBERS,
+        length_penalty=st.floats(),
+        early_stopping=st.integers(0, 9),
+    ),
+)
+
+
+@given(MESSAGES)
+def test_any_message_is_decoded_and_then_accepted_or_refused_by_name(
+    message: pb.SamplingParams,
+) -> None:
+    params = decode_sampling_params(message)
+    error = refusal(params)
+    if error is not None:
+        assert error.param in MESSAGE_PARAMS
+        return
+    assert params.num_sequences <= LIMITS.max_choices
+    assert all(math.isfinite(getattr(params, name)) for name in RANGES)
+    assert params.max_tokens is not None
+    assert params.max_tokens >= 1
+
+
+def test_absent_fields_keep_all_tokens() -> None:
+    params = decode_sampling_params(pb.SamplingParams())
+    assert (params.n, params.typical_p, params.allowed_token_ids) == (1, 1.0, None)
+    assert (params.logprobs, params.prompt_logprobs, params.use_beam_search) == (None, None, False)
+
+
+def test_an_unknown_early_stopping_is_refused() -> None:
+    beams = pb.BeamSearch(width=2, length_penalty=1.0, early_stopping=7)  # type: ignore[arg-type]
+    message = pb.SamplingParams(
+        top_p=1.0, repetition_penalty=1.0, n=2, max_tokens=5, temperature=1.0, beams=beams
+    )
+    error = refusal(decode_sampling_params(message))
+    assert error is not None
+    assert error.param == "early_stopping"
