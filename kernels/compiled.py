@@ -42,10 +42,13 @@ def settle_numba() -> None:
     """To be called before a file of compiled loops is imported; once numba is known to be there."""
     import numba
 
+    from penstock.kernels import late_codegen
+
     settings: Any = numba.config
     settings.CACHE_DIR = str(cache_folder())
     # OpenMP is what torch computes with: one pool of threads for both.
     settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+    late_codegen.install()
 
 
 OPENMP = "libgomp.so.1.0.0"
