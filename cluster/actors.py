@@ -277,6 +277,7 @@ class RouterActor(_Host):
     async def start(self, config: "RouterConfig") -> tuple[str, str]:
         """Listen; returns the addresses of HTTP and of gRPC, host:port. `HostFailed`."""
         self._open().add(Progress("loading libraries"))
+        await asyncio.sleep(0.01)  # send it before the import blocks the event loop
         # Here as in `WorkerActor.start`: the driver needs nothing of it.
         from penstock.router.server import serve_router
 

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from penstock.cluster import processes
-from penstock.cluster.notices import News
+from penstock.cluster.notices import News, Progress
 from penstock.cluster.processes import ProcessName
 from penstock.cluster.session import first_line
 
@@ -126,7 +126,9 @@ class Member:
                 if self._process is None:
                     self._process = await self._actor.who.remote()
                 for item in await self._actor.news.remote():
-                    self._tell(self.title, item)
+                    # Ray may deliver the answer to `start` before news that were sent earlier.
+                    if not (self.up and isinstance(item, Progress)):
+                        self._tell(self.title, item)
             except ActorUnavailableError:
                 await asyncio.sleep(SECONDS_BETWEEN_TRIES)  # out of reach for now, perhaps alive
             except RayError as error:

@@ -1,7 +1,12 @@
 """What numba compiles for a CPU: kept on disk, so that a machine compiles it once."""
 
+import atexit
 import ctypes
+import logging
 import os
+import platform
+import shutil
+import stat
 import tempfile
 import threading
 from contextlib import suppress
@@ -11,6 +16,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
+_CODE_OPTIONS = (
+    "OPT",
+    "LOOP_VECTORIZE",
+    "SLP_VECTORIZE",
+    "BOUNDSCHECK",
+    "LLVM_REFPRUNE_PASS",
+    "DISABLE_INTEL_SVML",
+    "CPU_NAME",
+    "CPU_FEATURES",
+)
+"""Options of numba, each also set by an environment variable, that change the compiled code."""
+
 
 @cache
 def has_loops() -> bool:
@@ -18,15 +37,18 @@ def has_loops() -> bool:
     return find_spec("numba") is not None
 
 
+@cache
 def settle_numba() -> None:
     """To be called before a file of compiled loops is imported; once numba is known to be there."""
     import numba
 
+    from penstock.kernels import late_codegen
+
     settings: Any = numba.config
-    if not settings.CACHE_DIR:
-        settings.CACHE_DIR = str(cache_folder())
+    settings.CACHE_DIR = str(cache_folder())
     # OpenMP is what torch computes with: one pool of threads for both.
     settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+    late_codegen.install()
 
 
 OPENMP = "libgomp.so.1.0.0"
@@ -71,22 +93,85 @@ def _keep_to_one_level() -> None:
         ctypes.CDLL(OPENMP).omp_set_max_active_levels(1)
 
 
+@cache
 def cache_folder() -> Path:
-    """Where compiled loops are kept; one that lasts as this process where there is no home.
+    """The folder in which numba keeps compiled loops for these sources on this machine.
 
-    Another one for other sources: numba sees a change in the file of a compiled function, but not
-    in a file of what that calls.
+    `$NUMBA_CACHE_DIR/penstock/DIGEST` where that variable is set, else below `$XDG_CACHE_HOME` or
+    `~/.cache`. Code in it is run, so a folder that another user owns or may write is not used: then
+    it is a temporary folder of this process.
     """
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    folder = root / "penstock" / "kernels" / _digest()
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except (OSError, RuntimeError):
-        return Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
+        folder = _make_private(_cache_root(), source_digest(Path(__file__).parent))
+    except (OSError, RuntimeError) as error:
+        folder = Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        log.warning(
+            "compiled CPU kernels are not kept, so that every start compiles them: %s; remedy that "
+            "or set XDG_CACHE_HOME to a folder of your own",
+            error,
+        )
     return folder
 
 
-def _digest() -> str:
-    """Of all sources here that numba may compile."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    return sha256(b"".join(each for each in sources if b"numba" in each)).hexdigest()[:16]
+def source_digest(sources: Path) -> str:
+    """A hash of everything that decides what numba makes of the loops, but for the CPU's name and
+    features, which numba's own index holds.
+
+    numba notices a change in the file of a cached function, but not in a file that this one imports
+    from: so every source below `sources` counts, with its path.
+    """
+    import llvmlite
+    import numba
+
+    from penstock.kernels.panel_product import has_matrix_unit
+
+    settings: Any = numba.config
+    made_by = [platform.python_version(), numba.__version__, llvmlite.__version__]
+    options = [getattr(settings, name, None) for name in _CODE_OPTIONS]
+    digest = sha256(repr((made_by, options, has_matrix_unit())).encode())
+    for path in sorted(sources.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(sources).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def _cache_root() -> Path:
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    if given:
+        return Path(given) / "penstock"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return root / "penstock" / "kernels"
+
+
+def _make_private(root: Path, name: str) -> Path:
+    """Make and check `root/name`, `root` and, above it, the folder that is Penstock's own.
+
+    OSError, with a reason, where this user cannot have them alone.
+    """
+    own = [root.parent, root] if root.name == "kernels" else [root]
+    own[0].parent.mkdir(parents=True, exist_ok=True)
+    for folder in [*own, root / name]:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        _check_private(folder)
+    return root / name
+
+
+def _check_private(folder: Path) -> None:
+    """OSError where the folder, or the link that it is, belongs to another user, or where others
+    may write into it."""
+    user = os.geteuid()
+    for found in (folder.lstat(), folder.stat()):
+        if found.st_uid != user:
+            raise PermissionError(f"{folder} belongs to user {found.st_uid}, not to {user}")
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{folder} is not a folder")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{folder} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}, "
+            f"chmod go-w takes that away)"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written")

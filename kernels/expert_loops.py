@@ -9,10 +9,10 @@ expert's rows begin where no loop that computes the expert before it writes.
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from penstock.kernels.late_codegen import inner
 from penstock.kernels.program_table import EVEN
 from penstock.kernels.shares import floats, part
 from penstock.kernels.tile_rows import exp
@@ -23,7 +23,7 @@ Longs = npt.NDArray[np.int64]
 _f32 = np.float32
 
 
-@numba.njit(fastmath={"contract", "reassoc"}, nogil=True)
+@inner(fastmath={"contract", "reassoc"})
 def _dot(x: Floats, y: Floats) -> Any:
     total = _f32(0)
     for i in range(len(x)):
@@ -31,7 +31,7 @@ def _dot(x: Floats, y: Floats) -> Any:
     return total
 
 
-@numba.njit(nogil=True)
+@inner()
 def score(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
     """x [T, D] times the few rows of a matrix that is not in panels, [E, D]: [T, E]."""
     dim, num_outputs = op[2], op[4]
@@ -43,7 +43,7 @@ def score(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
         room[op[5] + t * num_outputs + e] = _dot(row, weight[e * dim : (e + 1) * dim])
 
 
-@numba.njit(nogil=True)
+@inner()
 def _softmax(row: Floats, powers: Any) -> None:
     most = row[0]
     for e in range(len(row)):
@@ -59,7 +59,7 @@ def _softmax(row: Floats, powers: Any) -> None:
         row[e] /= total
 
 
-@numba.njit(nogil=True)
+@inner()
 def _take_best(merits: Floats) -> int:
     """The first of the greatest; it is not found again."""
     best = 0
@@ -70,7 +70,7 @@ def _take_best(merits: Floats) -> int:
     return best
 
 
-@numba.njit(nogil=True)
+@inner()
 def choose(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
     """Logits [T, E] to the experts of each token and their weights, [T, k]."""
     num_experts, top_k = op[2], op[3]
@@ -91,7 +91,7 @@ def choose(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, count: 
             weights[rank] /= total + _f32(1e-20)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _written(num_rows: int) -> int:
     """Rows that a product of so many may write, and read."""
     if num_rows <= 1:
@@ -100,7 +100,7 @@ def _written(num_rows: int) -> int:
     return -(-num_rows // high) * high
 
 
-@numba.njit(nogil=True)
+@inner()
 def sort(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
     """Where each expert's rows begin and how many they are; of each choice, instead of its expert,
     the row. One thread does it."""
@@ -122,7 +122,7 @@ def sort(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
         following[expert] += 1
 
 
-@numba.njit(nogil=True)
+@inner()
 def gather(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
     """Rows of tokens to the rows of their choices."""
     dim, top_k = op[2], op[5]
@@ -134,12 +134,12 @@ def gather(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, count: 
             made[i] = row[i]
 
 
-@numba.njit(nogil=True)
+@inner()
 def _sigmoid(x: Any) -> Any:
     return _f32(1) / (_f32(1) + _f32(math.exp(-x)))
 
 
-@numba.njit(nogil=True)
+@inner()
 def mix(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
     """A token's choices, each by its weight, in their order; and the shared expert's, if there is
     one, by the sigmoid of its gate, if it has one."""

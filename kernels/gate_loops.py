@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.compiled import run_loops
+from penstock.kernels.late_codegen import inner
 from penstock.kernels.tile_rows import exp
 
 Floats = npt.NDArray[np.float32]
@@ -25,13 +26,13 @@ SOME = 512
 _SLOPE, _BEND = _f32(2 * np.sqrt(2 / np.pi)), _f32(0.044715)
 
 
-@numba.njit(nogil=True)
+@inner()
 def gate_room() -> Any:
     """Scratch of `gate_columns`."""
     return np.empty(SOME, np.float32), np.empty(SOME, np.float32), np.empty(SOME, np.int32)
 
 
-@numba.njit(fastmath={"contract"}, nogil=True)
+@inner(fastmath={"contract"})
 def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool, room: Any) -> None:
     """out = x / (1 + e^-u) up, of SOME columns at most; u: x, or for gelu
     2 sqrt(2 / pi) (x + 0.044715 x^3)."""
@@ -52,7 +53,7 @@ def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool, room: Any) -
         out[i] = x[i] * bent[i] * up[i]
 
 
-@numba.njit(nogil=True)
+@inner()
 def _some_rows(
     gate_up: Floats, inner: int, is_gelu: bool, out: Floats, first: int, last: int
 ) -> None:

@@ -23,6 +23,7 @@ from penstock.kernels.lanes import (
     store,
     times,
 )
+from penstock.kernels.late_codegen import inner
 from penstock.kernels.level_tiles import DEEP, TILE, multiply
 from penstock.kernels.matrix_tiles import ROWS, release_tiles, set_tiles, start_sums, store_sums
 
@@ -46,7 +47,7 @@ _store_flat, _store_square = store_sums(1, 4), store_sums(2, 2)
 _multiply_flat, _multiply_square = multiply(1, 4), multiply(2, 2)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _shapes(num_rows: int) -> Any:
     """Of up to 32 rows: tiles of sums and of rows have those that are there."""
     shapes = np.zeros(64, np.uint8)
@@ -62,13 +63,13 @@ def _shapes(num_rows: int) -> Any:
     return shapes
 
 
-@numba.njit(nogil=True)
+@inner()
 def _ask(weights: Bytes, at: int, count: int) -> None:
     for line in range(at, min(at + count, len(weights)), 64):
         ask_ahead(weights, line)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _put(
     sums: Sums, num_rows: int, num_columns: int, factors: Floats, scales: Floats, bias: Floats,
     y: Floats, at: int, width: int,
@@ -80,7 +81,7 @@ def _put(
             store(y, into + c, added(times(found, factor), load_wide(bias, c)))
 
 
-@numba.njit(nogil=True)
+@inner()
 def _flat(
     levels: Bytes, levels_at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
     shifts: Sums, factors: Floats, scales: Floats, bias: Floats, y: Floats, y_at: int, width: int,
@@ -97,7 +98,7 @@ def _flat(
     _put(sums, num_rows, BROAD, factors, scales[column:], bias[column:], y, y_at + column, width)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _square(
     levels: Bytes, levels_at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
     half: int, asks: bool, shifts: Sums, factors: Floats, scales: Floats, bias: Floats, y: Floats,
@@ -115,7 +116,7 @@ def _square(
     _put(sums, num_rows, 32, factors, scales[column:], bias[column:], y, y_at + column, width)
 
 
-@numba.njit(nogil=True)
+@inner()
 def share(
     levels: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,

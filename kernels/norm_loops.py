@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from penstock.kernels.compiled import run_loops
 from penstock.kernels.lanes import WIDE, added, fma, load_wide, splat_wide, store
+from penstock.kernels.late_codegen import inner
 
 Floats = npt.NDArray[np.float32]
 
 _f32 = np.float32
 
 
-@numba.njit(fastmath={"contract"}, nogil=True)
+@inner(fastmath={"contract"})
 def _mean_square(x: Floats, at: int, width: int, spare: Floats) -> Any:
     a = b = c = d = splat_wide(_f32(0))
     whole = width - width % (4 * WIDE)
@@ -37,7 +38,7 @@ def _mean_square(x: Floats, at: int, width: int, spare: Floats) -> Any:
     return total / _f32(width)
 
 
-@numba.njit(nogil=True)
+@inner()
 def norm_row(
     x: Floats, at: int, more: Floats, more_at: int, weight: Floats, eps: float, out: Floats,
     out_at: int, spare: Floats,
@@ -54,7 +55,7 @@ def norm_row(
         made[i] = row[i] * scale * weight[i]
 
 
-@numba.njit(nogil=True)
+@inner()
 def _some_rows(
     hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats, first: int, last: int
 ) -> None:

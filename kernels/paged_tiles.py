@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from penstock.kernels.compiled import use_threads
 from penstock.kernels.lanes import WIDE
+from penstock.kernels.late_codegen import inner
 from penstock.kernels.tile_rows import (
     score_row,
     score_rows,
@@ -36,13 +37,13 @@ AHEAD = 4
 keys or of its values. What lies further on is out of a machine's own foresight."""
 
 
-@numba.njit(nogil=True)
+@inner()
 def _seen(at: int, block_size: int, low: int, high: int) -> tuple[int, int]:
     """Positions of block `at` that are within [low, high)."""
     return max(at * block_size, low), min((at + 1) * block_size, high)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _own(
     at: int, block_size: int, tile: tuple[int, int, int], group: int, row: int
 ) -> tuple[int, int]:
@@ -51,7 +52,7 @@ def _own(
     return _seen(at, block_size, max(seen - tile[2], 0), seen)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _block_start(table: Ints, at: int, place: tuple[int, int, int]) -> int:
     """The row of the cache where block `at` begins."""
     num_heads, head, block_size = place
@@ -59,14 +60,14 @@ def _block_start(table: Ints, at: int, place: tuple[int, int, int]) -> int:
     return row
 
 
-@numba.njit(nogil=True)
+@inner()
 def _block_at(table: Ints, at: int, place: tuple[int, int, int]) -> int:
     """The row of the cache where position 0 would be, if it were in one row with block `at`."""
     row: int = _block_start(table, at, place) - at * place[2]
     return row
 
 
-@numba.njit(nogil=True)
+@inner()
 def blocks_of(tile: tuple[int, int, int], block_size: int) -> tuple[int, int]:
     """The first block that some row of the tile sees, and how many are seen."""
     count, context, behind = tile
@@ -74,7 +75,7 @@ def blocks_of(tile: tuple[int, int, int], block_size: int) -> tuple[int, int]:
     return first, (context + count - 2) // block_size + 1 - first
 
 
-@numba.njit(nogil=True)
+@inner()
 def _page_at(
     number: int, blocks: tuple[int, int], table: Ints, place: tuple[int, int, int], head_dim: int,
     values_at: int,
@@ -88,13 +89,20 @@ def _page_at(
     return page if number < count else values_at + page
 
 
-@numba.njit(nogil=True)
+@inner()
 def _part_at(page: int, part: int, size: int) -> int:
     """Where so many parts of it are passed; -1 where there is no page."""
     return page + part * size if page >= 0 else -1
 
 
-@numba.njit(nogil=True)
+@inner()
+def _scale(x: Floats, at: int, count: int, factor: float, out: Floats, out_at: int) -> None:
+    """out[out_at + i] = x[at + i] factor, for i below count."""
+    for i in range(count):
+        out[out_at + i] = x[at + i] * factor
+
+
+@inner()
 def one_by_one(
     start: int, tile: tuple[int, int, int], place: tuple[int, int, int], query: Floats,
     rows: Rows, values_at: int, table: Ints, scale: float, cap: float, sinks: Floats,
@@ -119,7 +127,7 @@ def one_by_one(
     part = (block_size * head_dim // (count * group) // line + 1) * line
     for r in range(count * group):
         whole = query[start + r // group, head * group + r % group]
-        q[r * padded : r * padded + head_dim] = whole * scale
+        _scale(whole, 0, head_dim, scale, q, r * padded)
         q[r * padded + head_dim : (r + 1) * padded] = 0
     for at in range(first, last):
         row_at = _block_at(table, at, place) * head_dim
@@ -160,10 +168,10 @@ def one_by_one(
                 )  # fmt: skip
     for r in range(count * group):
         whole = out[start + r // group, head * group + r % group]
-        whole[:] = sums[r * head_dim : (r + 1) * head_dim] * ones[r]
+        _scale(sums, r * head_dim, head_dim, ones[r], whole, 0)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _together(
     start: int, tile: tuple[int, int, int], place: tuple[int, int, int], query: Floats,
     rows: Rows, values_at: int, table: Ints, scale: float, cap: float, sinks: Floats,
@@ -203,6 +211,16 @@ def _together(
             out[start + r // group, head * group + r % group, i] = sums[i * height + r] * ones[r]
 
 
+@inner()
+def _largest(tiles: Ints) -> tuple[int, int]:
+    """The most rows that a tile has, and the largest sum of rows and first context."""
+    most_rows = most_seen = 0
+    for number in range(len(tiles)):
+        most_rows = max(most_rows, tiles[number, 2])
+        most_seen = max(most_seen, tiles[number, 3] + tiles[number, 2])
+    return most_rows, most_seen
+
+
 def _paged_tiles(
     query: Floats,  # [T, Hq, D]
     rows: Rows,  # [2 N H S D] the cache's
@@ -222,8 +240,9 @@ def _paged_tiles(
     """Writes the tiles' rows of `out`. Slots that no token of a tile sees are unread."""
     num_tiles, head_dim = len(tiles), query.shape[2]
     group = query.shape[1] // num_heads
-    height = (tiles[:, 2].max() * group + 2 * WIDE - 1) // (2 * WIDE) * (2 * WIDE)
-    span = ((tiles[:, 3] + tiles[:, 2]).max() + 7) // 8 * 8
+    most_rows, most_seen = _largest(tiles)
+    height = (most_rows * group + 2 * WIDE - 1) // (2 * WIDE) * (2 * WIDE)
+    span = (most_seen + 7) // 8 * 8
     for thread in numba.prange(num_threads):
         scores = np.empty(height * span, np.float32)
         powers = np.empty(max(8 * height, span), np.int32)

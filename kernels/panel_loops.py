@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from penstock.kernels.compiled import run_loops
 from penstock.kernels.lanes import WIDE, added, ask_ahead, fma, load_wide, splat_wide, spread, store
+from penstock.kernels.late_codegen import inner
 
 Floats = npt.NDArray[np.float32]
 
@@ -25,25 +26,25 @@ _FLOOR = 64
 _LINE = 16  # float32 of a cache line
 
 
-@numba.njit(nogil=True)
+@inner()
 def _columns(panels: Floats, at: int) -> Any:
     return load_wide(panels, at), load_wide(panels, at + WIDE), load_wide(panels, at + 2 * WIDE)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _none() -> Any:
     none = splat_wide(np.float32(0))
     return none, none, none
 
 
-@numba.njit(nogil=True)
+@inner()
 def _on(sums: Any, x: Any, columns: Any) -> Any:
     a, b, c = sums
     p, q, r = columns
     return fma(x, p, a), fma(x, q, b), fma(x, r, c)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _put(y: Floats, at: int, sums: Any, before: Floats, before_at: int) -> None:
     """Into y at `at`: what was before, and the sums."""
     a, b, c = sums
@@ -53,7 +54,7 @@ def _put(y: Floats, at: int, sums: Any, before: Floats, before_at: int) -> None:
     store(y, at + 2 * WIDE, added(r, c))
 
 
-@numba.njit(nogil=True)
+@inner()
 def _part(
     x: Floats, begin: int, end: int, panels: Floats, at: int, before: Floats, y: Floats, column: int
 ) -> None:  # fmt: skip
@@ -64,7 +65,7 @@ def _part(
     _put(y, column, sums, before, column)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _four_parts(
     x: Floats, begin: int, end: int, panels: Floats, at: int, step: int, before: Floats, y: Floats,
     column: int,
@@ -82,7 +83,7 @@ def _four_parts(
     _put(y, column + 3 * PANEL, s3, before, column + 3 * PANEL)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _one_row(
     x: Floats, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int, y: Floats
 ) -> None:
@@ -98,7 +99,7 @@ def _one_row(
             _part(x, begin, end, panels, panel * size, before, y, (panel - first) * PANEL)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _tile(
     x: Floats, x_at: int, x_step: int, count: int, panels: Floats, at: int, ahead: int, lines: int,
     before: Floats, before_at: int, before_step: int, y: Floats, y_at: int, y_step: int,
@@ -130,7 +131,7 @@ def _tile(
     _put(y, y_at + 7 * y_step, s7, before, before_at + 7 * before_step)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _whole_panels(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int,
     y: Floats, width: int,
@@ -156,7 +157,7 @@ def _whole_panels(
                     )  # fmt: skip
 
 
-@numba.njit(nogil=True)
+@inner()
 def share(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, first: int, last: int,

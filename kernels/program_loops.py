@@ -13,6 +13,7 @@ from penstock.kernels import expert_loops, panel_loops
 from penstock.kernels.compiled import use_threads
 from penstock.kernels.gate_loops import SOME, gate_columns, gate_room
 from penstock.kernels.lanes import ask_ahead
+from penstock.kernels.late_codegen import inner
 from penstock.kernels.norm_loops import norm_row
 from penstock.kernels.paged_tiles import blocks_of, one_by_one
 from penstock.kernels.panel_loops import HIGH, PANEL
@@ -59,7 +60,7 @@ Longs = npt.NDArray[np.int64]
 _LINE = 16  # float32 of a cache line
 
 
-@numba.njit(nogil=True)
+@inner()
 def _norm(op: Longs, eps: float, room: Floats, num_rows: int, me: int, count: int) -> None:
     groups, dim, more = op[3], op[4], room if op[8] >= 0 else room[:0]
     weight, spare = _floats(op[5], dim), np.empty(16, np.float32)
@@ -70,7 +71,7 @@ def _norm(op: Longs, eps: float, room: Floats, num_rows: int, me: int, count: in
         norm_row(room, at, more, op[8] + t * dim, weight, eps, room, out_at, spare)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _product(
     op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
@@ -90,7 +91,7 @@ def _product(
     _share_by_vectors(x, rows, num_inputs, panels, bias, y, num_outputs, first, last)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _levels(
     op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
@@ -102,7 +103,7 @@ def _levels(
     level_rows(x, levels, room[op[4] + first_row :][:num_rows], first, last)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _level_product(
     op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
@@ -119,7 +120,7 @@ def _level_product(
         )  # fmt: skip
 
 
-@numba.njit(nogil=True)
+@inner()
 def _attend(
     op: Longs, scale: float, cap: float, room: Floats, cache: Any, slots: Longs, contexts: Longs,
     tables: Any, me: int, count: int,
@@ -131,7 +132,10 @@ def _attend(
     out = room[op[6] :][: num_rows * num_heads * head_dim].reshape(num_rows, num_heads, head_dim)
     rows, values_at, window = cache[op[10] : op[10] + op[11]], op[12], op[13]
     sinks, slopes = _floats(op[14], num_heads), _floats(op[15], num_heads)
-    span = (contexts.max() + 7) // 8 * 8
+    longest = 0
+    for context in contexts:
+        longest = max(longest, context)
+    span = (longest + 7) // 8 * 8
     scores, powers = np.empty(group * span, np.float32), np.empty(span, np.int32)
     q, sums = np.empty(group * (head_dim + 8), np.float32), np.empty(group * head_dim, np.float32)
     ones, spare = np.empty(group, np.float32), np.zeros(8, np.float32)
@@ -155,7 +159,7 @@ def _attend(
         )  # fmt: skip
 
 
-@numba.njit(nogil=True)
+@inner()
 def _turn(op: Longs, room: Floats, heads: Any, t: int, head: int) -> None:
     """A KV head's queries and its key, in place."""
     num_heads, num_kv_heads, turned = op[2], op[3], op[8]
@@ -172,7 +176,7 @@ def _turn(op: Longs, room: Floats, heads: Any, t: int, head: int) -> None:
             turn_halves(one, cosines, sines)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _gate(
     op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
@@ -187,7 +191,7 @@ def _gate(
             )  # fmt: skip
 
 
-@numba.njit(nogil=True)
+@inner()
 def _add(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
     first, last = _part(num_rows * op[2], me, count)
     x, more = room[op[1] + first : op[1] + last], room[op[3] + first : op[3] + last]
@@ -195,7 +199,7 @@ def _add(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
         x[i] += more[i]
 
 
-@numba.njit(nogil=True)
+@inner()
 def _ask_for(op: Longs, asked: int, me: int, count: int) -> int:
     """A line more of what this thread reads first of a product's weights; how many were asked."""
     if op[0] == LEVEL_PRODUCT:
@@ -215,7 +219,7 @@ MOST_ASKED = (1 << 20) // 64
 """Lines that are brought near at most: half of what is near a core."""
 
 
-@numba.njit(nogil=True)
+@inner()
 def _compute(
     op: Longs, eps: float, cap: float, ints: Longs, room: Floats, cache: Any, slots: Longs,
     contexts: Longs, tables: Any, turns: int, me: int, count: int,
@@ -241,7 +245,7 @@ def _compute(
         _spread(op, ints, room, num_rows, me, count)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _spread(
     op: Longs, ints: Longs, room: Floats, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
@@ -258,7 +262,7 @@ def _spread(
         expert_loops.mix(op, room, ints, num_rows, me, count)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _needed(table: Any, ints: Longs, number: int) -> int:
     """The first product from this one on that has rows; -1: nobody knows."""
     while number >= 0 and ints[table[number, COUNT]] == 0:
@@ -266,7 +270,7 @@ def _needed(table: Any, ints: Longs, number: int) -> int:
     return number
 
 
-@numba.njit(nogil=True)
+@inner()
 def _meet(
     shared: Longs, table: Any, ints: Longs, number: int, times: int, asked: int, me: int, count: int
 ) -> int:  # fmt: skip

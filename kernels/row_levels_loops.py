@@ -5,13 +5,14 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.compiled import run_loops
+from penstock.kernels.late_codegen import inner
 
 Floats = npt.NDArray[np.float32]
 
 _LEVELS, _MIDDLE, _LEAST = np.float32(127), np.int32(128), np.float32(1e-30)
 
 
-@numba.njit(nogil=True)
+@inner()
 def level_rows(
     x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, first: int, last: int
 ) -> None:

@@ -4,12 +4,12 @@
 
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
 
 from penstock.kernels.lanes import written
+from penstock.kernels.late_codegen import inner
 
 
 def _pointers(kind: Any, code_kind: Any) -> Any:
@@ -30,25 +30,25 @@ _to_sum = _pointers(types.int32, ir.IntType(32))
 _to_byte = _pointers(types.uint8, ir.IntType(8))
 
 
-@numba.njit(nogil=True)
+@inner()
 def floats(address: int, count: int) -> Any:
     """So many float32 there, as an array."""
     return carray(_to_float(address), count)
 
 
-@numba.njit(nogil=True)
+@inner()
 def sums(address: int, count: int) -> Any:
     """So many int32."""
     return carray(_to_sum(address), count)
 
 
-@numba.njit(nogil=True)
+@inner()
 def bytes_(address: int, count: int) -> Any:
     """So many uint8."""
     return carray(_to_byte(address), count)
 
 
-@numba.njit(nogil=True)
+@inner()
 def part(size: int, me: int, count: int) -> tuple[int, int]:
     """Of so many the first of this thread, and the first that is not."""
     return size * me // count, size * (me + 1) // count

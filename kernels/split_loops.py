@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from penstock.kernels.compiled import run_loops
 from penstock.kernels.lanes import added, ask_ahead, ask_to_write, load_wide, store
+from penstock.kernels.late_codegen import inner
 from penstock.kernels.matrix_tiles import (
     DEEP,
     ROWS,
@@ -46,7 +47,7 @@ _FLOOR = 4 * _SUM * ROWS
 """Rows that pass 16 columns, before the next columns come."""
 
 
-@numba.njit(nogil=True)
+@inner()
 def _aligned(size: int) -> Any:
     """Scratch whose first element begins a line of the cache."""
     room = np.empty(size + 16, np.float32)
@@ -54,7 +55,7 @@ def _aligned(size: int) -> Any:
     return room[first : first + size]
 
 
-@numba.njit(nogil=True)
+@inner()
 def _shapes(height: int, for_rows: int) -> Any:
     """Tiles of sums and of rows have so many rows."""
     shapes = np.zeros(64, np.uint8)
@@ -65,7 +66,7 @@ def _shapes(height: int, for_rows: int) -> Any:
     return shapes
 
 
-@numba.njit(nogil=True)
+@inner()
 def _split_rows(x: Floats, at: int, width: int, num_rows: int, num_steps: int, a: Floats) -> None:
     """Rows of x, `width` apart, to tiles [rows / 16, steps, parts, 16, 16] of words."""
     for r in range(num_rows):
@@ -79,7 +80,7 @@ def _split_rows(x: Floats, at: int, width: int, num_rows: int, num_steps: int, a
             to += _SPLIT
 
 
-@numba.njit(nogil=True, forceinline=True)
+@inner(forceinline=True)
 def _split_columns(panels: Floats, at: int, b: Floats, to: int, first: int, last: int) -> None:
     """Of 16 columns of a panel, words from `first` to `last` of 16: inputs at and at + 16."""
     for word in range(first, last):
@@ -90,20 +91,20 @@ def _split_columns(panels: Floats, at: int, b: Floats, to: int, first: int, last
         store(b, to + 2 * TILE + word * 16, three)
 
 
-@numba.njit(nogil=True, forceinline=True)
+@inner(forceinline=True)
 def _ask(panels: Floats, at: int, first: int, last: int) -> None:
     for word in range(first, last):
         ask_ahead(panels, at + word * PANEL)
         ask_ahead(panels, at + (word + 16) * PANEL)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _column_at(column: int, num_inputs: int, begin: int) -> int:
     """Where column 16 `column` begins, at input `begin`."""
     return (column // 3 * num_inputs + begin) * PANEL + column % 3 * 16
 
 
-@numba.njit(nogil=True, forceinline=True)
+@inner(forceinline=True)
 def _step_on(at: Any) -> Any:
     step = DEEP * PANEL
     return at[0] + step, at[1] + step, at[2] + step, at[3] + step
@@ -122,7 +123,7 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
     start, keep = start_sums(num_rows, num_columns), store_sums(num_rows, num_columns)
     words, rows = ROWS // _PIECES, num_rows * ROWS
 
-    @numba.njit(nogil=True, forceinline=True)
+    @inner(forceinline=True)
     def meanwhile(
         panels: Floats, at: Any, b: Floats, to: int, later: Any, asks: bool, piece: int
     ) -> None:
@@ -132,7 +133,7 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
             if asks:
                 _ask(panels, later[c], first, last)
 
-    @numba.njit(nogil=True)
+    @inner()
     def block(
         a: Floats, a_at: int, row_step: int, panels: Floats, at: Any, then: Any, later: Any,
         asks: bool, num_steps: int, b: Floats, side: int, before: Floats, before_at: int,
@@ -170,7 +171,7 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
 _tall, _square, _wide = _block_of(4, 1, 1), _block_of(2, 2, 2), _block_of(1, 4, 1)
 
 
-@numba.njit(nogil=True)
+@inner()
 def _columns_at(column: int, num_columns: int, num_inputs: int, begin: int) -> Any:
     """Where four begin; past the last: that one again."""
     return (
@@ -181,7 +182,7 @@ def _columns_at(column: int, num_columns: int, num_inputs: int, begin: int) -> A
     )
 
 
-@numba.njit(nogil=True)
+@inner()
 def _add(sums: Floats, num_rows: int, num_columns: int, y: Floats, at: int, width: int) -> None:
     for r in range(num_rows):
         for c in range(0, num_columns, 16):
@@ -189,7 +190,7 @@ def _add(sums: Floats, num_rows: int, num_columns: int, y: Floats, at: int, widt
             store(y, to, added(load_wide(y, to), load_wide(sums, r * num_columns + c)))
 
 
-@numba.njit(nogil=True)
+@inner()
 def _pass(
     num_rows: int, num_inputs: int, begin: int, panels: Floats, bias: Floats, y: Floats,
     width: int, num_columns: int, first: int, last: int, a: Floats, b: Floats, sums: Floats,
@@ -233,7 +234,7 @@ def _pass(
         at = later
 
 
-@numba.njit(nogil=True)
+@inner()
 def share(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     width: int, num_columns: int, first: int, last: int,
@@ -259,7 +260,7 @@ def share(
     release_tiles()
 
 
-@numba.njit(nogil=True)
+@inner()
 def _rounded(num_outputs: int) -> tuple[int, int]:
     """The width of y, and how many times 16 columns are there."""
     return -(-num_outputs // BROAD) * BROAD, -(-num_outputs // 16)

@@ -12,13 +12,13 @@ What they share is an array of TEAM numbers of 64 bits, all zero before they are
 import platform
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
 
 from penstock.kernels.lanes import written
+from penstock.kernels.late_codegen import inner
 
 Shared = npt.NDArray[np.int64]
 
@@ -97,7 +97,7 @@ def _rest(typing):
     return types.void(), code
 
 
-@numba.njit(nogil=True)
+@inner()
 def wait_a_little(looks: int) -> None:
     """To be called between two looks at what others do, with their number so far."""
     _rest()
@@ -108,7 +108,7 @@ def wait_a_little(looks: int) -> None:
             _sleep(np.uint32(_NAP))
 
 
-@numba.njit(nogil=True)
+@inner()
 def join(shared: Shared, asked: int) -> tuple[int, int]:
     """This thread's number in the team, and how many there are; (-1, 0): it came too late."""
     number = _look(shared, _JOINED)
@@ -128,13 +128,13 @@ def join(shared: Shared, asked: int) -> tuple[int, int]:
             looks += 1
 
 
-@numba.njit(nogil=True)
+@inner()
 def arrive(shared: Shared) -> None:
     """This thread has done its part of what is to be done before they meet."""
     _count(shared, _MET)
 
 
-@numba.njit(nogil=True)
+@inner()
 def all_met(shared: Shared, count: int, times: int) -> Any:
     """Whether all of a team of so many have arrived so many times; what they wrote before that
     can be read then."""

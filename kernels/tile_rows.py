@@ -16,7 +16,6 @@ lane, and nothing is ever summed across lanes: that is what makes it fast.
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +33,7 @@ from penstock.kernels.lanes import (
     total_of,
     totals_of,
 )
+from penstock.kernels.late_codegen import inner
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -49,7 +49,7 @@ _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
 )
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True)
+@inner(fastmath=_LOOSE)
 def exp(x: Floats, powers: Ints) -> None:
     """x = e^x in place, for x <= 0; 0 where it would be less than 2^-126. `powers` is scratch."""
     factors = powers.view(np.float32)
@@ -66,7 +66,7 @@ def exp(x: Floats, powers: Ints) -> None:
         x[i] *= factors[i]
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True)
+@inner(fastmath=_LOOSE)
 def _bent(score: Any, cap: float, slope: Any, distance: int) -> Any:
     """distance: from the token itself, 0 or less."""
     if cap > 0:
@@ -76,14 +76,14 @@ def _bent(score: Any, cap: float, slope: Any, distance: int) -> Any:
     return score
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True)
+@inner(fastmath=_LOOSE)
 def _one_over(total: Any, most: float, sink: float) -> Any:
     if sink > -np.inf:
         total += _f32(math.exp(sink - most))
     return _f32(1) / total
 
 
-@numba.njit(nogil=True)
+@inner()
 def _rest(rows: Floats, at: int, count: int, spare: Floats) -> Any:
     """Less than eight elements; zeros behind them, as in `spare`."""
     for i in range(count):
@@ -91,7 +91,7 @@ def _rest(rows: Floats, at: int, count: int, spare: Floats) -> Any:
     return load8(spare, 0)
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True)
+@inner(fastmath=_LOOSE)
 def score_row(
     q: Floats, q_at: int, head_dim: int, rows: Floats, row_at: int, begin: int, end: int,
     scores: Floats, at: int, spare: Floats, later: Any, ahead: int, part: int,
@@ -129,7 +129,7 @@ def score_row(
             scores[at + s2], scores[at + s3] = total_of(c), total_of(d)
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True)
+@inner(fastmath=_LOOSE)
 def share_row(
     scores: Floats, at: int, low: int, seen: int, cap: float, slope: float, sink: float,
     powers: Ints, spare: Floats,
@@ -159,7 +159,7 @@ def share_row(
     return _one_over(total_of(total), most, sink)
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True)
+@inner(fastmath=_LOOSE)
 def sum_row(
     shares: Floats, at: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
     sums: Floats, sums_at: int, later: Any, ahead: int, part: int,
@@ -195,7 +195,7 @@ def sum_row(
         sums[sums_at + j] = one
 
 
-@numba.njit(nogil=True)
+@inner()
 def _chains(
     q: Floats, at: int, height: int, rows: Floats, k0: int, k1: int, k2: int, k3: int,
     first: int, head_dim: int,
@@ -211,7 +211,7 @@ def _chains(
     return a0, a1, b0, b1, c0, c1, d0, d1
 
 
-@numba.njit(nogil=True)
+@inner()
 def score_rows(
     q: Floats, height: int, head_dim: int, rows: Floats, row_at: int, begin: int, end: int,
     scores: Floats,
@@ -240,7 +240,7 @@ def score_rows(
             store(scores, s3 * height + r + WIDE, d1)
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True)
+@inner(fastmath=_LOOSE)
 def _hide(
     scores: Floats, height: int, group: int, tile: tuple[int, int, int], bounds: tuple[int, int],
     cap: float, slopes: Floats,
@@ -260,7 +260,7 @@ def _hide(
             scores[s * height + r] = -np.inf
 
 
-@numba.njit(fastmath=_LOOSE, nogil=True)
+@inner(fastmath=_LOOSE)
 def share_rows(
     scores: Floats, height: int, group: int, tile: tuple[int, int, int], cap: float,
     slopes: Floats, sinks: Floats, powers: Ints, most: Floats, totals: Floats, ones: Floats,
@@ -296,7 +296,7 @@ def share_rows(
         ones[r] = _one_over(total, most[r], sinks[r % group])
 
 
-@numba.njit(nogil=True)
+@inner()
 def sum_rows(
     shares: Floats, height: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
     sums: Floats,

@@ -16,11 +16,12 @@ from numba.core import types
 from numba.extending import overload
 
 from penstock.kernels.compiled import use_threads
+from penstock.kernels.late_codegen import inner
 
 Floats = npt.NDArray[np.float32]
 
 
-@numba.njit(fastmath={"contract"}, nogil=True)
+@inner(fastmath={"contract"})
 def turn_halves(head: Floats, cosines: Floats, sines: Floats) -> None:
     """Pairs (i, i + R/2); the sines have their signs."""
     half = len(cosines) // 2
@@ -31,7 +32,7 @@ def turn_halves(head: Floats, cosines: Floats, sines: Floats) -> None:
         high[i] = v * cosines[half + i] + u * sines[half + i]
 
 
-@numba.njit(fastmath={"contract"}, nogil=True)
+@inner(fastmath={"contract"})
 def turn_neighbours(head: Floats, cosines: Floats, sines: Floats) -> None:
     """Pairs (2i, 2i + 1)."""
     for i in range(0, len(cosines), 2):
@@ -48,7 +49,8 @@ def keep(head: Floats, kept: Any, at: int) -> None:
 @overload(keep)
 def _keep_code(head, kept, at):
     def wide(head, kept, at):
-        kept[at : at + len(head)] = head
+        for i in range(len(head)):
+            kept[at + i] = head[i]
 
     def narrow(head, kept, at):
         bits, out = head.view(np.uint32), kept[at : at + len(head)]

@@ -14,8 +14,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from penstock.cluster import member, processes
 from penstock.cluster.member import Member, StartFailed
-from penstock.cluster.notices import News, Progress
+from penstock.cluster.notices import LogLine, News, Notice, Progress, Ready
 from penstock.cluster.processes import ProcessName
+from penstock.cluster.waits import Waits
 
 
 def task_error(cause: Exception) -> RayTaskError:
@@ -97,6 +98,24 @@ async def test_news_are_passed_on_until_it_dies(actor: FakeActor) -> None:
     actor.told.put_nowait(ActorDiedError())
     assert await one.death() == "its process died (killed, crashed, or out of memory)"
     assert heard == [("worker", Progress(stage)) for stage in "abc"]
+
+
+async def test_progress_that_arrives_after_the_start_is_dropped(actor: FakeActor) -> None:
+    told: list[Notice] = []
+    now = 0.0
+    waits = Waits(lambda _, notice: told.append(notice), lambda: now)
+    one = Member("router 0", actor, waits)
+    waits("router 0", Progress("starting its process"))
+    await one.start("config")
+    waits("router 0", Ready(2.0))
+    line = LogLine("a request failed")
+    actor.told.put_nowait([Progress("loading libraries"), line])  # sent before, arrives now
+    actor.told.put_nowait(ActorDiedError())
+    await one.death()
+    assert told[1:] == [Ready(2.0), line]
+    now = 100.0
+    waits.remind()
+    assert told[1:] == [Ready(2.0), line], "no reminder of work that is over"
 
 
 @pytest.mark.parametrize(

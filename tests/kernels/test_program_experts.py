@@ -266,5 +266,5 @@ def test_the_first_product_that_has_rows_is_asked_for() -> None:
     writer.products(x, products(4, 64, 64), x, spread)
     program = writer.program()
     program.ints[spread.rows(2).count] = 1
-    assert loops._needed(program.table, program.ints, 0) == 2
-    assert loops._needed(program.table, program.ints, -1) == -1
+    assert loops._needed.py_func(program.table, program.ints, 0) == 2
+    assert loops._needed.py_func(program.table, program.ints, -1) == -1

@@ -1,0 +1,111 @@
+"""Has numba optimise and assemble whole programs instead of every function by itself.
+
+By default numba runs all LLVM passes over each jitted function when it is compiled, generates its
+machine code, and then does both again in every caller that the function is linked into. Functions
+that only compiled code calls need neither: their IR is linked into the outermost caller, which is
+optimised and assembled once. For the loops here that halves the compile time.
+
+numba has no option for this, so it depends on internals of the version that is pinned. With any
+other version nothing is changed, and compiling takes longer.
+"""
+
+# mypy: disable-error-code="no-untyped-call, misc"
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+from numba.core import codegen
+from numba.core.registry import cpu_target
+
+TESTED_VERSION = "0.68.1"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def inner(**options: Any) -> Callable[[F], F]:
+    """`numba.njit` for a function that only compiled functions call; Python cannot call it."""
+    njit: Any = numba.njit  # its annotations lack some of its options
+    decorate: Callable[[F], F] = njit(
+        nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options
+    )
+    return decorate
+
+
+class LateLibrary(codegen.JITCodeLibrary):
+    """A function's code with that of its callees, assembled when its address is first needed."""
+
+    _assembled = False
+
+    def finalize(self) -> None:
+        """Link the callees. As of numba's, but without optimisation and machine code."""
+        self._codegen._check_llvm_bugs()
+        self._raise_if_finalized()
+        for library in dict.fromkeys(self._linking_libraries):
+            self._reload_init.update(library._reload_init)
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """The address of a function, 0 if the library does not define it."""
+        self._ensure_finalized()
+        # The body of a parallel loop is called through the function that holds the loop.
+        if "__numba_parfor_gufunc" in self.name or not self._defines(name):
+            return 0
+        self._assemble()
+        address: int = super().get_pointer_to_function(name)
+        return address
+
+    def _get_compiled_object(self) -> bytes:
+        self._assemble()
+        compiled: bytes = super()._get_compiled_object()
+        return compiled
+
+    def _defines(self, name: str) -> bool:
+        if self._assembled:
+            return True  # numba's own look-up knows
+        return any(each.name == name for each in self.get_defined_functions())
+
+    def _assemble(self) -> None:
+        if self._assembled:
+            return
+        self._assembled = True
+        self._optimize_final_module()
+        self._final_module.verify()
+        self._finalize_final_module()
+        generator: Any = self._codegen
+        generator.set_waiting_envs()
+
+    @classmethod
+    def _unserialize(cls, codegen: Any, state: Any) -> "LateLibrary":
+        library: LateLibrary = super()._unserialize(codegen, state)
+        library._assembled = True
+        return library
+
+
+def install() -> bool:
+    """Use it for everything that numba compiles in this process from now on; False if the
+    version of numba is another one."""
+    if numba.__version__ != TESTED_VERSION:
+        return False
+    generator: Any = cpu_target.target_context.codegen()
+    if generator._library_class is LateLibrary:
+        return True
+    set_env = generator.set_env
+    waiting: dict[str, Any] = {}
+
+    def set_env_later(name: str, env: Any) -> None:
+        """The environment of a function whose machine code may not exist yet."""
+        if generator._engine.is_symbol_defined(name):
+            set_env(name, env)
+        else:
+            waiting[name] = env
+
+    def set_waiting_envs() -> None:
+        for name in [each for each in waiting if generator._engine.is_symbol_defined(each)]:
+            set_env(name, waiting.pop(name))
+
+    generator.set_env = set_env_later
+    generator.set_waiting_envs = set_waiting_envs
+    generator._library_class = LateLibrary
+    return True
