@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from penstock.cluster.placement import WorkerPlace
-from penstock.cluster.spec import ClusterSpec
+from penstock.cluster.spec import ClusterSpec, PoolSpec
 from penstock.router.config import RouterConfig
 from penstock.workers.config import WorkerConfig
 
@@ -13,14 +13,14 @@ def router_config(spec: ClusterSpec, model: Path, token: str, number: int = 0) -
     http_port, grpc_port = spec.ports(number)
     return RouterConfig(
         model=model,
-        served_name=spec.router.model_name or model.name,
+        served_name=spec.model_name,
         name=f"router-{number}",
         host=spec.router.host,
         http_port=http_port,
         grpc_port=grpc_port,
         api_keys=spec.router.api_keys,
         worker_token=token,
-        max_model_len=spec.engine.max_model_len,
+        max_model_len=spec.model.max_model_len,
         max_queued_requests=spec.router.max_queued,
         promised_seconds=spec.engine.promised_seconds,
         vllm_metrics=spec.router.vllm_metrics,
@@ -31,22 +31,26 @@ def router_config(spec: ClusterSpec, model: Path, token: str, number: int = 0) -
 
 
 def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace) -> WorkerConfig:
-    """What one worker of a cluster is started with; its host is known where it runs."""
+    """What one worker of a cluster is started with; its host is known where it runs.
+
+    Sizes are those of the pool that it is made for. It keeps them when its role changes later.
+    """
+    pool: PoolSpec = getattr(spec.pools, where.role)
     return WorkerConfig(
         name=where.name,
         model=model,
         role=where.role,
         token=token,
-        block_size=spec.engine.block_size,
-        kv_cache_mib=spec.engine.kv_cache_mib,
-        max_sequences=spec.engine.max_sequences,
-        max_batched_tokens=spec.engine.max_batched_tokens,
-        max_model_len=spec.engine.max_model_len,
+        block_size=pool.block_size,
+        kv_cache_mib=pool.kv_cache_mib,
+        max_sequences=pool.max_sequences,
+        max_batched_tokens=pool.max_batched_tokens,
+        max_model_len=spec.model.max_model_len,
         threads=where.threads,
-        dtype=spec.engine.dtype,
-        quantization=spec.engine.quantization,
-        kv_cache_dtype=spec.engine.kv_cache_dtype,
-        deterministic=spec.engine.deterministic,
+        dtype=spec.model.dtype,
+        quantization=spec.model.quantization,
+        kv_cache_dtype=spec.model.kv_cache_dtype,
+        deterministic=spec.model.deterministic,
         canary_seconds=spec.engine.canary_seconds,
         hang_seconds=spec.engine.hang_seconds,
         bundles=None if spec.engine.bundles is None else Path(spec.engine.bundles),

@@ -1,30 +1,22 @@
-"""What a cluster is made of: a small YAML file, or the same as flags, as frozen records.
+"""The specification of a cluster as frozen records: a small YAML file, flags, or both.
 
-Strict: a key that is not known, a value of the wrong type or out of its range is refused by name.
+Settings of a model are in `ModelSpec`, those of a pool's workers in `PoolSpec`; only what is
+neither is cluster-wide. `records` parses strictly: every mistake is refused by name.
 """
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import yaml
 
 from penstock.cluster import labels
+from penstock.cluster.records import SpecError, knob, one_line, record
 
 ROLES = ("prefill", "decode", "mixed")
-
-T = TypeVar("T")
-
-
-class SpecError(ValueError):
-    """The specification makes no sense; the message says where and what to do."""
-
-
-def knob(default: Any, about: str, least: float | None = None, most: float | None = None) -> Any:
-    """A field of a specification: its default, what it is, and its range (both ends allowed)."""
-    return field(default=default, metadata={"about": about, "least": least, "most": most})
+BUNDLED = "demo"
+"""Name and path of the model that is bundled with the package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +26,6 @@ class RouterSpec:
     host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
     http_port: int = knob(8000, "port of the OpenAI API; 0: any free one", 0, 65535)
     grpc_port: int = knob(9000, "port of the gRPC API; 0: any free one", 0, 65535)
-    model_name: str | None = knob(None, "what clients call the model; by default its folder's name")
     api_keys: tuple[str, ...] = knob(
         (), "keys that clients must show (repeat for more); none: anyone may call"
     )
@@ -48,21 +39,12 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """What every worker is given."""
+class ModelSpec:
+    """One model: its checkpoint and how it is computed, on every worker that serves it."""
 
-    block_size: int = knob(16, "tokens in a KV block", 1, 1024)
-    kv_cache_mib: int | None = knob(None, "MiB of KV cache a worker; by default what fits", 1)
-    max_sequences: int = knob(64, "sequences that run at once on a worker", 1)
-    max_batched_tokens: int = knob(512, "tokens computed in one step of a worker", 1)
-    promised_seconds: float = knob(
-        0.0,
-        "the first token within so long and five times its prompt's own time: who waits is ordered "
-        "so that most requests have that; 0: by arrival",
-        0,
-        3600,
+    path: str | None = knob(
+        None, f"checkpoint folder, hub name, or `{BUNDLED}`, the bundled model; by default the NAME"
     )
-    max_model_len: int | None = knob(None, "longest prompt and answer; by default the model's", 1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob("auto", "of weights and KV")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "of KV; by default the dtype, but bfloat16 with int8 (CPU)"
@@ -70,17 +52,9 @@ class EngineSpec:
     quantization: Literal["none", "int8"] = knob(
         "none", "of weights; int8 also quantizes activations, token by token (CPU)"
     )
+    max_model_len: int | None = knob(None, "longest prompt and answer; by default the model's", 1)
     deterministic: bool = knob(
         False, "the same request gives the same bytes, whatever else is served (CPU)"
-    )
-    canary_seconds: float = knob(
-        10.0, "an idle worker decodes a token of its own so often, to show that it can", 0.1, 3600
-    )
-    hang_seconds: float = knob(
-        30.0, "a step, or an answer to the supervisor, may take so long; then it is replaced", 1
-    )
-    bundles: str | None = knob(
-        None, "folder for what is left of a worker that hung; by default among temporary files"
     )
 
     def __post_init__(self) -> None:
@@ -93,8 +67,30 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Settings of all workers of all pools."""
+
+    promised_seconds: float = knob(
+        0.0,
+        "the first token within so long and five times its prompt's own time: who waits is ordered "
+        "so that most requests have that; 0: by arrival",
+        0,
+        3600,
+    )
+    canary_seconds: float = knob(
+        10.0, "an idle worker decodes a token of its own so often, to show that it can", 0.1, 3600
+    )
+    hang_seconds: float = knob(
+        30.0, "a step, or an answer to the supervisor, may take so long; then it is replaced", 1
+    )
+    bundles: str | None = knob(
+        None, "folder for what is left of a worker that hung; by default among temporary files"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """A pool of like workers."""
+    """A pool of workers with the same settings. A worker keeps them when its role changes."""
 
     replicas: int = knob(1, "workers; at first, where their number may change", 0, 1024)
     min_replicas: int | None = knob(
@@ -112,6 +108,10 @@ class PoolSpec:
         None, "CPUs a rank; by default the node's, shared out evenly", 0.01, 4096
     )
     threads: int | None = knob(None, "compute threads a rank; by default its whole CPUs", 1, 1024)
+    block_size: int = knob(16, "tokens in a KV block", 1, 1024)
+    kv_cache_mib: int | None = knob(None, "MiB of KV cache a worker; by default what fits", 1)
+    max_sequences: int = knob(64, "sequences that run at once on a worker", 1)
+    max_batched_tokens: int = knob(512, "tokens computed in one step of a worker", 1)
     labels: tuple[str, ...] = knob(
         (), "KEY=VALUE that its nodes are labelled with (repeat for more)"
     )
@@ -208,7 +208,7 @@ DEFAULT_POOLS = Pools(prefill=PoolSpec(), decode=PoolSpec())
 class ClusterSpec:
     """A whole cluster."""
 
-    model: str | None = knob(None, "checkpoint folder or hub name; by default the one that ships")
+    models: Mapping[str, ModelSpec] = field(default_factory=lambda: {BUNDLED: ModelSpec()})
     ray_address: str | None = knob(None, "a running Ray cluster's; by default one is started here")
     router: RouterSpec = RouterSpec()
     engine: EngineSpec = EngineSpec()
@@ -234,6 +234,7 @@ class ClusterSpec:
     )
 
     def __post_init__(self) -> None:
+        self._check_models()
         self._check_ports()
         self._check_topology()
         for role in ROLES if self.pool_nodes else ():
@@ -245,6 +246,23 @@ class ClusterSpec:
                         "that would tell may not be there yet"
                     )
 
+    @property
+    def model_name(self) -> str:
+        """The name that clients call the model by."""
+        (name,) = self.models
+        return name
+
+    @property
+    def model(self) -> ModelSpec:
+        """The settings of the one model."""
+        (model,) = self.models.values()
+        return model
+
+    @property
+    def checkpoint(self) -> str:
+        """Checkpoint folder or hub name of the model, or `BUNDLED`."""
+        return self.model_name if self.model.path is None else self.model.path
+
     def ports(self, router: int) -> tuple[int, int]:
         """Of HTTP and gRPC of the router of that number; 0: any free one.
 
@@ -253,6 +271,21 @@ class ClusterSpec:
         after = 0 if self.pool_nodes else router
         http, grpc = self.router.http_port, self.router.grpc_port
         return http and http + after, grpc and grpc + after
+
+    def _check_models(self) -> None:
+        if not self.models:
+            raise SpecError(f"models: no model is named; leave it out to serve {BUNDLED}")
+        if len(self.models) > 1:
+            names = ", ".join(self.models)
+            raise SpecError(f"models: this version serves one model; found {names}")
+        pools = {role: getattr(self.pools, role) for role in ROLES}
+        sizes = {role: pool.block_size for role, pool in pools.items() if pool.most}
+        if self.model.deterministic and len(set(sizes.values())) > 1:
+            found = ", ".join(f"{role} {size}" for role, size in sizes.items())
+            raise SpecError(
+                f"models.{self.model_name}.deterministic: all pools need the same block_size, "
+                f"found {found}: deterministic workers exchange KV only in equal blocks"
+            )
 
     def _check_topology(self) -> None:
         try:
@@ -282,13 +315,15 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {_one_line(error)}") from None
+        raise SpecError(f"{path}: cannot be read: {one_line(error)}") from None
     except yaml.YAMLError as error:
-        raise SpecError(f"{path}: is not YAML: {_one_line(error)}") from None
+        raise SpecError(f"{path}: is not YAML: {one_line(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise SpecError(f"{path}: holds no keys; it should begin like `model: NAME`")
+        raise SpecError(
+            f"{path}: holds no keys; it should begin like `models: {{NAME: {{path: FOLDER}}}}`"
+        )
     return content
 
 
@@ -297,99 +332,28 @@ def read_keys(path: str) -> tuple[str, ...]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"router.api_keys_file: cannot be read: {_one_line(error)}") from None
+        raise SpecError(f"router.api_keys_file: cannot be read: {one_line(error)}") from None
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise SpecError(f"router.api_keys_file: {path} holds no key, and anyone might call")
     return keys
 
 
+MOVED = {
+    "model": "models: {NAME: {path: FOLDER}}, where NAME is what clients call the model",
+    "router.model_name": "it as the NAME in models: {NAME: {path: FOLDER}}",
+    **{
+        f"engine.{name}": f"models.NAME.{name}"
+        for name in ("dtype", "kv_cache_dtype", "quantization", "max_model_len", "deterministic")
+    },
+    **{
+        f"engine.{name}": f"pools.POOL.{name}, for each pool"
+        for name in ("block_size", "kv_cache_mib", "max_sequences", "max_batched_tokens")
+    },
+}
+"""Keys of older files, by path, and what to write instead."""
+
+
 def parse(content: Mapping[str, Any]) -> ClusterSpec:
     """The specification that nested mappings of plain values give, or `SpecError`."""
-    return _record(ClusterSpec, content, "")
-
-
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Both mappings as one, nested ones too; where they differ, `over` is right."""
-    result = dict(base)
-    for key, value in over.items():
-        below = result.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            result[key] = merged(below, value)
-        else:
-            result[key] = value
-    return result
-
-
-def knobs(record: type) -> dict[str, tuple[Field[Any], Any]]:
-    """The plain fields of a specification and their types, nested records left out."""
-    hints = get_type_hints(record)
-    return {f.name: (f, hints[f.name]) for f in fields(record) if "about" in f.metadata}
-
-
-def _record(record: type[T], content: Any, where: str) -> T:
-    if not isinstance(content, Mapping):
-        raise SpecError(f"{where or 'the file'}: expected keys, not {content!r}")
-    hints = get_type_hints(record)
-    unknown = [key for key in content if key not in hints]
-    if unknown:
-        name = f"{where}.{unknown[0]}" if where else str(unknown[0])
-        raise SpecError(f"{name}: unknown key; known here: {', '.join(hints)}")
-    metadata = {f.name: f.metadata for f in fields(record)}  # type: ignore[arg-type]
-    values = {}
-    for key, value in content.items():
-        path = f"{where}.{key}" if where else key
-        nested = isinstance(hints[key], type) and hasattr(hints[key], "__dataclass_fields__")
-        if nested:
-            values[key] = _record(hints[key], value, path)
-        else:
-            values[key] = _checked(value, hints[key], metadata[key], path)
-    try:
-        return record(**values)
-    except SpecError as error:
-        raise SpecError(f"{where}: {error}" if where else str(error)) from None
-
-
-def _checked(value: Any, kind: Any, metadata: Mapping[str, Any], where: str) -> Any:
-    result = _typed(value, kind)
-    if result is _WRONG:
-        raise SpecError(f"{where}: expected {_spelled(kind)}, not {value!r}")
-    least, most = metadata["least"], metadata["most"]
-    numbers = isinstance(result, (int, float))
-    if numbers and not ((least is None or result >= least) and (most is None or result <= most)):
-        bounds = f"{least} or more" if most is None else f"from {least} to {most}"
-        raise SpecError(f"{where}: expected {bounds}, not {value!r}")
-    return result
-
-
-_WRONG = object()
-
-
-def _typed(value: Any, kind: Any) -> Any:
-    """`value` as a `kind`, or `_WRONG`; nothing but int to float and list to tuple is converted."""
-    if get_origin(kind) is UnionType:
-        return next((r for k in get_args(kind) if (r := _typed(value, k)) is not _WRONG), _WRONG)
-    if get_origin(kind) is Literal:
-        return value if value in get_args(kind) else _WRONG
-    if get_origin(kind) is tuple:
-        fits = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-        return tuple(value) if fits else _WRONG
-    if kind is float and type(value) is int:
-        return float(value)
-    # Not isinstance: True is no number.
-    return value if type(value) is kind else _WRONG
-
-
-def _spelled(kind: Any) -> str:
-    """A type in words."""
-    if get_origin(kind) is UnionType:
-        return " or ".join(_spelled(part) for part in get_args(kind) if part is not NoneType)
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(get_args(kind))
-    if get_origin(kind) is tuple:
-        return "a list of strings"
-    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return record(ClusterSpec, content, moved=MOVED)

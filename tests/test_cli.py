@@ -24,7 +24,7 @@ from penstock.cli import checkpoint, fetch, flags, main, serve
 from penstock.cli.chat import ChatFailed, Conversation, show
 from penstock.cli.view import Bars, Lines
 from penstock.cluster import notices
-from penstock.cluster.spec import SpecError, parse
+from penstock.cluster.spec import parse
 from penstock.protos import inference_pb2, inference_pb2_grpc
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
 from tests.support.serving import PATIENCE
@@ -144,7 +144,7 @@ def test_a_port_that_was_just_used_is_free() -> None:
 
 
 def test_checkpoints_that_ship_are_whole() -> None:
-    checkpoint.check(checkpoint.find(None))
+    checkpoint.check(checkpoint.find())
     checkpoint.check(SMALL)
 
 
@@ -258,25 +258,22 @@ def test_without_its_weights_a_checkpoint_can_be_looked_through(model: Path) -> 
         checkpoint.check(model, with_weights=False)
 
 
-def test_pool_nodes_and_a_file_of_keys_as_flags(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("one\n")
-    given = [
-        "--pool-nodes",
-        "--cpus",
-        "1",
-        "--gpus",
-        "0",
-        "--api-keys-file",
-        str(tmp_path / "keys"),
-    ]
-    spec = flags.read_spec([*given, "--api-key", "two"])
-    assert spec.pool_nodes
-    assert spec.router.api_keys == ("two", "one")
+def test_default_name_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model)
+    assert checkpoint.default_name(".") == model.name
+    assert checkpoint.default_name(f"{model}/") == model.name
+    assert checkpoint.default_name("org/name") == "org/name"
+    (model / "org" / "name").mkdir(parents=True)
+    assert checkpoint.default_name("org/name") == "name"
 
 
-def test_a_flag_that_says_yes() -> None:
-    assert flags.read_spec(["--deterministic"]).engine.deterministic
-    assert not flags.read_spec([]).engine.deterministic
+def test_bundled_model_is_not_hidden_by_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert checkpoint.find("demo") == checkpoint.find() == checkpoint.SHIPPED
+    assert checkpoint.find("./demo") == tmp_path / "demo"
 
 
 def test_refusals_come_before_ray_and_without_a_traceback() -> None:
@@ -285,102 +282,11 @@ def test_refusals_come_before_ray_and_without_a_traceback() -> None:
     assert result.stderr.count("\n") == 1
 
 
-# ------------------------------------------------------------------ serve: flags
-
-
-def test_flags_go_over_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text("router: {host: 0.0.0.0, http_port: 1}\npools: {mixed: {replicas: 2}}\n")
-    spec = flags.read_spec(["--config", str(path), "--http-port", "2", "--threads", "3"])
-    assert (spec.router.host, spec.router.http_port) == ("0.0.0.0", 2)
-    assert (spec.pools.mixed.replicas, spec.pools.mixed.threads) == (2, 3)
-    assert spec.pools.prefill.replicas == 0
-
-
-def test_no_flags_are_the_defaults() -> None:
-    assert flags.read_spec([]) == parse({})
-
-
-def test_flags_of_every_pool_reach_the_default_pools() -> None:
-    pools = flags.read_spec(["--threads", "3"]).pools
-    assert [(pools.prefill.replicas, pools.prefill.threads)] == [(1, 3)]
-    assert [(pools.decode.replicas, pools.decode.threads)] == [(1, 3)]
-    assert pools.mixed.replicas == 0
-
-
-def test_several_ranks_make_one_mixed_worker_unless_pools_are_named() -> None:
-    pools = flags.read_spec(["--tp", "4", "--pp", "2", "--ep", "2", "--stages", "spread"]).pools
-    assert (pools.prefill.replicas, pools.decode.replicas, pools.mixed.replicas) == (0, 0, 1)
-    mixed = pools.mixed
-    assert (mixed.tp, mixed.pp, mixed.ep, mixed.stages) == (4, 2, 2, "spread")
-    pools = flags.read_spec(["--tp", "2", "--prefill", "1", "--decode", "2"]).pools
-    assert (pools.prefill.tp, pools.decode.tp, pools.mixed.replicas) == (2, 2, 0)
-
-
-def test_where_pools_may_go(tmp_path: Path) -> None:
-    given = "--labels disk=ssd --label tier=fast --accelerator H100 --topology-key rack"
-    spec = flags.read_spec(given.split())
-    assert spec.topology_key == "rack"
-    for pool in (spec.pools.prefill, spec.pools.decode):
-        assert (pool.labels, pool.accelerator) == (("disk=ssd", "tier=fast"), "H100")
-    path = tmp_path / "cluster.yaml"
-    path.write_text("pools: {prefill: {accelerator: H100}, decode: {labels: [kind=a, disk=b]}}\n")
-    pools = flags.read_spec(["--config", str(path)]).pools
-    assert pools.prefill.selector == {"ray.io/accelerator-type": "H100"}
-    assert pools.decode.selector == {"kind": "a", "disk": "b"}
-    with pytest.raises(SpecError, match=r"^pools\.prefill: labels: 'disk' is no KEY=VALUE$"):
-        flags.read_spec(["--labels", "disk"])
-    assert flags.read_spec(["--topology-key", ""]).topology_key == ""
-
-
-def test_how_far_a_pool_may_go() -> None:
-    given = "--prefill 1 --decode 2 --min-decode 0 --max-decode 4 --max-gpus 3"
-    spec = flags.read_spec([*given.split(), "--scale-down-seconds", "9"])
-    assert (spec.pools.decode.replicas, spec.pools.decode.least, spec.pools.decode.most) == (
-        2,
-        0,
-        4,
-    )
-    assert (spec.pools.prefill.least, spec.pools.prefill.most) == (1, 1)
-    assert (spec.scaling.max_gpus, spec.scaling.scale_down_seconds) == (3, 9.0)
-
-
-def test_bounds_alone_leave_the_default_pools_there() -> None:
-    pools = flags.read_spec(["--max-decode", "3"]).pools
-    assert (pools.prefill.replicas, pools.decode.replicas, pools.decode.most) == (1, 1, 3)
-    pools = flags.read_spec(["--max-mixed", "3"]).pools
-    assert (pools.prefill.most, pools.decode.most, pools.mixed.most) == (0, 0, 3)
-    with pytest.raises(SpecError, match="no worker prefills"):
-        flags.read_spec(["--tp", "2", "--max-decode", "3"])
-
-
-def test_names_that_others_use() -> None:
-    given = """
-        some/model --port 1 --served-model-name m --api-key a --api-key b --max-num-seqs 2
-        --max-num-batched-tokens 3 --max-model-len 4 --block-size 5 --dtype float32
-        --tensor-parallel-size 1 --pipeline-parallel-size 1 --mixed 1
-    """
-    spec = flags.read_spec(given.split())
-    assert (spec.model, spec.router.http_port, spec.router.model_name) == ("some/model", 1, "m")
-    assert spec.router.api_keys == ("a", "b")
-    engine = spec.engine
-    assert (engine.max_sequences, engine.max_batched_tokens, engine.max_model_len) == (2, 3, 4)
-    assert (engine.block_size, engine.dtype) == (5, "float32")
-
-
-def test_a_pool_that_is_no_mapping_is_refused_with_flags_too(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    for text in ("pools: 3", "pools: {mixed: 3}", "pools: [mixed]"):
-        path.write_text(text)
-        with pytest.raises(SpecError):
-            flags.read_spec(["--config", str(path), "--threads", "1"])
-
-
 # ------------------------------------------------------------------ serve: what it shows
 
 
 def test_the_greeting_can_be_pasted() -> None:
-    spec = parse({"router": {"host": "0.0.0.0", "api_keys": ["k"]}})
+    spec = parse({"models": {"demo-small": {}}, "router": {"host": "0.0.0.0", "api_keys": ["k"]}})
     lines = serve.greeting(spec, SMALL, notices.Serving("0.0.0.0:80", "0.0.0.0:90"), 1.25)
     text = "\n".join(lines)
     assert "demo-small is served after 1.2 s" in text

@@ -27,7 +27,8 @@ DECIDING = {
     "penstock.workers.scheduling": {"numpy"},
     "penstock.router.routing": {"numpy"},
     "penstock.cluster.labels": set(),
-    "penstock.cluster.spec": {"yaml", "penstock.cluster.labels"},
+    "penstock.cluster.records": set(),
+    "penstock.cluster.spec": {"yaml", "penstock.cluster.labels", "penstock.cluster.records"},
     "penstock.cluster.packing": {"penstock.cluster.labels", "penstock.cluster.spec"},
     "penstock.cluster.placement": {
         *("penstock.cluster.labels", "penstock.cluster.packing", "penstock.cluster.spec"),

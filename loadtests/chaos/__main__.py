@@ -22,7 +22,14 @@ import psutil
 from penstock.cli.checkpoint import SHIPPED
 from penstock.cluster.placement import CannotPlace
 from penstock.cluster.session import RayFailed, RaySession
-from penstock.cluster.spec import ClusterSpec, EngineSpec, Pools, PoolSpec, RouterSpec
+from penstock.cluster.spec import (
+    ClusterSpec,
+    EngineSpec,
+    ModelSpec,
+    Pools,
+    PoolSpec,
+    RouterSpec,
+)
 from penstock.loadtests.chaos.answers import Parting, Stream, compare, near_tie
 from penstock.loadtests.chaos.asks import make_asks
 from penstock.loadtests.chaos.attack import Attack
@@ -75,18 +82,20 @@ class Served:
 
     def spec(self) -> ClusterSpec:
         pools = {
-            role: PoolSpec(replicas=getattr(self, role), tp=self.tp, threads=1)
+            role: PoolSpec(
+                replicas=getattr(self, role),
+                tp=self.tp,
+                threads=1,
+                kv_cache_mib=self.kv_cache_mib,
+            )
             for role in ("prefill", "decode", "mixed")
         }
         return ClusterSpec(
+            models={self.folder.name: ModelSpec(deterministic=self.deterministic)},
             router=RouterSpec(
                 http_port=0, grpc_port=0, lost_seconds=self.lost_seconds, drain_seconds=5.0
             ),
-            engine=EngineSpec(
-                kv_cache_mib=self.kv_cache_mib,
-                deterministic=self.deterministic,
-                hang_seconds=self.hang_seconds,
-            ),
+            engine=EngineSpec(hang_seconds=self.hang_seconds),
             pools=Pools(**pools),
             log_format="keys",
         )

@@ -1,14 +1,16 @@
 """The checkpoint that MODEL names: found, or fetched, and looked through before anything starts."""
 
+import os
 import re
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from penstock.cluster.spec import BUNDLED
 from penstock.workers.models.config import BadCheckpoint, read_json
 from penstock.workers.models.spec import check_config
 
-SHIPPED = Path(__file__).resolve().parent.parent / "models" / "demo"
+SHIPPED = Path(__file__).resolve().parent.parent / "models" / BUNDLED
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*"]
 
@@ -17,14 +19,27 @@ class NoModel(ValueError):
     """MODEL names nothing that could be served; the message is one line."""
 
 
-def find(model: str | None) -> Path:
-    """The folder of a checkpoint, fetched first where `model` is a hub name. `NoModel`."""
-    if model is None:
+def find(model: str = BUNDLED) -> Path:
+    """The folder of a checkpoint, fetched first where `model` is a hub name. `NoModel`.
+
+    `BUNDLED` is the bundled model even where a folder of that name exists: ./demo is the folder.
+    """
+    if model == BUNDLED:
         return SHIPPED
-    folder = Path(model).expanduser()
-    if folder.exists() or not HUB_NAME.fullmatch(model):
-        return folder.absolute()
-    return download(model, WANTED_FILES)
+    if _is_on_hub(model):
+        return download(model, WANTED_FILES)
+    return Path(model).expanduser().absolute()
+
+
+def default_name(model: str) -> str:
+    """What clients call a model that is given no name: its folder's name, or its hub name."""
+    if _is_on_hub(model):
+        return model
+    return Path(os.path.abspath(Path(model).expanduser())).name or model
+
+
+def _is_on_hub(model: str) -> bool:
+    return bool(HUB_NAME.fullmatch(model)) and not Path(model).expanduser().exists()
 
 
 def download(model: str, wanted: list[str], folder: Path | None = None) -> Path:

@@ -2,21 +2,23 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from penstock.cli import checkpoint
+from penstock.cluster.records import knobs, merged
 from penstock.cluster.spec import (
+    BUNDLED,
     DEFAULT_POOLS,
     ROLES,
     ClusterSpec,
     EngineSpec,
+    ModelSpec,
     PoolSpec,
     RouterSpec,
     ScalingSpec,
-    knobs,
-    merged,
     parse,
     read_file,
     read_keys,
@@ -25,7 +27,6 @@ from penstock.cluster.spec import (
 ALSO = {
     "api_keys": ["--api-key"],
     "http_port": ["--port"],
-    "model_name": ["--served-model-name"],
     "max_sequences": ["--max-num-seqs"],
     "max_batched_tokens": ["--max-num-batched-tokens"],
     "tp": ["--tensor-parallel-size"],
@@ -35,6 +36,8 @@ ALSO = {
 """Other names of a flag; most are those of vLLM."""
 
 EVERY_POOL = "pools.*"
+THE_MODEL = "models.*"
+PATH, NAME = f"{THE_MODEL}.path", "model_name"
 COUNTS = ("replicas", "min_replicas", "max_replicas")
 """What is said of each pool by a flag of its own."""
 UNSAID = argparse.SUPPRESS
@@ -57,15 +60,42 @@ def read_spec(arguments: Sequence[str]) -> ClusterSpec:
     path = given.pop("config", None)
     content = file = read_file(path) if path is not None else {}
     ranks: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    model_name = given.pop(NAME, None)
     for name, value in given.items():
         where, _, key = name.rpartition(".")
         if where == EVERY_POOL:
             ranks[key] = value
+        elif where == THE_MODEL:
+            model[key] = value
         else:
             content = merged(content, _nested(name, value))
+    content = _over_model(content, model_name, model)
     if "pools" not in file and not any(name.endswith(".replicas") for name in given):
         content = _with_default_pools(content, ranks)
     return _with_keys(parse(_over_pools(content, ranks)))
+
+
+def _over_model(
+    content: dict[str, Any], name: str | None, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Apply the flags of the model to the only entry of `models`.
+
+    A path replaces the entry's name too, unless `name` is given, so that no checkpoint is served
+    under the name of another one.
+    """
+    models = content.get("models", {BUNDLED: {}})
+    if not (name or settings):
+        return content
+    if not (isinstance(models, Mapping) and len(models) == 1):
+        return content  # refused by `parse`
+    ((own_name, own),) = models.items()
+    if not (isinstance(own_name, str) and isinstance(own, Mapping)):
+        return content
+    entry = {"path": own_name, **own, **settings}
+    if name is None:
+        name = checkpoint.default_name(settings["path"]) if "path" in settings else own_name
+    return {**content, "models": {name: entry}}
 
 
 def _with_keys(spec: ClusterSpec) -> ClusterSpec:
@@ -113,7 +143,13 @@ def _parser() -> Parser:
         epilog="Of several workers give either prefill and decode pools, or a mixed one, or both.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", nargs="?", default=UNSAID, metavar="MODEL", help=_help("model"))
+    parser.add_argument(
+        PATH,
+        nargs="?",
+        default=UNSAID,
+        metavar="MODEL",
+        help=f"checkpoint folder or hub name; by default {BUNDLED}, the bundled model",
+    )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="the specification as YAML; flags go over it"
     )
@@ -139,8 +175,17 @@ def _parser() -> Parser:
         **_form(knobs(ClusterSpec)["log_format"][1]),
     )
     _add(parser.add_argument_group("router"), RouterSpec, "router")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        *("--model-name", "--served-model-name"),
+        dest=NAME,
+        default=UNSAID,
+        metavar="NAME",
+        help="the name that clients call the model by; by default its folder's, or its hub name",
+    )
+    _add(model, ModelSpec, THE_MODEL, without=("path",))
     _add(parser.add_argument_group("every worker"), EngineSpec, "engine")
-    pools = parser.add_argument_group("pools")
+    pools = parser.add_argument_group("pools", "What has no pool in its name is for every pool.")
     for role in ROLES:
         _add_counts(pools, role)
     _add(pools, PoolSpec, EVERY_POOL, without=COUNTS)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from penstock.cli import checkpoint, flags
 from penstock.cli.view import View, make_view
 from penstock.cluster import notices
-from penstock.cluster.spec import ROLES, ClusterSpec, SpecError
+from penstock.cluster.records import SpecError
+from penstock.cluster.spec import ROLES, ClusterSpec
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.parallel.mesh import BadShape, Mesh
 from penstock.workers.weights.sharding import check_folder
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 2 where nothing was started, 1 where something failed later."""
     try:
         spec = flags.read_spec(arguments)
-        folder = checkpoint.find(spec.model)
+        folder = checkpoint.find(spec.checkpoint)
         # Workers on nodes of their own have the weights there.
         checkpoint.check(folder, with_weights=not spec.pool_nodes)
         check_ranks(spec, folder)
@@ -242,7 +243,7 @@ def greeting(
     spec: ClusterSpec, folder: Path, serving: notices.Serving, seconds: float
 ) -> list[str]:
     """What to do with a cluster that is ready: addresses, and lines to paste."""
-    name = spec.router.model_name or folder.name
+    name = spec.model_name
     http, grpc = (_reachable(address) for address in (serving.http, serving.grpc))
     body: dict[str, object] = {"model": name, "temperature": 0}
     if _chats(folder):

@@ -1,6 +1,6 @@
 """The specification: what is taken, and that everything else is refused by name."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,29 +9,32 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.cluster.configs import router_config, worker_config
+from penstock.cluster.placement import Node, place
+from penstock.cluster.records import SpecError, knobs, merged, records_of
 from penstock.cluster.spec import (
+    BUNDLED,
+    MOVED,
     ROLES,
     ClusterSpec,
     EngineSpec,
+    ModelSpec,
+    Pools,
     PoolSpec,
-    RouterSpec,
-    ScalingSpec,
-    SpecError,
-    knobs,
-    merged,
     parse,
     read_file,
     read_keys,
 )
 
-RECORDS = (ClusterSpec, RouterSpec, EngineSpec, PoolSpec, ScalingSpec)
+RECORDS = set(records_of(ClusterSpec))
 WHOLE = """
-model: some/where
+models:
+  llama: {path: some/where, max_model_len: 4096, dtype: bfloat16}
 ray_address: 10.0.0.1:6379
 router: {host: 0.0.0.0, http_port: 80, grpc_port: 90, api_keys: [a, b], drain_seconds: 5}
-engine: {block_size: 32, kv_cache_mib: 100, max_model_len: 4096, dtype: bfloat16}
+engine: {hang_seconds: 9}
 pools:
-  prefill: {replicas: 2, gpus: 1}
+  prefill: {replicas: 2, gpus: 1, block_size: 32, kv_cache_mib: 100, max_batched_tokens: 2048}
   decode: {replicas: 3, cpus: 1.5, threads: 4, labels: [disk=ssd], accelerator: H100}
 topology_key: rack
 """
@@ -39,13 +42,14 @@ topology_key: rack
 
 def test_a_whole_file() -> None:
     spec = parse(yaml.safe_load(WHOLE))
-    assert spec.model == "some/where"
+    assert (spec.model_name, spec.checkpoint) == ("llama", "some/where")
+    assert spec.model == ModelSpec(path="some/where", max_model_len=4096, dtype="bfloat16")
     assert spec.router.api_keys == ("a", "b")
     assert (spec.router.drain_seconds, type(spec.router.drain_seconds)) == (5.0, float)
-    assert spec.engine == EngineSpec(
-        block_size=32, kv_cache_mib=100, max_model_len=4096, dtype="bfloat16"
+    assert spec.engine == EngineSpec(hang_seconds=9.0)
+    assert spec.pools.prefill == PoolSpec(
+        replicas=2, gpus=1, block_size=32, kv_cache_mib=100, max_batched_tokens=2048
     )
-    assert spec.pools.prefill == PoolSpec(replicas=2, gpus=1)
     assert spec.pools.decode == PoolSpec(
         replicas=3, cpus=1.5, threads=4, labels=("disk=ssd",), accelerator="H100"
     )
@@ -64,22 +68,52 @@ def test_naming_a_pool_leaves_the_others_empty() -> None:
     assert [getattr(pools, role).replicas for role in ROLES] == [0, 0, 1]
 
 
+def mixed(**pool: Any) -> dict[str, Any]:
+    """A file with one mixed pool."""
+    return {"pools": {"mixed": pool}}
+
+
+def model(**settings: Any) -> dict[str, Any]:
+    """A file with one model, m."""
+    return {"models": {"m": settings}}
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"modle": "x"}, "modle: unknown key; known here: model, ray_address, router, engine"),
-        ({"engine": {"block_sise": 1}}, "engine.block_sise: unknown key; known here: block_size"),
+        ({"modle": "x"}, "modle: unknown key; known here: models, ray_address, router, engine"),
+        ({"engine": {"hang": 1}}, "engine.hang: unknown key; known here: promised_seconds"),
         ({"pools": {"decoder": {}}}, "pools.decoder: unknown key; known here: prefill, decode"),
-        ({"engine": {"block_size": "16"}}, "engine.block_size: expected a whole number, not '16'"),
-        ({"engine": {"block_size": 1.5}}, "engine.block_size: expected a whole number, not 1.5"),
-        ({"engine": {"block_size": True}}, "engine.block_size: expected a whole number, not True"),
-        ({"engine": {"block_size": None}}, "engine.block_size: expected a whole number, not None"),
-        ({"engine": {"block_size": 0}}, "engine.block_size: expected from 1 to 1024, not 0"),
-        ({"engine": {"max_sequences": 0}}, "engine.max_sequences: expected 1 or more, not 0"),
-        ({"engine": {"dtype": "int4"}}, "engine.dtype: expected one of auto, float32, bfloat16"),
+        (mixed(block_sise=1), "pools.mixed.block_sise: unknown key; known here: replicas"),
+        (mixed(block_size="16"), "pools.mixed.block_size: expected a whole number, not '16'"),
+        (mixed(block_size=1.5), "pools.mixed.block_size: expected a whole number, not 1.5"),
+        (mixed(block_size=True), "pools.mixed.block_size: expected a whole number, not True"),
+        (mixed(block_size=None), "pools.mixed.block_size: expected a whole number, not None"),
+        (mixed(block_size=0), "pools.mixed.block_size: expected from 1 to 1024, not 0"),
+        (mixed(max_sequences=0), "pools.mixed.max_sequences: expected 1 or more, not 0"),
+        (model(dtype="int4"), "models.m.dtype: expected one of auto, float32, bfloat16"),
+        (model(block_size=16), "models.m.block_size: unknown key; known here: path, dtype"),
+        (model(path=3), "models.m.path: expected a string, not 3"),
+        (model(max_model_len=0), "models.m.max_model_len: expected 1 or more, not 0"),
+        (model(deterministic="yes"), "models.m.deterministic: expected true or false, not 'yes'"),
+        ({"models": "m"}, "models: expected names, each with its keys, not 'm'"),
+        ({"models": ["m"]}, "models: expected names, each with its keys, not ['m']"),
+        ({"models": {}}, "models: no model is named; leave it out to serve demo"),
+        ({"models": {"m": None}}, "models.m: expected keys, not None"),
+        ({"models": {"m": "/models/m"}}, "models.m: expected keys, not '/models/m'"),
+        ({"models": {7: {}}}, "models: expected a string as name, not 7: put it in quotes"),
+        ({"models": {"": {}}}, "models: '' cannot be a name"),
+        ({"models": {" a": {}}}, "models: ' a' cannot be a name"),
+        ({"models": {"a\nb": {}}}, "models: 'a\\nb' cannot be a name"),
+        ({"models": {"a": {}, "b": {}}}, "models: this version serves one model; found a, b"),
+        (
+            model(deterministic=True) | {"pools": {"prefill": {"block_size": 8}, "decode": {}}},
+            "models.m.deterministic: all pools need the same block_size, found prefill 8, decode "
+            "16: deterministic",
+        ),
+        ({"router": {"\n": 1}}, "router.'\\n': unknown key"),
         ({"engine": 3}, "engine: expected keys, not 3"),
         ({"engine": None}, "engine: expected keys, not None"),
-        ({"model": 3}, "model: expected a string, not 3"),
         ({"router": {"api_keys": "a"}}, "router.api_keys: expected a list of strings, not 'a'"),
         ({"router": {"api_keys": [1]}}, "router.api_keys: expected a list of strings, not [1]"),
         ({"router": {"http_port": 65536}}, "router.http_port: expected from 0 to 65535, not 65536"),
@@ -219,6 +253,7 @@ def test_nonsense_is_refused_in_one_line_or_makes_sense(content: dict[str, Any])
     for record in (
         spec.router,
         spec.engine,
+        spec.model,
         spec.scaling,
         *(getattr(spec.pools, role) for role in ROLES),
     ):
@@ -238,15 +273,71 @@ def test_merging_keeps_what_only_one_side_says(base: Any, over: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_cache_wider_than_what_is_computed_is_refused(dtype: str) -> None:
-    with pytest.raises(SpecError, match=f"engine: kv_cache_dtype: float32 .* with dtype {dtype}"):
-        parse({"engine": {"dtype": dtype, "kv_cache_dtype": "float32"}})
-    assert parse({"engine": {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}})
+    message = rf"models\.m: kv_cache_dtype: float32 .* with dtype {dtype}"
+    with pytest.raises(SpecError, match=message):
+        parse(model(dtype=dtype, kv_cache_dtype="float32"))
+    assert parse(model(dtype="bfloat16", kv_cache_dtype="bfloat16"))
 
 
-def test_no_more_knobs_than_one_can_know() -> None:
-    assert sum(len(knobs(record)) for record in RECORDS) <= 43
+def test_at_most_40_knobs_outside_models_and_pools() -> None:
+    per_model, per_pool = set(records_of(ModelSpec)), set(records_of(Pools))
+    assert {ModelSpec, PoolSpec} < RECORDS
+    assert sum(len(knobs(record)) for record in RECORDS - per_model - per_pool) <= 40
 
 
+@pytest.mark.parametrize("old", MOVED)
+def test_key_of_an_older_file_is_refused_with_its_new_place(old: str) -> None:
+    content: Any = "x"
+    for key in reversed(old.split(".")):
+        content = {key: content}
+    with pytest.raises(SpecError) as refusal:
+        parse(content)
+    assert str(refusal.value) == f"{old}: has moved: write {MOVED[old]}"
+
+
+def test_new_places_of_moved_keys_exist() -> None:
+    model_keys = {f"models.NAME.{name}" for name in knobs(ModelSpec)}
+    pool_keys = {f"pools.POOL.{name}, for each pool" for name in knobs(PoolSpec)}
+    moved = {new for old, new in MOVED.items() if old.startswith("engine.")}
+    assert moved <= model_keys | pool_keys
+    assert len(moved) == 9
+
+
+def test_path_of_a_model_is_its_name_by_default() -> None:
+    assert parse({"models": {"meta-llama/L": {}}}).checkpoint == "meta-llama/L"
+    assert parse({"models": {"short": {"path": "meta-llama/L"}}}).checkpoint == "meta-llama/L"
+    spec = parse({})
+    assert (spec.model_name, spec.checkpoint) == (BUNDLED, BUNDLED)
+
+
+def test_deterministic_compares_block_sizes_of_pools_with_workers_only() -> None:
+    assert parse(model(deterministic=True) | {"pools": {"mixed": {"block_size": 8}}})
+    pools = {"prefill": {"block_size": 8}, "decode": {"block_size": 16}}
+    assert parse(model() | {"pools": pools})
+
+
+def test_workers_have_the_settings_of_their_pool_and_of_the_model() -> None:
+    sizes = {
+        "prefill": {"block_size": 32, "max_sequences": 4, "max_batched_tokens": 2048},
+        "decode": {"block_size": 8, "max_sequences": 256, "kv_cache_mib": 100},
+    }
+    shared = {"dtype": "float32", "max_model_len": 99, "deterministic": False}
+    spec = parse({"models": {"m": shared}, "pools": sizes})
+    config = {
+        worker.role: asdict(worker_config(spec, Path("folder"), "token", worker))
+        for worker in place(spec, [Node("here", 4.0)])
+    }
+    assert set(config) == set(sizes)
+    for role, found in config.items():
+        expected = asdict(getattr(spec.pools, role)) | shared
+        assert {key: found[key] for key in (*MOVES_TO_POOL, *shared)} == {
+            key: expected[key] for key in (*MOVES_TO_POOL, *shared)
+        }
+    router = router_config(spec, Path("folder"), "token")
+    assert (router.served_name, router.max_model_len) == ("m", 99)
+
+
+MOVES_TO_POOL = ("block_size", "kv_cache_mib", "max_sequences", "max_batched_tokens")
 POOL_NODES = {"pool_nodes": True, "pools": {"mixed": {"cpus": 2, "gpus": 0}}}
 
 

@@ -16,7 +16,7 @@ from penstock.cluster import reservation
 from penstock.cluster.labels import ZONE
 from penstock.cluster.notices import LogLine, Notice, Progress
 from penstock.cluster.notices import Serving as Serves
-from penstock.cluster.spec import ClusterSpec, EngineSpec, Pools, PoolSpec, RouterSpec
+from penstock.cluster.spec import ClusterSpec, Pools, PoolSpec, RouterSpec
 from penstock.cluster.supervisor import Supervisor
 from penstock.loadtests.server import free_ports
 from tests.support.serving import PATIENCE, serving
@@ -104,12 +104,11 @@ async def test_pools_share_a_zone_and_leave_it_where_it_has_no_room(
 ) -> None:
     monkeypatch.setattr(reservation, "SECONDS_NEAR", 2)
     http, grpc = free_ports(2)
-    pool = PoolSpec(cpus=1.5, gpus=0)
-    on_hdd = PoolSpec(cpus=1.5, gpus=0, labels=("disk=hdd",))
+    pool = PoolSpec(cpus=1.5, gpus=0, kv_cache_mib=64)
+    on_hdd = PoolSpec(cpus=1.5, gpus=0, kv_cache_mib=64, labels=("disk=hdd",))
     spec = ClusterSpec(
         ray_address=zones.address,
         router=RouterSpec(http_port=http, grpc_port=grpc),
-        engine=EngineSpec(kv_cache_mib=64),
         pools=Pools(prefill=pool, decode=on_hdd),
     )
     told: list[Notice] = []

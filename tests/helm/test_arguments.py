@@ -15,7 +15,8 @@ pytest.importorskip("helm_python", reason="Helm's engine is in the dependency gr
 from penstock.cli import fetch, flags
 from penstock.cluster import leave, ready
 from penstock.cluster.placement import place
-from penstock.cluster.spec import ROLES, ClusterSpec, EngineSpec, knobs, parse
+from penstock.cluster.records import knobs
+from penstock.cluster.spec import ROLES, ClusterSpec, EngineSpec, ModelSpec, PoolSpec, parse
 from tests.support import chart
 
 CASES = [(name, mode) for name in chart.EXAMPLES for mode in chart.MODES]
@@ -259,38 +260,87 @@ def test_models_are_fetched_where_the_configuration_looks(
             assert fetch.main(each["args"]) == 0
             name, wanted, folder = fetched[-1]
             assert name == "meta-llama/Llama-3.1-8B-Instruct"
-            assert str(folder) == yaml.safe_load(config(objects))["model"]
+            assert str(folder) == parse(yaml.safe_load(config(objects))).checkpoint
             assert (fetch.WEIGHTS in wanted) == (role in ROLES)
     assert len(fetched) == 4  # driver, router, prefill, decode; the head reads no model
 
 
 @pytest.mark.parametrize(
-    ("values", "model"),
+    ("source", "path"),
     [
-        ({}, None),
-        ({"model": {"hub": {"name": "a/b"}}}, "/models/b"),
-        ({"model": {"image": {"reference": "x", "path": "/y/z"}}}, "/models/z"),
-        ({"model": {"pvc": {"claimName": "c", "accessMode": "ReadOnlyMany"}}}, "/models"),
-        (
-            {"model": {"pvc": {"claimName": "c", "accessMode": "ReadOnlyMany", "path": "d/e"}}},
-            "/models/d/e",
-        ),
+        ({}, "demo"),
+        ({"hub": {"name": "a/b"}}, "/models/b"),
+        ({"image": {"reference": "x", "path": "/y/z"}}, "/models/z"),
+        ({"pvc": {"claimName": "c", "accessMode": "ReadOnlyMany"}}, "/models"),
+        ({"pvc": {"claimName": "c", "accessMode": "ReadOnlyMany", "path": "d/e"}}, "/models/d/e"),
     ],
 )
-def test_every_source_of_a_model(values: dict[str, Any], model: str | None) -> None:
-    objects = chart.objects(chart.render(values))
-    assert parse(yaml.safe_load(config(objects))).model == model
+def test_every_source_of_a_model(source: dict[str, Any], path: str) -> None:
+    objects = chart.objects(chart.render({"models": {"a/b-1.5": {"source": source}}}))
+    spec = parse(yaml.safe_load(config(objects)))
+    assert (spec.model_name, spec.checkpoint) == ("a/b-1.5", path)
     for role, pod in chart.pods(objects):
         mounts = {each["mountPath"] for each in pod["spec"]["containers"][0]["volumeMounts"]}
-        assert ("/models" in mounts) == (model is not None and role != "head"), role
+        assert ("/models" in mounts) == (path != "demo" and role != "head"), role
 
 
-def test_the_schema_knows_the_engine_as_the_program_does() -> None:
-    schema = json.loads((chart.CHART / "values.schema.json").read_text())
-    known = schema["properties"]["engine"]["properties"]
-    assert set(known) == set(knobs(EngineSpec)), "add it to engine in values.schema.json"
-    for name, (field, _) in knobs(EngineSpec).items():
-        bounds = (known[name].get("minimum"), known[name].get("maximum"))
+def test_without_models_the_bundled_one_is_served() -> None:
+    assert parse(yaml.safe_load(config(chart.objects(chart.render({}))))).models == parse({}).models
+
+
+def test_settings_of_a_model_and_of_pools_reach_the_driver() -> None:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_dtype": "bfloat16",
+        "quantization": "int8",
+        "max_model_len": 2_000_000,
+        "deterministic": True,
+    }
+    assert {"path", *settings} == set(knobs(ModelSpec))
+    sizes = {"kvCacheMib": 10, "maxSequences": 3}
+    values = {
+        "models": {"m": settings},
+        "poolDefaults": {"blockSize": 32, "maxBatchedTokens": 2048},
+        "pools": {"decode": sizes},
+    }
+    spec = parse(yaml.safe_load(config(chart.objects(chart.render(values)))))
+    assert spec.models == {"m": ModelSpec(path="demo", **settings)}
+    found = {
+        role: (pool.block_size, pool.max_batched_tokens, pool.kv_cache_mib, pool.max_sequences)
+        for role, pool in (("prefill", spec.pools.prefill), ("decode", spec.pools.decode))
+    }
+    usual = PoolSpec().max_sequences
+    assert found == {"prefill": (32, 2048, None, usual), "decode": (32, 2048, 10, 3)}
+
+
+SCHEMA = json.loads((chart.CHART / "values.schema.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("record", "known"),
+    [
+        (EngineSpec, SCHEMA["properties"]["engine"]["properties"]),
+        (ModelSpec, SCHEMA["definitions"]["model"]["properties"]),
+    ],
+)
+def test_the_schema_knows_settings_as_the_program_does(record: type, known: dict[str, Any]) -> None:
+    assert set(known) - {"source"} == set(knobs(record)) - {"path"}, "add it to the schema"
+    for name, (field, _) in knobs(record).items():
+        bounds = (known.get(name, {}).get("minimum"), known.get(name, {}).get("maximum"))
+        assert bounds == (field.metadata["least"], field.metadata["most"]), name
+
+
+def test_the_schema_bounds_sizes_of_pools_as_the_program_does() -> None:
+    known = SCHEMA["definitions"]["pool"]["properties"]
+    names = {
+        "block_size": "blockSize",
+        "kv_cache_mib": "kvCacheMib",
+        "max_sequences": "maxSequences",
+        "max_batched_tokens": "maxBatchedTokens",
+    }
+    for name, chart_name in names.items():
+        field, _ = knobs(PoolSpec)[name]
+        bounds = (known[chart_name].get("minimum"), known[chart_name].get("maximum"))
         assert bounds == (field.metadata["least"], field.metadata["most"]), name
 
 

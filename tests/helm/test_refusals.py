@@ -14,6 +14,12 @@ STANDALONE = chart.of_mode("standalone")
 
 SECRET_ENV = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
 
+
+def of(source: dict[str, Any]) -> dict[str, Any]:
+    """Values with one model of that source."""
+    return {"models": {"m": {"source": source}}}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # A key that is not known, wherever it stands.
     ({"ruoter": {}}, "'ruoter' not allowed"),
@@ -21,6 +27,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pools": {"decode": {"replica": 2}}}, "/pools/decode': additional properties 'replica'"),
     ({"poolDefaults": {"gpu": 1}}, "/poolDefaults': additional properties 'gpu'"),
     ({"engine": {"kvCacheMib": 1}}, "/engine': additional properties 'kvCacheMib'"),
+    ({"models": {"m": {"sauce": {}}}}, "/models/m': additional properties 'sauce'"),
+    ({"models": {"m": {"path": "/x"}}}, "/models/m': additional properties 'path'"),
+    ({"models": {"m": {"maxModelLen": 1}}}, "/models/m': additional properties 'maxModelLen'"),
+    # Keys of older values.
+    ({"model": {"hub": {"name": "a/b"}}}, "additional properties 'model' not allowed"),
+    ({"router": {"modelName": "m"}}, "/router': additional properties 'modelName'"),
+    ({"engine": {"block_size": 16}}, "/engine': additional properties 'block_size'"),
     ({"router": {"service": {"port": 80}}}, "/router/service': additional properties 'port'"),
     (
         {"pools": {"decode": {"tolerations": [{"Key": "gpu"}]}}},
@@ -34,8 +47,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pools": {"decode": {"memory": "lots"}}}, "/pools/decode/memory': 'lots' does not match"),
     ({"pools": {"decode": {"gpuResource": "gpu"}}}, "/pools/decode/gpuResource': 'gpu' does not"),
     ({"poolDefaults": {"near": "a zone"}}, "/poolDefaults/near': 'a zone' does not match"),
-    ({"engine": {"block_size": 0}}, "/engine/block_size': minimum"),
-    ({"engine": {"dtype": "int4"}}, "/engine/dtype': value must be one of"),
+    ({"poolDefaults": {"blockSize": 0}}, "/poolDefaults/blockSize': minimum"),
+    ({"pools": {"decode": {"maxSequences": 1.5}}}, "/pools/decode/maxSequences': got number, want"),
+    ({"models": {"m": {"dtype": "int4"}}}, "/models/m/dtype': value must be one of"),
+    ({"models": {" ": {}}}, "/models': additional properties ' ' not allowed"),
     ({"router": {"httpPort": 65536}}, "/router/httpPort': maximum"),
     ({"router": {"replicas": 65}}, "/router/replicas': maximum"),
     ({"cluster": {"mode": "kubray"}}, "/cluster/mode': value must be one of"),
@@ -63,7 +78,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     # Secrets that are missing.
     ({"cluster": {"mode": "standalone"}}, "/ray/authSecret': minLength"),
-    ({"model": {"hub": {"name": "a/b", "tokenSecret": {"name": "x"}}}}, "missing property 'key'"),
+    (of({"hub": {"name": "a/b", "tokenSecret": {"name": "x"}}}), "missing property 'key'"),
     (
         {"pools": {"decode": {"env": [{"name": "HF_TOKEN", "value": "hf_x"}]}}},
         "pools.decode.env: HF_TOKEN: a secret is named, never given",
@@ -74,12 +89,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     # A model that cannot be read everywhere, or is said twice.
     (
-        {"model": {"pvc": {"claimName": "models", "accessMode": "ReadWriteOnce"}}},
-        "/model/pvc/accessMode': value must be one of 'ReadOnlyMany', 'ReadWriteMany'",
+        of({"pvc": {"claimName": "models", "accessMode": "ReadWriteOnce"}}),
+        "/models/m/source/pvc/accessMode': value must be one of 'ReadOnlyMany', 'ReadWriteMany'",
     ),
-    ({"model": {"pvc": {"claimName": "models"}}}, "/model/pvc': missing property 'accessMode'"),
-    ({"model": {"hub": {"name": "llama"}}}, "/model/hub/name': 'llama' does not match"),
-    ({"model": {"hub": {"name": "a/b"}, "image": {"reference": "x", "path": "/y"}}}, "/model'"),
+    (of({"pvc": {"claimName": "models"}}), "/source/pvc': missing property 'accessMode'"),
+    (of({"hub": {"name": "llama"}}), "/source/hub/name': 'llama' does not match"),
+    (of({"hub": {"name": "a/b"}, "image": {"reference": "x", "path": "/y"}}), "/models/m/source'"),
+    ({"models": {"b": {}, "a": {}}}, "models: this version serves one model; found a, b"),
+    (
+        {"models": {"m": {"deterministic": True}}, "pools": {"decode": {"blockSize": 32}}},
+        "models.m.deterministic: all pools need the same blockSize, found 16, 32",
+    ),
     # Pools that cannot serve, counts that contradict each other.
     ({"pools": {"prefill": {"replicas": 0}}}, "pools: no worker prefills"),
     ({"pools": {"decode": {"replicas": 0}}}, "pools: no worker decodes"),
@@ -134,6 +154,11 @@ def test_the_same_values_without_their_mistake_are_taken() -> None:
         },
         {"router": {"drainSeconds": 300}, "terminationGracePeriodSeconds": 335},
         {"pools": {"decode": {"env": [SECRET_ENV, {"name": "NCCL_DEBUG", "value": "INFO"}]}}},
-        {"model": {"pvc": {"claimName": "models", "accessMode": "ReadWriteMany"}}},
+        of({"pvc": {"claimName": "models", "accessMode": "ReadWriteMany"}}),
+        {"pools": {"decode": {"blockSize": 32}}},
+        {
+            "models": {"m": {"deterministic": True}},
+            "pools": {"decode": {"blockSize": 16}, "mixed": {"replicas": 0, "blockSize": 8}},
+        },
     ):
         chart.render(values)

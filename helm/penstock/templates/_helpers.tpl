@@ -76,11 +76,16 @@ podGpus. */ -}}
 
 {{- /* Everything that the schema cannot say. */ -}}
 {{- define "penstock.check" -}}
+{{- if gt (len .Values.models) 1 -}}
+{{- fail (printf "models: this version serves one model; found %s" (keys .Values.models | sortAlpha | join ", ")) -}}
+{{- end -}}
 {{- $counts := dict -}}
+{{- $blockSizes := dict -}}
 {{- range $role := list "prefill" "decode" "mixed" -}}
 {{- $pool := include "penstock.pool" (dict "root" $ "role" $role) | fromYaml -}}
 {{- $least := int $pool.least -}}{{- $most := int $pool.most -}}{{- $replicas := int $pool.replicas -}}
 {{- $_ := set $counts $role $most -}}
+{{- if $most -}}{{- $_ := set $blockSizes (default 16 $pool.blockSize | int | toString) $role -}}{{- end -}}
 {{- if or (lt $replicas $least) (gt $replicas $most) -}}
 {{- fail (printf "pools.%s: replicas, %d, must be from minReplicas, %d, to maxReplicas, %d" $role $replicas $least $most) -}}
 {{- end -}}
@@ -102,6 +107,9 @@ podGpus. */ -}}
 {{- if and $none (ne $least $most) -}}
 {{- fail (printf "pools.%s: minReplicas and maxReplicas differ, but with standalone.autoscaler none nothing scales" $role) -}}
 {{- end -}}
+{{- end -}}
+{{- if and (include "penstock.model" . | fromYaml).deterministic (gt (len $blockSizes) 1) -}}
+{{- fail (printf "models.%s.deterministic: all pools need the same blockSize, found %s" (include "penstock.modelName" .) (keys $blockSizes | sortAlpha | join ", ")) -}}
 {{- end -}}
 {{- $name := include "penstock.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}

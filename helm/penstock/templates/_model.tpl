@@ -1,6 +1,23 @@
-{{- /* The folder of the checkpoint, in every pod that reads it; empty: the one that ships. */ -}}
+{{- /* The name of the model: the key of its entry. */ -}}
+{{- define "penstock.modelName" -}}
+{{- keys .Values.models | sortAlpha | first -}}
+{{- end -}}
+
+{{- /* The entry of the model; empty: the bundled model. */ -}}
+{{- define "penstock.model" -}}
+{{- range $name, $model := .Values.models -}}
+{{- if eq $name (include "penstock.modelName" $) -}}{{- toYaml $model -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Where the checkpoint comes from; empty: it is in the image. */ -}}
+{{- define "penstock.source" -}}
+{{- with (include "penstock.model" . | fromYaml).source -}}{{- toYaml . -}}{{- end -}}
+{{- end -}}
+
+{{- /* The folder of the checkpoint, in every pod that reads it; empty: the bundled one. */ -}}
 {{- define "penstock.modelFolder" -}}
-{{- with .Values.model -}}
+{{- with include "penstock.source" . | fromYaml -}}
 {{- if .hub -}}/models/{{ base .hub.name }}
 {{- else if .pvc -}}{{ clean (printf "/models/%s" (default "" .pvc.path)) }}
 {{- else if .image -}}/models/{{ base .image.path }}
@@ -8,45 +25,40 @@
 {{- end -}}
 {{- end -}}
 
-{{- define "penstock.modelName" -}}
-{{- if .Values.router.modelName -}}{{ .Values.router.modelName }}
-{{- else if .Values.model.hub -}}{{ .Values.model.hub.name }}
-{{- end -}}
-{{- end -}}
-
 {{- define "penstock.modelVolume" -}}
-{{- if .Values.model.pvc -}}
+{{- $source := include "penstock.source" . | fromYaml -}}
+{{- if $source.pvc -}}
 - name: models
-  persistentVolumeClaim: {claimName: {{ .Values.model.pvc.claimName }}, readOnly: true}
-{{- else if .Values.model -}}
+  persistentVolumeClaim: {claimName: {{ $source.pvc.claimName }}, readOnly: true}
+{{- else if $source -}}
 - name: models
   emptyDir: {}
 {{- end -}}
 {{- end -}}
 
 {{- define "penstock.modelMount" -}}
-{{- if .Values.model -}}
+{{- if include "penstock.source" . -}}
 - {name: models, mountPath: /models, readOnly: true}
 {{- end -}}
 {{- end -}}
 
 {{- /* root, weights: what fills the model's folder; routers and the driver do without the weights. */ -}}
 {{- define "penstock.modelFetch" -}}
-{{- $model := .root.Values.model -}}
-{{- if $model.hub }}
+{{- $source := include "penstock.source" .root | fromYaml -}}
+{{- if $source.hub }}
 - name: fetch-model
   image: {{ include "penstock.image" .root }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [python, -m, penstock.cli.fetch]
   args:
-    - {{ $model.hub.name }}
+    - {{ $source.hub.name }}
     - {{ include "penstock.modelFolder" .root }}
     {{- if not .weights }}
     - --without-weights
     {{- end }}
   env:
     - {name: HOME, value: /tmp}
-    {{- with $model.hub.tokenSecret }}
+    {{- with $source.hub.tokenSecret }}
     - name: HF_TOKEN
       valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
     {{- end }}
@@ -54,9 +66,9 @@
   volumeMounts:
     - {name: models, mountPath: /models}
     - {name: tmp, mountPath: /tmp}
-{{- else if $model.image }}
+{{- else if $source.image }}
 - name: copy-model
-  image: {{ $model.image.reference }}
+  image: {{ $source.image.reference }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [sh, -ec]
   args:
@@ -69,7 +81,7 @@
         cp -r "$file" "$TO/"
       done
   env:
-    - {name: FROM, value: {{ $model.image.path | quote }}}
+    - {name: FROM, value: {{ $source.image.path | quote }}}
     - {name: TO, value: {{ include "penstock.modelFolder" .root | quote }}}
   securityContext: {{- include "penstock.containerSecurity" true | nindent 4 }}
   volumeMounts:

@@ -1,7 +1,12 @@
 {{- /* The specification of the cluster, in the words of `penstock serve --config`. */ -}}
 {{- define "penstock.spec" -}}
-{{- with include "penstock.modelFolder" . -}}
-model: {{ . }}
+{{- if .Values.models -}}
+models:
+  {{ include "penstock.modelName" . | quote }}:
+    path: {{ include "penstock.modelFolder" . | default "demo" }}
+    {{- range $key, $value := omit (include "penstock.model" . | fromYaml) "source" }}
+    {{ $key }}: {{ kindIs "float64" $value | ternary (printf "%.0f" $value) (toYaml $value) }}
+    {{- end }}
 {{ end -}}
 pool_nodes: true
 log_format: {{ .Values.logFormat }}
@@ -13,9 +18,6 @@ router:
   max_queued: {{ .Values.router.maxQueued }}
   drain_seconds: {{ .Values.router.drainSeconds }}
   vllm_metrics: {{ .Values.router.vllmMetrics }}
-  {{- with include "penstock.modelName" . }}
-  model_name: {{ . | quote }}
-  {{- end }}
   {{- if .Values.router.apiKeysSecret.name }}
   api_keys_file: /etc/penstock-keys/keys
   {{- end }}
@@ -36,7 +38,9 @@ pools:
 min_replicas: {{ $pool.least | int }}
 max_replicas: {{ $pool.most | int }}
 cpus: {{ $pool.cpus }}
-{{- with $pool.threads }}
-threads: {{ . | int }}
+{{- range $key := list "threads" "blockSize" "kvCacheMib" "maxSequences" "maxBatchedTokens" }}
+{{- with get $pool $key }}
+{{ snakecase $key }}: {{ . | int }}
+{{- end }}
 {{- end }}
 {{- end -}}

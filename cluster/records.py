@@ -1,0 +1,157 @@
+"""Strict parsing of nested plain values into frozen records.
+
+A key that is not known, a value of the wrong type or out of its range is refused by name.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+NO_MOVES: Mapping[str, str] = {}
+
+
+class SpecError(ValueError):
+    """The specification makes no sense; the message says where and what to do."""
+
+
+def knob(default: Any, about: str, least: float | None = None, most: float | None = None) -> Any:
+    """A field of a specification: its default, what it is, and its range (both ends allowed)."""
+    return field(default=default, metadata={"about": about, "least": least, "most": most})
+
+
+def records_of(kind: type) -> Iterator[type]:
+    """A record and all records below it, those in mappings from names too."""
+    yield kind
+    for hint in get_type_hints(kind).values():
+        below = get_args(hint)[1] if get_origin(hint) is Mapping else hint
+        if _is_record(below):
+            yield from records_of(below)
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings as one, nested ones too; where they differ, `over` is right."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            result[key] = merged(below, value)
+        else:
+            result[key] = value
+    return result
+
+
+def knobs(record: type) -> dict[str, tuple[Field[Any], Any]]:
+    """The plain fields of a specification and their types, nested records left out."""
+    hints = get_type_hints(record)
+    return {f.name: (f, hints[f.name]) for f in fields(record) if "about" in f.metadata}
+
+
+def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str] = NO_MOVES) -> T:
+    """Build a record from a mapping of plain values.
+
+    Args:
+        kind: the dataclass; its fields are knobs, records, or mappings from names to records.
+        content: the values by field name; a field that is left out keeps its default.
+        where: dotted path of `content`, for error messages; empty at the top.
+        moved: dotted paths that older files have, and what to write instead.
+
+    Raises:
+        SpecError: with one line that names the path of the first mistake.
+    """
+    if not isinstance(content, Mapping):
+        raise SpecError(f"{where or 'the file'}: expected keys, not {content!r}")
+    hints = get_type_hints(kind)
+    for key in content:
+        name = _below(where, key)
+        if name in moved:
+            raise SpecError(f"{name}: has moved: write {moved[name]}")
+        if key not in hints:
+            raise SpecError(f"{name}: unknown key; known here: {', '.join(hints)}")
+    metadata = {f.name: f.metadata for f in fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        hint, path = hints[key], _below(where, key)
+        if _is_record(hint):
+            values[key] = record(hint, value, path, moved)
+        elif get_origin(hint) is Mapping:
+            values[key] = _named(get_args(hint)[1], value, path, moved)
+        else:
+            values[key] = _checked(value, hint, metadata[key], path)
+    try:
+        return kind(**values)
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _named(kind: type[T], content: Any, where: str, moved: Mapping[str, str]) -> dict[str, T]:
+    """Records by names that the user chooses."""
+    if not isinstance(content, Mapping):
+        raise SpecError(f"{where}: expected names, each with its keys, not {content!r}")
+    for name in content:
+        if not isinstance(name, str):
+            raise SpecError(f"{where}: expected a string as name, not {name!r}: put it in quotes")
+        if not name.isprintable() or name != name.strip() or not name:
+            raise SpecError(
+                f"{where}: {name!r} cannot be a name: it is empty, or has blanks at "
+                "its ends or characters that cannot be printed"
+            )
+    return {name: record(kind, each, _below(where, name), moved) for name, each in content.items()}
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind)
+
+
+def _below(where: str, key: object) -> str:
+    """The dotted path of a key, in one line."""
+    name = key if isinstance(key, str) and key.isprintable() else repr(key)
+    return f"{where}.{name}" if where else name
+
+
+def _checked(value: Any, kind: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    result = _typed(value, kind)
+    if result is _WRONG:
+        raise SpecError(f"{where}: expected {_spelled(kind)}, not {value!r}")
+    least, most = metadata["least"], metadata["most"]
+    numbers = isinstance(result, (int, float))
+    if numbers and not ((least is None or result >= least) and (most is None or result <= most)):
+        bounds = f"{least} or more" if most is None else f"from {least} to {most}"
+        raise SpecError(f"{where}: expected {bounds}, not {value!r}")
+    return result
+
+
+_WRONG = object()
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """`value` as a `kind`, or `_WRONG`; nothing but int to float and list to tuple is converted."""
+    if get_origin(kind) is UnionType:
+        return next((r for k in get_args(kind) if (r := _typed(value, k)) is not _WRONG), _WRONG)
+    if get_origin(kind) is Literal:
+        return value if value in get_args(kind) else _WRONG
+    if get_origin(kind) is tuple:
+        fits = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        return tuple(value) if fits else _WRONG
+    if kind is float and type(value) is int:
+        return float(value)
+    # Not isinstance: True is no number.
+    return value if type(value) is kind else _WRONG
+
+
+def _spelled(kind: Any) -> str:
+    """A type in words."""
+    if get_origin(kind) is UnionType:
+        return " or ".join(_spelled(part) for part in get_args(kind) if part is not NoneType)
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    if get_origin(kind) is tuple:
+        return "a list of strings"
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error without line breaks."""
+    return " ".join(str(error).split())

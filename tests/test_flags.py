@@ -1,0 +1,166 @@
+"""`penstock serve`: flags, the file, and what comes of both."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import checkpoint, flags
+from penstock.cluster.records import SpecError
+from penstock.cluster.spec import parse
+
+
+def test_pool_nodes_and_a_file_of_keys_as_flags(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n")
+    given = [
+        "--pool-nodes",
+        "--cpus",
+        "1",
+        "--gpus",
+        "0",
+        "--api-keys-file",
+        str(tmp_path / "keys"),
+    ]
+    spec = flags.read_spec([*given, "--api-key", "two"])
+    assert spec.pool_nodes
+    assert spec.router.api_keys == ("two", "one")
+
+
+def test_a_flag_that_says_yes() -> None:
+    assert flags.read_spec(["--deterministic"]).model.deterministic
+    assert not flags.read_spec([]).model.deterministic
+
+
+def test_flags_go_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("router: {host: 0.0.0.0, http_port: 1}\npools: {mixed: {replicas: 2}}\n")
+    spec = flags.read_spec(["--config", str(path), "--http-port", "2", "--threads", "3"])
+    assert (spec.router.host, spec.router.http_port) == ("0.0.0.0", 2)
+    assert (spec.pools.mixed.replicas, spec.pools.mixed.threads) == (2, 3)
+    assert spec.pools.prefill.replicas == 0
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert flags.read_spec([]) == parse({})
+
+
+def test_flags_of_every_pool_reach_the_default_pools() -> None:
+    pools = flags.read_spec(["--threads", "3"]).pools
+    assert [(pools.prefill.replicas, pools.prefill.threads)] == [(1, 3)]
+    assert [(pools.decode.replicas, pools.decode.threads)] == [(1, 3)]
+    assert pools.mixed.replicas == 0
+
+
+def test_several_ranks_make_one_mixed_worker_unless_pools_are_named() -> None:
+    pools = flags.read_spec(["--tp", "4", "--pp", "2", "--ep", "2", "--stages", "spread"]).pools
+    assert (pools.prefill.replicas, pools.decode.replicas, pools.mixed.replicas) == (0, 0, 1)
+    mixed = pools.mixed
+    assert (mixed.tp, mixed.pp, mixed.ep, mixed.stages) == (4, 2, 2, "spread")
+    pools = flags.read_spec(["--tp", "2", "--prefill", "1", "--decode", "2"]).pools
+    assert (pools.prefill.tp, pools.decode.tp, pools.mixed.replicas) == (2, 2, 0)
+
+
+def test_where_pools_may_go(tmp_path: Path) -> None:
+    given = "--labels disk=ssd --label tier=fast --accelerator H100 --topology-key rack"
+    spec = flags.read_spec(given.split())
+    assert spec.topology_key == "rack"
+    for pool in (spec.pools.prefill, spec.pools.decode):
+        assert (pool.labels, pool.accelerator) == (("disk=ssd", "tier=fast"), "H100")
+    path = tmp_path / "cluster.yaml"
+    path.write_text("pools: {prefill: {accelerator: H100}, decode: {labels: [kind=a, disk=b]}}\n")
+    pools = flags.read_spec(["--config", str(path)]).pools
+    assert pools.prefill.selector == {"ray.io/accelerator-type": "H100"}
+    assert pools.decode.selector == {"kind": "a", "disk": "b"}
+    with pytest.raises(SpecError, match=r"^pools\.prefill: labels: 'disk' is no KEY=VALUE$"):
+        flags.read_spec(["--labels", "disk"])
+    assert flags.read_spec(["--topology-key", ""]).topology_key == ""
+
+
+def test_how_far_a_pool_may_go() -> None:
+    given = "--prefill 1 --decode 2 --min-decode 0 --max-decode 4 --max-gpus 3"
+    spec = flags.read_spec([*given.split(), "--scale-down-seconds", "9"])
+    assert (spec.pools.decode.replicas, spec.pools.decode.least, spec.pools.decode.most) == (
+        2,
+        0,
+        4,
+    )
+    assert (spec.pools.prefill.least, spec.pools.prefill.most) == (1, 1)
+    assert (spec.scaling.max_gpus, spec.scaling.scale_down_seconds) == (3, 9.0)
+
+
+def test_bounds_alone_leave_the_default_pools_there() -> None:
+    pools = flags.read_spec(["--max-decode", "3"]).pools
+    assert (pools.prefill.replicas, pools.decode.replicas, pools.decode.most) == (1, 1, 3)
+    pools = flags.read_spec(["--max-mixed", "3"]).pools
+    assert (pools.prefill.most, pools.decode.most, pools.mixed.most) == (0, 0, 3)
+    with pytest.raises(SpecError, match="no worker prefills"):
+        flags.read_spec(["--tp", "2", "--max-decode", "3"])
+
+
+def test_names_that_others_use() -> None:
+    given = """
+        some/model --port 1 --served-model-name m --api-key a --api-key b --max-num-seqs 2
+        --max-num-batched-tokens 3 --max-model-len 4 --block-size 5 --dtype float32
+        --tensor-parallel-size 1 --pipeline-parallel-size 1 --mixed 1
+    """
+    spec = flags.read_spec(given.split())
+    assert (spec.checkpoint, spec.router.http_port, spec.model_name) == ("some/model", 1, "m")
+    assert spec.router.api_keys == ("a", "b")
+    pool = spec.pools.mixed
+    assert (pool.max_sequences, pool.max_batched_tokens, pool.block_size) == (2, 3, 5)
+    assert (spec.model.max_model_len, spec.model.dtype) == (4, "float32")
+
+
+def test_engine_sizes_as_flags_reach_every_pool_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("pools: {prefill: {block_size: 32}, decode: {max_sequences: 8}}\n")
+    pools = flags.read_spec(["--config", str(path), "--block-size", "8"]).pools
+    assert (pools.prefill.block_size, pools.decode.block_size) == (8, 8)
+    assert (pools.prefill.max_sequences, pools.decode.max_sequences) == (64, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "path"),
+    [
+        ([], "llama", "/models/llama"),
+        (["--dtype", "float32"], "llama", "/models/llama"),
+        (["--model-name", "m"], "m", "/models/llama"),
+        (["/models/qwen/"], "qwen", "/models/qwen/"),
+        (["org/qwen"], "org/qwen", "org/qwen"),
+        (["org/qwen", "--served-model-name", "llama"], "llama", "org/qwen"),
+    ],
+)
+def test_flags_of_the_model_go_over_the_entry_of_the_file(
+    tmp_path: Path, arguments: list[str], name: str, path: str
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("models: {llama: {path: /models/llama, dtype: float16, max_model_len: 9}}\n")
+    spec = flags.read_spec([*arguments, "--config", str(file)])
+    assert (spec.model_name, spec.checkpoint) == (name, path)
+    assert spec.model.dtype == ("float32" if "--dtype" in arguments else "float16")
+    assert spec.model.max_model_len == 9
+
+
+def test_name_of_a_model_keeps_the_path_that_was_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("models: {org/llama: {}}\n")
+    spec = flags.read_spec(["--config", str(file), "--model-name", "llama"])
+    assert (spec.model_name, spec.checkpoint) == ("llama", "org/llama")
+    spec = flags.read_spec(["--model-name", "m"])
+    assert checkpoint.find(spec.checkpoint) == checkpoint.SHIPPED
+
+
+@pytest.mark.parametrize("models", ["3", "{}", "{a: {}, b: {}}", "{a: 3}", "{7: {}}", "[a]"])
+def test_models_that_make_no_sense_are_refused_with_flags_too(tmp_path: Path, models: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"models: {models}\n")
+    for arguments in ([], ["some/model"], ["--model-name", "m"], ["--dtype", "float32"]):
+        with pytest.raises(SpecError, match=r"^models"):
+            flags.read_spec([*arguments, "--config", str(file)])
+
+
+def test_a_pool_that_is_no_mapping_is_refused_with_flags_too(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    for text in ("pools: 3", "pools: {mixed: 3}", "pools: [mixed]"):
+        path.write_text(text)
+        with pytest.raises(SpecError):
+            flags.read_spec(["--config", str(path), "--threads", "1"])
