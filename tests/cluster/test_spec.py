@@ -1,5 +1,6 @@
 """The specification: what is taken, and that everything else is refused by name."""
 
+import re
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from penstock.cluster.spec import (
     read_keys,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 RECORDS = set(records_of(ClusterSpec))
 WHOLE = """
 models:
@@ -338,6 +340,17 @@ def test_workers_have_the_settings_of_their_pool_and_of_the_model() -> None:
 
 
 MOVES_TO_POOL = ("block_size", "kv_cache_mib", "max_sequences", "max_batched_tokens")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
+def test_cluster_files_of_the_docs_are_taken(page: str) -> None:
+    text = (ROOT / page).read_text()
+    files = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.S) if "pools:" in block]
+    assert files
+    for file in files:
+        parse(yaml.safe_load(file))
+
+
 POOL_NODES = {"pool_nodes": True, "pools": {"mixed": {"cpus": 2, "gpus": 0}}}
 
 
