@@ -91,8 +91,8 @@ def test_narrow_numbers(ranks: RankProcesses, folder: Path) -> None:
         torch.testing.assert_close(ours[0], theirs[0], rtol=0.1, atol=0.2)
 
 
-def test_a_dead_rank_ends_the_worker(folder: Path) -> None:
-    model, _ = one_rank(folder, "llama")
+def test_a_dead_rank_ends_the_worker(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "llama", "llama")  # of its own: its workers wait for ever
     running = model.with_suffix(".wait")
     running.touch()
     with rank_processes(2) as two:
