@@ -39,9 +39,9 @@ class RankProcesses:
         """What `use`, a function of `tests.support`, makes of such a worker's engine."""
         self.begin(model, mesh, use, **config)
         found = [self.hear(rank) for rank in range(mesh[0] * mesh[1])]
-        for each in found:
-            if isinstance(each, Exception):
-                raise each
+        failures = [each for each in found if isinstance(each, Exception)]
+        if failures:  # where one fails the others lose it: only together do they say why
+            raise RuntimeError("; ".join(map(str, failures)))
         return found[0]
 
     def begin(
