@@ -17,10 +17,15 @@ PATIENCE = 240.0
 
 @dataclass
 class RankProcesses:
-    """Starts cases in the first so many of them; rank 0 gives the answers."""
+    """Starts cases in the first so many of them; rank 0 gives the answers.
+
+    After a case in which a rank did not answer, the processes are replaced: it must not hang the
+    next one.
+    """
 
     processes: list[BaseProcess]
     pipes: list[Connection]
+    hung: bool = False
 
     def answers(self, model: Path, mesh: tuple[int, int, int], **config: Any) -> Answers:
         """Of a worker of that shape, once all its ranks have ended well."""
@@ -34,9 +39,9 @@ class RankProcesses:
         """What `use`, a function of `tests.support`, makes of such a worker's engine."""
         self.begin(model, mesh, use, **config)
         found = [self.hear(rank) for rank in range(mesh[0] * mesh[1])]
-        for each in found:
-            if isinstance(each, Exception):
-                raise each
+        failures = [each for each in found if isinstance(each, Exception)]
+        if failures:  # where one fails the others lose it: only together do they say why
+            raise RuntimeError("; ".join(map(str, failures)))
         return found[0]
 
     def begin(
@@ -46,6 +51,10 @@ class RankProcesses:
         use: Callable[[Engine], Any] = answer,
         **config: Any,
     ) -> None:
+        if self.hung:
+            count = len(self.processes)
+            self.end()
+            self.start(count)
         num_ranks = mesh[0] * mesh[1]
         self.pipes[0].send(("lead", model, mesh, config, 0, use))
         meeting = self.hear(0)
@@ -53,27 +62,36 @@ class RankProcesses:
             self.pipes[rank].send(("follow", model, mesh, config, rank, meeting))
 
     def hear(self, rank: int) -> Any:
-        assert self.pipes[rank].poll(PATIENCE), f"rank {rank} says nothing"
+        self.hung = not self.pipes[rank].poll(PATIENCE)
+        assert not self.hung, f"rank {rank} says nothing"
         return self.pipes[rank].recv()
+
+    def start(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self.processes.append(process)
+            self.pipes.append(ours)
+        self.hung = False
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes.clear()
+        self.pipes.clear()
 
 
 @contextmanager
 def rank_processes(count: int) -> Iterator[RankProcesses]:
-    context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = []
-    pipes: list[Connection] = []
-    for _ in range(count):
-        ours, theirs = context.Pipe()
-        process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
-        process.start()
-        processes.append(process)
-        pipes.append(ours)
+    found = RankProcesses([], [])
+    found.start(count)
     try:
-        yield RankProcesses(processes, pipes)
+        yield found
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        found.end()
 
 
 def _serve(pipe: Connection) -> None:
