@@ -198,9 +198,11 @@ class Batcher:
     def _plan_from_tables(self, number: int) -> StepPlan | None:
         budget = self.limits.max_batched_tokens
         counts = self._admission.make_room(budget)
+        num_events = len(self._groups.events)
         if self._admit(budget - int(counts.sum())):
             # Choices that fork from cached blocks may want more at once than there was room for.
             counts = self._admission.make_room(budget)
+            self._groups.forget_preempted(num_events)
         rows = self._seats.rows
         if not counts.all():
             scheduled = counts > 0
@@ -313,9 +315,15 @@ class Batcher:
     def _admit(self, budget: int) -> bool:
         admitted = self._admission.admit(budget)
         for ticket, *followers in admitted:
-            for one in (ticket, *followers):
-                self._groups.events.append(Admitted(one.key, one.row, one.choice))
             have = int(self.table.num_computed[ticket.row])
+            if ticket.unwanted and not ticket.followers:
+                # Dropped while it waited; its followers forked from cached blocks just now.
+                self._seats.leave(ticket)
+                self._groups.ended(ticket)
+            else:
+                followers.insert(0, ticket)
+            for one in followers:
+                self._groups.events.append(Admitted(one.key, one.row, one.choice))
             self._totals.cached += min(have, ticket.new.num_prompt)
             if ticket.phase is Phase.RECEIVING:
                 self._groups.events.append(Reserved(ticket.key, have))

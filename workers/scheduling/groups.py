@@ -7,7 +7,7 @@ import numpy as np
 from penstock.workers.scheduling.flight import Flight
 from penstock.workers.scheduling.leases import Leases
 from penstock.workers.scheduling.seats import Seats
-from penstock.workers.scheduling.sequence import Finished, Key, SchedulerEvent, Yielded
+from penstock.workers.scheduling.sequence import Admitted, Finished, Key, SchedulerEvent, Yielded
 from penstock.workers.scheduling.steady import Steady
 from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import Phase, Ticket, WaitingQueue
@@ -95,6 +95,20 @@ class Groups:
         ticket = self._seats.ticket(row)
         self._leave(ticket)
         self.ended(ticket)
+
+    def forget_preempted(self, first: int) -> None:
+        """Remove `Admitted` events of choices that have lost their row again.
+
+        Args:
+            first: index of the first event to look at; the earlier ones are of earlier steps.
+        """
+        table = self._table
+        self.events[first:] = [
+            event
+            for event in self.events[first:]
+            if not isinstance(event, Admitted)
+            or (table.keys[event.row], table.choices[event.row]) == (event.key, event.choice)
+        ]
 
     def ended(self, ticket: Ticket) -> None:
         """One choice is over, and holds nothing any more."""

@@ -119,6 +119,41 @@ def test_choice_that_leads_is_dropped_once_the_others_have_their_prompt() -> Non
     assert bench.batcher.load().used_blocks == 0
 
 
+def test_choice_dropped_while_it_waits_for_a_cached_prompt_is_never_run() -> None:
+    bench = Bench()
+    prompt = list(range(8))
+    bench.batcher.submit(sequence("before", prompt, 2))
+    bench.run()
+    new = logged([1, 1], prompt, 5)
+    bench.batcher.submit(new)
+    bench.batcher.drop_choice("a", 0)
+    bench.run()
+    assert "a" not in bench.answers
+    assert bench.answers["a", 1] == straight_answer(prompt, new.params, 64, 1)[0][1:]
+    assert bench.batcher.events()[-1] == Finished("a")
+    assert bench.batcher.load().used_blocks == 0
+
+
+def test_choice_preempted_in_the_step_that_admitted_it_is_not_reported_as_admitted() -> None:
+    bench = Bench(num_blocks=10, watermark=0, max_sequences=3, max_batched_tokens=11)
+    prompt = list(range(14))
+    bench.batcher.submit(sequence("before", prompt, 8, num_choices=3))
+    while len(bench.answers.get(("before", 2), ())) < 7:
+        bench.step()
+    bench.batcher.ask_yield("before")
+    bench.batcher.events()
+    new = logged([7, 7, 7], prompt, 8)
+    bench.batcher.submit(new)
+    num_preempted = bench.batcher.load().preemptions
+    bench.batcher.plan(0.0)
+    assert bench.batcher.load().preemptions == num_preempted + 1
+    admitted = [event for event in bench.batcher.events() if isinstance(event, Admitted)]
+    table = bench.batcher.table
+    assert [(each.key, each.choice) for each in admitted] == [
+        (table.keys[each.row], table.choices[each.row]) for each in admitted
+    ]
+
+
 def test_choices_yield_together_and_their_prompt_is_handed_over() -> None:
     prompt = list(range(14))
     prefill, decode = Bench(), Bench()
