@@ -189,7 +189,9 @@ class WorkerActor(_Host):
         watchdog = self._make_watchdog(config, newsroom)
         try:
             config = replace(config, host=ray.util.get_node_ip_address())
-            self._worker = await serve_worker(config, self._weights, self._graphs, store, watchdog)
+            self._worker = await serve_worker(
+                config, self._weights, self._graphs, store, watchdog, self._stage
+            )
         except Exception as error:
             raise HostFailed(_reason(error)) from None
         settle_heap()
@@ -236,6 +238,9 @@ class WorkerActor(_Host):
 
     def _weights(self, done: int, total: int) -> None:
         self._open().add(Progress("weights" if done < total else "warming up", done, total))
+
+    def _stage(self, name: str) -> None:
+        self._open().add(Progress(name))
 
     def _graphs(self, done: int, total: int) -> None:
         self._open().add(Progress(f"graphs, {done} of {total}"))

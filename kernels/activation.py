@@ -76,6 +76,11 @@ def _by_loops(gate_up: Tensor, is_gelu: bool) -> Tensor:
     return out
 
 
+def load_loops() -> None:
+    """Loads the loops; compiles them, the first time on a machine."""
+    _loops()
+
+
 @cache
 def _loops() -> Any:
     settle_numba()

@@ -132,6 +132,11 @@ def _by_loops(
         raise IndexError(f"rows: {lost} of them are not in a cache of {flat.numel()} numbers")
 
 
+def load_loops(narrow: bool) -> None:
+    """Loads the loops for a cache of float32, or a narrow one; compiles them, the first time."""
+    _loops(narrow)
+
+
 @cache
 def _loops(narrow: bool) -> Any:
     settle_numba()

@@ -124,7 +124,7 @@ def source_digest(sources: Path) -> str:
     import llvmlite
     import numba
 
-    from penstock.kernels.panel_product import has_matrix_unit
+    from penstock.kernels.cpu_features import has_matrix_unit
 
     settings: Any = numba.config
     made_by = [platform.python_version(), numba.__version__, llvmlite.__version__]

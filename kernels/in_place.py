@@ -7,8 +7,6 @@ the first call.
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -28,12 +26,9 @@ def can_read_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
-def prepare(device: torch.device, dtype: torch.dtype) -> Thread:
-    """Starts to load the kernel for a cache of this dtype, where it will be used; to be joined."""
-    used = can_read_in_place(device, dtype)
-    thread = Thread(target=partial(_kernel, dtype) if used else int, daemon=True)
-    thread.start()
-    return thread
+def load_loops(dtype: torch.dtype) -> None:
+    """Loads the kernel for a cache of this dtype; compiles it, the first time on a machine."""
+    _kernel(dtype)
 
 
 MOST_ROWS = 96

@@ -79,6 +79,11 @@ def level_product(levels: Tensor, scales: Tensor, bias: Tensor | None) -> LevelP
     )  # fmt: skip
 
 
+def load_loops() -> None:
+    """Loads the loops; compiles them, the first time on a machine."""
+    _loops()
+
+
 @cache
 def _loops() -> Any:
     settle_numba()

@@ -13,7 +13,6 @@ On a CPU numba makes it (`noise_loops`), on a GPU Triton (`draw`), all of them w
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from threading import Thread
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -94,11 +93,9 @@ def gumbel_noise(
     return torch.from_numpy(noise[:, :num_tokens])
 
 
-def prepare() -> Thread:
-    """Starts to load what makes noise on a CPU; compiled anew on a machine, it takes seconds."""
-    thread = Thread(target=_compiled)
-    thread.start()
-    return thread
+def load_loops() -> None:
+    """Loads what makes noise on a CPU; compiles it, the first time on a machine."""
+    _compiled()
 
 
 @cache

@@ -76,6 +76,11 @@ def _by_loops(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def load_loops() -> None:
+    """Loads the loops; compiles them, the first time on a machine."""
+    _loops()
+
+
 @cache
 def _loops() -> Any:
     settle_numba()

@@ -18,7 +18,6 @@ bits for any number of columns and threads, and for any number of rows that go t
 
 from dataclasses import dataclass, field
 from functools import cache
-from threading import Thread
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,6 +27,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.compiled import settle_numba
+from penstock.kernels.cpu_features import has_matrix_unit as has_matrix_unit
+from penstock.kernels.cpu_features import has_wide_vectors as has_wide_vectors
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -44,20 +45,6 @@ def can_panel(weight: Tensor) -> bool:
     """The rule by which this form is taken: where it is the fastest, as far as was measured."""
     is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
     return is_plain and weight.numel() > 0 and has_wide_vectors()
-
-
-@cache
-def has_wide_vectors() -> bool:
-    """Whether this machine computes 16 numbers at once."""
-    return torch.cpu._is_avx512_supported()
-
-
-@cache
-def has_matrix_unit() -> bool:
-    """Whether this machine has one (AMX), and this process may use it; asks for that, too."""
-    if not (has_wide_vectors() and torch.cpu._is_amx_tile_supported()):
-        return False
-    return bool(torch.cpu._init_amx())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +120,8 @@ def _split_loops() -> Any:
     return split_loops
 
 
-def _every_loop() -> None:
+def load_loops() -> None:
+    """Loads the loops that this machine uses; compiles them, the first time."""
     _loops()
     if has_matrix_unit():
         _split_loops()
-
-
-def prepare_panels(device: torch.device, dtype: torch.dtype) -> Thread:
-    """Starts to load the loops, where they will be used; to be joined."""
-    used = device.type == "cpu" and dtype == torch.float32 and has_wide_vectors()
-    thread = Thread(target=_every_loop if used else int, daemon=True)
-    thread.start()
-    return thread

@@ -33,6 +33,11 @@ def row_levels_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return levels.to(torch.uint8), largest / LEVELS
 
 
+def load_loops() -> None:
+    """Loads the loops; compiles them, the first time on a machine."""
+    _loops()
+
+
 @cache
 def _loops() -> Any:
     settle_numba()

@@ -113,7 +113,8 @@ class Engine:
     """One model on one device, or on several, of which this process leads one: the others follow
     (`Follower`), having met it in `store`.
 
-    `progress` is told of the weights while they load; `decoder` is a model that is there already.
+    `progress` is told of the weights while they load, `tell` of stages by their names; `decoder` is
+    a model that is there already.
     Where the engine cannot be, a ValueError says why in one line.
     """
 
@@ -123,8 +124,9 @@ class Engine:
         progress: Progress = lambda done, total: None,
         store: Store | None = None,
         decoder: ServedModel | None = None,
+        tell: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        share = take_share(config, progress, store, decoder)
+        share = take_share(config, progress, store, decoder, tell)
         self.spec, self.limits, self.cache = share.spec, share.limits, share.cache
         self.model = model_fingerprint(config.model)
         self.layout = share.layout(self.model)

@@ -19,7 +19,6 @@ from penstock.common.sampling_params import UINT64_MAX, SamplingParams
 from penstock.kernels.draw import Wishes, draw, finite_rows, likeliest
 from penstock.kernels.launch import runs_kernels
 from penstock.kernels.logprobs import logprobs
-from penstock.kernels.noise import prepare
 from penstock.kernels.penalties import Penalties, penalize_, shift_
 from penstock.workers.bans import Bans, History
 from penstock.workers.beams import Candidates
@@ -100,8 +99,6 @@ class Sampler:
         self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
         self._vocab_size = vocab_size
         self._device = device
-        if device.type == "cpu":
-            prepare()
 
     def admit(self, row: int, params: SamplingParams, choice: int) -> None:
         """A sequence takes the row. All tokens but stop tokens are within the vocabulary."""

@@ -5,7 +5,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 
 import grpc
@@ -176,16 +176,18 @@ async def serve_worker(
     captured: Progress = lambda done, total: None,
     store: Store | None = None,
     watchdog: Watchdog | None = None,
+    tell: Callable[[str], None] = lambda stage: None,
 ) -> RunningWorker:
     """Load, warm up, serve. ValueError or OSError with one clear line where that cannot be.
 
-    `progress` is told of bytes of weights, `captured` of graphs, both from another thread; `store`
+    `progress` is told of bytes of weights, `captured` of graphs and `tell` of other stages by their
+    names, all from another thread; `store`
     is where other ranks are met, if there are any (`RankLost` if they do not come). `watchdog` is
     given what to watch; it is the caller's to start.
     """
     server = grpc.aio.server(options=_OPTIONS)
     address = _bind(server, config)  # first: a taken port is known before the weights are read
-    engine = await asyncio.to_thread(_warm_engine, config, progress, captured, store)
+    engine = await asyncio.to_thread(_warm_engine, config, progress, captured, store, tell)
     identity = Identity(
         worker=config.name,
         incarnation=secrets.token_hex(8),
@@ -240,9 +242,13 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
 
 
 def _warm_engine(
-    config: WorkerConfig, progress: Progress, captured: Progress, store: Store | None
+    config: WorkerConfig,
+    progress: Progress,
+    captured: Progress,
+    store: Store | None,
+    tell: Callable[[str], None],
 ) -> Engine:
-    engine = Engine(config, progress, store)
+    engine = Engine(config, progress, store, tell=tell)
     if config.deterministic:
         rehearse(engine)
     engine.warm_up(captured)

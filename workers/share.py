@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from penstock.kernels.loop_groups import Group, LoopLoader, needed_groups
 from penstock.workers.config import WorkerConfig
 from penstock.workers.device.ladder import Ladder
 from penstock.workers.device.runner import DeviceRunner
@@ -39,11 +40,15 @@ from penstock.workers.scheduling.limits import Limits
 from penstock.workers.transfer.mover import Movers, RankMover
 from penstock.workers.transfer.shards import Rectangle
 from penstock.workers.transfer.staging import KvStaging
-from penstock.workers.weights.loading import load
+from penstock.workers.weights.loading import choose_dtype, load
 from penstock.workers.weights.sharding import kv_heads
 
 Progress = Callable[[int, int], None]
 """Told how much is done, and of how much: bytes of weights read, or graphs captured."""
+
+COMPILING = "compiling CPU kernels, first start only"
+WARMING_UP = "warming up"
+"""Stages of a start that are told by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +124,12 @@ def take_share(
     progress: Progress,
     store: Store | None,
     decoder: ServedModel | None = None,
+    tell: Callable[[str], None] = lambda stage: None,
 ) -> Share:
     """Load it. If there are other ranks, they are met in `store` (`RankLost` if they do not come).
 
-    decoder: a whole model that is there already, with no other rank.
+    decoder: a whole model that is there already, with no other rank. tell: takes the name of the
+    stage while loops are compiled, and that of the stage that follows.
     Where it cannot be, a ValueError says why in one line.
     """
     if config.threads is not None:
@@ -134,6 +141,14 @@ def take_share(
         ranks = join(place, store, device, config.host, config.ranks_seconds)
         num_ranks = place.mesh.num_ranks
         reports = connect_hosts(store, "reports", place.rank, num_ranks, config.host)
+    groups = [] if decoder is not None else _loop_groups(config, device)
+    loops = LoopLoader(groups, lambda: tell(COMPILING))
+
+    def told(done: int, total: int) -> None:
+        progress(done, total)
+        if done >= total and loops.compiles:
+            tell(COMPILING)
+
     if decoder is not None:
         spec = decoder.spec
     else:
@@ -141,7 +156,7 @@ def take_share(
             config.model,
             config.dtype,
             device,
-            progress,
+            told,
             config.max_model_len,
             config.quantization,
             config.deterministic,
@@ -150,9 +165,23 @@ def take_share(
     names = config.kv_cache_dtype, config.quantization
     cached = choose_cache_dtype(*names, decoder.dtype, decoder.device)
     limits = _limits(config, spec, decoder, cached.itemsize, store)
+    loops.join()
+    if loops.has_compiled:
+        tell(WARMING_UP)
     num_scratch = 1 if _computes_by_itself(config, decoder) else 0
     cache = _make_cache(limits, decoder, cached, num_scratch)
     return Share(config, spec, decoder, limits, cache, reports)
+
+
+def _loop_groups(config: WorkerConfig, device: torch.device) -> list[Group]:
+    """The loops that a worker of this configuration needs; none where it cannot be."""
+    try:
+        dtype = choose_dtype(config.dtype, "float32", device)
+        cached = choose_cache_dtype(config.kv_cache_dtype, config.quantization, dtype, device)
+    except ValueError:
+        return []
+    alone = config.place.mesh.num_ranks == 1
+    return needed_groups(device, dtype, cached, config.quantization != "none", alone)
 
 
 def _computes_by_itself(config: WorkerConfig, decoder: ServedModel) -> bool:

@@ -9,9 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.in_place import prepare
-from penstock.kernels.panel_product import prepare_panels
-from penstock.workers.kv_cache import choose_cache_dtype
 from penstock.workers.layers.packing import check_deterministic, check_quantization, pack
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
@@ -106,14 +103,10 @@ def load_model(
     check_quantization(quantization, device, chosen)
     if deterministic:
         check_deterministic(device, chosen)
-    cached = choose_cache_dtype("auto", quantization, chosen, device)
-    preparing = prepare(device, cached), prepare_panels(device, chosen)
     decoder = empty_decoder(spec, chosen, device, deterministic, ranks)
     _stream(entries, decoder.tensors(), regions(spec, ranks.place), progress)
     decoder.settle()
     pack(decoder, quantization, deterministic)
-    for each in preparing:
-        each.join()
     return spec, decoder
 
 

@@ -1,0 +1,139 @@
+"""Groups of loops: each is compiled by one process, whoever ends in between."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.kernels import loop_groups
+from penstock.kernels.compiled import has_loops
+from penstock.kernels.loop_groups import Group, LoopLoader, needed_groups
+
+pytestmark = pytest.mark.skipif(not has_loops(), reason="numba is not installed")
+
+
+class Disk:
+    """What is compiled, as two processes see it. Threads play the processes: flock tells open
+    files apart, not processes."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, str]] = []  # by whom, what
+        self.loaded: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+
+    def group(self, who: str, name: str, begun: threading.Event, go_on: threading.Event) -> Group:
+        """One that, when it is compiled, says that it has begun and waits."""
+
+        def load() -> None:
+            with self._lock:
+                is_new = name not in [what for _, what in self.compiled]
+                (self.compiled if is_new else self.loaded).append((who, name))
+            if is_new:
+                begun.set()
+                assert go_on.wait(60)
+
+        return Group(name, load)
+
+
+def test_two_share_the_work_and_each_has_all(tmp_path: Path) -> None:
+    disk = Disk()
+    begun = {who: threading.Event() for who in "ab"}
+    go_on = threading.Event()
+    loaders = []
+    for who in "ab":
+        groups = [disk.group(who, name, begun[who], go_on) for name in ("one", "two")]
+        loaders.append(LoopLoader(groups, folder=tmp_path))
+        assert begun[who].wait(60)  # for `b`: while `a` compiles
+    go_on.set()
+    for loader in loaders:
+        loader.join()
+    assert disk.compiled == [("a", "one"), ("b", "two")]
+    assert sorted(disk.loaded) == [("a", "two"), ("b", "one")]
+
+
+def test_what_a_group_needs_is_waited_for(tmp_path: Path) -> None:
+    """The second process finds all but the last group taken, which would compile the first too."""
+    disk = Disk()
+    begun, go_on = threading.Event(), threading.Event()
+    first = LoopLoader([disk.group("a", "one", begun, go_on)], folder=tmp_path)
+    assert begun.wait(60)
+    told = threading.Event()
+    one = disk.group("b", "one", threading.Event(), go_on)
+    last = disk.group("b", "last", threading.Event(), go_on)
+    needy = Group("last", last.load, needs=("one", "unknown"))
+    second = LoopLoader([one, needy], told.set, tmp_path)
+    assert told.wait(60), "it waits for a process that compiles"
+    assert second.compiles
+    assert disk.compiled == [("a", "one")]
+    go_on.set()
+    first.join()
+    second.join()
+    assert disk.loaded == [("b", "one")]
+    assert disk.compiled == [("a", "one"), ("b", "last")]
+    assert second.has_compiled
+    assert not second.compiles
+
+
+def test_a_holder_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
+    program = (
+        "import fcntl, sys, time\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "one.lock")]
+    told, loaded = threading.Event(), threading.Event()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        loader = LoopLoader([Group("one", loaded.set)], told.set, tmp_path)
+        assert told.wait(60)
+        assert not loaded.is_set()
+        os.kill(holder.pid, signal.SIGKILL)
+    loader.join()
+    assert loaded.is_set()
+
+
+def test_a_holder_that_stands_still_is_waited_for_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_groups, "MOST_SECONDS_HELD", 0.1)
+    with loop_groups._lock(tmp_path, "one", 0.0) as is_held:
+        assert is_held
+        loaded = threading.Event()
+        LoopLoader([Group("one", loaded.set)], folder=tmp_path).join()
+        assert loaded.is_set()
+
+
+def test_without_locks_everybody_loads(tmp_path: Path) -> None:
+    loaded = threading.Event()
+    LoopLoader([Group("one", loaded.set)], folder=tmp_path / "missing").join()
+    assert loaded.is_set()
+
+
+def test_what_goes_wrong_is_raised_where_it_is_waited_for(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError("disk full")
+
+    loader = LoopLoader([Group("one", fail)], folder=tmp_path)
+    with pytest.raises(OSError, match="disk full"):
+        loader.join()
+
+
+def test_a_worker_asks_for_what_it_computes_with() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert needed_groups(gpu, torch.bfloat16, torch.bfloat16, False, True) == []
+    wide = needed_groups(cpu, torch.float32, torch.float32, False, True)
+    names = [each.name for each in wide]
+    assert {"attention-wide", "rotary-wide", "noise", "norms"} < set(names)
+    narrow = needed_groups(cpu, torch.float32, torch.bfloat16, True, False)
+    assert "attention-narrow" in [each.name for each in narrow]
+    assert not any(each.name.startswith("program") for each in narrow)
+    for each in wide:
+        assert set(each.needs) <= set(names[: names.index(each.name)]), "no two wait for each other"
