@@ -23,6 +23,7 @@ from statistics import median
 
 from penstock.cluster.bursts import Arrivals
 from penstock.cluster.shortfall import Shortfall
+from penstock.common.worker_load import NO_LOAD, WorkerLoad
 
 CALIBRATED_SECONDS = 1.0
 """Of computing prompts, before a worker's rate is believed."""
@@ -75,24 +76,21 @@ PROMISED_WAIT, PROMISED_BUSY = 4.0, 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """What one worker that serves said last. Totals are since its start."""
+class ServingWorker:
+    """One worker that serves, with the load that it reported last."""
 
     name: str
-    at: float  # when it said so
-    queued_tokens: int = 0  # uncached prompt tokens waiting there
-    running: int = 0  # sequences
+    at: float  # when it reported
+    load: WorkerLoad = NO_LOAD
+    sequences: int = 0  # that take a place there, or wait for one
     places: int = 1  # sequences that may run at once
-    kv_share: float = 0.0  # of its blocks: used, leased or reserved
-    prompt_tokens: int = 0  # total computed
-    prompt_seconds: float = 0.0  # total of the steps that computed prompts
 
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
     """A pool as it is. Totals are since the start of the routers."""
 
-    workers: Sequence[WorkerLoad] = ()  # those that serve, in no order
+    workers: Sequence[ServingWorker] = ()  # those that serve, in no order
     pending: int = 0  # asked for, not serving yet
     draining: int = 0
     waiting: int = 0  # requests in the routers' queues for this pool
@@ -187,7 +185,7 @@ class Autoscaler:
         limits, memory = self._limits[pool], self._memories[pool]
         if memory.begun > now:
             memory.begun, memory.first = now, state.count
-        fresh = [load for load in state.workers if now - load.at <= self._pace.stale]
+        fresh = [each for each in state.workers if now - each.at <= self._pace.stale]
         _calibrate(memory, state)
         if state.workers and not fresh:
             return _hold(pool, state, limits, "no worker has said anything lately")
@@ -204,7 +202,7 @@ class Autoscaler:
 
     # ------------------------------------------------------------ need
 
-    def _need(self, pool: str, state: PoolState, fresh: list[WorkerLoad], now: float) -> _Need:
+    def _need(self, pool: str, state: PoolState, fresh: list[ServingWorker], now: float) -> _Need:
         needs = []
         if pool != "decode":
             needs.append(self._prefill_need(pool, state, fresh, now))
@@ -213,13 +211,14 @@ class Autoscaler:
         return max(needs, key=lambda need: max(need.queue, need.occupancy))
 
     def _prefill_need(
-        self, pool: str, state: PoolState, fresh: list[WorkerLoad], now: float
+        self, pool: str, state: PoolState, fresh: list[ServingWorker], now: float
     ) -> _Need:
         limits, memory = self._limits[pool], self._memories[pool]
         came = memory.arrivals.count(now, state.arrived_tokens)
         rates = memory.arrivals.rates(self._pace.memory(state.cold_start))
         rate, arriving = memory.rate, rates.lately
-        backlog = state.waiting_tokens + _of_all(state, fresh, [w.queued_tokens for w in fresh])
+        queued = _of_all(state, fresh, [each.load.queued_tokens for each in fresh])
+        backlog = state.waiting_tokens + queued
         if rate is None:
             # Until a worker's rate is known: the plain length of the queue.
             queue = float(state.waiting)
@@ -252,11 +251,11 @@ class Autoscaler:
             return float(stay), f", {stay} of the first {memory.first} workers stay for now"
         return float(enough), f", {enough} would be late for {self._pace.late:.0%} of it at most"
 
-    def _decode_need(self, pool: str, state: PoolState, fresh: list[WorkerLoad]) -> _Need:
+    def _decode_need(self, pool: str, state: PoolState, fresh: list[ServingWorker]) -> _Need:
         limits = self._limits[pool]
-        kv = _of_all(state, fresh, [load.kv_share for load in fresh])
-        running = _of_all(state, fresh, [load.running for load in fresh])
-        places = median(load.places for load in fresh) if fresh else inf
+        kv = _of_all(state, fresh, [each.load.kv_usage for each in fresh])
+        running = _of_all(state, fresh, [each.sequences for each in fresh])
+        places = median(each.places for each in fresh) if fresh else inf
         waiting = state.waiting
         if pool == "mixed" and self._pace.hedge and fresh:
             # Else they wait for their prompts' turn, not for a place.
@@ -338,22 +337,23 @@ def _queue_term(state: PoolState, seconds: float, wait: float) -> float:
 def _calibrate(memory: _Memory, state: PoolState) -> None:
     """The median worker's prompt tokens a second; kept while there is no worker."""
     rates = [
-        load.prompt_tokens / load.prompt_seconds
-        for load in state.workers
-        if load.prompt_seconds >= CALIBRATED_SECONDS
+        each.load.prompt_tokens_computed / each.load.prompt_seconds
+        for each in state.workers
+        if each.load.prompt_seconds >= CALIBRATED_SECONDS
     ]
     if rates:
         memory.rate = median(rates) or None
 
 
-def _of_all(state: PoolState, fresh: list[WorkerLoad], values: Sequence[float]) -> float:
+def _of_all(state: PoolState, fresh: list[ServingWorker], values: Sequence[float]) -> float:
     """The sum over all workers: those that say nothing are like the others."""
     return sum(values) * len(state.workers) / len(fresh) if fresh else 0.0
 
 
 def _is_needed(state: PoolState) -> bool:
     """Whether there is anything to do: the last worker stays, or a first one is made."""
-    return bool(state.waiting or any(load.running or load.queued_tokens for load in state.workers))
+    busy = (each.sequences or each.load.queued_tokens for each in state.workers)
+    return bool(state.waiting or any(busy))
 
 
 def _remember(past: deque[tuple[float, int]], now: float, value: int, seconds: float) -> None:

@@ -18,7 +18,7 @@ from penstock.cluster.autoscaler import (
     Pace,
     PoolLimits,
     PoolState,
-    WorkerLoad,
+    ServingWorker,
 )
 from penstock.cluster.placement import CannotPlace, Node, WorkerPlace
 from penstock.cluster.slots import Phase
@@ -95,7 +95,7 @@ class Sight:
         return {
             pool: PoolState(
                 workers=[
-                    _load(name, numbers.get(name), pool, now)
+                    _serving(name, numbers.get(name), pool, now)
                     for name, phase in of.items()
                     if phase is Phase.SERVING
                 ],
@@ -116,7 +116,7 @@ class Sight:
         self._counted = state.prompt_tokens
         heard = [each.numbers for each in state.workers if each.numbers is not None]
         taken = sum(each.prompt_tokens for each in heard)
-        hits = sum(each.prefix_hit_tokens for each in heard) / taken if taken else 0.0
+        hits = sum(each.load.prompt_tokens_cached for each in heard) / taken if taken else 0.0
         self._uncached += max(new, 0) * (1 - hits)  # a router that began anew counts from 0
 
 
@@ -170,7 +170,7 @@ def lent_of(state: told.ClusterState, places: Sequence[WorkerPlace]) -> frozense
 def busy_of(state: told.ClusterState) -> dict[str, float]:
     """How much each worker has to do."""
     return {
-        each.worker: float(each.numbers.running + each.numbers.waiting)
+        each.worker: float(each.numbers.load.running + each.numbers.load.queued)
         for each in state.workers
         if each.numbers is not None
     }
@@ -205,21 +205,13 @@ def scaling_of(
     return told.Scaling(pools, notes)
 
 
-def _load(name: str, numbers: told.WorkerNumbers | None, pool: str, now: float) -> WorkerLoad:
+def _serving(name: str, numbers: told.WorkerNumbers | None, pool: str, now: float) -> ServingWorker:
     if numbers is None:
-        return WorkerLoad(name, at=-inf)
-    held = sum(numbers.blocks[kind] for kind in ("used", "leased", "reserved"))
-    return WorkerLoad(
-        name=name,
-        at=now,
-        queued_tokens=numbers.waiting_tokens,
-        # At a decoding worker one that waits there for room waits for a place too.
-        running=numbers.running + (numbers.waiting if pool == "decode" else 0),
-        places=max(numbers.places, 1),
-        kv_share=held / max(sum(numbers.blocks.values()), 1),
-        prompt_tokens=numbers.prompt_tokens - numbers.prefix_hit_tokens,
-        prompt_seconds=numbers.prompt_seconds,
-    )
+        return ServingWorker(name, at=-inf)
+    load = numbers.load
+    # At a decoding worker one that waits there for room waits for a place too.
+    sequences = load.running + (load.queued if pool == "decode" else 0)
+    return ServingWorker(name, now, load, sequences, max(numbers.places, 1))
 
 
 def _count(phases: Collection[Phase], *counted: Phase) -> int:

@@ -96,10 +96,10 @@ def run_turn(engine: Engine, options: Options, batch: int, seed: int) -> Turn:
     turn = Turn()
     left, began, last = batch, clock(), clock()
     while left:
-        computed = engine.load().pool.prompt_tokens_computed
+        computed = engine.load().prompt_tokens_computed
         result = engine.step()
         now = clock()
-        if engine.load().pool.prompt_tokens_computed > computed:
+        if engine.load().prompt_tokens_computed > computed:
             turn.prefill_seconds += now - last
         else:
             turn.decode_steps.append(now - last)

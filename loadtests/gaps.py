@@ -48,7 +48,7 @@ class Steps:
     def note(self, result: StepResult) -> None:
         now = time.perf_counter()
         if result.output is not None:
-            self.gaps.append(self._engine.load().gap_seconds)
+            self.gaps.append(self._engine.gap_seconds)
             self.steps.append(now - self._began)
         self._began = now
 

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.worker_load import WorkerLoad
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.traces import read_trace
 from penstock.loadtests.bench.workload import TRACE_BLOCK, TraceRow
 from penstock.loadtests.paired import MeasurementFailed, run
 from penstock.workers.scheduling.batcher import Batcher, Limits
-from penstock.workers.scheduling.sequence import NewSequence, PoolLoad
+from penstock.workers.scheduling.sequence import NewSequence
 
 _DRAWN = 7
 _CHECK_EVERY = 256  # steps: every hold on every block is looked at
@@ -48,7 +49,7 @@ class Waste:
     allocated: int = 0  # slots
     most: float = 0.0  # share of a step
 
-    def note(self, load: PoolLoad, block_size: int) -> None:
+    def note(self, load: WorkerLoad, block_size: int) -> None:
         allocated = load.used_blocks * block_size
         self.steps += 1
         self.unwritten += load.unwritten_slots

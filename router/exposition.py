@@ -101,7 +101,7 @@ def worker_metrics(workers: Sequence[WorkerState]) -> Iterator[Metric]:
         "penstock_requests_running",
         "Sequences that the worker runs.",
         ["worker", "role"],
-        (([each.worker, each.role], each.numbers.running) for each in workers if each.numbers),
+        (([each.worker, each.role], each.numbers.load.running) for each in workers if each.numbers),
     )
 
 
@@ -124,9 +124,9 @@ def number_metrics(workers: Sequence[tuple[str, WorkerNumbers]]) -> Iterator[Met
         "Choices of a mixture's busiest expert over those of its mean one, of late.",
         ["worker"],
         (
-            ([name], each.expert_imbalance)
+            ([name], each.load.expert_imbalance)
             for name, each in workers
-            if each.expert_imbalance  # of models without experts there is nothing to tell
+            if each.load.expert_imbalance  # of models without experts there is nothing to tell
         ),
     )
     counters: Sequence[tuple[str, str, Callable[[WorkerNumbers], int]]] = (
@@ -134,12 +134,12 @@ def number_metrics(workers: Sequence[tuple[str, WorkerNumbers]]) -> Iterator[Met
         (
             "prefix_hit_tokens",
             "Prompt tokens whose KV was in the prefix cache.",
-            lambda each: each.prefix_hit_tokens,
+            lambda each: each.load.prompt_tokens_cached,
         ),
         (
             "preemptions",
             "Sequences put back into the queue for want of KV blocks.",
-            lambda each: each.preemptions,
+            lambda each: each.load.preemptions,
         ),
     )
     for name, about, number in counters:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import penstock
-from penstock.protos import worker_pb2 as pb
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.roles import Assignment, Assignments
 from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
 from penstock.router.routing.lifecycle import Phase
@@ -29,21 +29,43 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class WorkerNumbers:
-    """What a worker last said of itself. Totals are since its start."""
+    """A worker's newest load, and the sizes that it relates to."""
 
-    running: int  # sequences
+    load: WorkerLoad
     places: int  # sequences that may run at once
-    waiting: int
-    waiting_tokens: int
-    blocks: Mapping[str, int]  # used, leased, reserved, cached and free
-    kv_waste: float  # share of the used blocks' slots that hold nothing
-    prompt_tokens: int
-    prefix_hit_tokens: int  # of them, found in the prefix cache
-    preemptions: int
-    prompt_seconds: float  # of the steps that computed prompts
-    step_seconds: float  # of the last step
-    steps: StepTimes
-    expert_imbalance: float = 0.0  # choices of the busiest expert over the mean one's; 0: unknown
+    block_size: int  # tokens
+    step_bounds: Sequence[float] = ()  # seconds, rising: see `WorkerLoad.step_counts`
+
+    @property
+    def kv_waste(self) -> float:
+        """Share of the used blocks' slots that hold nothing."""
+        slots = self.load.used_blocks * self.block_size
+        return self.load.unwritten_slots / slots if slots else 0.0
+
+    @property
+    def blocks(self) -> Mapping[str, int]:
+        """KV blocks by what they are."""
+        load = self.load
+        return {
+            "used": load.used_blocks,
+            "leased": load.leased_blocks,
+            "reserved": load.reserved_blocks,
+            "cached": load.cached_blocks,
+            "free": load.free_blocks,
+        }
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Total of prompt tokens, computed or found in the prefix cache."""
+        return self.load.prompt_tokens_computed + self.load.prompt_tokens_cached
+
+    @property
+    def steps(self) -> StepTimes:
+        """The histogram of steps; a single bucket if counts and bounds do not fit together."""
+        bounds, counts = list(self.step_bounds), list(self.load.step_counts)
+        if len(counts) != len(bounds) + 1:  # one odd worker must not cost the others their metrics
+            return StepTimes((), (self.load.num_steps,), self.load.step_seconds)
+        return StepTimes(bounds, counts, self.load.step_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,43 +262,11 @@ def look_at_workers(
 def _worker(link: WorkerLink, status: WorkerStatus | None, given: Assignment | None) -> WorkerState:
     state = DOWN if status is None else status.state
     numbers = None
-    if link.welcome is not None and link.load is not None and state not in SILENT:
-        numbers = read_load(link.welcome, link.load)
-    role = "" if link.welcome is None else link.welcome.role if given is None else given.role
+    info = link.info
+    if info is not None and link.load is not None and state not in SILENT:
+        numbers = WorkerNumbers(link.load, info.max_sequences, info.block_size, info.step_bounds)
+    role = "" if info is None else info.role if given is None else given.role
     return WorkerState(link.worker, role, state, status.num_requests if status else 0, numbers)
-
-
-def read_load(welcome: pb.Welcome, load: pb.Load) -> WorkerNumbers:
-    """A worker's messages as numbers."""
-    slots = load.used_blocks * welcome.block_size
-    return WorkerNumbers(
-        running=load.running,
-        places=welcome.max_sequences,
-        waiting=load.queued,
-        waiting_tokens=load.queued_tokens,
-        blocks={
-            "used": load.used_blocks,
-            "leased": load.leased_blocks,
-            "reserved": load.reserved_blocks,
-            "cached": load.cached_blocks,
-            "free": load.free_blocks,
-        },
-        kv_waste=load.unwritten_slots / slots if slots else 0.0,
-        prompt_tokens=load.prompt_tokens_computed + load.prompt_tokens_cached,
-        prefix_hit_tokens=load.prompt_tokens_cached,
-        preemptions=load.preemptions,
-        prompt_seconds=load.prompt_seconds,
-        step_seconds=load.step_micros / 1e6,
-        steps=_step_times(welcome, load),
-        expert_imbalance=load.expert_imbalance,
-    )
-
-
-def _step_times(welcome: pb.Welcome, load: pb.Load) -> StepTimes:
-    bounds, counts = list(welcome.step_bounds), list(load.step_counts)
-    if len(counts) != len(bounds) + 1:  # one odd worker must not cost the others their metrics
-        return StepTimes((), (load.steps,), load.step_seconds)
-    return StepTimes(bounds, counts, load.step_seconds)
 
 
 def look_at_pools(
@@ -317,14 +307,14 @@ def _first(members: Mapping[str, object], *roles: str) -> str:
 
 
 def _pool(pool: str, members: Sequence[WorkerState], queued: int, tokens: int) -> PoolState:
-    numbers = [worker.numbers for worker in members if worker.numbers is not None]
+    loads = [worker.numbers.load for worker in members if worker.numbers is not None]
     return PoolState(
         pool=pool,
         workers=len(members),
         ready=sum(worker.state == "ready" for worker in members),
-        running=sum(each.running for each in numbers),
-        waiting=queued + sum(each.waiting for each in numbers),
-        waiting_tokens=tokens + sum(each.waiting_tokens for each in numbers),
+        running=sum(each.running for each in loads),
+        waiting=queued + sum(each.queued for each in loads),
+        waiting_tokens=tokens + sum(each.queued_tokens for each in loads),
         queued=queued,
         queued_tokens=tokens,
     )

@@ -33,9 +33,9 @@ def _of_workers(
         "vllm:num_requests_running",
         "Sequences that run.",
         LABELS,
-        ((labels, each.running) for labels, each in named),
+        ((labels, each.load.running) for labels, each in named),
     )
-    waiting = [(labels, float(each.waiting)) for labels, each in named]
+    waiting = [(labels, float(each.load.queued)) for labels, each in named]
     yield gauge(
         "vllm:num_requests_waiting",
         "Requests that wait, at a worker or at the router.",
@@ -47,12 +47,12 @@ def _of_workers(
             f"vllm:{name}",
             "Share of the KV blocks in use, from 0 to 1.",
             LABELS,
-            ((labels, _in_use(each)) for labels, each in named),
+            ((labels, each.load.kv_usage) for labels, each in named),
         )
     counters = (
         ("prefix_cache_queries", [each.prompt_tokens for _, each in named]),
-        ("prefix_cache_hits", [each.prefix_hit_tokens for _, each in named]),
-        ("num_preemptions", [each.preemptions for _, each in named]),
+        ("prefix_cache_hits", [each.load.prompt_tokens_cached for _, each in named]),
+        ("num_preemptions", [each.load.preemptions for _, each in named]),
     )
     for name, values in counters:
         samples = zip((labels for labels, _ in named), values, strict=True)
@@ -83,8 +83,3 @@ def _of_router(labels: Sequence[str], state: ClusterState, tally: Tally) -> Iter
     for name, each in histograms:
         spread = (each.bounds, each.counts, each.total)
         yield histogram(f"vllm:{name}", "As penstock's own.", LABELS, [(labels, spread)])
-
-
-def _in_use(numbers: WorkerNumbers) -> float:
-    held = sum(numbers.blocks[kind] for kind in ("used", "leased", "reserved"))
-    return held / max(sum(numbers.blocks.values()), 1)

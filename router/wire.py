@@ -4,28 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.protos import worker_pb2 as pb
-from penstock.protos.worker_codec import encode_sampling_params
+from penstock.protos.worker_codec import decode_worker_load, encode_sampling_params
 from penstock.router.routing import events as ev
 
 PROTOCOL = 1
 
 FINISHES = {finish.value: finish for finish in ev.Finish}
-
-
-def load_of(load: pb.Load) -> ev.Load:
-    return ev.Load(
-        queued=load.queued,
-        queued_tokens=load.queued_tokens,
-        running=load.running,
-        free_blocks=load.free_blocks,
-        cached_blocks=load.cached_blocks,
-        leased_blocks=load.leased_blocks,
-        step_seconds=load.step_micros / 1e6,
-        steps=load.steps,
-        prompt_tokens=load.prompt_tokens_computed,
-        prompt_hits=load.prompt_tokens_cached,
-        prompt_seconds=load.prompt_seconds,
-    )
 
 
 def info_of(welcome: pb.Welcome) -> ev.WorkerInfo:
@@ -38,6 +22,7 @@ def info_of(welcome: pb.Welcome) -> ev.WorkerInfo:
         num_blocks=welcome.num_blocks,
         max_model_len=welcome.max_model_len,
         max_sequences=welcome.max_sequences,
+        step_bounds=tuple(welcome.step_bounds),
     )
 
 
@@ -61,7 +46,7 @@ def stepped(worker: str, step: pb.Step) -> ev.Stepped:
     return ev.Stepped(
         worker,
         tokens,
-        load_of(step.load) if step.HasField("load") else None,
+        decode_worker_load(step.load) if step.HasField("load") else None,
         [(entry.request, entry.attempt, entry.reason) for entry in step.ended],
         [
             ev.ScoredPrompt(entry.request, entry.attempt, entry.position, list(entry.entries))

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 from penstock.protos import worker_pb2_grpc
+from penstock.protos.worker_codec import decode_worker_load
 from penstock.router import wire
 from penstock.router.routing import events as ev
 
@@ -69,8 +71,8 @@ class WorkerLink:
     ) -> None:
         self.worker = worker
         self.address = address
-        self.welcome: pb.Welcome | None = None  # of the newest stream, also after its end
-        self.load: pb.Load | None = None  # the newest; None while there is no stream
+        self.info: ev.WorkerInfo | None = None  # of the newest stream, also after its end
+        self.load: WorkerLoad | None = None  # the newest; None while there is no stream
         self._identity = identity
         self._tell = tell
         self._welcomed = welcomed
@@ -180,8 +182,8 @@ class WorkerLink:
             raise LinkBroken(f"another worker answers there ({welcome.worker!r})")
         self._welcomed(welcome)
         self._is_up = True
-        self.welcome, self.load = welcome, welcome.load
-        self._tell(ev.WorkerUp(wire.info_of(welcome), wire.load_of(welcome.load)))
+        self.info, self.load = wire.info_of(welcome), decode_worker_load(welcome.load)
+        self._tell(ev.WorkerUp(self.info, self.load))
 
     async def _talk(self, call: grpc.aio.StreamStreamCall) -> None:
         writer = asyncio.create_task(self._write(call))
@@ -205,9 +207,10 @@ class WorkerLink:
             if message.number != expected:
                 raise LinkBroken(f"its message {expected} is missing")
             expected += 1
-            if message.HasField("step") and message.step.HasField("load"):
-                self.load = message.step.load
-            self._tell(wire.event_of(self.worker, message))
+            event = wire.event_of(self.worker, message)
+            if isinstance(event, ev.Stepped) and event.load is not None:
+                self.load = event.load
+            self._tell(event)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         number = 1

@@ -24,12 +24,17 @@ DOORS = {
 }
 """Which rooms a room may import, itself aside."""
 
-SHARED_RECORDS = {"penstock.common.block_hash", "penstock.common.sampling_params"}
+SHARED_RECORDS = {
+    "penstock.common.block_hash",
+    "penstock.common.sampling_params",
+    "penstock.common.worker_load",
+}
 """The pure part of `common`, which deciding code may import."""
 
 DECIDING = {
     "penstock.common.block_hash": {"numpy"},
     "penstock.common.sampling_params": set(),
+    "penstock.common.worker_load": set(),
     "penstock.workers.scheduling": {"numpy", *SHARED_RECORDS},
     "penstock.router.routing": {"numpy", *SHARED_RECORDS},
     "penstock.cluster.labels": set(),
@@ -40,7 +45,9 @@ DECIDING = {
         *("penstock.cluster.labels", "penstock.cluster.packing", "penstock.cluster.spec"),
     },
     "penstock.cluster.restarts": set(),
-    "penstock.cluster.autoscaler": {"penstock.cluster.bursts", "penstock.cluster.shortfall"},
+    "penstock.cluster.autoscaler": {
+        *("penstock.cluster.bursts", "penstock.cluster.shortfall", *SHARED_RECORDS),
+    },
     "penstock.cluster.bursts": set(),
     "penstock.cluster.shortfall": set(),
     "penstock.cluster.slots": set(),

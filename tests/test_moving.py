@@ -66,12 +66,13 @@ class Cluster:
     def where(self) -> dict[str, int]:
         """Sequences that generate, by worker."""
         look = self.router.frontend.look()
-        return {one.worker: one.numbers.running for one in look.workers if one.numbers is not None}
+        workers = look.workers
+        return {each.worker: each.numbers.load.running for each in workers if each.numbers}
 
     def computed(self, worker: str) -> int:
         """Prompt positions that a worker has run through its model."""
         numbers = {one.worker: one.numbers for one in self.router.frontend.look().workers}[worker]
-        return 0 if numbers is None else numbers.prompt_tokens - numbers.prefix_hit_tokens
+        return 0 if numbers is None else numbers.load.prompt_tokens_computed
 
 
 @pytest_asyncio.fixture

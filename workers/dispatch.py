@@ -11,10 +11,12 @@ from functools import partial
 
 import grpc
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as wire
+from penstock.protos.worker_codec import encode_worker_load
 from penstock.workers.canary import KEY as CANARY
 from penstock.workers.canary import Vigil
-from penstock.workers.engine import Engine, EngineLoad, StepResult
+from penstock.workers.engine import Engine, StepResult
 from penstock.workers.loop import EngineLoop
 from penstock.workers.scheduling.sequence import NeverFits
 from penstock.workers.session import Held, Session
@@ -26,7 +28,6 @@ from penstock.workers.wire import (
     SequenceKey,
     Vocabulary,
     found_message,
-    load_message,
     named,
     new_sequence,
     step_messages,
@@ -209,7 +210,7 @@ class Dispatch:
 
     # ------------------------------------------------------------ from the engine
 
-    def _deliver(self, result: StepResult, load: EngineLoad) -> None:
+    def _deliver(self, result: StepResult, load: WorkerLoad) -> None:
         """Spread what a step gave; tokens come before what has become of their sequences."""
         self._take_up(result, load)
         steps = step_messages(result, self._wanted)
@@ -232,7 +233,7 @@ class Dispatch:
             key = named(receiving.key)
             self.handover.expect(self._sessions.get(key.session), receiving)
 
-    def _take_up(self, result: StepResult, load: EngineLoad) -> None:
+    def _take_up(self, result: StepResult, load: WorkerLoad) -> None:
         """Note the load, but not that of a canary alone, and whether a step went well."""
         now = time.monotonic()
         if result.output is not None and not result.failed:
@@ -263,9 +264,10 @@ class Dispatch:
         session.told = self.load
         session.put(wire.ToRouter(step=step), alone)
 
-    def _load_message(self, load: EngineLoad) -> wire.Load:
+    def _load_message(self, load: WorkerLoad) -> wire.Load:
         handover = self.handover
-        return load_message(load, handover.destination.bytes_received, handover.source.bytes_sent)
+        received, sent = handover.destination.bytes_received, handover.source.bytes_sent
+        return encode_worker_load(load._replace(bytes_received=received, bytes_sent=sent))
 
     def _fail(self, error: BaseException) -> None:
         """The engine is gone, and with it whatever was here for anybody."""

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.worker_load import WorkerLoad
 from penstock.workers.beams import Candidates, Hypothesis, Searches
 from penstock.workers.canary import KEY as CANARY
 from penstock.workers.canary import canary
@@ -37,7 +38,6 @@ from penstock.workers.scheduling.sequence import (
     Ints,
     Key,
     NewSequence,
-    PoolLoad,
     Reserved,
     SchedulerEvent,
     StepOutput,
@@ -93,20 +93,6 @@ class Launched:
     tokens: Tensor | None  # [S] what it draws, on the device; None: only the host knows
     wait: Callable[[], Sampled]  # until its tokens are here; from any thread
     began: float  # seconds, of `perf_counter`
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """How busy the engine is, and totals since its start."""
-
-    pool: PoolLoad
-    step_seconds: float  # of the last step
-    num_steps: int
-    gap_seconds: float  # from the newest step's begin back to the end of the one before
-    step_counts: tuple[int, ...]  # steps by their length, see `STEP_BOUNDS`
-    all_steps_seconds: float  # of all steps together
-    prompt_seconds: float  # of the steps that computed prompts
-    expert_imbalance: float = 0.0  # see `ExpertBalance`; 0: there is none, or nothing is known
 
 
 class Engine:
@@ -320,17 +306,22 @@ class Engine:
         for event in self.batcher.events():
             self._obey(event, result)
 
-    def load(self) -> EngineLoad:
-        return EngineLoad(
-            self.batcher.load(),
-            self._step_seconds,
-            self._num_steps,
-            self._gap_seconds,
-            self._times.counts(),
-            self._times.seconds,
-            self._times.prompt_seconds,
-            self._balance.ratio(time.perf_counter()),
+    def load(self) -> WorkerLoad:
+        """The worker's load, without the bytes that transfers have moved."""
+        times = self._times
+        return self.batcher.load()._replace(
+            last_step_seconds=self._step_seconds,
+            num_steps=self._num_steps,
+            step_counts=times.counts(),
+            step_seconds=times.seconds,
+            prompt_seconds=times.prompt_seconds,
+            expert_imbalance=self._balance.ratio(time.perf_counter()),
         )
+
+    @property
+    def gap_seconds(self) -> float:
+        """From the newest step's begin back to the end of the one before."""
+        return self._gap_seconds
 
     @property
     def longest_step(self) -> float:
@@ -339,7 +330,7 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         """What is known of its work, but for what is said in it; also while it hangs."""
-        return {"load": asdict(self.load()), "scheduler": self.batcher.describe()}
+        return {"load": self.load()._asdict(), "scheduler": self.batcher.describe()}
 
     def warm_up(self, captured: Progress = lambda done, total: None) -> None:
         """Run what `warm_up` has, so that no request, and no hand-over, pays for what is made once.

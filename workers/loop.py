@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeVar
 
-from penstock.workers.engine import Engine, EngineLoad, StepResult
+from penstock.common.worker_load import WorkerLoad
+from penstock.workers.engine import Engine, StepResult
 from penstock.workers.parallel.group import RankLost
 from penstock.workers.pipeline import OneByOne, Pipeline, steps_of
 from penstock.workers.watchdog import Pulse
@@ -55,7 +56,7 @@ class EngineLoop:
     def __init__(
         self,
         engine: Engine,
-        deliver: Callable[[StepResult, EngineLoad], None],
+        deliver: Callable[[StepResult, WorkerLoad], None],
         fatal: Callable[[BaseException], None],
         pulse: Pulse | None = None,
     ) -> None:

@@ -13,7 +13,7 @@ from penstock.common.sampling_params import (
 )
 from penstock.protos import worker_pb2 as wire
 from penstock.protos.worker_codec import decode_sampling_params
-from penstock.workers.engine import EngineLoad, Found, StepResult
+from penstock.workers.engine import Found, StepResult
 from penstock.workers.sampler import TokenLogprobs
 from penstock.workers.scheduling.sequence import (
     Finish,
@@ -142,32 +142,6 @@ def _params(message: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingPar
 
 
 # ------------------------------------------------------------------ to the router
-
-
-def load_message(load: EngineLoad, bytes_received: int, bytes_sent: int) -> wire.Load:
-    pool = load.pool
-    return wire.Load(
-        queued=pool.queued,
-        queued_tokens=pool.queued_tokens,
-        running=pool.running,
-        free_blocks=pool.free_blocks,
-        cached_blocks=pool.cached_blocks,
-        leased_blocks=pool.leased_blocks,
-        step_micros=min(int(load.step_seconds * 1e6), (1 << 32) - 1),
-        steps=load.num_steps,
-        prompt_tokens_computed=pool.prompt_tokens_computed,
-        prompt_tokens_cached=pool.prompt_tokens_cached,
-        bytes_received=bytes_received,
-        bytes_sent=bytes_sent,
-        preemptions=pool.preemptions,
-        reserved_blocks=pool.reserved_blocks,
-        used_blocks=pool.used_blocks,
-        unwritten_slots=pool.unwritten_slots,
-        step_counts=load.step_counts,
-        step_seconds=load.all_steps_seconds,
-        prompt_seconds=load.prompt_seconds,
-        expert_imbalance=load.expert_imbalance,
-    )
 
 
 def step_messages(

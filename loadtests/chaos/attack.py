@@ -20,7 +20,7 @@ BACK_SECONDS = 3.0  # for so long after it is ready a worker is just back
 
 
 def _busy_with_prompt(state: WorkerState) -> bool:
-    return state.role != "decode" and state.numbers is not None and state.numbers.running > 0
+    return state.role != "decode" and state.numbers is not None and state.numbers.load.running > 0
 
 
 def _handing_over(state: WorkerState) -> bool:
@@ -29,7 +29,7 @@ def _handing_over(state: WorkerState) -> bool:
 
 
 def _decoding(state: WorkerState) -> bool:
-    return state.role != "prefill" and state.numbers is not None and state.numbers.running > 0
+    return state.role != "prefill" and state.numbers is not None and state.numbers.load.running > 0
 
 
 def _busy(state: WorkerState) -> bool:

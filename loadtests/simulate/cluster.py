@@ -7,7 +7,7 @@ after its cold start, and one too many drains before it goes.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.cluster.autoscaler import PoolState, WorkerLoad
+from penstock.cluster.autoscaler import PoolState, ServingWorker
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulate.clock import Clock, rare_collections
@@ -279,7 +279,7 @@ class Cluster:
         first = "prefill" if "prefill" in self._pools else "mixed"
         waits = name in (set(dispatcher.short_of) & self._pools.keys() or {first})
         state = PoolState(
-            workers=[_load_of(worker, now) for worker in pool.serving],
+            workers=[_serving(worker, now) for worker in pool.serving],
             pending=pool.pending,
             draining=len(pool.draining),
             waiting=dispatcher.num_queued if waits else 0,
@@ -298,7 +298,7 @@ class Cluster:
         workers = [worker for pool in pools for worker in pool.serving]
         loads = [worker.batcher.load() for worker in workers]
         blocks = self._plan.limits.num_blocks
-        used = sum(load.used_blocks + load.leased_blocks + load.reserved_blocks for load in loads)
+        used = sum(load.held_blocks for load in loads)
         self.samples.append(
             Sample(
                 now,
@@ -318,16 +318,7 @@ def _fitting(limits: Limits, load: Sequence[Planned]) -> Limits:
     return replace(limits, max_model_len=min(limits.max_model_len, longest + 1))
 
 
-def _load_of(worker: Worker, now: float) -> WorkerLoad:
-    load, limits = worker.batcher.load(), worker.batcher.limits
-    held = load.used_blocks + load.leased_blocks + load.reserved_blocks
-    return WorkerLoad(
-        name=worker.info.worker,
-        at=now,
-        queued_tokens=load.queued_tokens,
-        running=load.running,
-        places=limits.max_sequences,
-        kv_share=held / limits.num_blocks,
-        prompt_tokens=load.prompt_tokens_computed,
-        prompt_seconds=worker.steps.prompt_seconds,
-    )
+def _serving(worker: Worker, now: float) -> ServingWorker:
+    load = worker.batcher.load()._replace(prompt_seconds=worker.steps.prompt_seconds)
+    places = worker.batcher.limits.max_sequences
+    return ServingWorker(worker.info.worker, now, load, load.running, places)

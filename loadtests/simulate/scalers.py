@@ -60,7 +60,7 @@ class QueueThreshold:
 
     def _count(self, name: str, sight: PoolSight, now: float) -> int:
         state, limits = sight.state, self._limits[name]
-        queued = state.waiting + sum(load.queued_tokens > 0 for load in state.workers)
+        queued = state.waiting + sum(each.load.queued_tokens > 0 for each in state.workers)
         if queued > self._most * state.count:
             self._quiet_since.pop(name, None)
             return min(state.count + 1, limits.most)

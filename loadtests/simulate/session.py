@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.loadtests.simulate.clock import Act
 from penstock.loadtests.simulate.handover import Name, Outgoing, Pace
 from penstock.loadtests.simulate.network import Stream
-from penstock.router.routing.events import Event, Load, WorkerInfo
+from penstock.router.routing.events import Event, WorkerInfo
 from penstock.workers.scheduling.limits import Limits
 
 
@@ -39,7 +40,7 @@ class Session:
     heard: float
     told: float  # when something was last said
     loaded: float = 0.0  # when it was last told how full the worker is
-    load: Load | None = None  # as it was last told
+    load: WorkerLoad | None = None  # as it was last told
     held: dict[Key, Held] = field(default_factory=dict)
 
     def put(self, event: Event, now: float) -> None:

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.loadtests.simulate.session import Key, Session
 from penstock.loadtests.simulate.timing import Floats
-from penstock.router.routing.events import Finish, Load, NewToken, Stepped
+from penstock.router.routing.events import Finish, NewToken, Stepped
 from penstock.workers.scheduling.sequence import Ints, StepOutput
 
 _FINISHES = tuple(Finish)
@@ -53,7 +54,7 @@ def tell(
     session: Session,
     tokens: list[list[NewToken]],
     ends: Floats,
-    load: Load,
+    load: WorkerLoad,
     now: float,
     passed: bool,
 ) -> None:

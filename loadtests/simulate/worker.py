@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.loadtests.simulate.checks import check_rest
 from penstock.loadtests.simulate.clock import Act, Clock, Process
 from penstock.loadtests.simulate.exchange import Exchange
@@ -23,7 +24,6 @@ from penstock.router.routing.events import (
     Drop,
     Event,
     Heard,
-    Load,
     Rejected,
     Send,
     Stepped,
@@ -130,20 +130,11 @@ class Worker:
         for session in self.sessions.values():
             session.put(Draining(self.info.worker), self.clock.now)
 
-    def _load(self) -> Load:
-        pool = self.batcher.load()
-        return Load(
-            pool.queued,
-            pool.queued_tokens,
-            pool.running,
-            pool.free_blocks,
-            pool.cached_blocks,
-            pool.leased_blocks,
-            self.steps.last_seconds,
-            self.steps.num_steps,
-            pool.prompt_tokens_computed,
-            pool.prompt_tokens_cached,
-            self.steps.prompt_seconds,
+    def _load(self) -> WorkerLoad:
+        return self.batcher.load()._replace(
+            last_step_seconds=self.steps.last_seconds,
+            num_steps=self.steps.num_steps,
+            prompt_seconds=self.steps.prompt_seconds,
         )
 
     def _beat(self, session: Session) -> None:

@@ -231,25 +231,16 @@ class SamplingParams:
         """Return what a worker needs of resolved parameters, in the one form that the wire has.
 
         The router selects the best `n` of `best_of` answers and matches stop strings, so `best_of`
-        becomes `n`, ranked answers have log probabilities, and parameters of the text are unset.
+        becomes `n` and ranked answers have log probabilities. What only concerns the text (`stop`,
+        `include_stop_str_in_output`, `skip_special_tokens`) stays, but does not travel.
         """
-        if not (
-            self.use_beam_search
-            or self.best_of is not None
-            or self.top_k < 0
-            or self.stop
-            or self.include_stop_str_in_output
-            or not self.skip_special_tokens
-        ):
+        if not (self.use_beam_search or self.best_of is not None or self.top_k < 0):
             return self
         changed: dict[str, Any] = {
             "n": self.num_generated,
             "best_of": self.num_sequences if self.use_beam_search else None,
             "top_k": max(self.top_k, 0),
             "seed": None if self.use_beam_search else self.seed,
-            "stop": (),
-            "include_stop_str_in_output": False,
-            "skip_special_tokens": True,
         }
         if self.num_generated > self.n and self.logprobs is None:
             changed["logprobs"] = 0

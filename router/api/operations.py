@@ -11,11 +11,12 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.router.api.http import is_loopback, json_response, read_body
+from penstock.router.api.http import Json, is_loopback, json_response, read_body
 from penstock.router.api.keys import ApiKeys
 from penstock.router.errors import invalid
 from penstock.router.exposition import all_metrics
 from penstock.router.frontend import Frontend
+from penstock.router.state import ClusterState, WorkerNumbers
 from penstock.router.vllm_names import vllm_metrics
 
 
@@ -50,7 +51,7 @@ class Operations:
         return Response(encode(self._registry), headers={"content-type": content_type})
 
     async def status(self, request: Request) -> Response:
-        return json_response(asdict(self._frontend.look()))
+        return json_response(status_of(self._frontend.look()))
 
     async def role(self, request: Request) -> Response:
         """Give a worker a role; its sequences go on, here or, where it is to prefill, elsewhere.
@@ -63,6 +64,33 @@ class Operations:
         worker, role = _worker_and_role(await read_body(request, config.bounds))
         await self._frontend.assign(worker, role)
         return json_response({"worker": worker, "role": role})
+
+
+def status_of(state: ClusterState) -> Json:
+    """The JSON of a state: names of fields as they are, but for the numbers of workers."""
+    status = asdict(state)
+    for worker, told in zip(state.workers, status["workers"], strict=True):
+        told["numbers"] = None if worker.numbers is None else _numbers_of(worker.numbers)
+    return status
+
+
+def _numbers_of(numbers: WorkerNumbers) -> Json:
+    load = numbers.load
+    return {
+        "running": load.running,
+        "places": numbers.places,
+        "waiting": load.queued,
+        "waiting_tokens": load.queued_tokens,
+        "blocks": dict(numbers.blocks),
+        "kv_waste": numbers.kv_waste,
+        "prompt_tokens": numbers.prompt_tokens,
+        "prefix_hit_tokens": load.prompt_tokens_cached,
+        "preemptions": load.preemptions,
+        "prompt_seconds": load.prompt_seconds,
+        "step_seconds": load.last_step_seconds,
+        "steps": asdict(numbers.steps),
+        "expert_imbalance": load.expert_imbalance,
+    }
 
 
 def _worker_and_role(body: bytes) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.admission import Admission
 from penstock.router.routing.events import (
     Arrived,
@@ -20,7 +21,6 @@ from penstock.router.routing.events import (
     Failed,
     Gone,
     Heard,
-    Load,
     Ready,
     Received,
     Rejected,
@@ -63,7 +63,7 @@ class WorkerStatus:
     role: str
     state: str  # ready, suspect, stuck or draining
     num_requests: int  # of this router, in any form
-    load: Load
+    load: WorkerLoad
 
 
 class Dispatcher:

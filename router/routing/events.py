@@ -5,11 +5,12 @@ commands out. `docs/lifecycle.md` is the specification.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple, TypeAlias
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.worker_load import NO_LOAD, WorkerLoad
 
 
 class Finish(IntEnum):
@@ -57,23 +58,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What a worker last said of itself."""
-
-    queued: int = 0
-    queued_tokens: int = 0
-    running: int = 0
-    free_blocks: int = 0
-    cached_blocks: int = 0
-    leased_blocks: int = 0
-    step_seconds: float = 0.0
-    steps: int = 0  # since its start
-    prompt_tokens: int = 0  # computed since its start
-    prompt_hits: int = 0  # found in its prefix cache since its start
-    prompt_seconds: float = 0.0  # since its start: of the steps that computed prompts
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What a worker is; fixed for one incarnation."""
 
@@ -85,6 +69,7 @@ class WorkerInfo:
     num_blocks: int
     max_model_len: int
     max_sequences: int
+    step_bounds: tuple[float, ...] = ()  # of its histogram of steps: see `WorkerLoad.step_counts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +133,7 @@ class WorkerUp:
     """A stream to a worker is open and it has introduced itself."""
 
     info: WorkerInfo
-    load: Load = field(default_factory=Load)
+    load: WorkerLoad = NO_LOAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +167,7 @@ class Heard:
 class Stepped:
     worker: str
     tokens: Sequence[NewToken]
-    load: Load | None = None
+    load: WorkerLoad | None = None
     ended: Sequence[tuple[int, int, str]] = ()  # (request, attempt, reason): given up by the worker
     prompts: Sequence[ScoredPrompt] = ()
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.router.routing.events import Load, WorkerInfo
+from penstock.common.worker_load import WorkerLoad
+from penstock.router.routing.events import WorkerInfo
 from penstock.router.routing.prices import HandOverPrice, Speed
 
 PENALTY_SECONDS = 30.0
@@ -37,7 +38,7 @@ class WorkerView:
     def __init__(
         self,
         info: WorkerInfo,
-        load: Load,
+        load: WorkerLoad,
         now: float,
         lost_at: float,
         role: str | None = None,
@@ -112,7 +113,7 @@ class WorkerView:
         backlog = self.backlog_tokens
         if not self.shallow or not backlog:
             return True
-        return backlog < SHALLOW_STEPS * self.load.step_seconds * self.speed.tokens
+        return backlog < SHALLOW_STEPS * self.load.last_step_seconds * self.speed.tokens
 
     @property
     def num_busy(self) -> int:
@@ -163,8 +164,8 @@ class WorkerView:
         self.new_sequences += num_sequences
         self._rank()
 
-    def reported(self, load: Load, now: float) -> None:
-        if load.steps != self.load.steps:
+    def reported(self, load: WorkerLoad, now: float) -> None:
+        if load.num_steps != self.load.num_steps:
             self.moved = now
             self.stuck = False
         self.load = load
@@ -221,12 +222,12 @@ class Fleet:
     def __len__(self) -> int:
         return len(self._views)
 
-    def up(self, info: WorkerInfo, load: Load, now: float) -> WorkerView:
+    def up(self, info: WorkerInfo, load: WorkerLoad, now: float) -> WorkerView:
         lost_at = self._lost_at.get(info.worker, float("-inf"))
         role = self._roles.get(info.worker)
         view = WorkerView(info, load, now, lost_at, role, self.shallow)
         # A new stream to it says nothing of its engine.
-        view.stuck = self._stuck.pop(info.worker, None) == (info.incarnation, load.steps)
+        view.stuck = self._stuck.pop(info.worker, None) == (info.incarnation, load.num_steps)
         self._views[info.worker] = view
         return view
 
@@ -246,7 +247,7 @@ class Fleet:
     def lose(self, worker: str, now: float) -> None:
         view = self._views.pop(worker)
         if view.stuck:
-            self._stuck[worker] = (view.info.incarnation, view.load.steps)
+            self._stuck[worker] = (view.info.incarnation, view.load.num_steps)
         self._lost_at = {
             name: when for name, when in self._lost_at.items() if now - when < PENALTY_SECONDS
         }
@@ -302,7 +303,7 @@ class Fleet:
         return found
 
     def _bound_of(self, view: WorkerView, least: float) -> float:
-        return max(least, self._bounds.lost_steps * view.load.step_seconds)
+        return max(least, self._bounds.lost_steps * view.load.last_step_seconds)
 
     def _forgive_own_sleep(self, now: float) -> None:
         """Silence while the router itself was not listening says nothing of the workers."""

@@ -2,7 +2,7 @@
 
 from math import exp
 
-from penstock.router.routing.events import Load
+from penstock.common.worker_load import WorkerLoad
 
 MEMORY_SECONDS = 20.0
 """Of computing prompts: what a worker did longer ago counts less and less."""
@@ -18,18 +18,22 @@ class Speed:
 
     __slots__ = ("_hits", "_last", "_seconds", "_tokens")
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: WorkerLoad) -> None:
         self._last = load  # totals are since the worker's start, which may be long ago
         self._tokens = self._hits = self._seconds = 0.0
 
-    def add(self, load: Load) -> None:
+    def add(self, load: WorkerLoad) -> None:
         last, self._last = self._last, load
         seconds = load.prompt_seconds - last.prompt_seconds
         if seconds <= 0:
             return
         kept = exp(-seconds / MEMORY_SECONDS)
-        self._tokens = kept * self._tokens + max(load.prompt_tokens - last.prompt_tokens, 0)
-        self._hits = kept * self._hits + max(load.prompt_hits - last.prompt_hits, 0)
+        self._tokens = kept * self._tokens + max(
+            load.prompt_tokens_computed - last.prompt_tokens_computed, 0
+        )
+        self._hits = kept * self._hits + max(
+            load.prompt_tokens_cached - last.prompt_tokens_cached, 0
+        )
         self._seconds = kept * self._seconds + seconds
 
     @property

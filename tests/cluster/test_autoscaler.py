@@ -1,6 +1,7 @@
 """The autoscaler: what it wants of a pool, how fast it goes there, and what holds it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,19 +14,38 @@ from penstock.cluster.autoscaler import (
     Pace,
     PoolLimits,
     PoolState,
-    WorkerLoad,
+    ServingWorker,
 )
+from penstock.common.worker_load import WorkerLoad
 
 RATE = 1000.0  # prompt tokens a second of a worker
 LIMITS = PoolLimits(least=0, most=64)
+MANY_BLOCKS = 600_000  # of a worker: the shares in these tests are whole numbers of blocks
 
 
-def worker(name: str = "w", at: float = 0.0, **loads: float) -> WorkerLoad:
-    calibrated = {"prompt_tokens": 10 * RATE, "prompt_seconds": 10.0, "places": 16}
-    return WorkerLoad(name, at, **(calibrated | loads))  # type: ignore[arg-type]
+def worker(
+    name: str = "w",
+    at: float = 0.0,
+    *,
+    running: int = 0,
+    queued_tokens: int = 0,
+    kv_share: float = 0.0,
+    prompt_tokens: int = 10 * int(RATE),
+    prompt_seconds: float = 10.0,
+) -> ServingWorker:
+    used = round(kv_share * MANY_BLOCKS)
+    load = WorkerLoad(
+        queued_tokens=queued_tokens,
+        running=running,
+        used_blocks=used,
+        free_blocks=MANY_BLOCKS - used,
+        prompt_tokens_computed=prompt_tokens,
+        prompt_seconds=prompt_seconds,
+    )
+    return ServingWorker(name, at, load, sequences=running, places=16)
 
 
-def workers(count: int, at: float = 0.0, **loads: float) -> list[WorkerLoad]:
+def workers(count: int, at: float = 0.0, **loads: Any) -> list[ServingWorker]:
     return [worker(f"w{index}", at, **loads) for index in range(count)]
 
 
@@ -48,7 +68,7 @@ def test_tokens_queued_at_the_workers_wait_too() -> None:
 
 
 def test_before_a_rate_is_known_the_plain_queue_length_counts() -> None:
-    fresh = [replace(each, prompt_tokens=0, prompt_seconds=0) for each in workers(3)]
+    fresh = workers(3, prompt_tokens=0, prompt_seconds=0.0)
     decision = first("prefill", PoolState(fresh, waiting=5, waiting_tokens=10**6))
     assert decision.desired == 5
     assert "rate not known" in decision.reason

@@ -6,7 +6,13 @@ from math import inf
 
 import pytest
 
-from penstock.cluster.autoscaler import PROMISED_BUSY, PROMISED_PACE, PROMISED_WAIT, Pace
+from penstock.cluster.autoscaler import (
+    PROMISED_BUSY,
+    PROMISED_PACE,
+    PROMISED_WAIT,
+    Pace,
+    ServingWorker,
+)
 from penstock.cluster.placement import CannotPlace, Node, place
 from penstock.cluster.scaling import (
     NOTES,
@@ -20,30 +26,30 @@ from penstock.cluster.scaling import (
 )
 from penstock.cluster.slots import Phase
 from penstock.cluster.spec import ROLES, ClusterSpec, EngineSpec, Pools, PoolSpec, ScalingSpec
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.roles import Assignment
 from penstock.router.state import (
     ClusterState,
     PoolState,
     Scaling,
-    StepTimes,
     WorkerNumbers,
     WorkerState,
 )
 
-NUMBERS = WorkerNumbers(
+LOAD = WorkerLoad(
     running=3,
-    places=16,
-    waiting=2,
-    waiting_tokens=70,
-    blocks={"used": 20, "leased": 10, "reserved": 10, "cached": 30, "free": 30},
-    kv_waste=0.0,
-    prompt_tokens=400,
-    prefix_hit_tokens=100,
-    preemptions=0,
+    queued=2,
+    queued_tokens=70,
+    used_blocks=20,
+    leased_blocks=10,
+    reserved_blocks=10,
+    cached_blocks=30,
+    free_blocks=30,
+    prompt_tokens_computed=300,
+    prompt_tokens_cached=100,
     prompt_seconds=1.5,
-    step_seconds=0.01,
-    steps=StepTimes((), (1,), 0.01),
 )
+NUMBERS = WorkerNumbers(LOAD, places=16, block_size=16)
 S, P, L, E = Phase.SERVING, Phase.PENDING, Phase.LEAVING, Phase.EMPTY
 PHASES = {
     "prefill": {"prefill-0": S, "prefill-1": P},
@@ -91,13 +97,11 @@ def test_pools_are_seen_by_who_knows_what() -> None:
     prefill, decode = seen["prefill"], seen["decode"]
     assert (prefill.pending, prefill.draining, prefill.count) == (1, 0, 2)
     assert (prefill.waiting, prefill.waiting_tokens) == (5, 100)
-    (load,) = prefill.workers
-    assert (load.at, load.queued_tokens, load.running, load.places) == (50.0, 70, 3, 16)
-    assert load.kv_share == 0.4
-    assert (load.prompt_tokens, load.prompt_seconds) == (300, 1.5)
+    assert prefill.workers == [ServingWorker("prefill-0", 50.0, LOAD, sequences=3, places=16)]
+    assert LOAD.kv_usage == 0.4
     assert (decode.pending, decode.draining) == (0, 1)
     heard, silent = decode.workers
-    assert heard.running == 5, "what waits there for blocks waits for a place"
+    assert heard.sequences == 5, "what waits there for blocks waits for a place"
     assert silent.at == -inf
 
 

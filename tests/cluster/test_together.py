@@ -6,29 +6,20 @@ from penstock.cluster.autoscaler import PoolState as Seen
 from penstock.cluster.scaling import Sight
 from penstock.cluster.slots import Phase
 from penstock.cluster.together import Together, told_of
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.state import (
     ClusterState,
     PoolState,
     RouterState,
     Scaling,
-    StepTimes,
     WorkerNumbers,
     WorkerState,
 )
 
 NUMBERS = WorkerNumbers(
-    running=5,
+    WorkerLoad(running=5, queued=1, queued_tokens=40, used_blocks=9, free_blocks=91),
     places=64,
-    waiting=1,
-    waiting_tokens=40,
-    blocks={"used": 9, "leased": 0, "reserved": 0, "cached": 0, "free": 91},
-    kv_waste=0.0,
-    prompt_tokens=1000,
-    prefix_hit_tokens=0,
-    preemptions=0,
-    prompt_seconds=1.0,
-    step_seconds=0.01,
-    steps=StepTimes((), (1,), 0.01),
+    block_size=16,
 )
 
 

@@ -140,11 +140,11 @@ def test_answer_limit_is_bounded_by_the_context() -> None:
 
 
 def test_worker_generates_all_choices_that_the_router_ranks() -> None:
-    params = SamplingParams(n=2, best_of=5, stop=("x",), skip_special_tokens=False, top_k=-1)
+    params = SamplingParams(n=2, best_of=5, top_k=-1)
     expected = SamplingParams(n=5, logprobs=0)
     assert params.for_worker() == expected
     assert replace(params, logprobs=3).for_worker() == replace(expected, logprobs=3)
-    plain = SamplingParams(n=2, logprobs=1, seed=5)
+    plain = SamplingParams(n=2, logprobs=1, seed=5, stop=("x",))
     assert plain.for_worker() is plain
 
 

@@ -14,5 +14,5 @@ def test_both_engines_answer_the_same() -> None:
         ratios = take_turn(engines, wanted, number)
         assert list(ratios) == [name for name, *_ in wanted]
         assert min(ratios.values()) > 0
-    computed = [engine.load().pool.prompt_tokens_computed for engine in engines]
+    computed = [engine.load().prompt_tokens_computed for engine in engines]
     assert computed == [2 * (3 * 8 + 8 + 30)] * 2

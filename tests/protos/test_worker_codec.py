@@ -2,7 +2,9 @@
 
 import math
 import struct
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +16,14 @@ from penstock.common.sampling_params import (
     SamplingLimits,
     SamplingParams,
 )
+from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
-from penstock.protos.worker_codec import decode_sampling_params, encode_sampling_params
+from penstock.protos.worker_codec import (
+    decode_sampling_params,
+    decode_worker_load,
+    encode_sampling_params,
+    encode_worker_load,
+)
 
 LIMITS = SamplingLimits()
 VOCAB_SIZE = 100
@@ -93,7 +101,9 @@ def test_worker_decodes_what_the_router_resolved(params: SamplingParams) -> None
     sent = params.resolve(10, 100, LIMITS, seed=3).for_worker()
     message = encode_sampling_params(sent)
     received = decode_sampling_params(pb.SamplingParams.FromString(message.SerializeToString()))
-    assert received == sent
+    assert received == replace(
+        sent, stop=(), include_stop_str_in_output=False, skip_special_tokens=True
+    )
     received.validate(LIMITS, VOCAB_SIZE)
 
 
@@ -150,3 +160,31 @@ def test_an_unknown_early_stopping_is_refused() -> None:
     error = refusal(decode_sampling_params(message))
     assert error is not None
     assert error.param == "early_stopping"
+
+
+COUNTS32, COUNTS64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+SECONDS = st.floats(0, 1e9)
+LOADS = st.builds(
+    WorkerLoad,
+    **{name: COUNTS32 for name in ("queued", "running", "free_blocks", "cached_blocks")},
+    **{name: COUNTS32 for name in ("leased_blocks", "reserved_blocks", "used_blocks")},
+    **{name: COUNTS64 for name in ("queued_tokens", "unwritten_slots", "num_steps", "preemptions")},
+    **{name: COUNTS64 for name in ("prompt_tokens_computed", "prompt_tokens_cached")},
+    **{name: COUNTS64 for name in ("bytes_received", "bytes_sent")},
+    **{name: SECONDS for name in ("step_seconds", "prompt_seconds", "expert_imbalance")},
+    step_counts=st.lists(COUNTS64, max_size=4).map(tuple),
+    last_step_seconds=COUNTS32.map(lambda micros: micros / 1e6),
+)
+
+
+@given(LOADS)
+def test_router_decodes_the_load_that_a_worker_sent(load: WorkerLoad) -> None:
+    data = encode_worker_load(load).SerializeToString()
+    received = decode_worker_load(pb.Load.FromString(data))
+    assert received.last_step_seconds == pytest.approx(load.last_step_seconds, abs=1.5e-6)
+    assert received._replace(last_step_seconds=load.last_step_seconds) == load
+
+
+def test_a_step_that_took_hours_is_told_as_the_longest_that_fits() -> None:
+    sent = encode_worker_load(WorkerLoad(last_step_seconds=1e5))
+    assert decode_worker_load(sent).last_step_seconds == pytest.approx(2**32 / 1e6)

@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 from penstock.protos.worker_codec import decode_sampling_params
 from penstock.router import wire
@@ -70,7 +71,9 @@ def test_a_step_with_everything() -> None:
         ev.NewToken(9, 2, 1, 0, 12, ev.Finish.STOP, entry),
     ]
     assert event.ended == [(8, 1, "not finite")]
-    assert event.load == ev.Load(1, 2, 3, 4, 0, 0, 0.0015, 9)
+    assert event.load == WorkerLoad(
+        queued=1, queued_tokens=2, running=3, free_blocks=4, last_step_seconds=0.0015, num_steps=9
+    )
 
 
 SCORED = pb.PromptLogprobs(

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.events import (
     Command,
     Drop,
     Event,
     Failed,
     Finish,
-    Load,
     Meeting,
     NewToken,
     Ready,
@@ -116,7 +116,7 @@ class FakeWorker:
     def of(self, form: str) -> list[Name]:
         return [name for name, held in self.held.items() if held.form == form]
 
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         size = self.info.block_size
         taken = sum(
             -(-len(answer) // size) + -(-len(held.submit.request.prompt) // size)
@@ -126,7 +126,9 @@ class FakeWorker:
         )
         free = max(self.info.num_blocks - taken, 0)
         queued, running = len(self.of("queued")), len(self.of("running"))
-        return Load(queued=queued, running=running, free_blocks=free, steps=self.num_steps)
+        return WorkerLoad(
+            queued=queued, running=running, free_blocks=free, num_steps=self.num_steps
+        )
 
     # -------------------------------------------------------------- obeying
 

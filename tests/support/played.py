@@ -76,10 +76,10 @@ def in_all_company(engine: Engine) -> list[Bits]:
     found = [alone, play(engine, requests, CROWD)]
     late = Schedule(max_batched_tokens=30, arrivals=(0, 12, 30))
     found.append(play(engine, requests, late))
-    assert engine.load().pool.prompt_tokens_cached > 0
+    assert engine.load().prompt_tokens_cached > 0
     assert engine.limits.block_size == 4
     found.append(play(engine, requests, Schedule(num_blocks=22)))
-    assert engine.load().pool.preemptions > 0
+    assert engine.load().preemptions > 0
     return found
 
 

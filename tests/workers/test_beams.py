@@ -233,7 +233,7 @@ def test_a_model_in_a_crowd_with_preemptions(served: Served) -> None:
         found.update({each.key: each for each in result.found})
         for key, token in tokens_of(result):
             greedy.setdefault(key, []).append(token)
-    assert engine.load().pool.preemptions > 0
+    assert engine.load().preemptions > 0
     engine.batcher.check()
     engine.batcher = whole
     for number, (start, stop, params) in enumerate(KINDS):
@@ -268,11 +268,11 @@ def test_four_beams_take_less_than_half_the_blocks_of_four_sequences(served: Ser
     used: list[list[int]] = [[], []]
     engine.submit(sequence("beams", PROMPT[:32], params_of(4, 96)))
     while engine.step().output is not None:
-        used[0].append(engine.load().pool.used_blocks)
+        used[0].append(engine.load().used_blocks)
     for number in range(4):
         engine.submit(greedy_sequence(number, PROMPT[:32], 96, salt=b"%d" % number))
     while engine.step().output is not None:
-        used[1].append(engine.load().pool.used_blocks)
+        used[1].append(engine.load().used_blocks)
     assert max(used[1]) == 4 * 8
     assert max(used[0]) <= max(used[1]) / 2
     assert sum(used[0]) <= sum(used[1]) / 2
@@ -290,5 +290,5 @@ def test_one_without_a_token_left_ends_alone(served: Served) -> None:
         found += result.found
     assert failed == ["bad"]
     assert [answers_of(each) for each in found] == [served.expected(0, 9, KINDS[0][2])]
-    assert served.engine.load().pool.used_blocks == 0
+    assert served.engine.load().used_blocks == 0
     assert "bad" not in served.engine._searches

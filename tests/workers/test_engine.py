@@ -71,7 +71,7 @@ def test_preempted_sequences_give_the_same_tokens(checkpoint: Path, engine: Engi
     for i in range(8):
         small.submit(greedy_sequence(i, PROMPT[i : 40 + i], 60))
     assert run_out(small) == expected
-    assert small.load().pool.preemptions > 0
+    assert small.load().preemptions > 0
     small.batcher.check()
 
 
@@ -87,9 +87,9 @@ def test_a_step_tells_what_has_happened(engine: Engine) -> None:
     assert engine.step().empty
     load = engine.load()
     assert load.num_steps == sum(load.step_counts) == 2
-    assert load.all_steps_seconds > load.step_seconds > 0
-    assert load.prompt_seconds == pytest.approx(load.all_steps_seconds - load.step_seconds)
-    assert load.pool.prompt_tokens_computed == 5
+    assert load.step_seconds > load.last_step_seconds > 0
+    assert load.prompt_seconds == pytest.approx(load.step_seconds - load.last_step_seconds)
+    assert load.prompt_tokens_computed == 5
 
 
 def test_logprobs_belong_to_their_tokens(engine: Engine) -> None:
@@ -126,7 +126,7 @@ def test_choices_draw_what_they_would_draw_alone(engine: Engine, num_prompt: int
             answers[choice].append(token)
     assert answers == expected
     assert len({tuple(answer) for answer in answers}) == 4
-    assert engine.load().pool.prompt_tokens_computed == num_prompt
+    assert engine.load().prompt_tokens_computed == num_prompt
     engine.batcher.check()
 
 
@@ -135,11 +135,11 @@ def test_yield_keeps_the_blocks_until_they_are_dropped(engine: Engine) -> None:
     result = engine.step()
     assert len(tokens_of(result)) == 1
     assert result.yielded == [Yielded("a", 20)]
-    assert engine.load().pool.leased_blocks == 2
+    assert engine.load().leased_blocks == 2
     assert len(engine.batcher.pin("a", 0)) == 2
     engine.batcher.unpin("a")
     engine.drop("a")
-    assert engine.load().pool.leased_blocks == 0
+    assert engine.load().leased_blocks == 0
     engine.batcher.check()
 
 
@@ -164,7 +164,7 @@ def test_drop_frees_the_blocks_within_a_step(engine: Engine) -> None:
         engine.drop(key)
     engine.drop("unknown")
     assert engine.step().empty
-    pool = engine.load().pool
+    pool = engine.load()
     assert pool.free_blocks + pool.cached_blocks == num_blocks
     assert pool.running == pool.queued == 0
     engine.batcher.check()
@@ -220,7 +220,7 @@ def test_blocks_that_arrive_are_not_computed_again(engine: Engine) -> None:
     expected = run_greedy(engine, PROMPT[:40], 5)
     engine.submit(greedy_sequence("source", PROMPT[:40], 5, salt=b"s", yield_after=1))
     (first,) = run_out(engine)["source"]
-    computed = engine.load().pool.prompt_tokens_computed
+    computed = engine.load().prompt_tokens_computed
     params = SamplingParams(temperature=0.0, max_tokens=5)
     new = NewSequence("a", [*PROMPT[:40], first], 40, params, salt=b"d", source_len=40)
     engine.submit(new)
@@ -230,16 +230,16 @@ def test_blocks_that_arrive_are_not_computed_again(engine: Engine) -> None:
     engine.batcher.unpin("source")
     engine.batcher.arrived("a")
     assert [first, *run_out(engine)["a"]] == expected
-    assert engine.load().pool.prompt_tokens_computed == computed
+    assert engine.load().prompt_tokens_computed == computed
 
 
 def test_warm_up_leaves_no_trace(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     engine.warm_up()
     load = engine.load()
-    assert load.all_steps_seconds == sum(load.step_counts) == 0
-    assert load.num_steps == load.pool.prompt_tokens_computed == load.pool.cached_blocks == 0
-    assert load.pool.free_blocks == engine.limits.num_blocks
+    assert load.step_seconds == sum(load.step_counts) == 0
+    assert load.num_steps == load.prompt_tokens_computed == load.cached_blocks == 0
+    assert load.free_blocks == engine.limits.num_blocks
 
 
 def test_warm_up_makes_what_a_hand_over_takes_too(
@@ -288,9 +288,9 @@ def test_what_a_gpu_warms_up_with_runs(checkpoint: Path) -> None:
     assert [new.num_prompt for new in every] == [128, 64, 1]
     for new in every:
         engine.submit(new)
-        computed = engine.load().pool.prompt_tokens_computed
+        computed = engine.load().prompt_tokens_computed
         assert len(run_out(engine)[new.key]) == 2
-        assert engine.load().pool.prompt_tokens_computed == computed + new.num_prompt
+        assert engine.load().prompt_tokens_computed == computed + new.num_prompt
 
 
 def test_what_does_not_fit_is_refused(engine: Engine) -> None:

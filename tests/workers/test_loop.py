@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.workers.engine import Engine, EngineLoad, StepResult
+from penstock.common.worker_load import WorkerLoad
+from penstock.workers.engine import Engine, StepResult
 from penstock.workers.loop import EngineLoop
 from penstock.workers.watchdog import PATIENCE, Pulse
 
@@ -69,8 +70,8 @@ class StubEngine:
         self.log.append("step")
         result.output = cast(Any, "output")
 
-    def load(self) -> EngineLoad:
-        return cast(EngineLoad, self.num_plans)
+    def load(self) -> WorkerLoad:
+        return cast(WorkerLoad, self.num_plans)
 
 
 class Heard:
@@ -81,7 +82,7 @@ class Heard:
         self.errors: list[BaseException] = []
         self._changed = asyncio.Event()
 
-    def deliver(self, result: StepResult, load: EngineLoad) -> None:
+    def deliver(self, result: StepResult, load: WorkerLoad) -> None:
         self.results.append(result)
         self._changed.set()
 

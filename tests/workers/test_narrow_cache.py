@@ -164,7 +164,7 @@ def test_beams_alone_and_in_a_crowd_with_preemptions(exact: Engine) -> None:
         exact.submit(searching(number, prompt, width))
         exact.submit(greedy_sequence(f"greedy {number}", PROMPT[number : number + 11], 30))
     assert found_by(exact) == alone
-    assert exact.load().pool.preemptions > 0
+    assert exact.load().preemptions > 0
     exact.batcher = Batcher(exact.limits)
     for number, (prompt, width) in prompts.items():
         assert len({tuple(tokens) for tokens, _ in alone[number]}) == width

@@ -83,9 +83,9 @@ def test_in_chunks_and_with_a_warm_cache(
 
 def test_what_is_known_may_come_from_the_cache(engine: Engine, logprobs: torch.Tensor) -> None:
     scored(engine, asking("first", 0))
-    before = engine.load().pool.prompt_tokens_computed
+    before = engine.load().prompt_tokens_computed
     check(scored(engine, asking("again", 2, known=40)), logprobs, 40, 2)
-    assert engine.load().pool.prompt_tokens_computed - before == len(PROMPT) - 32
+    assert engine.load().prompt_tokens_computed - before == len(PROMPT) - 32
 
 
 def test_neighbours_are_not_disturbed(engine: Engine, logprobs: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.workers.scheduling.admission import Admission
 from penstock.workers.scheduling.flight import Flight
 from penstock.workers.scheduling.groups import Groups
@@ -26,7 +27,6 @@ from penstock.workers.scheduling.sequence import (
     Ints,
     Key,
     NewSequence,
-    PoolLoad,
     QueueFull,
     Reserved,
     SchedulerEvent,
@@ -294,7 +294,7 @@ class Batcher:
         events, self._groups.events = self._groups.events, []
         return events
 
-    def load(self) -> PoolLoad:
+    def load(self) -> WorkerLoad:
         """How full it is now, and totals since the start."""
         return self._ledger.load()
 

@@ -4,12 +4,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.workers.scheduling.admission import Admission
 from penstock.workers.scheduling.flight import Flight
 from penstock.workers.scheduling.kv_pool import BlockPool, State
 from penstock.workers.scheduling.leases import Leases
 from penstock.workers.scheduling.seats import Seats
-from penstock.workers.scheduling.sequence import PoolLoad
 from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import Phase, Ticket, WaitingQueue
 
@@ -37,10 +37,11 @@ class Ledger:
     flight: Flight
     totals: Totals
 
-    def load(self) -> PoolLoad:
+    def load(self) -> WorkerLoad:
+        """What the scheduler knows of the worker's load; the engine adds its steps."""
         rows, pool = self.seats.rows, self.pool
         remaining = self.table.num_tokens[rows] - self.table.num_computed[rows]
-        return PoolLoad(
+        return WorkerLoad(
             queued=len(self.waiting),
             queued_tokens=self.waiting.num_tokens + int(remaining[remaining > 1].sum()),
             running=len(self.seats),

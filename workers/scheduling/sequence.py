@@ -172,24 +172,6 @@ class Finished:
 SchedulerEvent: TypeAlias = Admitted | Yielded | Reserved | Finished
 
 
-@dataclass(frozen=True, slots=True)
-class PoolLoad:
-    """How full the scheduler is."""
-
-    queued: int
-    queued_tokens: int  # prompt tokens not yet computed, of queued and running sequences
-    running: int
-    free_blocks: int
-    cached_blocks: int
-    leased_blocks: int
-    reserved_blocks: int
-    used_blocks: int
-    prompt_tokens_computed: int
-    prompt_tokens_cached: int
-    preemptions: int
-    unwritten_slots: int  # of the used blocks
-
-
 class NeverFits(ValueError):
     """The sequence could not run here even alone; the message says which limit it breaks."""
 

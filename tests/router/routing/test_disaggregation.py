@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.disaggregation import POSSIBLE, Decision, Reason, Rule
-from penstock.router.routing.events import Load
 from penstock.router.routing.fleet import Share, WorkerView
 from penstock.router.routing.policy import Demand, LeastLoaded, Placement
 from penstock.router.routing.prices import HandOverPrice
@@ -18,13 +18,13 @@ RATE = 1000  # prompt tokens a second
 
 def worker(name: str, role: str, queued: int = 0, running: int = 0, rate: int = RATE) -> WorkerView:
     """One that has computed prompts for ten seconds, at that rate; at 0 it has computed none."""
-    view = WorkerView(info_of(name, role), Load(), 0.0, float("-inf"))
+    view = WorkerView(info_of(name, role), WorkerLoad(), 0.0, float("-inf"))
     seconds = 10.0 if rate else 0.0
     view.reported(
-        Load(
+        WorkerLoad(
             queued_tokens=queued,
             running=running,
-            prompt_tokens=10 * rate,
+            prompt_tokens_computed=10 * rate,
             prompt_seconds=seconds,
         ),
         0.0,
@@ -68,7 +68,9 @@ def test_what_weighs_most_decides(
 def test_what_is_cached_there_need_not_be_moved() -> None:
     prefill, decode = worker("p", "prefill"), worker("d", "decode", running=1)
     assert decide(1000, prefill, decode).apart
-    cached = Load(prompt_tokens=10_500, prompt_hits=90_000, prompt_seconds=10.5, running=1)
+    cached = WorkerLoad(
+        prompt_tokens_computed=10_500, prompt_tokens_cached=90_000, prompt_seconds=10.5, running=1
+    )
     decode.reported(cached, 0.0)
     assert str(decide(1000, prefill, decode)) == "together: prompt"
 
@@ -156,7 +158,7 @@ def test_prefill_workers_without_room_are_not_waited_for_if_that_costs_more() ->
     full.hold(9, Share(full.info.max_sequences, 1))
     assert place(full, worker("d", "decode")) == Placement("d")
     assert place(full, worker("d", "decode", running=3, queued=10_000)) is None
-    full.reported(Load(prompt_tokens=20_000, prompt_seconds=20.0), 0.0)
+    full.reported(WorkerLoad(prompt_tokens_computed=20_000, prompt_seconds=20.0), 0.0)
     assert place(full, worker("d", "decode", running=3)) is None
 
 

@@ -1,5 +1,6 @@
 import pytest
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.dispatcher import Limits
 from penstock.router.routing.events import (
     Deliver,
@@ -9,7 +10,6 @@ from penstock.router.routing.events import (
     Failed,
     Finish,
     Gone,
-    Load,
     NewToken,
     Ready,
     Received,
@@ -63,7 +63,7 @@ def test_it_goes_to_the_worker_meant_for_it_even_if_another_has_more_room_by_now
     router = Router(P, D)
     router.arrive()
     router.step("p", 1, 0)
-    router(Stepped("d", [], Load(running=3)))
+    router(Stepped("d", [], WorkerLoad(running=3)))
     router(WorkerUp(E))
     assert submits(router(Yielded("p", 1, 1, 0))) == [("d", 1, 2)]
 

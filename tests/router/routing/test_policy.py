@@ -1,6 +1,7 @@
 import pytest
 
-from penstock.router.routing.events import Load, WorkerInfo
+from penstock.common.worker_load import WorkerLoad
+from penstock.router.routing.events import WorkerInfo
 from penstock.router.routing.fleet import Share, WorkerView
 from penstock.router.routing.policy import Demand, LeastLoaded, Placement
 from penstock.router.routing.prices import HandOverPrice
@@ -13,7 +14,7 @@ LONG_AGO = float("-inf")
 def view(
     name: str, role: str, queued_tokens: int = 0, running: int = 0, layout: str = "L"
 ) -> WorkerView:
-    load = Load(queued_tokens=queued_tokens, running=running)
+    load = WorkerLoad(queued_tokens=queued_tokens, running=running)
     return WorkerView(info_of(name, role, layout=layout), load, 0.0, LONG_AGO)
 
 
@@ -107,7 +108,7 @@ def test_what_was_placed_since_the_report_counts() -> None:
     first, second = view("p0", "prefill"), view("p1", "prefill", queued_tokens=5)
     first.placed(10, 1)
     assert place(first, second, view("d0", "decode")) == Placement("p1", "d0")
-    first.reported(Load(queued_tokens=4), 0.0)
+    first.reported(WorkerLoad(queued_tokens=4), 0.0)
     assert place(first, second, view("d0", "decode")) == Placement("p0", "d0")
 
 
@@ -120,12 +121,12 @@ def test_idle_workers_take_turns() -> None:
         chosen.append(placement.worker)
         used = next(each for each in views if each.name == placement.worker)
         used.placed(10, 1)
-        used.reported(Load(), 0.0)
+        used.reported(WorkerLoad(), 0.0)
     assert chosen == ["m0", "m1", "m2"] * 2
 
 
 def test_a_worker_just_lost_is_liked_less_but_not_banned() -> None:
-    back = WorkerView(info_of("m0", "mixed"), Load(), 0.0, lost_at=99.0)
+    back = WorkerView(info_of("m0", "mixed"), WorkerLoad(), 0.0, lost_at=99.0)
     assert place(back, view("m1", "mixed", queued_tokens=500)) == Placement("m1")
     assert place(back) == Placement("m0")
     assert place(back, view("m1", "mixed", queued_tokens=10**6)) == Placement("m0")
@@ -136,7 +137,7 @@ def test_a_worker_just_lost_is_liked_less_but_not_banned() -> None:
 
 def test_room_is_in_sequences_and_blocks() -> None:
     info: WorkerInfo = info_of("m0", "mixed", max_sequences=3, num_blocks=8, block_size=4)
-    worker = WorkerView(info, Load(), 0.0, LONG_AGO)
+    worker = WorkerView(info, WorkerLoad(), 0.0, LONG_AGO)
     assert worker.has_room(10_000, 1)  # idle: the worker itself says if it can never fit
     worker.hold(1, worker.share_of(11, 1))
     assert worker.num_blocks == 3

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.routing.events import Load
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.prices import CALIBRATED_SECONDS, HandOverPrice, Speed
 
 SAMPLES = st.lists(
@@ -12,8 +12,10 @@ SAMPLES = st.lists(
 )
 
 
-def load(tokens: int, seconds: float, hits: int = 0) -> Load:
-    return Load(prompt_tokens=tokens, prompt_seconds=seconds, prompt_hits=hits)
+def load(tokens: int, seconds: float, hits: int = 0) -> WorkerLoad:
+    return WorkerLoad(
+        prompt_tokens_computed=tokens, prompt_seconds=seconds, prompt_tokens_cached=hits
+    )
 
 
 def test_a_speed_counts_from_when_the_worker_was_met() -> None:
@@ -26,7 +28,7 @@ def test_a_speed_counts_from_when_the_worker_was_met() -> None:
 
 
 def test_a_speed_follows_what_changes_and_is_not_moved_by_decodes() -> None:
-    speed = Speed(Load())
+    speed = Speed(WorkerLoad())
     seconds = tokens = 0
     for rate in [1000] * 100 + [4000] * 100:
         seconds, tokens = seconds + 1, tokens + rate
@@ -38,7 +40,7 @@ def test_a_speed_follows_what_changes_and_is_not_moved_by_decodes() -> None:
 
 
 def test_a_moment_s_work_is_no_measurement() -> None:
-    speed = Speed(Load())
+    speed = Speed(WorkerLoad())
     speed.add(load(10, CALIBRATED_SECONDS / 2))
     assert not speed.known
     speed.add(load(20, CALIBRATED_SECONDS * 1.1))

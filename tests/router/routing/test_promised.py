@@ -2,16 +2,17 @@
 ever; prompts that wait at the router until a worker has time."""
 
 from itertools import permutations
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.admission import Admission, Entry
 from penstock.router.routing.dispatcher import Limits
 from penstock.router.routing.events import (
     Gone,
-    Load,
     Rejected,
     Stepped,
     WorkerInfo,
@@ -202,17 +203,15 @@ def test_bands_and_tenants_have_their_turns_as_without_promises(
 # ------------------------------------------------------------------ who has time
 
 
-def reporting(view: WorkerView, **load: float) -> WorkerView:
+def reporting(view: WorkerView, **load: Any) -> WorkerView:
     """It has computed a thousand tokens a second, in steps of a tenth."""
-    view.reported(
-        Load(step_seconds=0.1, prompt_tokens=10_000, prompt_seconds=10.0, **load),  # type: ignore[arg-type]
-        0.0,
-    )
+    speed = WorkerLoad(last_step_seconds=0.1, prompt_tokens_computed=10_000, prompt_seconds=10.0)
+    view.reported(speed._replace(**load), 0.0)
     return view
 
 
 def view_of(name: str, role: str = "mixed") -> WorkerView:
-    return WorkerView(info_of(name, role), Load(), 0.0, float("-inf"), shallow=True)
+    return WorkerView(info_of(name, role), WorkerLoad(), 0.0, float("-inf"), shallow=True)
 
 
 def test_a_worker_is_given_the_step_under_way_and_the_next() -> None:
@@ -247,7 +246,12 @@ def test_those_who_compute_prompts_share_what_waits() -> None:
 
 def test_what_is_found_in_the_cache_is_not_computed() -> None:
     view = view_of("m")
-    half = Load(step_seconds=0.1, prompt_tokens=5000, prompt_hits=5000, prompt_seconds=5.0)
+    half = WorkerLoad(
+        last_step_seconds=0.1,
+        prompt_tokens_computed=5000,
+        prompt_tokens_cached=5000,
+        prompt_seconds=5.0,
+    )
     view.reported(half, 0.0)
     assert crew_of([view]) == Crew(1, 0.0005)
 
@@ -259,13 +263,13 @@ M, N = (info_of(name, "mixed", num_blocks=4096) for name in "mn")
 
 
 def report(worker: str, tokens: int, total: int, running: int = 1) -> Stepped:
-    load = Load(
+    load = WorkerLoad(
         running=running,
         queued_tokens=tokens,
         free_blocks=4096,
-        step_seconds=0.1,
-        steps=total,
-        prompt_tokens=total,
+        last_step_seconds=0.1,
+        num_steps=total,
+        prompt_tokens_computed=total,
         prompt_seconds=total / 1000,
     )
     return Stepped(worker, (), load)

@@ -1,4 +1,5 @@
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.dispatcher import Limits
 from penstock.router.routing.events import (
     Command,
@@ -9,7 +10,6 @@ from penstock.router.routing.events import (
     Gone,
     Hang,
     Heard,
-    Load,
     NewToken,
     Ready,
     Rejected,
@@ -45,7 +45,7 @@ def test_a_silent_worker_is_suspect_and_then_lost() -> None:
 
 def test_a_worker_with_long_steps_may_be_silent_for_longer() -> None:
     router = Router(M)
-    router(Stepped("m", [], Load(step_seconds=2.0)))
+    router(Stepped("m", [], WorkerLoad(last_step_seconds=2.0)))
     assert router.wait(39) == []
     assert isinstance(router.wait(2)[0], Hang)
 
@@ -109,7 +109,7 @@ def test_a_worker_that_rejects_is_masked_until_its_next_load_report() -> None:
     assert router(Rejected("n", 1, 2, "full")) == []
     assert router.dispatcher.num_queued == 1
     assert router(Stepped("m", [])) == []  # says nothing of its load
-    assert submits(router(Stepped("m", [], Load()))) == [("m", 1, 3)]
+    assert submits(router(Stepped("m", [], WorkerLoad()))) == [("m", 1, 3)]
 
 
 def test_an_idle_worker_is_not_masked_for_ever() -> None:
@@ -189,7 +189,7 @@ def test_a_failed_hand_over_is_counted_and_costs_nothing_else() -> None:
 
 def test_a_loaded_worker_is_told_of_in_the_status() -> None:
     router = Router(M)
-    router(Stepped("m", [], Load(running=3)))
+    router(Stepped("m", [], WorkerLoad(running=3)))
     router.arrive()
     (status,) = router.dispatcher.workers()
     assert (status.worker, status.incarnation, status.role) == ("m", "1", "mixed")

@@ -1,17 +1,16 @@
 """What waits for room at one worker goes to another that has it, and not to and fro."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.routing.events import Command, Drop, Load, Ready, Stepped, Yielded
+from penstock.common.worker_load import WorkerLoad
+from penstock.router.routing.events import Command, Drop, Ready, Stepped, Yielded
 from penstock.router.routing.revision import FIRST_SECONDS, GROWTH, patience_of
 from tests.support.told_router import AT, D, E, P, Router, submits
 
-FULL = Load(queued=1, running=4)
-EMPTY = Load(free_blocks=64)
+FULL = WorkerLoad(queued=1, running=4)
+EMPTY = WorkerLoad(free_blocks=64)
 
 
 def waiting() -> Router:
@@ -25,13 +24,13 @@ def waiting() -> Router:
     return router
 
 
-def told(router: Router, seconds: float, **loads: Load) -> list[Command]:
+def told(router: Router, seconds: float, **loads: WorkerLoad) -> list[Command]:
     """Time passes, in which the workers say again and again how they are."""
     commands: list[Command] = []
     for _ in range(round(seconds / 0.5)):
         for worker, load in loads.items():
             steps = round(router.now * 2)  # it gets on
-            commands += router(Stepped(worker, [], replace(load, steps=steps)))
+            commands += router(Stepped(worker, [], load._replace(num_steps=steps)))
         commands += router.wait(0.5, "p", "d", "e")
     return commands
 
@@ -49,13 +48,13 @@ def test_it_goes_where_there_is_room_after_a_while() -> None:
     ("asked", "other"),
     [
         (FULL, FULL),
-        (FULL, Load(free_blocks=0)),  # nothing waits there, but it has no blocks either
-        (FULL, Load(free_blocks=64, queued_tokens=100)),  # a prompt comes first
-        (FULL, Load(free_blocks=64, running=4)),  # no place
+        (FULL, WorkerLoad(free_blocks=0)),  # nothing waits there, but it has no blocks either
+        (FULL, WorkerLoad(free_blocks=64, queued_tokens=100)),  # a prompt comes first
+        (FULL, WorkerLoad(free_blocks=64, running=4)),  # no place
         (EMPTY, EMPTY),  # it has room itself, and is about to say so
     ],
 )
-def test_it_stays_where_nobody_surely_has_room_sooner(asked: Load, other: Load) -> None:
+def test_it_stays_where_nobody_surely_has_room_sooner(asked: WorkerLoad, other: WorkerLoad) -> None:
     router = waiting()
     assert told(router, 5, d=asked, e=other) == []
 

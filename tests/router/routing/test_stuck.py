@@ -3,12 +3,12 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.dispatcher import Limits
 from penstock.router.routing.events import (
     Command,
     Draining,
     Hang,
-    Load,
     Ready,
     Received,
     Status,
@@ -77,7 +77,7 @@ def test_nor_is_one_that_waits_until_a_slow_one_yields() -> None:
     router = Router(M, N)
     router.arrive()
     router.step("m", 1, 0)
-    router(Stepped("m", [], Load(running=1, steps=2, step_seconds=10.0)))
+    router(Stepped("m", [], WorkerLoad(running=1, num_steps=2, last_step_seconds=10.0)))
     assert submits(router(Draining("m"))) == [("n", 1, 2)]
     router(Ready("n", 1, 2, 7, 0, AT))
     assert hangs(router.wait(199, "m", "n")) == []
@@ -109,13 +109,13 @@ def test_steps_that_give_this_router_nothing_are_steps() -> None:
     router = Router(M)
     router.arrive()
     for number in range(5):
-        router(Stepped("m", [], Load(running=2, steps=number + 1)))
+        router(Stepped("m", [], WorkerLoad(running=2, num_steps=number + 1)))
         assert hangs(router.wait(BOUND - 1, "m")) == []
 
 
 def test_long_steps_have_a_longer_bound() -> None:
     router = Router(M)
-    router(Stepped("m", [], Load(running=1, steps=1, step_seconds=10.0)))
+    router(Stepped("m", [], WorkerLoad(running=1, num_steps=1, last_step_seconds=10.0)))
     router.arrive()
     assert hangs(router.wait(199, "m")) == []
     assert hangs(router.wait(2, "m")) == [("m", True)]
@@ -123,12 +123,12 @@ def test_long_steps_have_a_longer_bound() -> None:
 
 def test_a_new_stream_to_it_changes_nothing_until_it_gets_on_or_is_another() -> None:
     router = Router(M)
-    router(Stepped("m", [], Load(running=1, steps=3)))
+    router(Stepped("m", [], WorkerLoad(running=1, num_steps=3)))
     router.arrive()
     router.wait(BOUND + 1, "m")
-    assert submits(router(WorkerUp(M, Load(running=1, steps=3)))) == []
+    assert submits(router(WorkerUp(M, WorkerLoad(running=1, num_steps=3)))) == []
     assert router.state("m") == "stuck"
-    assert submits(router(Stepped("m", [], Load(running=0, steps=4)))) == [("m", 1, 2)]
+    assert submits(router(Stepped("m", [], WorkerLoad(running=0, num_steps=4)))) == [("m", 1, 2)]
     assert router.state("m") == "ready"
 
 
@@ -163,6 +163,6 @@ def test_whoever_ends_a_step_within_the_bound_is_left_alone_and_then_not(
             router.step("m", 1, position)
             position += 1
         else:
-            router(Stepped("m", [], Load(running=1, steps=number + 1)))
+            router(Stepped("m", [], WorkerLoad(running=1, num_steps=number + 1)))
     assert hangs(router.wait(10.0, "m")) == []
     assert hangs(router.wait(1.5, "m")) == [("m", True)]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.dispatcher import Dispatcher, Limits
 from penstock.router.routing.events import (
     Arrived,
@@ -16,7 +17,6 @@ from penstock.router.routing.events import (
     Drop,
     End,
     Event,
-    Load,
     Request,
     Status,
     Stepped,
@@ -183,15 +183,15 @@ def test_no_router_is_kept_out(promised: float) -> None:
 def test_what_others_hold_is_seen_and_forgotten() -> None:
     fleet = Fleet(Bounds())
     info = info_of("m0", "mixed", num_blocks=64)
-    view = fleet.up(info, Load(running=3, free_blocks=20), 0.0)
+    view = fleet.up(info, WorkerLoad(running=3, free_blocks=20), 0.0)
     assert (view.num_others, view.blocks_of_others) == (3, 44)
     assert view.has_room(8, 1), "nobody is kept out"
     view.hold(1, view.share_of(8, 1))
     assert not view.has_room(8, 1), "three of others and one of ours are four"
-    view.reported(Load(running=2, queued=1, free_blocks=20), 1.0)
+    view.reported(WorkerLoad(running=2, queued=1, free_blocks=20), 1.0)
     assert (view.num_others, view.blocks_of_others) == (2, 41)
     assert view.has_room(8, 1)
     assert not view.has_room(100, 1), "20 blocks are free, not 61"
-    view.reported(Load(running=1, free_blocks=20), 2.0)
+    view.reported(WorkerLoad(running=1, free_blocks=20), 2.0)
     assert (view.num_others, view.blocks_of_others) == (0, 0), "what grew is our own"
     assert view.has_room(100, 1)
