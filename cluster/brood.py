@@ -48,9 +48,15 @@ class Brood:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it runs: one that only its parent's look keeps in the table has ended."""
+    """Return True until the process and all its threads have ended; zombies have.
+
+    A killed process is a zombie as soon as its main thread has ended. Its sockets stay open until
+    the last of its other threads has.
+    """
     with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        if not process.is_running():
+            return False
+        return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
     return False
 
 

@@ -24,6 +24,14 @@ while True:
 """
 
 
+# Its main thread ends, so that the process is a zombie, while another one goes on.
+HEADLESS = """
+import ctypes, threading
+threading.Thread(target=input).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
 def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     return done.stdout
@@ -44,6 +52,17 @@ def test_a_process_that_goes_on_starting_others_is_ended_with_all_of_them() -> N
             pass
         brood.kill(30.0)
     assert brood.living() == []
+
+
+def test_a_zombie_lives_while_it_has_threads() -> None:
+    with subprocess.Popen([sys.executable, "-c", HEADLESS], stdin=subprocess.PIPE) as child:
+        process = psutil.Process(child.pid)
+        while process.status() != psutil.STATUS_ZOMBIE:
+            pass
+        assert lives(process)
+        child.kill()
+        child.wait()
+        assert not lives(process)
 
 
 def test_what_was_there_before_is_left_alone() -> None:

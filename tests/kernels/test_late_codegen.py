@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-numba = pytest.importorskip("numba")
+from penstock.kernels.compiled import has_loops
+
+pytestmark = pytest.mark.skipif(not has_loops(), reason="numba is not installed")
 
 PROGRAM = """
 import sys
