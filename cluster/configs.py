@@ -24,6 +24,7 @@ def router_config(spec: ClusterSpec, model: Path, token: str, number: int = 0) -
         max_queued_requests=spec.router.max_queued,
         promised_seconds=spec.engine.promised_seconds,
         vllm_metrics=spec.router.vllm_metrics,
+        waits_for_both=bool(spec.pools.prefill.replicas and spec.pools.decode.replicas),
         wakes_workers=spec.pools.may_be_empty,
         lost_seconds=spec.router.lost_seconds,
         hang_seconds=spec.engine.hang_seconds,

@@ -30,6 +30,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.links import Links
 from penstock.router.logged import log_ended, log_placed, log_worker, presentable
+from penstock.router.readiness import Readiness
 from penstock.router.resume import check_so_far, resume
 from penstock.router.role_recorder import RoleRecorder
 from penstock.router.roles import ROLES, Assignments
@@ -90,8 +91,9 @@ class Frontend:
         self._is_handling = False
         self._numbers = itertools.count(1)
         self._watchers: list[Callable[[str], None]] = []
-        self._told = self.why_not_ready()  # what the watchers heard last
+        self._readiness = Readiness(config.waits_for_both, config.wakes_workers)
         self._loop = asyncio.get_running_loop()
+        self._told = self.why_not_ready()  # what the watchers heard last
         self._clock = asyncio.create_task(self._tick(), name="router clock")
 
     # ------------------------------------------------------------ the model and its state
@@ -115,11 +117,8 @@ class Frontend:
         if self.is_draining:
             return "the router is draining"
         workers = self.workers()
-        if any(worker.state == "ready" for worker in workers):
-            return ""
-        if self.config.wakes_workers:
-            return ""  # what is asked waits, and workers come for it
-        return "no worker is ready" if workers else "no worker is there yet"
+        roles = [worker.role for worker in workers if worker.state == "ready"]
+        return self._readiness.reason_not(roles, len(workers), self._loop.time())
 
     @property
     def num_workers(self) -> int:
