@@ -1,4 +1,4 @@
-"""What numba compiles for a CPU: kept on disk, so that a machine compiles it once."""
+"""Configuration of numba: its cache on disk, so that a machine compiles once, and its threads."""
 
 import atexit
 import ctypes
@@ -28,25 +28,25 @@ _CODE_OPTIONS = (
     "CPU_NAME",
     "CPU_FEATURES",
 )
-"""Options of numba, each also set by an environment variable, that change the compiled code."""
+"""Options of numba that change the compiled code. Each can be set by an environment variable."""
 
 
 @cache
 def has_loops() -> bool:
-    """Whether numba is here: not on a machine that only has kernels run."""
+    """Return whether numba is installed. A machine that only runs Triton kernels may lack it."""
     return find_spec("numba") is not None
 
 
 @cache
 def settle_numba() -> None:
-    """To be called before a file of compiled loops is imported; once numba is known to be there."""
+    """Configure numba. Call it before a module of compiled loops is imported."""
     import numba
 
     from penstock.kernels import late_codegen
 
     settings: Any = numba.config
     settings.CACHE_DIR = str(cache_folder())
-    # OpenMP is what torch computes with: one pool of threads for both.
+    # torch computes with OpenMP too: one thread pool for both.
     settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
     late_codegen.install()
 
@@ -95,11 +95,11 @@ def _keep_to_one_level() -> None:
 
 @cache
 def cache_folder() -> Path:
-    """The folder in which numba keeps compiled loops for these sources on this machine.
+    """Return the folder in which numba caches the compiled loops of these sources.
 
-    `$NUMBA_CACHE_DIR/penstock/DIGEST` where that variable is set, else below `$XDG_CACHE_HOME` or
-    `~/.cache`. Code in it is run, so a folder that another user owns or may write is not used: then
-    it is a temporary folder of this process.
+    It is `$NUMBA_CACHE_DIR/penstock/DIGEST` if that variable is set, otherwise a folder below
+    `$XDG_CACHE_HOME` or `~/.cache`. The code in it is executed, so a folder that another user owns
+    or can write is refused: a temporary folder of this process then takes its place.
     """
     try:
         folder = _make_private(_cache_root(), source_digest(Path(__file__).parent))
@@ -107,7 +107,7 @@ def cache_folder() -> Path:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         log.warning(
-            "compiled CPU kernels are not kept, so that every start compiles them: %s; remedy that "
+            "compiled CPU kernels are not cached, so every start compiles them: %s; correct this, "
             "or set XDG_CACHE_HOME to a folder of your own",
             error,
         )
@@ -115,7 +115,7 @@ def cache_folder() -> Path:
 
 
 def source_digest(sources: Path) -> str:
-    """A hash of everything that decides what numba makes of the loops, but for the CPU's name and
+    """Return a hash of everything that decides the compiled code, except the CPU's name and
     features, which numba's own index holds.
 
     numba notices a change in the file of a cached function, but not in a file that this one imports
@@ -146,9 +146,10 @@ def _cache_root() -> Path:
 
 
 def _make_private(root: Path, name: str) -> Path:
-    """Make and check `root/name`, `root` and, above it, the folder that is Penstock's own.
+    """Create `root/name` and the folders above it that are Penstock's own, and check each of them.
 
-    OSError, with a reason, where this user cannot have them alone.
+    Raises:
+        OSError: a folder cannot be created, or other users own it or can write it.
     """
     own = [root.parent, root] if root.name == "kernels" else [root]
     own[0].parent.mkdir(parents=True, exist_ok=True)
@@ -160,8 +161,8 @@ def _make_private(root: Path, name: str) -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    """OSError where the folder, or the link that it is, belongs to another user, or where others
-    may write into it."""
+    """Raise OSError if the folder, or the link to it, belongs to another user or others can write
+    into it."""
     user = os.geteuid()
     for found in (folder.lstat(), folder.stat()):
         if found.st_uid != user:
@@ -171,7 +172,7 @@ def _check_private(folder: Path) -> None:
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
             f"{folder} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}, "
-            f"chmod go-w takes that away)"
+            f"`chmod go-w` revokes that)"
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} cannot be written")

@@ -1,9 +1,9 @@
-"""Compiles what a worker's CPU needs of numba's loops, each by one process of the machine.
+"""Compiles the numba loops that a worker on a CPU needs, divided among the processes of a machine.
 
-Loops are kept on disk (`compiled`), so a machine compiles them once. When several workers start for
-the first time side by side, each takes the groups of loops that no other one has begun, and loads
-the others from disk when they are done. A group is taken by a lock on a file (flock), which the
-kernel releases when its holder ends.
+Compiled loops are cached on disk (`compiled`), so a machine compiles them once. When several
+workers start side by side for the first time, each compiles the groups of loops that no other one
+has begun, and loads the others from disk once they are done. A process takes a group by locking a
+file (flock); the kernel releases the lock when the process ends.
 """
 
 import fcntl
@@ -32,20 +32,22 @@ from penstock.kernels import level_product as levels
 from penstock.kernels.compiled import cache_folder, has_loops, settle_numba
 
 MOST_SECONDS_HELD = 180.0
-"""Wait for another process's group; a holder that is stopped must not hold up others for ever."""
+"""Longest wait for another process's group, so that a stopped process cannot block others."""
 
 SECONDS_BETWEEN_TRIES = 0.05
 
 SECONDS_TO_LOAD = 0.5
-"""A lock that is held for longer is held by a process that compiles; loading takes less."""
+"""A process that holds a lock for longer than this is compiling; loading takes less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Loops that are compiled together.
 
-    load: compiles them, or loads them from disk, into this process.
-    needs: groups that `load` would compile as well, unless they are there.
+    Attributes:
+        name: identifies the group in all processes.
+        load: compiles the loops, or loads them from disk, into this process.
+        needs: names of groups that `load` would also compile if they were not cached.
     """
 
     name: str
@@ -56,9 +58,14 @@ class Group:
 def needed_groups(
     device: torch.device, weights: torch.dtype, kv_cache: torch.dtype, quantized: bool, alone: bool
 ) -> list[Group]:
-    """The groups that a worker computes with, in the order in which they are to be taken.
+    """Return the groups that a worker computes with, in the order in which to compile them.
 
-    alone: the worker has one rank.
+    Args:
+        device: where the worker computes; a GPU needs no loops.
+        weights: dtype of the weights.
+        kv_cache: dtype of the KV cache.
+        quantized: whether the weights are INT8.
+        alone: whether the worker has one rank.
     """
     if device.type != "cpu" or not has_loops():
         return []
@@ -91,10 +98,13 @@ def needed_groups(
 
 
 class LoopLoader:
-    """Loads groups of loops in a thread of its own.
+    """Loads groups of loops in a background thread.
 
-    tell: called once, in that thread, if this process compiles, or waits for one that does.
-    folder: of the locks; processes that share compiled loops share it.
+    Args:
+        groups: the groups to load.
+        tell: called once, in that thread, when this process starts to compile or finds that it
+            waits for another one that does.
+        folder: folder of the lock files, which all processes with the same cache must share.
     """
 
     def __init__(
@@ -114,16 +124,16 @@ class LoopLoader:
 
     @property
     def has_compiled(self) -> bool:
-        """True once this process or, while this one waits, another one compiles."""
+        """True once this process has compiled, or has waited for another one that did."""
         return self._has_compiled
 
     @property
     def compiles(self) -> bool:
-        """True while that goes on."""
+        """True while it compiles or waits for a process that does."""
         return self._has_compiled and self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait until all are loaded; raises what went wrong."""
+        """Wait until all groups are loaded. Raises the error that ended the thread, if any."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -143,11 +153,11 @@ class LoopLoader:
             self._tell()
 
     def _load_all(self, folder: Path) -> None:
-        for group in self._groups.values():  # what no other process has taken
+        for group in self._groups.values():  # first those that no other process has taken
             with _lock(folder, group.name, 0.0) as is_held:
                 if is_held:
                     self._load(folder, group)
-        for group in self._groups.values():  # and then what others have compiled meanwhile
+        for group in self._groups.values():  # then those that others have compiled meanwhile
             self._wait_and_load(folder, group)
 
     def _wait_and_load(self, folder: Path, group: Group) -> None:
@@ -175,10 +185,15 @@ def _lock_folder() -> Path:
 def _lock(
     folder: Path, name: str, seconds: float, tell: Callable[[], None] = lambda: None
 ) -> Iterator[bool]:
-    """Hold the lock of that name; False if it was not had within so many seconds.
+    """Hold the lock of a group. Yields False if it was not acquired within `seconds`.
 
-    Where the file system has no locks everybody is let in: work is then done twice, and is right.
-    tell: called once the lock was waited for so long that its holder must be compiling.
+    On a file system without locks every process proceeds: work is then done twice, but correctly.
+
+    Args:
+        folder: folder of the lock files.
+        name: name of the group.
+        seconds: longest wait; 0 tries once.
+        tell: called once if the holder has kept the lock for so long that it must be compiling.
     """
     try:
         number = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -212,7 +227,7 @@ def _take(number: int, seconds: float, tell: Callable[[], None]) -> bool:
 
 @contextmanager
 def _on_compile(tell: Callable[[], None]) -> Iterator[None]:
-    """Calls `tell` whenever numba compiles a function that it has not found on disk."""
+    """Call `tell` whenever numba compiles a function that is not in its cache."""
     from numba.core import event
 
     class Listener(event.Listener):

@@ -133,4 +133,4 @@ def test_a_file_in_the_way_is_told(cache: Path, caplog: pytest.LogCaptureFixture
     cache.write_text("")
     with caplog.at_level(logging.WARNING):
         assert folder().is_dir()
-    assert "are not kept" in caplog.text
+    assert "are not cached" in caplog.text
