@@ -186,6 +186,9 @@ def grpc_stub(behaviour: Behaviour) -> Iterator[str]:
         ready.set()
         await done.wait()
         await server.stop(grace=None)
+        # Calls that are still ending would be destroyed with the loop, which gRPC reports.
+        if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(rest)
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()
