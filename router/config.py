@@ -40,7 +40,7 @@ class RouterConfig:
     max_queued_tokens: int = 4 << 20
     promised_seconds: float = 0.0  # to first tokens: who waits is ordered by it; 0: by arrival
     vllm_metrics: bool = False  # tell the metrics under vLLM's names too
-    waits_for_both: bool = False  # pools of prefill and of decode workers: see `readiness`
+    waits_for_both: bool = False  # prefill and decode pools are never empty: see `readiness`
     wakes_workers: bool = False  # none may be there: they come when something waits for them
     lost_seconds: float = 10.0  # a worker silent for longer is lost
     hang_seconds: float = 30.0  # of a step: see `routing.patience`

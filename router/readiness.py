@@ -1,4 +1,4 @@
-"""When a router reports that it is ready. Pure: no clock, no I/O."""
+"""Decides when a router reports that it is ready. Pure: no clock, no I/O."""
 
 from collections.abc import Collection
 
@@ -15,7 +15,7 @@ class Readiness:
     happened to start first, and stay there until its last token.
 
     Args:
-        waits_for_both: the cluster has a pool of prefill and one of decode workers.
+        waits_for_both: the cluster always has at least one prefill and one decode worker.
         wakes_workers: workers are started when requests wait, so that none may be there.
     """
 

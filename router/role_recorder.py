@@ -23,7 +23,7 @@ class RoleRecorder:
 
     def __init__(self, changed: Callable[[str, str], None]) -> None:
         self.held: Assignments = {}
-        # Sends an assignment (worker, role, time) to the supervisor, which answers by `hold`.
+        # Sends an assignment to the supervisor, which calls `hold` once it has recorded it.
         # None if no supervisor runs this router: roles then take effect at once.
         self.send: Callable[[str, Assignment], None] | None = None
         self._changed = changed

@@ -10,7 +10,8 @@ from typing import NamedTuple
 class WorkerLoad(NamedTuple):
     """A worker's load. Totals are since the start of its process; an idle new worker has zeros.
 
-    A tuple and not a dataclass: routers make one for every step of every worker, in half the time.
+    A NamedTuple is built in half the time of a frozen dataclass, and a router builds one for every
+    step of every worker.
 
     Attributes:
         queued: sequences that wait for a row of the running batch.

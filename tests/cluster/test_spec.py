@@ -339,6 +339,20 @@ def test_workers_have_the_settings_of_their_pool_and_of_the_model() -> None:
     assert (router.served_name, router.max_model_len) == ("m", 99)
 
 
+@pytest.mark.parametrize(
+    ("pools", "waits"),
+    [
+        ({"prefill": {}, "decode": {}}, True),
+        ({"prefill": {"min_replicas": 0}, "decode": {}}, False),
+        ({"mixed": {"replicas": 2}}, False),
+    ],
+)
+def test_router_waits_for_both_kinds_of_workers_if_neither_pool_may_be_empty(
+    pools: dict[str, Any], waits: bool
+) -> None:
+    assert router_config(parse({"pools": pools}), Path("f"), "token").waits_for_both is waits
+
+
 MOVES_TO_POOL = ("block_size", "kv_cache_mib", "max_sequences", "max_batched_tokens")
 
 

@@ -1,4 +1,4 @@
-"""Where compiled loops are kept: under a key of all that made them, in a folder of one's own."""
+"""The cache of compiled loops: its key covers every source, and its folder must be private."""
 
 import logging
 import os
