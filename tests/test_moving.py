@@ -20,7 +20,7 @@ from penstock.router.server import RunningRouter, serve_router
 from tests.support.served_router import until
 from tests.support.worker_process import WorkerProcess, worker_process
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MODEL = SHIPPED.parent / "demo-small"
 ROLES = {"p0": "prefill", "d0": "decode", "d1": "decode"}

@@ -20,7 +20,7 @@ from penstock.cli.checkpoint import SHIPPED
 from penstock.loadtests.server import free_ports
 from tests.support.serving import PATIENCE, Serving, serving
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 BLOCK = 16
 STORY = "Tell me a story about a fox who looks for a lamp in the forest and finds a friend. "

@@ -18,7 +18,7 @@ from tests.support.serving import Serving, serving
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.cluster,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 

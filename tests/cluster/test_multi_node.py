@@ -15,7 +15,7 @@ from penstock.cluster.placement import CannotPlace, Node, WorkerPlace, place
 from penstock.cluster.session import free_nodes
 from penstock.cluster.spec import ClusterSpec, Pools, PoolSpec
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

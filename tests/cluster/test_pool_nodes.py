@@ -20,7 +20,7 @@ from penstock.loadtests.server import free_ports
 from tests.support.ray_nodes import Nodes, ray_folder
 from tests.support.serving import PATIENCE, Serving, serving, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 MODEL = SHIPPED.parent / "demo-small"
 KEY = "a-key-of-the-file"

@@ -19,7 +19,7 @@ from penstock.workers.engine import Engine
 from tests.support.engines import run_greedy
 from tests.support.serving import PATIENCE, Serving, serving, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 MODEL = SHIPPED.parent / "demo-small"
 PREFILL = {"block_size": 32, "max_sequences": 3, "max_batched_tokens": 48, "kv_cache_mib": 32}

@@ -24,7 +24,7 @@ PROMETHEUS = shutil.which("prometheus")
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus here (Debian: prometheus)"),
 ]
 

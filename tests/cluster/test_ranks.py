@@ -29,7 +29,7 @@ def complete(running: Serving) -> list[str]:
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_worker_of_two_ranks() -> None:
     before = shared_memory()
     with tempfile.TemporaryDirectory(prefix="pk-") as name:  # a short path

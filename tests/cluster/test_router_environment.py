@@ -20,7 +20,7 @@ ENVIRONMENT = Path(os.environ.get("ROUTER_ENVIRONMENT", "")).absolute()
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif("ROUTER_ENVIRONMENT" not in os.environ, reason="make router-environment"),
 ]
 

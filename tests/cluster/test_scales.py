@@ -19,7 +19,7 @@ from penstock.loadtests.server import free_ports
 from tests.support.ray_nodes import Nodes, ray_folder
 from tests.support.serving import PATIENCE, Serving, serving, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 ARGUMENTS = [str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "64", "--dtype", "float32"]
 ARGUMENTS += ["--mixed", "1", "--min-mixed", "0", "--max-mixed", "2", "--max-num-seqs", "3"]

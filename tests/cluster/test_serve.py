@@ -25,7 +25,7 @@ from penstock.protos import inference_pb2 as pb
 from penstock.protos.inference_pb2_grpc import InferenceStub
 from tests.support.serving import PATIENCE, Serving, is_open, serving, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 MODEL = SHIPPED.parent / "demo-small"
 OPTIONS = ["--kv-cache-mib", "64", "--drain-seconds", "20"]

@@ -21,7 +21,7 @@ from penstock.cluster.supervisor import Supervisor
 from penstock.loadtests.server import free_ports
 from tests.support.serving import PATIENCE, serving
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 MODEL = SHIPPED.parent / "demo-small"
 NODES = ("a1", "a2", "b1", "b2")  # zone and number

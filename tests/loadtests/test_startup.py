@@ -9,7 +9,7 @@ import pytest
 from penstock.cli.checkpoint import SHIPPED
 from penstock.loadtests import startup
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 
 def test_a_start_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

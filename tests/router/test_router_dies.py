@@ -18,7 +18,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.server import RunningRouter, serve_router
 from tests.support.worker_process import WorkerProcess, worker_process
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MODEL = SHIPPED.parent / "demo-small"
 TOKEN = "of-this-test"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE = 240.0  # seconds; a busy machine is slow
+PATIENCE = 480.0  # seconds until a wait counts as a hang; busy machines are slow
 
 
 def wait_for(happened: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:

@@ -14,7 +14,7 @@ from tests.support.attached import PATIENCE, Attached, greedy
 from tests.support.tiny import tiny_checkpoint
 from tests.support.worker_process import worker_process
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
 
 PROMPT = [171, 172, 173, 174]
 STEPS = 6

@@ -14,7 +14,7 @@ FAULTS = 8
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_streams_survive_what_happens_to_their_workers(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "penstock.loadtests.chaos", "--deterministic", "--seed", "1"]

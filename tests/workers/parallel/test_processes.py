@@ -15,7 +15,7 @@ from tests.support.played import in_all_company, rehearsed_in_all_company
 from tests.support.rank_processes import RankProcesses, rank_processes
 from tests.support.ranks import Answers, agree, answer, make_model, rank_config
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
 
 DENSE = [(2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1)]
 SPARSE = [*DENSE, (2, 1, 2), (4, 1, 2), (4, 1, 4), (2, 2, 2)]
