@@ -72,13 +72,13 @@ def _by_loops(gate_up: Tensor, is_gelu: bool) -> Tensor:
     out = torch.empty(num_rows, inner)
     threads = 1 if gate_up.numel() < ALONE else torch.get_num_threads()
     flat = gate_up.contiguous().view(-1).numpy()
-    _loops()(flat, inner, is_gelu, out.view(-1).numpy(), threads)
+    _loops().fill(flat, inner, is_gelu, out.view(-1).numpy(), threads)
     return out
 
 
 def load_loops() -> None:
-    """Loads the loops; compiles them, the first time on a machine."""
-    _loops()
+    """Load the loops; compile them, the first time on a machine."""
+    _loops().load()
 
 
 @cache
@@ -86,7 +86,7 @@ def _loops() -> Any:
     settle_numba()
     from penstock.kernels import gate_loops
 
-    return gate_loops.fill
+    return gate_loops
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import shutil
 import stat
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
@@ -73,6 +74,49 @@ def use_threads(count: int) -> int:
 
 ALONE = 1 << 15
 """Numbers that pass through memory from which on a second thread is worth waking."""
+
+
+class Entry:
+    """A numba function that Python calls, compiled or loaded from disk when it is first needed.
+
+    A module of loops can thus be imported for its inner functions alone: the step program links
+    those of every operation, and a worker may compile it while another compiles the operations.
+
+    Args:
+        function: the function to compile.
+        signature: its types, in numba's notation.
+        options: more options of `numba.njit`.
+    """
+
+    def __init__(self, function: Callable[..., None], signature: str, **options: Any) -> None:
+        self._function = function
+        self._signature = signature
+        self._options = options
+        self._compiled: Any = None
+
+    def load(self) -> Any:
+        """Return the compiled function."""
+        if self._compiled is None:
+            import numba
+
+            njit: Any = numba.njit  # its annotations lack some of its options
+            compile_ = njit(self._signature, nogil=True, cache=True, **self._options)
+            self._compiled = compile_(self._function)
+        return self._compiled
+
+    def __call__(self, *arguments: Any) -> None:
+        (self._compiled or self.load())(*arguments)
+
+
+def entry(signature: str, **options: Any) -> Callable[[Callable[..., None]], Entry]:
+    """Decorate a function as an `Entry`."""
+    return lambda function: Entry(function, signature, **options)
+
+
+def load_entries(*entries: Entry) -> None:
+    """Compile these functions, or load them from disk."""
+    for each in entries:
+        each.load()
 
 
 def run_loops(alone: Any, together: Any, *given: Any, num_threads: int) -> None:

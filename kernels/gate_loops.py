@@ -1,4 +1,4 @@
-"""The loops of a CPU's gates, compiled by numba. The first import on a machine compiles.
+"""The loops of a CPU's gates, compiled by numba.
 
 Every element is computed alike, wherever it is: a vector's loop and what is left over of it do the
 same operations, a product fused into a sum each time.
@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.compiled import run_loops
+from penstock.kernels.compiled import entry, load_entries, run_loops
 from penstock.kernels.late_codegen import inner
 from penstock.kernels.tile_rows import exp
 
@@ -67,20 +67,25 @@ def _some_rows(
             )  # fmt: skip
 
 
-@numba.njit("void(float32[::1], int64, boolean, float32[::1])", nogil=True, cache=True)
+@entry("void(float32[::1], int64, boolean, float32[::1])")
 def _alone(gate_up: Floats, inner: int, is_gelu: bool, out: Floats) -> None:
     _some_rows(gate_up, inner, is_gelu, out, 0, len(out) // inner)
 
 
-@numba.njit(
+@entry(
     "void(float32[::1], int64, boolean, float32[::1], int64)",
-    parallel=True, nogil=True, cache=True,
-)  # fmt: skip
+    parallel=True,
+)
 def _in_threads(gate_up: Floats, inner: int, is_gelu: bool, out: Floats, num_threads: int) -> None:
     num_rows = len(out) // inner
     for thread in numba.prange(num_threads):
         first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
         _some_rows(gate_up, inner, is_gelu, out, first, last)
+
+
+def load() -> None:
+    """Compile the loops, or load them from disk."""
+    load_entries(_alone, _in_threads)
 
 
 def fill(gate_up: Floats, inner: int, is_gelu: bool, out: Floats, num_threads: int) -> None:

@@ -1,4 +1,4 @@
-"""The loops of `level_product`, compiled by numba. The first import on a machine compiles.
+"""The loops of `level_product`, compiled by numba.
 
 Up to 16 rows go with 64 columns at once, more of them 32 with 32. Weights are read from first to
 last, and asked for a while before.
@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.compiled import run_loops
+from penstock.kernels.compiled import entry, load_entries, run_loops
 from penstock.kernels.lanes import (
     WIDE,
     added,
@@ -157,7 +157,7 @@ _SIGNATURE = (
 )
 
 
-@numba.njit(_SIGNATURE + ")", nogil=True, cache=True)
+@entry(_SIGNATURE + ")")
 def _alone(
     levels: Bytes,  # [T K]
     num_rows: int,
@@ -177,7 +177,7 @@ def _alone(
     )  # fmt: skip
 
 
-@numba.njit(_SIGNATURE + ", int64)", parallel=True, nogil=True, cache=True)
+@entry(_SIGNATURE + ", int64)", parallel=True)
 def _in_threads(
     levels: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, num_blocks: int, num_threads: int,
@@ -201,6 +201,11 @@ def _in_threads(
                 levels, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
                 num_blocks * BROAD, first, last,
             )  # fmt: skip
+
+
+def load() -> None:
+    """Compile the loops, or load them from disk."""
+    load_entries(_alone, _in_threads)
 
 
 def fill(*given: Any, num_threads: int) -> None:

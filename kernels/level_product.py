@@ -80,8 +80,8 @@ def level_product(levels: Tensor, scales: Tensor, bias: Tensor | None) -> LevelP
 
 
 def load_loops() -> None:
-    """Loads the loops; compiles them, the first time on a machine."""
-    _loops()
+    """Load the loops; compile them, the first time on a machine."""
+    _loops().load()
 
 
 @cache

@@ -47,18 +47,16 @@ class Group:
     Attributes:
         name: identifies the group in all processes.
         load: compiles the loops, or loads them from disk, into this process.
-        needs: names of groups that `load` would also compile if they were not cached.
     """
 
     name: str
     load: Callable[[], object]
-    needs: tuple[str, ...] = ()
 
 
 def needed_groups(
     device: torch.device, weights: torch.dtype, kv_cache: torch.dtype, quantized: bool, alone: bool
 ) -> list[Group]:
-    """Return the groups that a worker computes with, in the order in which to compile them.
+    """Return the groups that a worker computes with, those that compile longest first.
 
     Args:
         device: where the worker computes; a GPU needs no loops.
@@ -72,28 +70,23 @@ def needed_groups(
     narrow = kv_cache == torch.bfloat16
     kept = "narrow" if narrow else "wide"
     groups = []
+    if weights == torch.float32:
+        if alone and panel_product.has_wide_vectors():
+            groups.append(Group(f"program-{kept}", lambda: program.prepare_program(kv_cache)))
+        if panel_product.has_wide_vectors():
+            groups.append(Group("panels", panel_product.load_loops))
     if in_place.can_read_in_place(device, kv_cache):
         groups.append(Group(f"attention-{kept}", lambda: in_place.load_loops(kv_cache)))
+    groups.append(Group("noise", noise.load_loops))
     if weights == torch.float32:
-        small = [
+        if quantized and panel_product.has_matrix_unit():
+            groups.append(Group("level-products", levels.load_loops))
+        groups += [
             Group(f"rotary-{kept}", lambda: cache.load_loops(narrow)),
-            Group("noise", noise.load_loops),
             Group("gates", activation.load_loops),
             Group("norms", norm.load_loops),
             Group("levels", row_levels.load_loops),
         ]
-        if panel_product.has_wide_vectors():
-            small.insert(0, Group("panels", panel_product.load_loops))
-        if quantized and panel_product.has_matrix_unit():
-            small.append(Group("level-products", levels.load_loops))
-        groups += small
-        if alone and panel_product.has_wide_vectors():
-            needs = tuple(each.name for each in small)
-            groups.append(
-                Group(f"program-{kept}", lambda: program.prepare_program(kv_cache), needs)
-            )
-    else:
-        groups.append(Group("noise", noise.load_loops))
     return groups
 
 
@@ -156,20 +149,13 @@ class LoopLoader:
         for group in self._groups.values():  # first those that no other process has taken
             with _lock(folder, group.name, 0.0) as is_held:
                 if is_held:
-                    self._load(folder, group)
+                    self._load(group)
         for group in self._groups.values():  # then those that others have compiled meanwhile
-            self._wait_and_load(folder, group)
+            if group.name not in self._loaded:
+                with _lock(folder, group.name, MOST_SECONDS_HELD, self._note):
+                    self._load(group)
 
-    def _wait_and_load(self, folder: Path, group: Group) -> None:
-        if group.name in self._loaded:
-            return
-        with _lock(folder, group.name, MOST_SECONDS_HELD, self._note):
-            self._load(folder, group)
-
-    def _load(self, folder: Path, group: Group) -> None:
-        for name in group.needs:
-            if name in self._groups:
-                self._wait_and_load(folder, self._groups[name])
+    def _load(self, group: Group) -> None:
         group.load()
         self._loaded.add(group.name)
 

@@ -13,14 +13,14 @@ On a CPU numba makes it (`noise_loops`), on a GPU Triton (`draw`), all of them w
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.compiled import settle_numba
+from penstock.kernels.compiled import has_loops, settle_numba
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -94,20 +94,22 @@ def gumbel_noise(
 
 
 def load_loops() -> None:
-    """Loads what makes noise on a CPU; compiles it, the first time on a machine."""
-    _compiled()
+    """Load the loop that makes noise on a CPU; compile it, the first time on a machine."""
+    if has_loops():
+        _loops().fill.load()
 
 
 @cache
 def _compiled() -> Callable[[Floats, Words, Words], None] | None:
     """As `fill`, with the same bits; nothing where numba is not installed."""
-    try:
-        settle_numba()
-    except ImportError:
-        return None
+    return cast("Callable[[Floats, Words, Words], None]", _loops().fill) if has_loops() else None
+
+
+def _loops() -> Any:
+    settle_numba()
     from penstock.kernels import noise_loops
 
-    return cast("Callable[[Floats, Words, Words], None]", noise_loops.fill)
+    return noise_loops
 
 
 def fill(noise: Floats, counters: Words, keys: Words) -> None:

@@ -11,6 +11,7 @@ import numba
 import numpy as np
 from numba import float32, int32, uint32, uint64
 
+from penstock.kernels.compiled import entry
 from penstock.kernels.late_codegen import inner
 
 LANES = 512  # of four tokens, a piece
@@ -78,7 +79,7 @@ def _second_log(mantissas: Any, exponents: Any, noise: Any) -> None:
 _SIGNATURE = "void(float32[:,::1], uint32[:,::1], uint32[:,::1])"
 
 
-@numba.njit(_SIGNATURE, cache=True, nogil=True, error_model="numpy")
+@entry(_SIGNATURE, error_model="numpy")
 def fill(out: Any, counters: Any, keys: Any) -> None:
     """Noise of R draws: out [R, 4 lanes] float32, counters [3, R] and keys [2, R] uint32."""
     words = np.empty((4, LANES), np.uint32)

@@ -69,7 +69,7 @@ def _takes_loops(x: Tensor, weight: Tensor) -> bool:
 def _by_loops(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(hidden)
     threads = 1 if hidden.numel() < ALONE else torch.get_num_threads()
-    _loops()(
+    _loops().fill(
         hidden.view(-1).numpy(), x.view(-1).numpy(), weight.numpy(), eps, out.view(-1).numpy(),
         threads,
     )  # fmt: skip
@@ -77,8 +77,8 @@ def _by_loops(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def load_loops() -> None:
-    """Loads the loops; compiles them, the first time on a machine."""
-    _loops()
+    """Load the loops; compile them, the first time on a machine."""
+    _loops().load()
 
 
 @cache
@@ -86,7 +86,7 @@ def _loops() -> Any:
     settle_numba()
     from penstock.kernels import norm_loops
 
-    return norm_loops.fill
+    return norm_loops
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

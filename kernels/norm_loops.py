@@ -1,4 +1,4 @@
-"""The loops of a CPU's RMS norm, compiled by numba. The first import on a machine compiles.
+"""The loops of a CPU's RMS norm, compiled by numba.
 
 A row's bits are its own: its squares are summed in four vectors in turns, which are added as
 (a + b) + (c + d) and then lane by lane; what is left over comes last.
@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.compiled import run_loops
+from penstock.kernels.compiled import entry, load_entries, run_loops
 from penstock.kernels.lanes import WIDE, added, fma, load_wide, splat_wide, store
 from penstock.kernels.late_codegen import inner
 
@@ -67,12 +67,12 @@ def _some_rows(
 _SIGNATURE = "void(float32[::1], float32[::1], float32[::1], float32, float32[::1]"
 
 
-@numba.njit(_SIGNATURE + ")", nogil=True, cache=True)
+@entry(_SIGNATURE + ")")
 def _alone(hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats) -> None:
     _some_rows(hidden, x, weight, eps, out, 0, len(out) // len(weight))
 
 
-@numba.njit(_SIGNATURE + ", int64)", parallel=True, nogil=True, cache=True)
+@entry(_SIGNATURE + ", int64)", parallel=True)
 def _in_threads(
     hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats, num_threads: int
 ) -> None:
@@ -80,6 +80,11 @@ def _in_threads(
     for thread in numba.prange(num_threads):
         first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
         _some_rows(hidden, x, weight, eps, out, first, last)
+
+
+def load() -> None:
+    """Compile the loops, or load them from disk."""
+    load_entries(_alone, _in_threads)
 
 
 def fill(

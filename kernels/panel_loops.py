@@ -1,4 +1,4 @@
-"""The loops of `panel_product`, compiled by numba. The first import on a machine compiles."""
+"""The loops of `panel_product`, compiled by numba."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.compiled import run_loops
+from penstock.kernels.compiled import entry, load_entries, run_loops
 from penstock.kernels.lanes import WIDE, added, ask_ahead, fma, load_wide, splat_wide, spread, store
 from penstock.kernels.late_codegen import inner
 
@@ -179,7 +179,7 @@ def share(
 _SIGNATURE = "void(float32[::1], int64, int64, float32[::1], float32[::1], float32[::1], int64"
 
 
-@numba.njit(_SIGNATURE + ")", nogil=True, cache=True)
+@entry(_SIGNATURE + ")")
 def _alone(
     x: Floats,  # [T K]
     num_rows: int,  # 1, or a multiple of HIGH
@@ -194,7 +194,7 @@ def _alone(
     share(x, num_rows, num_inputs, panels, bias, y, num_outputs, 0, last)
 
 
-@numba.njit(_SIGNATURE + ", int64)", parallel=True, nogil=True, cache=True)
+@entry(_SIGNATURE + ", int64)", parallel=True)
 def _in_threads(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, num_threads: int,
@@ -221,6 +221,11 @@ def room(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
     """Rows of x that are read, and rows and columns of y that are written."""
     rows = num_rows if num_rows == 1 else -(-num_rows // HIGH) * HIGH
     return rows, rows, num_outputs
+
+
+def load() -> None:
+    """Compile the loops, or load them from disk."""
+    load_entries(_alone, _in_threads)
 
 
 def fill(*given: Any, num_threads: int) -> None:

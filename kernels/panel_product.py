@@ -121,7 +121,7 @@ def _split_loops() -> Any:
 
 
 def load_loops() -> None:
-    """Loads the loops that this machine uses; compiles them, the first time."""
-    _loops()
+    """Load the loops that this machine uses; compile them, the first time."""
+    _loops().load()
     if has_matrix_unit():
-        _split_loops()
+        _split_loops().load()

@@ -1,4 +1,4 @@
-"""The loops of `program`, compiled by numba. The first import on a machine compiles."""
+"""The loops of `program`, compiled by numba."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
 

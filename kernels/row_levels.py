@@ -22,7 +22,7 @@ def row_levels(x: Tensor) -> tuple[Tensor, Tensor]:
     levels = torch.empty(x.shape, dtype=torch.uint8)
     factors = torch.empty(len(x), 1)
     threads = 1 if x.numel() < ALONE else torch.get_num_threads()
-    _loops()(x.contiguous().numpy(), levels.numpy(), factors.view(-1).numpy(), threads)
+    _loops().fill(x.contiguous().numpy(), levels.numpy(), factors.view(-1).numpy(), threads)
     return levels, factors
 
 
@@ -34,8 +34,8 @@ def row_levels_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def load_loops() -> None:
-    """Loads the loops; compiles them, the first time on a machine."""
-    _loops()
+    """Load the loops; compile them, the first time on a machine."""
+    _loops().load()
 
 
 @cache
@@ -43,4 +43,4 @@ def _loops() -> Any:
     settle_numba()
     from penstock.kernels import row_levels_loops
 
-    return row_levels_loops.fill
+    return row_levels_loops

@@ -1,10 +1,10 @@
-"""The loops of `row_levels`, compiled by numba. The first import on a machine compiles."""
+"""The loops of `row_levels`, compiled by numba."""
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.compiled import run_loops
+from penstock.kernels.compiled import entry, load_entries, run_loops
 from penstock.kernels.late_codegen import inner
 
 Floats = npt.NDArray[np.float32]
@@ -33,20 +33,23 @@ def level_rows(
         factors[t] = largest / _LEVELS
 
 
-@numba.njit("void(float32[:,::1], uint8[:,::1], float32[::1])", nogil=True, cache=True)
+@entry("void(float32[:,::1], uint8[:,::1], float32[::1])")
 def _alone(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats) -> None:
     level_rows(x, levels, factors, 0, len(x))
 
 
-@numba.njit(
-    "void(float32[:,::1], uint8[:,::1], float32[::1], int64)", parallel=True, nogil=True, cache=True
-)
+@entry("void(float32[:,::1], uint8[:,::1], float32[::1], int64)", parallel=True)
 def _in_threads(
     x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, num_threads: int
 ) -> None:
     for thread in numba.prange(num_threads):
         first, last = len(x) * thread // num_threads, len(x) * (thread + 1) // num_threads
         level_rows(x, levels, factors, first, last)
+
+
+def load() -> None:
+    """Compile the loops, or load them from disk."""
+    load_entries(_alone, _in_threads)
 
 
 def fill(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.compiled import run_loops
+from penstock.kernels.compiled import entry, load_entries, run_loops
 from penstock.kernels.lanes import added, ask_ahead, ask_to_write, load_wide, store
 from penstock.kernels.late_codegen import inner
 from penstock.kernels.matrix_tiles import (
@@ -269,7 +269,7 @@ def _rounded(num_outputs: int) -> tuple[int, int]:
 _SIGNATURE = "void(float32[::1], int64, int64, float32[::1], float32[::1], float32[::1], int64"
 
 
-@numba.njit(_SIGNATURE + ")", nogil=True, cache=True)
+@entry(_SIGNATURE + ")")
 def _alone(
     x: Floats,  # [T K]
     num_rows: int,
@@ -284,7 +284,7 @@ def _alone(
     share(x, num_rows, num_inputs, panels, bias, y, width, num_columns, 0, width // 16)
 
 
-@numba.njit(_SIGNATURE + ", int64)", parallel=True, nogil=True, cache=True)
+@entry(_SIGNATURE + ", int64)", parallel=True)
 def _in_threads(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, num_threads: int,
@@ -315,6 +315,11 @@ def room(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
     """Rows of x that are read, and rows and columns of y that are written."""
     rows = num_rows if num_rows <= ROWS else -(-num_rows // HIGH) * HIGH
     return num_rows, rows, -(-num_outputs // BROAD) * BROAD
+
+
+def load() -> None:
+    """Compile the loops, or load them from disk."""
+    load_entries(_alone, _in_threads)
 
 
 def fill(*given: Any, num_threads: int) -> None:

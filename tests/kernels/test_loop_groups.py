@@ -5,13 +5,16 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from penstock.kernels import loop_groups
-from penstock.kernels.compiled import has_loops
+from penstock.kernels.compiled import Entry, entry, has_loops, load_entries
+from penstock.kernels.cpu_features import has_wide_vectors
 from penstock.kernels.loop_groups import Group, LoopLoader, needed_groups
 
 pytestmark = pytest.mark.skipif(not has_loops(), reason="numba is not installed")
@@ -56,27 +59,57 @@ def test_two_share_the_work_and_each_has_all(tmp_path: Path) -> None:
     assert sorted(disk.loaded) == [("a", "two"), ("b", "one")]
 
 
-def test_what_a_group_needs_is_waited_for(tmp_path: Path) -> None:
-    """The second process finds all but the last group taken, which would compile the first too."""
-    disk = Disk()
-    begun, go_on = threading.Event(), threading.Event()
-    first = LoopLoader([disk.group("a", "one", begun, go_on)], folder=tmp_path)
-    assert begun.wait(60)
-    told = threading.Event()
-    one = disk.group("b", "one", threading.Event(), go_on)
-    last = disk.group("b", "last", threading.Event(), go_on)
-    needy = Group("last", last.load, needs=("one", "unknown"))
-    second = LoopLoader([one, needy], told.set, tmp_path)
-    assert told.wait(60), "it waits for a process that compiles"
-    assert second.compiles
-    assert disk.compiled == [("a", "one")]
-    go_on.set()
-    first.join()
-    second.join()
-    assert disk.loaded == [("b", "one")]
-    assert disk.compiled == [("a", "one"), ("b", "last")]
-    assert second.has_compiled
-    assert not second.compiles
+def test_importing_the_program_compiles_nothing(tmp_path: Path) -> None:
+    """Whoever compiles it must not compile the loops of single operations as well, which another
+    process may be compiling."""
+    if not has_wide_vectors():
+        pytest.skip("no AVX-512: there are no programs")
+    code = (
+        "from numba.core import event\n"
+        "from penstock.kernels.compiled import settle_numba\n"
+        "settle_numba()\n"
+        "with event.install_recorder('numba:compile') as recorder:\n"
+        "    from penstock.kernels import program_loops\n"
+        "print([each.data['dispatcher'].__name__ for _, each in recorder.buffer])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stdout == "[]\n"
+
+
+def test_entries_are_compiled_when_they_are_loaded_or_called(monkeypatch: Any) -> None:
+    import numba
+
+    monkeypatch.setattr(numba, "njit", lambda signature, **options: partial(Compiled, signature))
+    made = Compiled.made
+    made.clear()
+
+    @entry("void(int64)", parallel=True)
+    def function(number: int) -> None:
+        raise AssertionError("the compiled form is called")
+
+    other = Entry(print, "void(float32)")
+    assert made == []
+    load_entries(function)
+    load_entries(function)
+    assert made == ["void(int64)"]
+    other(1.0)
+    other(2.0)
+    assert made == ["void(int64)", "void(float32)"]
+
+
+class Compiled:
+    """Stands for a compiled function."""
+
+    made: ClassVar[list[str]] = []
+
+    def __init__(self, signature: str, function: object) -> None:
+        self.made.append(signature)
+
+    def __call__(self, *arguments: object) -> None:
+        pass
 
 
 def test_a_holder_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
@@ -135,5 +168,3 @@ def test_a_worker_asks_for_what_it_computes_with() -> None:
     narrow = needed_groups(cpu, torch.float32, torch.bfloat16, True, False)
     assert "attention-narrow" in [each.name for each in narrow]
     assert not any(each.name.startswith("program") for each in narrow)
-    for each in wide:
-        assert set(each.needs) <= set(names[: names.index(each.name)]), "no two wait for each other"
