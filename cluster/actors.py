@@ -17,6 +17,7 @@ import ray.util
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
 from penstock.cluster import leave, processes, ready
+from penstock.cluster.descriptors import reserve_descriptors
 from penstock.cluster.notices import LogLine, News, Progress, RoleGiven, Stuck
 from penstock.cluster.processes import ProcessName
 
@@ -122,6 +123,7 @@ class _Host:
         self._title = f"penstock: {title}"
         self._level = logging.INFO if with_events else logging.WARNING
         setproctitle(self._title)
+        reserve_descriptors()
         self._newsroom: Newsroom | None = None
         self._naming: asyncio.Task[None] | None = None
 

@@ -5,6 +5,11 @@ import random
 
 import pytest
 
+from penstock.cluster.descriptors import reserve_descriptors
+
+# Workers and routers serve in the tests' own process too.
+reserve_descriptors()
+
 # Small products gain nothing from threads, and threads that wait for each other on a busy machine
 # cost tenfold. Set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from itertools import count
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -109,22 +110,56 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def _read(self, session: Session, requests: Requests) -> None:
         """Obey until the router ends the stream, falls silent or says what makes no sense."""
         try:
-            for number in count(2):
-                async with asyncio.timeout(_BEATS * self._beat):
+            async with _SilenceLimit(self._beat) as silence:
+                for number in count(2):
                     message = await anext(requests)
-                if message.number != number:
-                    raise BadCommand(f"message {message.number} came where {number} was due")
-                self._dispatch.obey(session, message)
+                    silence.heard()
+                    if message.number != number:
+                        raise BadCommand(f"message {message.number} came where {number} was due")
+                    self._dispatch.obey(session, message)
         except StopAsyncIteration:
             session.end(grpc.StatusCode.OK, "it closed the stream")
         except TimeoutError:
-            silence = _BEATS * self._beat
-            session.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard for {silence:g} s")
+            seconds = _BEATS * self._beat
+            session.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard for {seconds:g} s")
         except BadCommand as error:
             session.end(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except Exception as error:  # the stream cannot be read, or we have a fault here
             log.exception("the stream of router %s broke", session.router)
             session.end(grpc.StatusCode.INTERNAL, f"the stream cannot be read: {error}")
+
+
+class _SilenceLimit:
+    """Ends its block with TimeoutError after ten beats in a row without a message.
+
+    Beats are counted in turns of the event loop: a stall of this process, during which it cannot
+    hear anybody, counts as one.
+    """
+
+    def __init__(self, beat: float) -> None:
+        self._beat = beat  # seconds
+        self._num_silent = 0
+        self._timeout = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._next = asyncio.get_running_loop().call_later(self._beat, self._tick)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._next.cancel()
+        await self._timeout.__aexit__(*error)  # raises TimeoutError when it has expired
+
+    def heard(self) -> None:
+        self._num_silent = 0
+
+    def _tick(self) -> None:
+        self._num_silent += 1
+        loop = asyncio.get_running_loop()
+        if self._num_silent >= _BEATS:
+            self._timeout.reschedule(loop.time())
+        else:
+            self._next = loop.call_later(self._beat, self._tick)
 
 
 class RunningWorker:

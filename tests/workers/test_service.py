@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,17 @@ async def test_both_sides_beat_and_silence_ends_the_stream(checkpoint: Path) -> 
     assert talking.closed is None
     for attached in (talking, silent):
         await attached.close()
+    await running.stop()
+
+
+async def test_a_worker_that_stood_still_does_not_take_it_for_silence(checkpoint: Path) -> None:
+    beat = 0.1
+    running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1, beat_seconds=beat))
+    router = await Attached(running.address).open(beat=beat)
+    time.sleep(20 * beat)  # the whole event loop; ten beats of silence end a stream
+    await router.submit(1, PROMPT, greedy(3))
+    assert len(await router.answer(1)) == 3
+    await router.close()
     await running.stop()
 
 

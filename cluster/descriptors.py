@@ -1,0 +1,23 @@
+"""The table of file descriptors of a process."""
+
+import fcntl
+import os
+import resource
+from contextlib import suppress
+
+NUM_DESCRIPTORS = 4096
+
+
+def reserve_descriptors(count: int = NUM_DESCRIPTORS) -> None:
+    """Grow this process's table of file descriptors to `count` entries, if its limit allows.
+
+    Linux doubles the table when a new descriptor does not fit. In a process with several threads
+    it then waits for an RCU grace period (`expand_fdtable` in `fs/file.c`), which takes tens of
+    seconds where all cores are busy. If the thread that opened the file holds the GIL, the event
+    loop stops as well, and the process looks dead to its peers. So each process that serves grows
+    its table when it starts, while nobody waits for it. 4,096 entries take 32 KiB.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    last = (count if limit == resource.RLIM_INFINITY else min(count, limit)) - 1
+    with suppress(OSError), open(os.devnull, "rb") as file:
+        os.close(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, last))
