@@ -16,14 +16,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.activation import silu_mul, silu_mul_alike
-from penstock.kernels.attention_gathered import GatheredPlan
-from penstock.kernels.cache import write_kv, write_rows
-from penstock.kernels.noise import DRAW, fill, gumbel_noise
-from penstock.kernels.norm import rms_norm
-from penstock.kernels.rotary import rotary_table, rotate_
-from penstock.kernels.sampling import _descending, argmax
-from penstock.kernels.scores import PLAIN
+from penstock.kernels.activation.op import silu_and_mul, silu_and_mul_batch_invariant
+from penstock.kernels.attention.score_mod import PLAIN
+from penstock.kernels.attention.torch_gather import GatheredPlan
+from penstock.kernels.kv_cache.op import slot_rows, write_kv
+from penstock.kernels.norm.op import rms_norm
+from penstock.kernels.rope.op import rotary_table, rotate_
+from penstock.kernels.sampling.logit_filters import _descending, argmax
+from penstock.kernels.sampling.philox import SAMPLE, gumbel_noise, gumbel_noise_reference
 
 Call = Callable[[], Tensor]
 
@@ -56,7 +56,7 @@ def attention(name: str, lengths: Sequence[tuple[int, int]]) -> Operation:
 def cache_writes(num_tokens: int) -> Operation:
     layer, new = torch.zeros(2, 400, 4, 16, 64), torch.randn(num_tokens, 8, 64)
     slots = torch.randperm(6400)[:num_tokens]
-    rows = write_rows(slots, layer.shape)
+    rows = slot_rows(slots, layer.shape)
     blocks, offsets, flat = slots // 16, slots % 16, rows.flatten()
 
     def served() -> Tensor:
@@ -159,8 +159,8 @@ def rotation(num_tokens: int) -> Operation:
 def gate(num_tokens: int) -> Operation:
     gate_up = torch.randn(num_tokens, 2 * 2048)
     forms: dict[str, Call] = {
-        "torch's silu": lambda: silu_mul(gate_up.clone()),
-        "by its exponential": lambda: silu_mul_alike(gate_up.clone()),
+        "torch's silu": lambda: silu_and_mul(gate_up.clone()),
+        "by its exponential": lambda: silu_and_mul_batch_invariant(gate_up.clone()),
     }
     return Operation(f"gate of silu, {num_tokens} x 2048 (a copy in each)", forms)
 
@@ -172,8 +172,8 @@ def sampling(rows: int, vocab: int) -> Iterator[Operation]:
 
     def by_numpy() -> Tensor:
         noise = np.empty((rows, vocab), np.float32)
-        counters = np.stack((counts, counts, np.full(rows, DRAW))).astype(np.uint32)
-        fill(noise, counters, np.stack((seeds, seeds * 0)).astype(np.uint32))
+        counters = np.stack((counts, counts, np.full(rows, SAMPLE))).astype(np.uint32)
+        gumbel_noise_reference(noise, counters, np.stack((seeds, seeds * 0)).astype(np.uint32))
         return torch.from_numpy(noise)
 
     noise: dict[str, Call] = {

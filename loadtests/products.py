@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.panel_product import panel_product
-from penstock.kernels.products import (
-    blocked_product,
-    can_block,
-    int8_product,
-    why_no_int8,
+from penstock.kernels.linear.cpu_packed_f32 import pack_f32
+from penstock.kernels.linear.op import (
+    int8_unsupported_reason,
+    pack_int8,
+    pack_onednn,
+    supports_onednn,
 )
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.paired import Spread, run
@@ -66,12 +66,12 @@ def forms() -> dict[str, Form]:
     """How weights become a product, by what the form is called."""
     found: dict[str, Form] = {
         "plain (MKL)": lambda weight: lambda x: functional.linear(x, weight),
-        "panels": lambda weight: panel_product(weight, None),
+        "panels": lambda weight: pack_f32(weight, None),
     }
-    if can_block(torch.zeros(8, 8)):
-        found["blocked (oneDNN)"] = lambda weight: blocked_product(weight, None)
-    if not why_no_int8(torch.device("cpu"), torch.float32):
-        found["INT8"] = lambda weight: int8_product(weight, None)
+    if supports_onednn(torch.zeros(8, 8)):
+        found["blocked (oneDNN)"] = lambda weight: pack_onednn(weight, None)
+    if not int8_unsupported_reason(torch.device("cpu"), torch.float32):
+        found["INT8"] = lambda weight: pack_int8(weight, None)
     return found
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.launch import runs_kernels
+from penstock.kernels.triton_common.launch import runs_kernels
 
 
 class KvCache:

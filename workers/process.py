@@ -5,7 +5,7 @@ import os
 import sys
 from contextlib import suppress
 
-from penstock.kernels.compiled import OPENMP
+from penstock.kernels.cpu_common.numba_runtime import OPENMP
 
 SPINS = "30000"
 """Turns that an OpenMP thread waits for the next piece of work before it sleeps. By default it is

@@ -4,13 +4,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention import plan_attention
-from penstock.kernels.blocks import copy_blocks
-from penstock.kernels.cache import write_rows
-from penstock.kernels.in_place import InPlace
-from penstock.kernels.latent_attention import LatentPlan, plan_latent_attention
-from penstock.kernels.launch import runs_kernels
-from penstock.kernels.rotary import rotary_table
+from penstock.kernels.attention.cpu_plan import CpuPagedPlan
+from penstock.kernels.attention.op import plan_attention
+from penstock.kernels.kv_cache.block_copy import copy_blocks
+from penstock.kernels.kv_cache.op import slot_rows
+from penstock.kernels.mla.op import MlaPlan, plan_mla
+from penstock.kernels.rope.op import rotary_table
+from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.device.pinned import put
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.layers.attention import StepInputs
@@ -101,14 +101,14 @@ class Runner:
 
     def _latent_plan(
         self, query_starts: Ints, context_lens: Ints, block_tables: Ints
-    ) -> LatentPlan | InPlace | None:
+    ) -> MlaPlan | CpuPagedPlan | None:
         batch, latent = (query_starts, context_lens, block_tables), self._latent
         if latent is None:
             return None
         data = self.cache.data
         if self._one_path and not runs_kernels(data.device):
-            return InPlace.of(np.arange(len(context_lens)), *batch, window=0)
-        return plan_latent_attention(*batch, data[0], latent.rank, latent.up_dim, self._one_path)
+            return CpuPagedPlan.of(np.arange(len(context_lens)), *batch, window=0)
+        return plan_mla(*batch, data[0], latent.rank, latent.up_dim, self._one_path)
 
     def _reaching(self, needed: int) -> tuple[Tensor, ...]:
         """The rotary tables, of so many positions or more."""
@@ -122,7 +122,7 @@ class Runner:
         return tuple(table.index_select(0, positions) for table in self._rotary)
 
     def _cache_rows(self, slots: Tensor) -> Tensor:
-        return write_rows(slots, self.cache.data.shape[1:])
+        return slot_rows(slots, self.cache.data.shape[1:])
 
     def _tables(self, size: int) -> tuple[Tensor, ...]:
         decoder = self.decoder

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from penstock.common.sampling_params import UINT64_MAX, SamplingParams
-from penstock.kernels.draw import Wishes, draw, finite_rows, likeliest
-from penstock.kernels.launch import runs_kernels
-from penstock.kernels.logprobs import logprobs
-from penstock.kernels.penalties import Penalties, penalize_, shift_
+from penstock.kernels.sampling.logprobs import logprobs
+from penstock.kernels.sampling.op import SamplingTensors, finite_rows, greedy, sample
+from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
+from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.bans import Bans, History
 from penstock.workers.beams import Candidates
 from penstock.workers.device.pinned import put
@@ -167,7 +167,7 @@ class Sampler:
 
         Returns tokens [S] int32, and whether a row's logits were finite [S], on their device.
         """
-        tokens, finite = draw(logits, self._wishes(self._params[rows], indices))
+        tokens, finite = sample(logits, self._wishes(self._params[rows], indices))
         return tokens.to(torch.int32), finite
 
     @torch.inference_mode()
@@ -215,7 +215,7 @@ class Sampler:
         if len(biased):
             tokens, values = zip(*(self._biases[row] for row in rows[biased]), strict=True)
             owners = self._put(np.repeat(biased, [len(each) for each in tokens]))
-            shift_(shaped, owners, torch.cat(tokens), torch.cat(values))
+            add_logit_bias_(shaped, owners, torch.cat(tokens), torch.cat(values))
         penalized, choosy = np.flatnonzero(params["penalized"]), np.flatnonzero(params["choosy"])
         if len(penalized):
             self._penalize(shaped, rows, params, penalized, history)
@@ -242,7 +242,9 @@ class Sampler:
         penalties = Penalties(
             *(self._put(params[name]) for name in ("repetition", "presence", "frequency"))
         )
-        self._change_(shaped, at, lambda picked: penalize_(picked, said, starts, ends, penalties))
+        self._change_(
+            shaped, at, lambda picked: apply_penalties_(picked, said, starts, ends, penalties)
+        )
 
     def _draw(
         self,
@@ -260,19 +262,19 @@ class Sampler:
         if len(at):
             picked = _pick(shaped, at)
             if not runs_kernels(self._device) and not params["temperature"][at].any():
-                drawn, good = likeliest(picked, bans)
+                drawn, good = greedy(picked, bans)
             else:
-                drawn, good = draw(picked, self._wishes(params[at], indices[at]), bans)
+                drawn, good = sample(picked, self._wishes(params[at], indices[at]), bans)
             finite[at] &= good.cpu().numpy()
             tokens[at] = drawn.cpu().numpy()
         tokens[~finite] = 0
         return tokens, finite
 
-    def _wishes(self, params: npt.NDArray[np.void], indices: Ints) -> Wishes:
+    def _wishes(self, params: npt.NDArray[np.void], indices: Ints) -> SamplingTensors:
         shares = np.stack([params[name] for name in ("temperature", "top_p", "min_p", "typical_p")])
         seeds = params["seed"].view(np.int64)
         numbers = np.stack([params["top_k"], seeds, indices.astype(np.int64), params["choice"]])
-        return Wishes(*self._put(shares), *self._put(numbers))
+        return SamplingTensors(*self._put(shares), *self._put(numbers))
 
     def _logprobs(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints

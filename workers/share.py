@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from penstock.kernels.loop_groups import Group, LoopLoader, needed_groups
+from penstock.kernels.cpu_compilation import CpuKernelLoader, KernelGroup, required_groups
 from penstock.workers.config import WorkerConfig
 from penstock.workers.device.ladder import Ladder
 from penstock.workers.device.runner import DeviceRunner
@@ -142,7 +142,7 @@ def take_share(
         num_ranks = place.mesh.num_ranks
         reports = connect_hosts(store, "reports", place.rank, num_ranks, config.host)
     groups = [] if decoder is not None else _loop_groups(config, device)
-    loops = LoopLoader(groups, lambda: tell(COMPILING))
+    loops = CpuKernelLoader(groups, lambda: tell(COMPILING))
 
     def told(done: int, total: int) -> None:
         progress(done, total)
@@ -173,7 +173,7 @@ def take_share(
     return Share(config, spec, decoder, limits, cache, reports)
 
 
-def _loop_groups(config: WorkerConfig, device: torch.device) -> list[Group]:
+def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup]:
     """The loops that a worker of this configuration needs; none where it cannot be."""
     try:
         dtype = choose_dtype(config.dtype, "float32", device)
@@ -181,7 +181,7 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[Group]:
     except ValueError:
         return []
     alone = config.place.mesh.num_ranks == 1
-    return needed_groups(device, dtype, cached, config.quantization != "none", alone)
+    return required_groups(device, dtype, cached, config.quantization != "none", alone)
 
 
 def _computes_by_itself(config: WorkerConfig, decoder: ServedModel) -> bool:

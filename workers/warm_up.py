@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
-from penstock.kernels.checksum import checksum
+from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from penstock.kernels.kv_cache.checksum import checksum
 from penstock.workers.scheduling.limits import Limits
 from penstock.workers.scheduling.sequence import NewSequence
 

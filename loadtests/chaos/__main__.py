@@ -247,7 +247,7 @@ def _noise(parting: Parting) -> dict[int, float]:
         return {}
     import numpy as np
 
-    from penstock.kernels.noise import gumbel_noise
+    from penstock.kernels.sampling.philox import gumbel_noise
 
     at = np.array([len(parting.before)]), np.array([parting.choice])
     most = 1 + max(parting.right, parting.wrong)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.attention import device_plan, paged_attention, plan_attention
-from penstock.kernels.launch import E4M3
+from penstock.kernels.attention.op import paged_attention, plan_attention, plan_attention_on_device
+from penstock.kernels.triton_common.launch import E4M3
 from penstock.loadtests.gpu.clock import Call
 from penstock.loadtests.gpu.goals import PLAIN, Goal
 from penstock.loadtests.gpu.work import Absent, Work
@@ -85,7 +85,7 @@ class Paged:
         sizes = self.sizes
         max_query = sizes.context if sizes.prompts else 1
         batch = (self.query_starts, self.context_lens, self.block_tables)
-        plan = device_plan(*batch, self.layer, max_query, sizes.context)
+        plan = plan_attention_on_device(*batch, self.layer, max_query, sizes.context)
         return lambda: paged_attention(self.query, self.layer, plan, scales=self.scales)
 
     def torch_dense(self) -> Call:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.kernels.forms import kernels_only, plain_forms
+from penstock.kernels.fallback import fallback_counts, forbid_fallback
 from penstock.loadtests.gpu.clock import Clock, clock_of
 from penstock.loadtests.gpu.models import SHAPES, random_model, small
 from penstock.loadtests.gpu.options import Options, read_options
@@ -83,7 +83,7 @@ def measure(options: Options, load: Load, prompts: tuple[int, ...]) -> Iterator[
     figures: dict[str, Any] = {"about": SHAPES[options.model].about, "prices": {}, "failures": []}
     with (
         tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder,
-        kernels_only(options.device),
+        forbid_fallback(options.device),
     ):
         engines = [make_engine(Path(folder), options, load, each) for each in (False, True)]
         work: dict[str, Callable[[Engine], float]] = {}
@@ -99,8 +99,8 @@ def measure(options: Options, load: Load, prompts: tuple[int, ...]) -> Iterator[
             taken = [[seconds_of(engine) for engine in engines] for _ in range(rounds)]
             figures["prices"][name] = _price(taken)
             yield figures
-    if plain_forms():
-        figures["failures"] += [f"computed without a kernel: {plain_forms()}"]
+    if fallback_counts():
+        figures["failures"] += [f"computed without a kernel: {fallback_counts()}"]
     yield figures
 
 

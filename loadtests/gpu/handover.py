@@ -20,8 +20,8 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from penstock.kernels.checksum import checksum
-from penstock.kernels.forms import kernels_only, plain_forms
+from penstock.kernels.fallback import fallback_counts, forbid_fallback
+from penstock.kernels.kv_cache.checksum import checksum
 from penstock.loadtests.gpu.options import read_options
 from penstock.loadtests.gpu.sections import write_figures
 from penstock.workers.transfer.shards import Rectangle, Shard
@@ -177,9 +177,9 @@ def main() -> int:
         write_figures(options.json, measure(options.device.type, options.small))
         return 0
     options = read_options("handover", [*others, "--json", str(Path(os.devnull))])
-    with kernels_only(options.device):
+    with forbid_fallback(options.device):
         figures = run_side(side.side, options.device, options.small)
-    print(json.dumps(figures | {"plain_forms": plain_forms()}), flush=True)
+    print(json.dumps(figures | {"plain_forms": fallback_counts()}), flush=True)
     return 0
 
 

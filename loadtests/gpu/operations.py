@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from penstock.kernels.forms import kernels_only
+from penstock.kernels.fallback import forbid_fallback
 from penstock.loadtests.gpu.attention_work import attention_work
 from penstock.loadtests.gpu.bounds import Bounds
 from penstock.loadtests.gpu.options import Options, read_options
@@ -32,7 +32,7 @@ def measure(options: Options, bounds: Bounds) -> Iterator[dict[str, Any]]:
         try:
             for work in kind():
                 try:
-                    with kernels_only(options.device):
+                    with forbid_fallback(options.device):
                         rows.append(work.measure(options.device).figures(bounds))
                 except Exception as error:
                     failures.append(f"{work.name}: {type(error).__name__}: {error}")

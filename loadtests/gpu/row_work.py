@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.activation import silu_mul
-from penstock.kernels.blocks import gather_blocks, scatter_blocks
-from penstock.kernels.norm import add_rms_norm
-from penstock.kernels.rotary import rotary_table, rotate_
+from penstock.kernels.activation.op import silu_and_mul
+from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
+from penstock.kernels.norm.op import fused_add_rms_norm
+from penstock.kernels.rope.op import rotary_table, rotate_
 from penstock.loadtests.gpu.clock import Call
 from penstock.loadtests.gpu.goals import Goal
 from penstock.loadtests.gpu.work import Absent, Work
@@ -44,7 +44,7 @@ def row_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[
 def _norm(randn: Callable[..., Tensor], tokens: int, hidden: int, itemsize: int) -> Work:
     def ours() -> Call:
         stream, x, weight = randn(tokens, hidden), randn(tokens, hidden), randn(hidden)
-        return lambda: add_rms_norm(stream, x, weight, EPS)
+        return lambda: fused_add_rms_norm(stream, x, weight, EPS)
 
     def by_torch() -> Call:
         stream, x, weight = randn(tokens, hidden), randn(tokens, hidden), randn(hidden)
@@ -109,7 +109,7 @@ def _rotation(
 def _gate(randn: Callable[..., Tensor], tokens: int, inner: int, itemsize: int) -> Work:
     def ours() -> Call:
         gate_up = randn(tokens, 2 * inner)
-        return lambda: silu_mul(gate_up)
+        return lambda: silu_and_mul(gate_up)
 
     def by_torch() -> Call:
         gate_up = randn(tokens, 2 * inner)

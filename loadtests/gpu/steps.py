@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.kernels.forms import kernels_only, plain_forms
+from penstock.kernels.fallback import fallback_counts, forbid_fallback
 from penstock.loadtests.gpu.bounds import Bounds
 from penstock.loadtests.gpu.clock import Clock, clock_of
 from penstock.loadtests.gpu.model_bytes import step_bytes
@@ -142,7 +142,7 @@ def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, 
     shape = SHAPES[options.model]
     config = small(shape.config) if options.small else shape.config
     scratch = tempfile.TemporaryDirectory(prefix="penstock-gpu-")
-    with scratch as folder, kernels_only(options.device):
+    with scratch as folder, forbid_fallback(options.device):
         decoder = random_model(Path(folder), config, options.dtype, options.device)
         worker = WorkerConfig(
             name="gpu",
@@ -157,7 +157,7 @@ def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, 
     engine.on_device = engine.plans_ahead = True
     clock, spec = clock_of(options.device), decoder.spec
     figures: dict[str, Any] = {"about": shape.about, "batches": {}, "failures": []}
-    with kernels_only(options.device):
+    with forbid_fallback(options.device):
         engine.warm_up(lambda done, total: print(f"captured {done} of {total}", flush=True))
         for batch in load.batches:
             decode(engine, clock, batch, Load((batch,), 4, 2, 0))  # its first run is no measure
@@ -167,8 +167,8 @@ def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, 
             floor = bounds.floor(step_bytes(spec, options.dtype, batch, context), 0)
             figures["batches"][batch] = summary(steps, clock, floor) | {"waits": waits}
             yield figures
-    if plain_forms():
-        figures["failures"] += [f"computed without a kernel: {plain_forms()}"]
+    if fallback_counts():
+        figures["failures"] += [f"computed without a kernel: {fallback_counts()}"]
     yield figures
 
 

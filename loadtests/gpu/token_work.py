@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.draw import Wishes, draw
-from penstock.kernels.experts import Gate, Stacks, mix_stacked
-from penstock.kernels.routing import Routing, route
+from penstock.kernels.moe.op import ExpertWeights, GatedActivation, grouped_moe_forward
+from penstock.kernels.moe.routing import Routing, route
+from penstock.kernels.sampling.op import SamplingTensors, sample
 from penstock.loadtests.gpu.clock import Call
 from penstock.loadtests.gpu.goals import Goal
 from penstock.loadtests.gpu.model_bytes import expected_share
@@ -27,7 +27,7 @@ def draw_work(device: torch.device, small: bool) -> Work:
 
     def ours() -> Call:
         found, wishes = logits(), _wishes(rows, device)
-        return lambda: draw(found, wishes)
+        return lambda: sample(found, wishes)
 
     def by_torch() -> Call:
         found = logits()
@@ -55,12 +55,12 @@ def draw_work(device: torch.device, small: bool) -> Work:
     )
 
 
-def _wishes(rows: int, device: torch.device) -> Wishes:
+def _wishes(rows: int, device: torch.device) -> SamplingTensors:
     def all_of(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((rows,), value, dtype=dtype, device=device)
 
     wide = torch.int64
-    return Wishes(
+    return SamplingTensors(
         temperature=all_of(0.8, torch.float32),
         top_p=all_of(TOP_P, torch.float32),
         min_p=all_of(0, torch.float32),
@@ -76,16 +76,18 @@ def expert_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterat
     """128 experts, 8 a token, 2816 wide with 704 within: a shape that others publish."""
     num_experts, top_k, hidden, inner = (8, 2, 64, 32) if small else (128, 8, 2816, 704)
     goals = {1: Goal(most_us=60), 64: Goal(least_share=0.90), 4096: Goal(least_tflops=400)}
-    stacks = Stacks(
+    stacks = ExpertWeights(
         torch.randn(num_experts, 2 * inner, hidden, device=device).to(dtype).transpose(1, 2),
         torch.randn(num_experts, hidden, inner, device=device).to(dtype).transpose(1, 2),
-        Gate("silu"),
+        GatedActivation("silu"),
     )
     for tokens, goal in goals.items():
         yield _experts(min(tokens, 8) if small else tokens, goal, top_k, stacks, device)
 
 
-def _experts(tokens: int, goal: Goal, top_k: int, stacks: Stacks, device: torch.device) -> Work:
+def _experts(
+    tokens: int, goal: Goal, top_k: int, stacks: ExpertWeights, device: torch.device
+) -> Work:
     num_experts, hidden, width = stacks.gate_up.shape
     dtype = stacks.gate_up.dtype
     expert_bytes = 3 * hidden * (width // 2) * dtype.itemsize
@@ -98,7 +100,7 @@ def _experts(tokens: int, goal: Goal, top_k: int, stacks: Stacks, device: torch.
 
     def ours() -> Call:
         x, experts, weights = inputs()
-        return lambda: mix_stacked(x, experts, weights, stacks)
+        return lambda: grouped_moe_forward(x, experts, weights, stacks)
 
     def by_torch() -> Call:
         x, experts, weights = inputs()

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from penstock.kernels.launch import Chip, Launch
+from penstock.kernels.triton_common.launch import DeviceInfo, Launch
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -53,7 +53,7 @@ class Artefact:
         return wide / max(1, sum(self.read_bytes.values()))
 
 
-def compiled(launch: Launch, chip: Chip) -> Artefact:
+def compiled(launch: Launch, chip: DeviceInfo) -> Artefact:
     """Specialised by Triton's own binder, as `kernel[grid](...)` would have it, then compiled."""
     target = (
         GPUTarget("cuda", int(chip.name.removeprefix("sm_")), chip.warp_size)

@@ -15,8 +15,8 @@ from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-from penstock.kernels.aot import AotCase, kernel_name
-from penstock.kernels.launch import Chip, Launch, recorded
+from penstock.kernels.triton_common.aot import AotCase, kernel_name
+from penstock.kernels.triton_common.launch import DeviceInfo, Launch, record_launches
 from tests.aot.compiling import compiled
 from tests.aot.rules import complaints
 
@@ -27,7 +27,7 @@ LANES = 2
 class Job:
     module: str  # an importable name, with an `aot_cases`
     case: int
-    chip: Chip
+    chip: DeviceInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ def _report(
     return Report(job.module, case.name, job.chip.name, kernel, artefact, complaints)
 
 
-def _launches(case: AotCase, chip: Chip) -> list[Launch]:
-    with recorded(chip) as launches:
+def _launches(case: AotCase, chip: DeviceInfo) -> list[Launch]:
+    with record_launches(chip) as launches:
         case.call()
     return launches
 

@@ -1,14 +1,14 @@
 """What compiled kernels are held to."""
 
-from penstock.kernels.aot import AotCase
-from penstock.kernels.launch import Chip
+from penstock.kernels.triton_common.aot import AotCase
+from penstock.kernels.triton_common.launch import DeviceInfo
 from tests.aot.compiling import Artefact
 
 LEAST_WIDE = 0.5
 """Of what a streaming kernel's instructions read; offsets and the like come in smaller pieces."""
 
 
-def complaints(artefact: Artefact, kernel: str, case: AotCase, chip: Chip) -> list[str]:
+def complaints(artefact: Artefact, kernel: str, case: AotCase, chip: DeviceInfo) -> list[str]:
     """Why this kernel, in this case and for this chip, is not good enough; empty where it is."""
     found = []
     if artefact.spilled:

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from penstock.kernels.aot import SM_90, meta
-from penstock.kernels.launch import INTERPRETED, recorded
-from penstock.kernels.norm import rms_norm
+from penstock.kernels.norm.op import rms_norm
+from penstock.kernels.triton_common.aot import SM_90, meta
+from penstock.kernels.triton_common.launch import INTERPRETED, record_launches
 from tests.aot.compiling import compiled
 from tests.aot.jobs import Report, cases_of, forgotten, jobs_of, reports, run
 from tests.aot.rules import complaints
@@ -70,7 +70,7 @@ def test_its_better_twin_passes(case: str, chip: str) -> None:
 def test_too_much_shared_memory_is_refused() -> None:
     job = JOBS["tensor cores", "sm_90"]
     case, chip = cases_of(job.module)[job.case], job.chip
-    with recorded(chip) as launches:
+    with record_launches(chip) as launches:
         case.call()
     artefact = compiled(launches[0], chip)
     small = replace(chip, shared_bytes=artefact.shared_bytes - 1)
@@ -86,7 +86,7 @@ def test_a_kernel_that_a_case_names_must_be_launched() -> None:
 
 
 def test_kernels_in_no_case_are_named() -> None:
-    assert forgotten("penstock.kernels.norm") == []
+    assert forgotten("penstock.kernels.norm.op") == []
     # The one case that would end this process is not called for that.
     cases = [case for case in planted.aot_cases() if case.name != "dies"]
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ def test_kernels_in_no_case_are_named() -> None:
 
 
 def test_a_launch_while_recording_touches_nothing() -> None:
-    with recorded(SM_90) as launches:
+    with record_launches(SM_90) as launches:
         rms_norm(meta(3, 64), meta(64), 1e-5)
     assert [launch.arguments[0].shape for launch in launches] == [(3, 1, 64)]
 

@@ -6,26 +6,26 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from penstock.kernels import norm
-from penstock.kernels.activation import (
-    clamped_silu_mul,
+from penstock.kernels.activation.op import (
     gelu,
-    gelu_mul,
-    gelu_mul_reference,
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_reference,
     sigmoid,
-    silu_mul,
-    silu_mul_alike,
-    silu_mul_reference,
+    silu_and_mul,
+    silu_and_mul_batch_invariant,
+    silu_and_mul_reference,
+    swiglu_oai,
 )
-from penstock.kernels.norm import (
-    add_rms_norm,
+from penstock.kernels.norm import op as norm
+from penstock.kernels.norm.op import (
+    fused_add_rms_norm,
+    gemma_rms_norm,
     layer_norm,
     layer_norm_reference,
     rms_norm,
-    rms_norm_above_one,
     rms_norm_reference,
 )
-from penstock.kernels.rotary import rotary_table, rotate_, rotate_reference
+from penstock.kernels.rope.op import rotary_table, rotate_, rotate_reference
 from tests.support.threads import threads
 
 
@@ -39,11 +39,11 @@ def test_rms_norm() -> None:
 @pytest.mark.parametrize("by_loops", [True, False])
 @pytest.mark.parametrize("width", [1, 15, 64, 100, 768])
 def test_the_norm_of_a_sum(width: int, by_loops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "has_loops", lambda: by_loops)
+    monkeypatch.setattr(norm, "has_numba", lambda: by_loops)
     hidden, x, weight = torch.randn(70, width) * 9, torch.randn(70, width), torch.randn(width)
     x[3, 0], x[5, -1] = torch.nan, torch.inf
     expected = hidden + x
-    found = add_rms_norm(hidden, x, weight, 1e-5)
+    found = fused_add_rms_norm(hidden, x, weight, 1e-5)
     torch.testing.assert_close(hidden, expected, rtol=0, atol=0, equal_nan=True)
     sound = [row for row in range(70) if row not in (3, 5)]
     exactly = rms_norm_reference(expected, weight, 1e-5)
@@ -67,19 +67,19 @@ def test_layer_norm() -> None:
 
 def test_silu_mul() -> None:
     gate_up = torch.randn(7, 22) * 4
-    expected = silu_mul_reference(gate_up)
-    torch.testing.assert_close(silu_mul_alike(gate_up), expected)
-    torch.testing.assert_close(silu_mul(gate_up), expected)
+    expected = silu_and_mul_reference(gate_up)
+    torch.testing.assert_close(silu_and_mul_batch_invariant(gate_up), expected)
+    torch.testing.assert_close(silu_and_mul(gate_up), expected)
 
 
 def test_gelu_mul() -> None:
     gate_up = torch.randn(7, 22) * 4
-    torch.testing.assert_close(gelu_mul(gate_up), gelu_mul_reference(gate_up))
+    torch.testing.assert_close(gelu_tanh_and_mul(gate_up), gelu_tanh_and_mul_reference(gate_up))
 
 
 def test_clamped_silu_mul() -> None:
     gate_up = torch.tensor([[9.0, 0.5, -1.0, 8.0, 2.0, -9.0]])
-    found = clamped_silu_mul(gate_up, 1.5, 7.0)
+    found = swiglu_oai(gate_up, 1.5, 7.0)
     pairs = [(7.0, 0.5), (-1.0, 7.0), (2.0, -7.0)]
     expected = [(up + 1) * gate / (1 + math.exp(-1.5 * gate)) for gate, up in pairs]
     torch.testing.assert_close(found, torch.tensor([expected]))
@@ -89,20 +89,22 @@ def test_far_from_zero() -> None:
     x = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4])
     assert sigmoid(x).tolist() == [0, 0, 0.5, 1, 1]
     assert gelu(x).tolist() == [0, 0, 0, 100, 1e4]
-    assert silu_mul_alike(torch.cat((x, torch.ones(5)))[None]).tolist() == [[0, 0, 0, 100, 1e4]]
+    assert silu_and_mul_batch_invariant(torch.cat((x, torch.ones(5)))[None]).tolist() == [
+        [0, 0, 0, 100, 1e4]
+    ]
 
 
 WIDTH = 2050  # no vector's multiple
 WEIGHT = torch.randn(WIDTH)
 ROWWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu_mul": silu_mul_alike,
-    "gelu_mul": gelu_mul,
+    "silu_mul": silu_and_mul_batch_invariant,
+    "gelu_mul": gelu_tanh_and_mul,
     "gelu": gelu,
     "erf": torch.nn.functional.gelu,
     "sigmoid": sigmoid,
-    "clamped": lambda x: clamped_silu_mul(x, 1.7, 7.0),
+    "clamped": lambda x: swiglu_oai(x, 1.7, 7.0),
     "rms_norm": lambda x: rms_norm(x, WEIGHT, 1e-5),
-    "rms_norm_above_one": lambda x: rms_norm_above_one(x, WEIGHT, 1e-5),
+    "rms_norm_above_one": lambda x: gemma_rms_norm(x, WEIGHT, 1e-5),
     "layer_norm": lambda x: layer_norm(x, WEIGHT, WEIGHT, 1e-5),
     "log_softmax": lambda x: x.log_softmax(-1),
     "tanh": torch.tanh,
@@ -123,10 +125,10 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(name: str) -> None:
 def test_rms_norm_above_one() -> None:
     x, weight = torch.randn(5, 24) * 9, torch.randn(24)
     expected = rms_norm_reference(x, 1 + weight, 1e-5)
-    torch.testing.assert_close(rms_norm_above_one(x, weight, 1e-5), expected)
+    torch.testing.assert_close(gemma_rms_norm(x, weight, 1e-5), expected)
     tiny = torch.full((24,), 2.0**-12, dtype=torch.bfloat16)  # 1 + tiny is 1 in bfloat16
     rows = torch.randn(500, 24).to(torch.bfloat16)
-    found, plain = rms_norm_above_one(rows, tiny, 1e-5), rms_norm(rows, 1 + tiny, 1e-5)
+    found, plain = gemma_rms_norm(rows, tiny, 1e-5), rms_norm(rows, 1 + tiny, 1e-5)
     assert not torch.equal(found, plain)
 
 

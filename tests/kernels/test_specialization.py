@@ -14,14 +14,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.kernels import products
-from penstock.kernels.aot import meta
-from penstock.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
-from penstock.kernels.checksum import TILE, sum_words
-from penstock.kernels.draw import draw
-from penstock.kernels.launch import INTERPRETED
-from penstock.kernels.logprobs import logprobs
-from penstock.kernels.penalties import Penalties, penalize_, shift_
+from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from penstock.kernels.kv_cache.checksum import TILE, sum_words
+from penstock.kernels.linear import op as products
+from penstock.kernels.sampling.logprobs import logprobs
+from penstock.kernels.sampling.op import sample
+from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
+from penstock.kernels.triton_common.aot import meta
+from penstock.kernels.triton_common.launch import INTERPRETED
 from penstock.loadtests.gpu.models import SHAPES
 from penstock.workers.device.inputs import Batch, DecodeInputs
 from penstock.workers.device.ladder import Ladder
@@ -58,13 +58,13 @@ def drawn(num_rows: int) -> None:
         sampler.admit(row, SamplingParams(temperature=1.0, top_p=0.9, top_k=5), 0)
     places = np.arange(num_rows, dtype=np.int32)
     wishes = sampler._wishes(sampler._params[places], places)
-    draw(floats(num_rows, 1000), wishes)
+    sample(floats(num_rows, 1000), wishes)
 
 
 def penalized(num_rows: int) -> None:
     logits, tokens = floats(num_rows, 1000), ints(num_rows, 7 * num_rows)
     each = Penalties(*(floats(num_rows) for _ in range(3)))
-    penalize_(logits, tokens, ints(num_rows), ints(num_rows), each)
+    apply_penalties_(logits, tokens, ints(num_rows), ints(num_rows), each)
 
 
 def moved(count: int, kv: Tensor, heads: slice) -> None:
@@ -79,7 +79,7 @@ def moved(count: int, kv: Tensor, heads: slice) -> None:
 CALLS: dict[str, Callable[[int], object]] = {
     "draw": drawn,
     "penalties": penalized,
-    "biases": lambda n: shift_(floats(n, 1000), ints(3 * n), ints(3 * n), floats(3 * n)),
+    "biases": lambda n: add_logit_bias_(floats(n, 1000), ints(3 * n), ints(3 * n), floats(3 * n)),
     "logprobs": lambda n: logprobs(floats(n, 1000), ints(n), n),
     "hand-over": lambda n: moved(n, meta(4, 2, 99, 8, 16, 128), slice(4, 8)),
 }
@@ -99,7 +99,7 @@ def test_a_call_of_any_size_takes_the_same_kernels(name: str) -> None:
 def test_moves_take_kernels_that_warming_up_compiles(kv_shape: tuple[int, ...]) -> None:
     """Of any heads and layers: what another worker has of them."""
     kv = meta(*kv_shape)
-    with mock.patch("penstock.kernels.checksum.int", create=True):  # reads what is nowhere
+    with mock.patch("penstock.kernels.kv_cache.checksum.int", create=True):  # reads what is nowhere
         warm = specializations(lambda: warm_up_moves(kv))
     for count in SIZES:
         found = specializations(lambda: copy_blocks(kv, ints(count), ints(count)))  # noqa: B023

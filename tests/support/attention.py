@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels import attention_tiles
-from penstock.kernels.attention import (
+from penstock.kernels.attention import triton_launch
+from penstock.kernels.attention.op import (
     paged_attention,
     paged_attention_reference,
     plan_attention,
 )
-from penstock.kernels.attention_configs import Tiles
-from penstock.kernels.scores import PLAIN, Scores
+from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
+from penstock.kernels.attention.triton_configs import Tiles
 from tests.support.batches import Batch, make_batch, poison
 from tests.support.devices import DEVICE, exact_products
 
@@ -26,14 +26,14 @@ PARTS, CHUNKS, FIXED = Tiles(16, 16, 4, 1), Tiles(32, 16, 4, 1), Tiles(16, 16, 4
 
 
 @contextmanager
-def small_tiles(tiles: ModuleType = attention_tiles) -> Iterator[None]:
+def small_tiles(tiles: ModuleType = triton_launch) -> Iterator[None]:
     """So small that a test has edges of tiles and parts, on memory that shows what was written."""
     with ExitStack() as stack:
         for name, value in (
             ("SPLIT", SPLIT),
-            ("part_tiles", lambda *_: PARTS),
+            ("split_kv_tiles", lambda *_: PARTS),
             ("chunk_tiles", lambda *_: CHUNKS),
-            ("fixed_tiles", lambda *_: FIXED),
+            ("batch_invariant_tiles", lambda *_: FIXED),
         ):
             stack.enter_context(mock.patch.object(tiles, name, value))
         stack.enter_context(mock.patch.object(torch, "empty", _poisoned_empty))
@@ -64,7 +64,7 @@ def make_case(
 
 
 def exactly(
-    query: Tensor, layer: Tensor, batch: Batch, window: int, scores: Scores, scales: Tensor | None
+    query: Tensor, layer: Tensor, batch: Batch, window: int, scores: ScoreMod, scales: Tensor | None
 ) -> Tensor:
     wide = replace(
         scores,
@@ -95,7 +95,7 @@ def check(
     heads: tuple[int, int, int] = (1, 3, 16),
     block_size: int = 16,
     window: int = 0,
-    scores: Scores = PLAIN,
+    scores: ScoreMod = PLAIN,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     query, layer, batch = make_case(lengths, heads, block_size, dtype)
@@ -109,7 +109,7 @@ def check_one_path(
     lengths: list[tuple[int, int]],
     pieces: list[tuple[int, int]],
     window: int = 0,
-    scores: Scores = PLAIN,
+    scores: ScoreMod = PLAIN,
 ) -> None:
     """On one path: all as the reference, and pieces (first token, number) of the first sequence
     with the bits that they have in the whole."""
@@ -142,7 +142,7 @@ def check_prefix(
     prefix: int,
     contexts: list[int],
     shared: int,
-    scores: Scores = PLAIN,
+    scores: ScoreMod = PLAIN,
     window: int = 0,
     one_path: bool = False,
 ) -> None:
@@ -153,7 +153,7 @@ def check_prefix(
     query, layer = torch.randn(num_tokens, 3, 16, device=DEVICE), layer.to(DEVICE)
     with small_tiles():
         plan = plan_attention(*batch, layer, window, one_path, shares_prefix=True)
-        torch.testing.assert_close(plan.form.prefix, shared)  # type: ignore[union-attr]
+        torch.testing.assert_close(plan.backend.prefix, shared)  # type: ignore[union-attr]
         found = paged_attention(query, layer, plan, scores)
     compare(found, exactly(query, layer, batch, window, scores, None))
 
@@ -171,11 +171,11 @@ def compare(found: Tensor, expected: Tensor) -> None:
 @contextmanager
 def as_if_on_a_device() -> Iterator[None]:
     """Items are listed up to the bound, as where the host must not look."""
-    listed = attention_tiles.list_items
+    listed = triton_launch.make_work_items
 
-    def to_the_bound(counts: Tensor, firsts: Tensor, bound: int) -> attention_tiles.Items:
+    def to_the_bound(counts: Tensor, firsts: Tensor, bound: int) -> triton_launch.WorkItems:
         with mock.patch.object(Tensor, "sum", return_value=torch.tensor(bound)):
             return listed(counts, firsts, bound)
 
-    with mock.patch.object(attention_tiles, "list_items", to_the_bound):
+    with mock.patch.object(triton_launch, "make_work_items", to_the_bound):
         yield

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels import latent_attention as sound
-from penstock.kernels.latent_attention import latent_attention_reference
+from penstock.kernels.mla import op as sound
+from penstock.kernels.mla.op import mla_attention_reference
 from tests.support.attention import alike, compare, small_tiles, within_bounds
 from tests.support.batches import Batch, make_batch, poison
 from tests.support.devices import DEVICE, exact_products
@@ -35,7 +35,7 @@ def make_case(
 
 def check_exact(query: Tensor, layer: Tensor, up: Tensor, batch: Batch, found: Tensor) -> None:
     query, layer, up = (tensor.cpu().double() for tensor in (query, layer, up))
-    compare(found, latent_attention_reference(query, layer, up, *batch, 0.3))
+    compare(found, mla_attention_reference(query, layer, up, *batch, 0.3))
 
 
 def attend(

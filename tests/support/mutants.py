@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from penstock.kernels import attention_kernel, attention_tiles
+from penstock.kernels.attention import triton_kernels, triton_launch
 
 Change = tuple[str, str]  # a piece of the source, and what is there in its place
 
@@ -78,6 +78,6 @@ def noticed() -> Iterator[None]:
 
 def under_kernel(compare: Callable[[], None], change: Change, folder: Path) -> None:
     """Compares with the changed kernels of attention in the place of the sound ones."""
-    mutant = mutant_of(attention_kernel, change, folder)
-    with swapped(attention_tiles, mutant, "attend_tiles", "merge_parts"):
+    mutant = mutant_of(triton_kernels, change, folder)
+    with swapped(triton_launch, mutant, "attend_tiles", "merge_parts"):
         compare()

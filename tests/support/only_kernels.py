@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.kernels.forms import kernels_only
+from penstock.kernels.fallback import forbid_fallback
 from tests.support.devices import DEVICE
 
 
@@ -12,7 +12,7 @@ from tests.support.devices import DEVICE
 def only_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """To be had in a folder by its conftest; where kernels are interpreted, it holds nobody up."""
     if any(request.node.get_closest_marker(name) for name in ("interpreted", "gpu")):
-        with kernels_only(DEVICE):
+        with forbid_fallback(DEVICE):
             yield
     else:
         yield

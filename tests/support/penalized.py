@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from penstock.kernels.penalties import Penalties
+from penstock.kernels.sampling.penalties import Penalties
 
 
 @dataclass(frozen=True)

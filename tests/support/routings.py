@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from penstock.kernels.routing import Routing
+from penstock.kernels.moe.routing import Routing
 
 
 @st.composite

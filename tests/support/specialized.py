@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.kernels.aot import SM_90, kernel_name
-from penstock.kernels.launch import Launch, recorded
+from penstock.kernels.triton_common.aot import SM_90, kernel_name
+from penstock.kernels.triton_common.launch import Launch, record_launches
 
 
 def specializations(call: Callable[[], object]) -> set[tuple[Any, ...]]:
     """Of all kernels that a call on the "meta" device would launch on a GPU."""
-    with recorded(SM_90) as launches:
+    with record_launches(SM_90) as launches:
         call()
     return {_specialization(each) for each in launches}
 

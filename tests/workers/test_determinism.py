@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.kernels import panel_product
-from penstock.kernels.products import Product
+from penstock.kernels.linear import cpu_packed_f32
+from penstock.kernels.linear.op import PackedLinear
 from penstock.workers import runner
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import Engine
@@ -136,7 +136,7 @@ def test_another_engine_begun_long_ago(folder: Path, engine: Engine, expected: B
 class Varied:
     """A product whose rows' last bits depend on how many there are."""
 
-    product: Product
+    product: PackedLinear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self.product(x)
@@ -202,9 +202,9 @@ def test_steps_of_single_tokens_as_a_program(
 ) -> None:
     """Steps that are one have the bits of those that are not."""
     monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1)
-    monkeypatch.setattr(panel_product, "has_wide_vectors", lambda: True)
+    monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
     make_even(tmp_path, PLAYED[name])
-    quantization = "int8" if name == "int8" and panel_product.has_matrix_unit() else "none"
+    quantization = "int8" if name == "int8" and cpu_packed_f32.has_amx() else "none"
     engine = make_engine(tmp_path, quantization=quantization)
     assert engine._runner._program is not None
     rehearse(engine)

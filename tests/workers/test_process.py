@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.kernels.compiled import OPENMP
+from penstock.kernels.cpu_common.numba_runtime import OPENMP
 from penstock.workers.process import SPINS
 
 SCRIPT = """
@@ -58,7 +58,7 @@ POOLS = """
 from penstock.workers.process import settle
 settle()
 import torch
-from penstock.kernels.panel_product import panel_product
+from penstock.kernels.linear.cpu_packed_f32 import panel_product
 torch.set_num_threads(2)
 panel_product(torch.randn(4096, 64), None)(torch.randn(64, 64))
 import numba

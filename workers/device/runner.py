@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention import device_plan
-from penstock.kernels.latent_attention import device_latent_plan
+from penstock.kernels.attention.op import plan_attention_on_device
+from penstock.kernels.mla.op import plan_mla_on_device
 from penstock.workers.device.graphs import Captures, DecodeGraphs
 from penstock.workers.device.inputs import Batch, DecodeInputs
 from penstock.workers.device.ladder import Ladder, Rung
@@ -91,8 +91,9 @@ class DeviceRunner(Runner):
             cos_sin=self._rows(positions),
             cache_rows=self._cache_rows(batch.slots.to(torch.int64)),
             plans={
-                window: device_plan(*where, *most, window, one_path) for window in self._windows
+                window: plan_attention_on_device(*where, *most, window, one_path)
+                for window in self._windows
             },
-            latent=device_latent_plan(*where, latent.rank, *most, one_path) if latent else None,
+            latent=plan_mla_on_device(*where, latent.rank, *most, one_path) if latent else None,
         )
         return self.decoder(batch.tokens, step, self.cache.data)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention import AttentionPlan, paged_attention
-from penstock.kernels.cache import rotate_and_write, write_kv
-from penstock.kernels.in_place import InPlace
-from penstock.kernels.latent_attention import LatentPlan
-from penstock.kernels.scores import Scores
+from penstock.kernels.attention.cpu_plan import CpuPagedPlan
+from penstock.kernels.attention.op import AttentionPlan, paged_attention
+from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.kv_cache.op import rope_and_cache, write_kv
+from penstock.kernels.mla.op import MlaPlan
 from penstock.workers.layers.biases import KeptBiases
 from penstock.workers.layers.linear import Linear, Summed
 from penstock.workers.layers.norm import Norm
@@ -21,9 +21,9 @@ class StepInputs:
 
     positions: Tensor  # [T]
     cos_sin: tuple[Tensor, ...]  # [T, 2, R] rows of each rotary table
-    cache_rows: Tensor  # of `write_rows`: where this step's keys and values go
+    cache_rows: Tensor  # of `slot_rows`: where this step's keys and values go
     plans: dict[int, AttentionPlan]  # by window; none where attention is latent
-    latent: LatentPlan | InPlace | None  # where it is
+    latent: MlaPlan | CpuPagedPlan | None  # where it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     window: int
-    scores: Scores
+    scores: ScoreMod
     rotary: int | None  # which of the rotary tables; None: no head turns
     neighbours: bool  # whether the pairs that turn are neighbours
     clip: float  # of queries, keys and values; 0: none
@@ -61,7 +61,7 @@ class Attention:
             write_kv(layer, rows, heads[:, self.num_heads :])
         else:
             cos_sin = step.cos_sin[self.rotary]
-            rotate_and_write(heads, self.num_heads, cos_sin, rows, layer, self.neighbours)
+            rope_and_cache(heads, self.num_heads, cos_sin, rows, layer, self.neighbours)
         out = paged_attention(query, layer, step.plans[self.window], self.scores)
         return self.output(out[:, :, : self.head_dim].flatten(1))
 

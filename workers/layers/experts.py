@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.activation import sigmoid
-from penstock.kernels.experts import Stacks, mix_experts, mix_stacked
-from penstock.kernels.routing import Routing, route
+from penstock.kernels.activation.op import sigmoid
+from penstock.kernels.moe.op import ExpertWeights, grouped_moe_forward, moe_forward
+from penstock.kernels.moe.routing import Routing, route
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.mlp import Mlp
 
@@ -31,7 +31,9 @@ class Experts:
     experts: tuple[Mlp, ...]
     shared: SharedExpert | None
     stacks: dict[str, Tensor] | None  # where the checkpoint has all experts in one: [E, in, out]
-    together: Stacks | None = None  # the same weights on a GPU, which computes all experts at once
+    together: ExpertWeights | None = (
+        None  # the same weights on a GPU, which computes all experts at once
+    )
     fixed_tiles: bool = False  # there: whether no bit of a token depends on other tokens
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -39,9 +41,9 @@ class Experts:
         logits = self.router(x.to(self.router.weight.dtype))
         chosen, weights = route(logits, self.routing, self.bias)
         if self.together is not None:
-            out = mix_stacked(x, chosen, weights, self.together, self.fixed_tiles)
+            out = grouped_moe_forward(x, chosen, weights, self.together, self.fixed_tiles)
         else:
-            out = mix_experts(x, chosen, weights, len(self.experts), self._run)
+            out = moe_forward(x, chosen, weights, len(self.experts), self._run)
         return out if self.shared is None else out + self.shared(x)
 
     def _run(self, expert: int, rows: Tensor) -> Tensor:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.cache import write_kv
-from penstock.kernels.in_place import InPlace
-from penstock.kernels.latent_attention import LatentPlan, latent_attention
-from penstock.kernels.latent_in_place import latent_in_place
-from penstock.kernels.launch import runs_kernels
-from penstock.kernels.products import Product, fixed_product
-from penstock.kernels.rotary import rotate_
+from penstock.kernels.attention.cpu_plan import CpuPagedPlan
+from penstock.kernels.kv_cache.op import write_kv
+from penstock.kernels.linear.op import PackedLinear, pack_batch_invariant
+from penstock.kernels.mla.cpu import mla_attention_cpu
+from penstock.kernels.mla.op import MlaPlan, mla_attention
+from penstock.kernels.rope.op import rotate_
+from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.layers.attention import StepInputs
 from penstock.workers.layers.linear import Linear, Summed
 from penstock.workers.layers.norm import Norm
@@ -30,7 +30,9 @@ class LatentAttention:
     rope_dim: int  # P
     neighbours: bool  # whether pairs of rotated features are neighbours
     scale: float
-    fixed: tuple[list[Product], list[Product]] | None = None  # `up`, as `latent_in_place` has it
+    fixed: tuple[list[PackedLinear], list[PackedLinear]] | None = (
+        None  # `up`, as `latent_in_place` has it
+    )
 
     def fix(self) -> None:
         """Have every token computed by itself. (By kernels a step's plan says so.)"""
@@ -40,8 +42,8 @@ class LatentAttention:
         value_dim = output.weight.shape[1] // len(self.up)
         keys, values = self.up[:, :-value_dim], self.up[:, -value_dim:]
         self.fixed = (
-            [fixed_product(each.T, None) for each in keys],
-            [fixed_product(each, None) for each in values],
+            [pack_batch_invariant(each.T, None) for each in keys],
+            [pack_batch_invariant(each, None) for each in values],
         )
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
@@ -59,8 +61,8 @@ class LatentAttention:
 
     def _attend(self, heads: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         if self.fixed is not None:
-            assert isinstance(step.latent, InPlace)
+            assert isinstance(step.latent, CpuPagedPlan)
             rank = self.up.shape[2]
-            return latent_in_place(heads, layer, rank, *self.fixed, step.latent, self.scale)
-        assert isinstance(step.latent, LatentPlan)
-        return latent_attention(heads, layer, self.up, step.latent, self.scale)
+            return mla_attention_cpu(heads, layer, rank, *self.fixed, step.latent, self.scale)
+        assert isinstance(step.latent, MlaPlan)
+        return mla_attention(heads, layer, self.up, step.latent, self.scale)

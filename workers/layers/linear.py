@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.panel_product import panel_product
-from penstock.kernels.products import (
-    Product,
-    blocked_product,
-    can_block,
-    fixed_product,
-    int8_product,
+from penstock.kernels.linear.cpu_packed_f32 import pack_f32
+from penstock.kernels.linear.op import (
+    PackedLinear,
+    pack_batch_invariant,
+    pack_int8,
+    pack_onednn,
+    supports_onednn,
 )
 from penstock.workers.parallel.group import Group
 
@@ -25,7 +25,7 @@ class Linear:
     weight: Tensor  # [sum(sizes), in]; empty once quantized or fixed
     bias: Tensor | None  # [sum(sizes)]
     sizes: tuple[int, ...]  # outputs of each product
-    packed: Product | None = None  # the loaded weights in a faster form
+    packed: PackedLinear | None = None  # the loaded weights in a faster form
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is not None:
@@ -34,22 +34,22 @@ class Linear:
 
     def panel(self) -> None:
         """Keep the weights in panels only."""
-        self.packed = panel_product(self.weight, self.bias)
+        self.packed = pack_f32(self.weight, self.bias)
         self._forget()
 
     def block(self) -> None:
         """Keep a second copy of the weights that products with several rows read faster."""
-        if can_block(self.weight):
-            self.packed = blocked_product(self.weight, self.bias)
+        if supports_onednn(self.weight):
+            self.packed = pack_onednn(self.weight, self.bias)
 
     def quantize(self) -> None:
         """Keep the weights in INT8 only."""
-        self.packed = int8_product(self.weight, self.bias)
+        self.packed = pack_int8(self.weight, self.bias)
         self._forget()
 
     def fix(self) -> None:
         """Keep the weights in a form that computes every row by itself, and in no other."""
-        self.packed = fixed_product(self.weight, self.bias)
+        self.packed = pack_batch_invariant(self.weight, self.bias)
         self._forget()
 
     def _forget(self) -> None:

@@ -9,14 +9,14 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from penstock.kernels.norm import (
-    add_layer_norm,
-    add_rms_norm,
-    add_rms_norm_above_one,
+from penstock.kernels.norm.op import (
+    fused_add_gemma_rms_norm,
+    fused_add_layer_norm,
+    fused_add_rms_norm,
+    gemma_rms_norm,
     layer_norm,
     rms_norm,
     rms_norm_,
-    rms_norm_above_one,
 )
 
 
@@ -29,7 +29,7 @@ class RmsNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, hidden: Tensor, x: Tensor) -> Tensor:
-        return add_rms_norm(hidden, x, self.weight, self.eps)
+        return fused_add_rms_norm(hidden, x, self.weight, self.eps)
 
     def in_place(self, x: Tensor) -> None:
         rms_norm_(x, self.weight, self.eps)
@@ -47,10 +47,10 @@ class RmsNormAboveOne:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm_above_one(x, self.weight, self.eps)
+        return gemma_rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, hidden: Tensor, x: Tensor) -> Tensor:
-        return add_rms_norm_above_one(hidden, x, self.weight, self.eps)
+        return fused_add_gemma_rms_norm(hidden, x, self.weight, self.eps)
 
     def in_place(self, x: Tensor) -> None:
         x.copy_(self(x))
@@ -70,7 +70,7 @@ class LayerNorm:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def of_sum(self, hidden: Tensor, x: Tensor) -> Tensor:
-        return add_layer_norm(hidden, x, self.weight, self.bias, self.eps)
+        return fused_add_layer_norm(hidden, x, self.weight, self.bias, self.eps)
 
     def in_place(self, x: Tensor) -> None:
         x.copy_(self(x))

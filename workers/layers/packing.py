@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 
-from penstock.kernels.panel_product import can_panel
-from penstock.kernels.products import can_block, why_no_int8, why_not_fixed
+from penstock.kernels.linear.cpu_packed_f32 import supports_packed_f32
+from penstock.kernels.linear.op import (
+    batch_invariant_unsupported_reason,
+    int8_unsupported_reason,
+    supports_onednn,
+)
 from penstock.workers.layers.latent import LatentAttention
 from penstock.workers.layers.linear import Linear
 
@@ -20,13 +24,13 @@ MEMORY_SHARE = 0.125
 
 def check_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:
     """ValueError where products cannot be quantized as asked."""
-    if name == "int8" and (reason := why_no_int8(device, dtype)):
+    if name == "int8" and (reason := int8_unsupported_reason(device, dtype)):
         raise ValueError(f"quantization int8 cannot be had: {reason}")
 
 
 def check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
     """ValueError where rows cannot be computed each by itself."""
-    if reason := why_not_fixed(device, dtype):
+    if reason := batch_invariant_unsupported_reason(device, dtype):
         raise ValueError(f"deterministic cannot be had: {reason}")
 
 
@@ -42,7 +46,7 @@ def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
             linear.quantize()
     elif not deterministic:
         for linear in found:
-            if can_panel(linear.weight):
+            if supports_packed_f32(linear.weight):
                 linear.panel()
         _block([linear for linear in found if linear.packed is None])
     if deterministic:
@@ -50,7 +54,7 @@ def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
 
 
 def _block(found: list[Linear]) -> None:
-    own = [linear for linear in found if can_block(linear.weight)]
+    own = [linear for linear in found if supports_onednn(linear.weight)]
     if own and sum(linear.weight.nbytes for linear in own) <= MEMORY_SHARE * _available():
         for linear in own:
             linear.block()

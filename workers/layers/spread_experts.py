@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.routing import Routing, route
+from penstock.kernels.moe.routing import Routing, route
 from penstock.workers.layers.experts import SharedExpert
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.mlp import Mlp

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.activation import (
-    clamped_silu_mul,
+from penstock.kernels.activation.op import (
     gelu,
-    gelu_mul,
-    gelu_mul_alike,
-    silu_mul,
-    silu_mul_alike,
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_batch_invariant,
+    silu_and_mul,
+    silu_and_mul_batch_invariant,
+    swiglu_oai,
 )
-from penstock.kernels.experts import Gate, Stacks
-from penstock.kernels.launch import runs_kernels
-from penstock.kernels.routing import Routing
-from penstock.kernels.scores import Scores
+from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.moe.op import ExpertWeights, GatedActivation
+from penstock.kernels.moe.routing import Routing
+from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.biases import KeptBiases
 from penstock.workers.layers.block import Block
@@ -34,11 +34,14 @@ from penstock.workers.models.deepseek import LatentSpec
 from penstock.workers.models.spec import ExpertsSpec, ModelSpec
 from penstock.workers.parallel.ranks import ALONE, Ranks
 
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu_pytorch_tanh": gelu_tanh_and_mul,
+}
 GATE_KINDS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 ALIKE: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
-    silu_mul: silu_mul_alike,
-    gelu_mul: gelu_mul_alike,
+    silu_and_mul: silu_and_mul_batch_invariant,
+    gelu_tanh_and_mul: gelu_tanh_and_mul_batch_invariant,
 }
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -127,13 +130,13 @@ class Assembly:
             biases=self.biases(),
         )
 
-    def scores(self, sinks: Tensor | None) -> Scores:
+    def scores(self, sinks: Tensor | None) -> ScoreMod:
         spec, slopes, scale = self.spec, None, self.spec.attention_scale
         if spec.alibi is not None and spec.alibi.rounded:
             scale = spec.head_dim**-0.5  # and not that of the wider heads in the cache
         elif spec.alibi is not None:
             slopes = torch.tensor(spec.alibi.slopes, dtype=torch.float32, device=self.device)
-        return Scores(scale, spec.attention_cap, sinks, slopes)
+        return ScoreMod(scale, spec.attention_cap, sinks, slopes)
 
     def biases(self) -> KeptBiases | None:
         alibi = self.spec.alibi
@@ -210,7 +213,7 @@ class Assembly:
         gate = self.linear(self.spec.hidden_size, (1,)) if experts.shared_gate else None
         return SharedExpert(self.part_mlp(experts.shared_size), gate)
 
-    def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], Stacks | None]:
+    def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], ExpertWeights | None]:
         """On a GPU their weights lie in one tensor, as the product of all of them reads it."""
         spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
         if not runs_kernels(self.device) or kind is None or spec.mlp_bias or not spec.gated:
@@ -221,7 +224,9 @@ class Assembly:
             Mlp(Linear(first, None, (inner, inner)), Linear(second, None, (hidden,)), activation)
             for first, second in zip(gate_up, down, strict=True)
         )
-        return mlps, Stacks(gate_up.transpose(1, 2), down.transpose(1, 2), Gate(kind))
+        return mlps, ExpertWeights(
+            gate_up.transpose(1, 2), down.transpose(1, 2), GatedActivation(kind)
+        )
 
     def router(self, experts: ExpertsSpec) -> Linear:
         hidden, sizes = self.spec.hidden_size, (experts.num_experts,)
@@ -260,11 +265,11 @@ def _routing(experts: ExpertsSpec) -> Routing:
     )
 
 
-def _together(stacks: dict[str, Tensor], gain: float, limit: float) -> Stacks:
-    return Stacks(
+def _together(stacks: dict[str, Tensor], gain: float, limit: float) -> ExpertWeights:
+    return ExpertWeights(
         stacks["gate_up_proj"],
         stacks["down_proj"],
-        Gate("clamped", gain, limit),
+        GatedActivation("clamped", gain, limit),
         stacks["gate_up_proj_bias"],
         stacks["down_proj_bias"],
     )
@@ -272,7 +277,7 @@ def _together(stacks: dict[str, Tensor], gain: float, limit: float) -> Stacks:
 
 def _unstacked(stacks: dict[str, Tensor], gain: float, limit: float) -> tuple[Mlp, ...]:
     """Experts whose weights are views of the stacks."""
-    activation = partial(clamped_silu_mul, gain=gain, limit=limit)
+    activation = partial(swiglu_oai, gain=gain, limit=limit)
 
     def linears(name: str) -> list[Linear]:
         weights, bias = stacks[name].transpose(1, 2), stacks.get(f"{name}_bias")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.attention import paged_attention
-from penstock.kernels.cache import write_kv
-from penstock.kernels.scores import Scores
+from penstock.kernels.attention.op import paged_attention
+from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.kv_cache.op import write_kv
 from penstock.workers.layers.attention import StepInputs
 
 NAME = "penstock"
@@ -80,10 +80,10 @@ def _attend(
     return _handler.get().attend(module, heads, attention_mask, options)[None], None
 
 
-def scores_of(options: dict[str, Any], query: Tensor) -> Scores:
+def scores_of(options: dict[str, Any], query: Tensor) -> ScoreMod:
     """How a call wants its scores made."""
     scale, sinks = options.get("scaling"), options.get("s_aux")
-    return Scores(
+    return ScoreMod(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         cap=float(options.get("softcap") or 0.0),
         sinks=sinks,

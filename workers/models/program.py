@@ -12,11 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.activation import gelu_mul, gelu_mul_alike, silu_mul, silu_mul_alike
-from penstock.kernels.launch import runs_kernels
-from penstock.kernels.program import Heads, Place, Program, Unfit, Writer, prepare_program
-from penstock.kernels.program_rows import Spread
-from penstock.kernels.routing import Routing
+from penstock.kernels.activation.op import (
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_batch_invariant,
+    silu_and_mul,
+    silu_and_mul_batch_invariant,
+)
+from penstock.kernels.moe.routing import Routing
+from penstock.kernels.step_graph.builder import (
+    AttentionParams,
+    Buffer,
+    CpuStepGraph,
+    GraphBuilder,
+    UnsupportedGraph,
+    load_cpu_kernels,
+)
+from penstock.kernels.step_graph.layout import ExpertLayout
+from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.kv_cache import KvCache
 from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.block import Block
@@ -33,10 +45,10 @@ MOST_ROWS = 128
 """Tokens of a step; of more the calls are a small part."""
 
 _GATES: dict[Callable[[Tensor], Tensor], str] = {
-    silu_mul: "silu",
-    silu_mul_alike: "silu",
-    gelu_mul: "gelu",
-    gelu_mul_alike: "gelu",
+    silu_and_mul: "silu",
+    silu_and_mul_batch_invariant: "silu",
+    gelu_tanh_and_mul: "gelu",
+    gelu_tanh_and_mul_batch_invariant: "gelu",
 }
 
 
@@ -45,10 +57,10 @@ class DecodeProgram:
     """Computes steps in which every sequence has one token."""
 
     decoder: Decoder
-    program: Program
-    hidden: Place
-    angles: tuple[Place, ...]  # of each rotary table
-    logits: Place | None  # None: the head is none of a program's products
+    program: CpuStepGraph
+    hidden: Buffer
+    angles: tuple[Buffer, ...]  # of each rotary table
+    logits: Buffer | None  # None: the head is none of a program's products
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether it computes this step."""
@@ -59,17 +71,17 @@ class DecodeProgram:
         table, [positions, 2, R]."""
         decoder, program, num_rows = self.decoder, self.program, len(tokens)
         assert decoder.embeddings is not None
-        hidden = program.matrix(self.hidden, num_rows)
+        hidden = program.view(self.hidden, num_rows)
         np.take(decoder.embeddings.numpy(), tokens, 0, hidden.numpy())
         if decoder.embedding_scale != 1:
             hidden *= decoder.embedding_scale
         for place, table in zip(self.angles, rotary, strict=True):
-            rows = program.matrix(place, num_rows).numpy()
+            rows = program.view(place, num_rows).numpy()
             np.take(table.view(len(table), -1).numpy(), plan.positions, 0, rows)
-        program.play(plan.slots, plan.context_lens, plan.block_tables)
+        program.run(plan.slots, plan.context_lens, plan.block_tables)
         if self.logits is None:
             return decoder.logits(hidden)
-        return decoder.capped(program.matrix(self.logits, num_rows))
+        return decoder.capped(program.view(self.logits, num_rows))
 
 
 def decode_program(decoder: ServedModel, cache: KvCache) -> DecodeProgram | None:
@@ -81,21 +93,21 @@ def decode_program(decoder: ServedModel, cache: KvCache) -> DecodeProgram | None
         return None
     try:
         written = _written(decoder, cache.data)
-    except Unfit:
+    except UnsupportedGraph:
         return None
-    prepare_program(cache.data.dtype)
+    load_cpu_kernels(cache.data.dtype)
     return written
 
 
 def _written(decoder: Decoder, cache: Tensor) -> DecodeProgram:
-    writer = Writer(MOST_ROWS, cache)
-    hidden = writer.place(decoder.spec.hidden_size)
-    angles = tuple(writer.place(2 * 2 * len(each.frequencies)) for each in decoder.rotaries)
-    layers = _Layers(writer, hidden, writer.place(hidden.width), writer.place(hidden.width), angles)
+    writer = GraphBuilder(MOST_ROWS, cache)
+    hidden = writer.alloc(decoder.spec.hidden_size)
+    angles = tuple(writer.alloc(2 * 2 * len(each.frequencies)) for each in decoder.rotaries)
+    layers = _Layers(writer, hidden, writer.alloc(hidden.width), writer.alloc(hidden.width), angles)
     for number, block in enumerate(decoder.layers):
         layers.write(number, block)
     logits = layers.write_head(decoder)
-    return DecodeProgram(decoder, writer.program(), hidden, angles, logits)
+    return DecodeProgram(decoder, writer.build(), hidden, angles, logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +115,18 @@ class _Layers:
     """Writes one layer after another. What a layer's second half made is in `made`, which the next
     one adds to the stream."""
 
-    writer: Writer
-    hidden: Place
-    normal: Place
-    made: Place
-    angles: tuple[Place, ...]
-    spreads: dict[tuple[int, int], Spread] = field(default_factory=dict)
+    writer: GraphBuilder
+    hidden: Buffer
+    normal: Buffer
+    made: Buffer
+    angles: tuple[Buffer, ...]
+    spreads: dict[tuple[int, int], ExpertLayout] = field(default_factory=dict)
 
     def write(self, number: int, block: Block) -> None:
         if block.parallel or block.attention_norm is None or block.mlp_norm is None:
-            raise Unfit("another order of norms")
+            raise UnsupportedGraph("another order of norms")
         if not isinstance(block.attention, Attention):
-            raise Unfit(f"{type(block.attention).__name__}")
+            raise UnsupportedGraph(f"{type(block.attention).__name__}")
         self._norm(block.attention_norm, added=number > 0)
         self._attention(block.attention, number)
         self._norm_made(block.attention_post_norm)
@@ -125,17 +137,17 @@ class _Layers:
             case Experts():
                 self._experts(block.mlp)
             case _:
-                raise Unfit(f"{type(block.mlp).__name__}")
+                raise UnsupportedGraph(f"{type(block.mlp).__name__}")
         self._norm_made(block.mlp_post_norm)
 
-    def write_head(self, decoder: Decoder) -> Place | None:
+    def write_head(self, decoder: Decoder) -> Buffer | None:
         """Where the logits are; None: the head fits no program, and the stream is complete."""
         assert decoder.norm is not None
         assert decoder.head is not None
-        logits = self.writer.place(decoder.spec.vocab_size)
-        if self.writer.can_multiply(self.normal, decoder.head.packed, logits):
+        logits = self.writer.alloc(decoder.spec.vocab_size)
+        if self.writer.supports_linear(self.normal, decoder.head.packed, logits):
             self._norm(decoder.norm, added=True)
-            self.writer.product(self.normal, decoder.head.packed, logits)
+            self.writer.linear(self.normal, decoder.head.packed, logits)
             return logits
         self.writer.add(self.hidden, self.made)
         return None
@@ -151,93 +163,95 @@ class _Layers:
 
     def _attention(self, attention: Attention, number: int) -> None:
         if attention.clip or attention.biases is not None:
-            raise Unfit("clipped heads, or rounded biases")
+            raise UnsupportedGraph("clipped heads, or rounded biases")
         writer, dim = self.writer, attention.head_dim
         num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
-        heads = self.writer.shared("heads", (num_heads + 2 * num_kv_heads) * dim)
-        writer.product(self.normal, attention.qkv.packed, heads)
+        heads = self.writer.scratch("heads", (num_heads + 2 * num_kv_heads) * dim)
+        writer.linear(self.normal, attention.qkv.packed, heads)
         if attention.q_norm is not None and attention.k_norm is not None:
             self._norm_heads(attention.q_norm, heads, 0, num_heads * dim)
             self._norm_heads(attention.k_norm, heads, num_heads * dim, num_kv_heads * dim)
         angles = None if attention.rotary is None else self.angles[attention.rotary]
-        how = Heads(
+        how = AttentionParams(
             num_heads, num_kv_heads, dim, angles, attention.neighbours, attention.window,
             attention.scores,
         )  # fmt: skip
-        out = self.writer.shared("attended", num_heads * dim)
+        out = self.writer.scratch("attended", num_heads * dim)
         writer.attend(heads, how, number, out)
-        writer.product(out, _whole(attention.output).packed, self.made)
+        writer.linear(out, _whole(attention.output).packed, self.made)
 
-    def _norm_heads(self, norm: Norm, heads: Place, first: int, size: int) -> None:
+    def _norm_heads(self, norm: Norm, heads: Buffer, first: int, size: int) -> None:
         weight, eps = _rms(norm)
         if first % len(weight):
-            raise Unfit("a norm of all heads")
+            raise UnsupportedGraph("a norm of all heads")
         groups = slice(first // len(weight), (first + size) // len(weight))
         self.writer.norm(heads, weight, eps, heads, groups=groups)
 
-    def _mlp(self, mlp: Mlp, out: Place) -> None:
+    def _mlp(self, mlp: Mlp, out: Buffer) -> None:
         writer, width, kind = self.writer, sum(mlp.gate_up.sizes), _gate_kind(mlp)
         both, inner = (
-            self.writer.shared("gate and up", width),
-            self.writer.shared("gated", width // 2),
+            self.writer.scratch("gate and up", width),
+            self.writer.scratch("gated", width // 2),
         )
-        writer.product(self.normal, mlp.gate_up.packed, both)
+        writer.linear(self.normal, mlp.gate_up.packed, both)
         writer.gate(both, kind, inner)
-        writer.product(inner, _whole(mlp.down).packed, out)
+        writer.linear(inner, _whole(mlp.down).packed, out)
 
     def _experts(self, experts: Experts) -> None:
         routing, router, num_experts = experts.routing, experts.router, len(experts.experts)
         if routing != Routing(routing.top_k, routing.normalise) or experts.bias is not None:
-            raise Unfit(f"{routing}")
+            raise UnsupportedGraph(f"{routing}")
         spread = self._spread(num_experts, routing.top_k)
-        logits = self.writer.shared("logits", num_experts)
-        weights = self.writer.shared("weights of experts", routing.top_k)
-        self.writer.score(self.normal, _plain(router), logits)
-        self.writer.choose(logits, spread, routing.normalise, weights)
+        logits = self.writer.scratch("logits", num_experts)
+        weights = self.writer.scratch("weights of experts", routing.top_k)
+        self.writer.gemv(self.normal, _plain(router), logits)
+        self.writer.topk_softmax(logits, spread, routing.normalise, weights)
         # Here: whoever waits for the choice can ask for these weights, which all tokens need.
         shared = gate = None
         if experts.shared is not None:
             shared, gate = self._shared(experts.shared)
         made = self._each(experts.experts, spread)
-        self.writer.mix(made, spread, weights, self.made, shared, gate)
+        self.writer.unpermute_sum(made, spread, weights, self.made, shared, gate)
 
-    def _spread(self, num_experts: int, top_k: int) -> Spread:
+    def _spread(self, num_experts: int, top_k: int) -> ExpertLayout:
         if (num_experts, top_k) not in self.spreads:
-            self.spreads[num_experts, top_k] = self.writer.spread(num_experts, top_k)
+            self.spreads[num_experts, top_k] = self.writer.expert_layout(num_experts, top_k)
         return self.spreads[num_experts, top_k]
 
-    def _shared(self, shared: SharedExpert) -> tuple[Place, Place | None]:
+    def _shared(self, shared: SharedExpert) -> tuple[Buffer, Buffer | None]:
         """What it makes, and the gate of that."""
-        made, gate = self.writer.shared("shared", self.made.width), None
+        made, gate = self.writer.scratch("shared", self.made.width), None
         if shared.gate is not None:
-            gate = self.writer.shared("gate of the shared", 1)
-            self.writer.score(self.normal, _plain(shared.gate), gate)
+            gate = self.writer.scratch("gate of the shared", 1)
+            self.writer.gemv(self.normal, _plain(shared.gate), gate)
         self._mlp(shared.mlp, made)
         return made, gate
 
-    def _each(self, mlps: tuple[Mlp, ...], spread: Spread) -> Place:
+    def _each(self, mlps: tuple[Mlp, ...], spread: ExpertLayout) -> Buffer:
         """What each expert makes of its rows."""
         writer, width = self.writer, sum(mlps[0].gate_up.sizes)
-        x, made = (self.writer.shared(name, self.made.width, spread) for name in ("normal", "made"))
-        both = self.writer.shared("gate and up", width, spread)
-        inner = self.writer.shared("gated", width // 2, spread)
-        writer.gather(self.normal, spread, x)
-        writer.products(x, [mlp.gate_up.packed for mlp in mlps], both, spread)
+        x, made = (
+            self.writer.scratch(name, self.made.width, spread) for name in ("normal", "made")
+        )
+        both = self.writer.scratch("gate and up", width, spread)
+        inner = self.writer.scratch("gated", width // 2, spread)
+        writer.permute(self.normal, spread, x)
+        writer.expert_linears(x, [mlp.gate_up.packed for mlp in mlps], both, spread)
         writer.gate(both, _gate_kind(mlps[0]), inner, spread)
-        writer.products(inner, [_whole(mlp.down).packed for mlp in mlps], made, spread)
+        writer.expert_linears(inner, [_whole(mlp.down).packed for mlp in mlps], made, spread)
         return made
 
 
 def _gate_kind(mlp: Mlp) -> str:
     kind = _GATES.get(mlp.activation)
     if kind is None:
-        raise Unfit("another activation")
+        raise UnsupportedGraph("another activation")
     return kind
 
 
 def _plain(linear: Linear) -> Tensor:
     if linear.packed is not None or linear.bias is not None:
-        raise Unfit("a router in another form, or with a bias")
+        raise UnsupportedGraph("a router in another form, or with a bias")
     return linear.weight
 
 
@@ -248,10 +262,10 @@ def _rms(norm: Norm) -> tuple[Tensor, float]:
         case RmsNormAboveOne():
             return 1.0 + norm.weight, norm.eps
         case _:
-            raise Unfit(f"a {type(norm).__name__}")
+            raise UnsupportedGraph(f"a {type(norm).__name__}")
 
 
 def _whole(part: Linear | Summed) -> Linear:
     if isinstance(part, Summed):
-        raise Unfit("a product over several ranks")
+        raise UnsupportedGraph("a product over several ranks")
     return part

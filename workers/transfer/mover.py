@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from penstock.kernels.checksum import checksum
+from penstock.kernels.kv_cache.checksum import checksum
 from penstock.workers.later import Later
 from penstock.workers.parallel.communicator import backend_for
 from penstock.workers.scheduling.sequence import Ints

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.kernels.blocks import gather_blocks, scatter_blocks
+from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
 from penstock.workers.scheduling.sequence import Ints
 from penstock.workers.transfer.shards import BlockShape, Rectangle, Shard
 

@@ -5,24 +5,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.activation import (
-    clamped_silu_mul,
-    clamped_silu_mul_reference,
-    gelu_mul,
-    gelu_mul_reference,
-    silu_mul,
-    silu_mul_reference,
+from penstock.kernels.activation.op import (
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_reference,
+    silu_and_mul,
+    silu_and_mul_reference,
+    swiglu_oai,
+    swiglu_oai_reference,
 )
 from tests.support.kernels import DTYPES, close
 
 pytestmark = pytest.mark.interpreted
 
 GATES = [
-    (silu_mul, silu_mul_reference),
-    (gelu_mul, gelu_mul_reference),
+    (silu_and_mul, silu_and_mul_reference),
+    (gelu_tanh_and_mul, gelu_tanh_and_mul_reference),
     (
-        lambda x: clamped_silu_mul(x, 1.702, 7.0),
-        lambda x: clamped_silu_mul_reference(x, 1.702, 7.0),
+        lambda x: swiglu_oai(x, 1.702, 7.0),
+        lambda x: swiglu_oai_reference(x, 1.702, 7.0),
     ),
 ]
 
@@ -54,7 +54,7 @@ def test_far_from_zero(found: object, expected: object) -> None:
 
 def test_rows_may_be_part_of_wider_ones() -> None:
     wide = torch.randn(6, 96)
-    assert torch.equal(silu_mul(wide[:, 32:]), silu_mul(wide[:, 32:].contiguous()))
+    assert torch.equal(silu_and_mul(wide[:, 32:]), silu_and_mul(wide[:, 32:].contiguous()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,6 +73,6 @@ def test_a_row_alone_is_the_row_in_a_crowd(gate: int, dim: int, dtype: torch.dty
 
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="gate_up: rows of two equal halves expected, not of 7"):
-        silu_mul(torch.randn(3, 7))
+        silu_and_mul(torch.randn(3, 7))
     with pytest.raises(ValueError, match=r"gate_up: shape \[T, 2 I\] expected, not \[8\]"):
-        gelu_mul(torch.randn(8))
+        gelu_tanh_and_mul(torch.randn(8))

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.attention import (
+from penstock.kernels.attention.op import (
     AttentionPlan,
-    device_plan,
     paged_attention,
     plan_attention,
+    plan_attention_on_device,
 )
-from penstock.kernels.attention_tiles import TiledPlan
-from penstock.kernels.launch import E4M3
-from penstock.kernels.scores import PLAIN, Scores
+from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
+from penstock.kernels.attention.triton_launch import TiledPlan
+from penstock.kernels.triton_common.launch import E4M3
 from tests.support.attention import (
     as_if_on_a_device,
     check,
@@ -51,13 +51,13 @@ SLOPES = torch.tensor([0.5, 0.0, 0.03], device=DEVICE)
 @pytest.mark.parametrize(
     "scores",
     [
-        Scores(scale=0.4, cap=1.5),
-        Scores(sinks=SINKS),
-        Scores(slopes=SLOPES),
-        Scores(scale=0.9, cap=0.7, sinks=torch.full_like(SINKS, -torch.inf), slopes=SLOPES),
+        ScoreMod(scale=0.4, cap=1.5),
+        ScoreMod(sinks=SINKS),
+        ScoreMod(slopes=SLOPES),
+        ScoreMod(scale=0.9, cap=0.7, sinks=torch.full_like(SINKS, -torch.inf), slopes=SLOPES),
     ],
 )
-def test_bent_scores(scores: Scores, window: int) -> None:
+def test_bent_scores(scores: ScoreMod, window: int) -> None:
     check([(1, 33), (13, 40), (1, 1), (1, 70)], scores=scores, window=window)
 
 
@@ -121,7 +121,7 @@ def test_a_cache_of_eight_bits(window: int) -> None:
 
 @pytest.mark.parametrize("sinks", [None, SINKS])
 def test_a_shared_prefix_is_read_once(sinks: Tensor | None) -> None:
-    check_prefix(11, 80, [97, 81, 130], 64, Scores(sinks=sinks))
+    check_prefix(11, 80, [97, 81, 130], 64, ScoreMod(sinks=sinks))
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_a_chunk_shares_no_prefix() -> None:
 
 
 def prefix_of(plan: AttentionPlan) -> int:
-    assert isinstance(plan.form, TiledPlan)
-    return plan.form.prefix
+    assert isinstance(plan.backend, TiledPlan)
+    return plan.backend.prefix
 
 
 def on_device(
@@ -161,7 +161,9 @@ def on_device(
     starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
     tables = torch.nn.functional.pad(tables, (0, room // layer.shape[3] + 1), value=-1)
     bound = int(contexts.max()) + room
-    return device_plan(starts, contexts, tables, layer, max_query, bound, window, one_path)
+    return plan_attention_on_device(
+        starts, contexts, tables, layer, max_query, bound, window, one_path
+    )
 
 
 @pytest.mark.parametrize("window", [0, 20])
@@ -198,9 +200,9 @@ def test_a_sequence_is_the_same_alone_and_in_a_crowd(window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 37])
-@pytest.mark.parametrize("scores", [PLAIN, Scores(cap=0.7, sinks=SINKS, slopes=SLOPES)])
+@pytest.mark.parametrize("scores", [PLAIN, ScoreMod(cap=0.7, sinks=SINKS, slopes=SLOPES)])
 def test_on_one_path_a_token_is_the_same_however_its_prompt_is_cut(
-    scores: Scores, window: int
+    scores: ScoreMod, window: int
 ) -> None:
     """Whole, by itself, and in pieces that take the other form."""
     pieces = [(0, 1), (3, 1), (3, 30), (17, 2), (35, 15), (49, 1)]
@@ -267,8 +269,10 @@ def refusals() -> dict[str, Callable[[Tensor, Tensor, Batch], object]]:
         ),
         r"layer: shape \[2, N, H, S, D\]": lambda q, c, b: call(q, c[:1], b),
         "layer: shape": lambda q, c, b: paged_attention(q, c[:, 1:].clone(), plan_attention(*b, c)),
-        r"sinks: shape \[6\] expected": lambda q, c, b: call(q, c, b, scores=Scores(sinks=wrong)),
-        r"slopes: shape \[6\] expected": lambda q, c, b: call(q, c, b, scores=Scores(slopes=wrong)),
+        r"sinks: shape \[6\] expected": lambda q, c, b: call(q, c, b, scores=ScoreMod(sinks=wrong)),
+        r"slopes: shape \[6\] expected": lambda q, c, b: call(
+            q, c, b, scores=ScoreMod(slopes=wrong)
+        ),
         "scales: none expected": lambda q, c, b: call(q, c, b, scales=wrong),
         r"scales: shape \[2, 2\]": lambda q, c, b: call(q, c.to(E4M3), b, scales=wrong),
         "query_starts, block_tables: shapes": planned(query_starts=np.zeros(1, np.int32)),
@@ -302,6 +306,6 @@ def test_device_tensors_that_do_not_fit_are_refused() -> None:
         ((starts, contexts, tables[:1]), "block_tables: shape"),
     ):
         with pytest.raises(ValueError, match=message):
-            device_plan(*bad, layer, 9, 40)
+            plan_attention_on_device(*bad, layer, 9, 40)
     with pytest.raises(ValueError, match="block_tables: 4 columns end before 65"):
-        device_plan(starts, contexts, tables, layer, 9, 65)
+        plan_attention_on_device(starts, contexts, tables, layer, 9, 65)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from penstock.kernels import attention, attention_tiles
+from penstock.kernels.attention import op as attention
+from penstock.kernels.attention import triton_launch
 from tests.support import attention as checks
 from tests.support.attention import check, check_one_path, check_prefix, small_tiles
 from tests.support.mutants import (
@@ -136,7 +137,7 @@ FORMS = {
 
 
 def under_plan(compare: Callable[[], None], change: Change, folder: Path) -> None:
-    mutant = mutant_of(attention_tiles, change, folder)
+    mutant = mutant_of(triton_launch, change, folder)
     with swapped(attention, mutant, "TiledPlan", "Batch"), small_tiles(mutant):
         compare()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.kernels.logprobs import logprobs, logprobs_reference
+from penstock.kernels.sampling.logprobs import logprobs, logprobs_reference
 from tests.support.poison import poisoned_memory
 
 

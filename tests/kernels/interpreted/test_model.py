@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels import launch
-from penstock.kernels.aot import kernel_name
+from penstock.kernels.triton_common import launch
+from penstock.kernels.triton_common.aot import kernel_name
 from penstock.workers.runner import Runner
 from penstock.workers.transfer.shards import Rectangle, Shard
 from penstock.workers.transfer.staging import KvStaging
@@ -27,8 +27,8 @@ KERNELS = {
     "gpt-j": {"attend_tiles", "_norm_rows", "_write_tokens"},
     "bloom": {"attend_tiles", "_norm_rows", "_write_tokens"},
     "falcon-rw": {"attend_tiles", "_norm_rows", "_write_tokens"},
-    "gpt-oss": {"attend_tiles", "_norm_rows", "_write_tokens", "_grouped"},
-    "deepseek-v3": {"_norm_rows", "_write_tokens", "_gate_rows", "_turn_heads", "_grouped"},
+    "gpt-oss": {"attend_tiles", "_norm_rows", "_write_tokens", "_grouped_gemm"},
+    "deepseek-v3": {"_norm_rows", "_write_tokens", "_gate_rows", "_rotate_heads", "_grouped_gemm"},
 }
 """What each family must have launched, of the kernels that it has here."""
 

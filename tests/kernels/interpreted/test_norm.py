@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels import norm
-from penstock.kernels.norm import (
-    add_layer_norm,
-    add_rms_norm,
-    add_rms_norm_above_one,
+from penstock.kernels.norm import op as norm
+from penstock.kernels.norm.op import (
+    fused_add_gemma_rms_norm,
+    fused_add_layer_norm,
+    fused_add_rms_norm,
+    gemma_rms_norm,
     layer_norm,
     layer_norm_reference,
     rms_norm,
     rms_norm_,
-    rms_norm_above_one,
     rms_norm_reference,
 )
 from tests.support.kernels import DTYPES, close
@@ -48,12 +48,12 @@ def test_layer_norm(num_rows: int, dim: int, dtype: torch.dtype) -> None:
 def test_a_sum_is_rounded_before_it_is_normalised(dtype: torch.dtype) -> None:
     hidden, x, weight, bias = (torch.randn(*n, 96).to(dtype) for n in ((5,), (5,), (), ()))
     summed = hidden + x
-    above_one = rms_norm_above_one(summed, weight, 1e-5)
+    above_one = gemma_rms_norm(summed, weight, 1e-5)
     made: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = [
-        (lambda h: add_rms_norm(h, x, weight, 1e-5), rms_norm(summed, weight, 1e-5)),
-        (lambda h: add_rms_norm_above_one(h, x, weight, 1e-5), above_one),
+        (lambda h: fused_add_rms_norm(h, x, weight, 1e-5), rms_norm(summed, weight, 1e-5)),
+        (lambda h: fused_add_gemma_rms_norm(h, x, weight, 1e-5), above_one),
         (
-            lambda h: add_layer_norm(h, x, weight, bias, 1e-5),
+            lambda h: fused_add_layer_norm(h, x, weight, bias, 1e-5),
             layer_norm(summed, weight, bias, 1e-5),
         ),
     ]
@@ -67,7 +67,7 @@ def test_above_one_keeps_small_weights() -> None:
     x = torch.randn(4, 64).half()
     weight = torch.full((64,), 2.0**-13).half()  # 1 + weight is 1 in float16
     expected = rms_norm_reference(x.double(), 1 + weight.double(), 1e-5)
-    found = rms_norm_above_one(x, weight, 1e-5)
+    found = gemma_rms_norm(x, weight, 1e-5)
     close(found, expected)
     assert not torch.equal(found, rms_norm(x, torch.ones(64).half(), 1e-5))
 
@@ -94,13 +94,15 @@ def in_place(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch
 FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "rms": lambda x, weight, bias: rms_norm(x, weight, 1e-5),
     "rms in place": in_place,
-    "above one": lambda x, weight, bias: rms_norm_above_one(x, weight, 1e-5),
+    "above one": lambda x, weight, bias: gemma_rms_norm(x, weight, 1e-5),
     "layer": lambda x, weight, bias: layer_norm(x, weight, bias, 1e-5),
-    "of a sum": lambda x, weight, bias: add_rms_norm(x, x.flip(1), weight, 1e-5),
-    "above one, of a sum": lambda x, weight, bias: add_rms_norm_above_one(
+    "of a sum": lambda x, weight, bias: fused_add_rms_norm(x, x.flip(1), weight, 1e-5),
+    "above one, of a sum": lambda x, weight, bias: fused_add_gemma_rms_norm(
         x, x.flip(1), weight, 1e-5
     ),
-    "layer, of a sum": lambda x, weight, bias: add_layer_norm(x, x.flip(1), weight, bias, 1e-5),
+    "layer, of a sum": lambda x, weight, bias: fused_add_layer_norm(
+        x, x.flip(1), weight, bias, 1e-5
+    ),
 }
 
 
@@ -132,8 +134,8 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="x: last dimension not contiguous"):
         rms_norm_(x.t(), weight[:4], 1e-5)
     with pytest.raises(ValueError, match=r"x: shape \[4, 64\] expected"):
-        add_rms_norm(x, x[:3], weight, 1e-5)
-    wide = norm.MOST_FEATURES + 1
+        fused_add_rms_norm(x, x[:3], weight, 1e-5)
+    wide = norm.MAX_FEATURES + 1
     with pytest.raises(ValueError, match="x: rows of 1 to"):
         rms_norm(torch.empty(1, wide), torch.empty(wide), 1e-5)
 

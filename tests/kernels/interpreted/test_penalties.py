@@ -4,7 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from penstock.kernels.penalties import Penalties, penalize_, penalize_reference, shift_
+from penstock.kernels.sampling.penalties import (
+    Penalties,
+    add_logit_bias_,
+    apply_penalties_,
+    apply_penalties_reference,
+)
 from tests.support.penalized import Penalized, penalized, unpenalized
 
 
@@ -24,10 +29,10 @@ def moved(penalties: Penalties, device: torch.device) -> Penalties:
 @given(case=penalized())
 def test_penalties_as_the_reference(device: torch.device, case: Penalized) -> None:
     arguments = (case.tokens, case.num_prompt, case.num_tokens, case.penalties)
-    expected = penalize_reference(case.logits, *arguments)
+    expected = apply_penalties_reference(case.logits, *arguments)
     found = case.logits.to(device, copy=True)
     tokens, starts, ends = on(device, case)
-    penalize_(found, tokens, starts, ends, moved(case.penalties, device))
+    apply_penalties_(found, tokens, starts, ends, moved(case.penalties, device))
     torch.testing.assert_close(found.cpu(), expected)
     same = unpenalized(case)
     assert torch.equal(found.cpu()[same], case.logits[same])
@@ -40,9 +45,9 @@ def test_a_long_text_of_few_words(device: torch.device) -> None:
     penalties = Penalties(
         torch.tensor([1.3, 1]), torch.tensor([0.5, 0]), torch.tensor([0.01, 1e-3])
     )
-    expected = penalize_reference(logits, tokens, starts, ends, penalties)
+    expected = apply_penalties_reference(logits, tokens, starts, ends, penalties)
     found = logits.to(device, copy=True)
-    penalize_(
+    apply_penalties_(
         found,
         tokens.to(device),
         starts.to(device),
@@ -69,7 +74,7 @@ def test_a_row_is_penalised_alike_in_any_company(device: torch.device) -> None:
         found = logits[rows].to(device, copy=True)
         said, first, last = (each[rows].to(device) for each in (tokens[:, :length], starts, ends))
         own = Penalties(*(getattr(penalties, name)[rows].to(device) for name in names))
-        penalize_(found, said, first, last, own)
+        apply_penalties_(found, said, first, last, own)
         return found
 
     crowd = penalised([0, 1, 2, 3, 4], 2300)
@@ -85,11 +90,11 @@ def test_a_row_is_shifted_and_masked_alike_in_any_company(device: torch.device) 
     tokens = torch.cat([torch.randperm(3000)[:700] for _ in range(4)]).to(device)
     values = torch.randn(2800).where(torch.rand(2800) < 0.9, -torch.inf).to(device)
     crowd = logits.clone()
-    shift_(crowd, rows, tokens, values)
+    add_logit_bias_(crowd, rows, tokens, values)
     assert (crowd == -torch.inf).any(1).all()
     for row in (0, 3):
         alone, own = logits[row : row + 1].clone(), slice(700 * row, 700 * row + 700)
-        shift_(alone, rows[own] * 0, tokens[own], values[own])
+        add_logit_bias_(alone, rows[own] * 0, tokens[own], values[own])
         assert torch.equal(alone[0], crowd[row])
 
 
@@ -100,7 +105,7 @@ def test_nothing_behind_a_text_is_read(device: torch.device) -> None:
     tokens[:] = torch.tensor([5, 50, -1, 5], device=device).repeat(5)
     logits, one = torch.full((1, 50), 8.0, device=device), torch.ones(1, device=device)
     starts, ends = (torch.tensor([number], device=device) for number in (0, 1 << 40))
-    penalize_(logits, tokens, starts, ends, Penalties(2 * one, one, 0 * one))
+    apply_penalties_(logits, tokens, starts, ends, Penalties(2 * one, one, 0 * one))
     assert logits[0, 5] == 3
     assert (logits[0, torch.arange(50, device=device) != 5] == 8).all()
 
@@ -111,7 +116,7 @@ def test_biases_and_pairs_that_do_not_exist(device: torch.device) -> None:
     rows = torch.tensor([0, 2, 1, -1, 3, 1, 1], device=device)
     tokens = torch.tensor([49, 0, 7, 3, 3, 50, -2], device=device)
     values = torch.tensor([1.5, -torch.inf, -2, 9, 9, 9, 9], device=device)
-    shift_(logits, rows, tokens, values)
+    add_logit_bias_(logits, rows, tokens, values)
     assert wide.nonzero().tolist() == [[0, 49], [1, 7], [2, 0]]
     assert wide[[0, 1, 2], [49, 7, 0]].tolist() == [1.5, -2, -torch.inf]
 
@@ -122,6 +127,6 @@ def test_what_is_wrong_is_named(device: torch.device) -> None:
         torch.zeros(2, dtype=torch.int64, device=device),
     )
     with pytest.raises(ValueError, match="values: float32"):
-        shift_(logits, some, some, some)
+        add_logit_bias_(logits, some, some, some)
     with pytest.raises(ValueError, match="logits: float32"):
-        shift_(logits.half(), some, some, some.float())
+        add_logit_bias_(logits.half(), some, some, some.float())

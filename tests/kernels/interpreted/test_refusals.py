@@ -9,33 +9,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.activation import clamped_silu_mul, gelu_mul, silu_mul
-from penstock.kernels.attention import device_plan, paged_attention, plan_attention
-from penstock.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
-from penstock.kernels.cache import rotate_and_write, write_kv
-from penstock.kernels.checksum import checksum, sum_words
-from penstock.kernels.draw import Wishes, draw
-from penstock.kernels.expert_sort import sort_places
-from penstock.kernels.experts import Gate, Stacks, mix_stacked
-from penstock.kernels.invariant_product import invariant_heads, invariant_product
-from penstock.kernels.latent_attention import (
-    device_latent_plan,
-    latent_attention,
-    plan_latent_attention,
+from penstock.kernels.activation.op import gelu_tanh_and_mul, silu_and_mul, swiglu_oai
+from penstock.kernels.attention.op import paged_attention, plan_attention, plan_attention_on_device
+from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from penstock.kernels.kv_cache.checksum import checksum, sum_words
+from penstock.kernels.kv_cache.op import rope_and_cache, write_kv
+from penstock.kernels.linear.batch_invariant import batch_invariant_bmm, batch_invariant_matmul
+from penstock.kernels.mla.op import (
+    mla_attention,
+    plan_mla,
+    plan_mla_on_device,
 )
-from penstock.kernels.launch import E4M3
-from penstock.kernels.logprobs import logprobs
-from penstock.kernels.norm import (
-    add_layer_norm,
-    add_rms_norm,
+from penstock.kernels.moe.align import align_blocks
+from penstock.kernels.moe.op import ExpertWeights, GatedActivation, grouped_moe_forward
+from penstock.kernels.moe.routing import Routing, route
+from penstock.kernels.norm.op import (
+    fused_add_layer_norm,
+    fused_add_rms_norm,
     layer_norm,
     rms_norm,
     rms_norm_,
 )
-from penstock.kernels.penalties import Penalties, penalize_, shift_
-from penstock.kernels.rotary import rotate_
-from penstock.kernels.routing import Routing, route
-from penstock.kernels.scores import Scores
+from penstock.kernels.rope.op import rotate_
+from penstock.kernels.sampling.logprobs import logprobs
+from penstock.kernels.sampling.op import SamplingTensors, sample
+from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
+from penstock.kernels.triton_common.launch import E4M3
 
 pytestmark = pytest.mark.interpreted
 
@@ -82,7 +82,7 @@ PAGED, LATENT = (2, 4, 2, 8, 16), (1, 4, 1, 8, 20)
 
 def paged(layer: Tensor, query: Tensor, **scores: Tensor) -> object:
     plan = plan_attention(*BATCH, torch.zeros(PAGED))
-    return paged_attention(query, layer, plan, Scores(**scores))  # type: ignore[arg-type]
+    return paged_attention(query, layer, plan, ScoreMod(**scores))  # type: ignore[arg-type]
 
 
 def narrow(layer: Tensor, query: Tensor, scales: Tensor) -> object:
@@ -91,18 +91,20 @@ def narrow(layer: Tensor, query: Tensor, scales: Tensor) -> object:
 
 
 def latent(layer: Tensor, query: Tensor, up: Tensor) -> object:
-    plan = plan_latent_attention(*BATCH, torch.zeros(LATENT), 16, 12)
-    return latent_attention(query, layer, up, plan, 0.3)
+    plan = plan_mla(*BATCH, torch.zeros(LATENT), 16, 12)
+    return mla_attention(query, layer, up, plan, 0.3)
 
 
 def penalised(
     logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, **own: Tensor
 ) -> None:
-    penalize_(logits, tokens, num_prompt, num_tokens, Penalties(**own))
+    apply_penalties_(logits, tokens, num_prompt, num_tokens, Penalties(**own))
 
 
 def mixed(x: Tensor, experts: Tensor, weights: Tensor, **stacks: Tensor) -> object:
-    return mix_stacked(x, experts, weights, Stacks(gate=Gate("silu"), **stacks))
+    return grouped_moe_forward(
+        x, experts, weights, ExpertWeights(gate=GatedActivation("silu"), **stacks)
+    )
 
 
 WHOLE = slice(0, 2), slice(0, 2)
@@ -116,7 +118,9 @@ LAUNCHERS = {
         {"layer": ALL},
     ),
     "device plan": Launcher(
-        lambda layer, **batch: device_plan(**batch, layer=layer, max_query=1, max_context=16),
+        lambda layer, **batch: plan_attention_on_device(
+            **batch, layer=layer, max_query=1, max_context=16
+        ),
         lambda: of_batch(layer=PAGED),
         {"layer": DTYPE | {"device"}, "context_lens": ROWS},
     ),
@@ -124,7 +128,7 @@ LAUNCHERS = {
         latent, lambda: floats(layer=LATENT, up=(3, 12, 16), query=(3, 3, 10)), {"up": ROWS}
     ),
     "latent device plan": Launcher(
-        lambda layer, **batch: device_latent_plan(
+        lambda layer, **batch: plan_mla_on_device(
             **batch, layer=layer, rank=16, max_query=1, max_context=16
         ),
         lambda: of_batch(layer=LATENT),
@@ -136,13 +140,13 @@ LAUNCHERS = {
         {"layer": LEADS, "new": ROWS},
     ),
     "turn and write": Launcher(
-        lambda layer, **others: rotate_and_write(num_heads=2, layer=layer, **others),
+        lambda layer, **others: rope_and_cache(num_heads=2, layer=layer, **others),
         lambda: floats(layer=PAGED, heads=(3, 6, 16), cos_sin=(3, 2, 8)) | ints(rows=(3,)),
         {"layer": LEADS, "heads": ROWS},
     ),
     "turn and write, narrow": Launcher(
-        lambda layer, **others: rotate_and_write(
-            num_heads=2, layer=layer.to(E4M3), neighbours=True, **others
+        lambda layer, **others: rope_and_cache(
+            num_heads=2, layer=layer.to(E4M3), interleaved=True, **others
         ),
         lambda: (
             floats(layer=PAGED, heads=(3, 6, 16), cos_sin=(3, 2, 8), scales=(2, 2))
@@ -186,20 +190,20 @@ LAUNCHERS = {
         {"x": LEADS | RANK},
     ),
     "layer norm of a sum": Launcher(
-        lambda **given: add_layer_norm(**given, eps=1e-5),
+        lambda **given: fused_add_layer_norm(**given, eps=1e-5),
         lambda: floats(hidden=(3, 8), x=(3, 8), weight=(8,), bias=(8,)),
         {"hidden": LEADS | RANK},
     ),
     "norm of a sum": Launcher(
-        lambda **given: add_rms_norm(**given, eps=1e-5),
+        lambda **given: fused_add_rms_norm(**given, eps=1e-5),
         lambda: floats(hidden=(3, 8), x=(3, 8), weight=(8,)),
         {"hidden": LEADS | RANK},
     ),
     "rotation": Launcher(rotate_, lambda: floats(x=(3, 2, 8), cos_sin=(3, 2, 8)), {"x": LEADS}),
-    "silu": Launcher(silu_mul, lambda: floats(gate_up=(3, 8)), {"gate_up": LEADS}),
-    "gelu": Launcher(gelu_mul, lambda: floats(gate_up=(3, 8)), {"gate_up": LEADS}),
+    "silu": Launcher(silu_and_mul, lambda: floats(gate_up=(3, 8)), {"gate_up": LEADS}),
+    "gelu": Launcher(gelu_tanh_and_mul, lambda: floats(gate_up=(3, 8)), {"gate_up": LEADS}),
     "clamped silu": Launcher(
-        lambda gate_up: clamped_silu_mul(gate_up, 1.7, 7.0),
+        lambda gate_up: swiglu_oai(gate_up, 1.7, 7.0),
         lambda: floats(gate_up=(3, 8)),
         {"gate_up": LEADS},
     ),
@@ -209,7 +213,7 @@ LAUNCHERS = {
         {"logits": LEADS},
     ),
     "sort": Launcher(
-        lambda experts: sort_places(experts, 4, 16),
+        lambda experts: align_blocks(experts, 4, 16),
         lambda: ints(torch.int32, experts=(3, 2)),
         {"experts": LEADS},
     ),
@@ -223,15 +227,15 @@ LAUNCHERS = {
         {"x": LEADS, "down": ROWS, "experts": ROWS},
     ),
     "invariant product": Launcher(
-        invariant_product,
+        batch_invariant_matmul,
         lambda: floats(x=(3, 8), weight=(5, 8), bias=(5,)),
         {"x": LEADS, "weight": ROWS},
     ),
     "invariant heads": Launcher(
-        invariant_heads, lambda: floats(x=(3, 2, 8), weight=(2, 5, 8)), {"x": LEADS}
+        batch_invariant_bmm, lambda: floats(x=(3, 2, 8), weight=(2, 5, 8)), {"x": LEADS}
     ),
     "draw": Launcher(
-        lambda logits, **wishes: draw(logits, Wishes(**wishes)),
+        lambda logits, **wishes: sample(logits, SamplingTensors(**wishes)),
         lambda: (
             floats(logits=(3, 9), temperature=(3,), top_p=(3,), min_p=(3,), typical_p=(3,))
             | ints(top_k=(3,), seeds=(3,), indices=(3,), choices=(3,))
@@ -252,7 +256,7 @@ LAUNCHERS = {
         {"logits": LEADS},
     ),
     "shift": Launcher(
-        shift_,
+        add_logit_bias_,
         lambda: floats(logits=(3, 9), values=(4,)) | ints(rows=(4,), tokens=(4,)),
         {"logits": LEADS, "rows": ROWS},
     ),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.routing import Routing, route, route_reference
+from penstock.kernels.moe.routing import Routing, route, route_reference
 from tests.support.poison import poisoned_memory
 from tests.support.routings import routings
 

@@ -86,7 +86,7 @@ def test_what_takes_all_memory_runs_when_all_others_have_ended(
 
 
 def test_a_file_ends_with_the_time_of_the_section() -> None:
-    path = ROOT / "tests/kernels/test_forms.py"
+    path = ROOT / "tests/kernels/test_fallback.py"
     late = kernel_tests.run_file(path, "cpu", time.monotonic() - 1)
     assert late.words == "no time was left for it"
     hurried = kernel_tests.run_file(path, "cpu", time.monotonic() + 0.01)

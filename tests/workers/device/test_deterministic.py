@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from penstock.kernels import attention_tiles
+from penstock.kernels.attention import triton_launch
 from penstock.workers import share
 from penstock.workers.config import WorkerConfig
 from penstock.workers.device.graphs import CudaCaptures
@@ -35,7 +35,7 @@ SPLIT = 32  # positions a part of attention, so that the requests have several
 
 @pytest.fixture(autouse=True)
 def _small_parts_and_exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(attention_tiles, "SPLIT", 64 if ON_GPU else SPLIT)
+    monkeypatch.setattr(triton_launch, "SPLIT", 64 if ON_GPU else SPLIT)
     with exact_products():
         yield
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels.attention import AttentionPlan, plan_attention
-from penstock.kernels.latent_attention import LatentPlan, plan_latent_attention
+from penstock.kernels.attention.op import AttentionPlan, plan_attention
+from penstock.kernels.mla.op import MlaPlan, plan_mla
 from penstock.workers.device import runner as device_runner
 from penstock.workers.device.ladder import Ladder
 from penstock.workers.device.runner import DeviceRunner
@@ -58,17 +58,17 @@ def attention(
     return plan_attention(*batch, layer, window, one_path)
 
 
-def latent(starts, contexts, tables, layer, rank, max_query, max_context, one_path) -> LatentPlan:  # type: ignore[no-untyped-def]
+def latent(starts, contexts, tables, layer, rank, max_query, max_context, one_path) -> MlaPlan:  # type: ignore[no-untyped-def]
     assert max_query >= starts.diff().max()
     assert max_context >= contexts.max()
     batch = starts.numpy(), contexts.numpy(), tables.numpy()
-    return plan_latent_attention(*batch, layer, rank, UP_DIM, one_path)
+    return plan_mla(*batch, layer, rank, UP_DIM, one_path)
 
 
 @pytest.fixture(autouse=True)
 def _plans_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_runner, "device_plan", attention)
-    monkeypatch.setattr(device_runner, "device_latent_plan", latent)
+    monkeypatch.setattr(device_runner, "plan_attention_on_device", attention)
+    monkeypatch.setattr(device_runner, "plan_mla_on_device", latent)
 
 
 @pytest.fixture(scope="module", params=["qwen2-window", "deepseek-v3"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.kernels.panel_product import PanelProduct
+from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32
 from penstock.workers.layers import packing
 from penstock.workers.layers.packing import linears, pack
 from penstock.workers.models.decoder import Decoder
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(packing, "MEMORY_SHARE", 0)
-    monkeypatch.setattr(packing, "can_panel", lambda weight: False)
+    monkeypatch.setattr(packing, "supports_packed_f32", lambda weight: False)
     return load_model(tiny_checkpoint(tmp_path), "auto", CPU)[1]
 
 
@@ -45,10 +45,10 @@ def test_in_panels_no_plain_weights_are_kept(
 ) -> None:
     x = torch.randn(5, 32)
     before = [linear(x) for linear in linears(decoder) if linear.weight.shape[1] == 32]
-    monkeypatch.setattr(packing, "can_panel", lambda weight: True)
+    monkeypatch.setattr(packing, "supports_packed_f32", lambda weight: True)
     pack(decoder, "none")
     after = [linear(x) for linear in linears(decoder) if linear.weight.shape[1] == 32]
-    assert all(isinstance(linear.packed, PanelProduct) for linear in linears(decoder))
+    assert all(isinstance(linear.packed, PackedLinearF32) for linear in linears(decoder))
     assert all(linear.weight.numel() == 0 for linear in linears(decoder))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from penstock.kernels import panel_product
-from penstock.kernels.routing import Routing
+from penstock.kernels.linear import cpu_packed_f32
+from penstock.kernels.moe.routing import Routing
 from penstock.workers import runner
 from penstock.workers.layers import packing
 from penstock.workers.layers.experts import Experts
@@ -82,7 +82,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All products of several outputs are in panels: large ones are, if vectors are wide."""
     monkeypatch.setattr(packing, "LEAST_WEIGHTS", 65)  # not a gate's
-    monkeypatch.setattr(panel_product, "has_wide_vectors", lambda: True)
+    monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
 
 
 def made(folder: Path, config: Any, quantization: str = "none") -> tuple[Any, Decoder]:
@@ -113,7 +113,7 @@ def test_it_is_what_transformers_computes(
     assert len(played) == MAX_NEW - 1
 
 
-@pytest.mark.skipif(not panel_product.has_matrix_unit(), reason="this machine has no matrix unit")
+@pytest.mark.skipif(not cpu_packed_f32.has_amx(), reason="this machine has no matrix unit")
 @pytest.mark.parametrize(
     "config",
     [

@@ -1,0 +1,99 @@
+"""The loops of a CPU's gates, compiled by numba.
+
+Every element is computed alike, wherever it is: a vector's loop and what is left over of it do the
+same operations, a product fused into a sum each time.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.attention.cpu_inner import exp
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+
+Floats = npt.NDArray[np.float32]
+
+_f32 = np.float32
+
+COLUMNS_AT_ONCE = 512
+"""Columns that are gated at a time, at most."""
+
+_SLOPE, _BEND = _f32(2 * np.sqrt(2 / np.pi)), _f32(0.044715)
+
+
+@inner()
+def gate_scratch() -> Any:
+    """Scratch of `gate_columns`."""
+    return (
+        np.empty(COLUMNS_AT_ONCE, np.float32),
+        np.empty(COLUMNS_AT_ONCE, np.float32),
+        np.empty(COLUMNS_AT_ONCE, np.int32),
+    )
+
+
+@inner(fastmath={"contract"})
+def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool, scratch: Any) -> None:
+    """out = x / (1 + e^-u) up, of SOME columns at most; u: x, or for gelu
+    2 sqrt(2 / pi) (x + 0.044715 x^3)."""
+    size = len(x)
+    bent, far, powers = scratch[0][:size], scratch[1][:size], scratch[2][:size]
+    for i in range(size):
+        bent[i] = x[i]
+    if is_gelu:
+        for i in range(size):
+            bent[i] = x[i] * (_SLOPE + _SLOPE * _BEND * x[i] * x[i])
+    for i in range(size):
+        far[i] = -abs(bent[i])
+    exp(far, powers)
+    for i in range(size):
+        above = far[i] if bent[i] < 0 else _f32(1)
+        bent[i] = above / (_f32(1) + far[i])
+    for i in range(size):
+        out[i] = x[i] * bent[i] * up[i]
+
+
+@inner()
+def _some_rows(
+    gate_up: Floats, inner: int, is_gelu: bool, out: Floats, first: int, last: int
+) -> None:
+    room = gate_scratch()
+    for t in range(first, last):
+        for begin in range(0, inner, COLUMNS_AT_ONCE):
+            at, size = 2 * t * inner + begin, min(COLUMNS_AT_ONCE, inner - begin)
+            gate_columns(
+                gate_up[at : at + size], gate_up[at + inner :][:size],
+                out[t * inner + begin :][:size], is_gelu, room,
+            )  # fmt: skip
+
+
+@entry("void(float32[::1], int64, boolean, float32[::1])")
+def _serial(gate_up: Floats, inner: int, is_gelu: bool, out: Floats) -> None:
+    _some_rows(gate_up, inner, is_gelu, out, 0, len(out) // inner)
+
+
+@entry(
+    "void(float32[::1], int64, boolean, float32[::1], int64)",
+    parallel=True,
+)
+def _parallel(gate_up: Floats, inner: int, is_gelu: bool, out: Floats, num_threads: int) -> None:
+    num_rows = len(out) // inner
+    for thread in numba.prange(num_threads):
+        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        _some_rows(gate_up, inner, is_gelu, out, first, last)
+
+
+def load() -> None:
+    """Compile the loops, or load them from disk."""
+    load_entries(_serial, _parallel)
+
+
+def run(gate_up: Floats, inner: int, is_gelu: bool, out: Floats, num_threads: int) -> None:
+    """gate_up [T 2 I], out [T I], flat."""
+    run_serial_or_parallel(
+        _serial, _parallel, gate_up, inner, is_gelu, out, num_threads=num_threads
+    )

@@ -1,0 +1,328 @@
+"""The loops of `paged_tiles`: scores, shares and sums of values, for a few rows and for many.
+
+Each number has one order of sums, whichever of the two forms makes it:
+
+- a score is made of eight sums, of the features 0, 8, 16, ..., of 1, 9, 17, ... and so on, each
+  from first to last by fused multiplications and additions, and h_j = a_j + a_(j + 4) are added
+  as ((h_0 + h_1) + h_2) + h_3; the sum of shares likewise, by positions;
+- values are added up position after position, and divided by the sum of shares at the end.
+
+Few rows are taken one by one, the eight sums in the lanes of a vector. Of many rows each has a
+lane, and nothing is ever summed across lanes: that is what makes it fast.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.simd import (
+    VECTOR_WIDTH,
+    fma,
+    hsum,
+    hsum4,
+    load8,
+    load_wide,
+    prefetch,
+    splat8,
+    splat_wide,
+    store,
+    vadd,
+    vmax,
+)
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+
+_FASTMATH = {"contract"}
+"""What a compiler may do: fuse a product into a sum, each time the same way."""
+
+_f32 = np.float32
+_LOG2_E = _f32(math.log2(math.e))
+# exp(x ln 2) between -1/2 and 1/2: its Taylor series, right to the last bit but one.
+_C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
+    _f32(math.log(2) ** n / math.factorial(n)) for n in range(1, 8)
+)
+
+
+@inner(fastmath=_FASTMATH)
+def exp(x: Floats, powers: Ints) -> None:
+    """x = e^x in place, for x <= 0; 0 where it would be less than 2^-126. `powers` is scratch."""
+    factors = powers.view(np.float32)
+    for i in range(len(x)):
+        t = x[i] * _LOG2_E
+        if t < _f32(-127):  # not max(), which could lose a NaN
+            t = _f32(-127)
+        n = np.floor(t + _f32(0.5))
+        f = t - n
+        powers[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
+        p = _C4 + f * (_C5 + f * (_C6 + f * _C7))
+        x[i] = _f32(1) + f * (_C1 + f * (_C2 + f * (_C3 + f * p)))
+    for i in range(len(x)):
+        x[i] *= factors[i]
+
+
+@inner(fastmath=_FASTMATH)
+def _apply_score_mod(score: Any, cap: float, slope: Any, distance: int) -> Any:
+    """distance: from the token itself, 0 or less."""
+    if cap > 0:
+        score = cap * math.tanh(score / cap)
+    if slope != 0:
+        score += slope * _f32(distance)
+    return score
+
+
+@inner(fastmath=_FASTMATH)
+def _one_over(total: Any, most: float, sink: float) -> Any:
+    if sink > -np.inf:
+        total += _f32(math.exp(sink - most))
+    return _f32(1) / total
+
+
+@inner()
+def _sum_tail(rows: Floats, at: int, count: int, spare: Floats) -> Any:
+    """Less than eight elements; zeros behind them, as in `spare`."""
+    for i in range(count):
+        spare[i] = rows[at + i]
+    return load8(spare, 0)
+
+
+@inner(fastmath=_FASTMATH)
+def qk_row(
+    q: Floats, q_at: int, head_dim: int, rows: Floats, row_at: int, begin: int, end: int,
+    scores: Floats, at: int, spare: Floats, later: Any, ahead: int, part: int,
+) -> None:  # fmt: skip
+    """scores[at + s] of positions s from begin to end; position s is at row_at + s D. Evenly
+    meanwhile, `part` elements of `later` from `ahead` on are asked for; -1: none."""
+    whole = head_dim - head_dim % 8
+    line = 64 // later.itemsize
+    pace = (part * 4 // (end - begin) + line - 1) // line * line
+    stop = ahead + part if ahead >= 0 else -1
+    for s in range(begin, end, 4):
+        upto = min(ahead + pace, stop)
+        while ahead < upto:
+            prefetch(later, ahead)
+            ahead += line
+        # The last few: some twice.
+        s1, s2, s3 = min(s + 1, end - 1), min(s + 2, end - 1), min(s + 3, end - 1)
+        k0, k1 = row_at + s * head_dim, row_at + s1 * head_dim
+        k2, k3 = row_at + s2 * head_dim, row_at + s3 * head_dim
+        a = b = c = d = splat8(_f32(0))
+        for i in range(0, whole, 8):
+            x = load8(q, q_at + i)
+            a, b = fma(x, load8(rows, k0 + i), a), fma(x, load8(rows, k1 + i), b)
+            c, d = fma(x, load8(rows, k2 + i), c), fma(x, load8(rows, k3 + i), d)
+        if whole < head_dim:
+            x, count = load8(q, q_at + whole), head_dim - whole
+            a = fma(x, _sum_tail(rows, k0 + whole, count, spare), a)
+            b = fma(x, _sum_tail(rows, k1 + whole, count, spare), b)
+            c = fma(x, _sum_tail(rows, k2 + whole, count, spare), c)
+            d = fma(x, _sum_tail(rows, k3 + whole, count, spare), d)
+        if s + 4 <= end:
+            store(scores, at + s, hsum4(a, b, c, d))
+        else:
+            scores[at + s], scores[at + s1] = hsum(a), hsum(b)
+            scores[at + s2], scores[at + s3] = hsum(c), hsum(d)
+
+
+@inner(fastmath=_FASTMATH)
+def softmax_row(
+    scores: Floats, at: int, low: int, seen: int, cap: float, slope: float, sink: float,
+    powers: Ints, spare: Floats,
+) -> Any:  # fmt: skip
+    """Scores of positions [low, seen) to shares, undivided; returns what to multiply them by."""
+    if cap > 0 or slope != 0:
+        for s in range(low, seen):
+            scores[at + s] = _apply_score_mod(scores[at + s], cap, slope, s + 1 - seen)
+    first, last = low // 8 * 8, (seen + 7) // 8 * 8
+    scores[at + first : at + low] = -np.inf
+    scores[at + seen : at + last] = -np.inf
+    greatest = splat8(sink)
+    for s in range(first, last, 8):
+        greatest = vmax(load8(scores, at + s), greatest)
+    store(spare, 0, greatest)
+    most = spare[0]
+    for i in range(8):
+        most = max(most, spare[i])
+    spare[:] = 0
+    shares = scores[at + first : at + last]
+    for s in range(len(shares)):
+        shares[s] -= most
+    exp(shares, powers[: last - first])
+    total = splat8(_f32(0))
+    for s in range(first, last, 8):
+        total = vadd(total, load8(scores, at + s))
+    return _one_over(hsum(total), most, sink)
+
+
+@inner(fastmath=_FASTMATH)
+def pv_row(
+    shares: Floats, at: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
+    sums: Floats, sums_at: int, later: Any, ahead: int, part: int,
+) -> None:  # fmt: skip
+    """sums += shares[at + s] times the row at row_at + s D, for s from begin to end; meanwhile as
+    in `qk_row`."""
+    i = 0
+    line = 64 // later.itemsize
+    stop = ahead + part if ahead >= 0 else -1
+    pace = max(1, (end - begin) * (head_dim // 32) * line // part)
+    due = 0
+    while i + 32 <= head_dim:
+        a, b = load8(sums, sums_at + i), load8(sums, sums_at + i + 8)
+        c, d = load8(sums, sums_at + i + 16), load8(sums, sums_at + i + 24)
+        for s in range(begin, end):
+            if due == 0 and ahead < stop:
+                prefetch(later, ahead)
+                ahead += line
+                due = pace
+            due -= 1
+            x, v = splat8(shares[at + s]), row_at + s * head_dim + i
+            a, b = fma(x, load8(rows, v), a), fma(x, load8(rows, v + 8), b)
+            c, d = fma(x, load8(rows, v + 16), c), fma(x, load8(rows, v + 24), d)
+        store(sums, sums_at + i, a)
+        store(sums, sums_at + i + 8, b)
+        store(sums, sums_at + i + 16, c)
+        store(sums, sums_at + i + 24, d)
+        i += 32
+    for j in range(i, head_dim):
+        one = sums[sums_at + j]
+        for s in range(begin, end):
+            one = fma(shares[at + s], rows[row_at + s * head_dim + j], one)
+        sums[sums_at + j] = one
+
+
+@inner()
+def _chains(
+    q: Floats, at: int, height: int, rows: Floats, k0: int, k1: int, k2: int, k3: int,
+    first: int, head_dim: int,
+) -> Any:  # fmt: skip
+    """Of two vectors of rows and four keys: the sums over the features first, first + 8, ..."""
+    a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat_wide(_f32(0))
+    for i in range(first, head_dim, 8):
+        x, y = load_wide(q, at + i * height), load_wide(q, at + i * height + VECTOR_WIDTH)
+        a, b = splat_wide(rows[k0 + i]), splat_wide(rows[k1 + i])
+        c, d = splat_wide(rows[k2 + i]), splat_wide(rows[k3 + i])
+        a0, a1, b0, b1 = fma(x, a, a0), fma(y, a, a1), fma(x, b, b0), fma(y, b, b1)
+        c0, c1, d0, d1 = fma(x, c, c0), fma(y, c, c1), fma(x, d, d0), fma(y, d, d1)
+    return a0, a1, b0, b1, c0, c1, d0, d1
+
+
+@inner()
+def qk_rows(
+    q: Floats, height: int, head_dim: int, rows: Floats, row_at: int, begin: int, end: int,
+    scores: Floats,
+) -> None:  # fmt: skip
+    """scores [positions, height] from begin to end; q: [D, height]."""
+    for s in range(begin, end, 4):
+        s1, s2, s3 = min(s + 1, end - 1), min(s + 2, end - 1), min(s + 3, end - 1)
+        k0, k1 = row_at + s * head_dim, row_at + s1 * head_dim
+        k2, k3 = row_at + s2 * head_dim, row_at + s3 * head_dim
+        for r in range(0, height, 2 * VECTOR_WIDTH):
+            a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat_wide(_f32(0))
+            for j in range(4):
+                x = _chains(q, r, height, rows, k0, k1, k2, k3, j, head_dim)
+                y = _chains(q, r, height, rows, k0, k1, k2, k3, j + 4, head_dim)
+                a0, a1 = vadd(a0, vadd(x[0], y[0])), vadd(a1, vadd(x[1], y[1]))
+                b0, b1 = vadd(b0, vadd(x[2], y[2])), vadd(b1, vadd(x[3], y[3]))
+                c0, c1 = vadd(c0, vadd(x[4], y[4])), vadd(c1, vadd(x[5], y[5]))
+                d0, d1 = vadd(d0, vadd(x[6], y[6])), vadd(d1, vadd(x[7], y[7]))
+            store(scores, s * height + r, a0)
+            store(scores, s * height + r + VECTOR_WIDTH, a1)
+            store(scores, s1 * height + r, b0)
+            store(scores, s1 * height + r + VECTOR_WIDTH, b1)
+            store(scores, s2 * height + r, c0)
+            store(scores, s2 * height + r + VECTOR_WIDTH, c1)
+            store(scores, s3 * height + r, d0)
+            store(scores, s3 * height + r + VECTOR_WIDTH, d1)
+
+
+@inner(fastmath=_FASTMATH)
+def _mask(
+    scores: Floats, height: int, group: int, tile: tuple[int, int, int], bounds: tuple[int, int],
+    cap: float, slopes: Floats,
+) -> None:  # fmt: skip
+    """Within the bounds: what a row sees is bent, what it does not see is -inf."""
+    count, context, behind = tile
+    for r in range(count * group):
+        seen = context + r // group
+        low = max(seen - behind, 0)
+        if cap > 0 or slopes[r % group] != 0:
+            for s in range(low, seen):
+                at = s * height + r
+                scores[at] = _apply_score_mod(scores[at], cap, slopes[r % group], s + 1 - seen)
+        for s in range(bounds[0], low):
+            scores[s * height + r] = -np.inf
+        for s in range(seen, bounds[1]):
+            scores[s * height + r] = -np.inf
+
+
+@inner(fastmath=_FASTMATH)
+def softmax_rows(
+    scores: Floats, height: int, group: int, tile: tuple[int, int, int], cap: float,
+    slopes: Floats, sinks: Floats, powers: Ints, most: Floats, totals: Floats, ones: Floats,
+) -> None:  # fmt: skip
+    """As `softmax_row`, of all rows; into `ones` [height] what to multiply each by.
+
+    tile: its rows, what the first sees, and how far back; slopes, sinks: of the group;
+    powers [8 height], most [height], totals [8 height]: scratch.
+    """
+    count, context, behind = tile
+    first, last = max(context - behind, 0) // 8 * 8, (context + count + 6) // 8 * 8
+    _mask(scores, height, group, tile, (first, last), cap, slopes)
+    for r in range(height):
+        most[r] = sinks[r % group]
+    for s in range(first, last):
+        for r in range(height):
+            x = scores[s * height + r]
+            most[r] = x if x > most[r] else most[r]
+    totals[:] = 0
+    for s in range(first, last, 8):
+        shares = scores[s * height : (s + 8) * height]
+        for j in range(8):
+            for r in range(height):
+                shares[j * height + r] -= most[r]
+        exp(shares, powers[: 8 * height])
+        for i in range(8 * height):
+            totals[i] += shares[i]
+    for i in range(4 * height):
+        totals[i] += totals[4 * height + i]
+    for r in range(count * group):
+        total = totals[r] + totals[height + r]
+        total = (total + totals[2 * height + r]) + totals[3 * height + r]
+        ones[r] = _one_over(total, most[r], sinks[r % group])
+
+
+@inner()
+def pv_rows(
+    shares: Floats, height: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
+    sums: Floats,
+) -> None:  # fmt: skip
+    """As `pv_row`, of all rows: shares [positions, height], sums [D, height]."""
+    for i in range(0, head_dim, 4):
+        i1, i2, i3 = min(i + 1, head_dim - 1), min(i + 2, head_dim - 1), min(i + 3, head_dim - 1)
+        for r in range(0, height, 2 * VECTOR_WIDTH):
+            at, at1, at2, at3 = i * height + r, i1 * height + r, i2 * height + r, i3 * height + r
+            a0, a1 = load_wide(sums, at), load_wide(sums, at + VECTOR_WIDTH)
+            b0, b1 = load_wide(sums, at1), load_wide(sums, at1 + VECTOR_WIDTH)
+            c0, c1 = load_wide(sums, at2), load_wide(sums, at2 + VECTOR_WIDTH)
+            d0, d1 = load_wide(sums, at3), load_wide(sums, at3 + VECTOR_WIDTH)
+            for s in range(begin, end):
+                x = load_wide(shares, s * height + r)
+                y = load_wide(shares, s * height + r + VECTOR_WIDTH)
+                v = row_at + s * head_dim
+                a, b = splat_wide(rows[v + i]), splat_wide(rows[v + i1])
+                c, d = splat_wide(rows[v + i2]), splat_wide(rows[v + i3])
+                a0, a1, b0, b1 = fma(x, a, a0), fma(y, a, a1), fma(x, b, b0), fma(y, b, b1)
+                c0, c1, d0, d1 = fma(x, c, c0), fma(y, c, c1), fma(x, d, d0), fma(y, d, d1)
+            store(sums, at, a0)
+            store(sums, at + VECTOR_WIDTH, a1)
+            store(sums, at1, b0)
+            store(sums, at1 + VECTOR_WIDTH, b1)
+            store(sums, at2, c0)
+            store(sums, at2 + VECTOR_WIDTH, c1)
+            store(sums, at3, d0)
+            store(sums, at3 + VECTOR_WIDTH, d1)

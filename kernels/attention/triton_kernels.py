@@ -1,0 +1,279 @@
+"""The Triton kernels of paged attention (see `attention`): tiles of query rows, then a merge.
+
+The query heads of one KV head are packed as rows: row r of a sequence is its token r // G, head
+r % G of the KV head's. A program takes BLOCK_M rows of one sequence and KV head, and passes over
+keys and values BLOCK_N positions at a time with a running softmax in float32.
+
+Of latent attention a row of the cache is a key with a tail: its first D features are the value too,
+the TAIL behind them only score. There is one KV head, and no second side.
+
+A long chunk's tile passes over all that it sees (SPLIT = 0). Few rows would leave most of a device
+idle, so their positions are cut at fixed multiples of SPLIT, one program a part; `merge_partitions`
+puts the parts together. Where the cuts are, and every order of sums, is a matter of the sequence
+alone.
+
+With IN_TURN a long chunk's tile is cut likewise: it takes one part after another, each summed by
+itself, and adds them up as `merge_partitions` does with BLOCK_P = 1. With tiles of one size, and
+without products fused into sums (which each place in a program may do in its own way), a token then
+gets the same bits in a chunk as by itself.
+
+Powers are of two: scores are taken times log2(e). Where nothing was seen the greatest score is
+MASKED: finite, so that no infinity is taken from another.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from penstock.kernels.triton_common.launch import jit, tl
+
+
+@jit(unspecialized=("table_stride", "part_tokens"))
+def attend_tiles(  # noqa: C901
+    query,  # [T, H G, D + TAIL], tokens query_stride apart
+    layer,  # [2, N, H, S, D], or [1, N, 1, S, D + TAIL]
+    tables,  # [B, M] int32, rows table_stride apart
+    query_starts,  # [B + 1] int32
+    context_lens,  # [B] int32
+    items,  # [I, 2] int32: a sequence (-1: nothing to do), and which part or tile of it
+    item_starts,  # [B + 1] int32 items before each sequence's
+    out,  # [T, H G, D]
+    parts,  # [I * part_tokens, H G, D] float32 sums of values, undivided; None without SPLIT
+    weights,  # [I * part_tokens, H G, 2] float32 greatest score and sum of shares; likewise
+    sinks,  # [H G] or None
+    slopes,  # [H G] or None
+    scales,  # [2, H] float32 of stored keys and values, or None
+    query_stride,
+    table_stride,
+    side_stride,  # from keys to values
+    scale,  # of scores
+    cap,  # or None
+    part_tokens,  # rows an item has in `parts`
+    H: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    TAIL: tl.constexpr,  # 0: keys and values are apart
+    WINDOW: tl.constexpr,  # positions seen; 0: all
+    SPLIT: tl.constexpr,  # positions a part, a multiple of BLOCK_N; 0: all at once
+    IN_TURN: tl.constexpr,  # whether one program takes all parts; else it takes one
+    ALL_MERGED: tl.constexpr,  # whether even a sequence of one part is merged
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # D rounded up to a power of two
+    BLOCK_T: tl.constexpr,  # TAIL likewise
+):
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    MASKED: tl.constexpr = -1e30
+    item, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(items + 2 * item)
+    if sequence < 0:
+        return
+    which = tl.load(items + 2 * item + 1)
+    first_token = tl.load(query_starts + sequence)
+    num_tokens = tl.load(query_starts + sequence + 1) - first_token
+    context = tl.load(context_lens + sequence)
+    if SPLIT and not IN_TURN:
+        first_row = tl.program_id(2) * BLOCK_M
+        if first_row >= num_tokens * G:
+            return
+    else:
+        first_row = which * BLOCK_M
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    tokens = rows // G
+    heads = head * G + rows % G
+    present = tokens < num_tokens
+    before = context - num_tokens
+    positions = before + tokens
+    features = tl.arange(0, BLOCK_D)
+    wide = features < D if BLOCK_D != D else tl.full((BLOCK_D,), True, tl.int1)
+    kept = present[:, None] & wide[None, :]
+    q_at = (first_token + tokens).to(tl.int64) * query_stride + heads * (D + TAIL)
+    q = tl.load(query + q_at[:, None] + features[None, :], mask=kept, other=0.0)
+    if TAIL:
+        behind = tl.arange(0, BLOCK_T)
+        narrow = behind < TAIL if BLOCK_T != TAIL else tl.full((BLOCK_T,), True, tl.int1)
+        q_tail_at = query + D + q_at[:, None] + behind[None, :]
+        q_tail = tl.load(q_tail_at, mask=present[:, None] & narrow[None, :], other=0.0)
+
+    # What this tile sees: [low, high). All of its rows see all of [all_low, all_high).
+    earliest = before + first_row // G
+    latest = tl.minimum(before + (first_row + BLOCK_M - 1) // G, context - 1)
+    low = tl.maximum(earliest - WINDOW + 1, 0) if WINDOW else 0
+    high = latest + 1
+    first_turn, num_turns = 0, 1
+    if IN_TURN:
+        first_turn = low // SPLIT
+        num_turns = (high + SPLIT - 1) // SPLIT - first_turn
+    elif SPLIT:
+        low = tl.maximum(low, which * SPLIT)
+        high = tl.minimum(high, (which + 1) * SPLIT)
+    begin = low // BLOCK_N * BLOCK_N
+    if WINDOW:
+        all_low = (tl.maximum(latest - WINDOW + 1, low) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    else:
+        all_low = begin
+    all_high = tl.maximum(tl.minimum(earliest + 1, high) // BLOCK_N * BLOCK_N, all_low)
+
+    factor = scale
+    if scales is not None:
+        factor *= tl.load(scales + head)
+    if cap is None:
+        factor *= LOG2_E
+    if slopes is not None:
+        slope = tl.load(slopes + heads, mask=present, other=0.0).to(tl.float32) * LOG2_E
+
+    table = tables + sequence.to(tl.int64) * table_stride
+    most = tl.full((BLOCK_M,), MASKED, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if IN_TURN:
+        all_most, all_total, all_acc = most, total, acc
+    for turn in range(0, num_turns):
+        if IN_TURN:
+            most = tl.full((BLOCK_M,), MASKED, tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        # Three stretches: the window's edge, what every row sees and needs no mask, the causal
+        # edge. A part is short, a wide tile has no registers left: one masked stretch.
+        for stretch in tl.static_range(2 if SPLIT or TAIL else (0 if WINDOW else 1), 3):
+            if IN_TURN:
+                start = tl.maximum(begin, (first_turn + turn) * SPLIT)
+                stop = tl.minimum(high, (first_turn + turn + 1) * SPLIT)
+            elif SPLIT or TAIL:
+                start, stop = begin, high
+            elif stretch == 0:
+                start, stop = begin, tl.minimum(all_low, high)
+            elif stretch == 1:
+                start, stop = all_low, all_high
+            else:
+                start, stop = all_high, high
+            for at in tl.range(start, stop, BLOCK_N):
+                columns = at + tl.arange(0, BLOCK_N)
+                if stretch == 1:
+                    inside = tl.full((BLOCK_N,), True, tl.int1)
+                else:
+                    inside = (columns >= low) & (columns < high)
+                block = tl.load(table + columns // S, mask=inside, other=0).to(tl.int64)
+                kv_at = ((block * H + head) * S + columns % S) * (D + TAIL)
+                loaded = inside[:, None] & wide[None, :]
+                k = tl.load(layer + kv_at[:, None] + features[None, :], mask=loaded, other=0.0)
+                s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+                if TAIL:
+                    k_tail_at = layer + D + kv_at[:, None] + behind[None, :]
+                    k_tail = tl.load(k_tail_at, mask=inside[:, None] & narrow[None, :], other=0.0)
+                    s = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), s, input_precision="ieee")
+                s *= factor
+                if cap is not None:
+                    s = (1 - 2 / (1 + tl.exp2(s * (2 * LOG2_E / cap)))) * (cap * LOG2_E)
+                if slopes is not None:
+                    s += slope[:, None] * (columns[None, :] - positions[:, None])
+                if stretch != 1:
+                    seen = columns[None, :] <= positions[:, None]
+                    if WINDOW:
+                        seen &= columns[None, :] > positions[:, None] - WINDOW
+                    s = tl.where(seen, s, float("-inf"))
+                higher = tl.maximum(most, tl.max(s, 1))
+                shares = tl.exp2(s - higher[:, None])
+                fade = tl.exp2(most - higher)
+                total = total * fade + tl.sum(shares, 1)
+                if TAIL:
+                    v = k
+                else:
+                    v_at = layer + side_stride + kv_at[:, None] + features[None, :]
+                    v = tl.load(v_at, mask=loaded, other=0.0)
+                acc *= fade[:, None]
+                acc = tl.dot(shares.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+                most = higher
+
+        if scales is not None:
+            acc *= tl.load(scales + H + head)
+        if IN_TURN:
+            higher = tl.maximum(all_most, most)
+            fade, gain = tl.exp2(all_most - higher), tl.exp2(most - higher)
+            all_total = all_total * fade + total * gain
+            all_acc = all_acc * fade[:, None] + acc * gain[:, None]
+            all_most = higher
+
+    if IN_TURN:
+        most, total, acc = all_most, all_total, all_acc
+    alone = not ALL_MERGED
+    if SPLIT and not (IN_TURN or ALL_MERGED):
+        count = tl.load(item_starts + sequence + 1) - tl.load(item_starts + sequence)
+        alone = count == 1
+    if alone:
+        if sinks is not None:
+            sink = tl.load(sinks + heads, mask=present, other=0.0).to(tl.float32) * LOG2_E
+            higher = tl.maximum(most, sink)
+            fade = tl.exp2(most - higher)
+            total = total * fade + tl.exp2(sink - higher)
+            acc *= fade[:, None]
+        out_at = (first_token + tokens).to(tl.int64) * (H * G * D) + heads * D
+        made = (acc / tl.where(present, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + out_at[:, None] + features[None, :], made, mask=kept)
+    elif SPLIT and not IN_TURN:
+        part = (item * part_tokens + tokens).to(tl.int64) * (H * G) + heads
+        tl.store(parts + part[:, None] * D + features[None, :], acc, mask=kept)
+        tl.store(weights + part * 2, most, mask=present)
+        tl.store(weights + part * 2 + 1, total, mask=present)
+
+
+@jit(unspecialized=("part_tokens", "num_shared", "first_shared", "num_sequences"))
+def merge_partitions(
+    parts,  # [P, HEADS, D] float32: row item * part_tokens + token, then those of a shared prefix
+    weights,  # [P, HEADS, 2] float32
+    item_starts,  # [B + 1] int32
+    query_starts,  # [B + 1] int32
+    out,  # [T, HEADS, D]
+    sinks,  # [HEADS] or None
+    part_tokens,
+    num_shared,  # parts of the shared prefix: row first_shared + part * B + sequence
+    first_shared,
+    num_sequences,  # B
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    MASKED: tl.constexpr = -1e30
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(item_starts + sequence)
+    num_own = tl.load(item_starts + sequence + 1) - first
+    count = num_own + num_shared
+    # Nothing of this sequence was split, or its one part has been written out.
+    if (num_own == 0) | (count == 1):
+        return
+    first_token = tl.load(query_starts + sequence)
+    num_tokens = tl.load(query_starts + sequence + 1) - first_token
+    features = tl.arange(0, BLOCK_D)
+    for token in range(0, num_tokens):
+        most = tl.full((1,), MASKED, tl.float32)
+        total = tl.zeros((1,), tl.float32)
+        acc = tl.zeros((BLOCK_D,), tl.float32)
+        for at in range(0, count, BLOCK_P):
+            numbers = at + tl.arange(0, BLOCK_P)
+            there = numbers < count
+            own = (first + numbers) * part_tokens + token
+            shared = first_shared + (numbers - num_own) * num_sequences + sequence
+            row = tl.where(numbers < num_own, own, shared).to(tl.int64) * HEADS + head
+            greatest = tl.load(weights + row * 2, mask=there, other=MASKED)
+            shares = tl.load(weights + row * 2 + 1, mask=there, other=0.0)
+            higher = tl.maximum(most, tl.max(greatest, 0))
+            fade, gain = tl.exp2(most - higher), tl.exp2(greatest - higher)
+            total = total * fade + tl.sum(shares * gain, 0)
+            values = tl.load(
+                parts + row[:, None] * D + features[None, :],
+                mask=there[:, None] & (features < D)[None, :],
+                other=0.0,
+            )
+            acc = acc * fade + tl.sum(values * gain[:, None], 0)
+            most = higher
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            higher = tl.maximum(most, sink)
+            fade = tl.exp2(most - higher)
+            total = total * fade + tl.exp2(sink - higher)
+            acc *= fade
+        out_at = (first_token + token).to(tl.int64) * HEADS + head
+        made = (acc / total).to(out.dtype.element_ty)
+        tl.store(out + out_at * D + features, made, mask=features < D)

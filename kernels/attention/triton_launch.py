@@ -1,0 +1,292 @@
+"""The way to the Triton kernels of paged attention: what runs where, and with which tiles.
+
+A sequence with few query rows (they fit one tile) has its positions cut into parts of SPLIT; a
+longer chunk has a program per tile of rows. Which program does what stands in a list of items, made
+by tensor operations wherever the batch's lengths are: on the host as many items as there are; on
+the device as many as there could be, the rest marked -1, without a word from device to host.
+So a captured graph serves all lengths up to its bound.
+
+On one path a token gets the same bits whatever else is in its chunk or batch: all tiles are of one
+size, a chunk's too have parts of SPLIT, which are added up one after another, and arithmetic is as
+written, no product fused into a sum.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.attention.triton_configs import (
+    Tiles,
+    batch_invariant_tiles,
+    chunk_tiles,
+    split_kv_tiles,
+)
+from penstock.kernels.attention.triton_kernels import attend_tiles, merge_partitions
+from penstock.kernels.triton_common.launch import device_info, launch, power_of_2
+
+Ints: TypeAlias = npt.NDArray[np.integer]
+
+SPLIT = 512
+"""Positions a part: always the same, so that a sequence's parts are its own affair."""
+
+PARTITIONS_PER_MERGE = 32
+"""Parts that one pass of the merge adds up."""
+
+
+class Batch(NamedTuple):
+    """Where sequences and their blocks are; int32, on the device."""
+
+    query_starts: Tensor  # [B + 1]
+    context_lens: Tensor  # [B]
+    tables: Tensor  # [B, M]
+
+
+class WorkItems(NamedTuple):
+    """Programs' work: a sequence (-1: none) each, and which part or tile of it."""
+
+    items: Tensor  # [I, 2] int32
+    starts: Tensor  # [B + 1] int32 items before each sequence's
+
+    def to(self, device: torch.device) -> "WorkItems":
+        return WorkItems(self.items.to(device), self.starts.to(device))
+
+
+def make_work_items(counts: Tensor, firsts: Tensor, bound: int) -> WorkItems:
+    """counts, firsts: [B] int32 items of each sequence, and the number of its first.
+
+    bound: how many items there may be, where the counts are on a device.
+    """
+    size = int(counts.sum()) if counts.device.type == "cpu" else bound
+    starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
+    index = torch.arange(size, dtype=torch.int32, device=counts.device)
+    sequence = torch.searchsorted(starts[1:], index, right=True, out_int32=True)
+    safe = sequence.clamp(max=len(counts) - 1)
+    which = firsts[safe] + index - starts[safe]
+    sequence = torch.where(sequence < len(counts), sequence, -1)
+    return WorkItems(torch.stack((sequence, which), 1).to(torch.int32), starts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """What all sequences share, read once: all their tokens as one sequence behind it."""
+
+    batch: Batch
+    items: WorkItems
+    tiles: Tiles
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The launches of one step, for G query heads a KV head."""
+
+    chunks: WorkItems | None
+    chunk_tiles: Tiles
+    parts: WorkItems | None
+    part_tiles: Tiles
+    part_tokens: int  # most tokens of a sequence that is split
+    merges: bool  # whether any sequence may have several parts
+    prefix: _Prefix | None
+
+
+@dataclass(frozen=True, slots=True)
+class TiledPlan:
+    """How one step attends in kernels; for layers of one window."""
+
+    batch: Batch
+    lengths: tuple[Tensor, Tensor]  # starts and contexts to plan with: on the host where known
+    max_query: int
+    max_context: int
+    window: int = 0
+    prefix: int = 0  # positions that all share, a multiple of SPLIT; each sequence has one token
+    one_path: bool = False  # then without a prefix
+    layouts: dict[tuple[int, int, int], _Layout] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        query_starts: Ints,
+        context_lens: Ints,
+        tables: Ints,
+        device: torch.device,
+        window: int = 0,
+        prefix: int = 0,
+        one_path: bool = False,
+    ) -> "TiledPlan":
+        """Of numbers that are on the host; prefix: positions that all sequences share."""
+        arrays = (query_starts, context_lens, tables)
+        here = Batch(*(torch.from_numpy(np.ascontiguousarray(each, np.int32)) for each in arrays))
+        return cls(
+            Batch(*(each.to(device) for each in here)),
+            (here.query_starts, here.context_lens),
+            int(np.diff(query_starts).max(initial=0)),
+            int(context_lens.max(initial=0)),
+            window,
+            prefix // SPLIT * SPLIT,
+            one_path,
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        layer: Tensor,
+        scores: ScoreMod,
+        scales: Tensor | None = None,
+        tail: int = 0,
+    ) -> Tensor:
+        """query [T, Hq, D], layer [2, N, H, S, D], scales [2, H] or None; [T, Hq, D].
+
+        With a tail: query [T, Hq, D + tail], layer [1, N, 1, S, D + tail]; see the kernel.
+        """
+        shape = (*query.shape[:2], query.shape[2] - tail)
+        out = torch.empty(shape, dtype=query.dtype, device=query.device)
+        if not out.numel():
+            return out
+        key = (len(query), query.shape[1] // layer.shape[2], query.shape[2])
+        layout = self.layouts.get(key)
+        if layout is None:
+            layout = self.layouts[key] = self._layout(query, layer)
+        call = _Call(query, layer, scores, scales, out, self.window, tail, self.one_path)
+        if layout.chunks is not None:
+            call.tiles(self.batch, layout.chunks, layout.chunk_tiles)
+        if layout.parts is not None:
+            _attend_split_kv(call, self.batch, layout.parts, layout)
+        return out
+
+    def _layout(self, query: Tensor, layer: Tensor) -> _Layout:
+        starts, contexts = self.lengths
+        device, group = query.device, query.shape[1] // layer.shape[2]
+        of_parts, of_chunks = self._tiles(query, layer)
+        lengths = starts[1:] - starts[:-1]
+        few = max(1, of_parts.rows // group)
+        is_few = (lengths > 0) & (lengths <= few)
+        low = (contexts - lengths - self.window + 1).clamp(min=0) if self.window else contexts * 0
+        firsts = (low // SPLIT).clamp(min=self.prefix // SPLIT)
+        counts = ((contexts + SPLIT - 1) // SPLIT - firsts) * is_few
+        parts = make_work_items(counts, firsts, len(counts) * -(-self.max_context // SPLIT))
+        counts = (lengths * group + of_chunks.rows - 1) // of_chunks.rows * (lengths > few)
+        bound = 0 if self.max_query <= few else len(query) * group // of_chunks.rows + len(counts)
+        chunks = make_work_items(counts, torch.zeros_like(counts), bound)
+        known = starts.device.type == "cpu"
+        return _Layout(
+            # The last tiles of a chunk see the most: they go first.
+            WorkItems(chunks.items.flip(0), chunks.starts).to(device)
+            if len(chunks.items)
+            else None,
+            of_chunks,
+            parts.to(device) if len(parts.items) else None,
+            of_parts,
+            1 if self.max_query == 1 else few,
+            not known or bool(self.prefix) or len(parts.items) > int(is_few.sum()),
+            self._prefix(len(query), of_chunks) if self.prefix else None,
+        )
+
+    def _tiles(self, query: Tensor, layer: Tensor) -> tuple[Tiles, Tiles]:
+        """Of parts and of chunks."""
+        chip, width = device_info(query), power_of_2(query.shape[2])
+        if self.one_path:
+            fixed = batch_invariant_tiles(chip, width, query.itemsize)
+            return fixed, fixed
+        group = query.shape[1] // layer.shape[2]
+        of_parts = split_kv_tiles(chip, width, query.itemsize, group, layer.itemsize)
+        return of_parts, chunk_tiles(chip, width, query.itemsize)
+
+    def _prefix(self, num_tokens: int, tiles: Tiles) -> _Prefix:
+        device = self.batch.tables.device
+        starts = torch.tensor([0, num_tokens], dtype=torch.int32)
+        number = torch.tensor([self.prefix // SPLIT], dtype=torch.int32)
+        batch = Batch(starts.to(device), (starts[1:] + self.prefix).to(device), self.batch.tables)
+        return _Prefix(
+            batch, make_work_items(number, torch.zeros_like(number), 0).to(device), tiles
+        )
+
+
+def padded(head_dim: int) -> int:
+    """Features a tile has: a power of two, and enough for a product."""
+    return max(16, power_of_2(head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class _Partitions:
+    """Where parts are left for the merge."""
+
+    sums: Tensor  # [P, Hq, D] float32
+    weights: Tensor  # [P, Hq, 2] float32
+    tokens: int  # P: so many an item
+    all_merged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One layer's attention."""
+
+    query: Tensor
+    layer: Tensor
+    scores: ScoreMod
+    scales: Tensor | None
+    out: Tensor
+    window: int
+    tail: int
+    one_path: bool
+
+    def tiles(
+        self, batch: Batch, items: WorkItems, tiles: Tiles, parts: _Partitions | None = None
+    ) -> None:
+        """A program an item and KV head; with `parts` also a tile of the sequence's rows."""
+        _, num_heads, head_dim = self.out.shape
+        _, _, num_kv_heads, block_size, _ = self.layer.shape
+        group = num_heads // num_kv_heads
+        row_tiles = -(-parts.tokens * group // tiles.rows) if parts else 1
+        scores = self.scores
+        launch(
+            attend_tiles, (len(items.items), num_kv_heads, row_tiles),
+            self.query, self.layer, batch.tables, batch.query_starts, batch.context_lens,
+            items.items, items.starts, self.out,
+            parts.sums if parts else None, parts.weights if parts else None,
+            scores.sinks, scores.slopes, self.scales,
+            self.query.stride(0), batch.tables.stride(0), self.layer.stride(0),
+            head_dim**-0.5 if scores.scale is None else scores.scale, scores.cap or None,
+            parts.tokens if parts else 1,
+            H=num_kv_heads, G=group, S=block_size, D=head_dim, TAIL=self.tail,
+            WINDOW=self.window,
+            SPLIT=SPLIT if parts or self.one_path else 0, IN_TURN=self.one_path and parts is None,
+            ALL_MERGED=parts is not None and parts.all_merged,
+            BLOCK_M=tiles.rows, BLOCK_N=tiles.columns, BLOCK_D=padded(head_dim),
+            BLOCK_T=padded(self.tail), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            enable_fp_fusion=not self.one_path,
+        )  # fmt: skip
+
+    def merge(self, batch: Batch, items: WorkItems, parts: _Partitions, num_shared: int) -> None:
+        """Own parts lie first, then those of a shared prefix: a row a token and part."""
+        _, num_heads, head_dim = self.out.shape
+        batch_size = len(batch.context_lens)
+        launch(
+            merge_partitions, (batch_size, num_heads),
+            parts.sums, parts.weights, items.starts, batch.query_starts, self.out,
+            self.scores.sinks, parts.tokens, num_shared, len(items.items) * parts.tokens,
+            batch_size, HEADS=num_heads, D=head_dim,
+            BLOCK_P=1 if self.one_path else PARTITIONS_PER_MERGE, BLOCK_D=padded(head_dim),
+            num_warps=1 if self.one_path else 4, num_stages=1, enable_fp_fusion=not self.one_path,
+        )  # fmt: skip
+
+
+def _attend_split_kv(call: _Call, batch: Batch, items: WorkItems, layout: _Layout) -> None:
+    num_tokens, num_heads, head_dim = call.out.shape
+    prefix = layout.prefix
+    own = len(items.items) * layout.part_tokens
+    num_shared = len(prefix.items.items) if prefix else 0
+    size, device = own + num_shared * num_tokens, call.query.device
+    sums = torch.empty(size, num_heads, head_dim, dtype=torch.float32, device=device)
+    weights = torch.empty(size, num_heads, 2, dtype=torch.float32, device=device)
+    parts = _Partitions(sums, weights, layout.part_tokens, prefix is not None)
+    if prefix is not None:
+        shared = _Partitions(sums[own:], weights[own:], num_tokens, True)
+        call.tiles(prefix.batch, prefix.items, prefix.tiles, shared)
+    call.tiles(batch, items, layout.part_tiles, parts)
+    if layout.merges:
+        call.merge(batch, items, parts, num_shared)

@@ -1,0 +1,56 @@
+"""Products of eight bits by a CPU's matrix unit (AMX), for loops that numba compiles.
+
+As `cpu_common/amx`, with A [16, 64] of levels without a sign and B [64, 16] of signed ones, four of
+whose rows lie side by side, and sums of 32 bits (TDPBUSD). What is summed is exact.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def"
+
+from llvmlite import ir
+from numba.core import types
+
+from penstock.kernels.cpu_common.amx import ROWS, bytes_at, call
+from penstock.kernels.cpu_common.simd import simd_intrinsic
+
+TILE_K = 64
+"""Inputs of a tile."""
+
+TILE = ROWS * TILE_K
+"""Bytes."""
+
+_BYTE, _NUMBER = ir.IntType(8), ir.IntType(64)
+
+
+def _register(number: int):
+    return ir.Constant(_BYTE, number)
+
+
+def multiply_int8(num_rows: int, num_columns: int):
+    """Sums in registers 0 to 3, of so many tiles of rows and of columns, += A B.
+
+    A row of levels is `width` bytes long; tiles of columns lie one after another.
+    """
+
+    @simd_intrinsic
+    def step(typing, levels, levels_at, width, weights, weights_at):
+        def code(context, builder, signature, arguments):
+            _, levels_at, width, _, weights_at = arguments
+            tile_bytes = ir.Constant(_NUMBER, 64)
+            for row in range(num_rows):
+                down = builder.mul(width, ir.Constant(_NUMBER, row * ROWS))
+                place = bytes_at(context, builder, signature, arguments, 0, [levels_at, down])
+                call(builder, "llvm.x86.tileloadd64", _register(4 + row), place, width)
+            spare = 4 - num_rows  # registers for columns
+            for column in range(num_columns):
+                along = ir.Constant(_NUMBER, column * TILE)
+                place = bytes_at(context, builder, signature, arguments, 3, [weights_at, along])
+                register = _register(4 + num_rows + column % spare)
+                call(builder, "llvm.x86.tileloadd64", register, place, tile_bytes)
+                for row in range(num_rows):
+                    sums = _register(row * num_columns + column)
+                    call(builder, "llvm.x86.tdpbusd", sums, _register(4 + row), register)
+            return context.get_dummy_value()
+
+        return types.void(levels, types.intp, types.intp, weights, types.intp), code
+
+    return step

@@ -1,0 +1,222 @@
+"""Configuration of numba: its cache on disk, so that a machine compiles once, and its threads."""
+
+import atexit
+import ctypes
+import logging
+import os
+import platform
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_CODE_OPTIONS = (
+    "OPT",
+    "LOOP_VECTORIZE",
+    "SLP_VECTORIZE",
+    "BOUNDSCHECK",
+    "LLVM_REFPRUNE_PASS",
+    "DISABLE_INTEL_SVML",
+    "CPU_NAME",
+    "CPU_FEATURES",
+)
+"""Options of numba that change the compiled code. Each can be set by an environment variable."""
+
+
+@cache
+def has_numba() -> bool:
+    """Return whether numba is installed. A machine that only runs Triton kernels may lack it."""
+    return find_spec("numba") is not None
+
+
+@cache
+def configure_numba() -> None:
+    """Configure numba. Call it before a module of compiled loops is imported."""
+    import numba
+
+    from penstock.kernels.cpu_common import late_codegen
+
+    settings: Any = numba.config
+    settings.CACHE_DIR = str(cache_folder())
+    # torch computes with OpenMP too: one thread pool for both.
+    settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+    late_codegen.install()
+
+
+OPENMP = "libgomp.so.1.0.0"
+"""By this name numba asks for the library that torch has under a shorter one."""
+
+_thread = threading.local()
+
+
+def use_threads(count: int) -> int:
+    """Lets loops run in so many threads, at most as many as there are, which it returns: as many
+    as torch has, for one pool serves both."""
+    import numba
+
+    count = min(count, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    if numba.get_num_threads() != count:
+        numba.set_num_threads(count)
+    if not getattr(_thread, "is_settled", False):
+        disable_nested_openmp()
+        _thread.is_settled = True
+    return count
+
+
+MIN_PARALLEL_ELEMENTS = 1 << 15
+"""Numbers that pass through memory from which on a second thread is worth waking."""
+
+
+class Entry:
+    """A numba function that Python calls, compiled or loaded from disk when it is first needed.
+
+    A module of loops can thus be imported for its inner functions alone: the step program links
+    those of every operation, and a worker may compile it while another compiles the operations.
+
+    Args:
+        function: the function to compile.
+        signature: its types, in numba's notation.
+        options: more options of `numba.njit`.
+    """
+
+    def __init__(self, function: Callable[..., None], signature: str, **options: Any) -> None:
+        self._function = function
+        self._signature = signature
+        self._options = options
+        self._compiled: Any = None
+
+    def load(self) -> Any:
+        """Return the compiled function."""
+        if self._compiled is None:
+            import numba
+
+            njit: Any = numba.njit  # its annotations lack some of its options
+            compile_ = njit(self._signature, nogil=True, cache=True, **self._options)
+            self._compiled = compile_(self._function)
+        return self._compiled
+
+    def __call__(self, *arguments: Any) -> None:
+        (self._compiled or self.load())(*arguments)
+
+
+def entry(signature: str, **options: Any) -> Callable[[Callable[..., None]], Entry]:
+    """Decorate a function as an `Entry`."""
+    return lambda function: Entry(function, signature, **options)
+
+
+def load_entries(*entries: Entry) -> None:
+    """Compile these functions, or load them from disk."""
+    for each in entries:
+        each.load()
+
+
+def run_serial_or_parallel(serial: Any, parallel: Any, *given: Any, num_threads: int) -> None:
+    """Runs the form for one thread, or the one that takes their number last."""
+    if num_threads == 1:
+        serial(*given)
+    else:
+        parallel(*given, use_threads(num_threads))
+
+
+def disable_nested_openmp() -> None:
+    """Takes back what numba asked of OpenMP for this thread: that threads of a team have teams.
+
+    torch's attention makes small products in each of its threads, which would all wake a team of
+    their own: a prompt's took seven times as long.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(OPENMP).omp_set_max_active_levels(1)
+
+
+@cache
+def cache_folder() -> Path:
+    """Return the folder in which numba caches the compiled loops of these sources.
+
+    It is `$NUMBA_CACHE_DIR/penstock/DIGEST` if that variable is set, otherwise a folder below
+    `$XDG_CACHE_HOME` or `~/.cache`. The code in it is executed, so a folder that another user owns
+    or can write is refused: a temporary folder of this process then takes its place.
+    """
+    try:
+        folder = _make_private(_cache_root(), source_digest(Path(__file__).parent))
+    except (OSError, RuntimeError) as error:
+        folder = Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        log.warning(
+            "compiled CPU kernels are not cached, so every start compiles them: %s; correct this, "
+            "or set XDG_CACHE_HOME to a folder of your own",
+            error,
+        )
+    return folder
+
+
+def source_digest(sources: Path) -> str:
+    """Return a hash of everything that decides the compiled code, except the CPU's name and
+    features, which numba's own index holds.
+
+    numba notices a change in the file of a cached function, but not in a file that this one imports
+    from: so every source below `sources` counts, with its path.
+    """
+    import llvmlite
+    import numba
+
+    from penstock.kernels.cpu_common.cpu_features import has_amx
+
+    settings: Any = numba.config
+    made_by = [platform.python_version(), numba.__version__, llvmlite.__version__]
+    options = [getattr(settings, name, None) for name in _CODE_OPTIONS]
+    digest = sha256(repr((made_by, options, has_amx())).encode())
+    for path in sorted(sources.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(sources).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def _cache_root() -> Path:
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    if given:
+        return Path(given) / "penstock"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return root / "penstock" / "kernels"
+
+
+def _make_private(root: Path, name: str) -> Path:
+    """Create `root/name` and the folders above it that are Penstock's own, and check each of them.
+
+    Raises:
+        OSError: a folder cannot be created, or other users own it or can write it.
+    """
+    own = [root.parent, root] if root.name == "kernels" else [root]
+    own[0].parent.mkdir(parents=True, exist_ok=True)
+    for folder in [*own, root / name]:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        _check_private(folder)
+    return root / name
+
+
+def _check_private(folder: Path) -> None:
+    """Raise OSError if the folder, or the link to it, belongs to another user or others can write
+    into it."""
+    user = os.geteuid()
+    for found in (folder.lstat(), folder.stat()):
+        if found.st_uid != user:
+            raise PermissionError(f"{folder} belongs to user {found.st_uid}, not to {user}")
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{folder} is not a folder")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{folder} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}, "
+            f"`chmod go-w` revokes that)"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written")

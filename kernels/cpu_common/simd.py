@@ -1,0 +1,251 @@
+"""Vectors of float32 for loops that numba compiles, where their order of sums is to be known.
+
+A compiler may sum a plain loop in an order of its own, another one for every loop. What is written
+with these is done as it is written. Arrays are flat.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def"
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.datamodel import models
+from numba.core.datamodel.registry import register_default
+from numba.extending import intrinsic
+
+VECTOR_WIDTH = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+"""Lanes of the widest vectors of this machine; 8 are there always."""
+
+
+def simd_intrinsic(function: Any) -> Any:
+    """`intrinsic`, of which mypy knows too little."""
+    return intrinsic(function)
+
+
+class F32Vec(types.Type):
+    """A vector of float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(name=f"Lanes({width})")
+        self.width = width
+
+
+@register_default(F32Vec)
+class _F32VecModel(models.PrimitiveModel):
+    def __init__(self, manager, lanes):
+        super().__init__(manager, lanes, ir.VectorType(ir.FloatType(), lanes.width))
+
+
+def _pointer(context, builder, signature, arguments):
+    """A pointer to an element of a flat array: the first two arguments."""
+    array = context.make_array(signature.args[0])(context, builder, arguments[0])
+    return builder.gep(array.data, [arguments[1]])
+
+
+def _loads(width: int):
+    lanes = F32Vec(width)
+
+    @simd_intrinsic
+    def load(typing, array, at):
+        """Elements of a flat array from `at` on."""
+
+        def code(context, builder, signature, arguments):
+            vector = context.get_value_type(lanes)
+            place = _pointer(context, builder, signature, arguments)
+            return builder.load(builder.bitcast(place, vector.as_pointer()), align=4)
+
+        return lanes(array, types.intp), code
+
+    return load
+
+
+@simd_intrinsic
+def load_bf16_as_f32(typing, array, at):
+    """WIDE bfloat16 of a flat array of their bits, uint16, from `at` on."""
+    lanes = F32Vec(VECTOR_WIDTH)
+
+    def code(context, builder, signature, arguments):
+        narrow, wide = (ir.VectorType(ir.IntType(bits), VECTOR_WIDTH) for bits in (16, 32))
+        place = _pointer(context, builder, signature, arguments)
+        found = builder.load(builder.bitcast(place, narrow.as_pointer()), align=2)
+        upper = builder.shl(builder.zext(found, wide), ir.Constant(wide, [16] * VECTOR_WIDTH))
+        return builder.bitcast(upper, context.get_value_type(lanes))
+
+    return lanes(array, types.intp), code
+
+
+@simd_intrinsic
+def load_i32_as_f32(typing, array, at):
+    """WIDE int32 of a flat array from `at` on, each as the nearest float32."""
+    lanes = F32Vec(VECTOR_WIDTH)
+
+    def code(context, builder, signature, arguments):
+        whole = ir.VectorType(ir.IntType(32), VECTOR_WIDTH)
+        place = _pointer(context, builder, signature, arguments)
+        found = builder.load(builder.bitcast(place, whole.as_pointer()), align=4)
+        return builder.sitofp(found, context.get_value_type(lanes))
+
+    return lanes(array, types.intp), code
+
+
+def _broadcast(context, builder, lanes, value):
+    none = ir.Constant(context.get_value_type(lanes), ir.Undefined)
+    one = builder.insert_element(none, value, ir.Constant(ir.IntType(32), 0))
+    places = ir.Constant(ir.VectorType(ir.IntType(32), lanes.width), [0] * lanes.width)
+    return builder.shuffle_vector(one, none, places)
+
+
+def _splats(width: int):
+    lanes = F32Vec(width)
+
+    @simd_intrinsic
+    def splat(typing, value):
+        """The value in all lanes."""
+
+        def code(context, builder, signature, arguments):
+            return _broadcast(context, builder, lanes, arguments[0])
+
+        return lanes(types.float32), code
+
+    return splat
+
+
+load8, load_wide = _loads(8), _loads(VECTOR_WIDTH)
+splat8, splat_wide = _splats(8), _splats(VECTOR_WIDTH)
+
+
+@simd_intrinsic
+def store(typing, array, at, value):
+    """Into a flat array from `at` on."""
+
+    def code(context, builder, signature, arguments):
+        place = _pointer(context, builder, signature, arguments)
+        pointer = builder.bitcast(place, arguments[2].type.as_pointer())
+        builder.store(arguments[2], pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, value), code
+
+
+def _prefetches(nearness: int, to_write: bool = False):
+    @simd_intrinsic
+    def ask(typing, array, at):
+        """Has what lies at `at` of a flat array brought near."""
+
+        def code(context, builder, signature, arguments):
+            place = _pointer(context, builder, signature, arguments)
+            number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+            function = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+            called = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+            how = [ir.Constant(number, value) for value in (int(to_write), nearness, 1)]
+            builder.call(called, [builder.bitcast(place, byte), *how])
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp), code
+
+    return ask
+
+
+prefetch, prefetch_write = _prefetches(2), _prefetches(3, to_write=True)
+"""A while before it is read, so that it is not to push out what is in use; and before it is
+written."""
+
+
+@simd_intrinsic
+def broadcast_load(typing, array, at):
+    """What lies at `at`, 0 or more, of a flat array, in all of the widest lanes."""
+    lanes = F32Vec(VECTOR_WIDTH)
+
+    def code(context, builder, signature, arguments):
+        value = builder.load(_pointer(context, builder, signature, arguments))
+        return _broadcast(context, builder, lanes, value)
+
+    return lanes(array, types.intp), code
+
+
+@simd_intrinsic
+def fma(typing, a, b, c):
+    """a b + c, rounded once; of vectors or numbers of one kind."""
+
+    def code(context, builder, signature, arguments):
+        kind = arguments[0].type
+        name = f"llvm.fma.v{kind.count}f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
+        function = ir.FunctionType(kind, [kind] * 3)
+        called = cgutils.get_or_insert_function(builder.module, function, name)
+        return builder.call(called, arguments)
+
+    return c(c, c, c), code
+
+
+@simd_intrinsic
+def vadd(typing, a, b):
+    """a + b of each lane."""
+
+    def code(context, builder, signature, arguments):
+        return builder.fadd(*arguments)
+
+    return a(a, a), code
+
+
+@simd_intrinsic
+def vmul(typing, a, b):
+    """a b of each lane."""
+
+    def code(context, builder, signature, arguments):
+        return builder.fmul(*arguments)
+
+    return a(a, a), code
+
+
+@simd_intrinsic
+def vmax(typing, a, b):
+    """The greater of each lane; b where a is not a number."""
+
+    def code(context, builder, signature, arguments):
+        one, other = arguments
+        return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+    return a(a, a), code
+
+
+def _shuffled(builder, one, other, places):
+    """The lanes of both at these places, those of `one` numbered first."""
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(places)), list(places))
+    return builder.shuffle_vector(one, other, mask)
+
+
+def _halves(builder, lanes):
+    """h_j = a_j + a_(j + 4) of eight lanes."""
+    low, high = (_shuffled(builder, lanes, lanes, range(at, at + 4)) for at in (0, 4))
+    return builder.fadd(low, high)
+
+
+@simd_intrinsic
+def hsum(typing, lanes):
+    """((h0 + h1) + h2) + h3 of eight lanes, h_j = a_j + a_(j + 4)."""
+
+    def code(context, builder, signature, arguments):
+        halves = _halves(builder, arguments[0])
+        parts = [builder.extract_element(halves, ir.Constant(ir.IntType(32), j)) for j in range(4)]
+        return builder.fadd(builder.fadd(builder.fadd(parts[0], parts[1]), parts[2]), parts[3])
+
+    return types.float32(lanes), code
+
+
+@simd_intrinsic
+def hsum4(typing, a, b, c, d):
+    """`hsum` of four, in four lanes: summed side by side, each as it would be by itself."""
+
+    def code(context, builder, signature, arguments):
+        ha, hb, hc, hd = (_halves(builder, each) for each in arguments)
+        ab = [_shuffled(builder, ha, hb, places) for places in ([0, 4, 1, 5], [2, 6, 3, 7])]
+        cd = [_shuffled(builder, hc, hd, places) for places in ([0, 4, 1, 5], [2, 6, 3, 7])]
+        h = [
+            _shuffled(builder, ab[j // 2], cd[j // 2], [0, 1, 4, 5] if j % 2 == 0 else [2, 3, 6, 7])
+            for j in range(4)
+        ]
+        return builder.fadd(builder.fadd(builder.fadd(h[0], h[1]), h[2]), h[3])
+
+    return F32Vec(4)(a, b, c, d), code

@@ -1,0 +1,226 @@
+"""Compiles the numba loops that a worker on a CPU needs, divided among the processes of a machine.
+
+Compiled loops are cached on disk (`compiled`), so a machine compiles them once. When several
+workers start side by side for the first time, each compiles the groups of loops that no other one
+has begun, and loads the others from disk once they are done. A process takes a group by locking a
+file (flock); the kernel releases the lock when the process ends.
+"""
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.kernels.activation import op as activation
+from penstock.kernels.attention import cpu_plan
+from penstock.kernels.cpu_common.numba_runtime import cache_folder, configure_numba, has_numba
+from penstock.kernels.kv_cache import op as cache
+from penstock.kernels.linear import cpu_packed_f32, quantize_rows
+from penstock.kernels.linear import cpu_packed_int8 as levels
+from penstock.kernels.norm import op as norm
+from penstock.kernels.sampling import philox
+from penstock.kernels.step_graph import builder
+
+MAX_LOCK_SECONDS = 180.0
+"""Longest wait for another process's group, so that a stopped process cannot block others."""
+
+LOCK_POLL_SECONDS = 0.05
+
+MAX_LOAD_SECONDS = 0.5
+"""A process that holds a lock for longer than this is compiling; loading takes less."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelGroup:
+    """Loops that are compiled together.
+
+    Attributes:
+        name: identifies the group in all processes.
+        load: compiles the loops, or loads them from disk, into this process.
+    """
+
+    name: str
+    load: Callable[[], object]
+
+
+def required_groups(
+    device: torch.device, weights: torch.dtype, kv_cache: torch.dtype, quantized: bool, alone: bool
+) -> list[KernelGroup]:
+    """Return the groups that a worker computes with, those that compile longest first.
+
+    Args:
+        device: where the worker computes; a GPU needs no loops.
+        weights: dtype of the weights.
+        kv_cache: dtype of the KV cache.
+        quantized: whether the weights are INT8.
+        alone: whether the worker has one rank.
+    """
+    if device.type != "cpu" or not has_numba():
+        return []
+    narrow = kv_cache == torch.bfloat16
+    kept = "narrow" if narrow else "wide"
+    groups = []
+    if weights == torch.float32:
+        if alone and cpu_packed_f32.has_avx512():
+            groups.append(
+                KernelGroup(f"program-{kept}", lambda: builder.load_cpu_kernels(kv_cache))
+            )
+        if cpu_packed_f32.has_avx512():
+            groups.append(KernelGroup("panels", cpu_packed_f32.load_cpu_kernels))
+    if cpu_plan.supports_cpu_paged(device, kv_cache):
+        groups.append(KernelGroup(f"attention-{kept}", lambda: cpu_plan.load_cpu_kernels(kv_cache)))
+    groups.append(KernelGroup("noise", philox.load_cpu_kernels))
+    if weights == torch.float32:
+        if quantized and cpu_packed_f32.has_amx():
+            groups.append(KernelGroup("level-products", levels.load_cpu_kernels))
+        groups += [
+            KernelGroup(f"rotary-{kept}", lambda: cache.load_cpu_kernels(narrow)),
+            KernelGroup("gates", activation.load_cpu_kernels),
+            KernelGroup("norms", norm.load_cpu_kernels),
+            KernelGroup("levels", quantize_rows.load_cpu_kernels),
+        ]
+    return groups
+
+
+class CpuKernelLoader:
+    """Loads groups of loops in a background thread.
+
+    Args:
+        groups: the groups to load.
+        tell: called once, in that thread, when this process starts to compile or finds that it
+            waits for another one that does.
+        folder: folder of the lock files, which all processes with the same cache must share.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KernelGroup],
+        tell: Callable[[], None] = lambda: None,
+        folder: Path | None = None,
+    ) -> None:
+        self._notify = tell
+        self._groups = {each.name: each for each in groups}
+        self._folder = folder
+        self._loaded: set[str] = set()
+        self._has_compiled = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="loops", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_compiled(self) -> bool:
+        """True once this process has compiled, or has waited for another one that did."""
+        return self._has_compiled
+
+    @property
+    def compiles(self) -> bool:
+        """True while it compiles or waits for a process that does."""
+        return self._has_compiled and self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait until all groups are loaded. Raises the error that ended the thread, if any."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            if self._groups:
+                configure_numba()
+                with _on_compile(self._record_compile):
+                    self._load_all(self._folder or _lock_folder())
+        except BaseException as error:
+            self._error = error
+
+    def _record_compile(self) -> None:
+        if not self._has_compiled:
+            self._has_compiled = True
+            self._notify()
+
+    def _load_all(self, folder: Path) -> None:
+        for group in self._groups.values():  # first those that no other process has taken
+            with _lock(folder, group.name, 0.0) as is_held:
+                if is_held:
+                    self._load(group)
+        for group in self._groups.values():  # then those that others have compiled meanwhile
+            if group.name not in self._loaded:
+                with _lock(folder, group.name, MAX_LOCK_SECONDS, self._record_compile):
+                    self._load(group)
+
+    def _load(self, group: KernelGroup) -> None:
+        group.load()
+        self._loaded.add(group.name)
+
+
+def _lock_folder() -> Path:
+    folder = cache_folder() / "locks"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _lock(
+    folder: Path, name: str, seconds: float, tell: Callable[[], None] = lambda: None
+) -> Iterator[bool]:
+    """Hold the lock of a group. Yields False if it was not acquired within `seconds`.
+
+    On a file system without locks every process proceeds: work is then done twice, but correctly.
+
+    Args:
+        folder: folder of the lock files.
+        name: name of the group.
+        seconds: longest wait; 0 tries once.
+        tell: called once if the holder has kept the lock for so long that it must be compiling.
+    """
+    try:
+        number = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield True
+        return
+    try:
+        yield _acquire(number, seconds, tell)
+    finally:
+        os.close(number)
+
+
+def _acquire(number: int, seconds: float, tell: Callable[[], None]) -> bool:
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = time.monotonic() - began
+            if waited >= seconds:
+                return False
+            if waited >= MAX_LOAD_SECONDS and not told:
+                tell()
+                told = True
+            time.sleep(LOCK_POLL_SECONDS)
+        except OSError:
+            return True
+        else:
+            return True
+
+
+@contextmanager
+def _on_compile(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` whenever numba compiles a function that is not in its cache."""
+    from numba.core import event
+
+    class Listener(event.Listener):
+        def on_start(self, event: Any) -> None:
+            tell()
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Listener()):
+        yield

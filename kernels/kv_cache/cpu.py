@@ -1,0 +1,112 @@
+"""The loops of a CPU's `rope_and_cache`, compiled by numba. The first import compiles.
+
+A head is turned, and what is kept of it goes to its place in the cache at once: a product's output
+is read and written once. A cache of bfloat16 is one of their bits, uint16.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def"
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba.core import types
+from numba.extending import overload
+
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.numba_runtime import use_threads
+
+Floats = npt.NDArray[np.float32]
+
+
+@inner(fastmath={"contract"})
+def rope_neox(head: Floats, cosines: Floats, sines: Floats) -> None:
+    """Pairs (i, i + R/2); the sines have their signs."""
+    half = len(cosines) // 2
+    low, high = head[:half], head[half : 2 * half]
+    for i in range(half):
+        u, v = low[i], high[i]
+        low[i] = u * cosines[i] + v * sines[i]
+        high[i] = v * cosines[half + i] + u * sines[half + i]
+
+
+@inner(fastmath={"contract"})
+def rope_interleaved(head: Floats, cosines: Floats, sines: Floats) -> None:
+    """Pairs (2i, 2i + 1)."""
+    for i in range(0, len(cosines), 2):
+        u, v = head[i], head[i + 1]
+        head[i] = u * cosines[i] + v * sines[i]
+        head[i + 1] = v * cosines[i + 1] + u * sines[i + 1]
+
+
+def store_kv(head: Floats, kept: Any, at: int) -> None:
+    """Puts a head in the cache from `at` on, rounded to the nearest where that is narrow."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(store_kv)
+def _store_kv_code(head, kept, at):
+    def wide(head, kept, at):
+        for i in range(len(head)):
+            kept[at + i] = head[i]
+
+    def narrow(head, kept, at):
+        bits, out = head.view(np.uint32), kept[at : at + len(head)]
+        for i in range(len(bits)):
+            # To even where two are as near; a NaN stays one.
+            rounded = bits[i] + np.uint32(0x7FFF) + ((bits[i] >> np.uint32(16)) & np.uint32(1))
+            is_nan = (bits[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            out[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded >> np.uint32(16))
+
+    return wide if kept.dtype == types.float32 else narrow
+
+
+def _rope_and_cache(
+    heads: Floats,  # [T, Hq + 2 H, D]
+    num_heads: int,  # Hq
+    cos_sin: Floats,  # [T, 2, R]
+    neighbours: bool,
+    rows: npt.NDArray[np.int64],  # [T, 2 H] of the cache seen as rows of D
+    kept: Any,  # the cache, flat
+    num_threads: int,
+) -> int:
+    """Turns query heads in place and keeps the others; how many rows were none of the cache."""
+    num_tokens, all_heads, head_dim = heads.shape
+    turned = (all_heads + num_heads) // 2
+    lost = 0
+    for thread in numba.prange(num_threads):
+        for t in range(
+            num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads
+        ):
+            for h in range(all_heads):
+                head = heads[t, h]
+                if h < turned and neighbours:
+                    rope_interleaved(head, cos_sin[t, 0], cos_sin[t, 1])
+                elif h < turned:
+                    rope_neox(head, cos_sin[t, 0], cos_sin[t, 1])
+                if h >= num_heads:
+                    row = rows[t, h - num_heads]
+                    if 0 <= row < len(kept) // head_dim:
+                        store_kv(head, kept, row * head_dim)
+                    else:
+                        lost += 1
+    return lost
+
+
+@cache
+def rope_and_cache(narrow: bool) -> Any:
+    """`_rope_and_cache` for a cache of float32, or a narrow one; compiled when first asked for."""
+    kept = "uint16" if narrow else "float32"
+    signature = (
+        "int64(float32[:,:,::1], int64, float32[:,:,::1], boolean, int64[:,::1],"
+        f" {kept}[::1], int64)"
+    )
+    kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(_rope_and_cache)
+
+    def run(*arguments: Any, num_threads: int) -> int:
+        lost: int = kernel(*arguments, use_threads(num_threads))
+        return lost
+
+    return run

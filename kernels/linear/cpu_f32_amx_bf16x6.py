@@ -1,0 +1,334 @@
+"""The loops of `panel_product` on a CPU's matrix unit, compiled by numba.
+
+float32 is made of three bfloat16 (`cpu_common/amx.parts_of`), and a product of six of theirs: what
+is left out is below the last bit of a float32, as in Henry, Tang and Heinecke, "Leveraging the
+bfloat16 artificial intelligence datatype for higher-precision computations" (2019). Rows of x are
+split before; of a panel 16 columns at a time, step by step, while the step before is multiplied.
+
+Four tiles of sums are computed at once: of 64 rows and 16 columns, of 32 and 32, or of 16 and 64.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.cpu_common.amx import (
+    ROWS,
+    TILE,
+    TILE_K,
+    emit_tile_ops,
+    ldtilecfg,
+    load_accumulators,
+    split_bf16x3,
+    store_accumulators,
+    tilerelease,
+)
+from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS, allocate_registers, tile_products
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+from penstock.kernels.cpu_common.simd import load_wide, prefetch, prefetch_write, store, vadd
+from penstock.kernels.linear.cpu_f32_avx512 import PANEL
+
+Floats = npt.NDArray[np.float32]
+
+MAX_K_IN_SUMS = 24 * TILE_K
+"""Inputs that are summed by themselves."""
+
+_SUM_TILES = 4  # tiles of sums
+BLOCK_ROWS = BLOCK_COLUMNS = _SUM_TILES * ROWS
+"""Rows and columns that are written together."""
+
+_SPLIT = NUM_SPLITS * TILE
+_ROWS_AT_ONCE = 4 * _SUM_TILES * ROWS
+"""Rows that pass 16 columns, before the next columns come."""
+
+
+@inner()
+def _aligned(size: int) -> Any:
+    """Scratch whose first element begins a line of the cache."""
+    room = np.empty(size + 16, np.float32)
+    first = (-(room.ctypes.data // 4)) % 16
+    return room[first : first + size]
+
+
+@inner()
+def _shapes(height: int, for_rows: int) -> Any:
+    """Tiles of sums and of rows have so many rows."""
+    shapes = np.zeros(64, np.uint8)
+    shapes[0] = 1
+    for register in range(8):
+        shapes[16 + 2 * register] = 64
+        shapes[48 + register] = height if register < _SUM_TILES + for_rows else ROWS
+    return shapes
+
+
+@inner()
+def _split_rows(x: Floats, at: int, width: int, num_rows: int, num_steps: int, a: Floats) -> None:
+    """Rows of x, `width` apart, to tiles [rows / 16, steps, parts, 16, 16] of words."""
+    for r in range(num_rows):
+        to = (r // ROWS * num_steps * NUM_SPLITS * ROWS + r % ROWS) * 16
+        for k in range(num_steps):
+            v = at + r * width + k * TILE_K
+            first, second, third = split_bf16x3(load_wide(x, v), load_wide(x, v + 16))
+            store(a, to, first)
+            store(a, to + TILE, second)
+            store(a, to + 2 * TILE, third)
+            to += _SPLIT
+
+
+@inner(forceinline=True)
+def _split_columns(panels: Floats, at: int, b: Floats, to: int, first: int, last: int) -> None:
+    """Of 16 columns of a panel, words from `first` to `last` of 16: inputs at and at + 16."""
+    for word in range(first, last):
+        v = at + word * PANEL
+        one, two, three = split_bf16x3(load_wide(panels, v), load_wide(panels, v + 16 * PANEL))
+        store(b, to + word * 16, one)
+        store(b, to + TILE + word * 16, two)
+        store(b, to + 2 * TILE + word * 16, three)
+
+
+@inner(forceinline=True)
+def _prefetch(panels: Floats, at: int, first: int, last: int) -> None:
+    for word in range(first, last):
+        prefetch(panels, at + word * PANEL)
+        prefetch(panels, at + (word + 16) * PANEL)
+
+
+@inner()
+def _column_at(column: int, num_inputs: int, begin: int) -> int:
+    """Where column 16 `column` begins, at input `begin`."""
+    return (column // 3 * num_inputs + begin) * PANEL + column % 3 * 16
+
+
+@inner(forceinline=True)
+def _step_on(at: Any) -> Any:
+    step = TILE_K * PANEL
+    return at[0] + step, at[1] + step, at[2] + step, at[3] + step
+
+
+_PIECES = 8
+"""Of a step: between them what comes later is prepared."""
+
+
+def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
+    """Compiled: so many tiles of rows and of columns, all steps."""
+    work = allocate_registers(tile_products(num_rows, num_columns), num_columns, for_rows)
+    cuts = [len(work) * piece // _PIECES for piece in range(_PIECES + 1)]
+    pieces = [emit_tile_ops(work[cuts[at] : cuts[at + 1]]) for at in range(_PIECES)]
+    p0, p1, p2, p3, p4, p5, p6, p7 = pieces
+    start, keep = (
+        load_accumulators(num_rows, num_columns),
+        store_accumulators(num_rows, num_columns),
+    )
+    words, rows = ROWS // _PIECES, num_rows * ROWS
+
+    @inner(forceinline=True)
+    def meanwhile(
+        panels: Floats, at: Any, b: Floats, to: int, later: Any, asks: bool, piece: int
+    ) -> None:
+        first, last = piece * words, (piece + 1) * words
+        for c in range(num_columns):
+            _split_columns(panels, at[c], b, to + c * _SPLIT, first, last)
+            if asks:
+                _prefetch(panels, later[c], first, last)
+
+    @inner()
+    def block(
+        a: Floats, a_at: int, row_step: int, panels: Floats, at: Any, then: Any, later: Any,
+        asks: bool, num_steps: int, b: Floats, side: int, before: Floats, before_at: int,
+        y: Floats, y_at: int, width: int,
+    ) -> int:  # fmt: skip
+        start(before, before_at)
+        for k in range(num_steps):
+            now, side = side * num_columns * _SPLIT, 1 - side
+            to, at = side * num_columns * _SPLIT, then if k + 1 == num_steps else _step_on(at)
+            p0(a, a_at, row_step, b, now)
+            meanwhile(panels, at, b, to, later, asks, 0)
+            p1(a, a_at, row_step, b, now)
+            meanwhile(panels, at, b, to, later, asks, 1)
+            p2(a, a_at, row_step, b, now)
+            meanwhile(panels, at, b, to, later, asks, 2)
+            p3(a, a_at, row_step, b, now)
+            meanwhile(panels, at, b, to, later, asks, 3)
+            p4(a, a_at, row_step, b, now)
+            meanwhile(panels, at, b, to, later, asks, 4)
+            p5(a, a_at, row_step, b, now)
+            meanwhile(panels, at, b, to, later, asks, 5)
+            p6(a, a_at, row_step, b, now)
+            meanwhile(panels, at, b, to, later, asks, 6)
+            p7(a, a_at, row_step, b, now)
+            meanwhile(panels, at, b, to, later, asks, 7)
+            for r in range(k * rows // num_steps, (k + 1) * rows // num_steps):
+                prefetch_write(y, y_at + r * width)
+            a_at, later = a_at + _SPLIT, _step_on(later)
+        keep(y, y_at, width)
+        return side
+
+    return block
+
+
+_tall, _square, _wide = _block_of(4, 1, 1), _block_of(2, 2, 2), _block_of(1, 4, 1)
+
+
+@inner()
+def _columns_at(column: int, num_columns: int, num_inputs: int, begin: int) -> Any:
+    """Where four begin; past the last: that one again."""
+    return (
+        _column_at(min(column, num_columns - 1), num_inputs, begin),
+        _column_at(min(column + 1, num_columns - 1), num_inputs, begin),
+        _column_at(min(column + 2, num_columns - 1), num_inputs, begin),
+        _column_at(min(column + 3, num_columns - 1), num_inputs, begin),
+    )
+
+
+@inner()
+def _add(sums: Floats, num_rows: int, num_columns: int, y: Floats, at: int, width: int) -> None:
+    for r in range(num_rows):
+        for c in range(0, num_columns, 16):
+            to = at + r * width + c
+            store(y, to, vadd(load_wide(y, to), load_wide(sums, r * num_columns + c)))
+
+
+@inner()
+def _pass(
+    num_rows: int, num_inputs: int, begin: int, panels: Floats, bias: Floats, y: Floats,
+    width: int, num_columns: int, first: int, last: int, a: Floats, b: Floats, sums: Floats,
+) -> None:  # fmt: skip
+    """Of some rows, split, the inputs from `begin` to LONG later: with 16 columns after the next,
+    from `first` to `last`."""
+    num_steps = min(MAX_K_IN_SUMS, num_inputs - begin) // TILE_K
+    across = 1 if num_rows > 2 * ROWS else 2 if num_rows > ROWS else _SUM_TILES
+    high, row_step, end = (
+        _SUM_TILES // across * ROWS,
+        num_steps * _SPLIT,
+        begin + num_steps * TILE_K,
+    )
+    after = _columns_at(first, num_columns, num_inputs, end if end < num_inputs else begin)
+    side, at = 0, _columns_at(first, num_columns, num_inputs, begin)
+    for c in range(across):
+        _split_columns(panels, at[c], b, c * _SPLIT, 0, ROWS)
+    for column in range(first, last, across):
+        later = after
+        if column + across < last:
+            later = _columns_at(column + across, num_columns, num_inputs, begin)
+        for r in range(0, num_rows, high):
+            place, then = r * width + column * 16, later if r + high >= num_rows else at
+            before, before_at, into, into_at, apart = bias, column * 16, y, place, width
+            if begin:
+                before, before_at, into, into_at, apart = (
+                    sums[_SUM_TILES * TILE :],
+                    0,
+                    sums,
+                    0,
+                    across * 16,
+                )
+            given = (
+                a, r // ROWS * row_step, row_step, panels, at, then, later, r == 0, num_steps, b,
+                side, before, before_at, into, into_at, apart,
+            )  # fmt: skip
+            if across == 1:
+                side = _tall(*given)
+            elif across == 2:
+                side = _square(*given)
+            else:
+                side = _wide(*given)
+            if begin:
+                _add(sums, min(high, num_rows - r), across * 16, y, place, width)
+        at = later
+
+
+@inner()
+def compute_columns(
+    x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
+    width: int, num_columns: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """Of y's columns, 16 after 16, those from `first` to `last`."""
+    long, block = min(MAX_K_IN_SUMS, num_inputs), _SUM_TILES * ROWS
+    a = _aligned(-(-min(num_rows, _ROWS_AT_ONCE) // block) * block * long * NUM_SPLITS // 2)
+    b, sums = _aligned(2 * _SUM_TILES * _SPLIT), _aligned((_SUM_TILES + 1) * TILE)
+    sums[_SUM_TILES * TILE :] = 0
+    floor = 0
+    while floor < num_rows:
+        left = num_rows - floor
+        count = min(_ROWS_AT_ONCE, left // block * block) if left >= block else left
+        ldtilecfg(_shapes(min(count, ROWS), 2 if ROWS < count <= 2 * ROWS else 1))
+        for begin in range(0, num_inputs, MAX_K_IN_SUMS):
+            num_steps = min(MAX_K_IN_SUMS, num_inputs - begin) // TILE_K
+            _split_rows(x, floor * num_inputs + begin, num_inputs, count, num_steps, a)
+            _pass(
+                count, num_inputs, begin, panels, bias, y[floor * width :], width, num_columns,
+                first, last, a, b, sums,
+            )  # fmt: skip
+        floor += count
+    tilerelease()
+
+
+@inner()
+def _rounded(num_outputs: int) -> tuple[int, int]:
+    """The width of y, and how many times 16 columns are there."""
+    return -(-num_outputs // BLOCK_COLUMNS) * BLOCK_COLUMNS, -(-num_outputs // 16)
+
+
+_SIGNATURE = "void(float32[::1], int64, int64, float32[::1], float32[::1], float32[::1], int64"
+
+
+@entry(_SIGNATURE + ")")
+def _serial(
+    x: Floats,  # [T K]
+    num_rows: int,
+    num_inputs: int,  # a multiple of DEEP
+    panels: Floats,  # [P K PANEL]
+    bias: Floats,  # [N, rounded up to BROAD]
+    y: Floats,  # of `room`
+    num_outputs: int,
+) -> None:
+    """Writes y, in one thread."""
+    width, num_columns = _rounded(num_outputs)
+    compute_columns(x, num_rows, num_inputs, panels, bias, y, width, num_columns, 0, width // 16)
+
+
+@entry(_SIGNATURE + ", int64)", parallel=True)
+def _parallel(
+    x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
+    num_outputs: int, num_threads: int,
+) -> None:  # fmt: skip
+    """The same, some columns a thread; of many rows some of them, so that each is split once."""
+    width, num_columns = _rounded(num_outputs)
+    floors = num_rows // _ROWS_AT_ONCE
+    for thread in numba.prange(num_threads):
+        if floors < 2 * num_threads:
+            first = width // BLOCK_COLUMNS * thread // num_threads * _SUM_TILES
+            last = width // BLOCK_COLUMNS * (thread + 1) // num_threads * _SUM_TILES
+            if first < last:
+                compute_columns(
+                    x, num_rows, num_inputs, panels, bias, y, width, num_columns, first, last
+                )  # fmt: skip
+        else:
+            begin = floors * thread // num_threads * _ROWS_AT_ONCE
+            end = floors * (thread + 1) // num_threads * _ROWS_AT_ONCE
+            if thread == num_threads - 1:
+                end = num_rows
+            compute_columns(
+                x[begin * num_inputs :], end - begin, num_inputs, panels, bias,
+                y[begin * width :], width, num_columns, 0, width // 16,
+            )  # fmt: skip
+
+
+def padded_sizes(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
+    """Rows of x that are read, and rows and columns of y that are written."""
+    rows = num_rows if num_rows <= ROWS else -(-num_rows // BLOCK_ROWS) * BLOCK_ROWS
+    return num_rows, rows, -(-num_outputs // BLOCK_COLUMNS) * BLOCK_COLUMNS
+
+
+def load() -> None:
+    """Compile the loops, or load them from disk."""
+    load_entries(_serial, _parallel)
+
+
+def run(*given: Any, num_threads: int) -> None:
+    """Writes y, in so many threads; given: as of `_serial`."""
+    run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

@@ -1,0 +1,264 @@
+"""The loops of `panel_product`, compiled by numba."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+from penstock.kernels.cpu_common.simd import (
+    VECTOR_WIDTH,
+    broadcast_load,
+    fma,
+    load_wide,
+    prefetch,
+    splat_wide,
+    store,
+    vadd,
+)
+
+Floats = npt.NDArray[np.float32]
+
+TILE_ROWS, PANEL = 8, 3 * VECTOR_WIDTH
+"""Rows and columns of a tile: its sums, columns of a panel and a number of x fill the registers."""
+
+BLOCK_K = 192
+"""Inputs that are summed by themselves: their part of a panel stays near while tiles pass it."""
+
+_BLOCK_ROWS = 64
+"""Rows of tiles that pass it, before those of the next floor do."""
+
+_LINE = 16  # float32 of a cache line
+
+
+@inner()
+def _load_panel(panels: Floats, at: int) -> Any:
+    return (
+        load_wide(panels, at),
+        load_wide(panels, at + VECTOR_WIDTH),
+        load_wide(panels, at + 2 * VECTOR_WIDTH),
+    )
+
+
+@inner()
+def _zero_sums() -> Any:
+    none = splat_wide(np.float32(0))
+    return none, none, none
+
+
+@inner()
+def _fma_panel(sums: Any, x: Any, columns: Any) -> Any:
+    a, b, c = sums
+    p, q, r = columns
+    return fma(x, p, a), fma(x, q, b), fma(x, r, c)
+
+
+@inner()
+def _store_sums(y: Floats, at: int, sums: Any, before: Floats, before_at: int) -> None:
+    """Into y at `at`: what was before, and the sums."""
+    a, b, c = sums
+    p, q, r = _load_panel(before, before_at)
+    store(y, at, vadd(p, a))
+    store(y, at + VECTOR_WIDTH, vadd(q, b))
+    store(y, at + 2 * VECTOR_WIDTH, vadd(r, c))
+
+
+@inner()
+def _sum_chunk(
+    x: Floats, begin: int, end: int, panels: Floats, at: int, before: Floats, y: Floats, column: int
+) -> None:  # fmt: skip
+    """Of one row inputs from `begin` to `end`, times their part of the panel that is at `at`."""
+    sums = _zero_sums()
+    for k in range(begin, end):
+        sums = _fma_panel(sums, broadcast_load(x, k), _load_panel(panels, at + k * PANEL))
+    _store_sums(y, column, sums, before, column)
+
+
+@inner()
+def _sum_four_chunks(
+    x: Floats, begin: int, end: int, panels: Floats, at: int, step: int, before: Floats, y: Floats,
+    column: int,
+) -> None:  # fmt: skip
+    """The same of four panels: memory gives four streams faster than one."""
+    s0 = s1 = s2 = s3 = _zero_sums()
+    for k in range(begin, end):
+        value, v = broadcast_load(x, k), at + k * PANEL
+        s0, s1 = (
+            _fma_panel(s0, value, _load_panel(panels, v)),
+            _fma_panel(s1, value, _load_panel(panels, v + step)),
+        )
+        v += 2 * step
+        s2, s3 = (
+            _fma_panel(s2, value, _load_panel(panels, v)),
+            _fma_panel(s3, value, _load_panel(panels, v + step)),
+        )
+    _store_sums(y, column, s0, before, column)
+    _store_sums(y, column + PANEL, s1, before, column + PANEL)
+    _store_sums(y, column + 2 * PANEL, s2, before, column + 2 * PANEL)
+    _store_sums(y, column + 3 * PANEL, s3, before, column + 3 * PANEL)
+
+
+@inner()
+def _one_row(
+    x: Floats, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int, y: Floats
+) -> None:
+    """As `_whole_panels`, of a row."""
+    size, four = num_inputs * PANEL, first + (last - first) // 4 * 4
+    bias = bias[first * PANEL :]
+    for begin in range(0, num_inputs, BLOCK_K):
+        end, before = min(begin + BLOCK_K, num_inputs), bias if begin == 0 else y
+        for panel in range(first, four, 4):
+            column = (panel - first) * PANEL
+            _sum_four_chunks(x, begin, end, panels, panel * size, size, before, y, column)
+        for panel in range(four, last):
+            _sum_chunk(x, begin, end, panels, panel * size, before, y, (panel - first) * PANEL)
+
+
+@inner()
+def _tile(
+    x: Floats, x_at: int, x_step: int, count: int, panels: Floats, at: int, ahead: int, lines: int,
+    before: Floats, before_at: int, before_step: int, y: Floats, y_at: int, y_step: int,
+) -> None:  # fmt: skip
+    """Of eight rows `count` inputs times their part of a panel, which is at `at`; evenly
+    meanwhile, so many lines from `ahead` on are asked for."""
+    x1, x2, x3, x4 = x_at + x_step, x_at + 2 * x_step, x_at + 3 * x_step, x_at + 4 * x_step
+    x5, x6, x7 = x_at + 5 * x_step, x_at + 6 * x_step, x_at + 7 * x_step
+    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = _zero_sums()
+    pace, at_once, due = max(1, count // lines), (lines + count - 1) // count, 0
+    for k in range(count):
+        if k == due:
+            for _ in range(at_once):
+                prefetch(panels, ahead)
+                ahead += _LINE
+            due += pace
+        columns = _load_panel(panels, at + k * PANEL)
+        s0, s1 = (
+            _fma_panel(s0, broadcast_load(x, x_at + k), columns),
+            _fma_panel(s1, broadcast_load(x, x1 + k), columns),
+        )
+        s2, s3 = (
+            _fma_panel(s2, broadcast_load(x, x2 + k), columns),
+            _fma_panel(s3, broadcast_load(x, x3 + k), columns),
+        )
+        s4, s5 = (
+            _fma_panel(s4, broadcast_load(x, x4 + k), columns),
+            _fma_panel(s5, broadcast_load(x, x5 + k), columns),
+        )
+        s6, s7 = (
+            _fma_panel(s6, broadcast_load(x, x6 + k), columns),
+            _fma_panel(s7, broadcast_load(x, x7 + k), columns),
+        )
+    _store_sums(y, y_at, s0, before, before_at)
+    _store_sums(y, y_at + y_step, s1, before, before_at + before_step)
+    _store_sums(y, y_at + 2 * y_step, s2, before, before_at + 2 * before_step)
+    _store_sums(y, y_at + 3 * y_step, s3, before, before_at + 3 * before_step)
+    _store_sums(y, y_at + 4 * y_step, s4, before, before_at + 4 * before_step)
+    _store_sums(y, y_at + 5 * y_step, s5, before, before_at + 5 * before_step)
+    _store_sums(y, y_at + 6 * y_step, s6, before, before_at + 6 * before_step)
+    _store_sums(y, y_at + 7 * y_step, s7, before, before_at + 7 * before_step)
+
+
+@inner()
+def _whole_panels(
+    x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int,
+    y: Floats, width: int,
+) -> None:  # fmt: skip
+    """y [num_rows, width]: the columns of panels from `first` to `last`."""
+    if num_rows == 1:
+        _one_row(x, num_inputs, panels, bias, first, last, y)
+        return
+    for floor in range(0, num_rows, _BLOCK_ROWS):
+        top = min(floor + _BLOCK_ROWS, num_rows)
+        lines = -(-BLOCK_K * PANEL // _LINE * TILE_ROWS // (top - floor))
+        for panel in range(first, last):
+            for begin in range(0, num_inputs, BLOCK_K):
+                count = min(BLOCK_K, num_inputs - begin)
+                at, ahead = (panel * num_inputs + begin) * PANEL, 0
+                column = (panel - first) * PANEL
+                before, step = (bias[panel * PANEL :], 0) if begin == 0 else (y[column:], width)
+                for r in range(floor, top, TILE_ROWS):
+                    ahead = at + count * PANEL + (r - floor) // TILE_ROWS * lines * _LINE
+                    _tile(
+                        x, r * num_inputs + begin, num_inputs, count, panels, at, ahead, lines,
+                        before, r * step, step, y, r * width + column, width,
+                    )  # fmt: skip
+
+
+@inner()
+def compute_columns(
+    x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
+    num_outputs: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """y's columns of panels from `first` to `last`, of which the very last may have too many."""
+    whole = min(last, num_outputs // PANEL)
+    if first < whole:
+        left = y[first * PANEL :]
+        _whole_panels(x, num_rows, num_inputs, panels, bias, first, whole, left, num_outputs)
+    if max(first, whole) < last:
+        spare = np.empty(num_rows * PANEL, np.float32)
+        _whole_panels(x, num_rows, num_inputs, panels, bias, last - 1, last, spare, PANEL)
+        column = (last - 1) * PANEL
+        for r in range(num_rows):
+            for c in range(num_outputs - column):
+                y[r * num_outputs + column + c] = spare[r * PANEL + c]
+
+
+_SIGNATURE = "void(float32[::1], int64, int64, float32[::1], float32[::1], float32[::1], int64"
+
+
+@entry(_SIGNATURE + ")")
+def _serial(
+    x: Floats,  # [T K]
+    num_rows: int,  # 1, or a multiple of HIGH
+    num_inputs: int,
+    panels: Floats,  # [P K PANEL]
+    bias: Floats,  # [>= P PANEL]
+    y: Floats,  # [T N]
+    num_outputs: int,
+) -> None:
+    """Writes y, in one thread."""
+    last = -(-num_outputs // PANEL)
+    compute_columns(x, num_rows, num_inputs, panels, bias, y, num_outputs, 0, last)
+
+
+@entry(_SIGNATURE + ", int64)", parallel=True)
+def _parallel(
+    x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
+    num_outputs: int, num_threads: int,
+) -> None:  # fmt: skip
+    """The same, some panels a thread; of many rows some of them, which comes out even."""
+    num_panels, floors = -(-num_outputs // PANEL), num_rows // _BLOCK_ROWS
+    for thread in numba.prange(num_threads):
+        if floors < 2 * num_threads:
+            first = num_panels * thread // num_threads
+            last = num_panels * (thread + 1) // num_threads
+            compute_columns(x, num_rows, num_inputs, panels, bias, y, num_outputs, first, last)
+        else:
+            begin = floors * thread // num_threads * _BLOCK_ROWS
+            end = floors * (thread + 1) // num_threads * _BLOCK_ROWS
+            if thread == num_threads - 1:
+                end = num_rows
+            compute_columns(
+                x[begin * num_inputs :], end - begin, num_inputs, panels, bias,
+                y[begin * num_outputs :], num_outputs, 0, num_panels,
+            )  # fmt: skip
+
+
+def padded_sizes(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
+    """Rows of x that are read, and rows and columns of y that are written."""
+    rows = num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
+    return rows, rows, num_outputs
+
+
+def load() -> None:
+    """Compile the loops, or load them from disk."""
+    load_entries(_serial, _parallel)
+
+
+def run(*given: Any, num_threads: int) -> None:
+    """Writes y, in so many threads; given: as of `_serial`."""
+    run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

@@ -1,0 +1,237 @@
+"""The loops of `level_product`, compiled by numba.
+
+Up to 16 rows go with 64 columns at once, more of them 32 with 32. Weights are read from first to
+last, and asked for a while before.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.cpu_common.amx import (
+    ROWS,
+    ldtilecfg,
+    load_accumulators,
+    store_accumulators,
+    tilerelease,
+)
+from penstock.kernels.cpu_common.amx_int8 import TILE, TILE_K, multiply_int8
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+from penstock.kernels.cpu_common.simd import (
+    VECTOR_WIDTH,
+    broadcast_load,
+    load_i32_as_f32,
+    load_wide,
+    prefetch,
+    store,
+    vadd,
+    vmul,
+)
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+Sums = npt.NDArray[np.int32]
+
+TILES_ACROSS = 4
+"""Tiles of columns that lie side by side, step by step."""
+
+BLOCK_COLUMNS = TILES_ACROSS * 16
+"""Columns that a thread takes together."""
+
+BLOCK_ROWS = 2 * ROWS
+
+_PREFETCH_BYTES = 8 * TILE
+"""Bytes."""
+
+_start_flat, _start_square = load_accumulators(1, 4), load_accumulators(2, 2)
+_store_flat, _store_square = store_accumulators(1, 4), store_accumulators(2, 2)
+_multiply_flat, _multiply_square = multiply_int8(1, 4), multiply_int8(2, 2)
+
+
+@inner()
+def _shapes(num_rows: int) -> Any:
+    """Of up to 32 rows: tiles of sums and of rows have those that are there."""
+    shapes = np.zeros(64, np.uint8)
+    shapes[0] = 1
+    for register in range(8):
+        shapes[16 + 2 * register] = 64
+        shapes[48 + register] = ROWS
+    if num_rows <= ROWS:
+        for register in range(5):
+            shapes[48 + register] = num_rows
+    else:
+        shapes[48 + 2] = shapes[48 + 3] = shapes[48 + 5] = num_rows - ROWS
+    return shapes
+
+
+@inner()
+def _prefetch(weights: Bytes, at: int, count: int) -> None:
+    for line in range(at, min(at + count, len(weights)), 64):
+        prefetch(weights, line)
+
+
+@inner()
+def _dequantize_sums(
+    sums: Sums, num_rows: int, num_columns: int, factors: Floats, scales: Floats, bias: Floats,
+    y: Floats, at: int, width: int,
+) -> None:  # fmt: skip
+    for r in range(num_rows):
+        factor, row, into = broadcast_load(factors, r), r * num_columns, at + r * width
+        for c in range(0, num_columns, VECTOR_WIDTH):
+            found = vmul(load_i32_as_f32(sums, row + c), load_wide(scales, c))
+            store(y, into + c, vadd(vmul(found, factor), load_wide(bias, c)))
+
+
+@inner()
+def _flat(
+    levels: Bytes, levels_at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
+    shifts: Sums, factors: Floats, scales: Floats, bias: Floats, y: Floats, y_at: int, width: int,
+    sums: Sums,
+) -> None:  # fmt: skip
+    """Up to 16 rows with 64 columns."""
+    at, column = block * num_inputs * BLOCK_COLUMNS, block * BLOCK_COLUMNS
+    _start_flat(shifts, column)
+    for k in range(0, num_inputs, TILE_K):
+        _prefetch(weights, at + _PREFETCH_BYTES, TILES_ACROSS * TILE)
+        _multiply_flat(levels, levels_at + k, num_inputs, weights, at)
+        at += TILES_ACROSS * TILE
+    _store_flat(sums, 0, BLOCK_COLUMNS)
+    _dequantize_sums(
+        sums,
+        num_rows,
+        BLOCK_COLUMNS,
+        factors,
+        scales[column:],
+        bias[column:],
+        y,
+        y_at + column,
+        width,
+    )
+
+
+@inner()
+def _square(
+    levels: Bytes, levels_at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
+    half: int, asks: bool, shifts: Sums, factors: Floats, scales: Floats, bias: Floats, y: Floats,
+    y_at: int, width: int, sums: Sums,
+) -> None:  # fmt: skip
+    """Up to 32 rows with 32 columns; asks: for the next ones."""
+    at, column = (
+        block * num_inputs * BLOCK_COLUMNS + half * 2 * TILE,
+        block * BLOCK_COLUMNS + half * 32,
+    )
+    _start_square(shifts, column)
+    for k in range(0, num_inputs, TILE_K):
+        if asks:
+            _prefetch(weights, at + (1 + half) * num_inputs * 32, 2 * TILE)
+        _multiply_square(levels, levels_at + k, num_inputs, weights, at)
+        at += TILES_ACROSS * TILE
+    _store_square(sums, 0, 32)
+    _dequantize_sums(
+        sums, num_rows, 32, factors, scales[column:], bias[column:], y, y_at + column, width
+    )
+
+
+@inner()
+def compute_columns(
+    levels: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
+    scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """Of y's columns, BROAD after BROAD, those from `first` to `last`."""
+    sums, whole = (
+        np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32),
+        num_rows // BLOCK_ROWS * BLOCK_ROWS,
+    )
+    if whole:
+        ldtilecfg(_shapes(BLOCK_ROWS))
+        for block in range(first, last):
+            for half in range(2):
+                for r in range(0, whole, BLOCK_ROWS):
+                    _square(
+                        levels, r * num_inputs, num_inputs, BLOCK_ROWS, weights, block, half,
+                        r == 0, shifts, factors[r:], scales, bias, y, r * width, width, sums,
+                    )  # fmt: skip
+    rest = num_rows - whole
+    if rest:
+        ldtilecfg(_shapes(rest))
+        own, at, y_at = factors[whole:], whole * num_inputs, whole * width
+        for block in range(first, last):
+            if rest <= ROWS:
+                _flat(
+                    levels, at, num_inputs, rest, weights, block, shifts, own, scales, bias, y,
+                    y_at, width, sums,
+                )  # fmt: skip
+            else:
+                for half in range(2):
+                    _square(
+                        levels, at, num_inputs, rest, weights, block, half, True, shifts, own,
+                        scales, bias, y, y_at, width, sums,
+                    )  # fmt: skip
+    tilerelease()
+
+
+_SIGNATURE = (
+    "void(uint8[::1], int64, int64, uint8[::1], int32[::1], float32[::1], float32[::1],"
+    " float32[::1], float32[::1], int64"
+)
+
+
+@entry(_SIGNATURE + ")")
+def _serial(
+    levels: Bytes,  # [T K]
+    num_rows: int,
+    num_inputs: int,  # a multiple of DEEP
+    weights: Bytes,  # [blocks, steps, ACROSS, 16, 16, 4]
+    shifts: Sums,  # [blocks BROAD] what sums begin with
+    factors: Floats,  # [T]
+    scales: Floats,  # [blocks BROAD]
+    bias: Floats,  # [blocks BROAD]
+    y: Floats,  # [T blocks BROAD]
+    num_blocks: int,
+) -> None:
+    """Writes y, in one thread."""
+    compute_columns(
+        levels, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
+        num_blocks * BLOCK_COLUMNS, 0, num_blocks,
+    )  # fmt: skip
+
+
+@entry(_SIGNATURE + ", int64)", parallel=True)
+def _parallel(
+    levels: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
+    scales: Floats, bias: Floats, y: Floats, num_blocks: int, num_threads: int,
+) -> None:  # fmt: skip
+    """The same, some columns a thread; of many rows some of them, which it has made itself."""
+    floors = num_rows // BLOCK_ROWS
+    for thread in numba.prange(num_threads):
+        first, last = num_blocks * thread // num_threads, num_blocks * (thread + 1) // num_threads
+        if floors >= 4 * num_threads:
+            begin = floors * thread // num_threads * BLOCK_ROWS
+            end = floors * (thread + 1) // num_threads * BLOCK_ROWS
+            if thread == num_threads - 1:
+                end = num_rows
+            compute_columns(
+                levels[begin * num_inputs :], end - begin, num_inputs, weights, shifts,
+                factors[begin:], scales, bias, y[begin * num_blocks * BLOCK_COLUMNS :],
+                num_blocks * BLOCK_COLUMNS, 0, num_blocks,
+            )  # fmt: skip
+        elif first < last:
+            compute_columns(
+                levels, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
+                num_blocks * BLOCK_COLUMNS, first, last,
+            )  # fmt: skip
+
+
+def load() -> None:
+    """Compile the loops, or load them from disk."""
+    load_entries(_serial, _parallel)
+
+
+def run(*given: Any, num_threads: int) -> None:
+    """Writes y, in so many threads; given: as of `_serial`."""
+    run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

@@ -1,0 +1,97 @@
+"""Products of eight bits on a CPU with a matrix unit (AMX): y = s_x s_w (L_x - 128) L_wᵀ + b.
+
+Levels of activations are made row by row as they come (`row_levels`), those of weights once, a
+scale a row of W. Sums are of 32 bits and exact, so that nothing of a row depends on the others, and
+in y they are multiplied by the weights' scale first, as oneDNN does, then by the row's.
+
+W [N, K] is kept as the unit reads it, from first to last: 64 of its rows side by side, 64 inputs
+after 64, in four tiles.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu_common.numba_runtime import configure_numba
+from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS, has_amx
+from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
+
+Floats = npt.NDArray[np.float32]
+
+_TILE_K, _BLOCK_COLUMNS = (
+    64,
+    64,
+)  # inputs of a tile, columns of a block; as in `linear/cpu_int8_amx`
+
+
+def supports_amx_int8(weight: Tensor) -> bool:
+    """Whether this form is taken."""
+    return weight.numel() > 0 and weight.shape[1] % _TILE_K == 0 and has_amx()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinearInt8:
+    """Weights as levels, in tiles."""
+
+    tiles: npt.NDArray[np.uint8] = field(repr=False)  # [blocks, steps, 4, 16, 16, 4], flat
+    shifts: npt.NDArray[np.int32] = field(repr=False)  # [blocks 64] -128 times a column's sum
+    scales: Floats = field(repr=False)  # [blocks 64]
+    bias: Floats = field(repr=False)  # [blocks 64]
+    num_inputs: int
+    num_outputs: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, K] float32 gives [T, N]. ValueError where x is something else."""
+        num_rows, num_inputs = len(x), self.num_inputs
+        if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
+            asked = f"[T, {num_inputs}] float32"
+            raise ValueError(f"x: {asked} expected, not {list(x.shape)} {x.dtype}")
+        levels, factors = quantize_per_token(x)
+        y = torch.empty(num_rows, len(self.scales))
+        _amx_kernels().run(
+            levels.view(-1).numpy(), num_rows, num_inputs, self.tiles, self.shifts,
+            factors.view(-1).numpy(), self.scales, self.bias, y.view(-1).numpy(),
+            len(self.scales) // _BLOCK_COLUMNS,
+            num_threads=(
+                1 if num_rows * self.tiles.size < MIN_PARALLEL_MACS else torch.get_num_threads()
+            ),
+        )  # fmt: skip
+        return y[:, : self.num_outputs].contiguous()
+
+
+def pack_int8_amx(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> PackedLinearInt8:
+    """levels: [N, K] int8 from -127 to 127; scales, bias: [N] float32."""
+    num_outputs, num_inputs = qweight.shape
+    num_blocks = -(-num_outputs // _BLOCK_COLUMNS)
+    whole = torch.zeros(num_blocks * _BLOCK_COLUMNS, num_inputs, dtype=torch.int8)
+    whole[:num_outputs] = qweight
+    # [blocks, 4, 16 columns, steps, 16, 4 inputs] to [blocks, steps, 4, 16, 16 columns, 4].
+    parts = whole.view(num_blocks, 4, 16, num_inputs // _TILE_K, 16, 4)
+    tiles = parts.permute(0, 3, 1, 4, 2, 5).contiguous().view(torch.uint8)
+    shifts = whole.sum(1, dtype=torch.int32) * -ZERO_POINT
+    wide_scales, wide_bias = torch.zeros(2, len(whole))
+    wide_scales[:num_outputs] = scales
+    if bias is not None:
+        wide_bias[:num_outputs] = bias
+    return PackedLinearInt8(
+        tiles.view(-1).numpy(), shifts.to(torch.int32).numpy(), wide_scales.numpy(),
+        wide_bias.numpy(), num_inputs, num_outputs,
+    )  # fmt: skip
+
+
+def load_cpu_kernels() -> None:
+    """Load the loops; compile them, the first time on a machine."""
+    _amx_kernels().load()
+
+
+@cache
+def _amx_kernels() -> Any:
+    configure_numba()
+    from penstock.kernels.linear import cpu_int8_amx
+
+    return cpu_int8_amx

@@ -1,0 +1,55 @@
+"""The loops of `row_levels`, compiled by numba."""
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+
+Floats = npt.NDArray[np.float32]
+
+_QMAX, _ZERO_POINT, _MIN_SCALE = np.float32(127), np.int32(128), np.float32(1e-30)
+
+
+@inner()
+def quantize_rows(
+    x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, first: int, last: int
+) -> None:
+    magnitudes = factors.view(np.int32)
+    for t in range(first, last):
+        row, out = x[t], levels[t]
+        # As integers magnitudes have the same order, with NaN above all.
+        bits, most = row.view(np.int32), np.int32(0)
+        for i in range(len(bits)):
+            most = max(most, bits[i] & np.int32(0x7FFFFFFF))
+        magnitudes[t] = most
+        largest = factors[t]
+        if largest < _MIN_SCALE:
+            largest = _MIN_SCALE
+        step = _QMAX / largest
+        for i in range(len(row)):
+            out[i] = np.uint8(np.int32(np.rint(row[i] * step)) + _ZERO_POINT)
+        factors[t] = largest / _QMAX
+
+
+@entry("void(float32[:,::1], uint8[:,::1], float32[::1])")
+def _serial(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats) -> None:
+    quantize_rows(x, levels, factors, 0, len(x))
+
+
+@entry("void(float32[:,::1], uint8[:,::1], float32[::1], int64)", parallel=True)
+def _parallel(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:
+    for thread in numba.prange(num_threads):
+        first, last = len(x) * thread // num_threads, len(x) * (thread + 1) // num_threads
+        quantize_rows(x, levels, factors, first, last)
+
+
+def load() -> None:
+    """Compile the loops, or load them from disk."""
+    load_entries(_serial, _parallel)
+
+
+def run(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:
+    """x [T, K], levels [T, K], factors [T]."""
+    run_serial_or_parallel(_serial, _parallel, x, levels, factors, num_threads=num_threads)

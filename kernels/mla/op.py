@@ -1,0 +1,358 @@
+"""Latent attention over one ragged batch (DeepSeek-V2, 2024): heads share compressed rows.
+
+One layer's cache is [1, N, 1, S, R + P] (see `cache`): a token has one row for all heads, its
+latent c [R] and a rotated key k [P]. Head h of a token at position p, with query (q, r), attends
+to the positions j <= p:
+
+    s_j = (q · Uk c_j + r · k_j) scale,    out = sum over j of softmax(s)_j Uv c_j
+
+query [T, H, Q + P], every head's q before its r; up [H, Q + V, R], every head's Uk [Q, R] over its
+Uv [V, R]. The cache already holds this step's rows. Slots that no token may see can hold anything,
+NaN included.
+
+The sum has two forms. Absorbed: q goes through Uk and the sum through Uv, so that the cached rows
+themselves are keys and values; 2 R + P products a head, query and key. A decoded token takes it.
+Expanded: the keys and values of the whole context are made for this step; Q + P + V a head, query
+and key. A chunk takes whichever has fewer products. On a GPU the absorbed form reads the rows where
+they lie, in the kernels of `attention`: the rows are keys with a tail, and all heads one KV head's.
+On one path, there, everything is absorbed, by products whose rows know nothing of each other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.attention.op import check_batch, check_device_batch, reads_bf16
+from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.attention.triton_launch import Batch, TiledPlan
+from penstock.kernels.fallback import record_fallback
+from penstock.kernels.linear.batch_invariant import batch_invariant_bmm
+from penstock.kernels.triton_common.aot import AotCase, meta
+from penstock.kernels.triton_common.launch import FLOATS, check, check_contiguous, use_triton
+
+Ints: TypeAlias = npt.NDArray[np.integer]
+
+MAX_NAIVE_BYTES = 1 << 26
+"""Keys and values that are made at once: as many heads as fit, at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """One sequence's tokens of this step."""
+
+    tokens: slice  # its rows of the query
+    blocks: Tensor  # [M] int64
+    context: int  # positions, this step's included
+    mask: Tensor | None  # [tokens, context] float32, 0 or -inf; None: one token, or nothing before
+
+
+@dataclass(frozen=True, slots=True)
+class MlaPlan:
+    """How one step attends; for all layers."""
+
+    tiled: TiledPlan | None  # of what is absorbed, where kernels do it
+    absorbed: list[_Span]  # elsewhere
+    expanded: list[_Span]
+    rows: Tensor | None  # [A] the absorbed rows of the query, span after span; None: all, in order
+    num_tokens: int | str  # a letter: known on the device only
+    layer: Tensor  # some layer, to hold others against
+    gathered: Tensor  # [most blocks at once, S (R + P)] scratch, used by one span after another
+    one_path: bool = False  # whether a token gets the same bits in any chunk and batch
+
+
+def plan_mla(
+    query_starts: Ints,
+    context_lens: Ints,
+    block_tables: Ints,
+    layer: Tensor,
+    rank: int,
+    head_dim: int,
+    one_path: bool = False,
+) -> MlaPlan:
+    """Prepares a step.
+
+    query_starts: [B + 1], context_lens: [B] (this step's tokens included), block_tables: [B, M]
+    (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
+    dtype and device; rank: R; head_dim: Q + V; one_path: see `MlaPlan` (ValueError where kernels
+    do not compute: `latent_in_place` is a CPU's). ValueError where these cannot be.
+    """
+    _check_layer(layer, rank)
+    block_size, width = layer.shape[3:]
+    check_batch(query_starts, context_lens, block_tables, layer.shape[1], block_size)
+    lengths = np.diff(query_starts)
+    absorbs = np.array(
+        [
+            one_path
+            or length < 2
+            or _absorbed_is_cheaper(length, context, rank, width - rank, head_dim)
+            for length, context in zip(lengths.tolist(), context_lens.tolist(), strict=True)
+        ],
+        np.bool_,
+    )
+    chosen, tiled = np.flatnonzero(absorbs), None
+    in_kernel = runs_kernel(layer)
+    if one_path and not in_kernel:
+        raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
+    if in_kernel and len(chosen):
+        starts = np.concatenate(([0], np.cumsum(lengths[chosen])))
+        tiled = TiledPlan.of(
+            starts, context_lens[chosen], block_tables[chosen], layer.device, one_path=one_path
+        )
+    if not in_kernel:
+        record_fallback("latent attention", layer.device, f"{layer.dtype}")
+    absorbed: list[_Span] = []
+    expanded: list[_Span] = []
+    for b in np.flatnonzero((lengths > 0) & ~(absorbs & in_kernel)).tolist():
+        span = _span(query_starts, int(context_lens[b]), block_tables[b], b, layer)
+        (absorbed if absorbs[b] else expanded).append(span)
+    rows = None
+    if expanded:
+        rows = _to_device(np.flatnonzero(np.repeat(absorbs, lengths)), layer)
+    most = max((len(span.blocks) for span in absorbed + expanded), default=0)
+    gathered = layer.new_empty(most, block_size * width)
+    num_tokens = int(query_starts[-1])
+    return MlaPlan(tiled, absorbed, expanded, rows, num_tokens, layer, gathered, one_path)
+
+
+def plan_mla_on_device(
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    layer: Tensor,
+    rank: int,
+    max_query: int,
+    max_context: int,
+    one_path: bool = False,
+) -> MlaPlan:
+    """As `plan_mla`, all absorbed, of device tensors: see `attention.plan_attention_on_device`."""
+    _check_layer(layer, rank)
+    batch = Batch(query_starts, context_lens, block_tables)
+    check_device_batch(batch, layer, max_context)
+    lengths = query_starts, context_lens
+    tiled = TiledPlan(batch, lengths, max_query, max_context, one_path=one_path)
+    return MlaPlan(tiled, [], [], None, "T", layer, layer.new_empty(0, 0), one_path)
+
+
+def runs_kernel(layer: Tensor) -> bool:
+    """The rule by which the Triton kernels are taken."""
+    return layer.dtype in FLOATS and use_triton(layer)
+
+
+def _span(query_starts: Ints, context: int, table: Ints, b: int, layer: Tensor) -> _Span:
+    tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
+    blocks = _to_device(table[: -(-context // layer.shape[3])], layer)
+    return _Span(tokens, blocks, context, _mask(tokens.stop - tokens.start, context, layer))
+
+
+def _to_device(numbers: Ints, layer: Tensor) -> Tensor:
+    return torch.from_numpy(numbers.astype(np.int64)).to(layer.device)
+
+
+def _absorbed_is_cheaper(
+    query_len: int, context: int, rank: int, rope_dim: int, head_dim: int
+) -> bool:
+    """By the products of one head."""
+    pairs = query_len * context - query_len * (query_len - 1) // 2
+    absorbed = query_len * rank * head_dim + pairs * (2 * rank + rope_dim)
+    expanded = context * rank * head_dim + pairs * (head_dim + rope_dim)
+    return absorbed <= expanded
+
+
+def _mask(query_len: int, context: int, layer: Tensor) -> Tensor | None:
+    if query_len in (1, context):
+        return None
+    positions = np.arange(context)
+    seen = positions <= positions[context - query_len :, None]
+    mask = np.where(seen, np.float32(0), np.float32(-np.inf))
+    return torch.from_numpy(mask).to(layer.device)
+
+
+def mla_attention(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan, scale: float) -> Tensor:
+    """Attends: query [T, H, Q + P], layer [1, N, 1, S, R + P], up [H, Q + V, R]; [T, H, V].
+
+    One dtype, unless the cache is narrower (`reads_bf16`); layer and up contiguous. ValueError
+    where the shapes do not fit together.
+    """
+    _check(query, layer, up, plan)
+    rope_dim = layer.shape[4] - up.shape[2]
+    query_dim = query.shape[2] - rope_dim
+    keys_up, values_up = up[:, :query_dim], up[:, query_dim:]
+    if plan.rows is None:
+        return _absorbed(query, layer, keys_up, values_up, plan, scale)
+    out = query.new_empty(*query.shape[:2], values_up.shape[1])
+    assert plan.rows is not None
+    if len(plan.rows):
+        picked = query[plan.rows]
+        out[plan.rows] = _absorbed(picked, layer, keys_up, values_up, plan, scale)
+    for span in plan.expanded:
+        rows = _gather(layer, span, plan.gathered, query.dtype)
+        _naive(out[span.tokens], query[span.tokens], rows, keys_up, values_up, span.mask, scale)
+    return out
+
+
+def _gather(layer: Tensor, span: _Span, gathered: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sequence's own rows [context, R + P], of this dtype: nothing that no token may see is
+    among them."""
+    blocks = layer.view(layer.shape[1], -1)
+    found = torch.index_select(blocks, 0, span.blocks, out=gathered[: len(span.blocks)])
+    return found.view(-1, layer.shape[4])[: span.context].to(dtype)
+
+
+def _absorbed(
+    query: Tensor,
+    layer: Tensor,
+    keys_up: Tensor,
+    values_up: Tensor,
+    plan: MlaPlan,
+    scale: float,
+) -> Tensor:
+    num_tokens, num_heads, _ = query.shape
+    query_dim, rank = keys_up.shape[1:]
+    wide = query.new_empty(num_tokens, num_heads, layer.shape[4])
+    wide[:, :, :rank] = _by_head(query[:, :, :query_dim], keys_up.transpose(1, 2), plan.one_path)
+    wide[:, :, rank:] = query[:, :, query_dim:]
+    if plan.tiled is not None:
+        found = plan.tiled.attend(wide, layer, ScoreMod(scale), tail=layer.shape[4] - rank)
+        return _by_head(found, values_up, plan.one_path)
+    sums = query.new_empty(num_heads, num_tokens, rank)
+    start = 0
+    for span in plan.absorbed:
+        stop = start + span.tokens.stop - span.tokens.start
+        rows = _gather(layer, span, plan.gathered, query.dtype)
+        _attend_rows(sums[:, start:stop], wide[start:stop], rows, span.mask, scale)
+        start = stop
+    return torch.bmm(sums, values_up.transpose(1, 2)).transpose(0, 1)
+
+
+def _by_head(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
+    """x [T, H, K], weight [H, N, K]; [T, H, N]."""
+    if batch_invariant:
+        return batch_invariant_bmm(x, weight)
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+
+
+def _attend_rows(
+    sums: Tensor, query: Tensor, rows: Tensor, mask: Tensor | None, scale: float
+) -> None:
+    """Into sums [H, L, R]: query [L, H, R + P] over rows [C, R + P], which all heads share."""
+    rank = sums.shape[2]
+    if len(query) == 1:
+        shares = (query[0] @ rows.T).mul_(scale).softmax(-1)
+        torch.matmul(shares, rows[:, :rank], out=sums[:, 0])
+        return
+    mask = None if mask is None else mask.to(query.dtype)
+    # The rotated key is summed too, and thrown away: values as wide as keys have a fused form.
+    shared = rows.expand(1, len(sums), -1, -1)
+    out = functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None], shared, shared, mask, is_causal=mask is None, scale=scale
+    )
+    sums.copy_(out[0, :, :, :rank])
+
+
+def _naive(
+    out: Tensor,
+    query: Tensor,
+    rows: Tensor,
+    keys_up: Tensor,
+    values_up: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> None:
+    """Into out [L, H, V]: query [L, H, Q + P] over rows [C, R + P], some heads at a time."""
+    query_dim, rank = keys_up.shape[1:]
+    value_dim = values_up.shape[1]
+    latents, shared_key = rows[:, :rank], rows[:, rank:]
+    mask = None if mask is None else mask.to(query.dtype)
+    # Values as wide as keys have a fused form.
+    width = max(query.shape[2], value_dim)
+    padded = functional.pad(query, (0, width - query.shape[2])).transpose(0, 1)
+    for heads in _head_groups(len(keys_up), 2 * len(rows) * width * rows.itemsize):
+        shape = (heads.stop - heads.start, len(rows), width)
+        keys, values = rows.new_zeros(shape), rows.new_zeros(shape)
+        keys[:, :, :query_dim] = latents @ keys_up[heads].transpose(1, 2)
+        keys[:, :, query_dim : query.shape[2]] = shared_key
+        values[:, :, :value_dim] = latents @ values_up[heads].transpose(1, 2)
+        found = functional.scaled_dot_product_attention(
+            padded[None, heads], keys[None], values[None], mask, is_causal=mask is None, scale=scale
+        )
+        out[:, heads] = found[0, :, :, :value_dim].transpose(0, 1)
+
+
+def _head_groups(num_heads: int, head_bytes: int) -> Iterator[slice]:
+    size = max(1, MAX_NAIVE_BYTES // head_bytes)
+    for start in range(0, num_heads, size):
+        yield slice(start, min(start + size, num_heads))
+
+
+def _check_layer(layer: Tensor, rank: int) -> None:
+    check("layer", layer, (1, "N", 1, "S", "R + P"), (layer.dtype,))
+    check_contiguous("layer", layer)
+    if layer.shape[4] <= rank:
+        raise ValueError(f"layer: more than {rank} features expected, not {layer.shape[4]}")
+
+
+def _check(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan) -> None:
+    check("layer", layer, plan.layer.shape, (plan.layer.dtype,), like=plan.layer)
+    check_contiguous("layer", layer)
+    dtypes = (layer.dtype, torch.float32) if reads_bf16(layer) else (layer.dtype,)
+    check("up", up, ("H", "Q + V", "R"), dtypes, like=layer)
+    check_contiguous("up", up)
+    _check_layer(layer, up.shape[2])
+    rope_dim = layer.shape[4] - up.shape[2]
+    check("query", query, (plan.num_tokens, len(up), "Q + P"), (up.dtype,), like=layer)
+    most = rope_dim + up.shape[1] - 1
+    if not rope_dim < query.shape[2] <= most:
+        raise ValueError(
+            f"query: from {rope_dim + 1} to {most} features expected, not {query.shape[2]}"
+        )
+
+
+def mla_attention_reference(
+    query: Tensor,
+    layer: Tensor,
+    up: Tensor,
+    query_starts: Ints,
+    context_lens: Ints,
+    block_tables: Ints,
+    scale: float,
+) -> Tensor:
+    """What `plan_mla` and `latent_attention` mean, sequence and head by themselves."""
+    num_heads, height, rank = up.shape
+    query_dim = query.shape[2] - (layer.shape[4] - rank)
+    out = query.new_empty(len(query), num_heads, height - query_dim)
+    for b, context in enumerate(context_lens.tolist()):
+        tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
+        places = np.arange(context)
+        blocks = torch.from_numpy(block_tables[b, places // layer.shape[3]].astype(np.int64))
+        rows = layer[0, blocks, 0, torch.from_numpy(places % layer.shape[3])]
+        latents, shared_key = rows[:, :rank], rows[:, rank:]
+        unseen = torch.from_numpy(places > places[context - tokens.stop + tokens.start :, None])
+        for head in range(num_heads):
+            keys = torch.cat((latents @ up[head, :query_dim].T, shared_key), 1)
+            scores = query[tokens, head] @ keys.T * scale
+            shares = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+            out[tokens, head] = shares @ (latents @ up[head, query_dim:].T)
+    return out
+
+
+def aot_cases() -> Iterator[AotCase]:
+    """What DeepSeek V3 computes on one GPU of eight, and V2 Lite on one."""
+    kernels = ("attend_tiles",)
+    yield AotCase("deepseek v3, tp 8", lambda: _aot_call(16, 1), kernels, kernels)
+    yield AotCase("deepseek v3", lambda: _aot_call(128, 512), kernels, kernels)
+    products = ("attend_tiles", "_matmul_kernel")
+    yield AotCase("deepseek v3, one path", lambda: _aot_call(16, 64, True), products)
+
+
+def _aot_call(num_heads: int, max_query: int, one_path: bool = False) -> None:
+    layer, up = meta(1, 1024, 1, 64, 576), meta(num_heads, 256, 512)
+    starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
+    tables = meta(32, 64, dtype=torch.int32)
+    plan = plan_mla_on_device(starts, contexts, tables, layer, 512, max_query, 4096, one_path)
+    mla_attention(meta(32 * max_query, num_heads, 192), layer, up, plan, 0.1)

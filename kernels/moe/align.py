@@ -1,0 +1,190 @@
+"""Sorting choices of experts by expert, for a product over all experts at once.
+
+A place is t * k + rank. The places of an expert stay in ascending order, whatever runs first: it is
+a counting sort, in which a chunk of places knows how many of each expert come in the chunks before
+it, and a place how many before it in its chunk. As it goes the sort cuts every expert's places into
+tiles of rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.triton_common.aot import AotCase, meta
+from penstock.kernels.triton_common.launch import (
+    check,
+    check_contiguous,
+    jit,
+    launch,
+    power_of_2,
+    tl,
+)
+
+
+@jit
+def _count_one(
+    experts, chunk, num_places, CHUNK: tl.constexpr, STEP: tl.constexpr, E: tl.constexpr
+):
+    """How many places of a chunk have each expert: [E]."""
+    name = tl.arange(0, E)
+    count = tl.zeros((E,), tl.int32)
+    for start in range(0, CHUNK, STEP):
+        place = chunk * CHUNK + start + tl.arange(0, STEP)
+        expert = tl.load(experts + place, mask=place < num_places, other=-1)
+        count += tl.sum((name[:, None] == expert[None, :]).to(tl.int32), axis=1)
+    return count
+
+
+@jit(unspecialized=("num_places",))
+def _count(
+    experts,  # [num_places] int32
+    counts,  # [chunks, E] int32
+    num_places,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    E: tl.constexpr,  # experts, the next power of two
+):
+    chunk = tl.program_id(0)
+    count = _count_one(experts, chunk, num_places, CHUNK, STEP, E)
+    tl.store(counts + chunk * E + tl.arange(0, E), count)
+
+
+@jit(unspecialized=("num_places", "max_tiles", "num_chunks"))
+def _sort(
+    experts,  # [num_places] int32; a place whose expert does not exist is left out
+    counts,  # [chunks, E] int32; not read where there is one chunk
+    order,  # [num_places] int32: the places, sorted
+    tiles,  # [3, max_tiles] int32: a tile's expert, its first of `order`, its rows
+    num_tiles,  # [1] int32
+    num_places,
+    num_experts,
+    max_tiles,
+    num_chunks,
+    ONE_CHUNK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    E: tl.constexpr,
+):
+    chunk, name = tl.program_id(0), tl.arange(0, E)
+    before = tl.zeros((E,), tl.int32)  # of each expert, in chunks before this one
+    total = tl.zeros((E,), tl.int32)
+    if ONE_CHUNK:
+        total = _count_one(experts, chunk, num_places, CHUNK, STEP, E)
+    else:
+        for first in range(0, num_chunks, STEP):
+            other = first + tl.arange(0, STEP)[:, None]
+            count = tl.load(counts + other * E + name[None, :], mask=other < num_chunks, other=0)
+            total += tl.sum(count, axis=0)
+            before += tl.sum(tl.where(other < chunk, count, 0), axis=0)
+    total = tl.where(name < num_experts, total, 0)
+    start = tl.cumsum(total, axis=0) - total
+    num_own_tiles = (total + TILE_ROWS - 1) // TILE_ROWS
+    first_tile = tl.cumsum(num_own_tiles, axis=0) - num_own_tiles
+    if chunk == 0:
+        tl.store(num_tiles, tl.sum(num_own_tiles, axis=0))
+
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(experts + place, mask=place < num_places, other=-1)
+    exists = (expert >= 0) & (expert < num_experts)
+    rank = tl.zeros((CHUNK,), tl.int32)
+    for first in range(0, CHUNK, STEP):
+        other = chunk * CHUNK + first + tl.arange(0, STEP)
+        their = tl.load(experts + other, mask=other < num_places, other=-1)
+        same = (expert[:, None] == their[None, :]) & (other[None, :] < place[:, None])
+        rank += tl.sum(same.to(tl.int32), axis=1)
+    expert = tl.where(exists, expert, 0)
+    rank += tl.gather(before, expert, axis=0)
+    at = tl.gather(start, expert, axis=0) + rank
+    tl.store(order + at, place, mask=exists)
+    is_head = exists & (rank % TILE_ROWS == 0)
+    tile = tiles + tl.gather(first_tile, expert, axis=0) + rank // TILE_ROWS
+    rows = tl.minimum(tl.gather(total, expert, axis=0) - rank, TILE_ROWS)
+    tl.store(tile, expert, mask=is_head)
+    tl.store(tile + max_tiles, at, mask=is_head)
+    tl.store(tile + 2 * max_tiles, rows, mask=is_head)
+
+
+CHUNK = 256  # places
+MAX_COMPARED_PAIRS = 4096  # pairs at a time, in registers
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedTokens:
+    """Chosen places by expert, and the tiles of rows of a grouped product over them."""
+
+    order: Tensor  # [T k] int32: place t * k + rank
+    tiles: Tensor  # [3, max_tiles] int32: a tile's expert, its first of `order`, its rows
+    num_tiles: Tensor  # [1] int32: so many of the tiles exist
+    tile_rows: int
+
+    @property
+    def max_tiles(self) -> int:
+        return self.tiles.shape[1]
+
+
+def align_blocks(experts: Tensor, num_experts: int, tile_rows: int) -> AlignedTokens:
+    """experts: [T, k] int32, contiguous, T > 0. On Triton only."""
+    check("experts", experts, ("T", "k"), (torch.int32,))
+    check_contiguous("experts", experts)
+    num_places = experts.numel()
+    # An expert that is there has at most one tile that is not full.
+    max_tiles = min(num_places, num_places // tile_rows + min(num_experts, num_places))
+    num_chunks = -(-num_places // CHUNK)
+    width = power_of_2(num_experts)
+    sizes = {
+        "CHUNK": CHUNK,
+        "STEP": max(min(MAX_COMPARED_PAIRS // max(width, CHUNK), 32), 1),
+        "E": width,
+    }
+    found = AlignedTokens(
+        experts.new_empty(num_places),
+        experts.new_empty(3, max_tiles),
+        experts.new_empty(1),
+        tile_rows,
+    )
+    counts = experts.new_empty(num_chunks, width)
+    if num_chunks > 1:
+        launch(_count, (num_chunks,), experts, counts, num_places, **sizes)
+    launch(
+        _sort,
+        (num_chunks,),
+        experts,
+        counts,
+        found.order,
+        found.tiles,
+        found.num_tiles,
+        num_places,
+        num_experts,
+        max_tiles,
+        num_chunks,
+        ONE_CHUNK=num_chunks == 1,
+        TILE_ROWS=tile_rows,
+        **sizes,
+    )
+    return found
+
+
+def align_blocks_reference(
+    experts: Tensor, num_experts: int, tile_rows: int
+) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """What `align_blocks` means: the order, and of every tile its expert, first place and rows."""
+    chosen = experts.flatten().tolist()
+    order: list[int] = []
+    tiles = []
+    for expert in range(num_experts):
+        own = [place for place, name in enumerate(chosen) if name == expert]
+        for start in range(0, len(own), tile_rows):
+            tiles.append((expert, len(order) + start, len(own[start : start + tile_rows])))
+        order += own
+    return order, tiles
+
+
+def aot_cases() -> Iterator[AotCase]:
+    def sort(num_tokens: int, num_experts: int) -> AlignedTokens:
+        return align_blocks(meta(num_tokens, 8, dtype=torch.int32), num_experts, 64)
+
+    yield AotCase("a token, 8 of 128", lambda: sort(1, 128))
+    yield AotCase("4096 tokens, 8 of 256", lambda: sort(4096, 256))

@@ -1,0 +1,165 @@
+"""The loops of a program's mixture of experts, compiled by numba: see `routing` and `experts`.
+
+A token's choices are numbered t k + rank. Each has a row in matrices whose rows lie by expert; an
+expert's rows begin where no loop that computes the expert before it writes.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def"
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.attention.cpu_inner import exp
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.partition import f32_array, partition
+from penstock.kernels.step_graph.opcodes import ALIGNMENT
+
+Floats = npt.NDArray[np.float32]
+Longs = npt.NDArray[np.int64]
+
+_f32 = np.float32
+
+
+@inner(fastmath={"contract", "reassoc"})
+def _dot(x: Floats, y: Floats) -> Any:
+    total = _f32(0)
+    for i in range(len(x)):
+        total += x[i] * y[i]
+    return total
+
+
+@inner()
+def gemv(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
+    """x [T, D] times the few rows of a matrix that is not in panels, [E, D]: [T, E]."""
+    dim, num_outputs = op[2], op[4]
+    weight = f32_array(op[3], num_outputs * dim)
+    first, last = partition(num_outputs * num_rows, me, count)
+    for number in range(first, last):
+        e, t = number // num_rows, number % num_rows
+        row = room[op[1] + t * dim :][:dim]
+        room[op[5] + t * num_outputs + e] = _dot(row, weight[e * dim : (e + 1) * dim])
+
+
+@inner()
+def _softmax(row: Floats, powers: Any) -> None:
+    most = row[0]
+    for e in range(len(row)):
+        if row[e] > most:
+            most = row[e]
+    for e in range(len(row)):
+        row[e] -= most
+    exp(row, powers)
+    total = _f32(0)
+    for e in range(len(row)):
+        total += row[e]
+    for e in range(len(row)):
+        row[e] /= total
+
+
+@inner()
+def _pop_largest(merits: Floats) -> int:
+    """The first of the greatest; it is not found again."""
+    best = 0
+    for e in range(1, len(merits)):
+        if merits[e] > merits[best]:
+            best = e
+    merits[best] = -2
+    return best
+
+
+@inner()
+def topk_softmax(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
+    """Logits [T, E] to the experts of each token and their weights, [T, k]."""
+    num_experts, top_k = op[2], op[3]
+    merits, powers = np.empty(num_experts, np.float32), np.empty(num_experts, np.int32)
+    first, last = partition(num_rows, me, count)
+    for t in range(first, last):
+        chances = room[op[1] + t * num_experts :][:num_experts]
+        weights, chosen = room[op[5] + t * top_k :][:top_k], ints[op[6] + t * top_k :][:top_k]
+        _softmax(chances, powers)
+        for e in range(num_experts):  # what is no number loses to every other
+            merits[e] = chances[e] if chances[e] == chances[e] else _f32(-1)
+        total = _f32(0)
+        for rank in range(top_k):
+            chosen[rank] = _pop_largest(merits)
+            weights[rank] = chances[chosen[rank]]
+            total += weights[rank]
+        for rank in range(top_k if op[4] else 0):
+            weights[rank] /= total + _f32(1e-20)
+
+
+@inner()
+def _num_written(num_rows: int) -> int:
+    """Rows that a product of so many may write, and read."""
+    if num_rows <= 1:
+        return num_rows
+    high = 8 if num_rows <= 16 else ALIGNMENT
+    return -(-num_rows // high) * high
+
+
+@inner()
+def permute_index(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
+    """Where each expert's rows begin and how many they are; of each choice, instead of its expert,
+    the row. One thread does it."""
+    if me > 0:
+        return
+    num_experts = op[2]
+    starts, counts = ints[op[1] :][:num_experts], ints[op[1] + num_experts :][:num_experts]
+    choices, at = ints[op[4] :][: num_rows * op[3]], 0
+    counts[:] = 0
+    for expert in choices:
+        counts[expert] += 1
+    for e in range(num_experts):
+        starts[e] = at
+        at += _num_written(counts[e])
+    following = starts.copy()
+    for number in range(len(choices)):
+        expert = choices[number]
+        choices[number] = following[expert]
+        following[expert] += 1
+
+
+@inner()
+def permute(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
+    """Rows of tokens to the rows of their choices."""
+    dim, top_k = op[2], op[5]
+    first, last = partition(num_rows * top_k, me, count)
+    for number in range(first, last):
+        row = room[op[1] + number // top_k * dim :][:dim]
+        made = room[op[3] + ints[op[4] + number] * dim :][:dim]
+        for i in range(dim):
+            made[i] = row[i]
+
+
+@inner()
+def _sigmoid(x: Any) -> Any:
+    return _f32(1) / (_f32(1) + _f32(math.exp(-x)))
+
+
+@inner()
+def unpermute_sum(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
+    """A token's choices, each by its weight, in their order; and the shared expert's, if there is
+    one, by the sigmoid of its gate, if it has one."""
+    dim, top_k, shared_at, gate_at = op[2], op[5], op[7], op[8]
+    first, last = partition(dim // 16, me, count)
+    first, size = first * 16, (last - first) * 16
+    for t in range(num_rows):
+        out = room[op[6] + t * dim + first :][:size]
+        for rank in range(top_k):
+            number = t * top_k + rank
+            weight, row = room[op[3] + number], ints[op[4] + number]
+            made = room[op[1] + row * dim + first :][:size]
+            if rank == 0:
+                for i in range(size):
+                    out[i] = weight * made[i]
+            else:
+                for i in range(size):
+                    out[i] += weight * made[i]
+        if shared_at >= 0:
+            weight = _sigmoid(room[gate_at + t]) if gate_at >= 0 else _f32(1)
+            made = room[shared_at + t * dim + first :][:size]
+            for i in range(size):
+                out[i] += weight * made[i]

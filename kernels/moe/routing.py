@@ -1,0 +1,221 @@
+"""Which experts a token goes to: a router gives it a logit an expert, and the k likeliest compute.
+
+The weights are w = p = softmax(logits) of the chosen, or w divided by their sum, times a scale
+(Shazeer et al., 2017; Jiang et al., 2024). DeepSeek's routing differs in up to three ways (see
+`Routing`): p may be the sigmoid of each logit; the choice, but not the weights, may be by p + bias;
+and it may be of the experts of a few groups only.
+
+The kernel has a program a token, whose experts lie in a tile [groups, experts of a group]. Of equal
+merits the lower expert's is taken; a merit that is not a number loses to every other, so that a
+broken token's experts exist, are different, and harm nobody.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.activation.op import sigmoid
+from penstock.kernels.triton_common.aot import AotCase, meta
+from penstock.kernels.triton_common.launch import (
+    FLOATS,
+    check,
+    jit,
+    launch,
+    power_of_2,
+    tl,
+    use_triton,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are chosen and weighted."""
+
+    top_k: int  # experts a token
+    normalise: bool = False  # the weights of a token's experts sum to `scale`
+    sigmoid: bool = False  # p is the sigmoid of each logit, not the softmax of all
+    num_groups: int = 1  # of neighbouring experts, equally large
+    top_groups: int = 1  # groups whose experts a token may have, together at least `top_k`
+    group_best: int = 1  # a group counts as much as so many of its best experts together
+    scale: float = 1.0  # of the weights
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each token's experts and their weights, the first choice first.
+
+    logits: [T, E]; bias: [E] float32, added to p for the choice. Returns experts [T, k], int64 or
+    on a CUDA device int32, and weights [T, k] float32.
+    """
+    if use_triton(logits):
+        return _route_on_device(logits, routing, bias)
+    wide = logits.to(torch.float32)
+    chances = sigmoid(wide) if routing.sigmoid else wide.softmax(-1)
+    merits = chances if bias is None else chances + bias
+    if routing.top_groups < routing.num_groups:
+        merits = merits.masked_fill(_mask_groups(merits, routing), -torch.inf)
+    experts = merits.topk(routing.top_k).indices
+    weights = chances.gather(1, experts)
+    if routing.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return experts, weights * routing.scale
+
+
+def _mask_groups(merits: Tensor, routing: Routing) -> Tensor:
+    """Which experts are not of a token's best groups: [T, E]."""
+    groups = merits.view(len(merits), routing.num_groups, -1)
+    worth = groups.topk(routing.group_best).values.sum(-1)
+    best = worth.topk(routing.top_groups).indices
+    outside = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
+    return outside.repeat_interleave(groups.shape[2], dim=1)
+
+
+def route_reference(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What `route` means, token by token."""
+    size = logits.shape[1] // routing.num_groups
+    chosen, weights = [], []
+    for row in logits.to(torch.float32):
+        chances = row.sigmoid() if routing.sigmoid else row.softmax(0)
+        merits = (chances if bias is None else chances + bias).tolist()
+        groups = [merits[start : start + size] for start in range(0, len(merits), size)]
+        worth = [sum(sorted(group)[-routing.group_best :]) for group in groups]
+        best = sorted(range(len(groups)), key=lambda group: -worth[group])[: routing.top_groups]
+        allowed = [expert for expert in range(len(merits)) if expert // size in best]
+        experts = sorted(allowed, key=lambda expert: -merits[expert])[: routing.top_k]
+        shares = chances[experts]
+        chosen.append(experts)
+        weights.append((shares / shares.sum() if routing.normalise else shares) * routing.scale)
+    return torch.tensor(chosen), torch.stack(weights)
+
+
+@jit
+def _route(
+    logits,  # [T, E], rows logits_stride apart
+    bias,  # [E] float32; not read without HAS_BIAS
+    experts,  # [T, TOP_K] int32
+    weights,  # [T, TOP_K] float32
+    logits_stride,
+    scale,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,  # these three: the next power of two
+    MEMBERS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)
+    inside = (group[:, None] < NUM_GROUPS) & (member[None, :] < GROUP_SIZE)
+    name = group[:, None] * GROUP_SIZE + member[None, :]
+    row = tl.load(logits + token * logits_stride + name, mask=inside, other=float("-inf"))
+    row = row.to(tl.float32)
+    if SIGMOID:
+        chance = 1 / (1 + tl.exp(-row))
+    else:
+        chance = tl.exp(row - tl.max(tl.max(row, axis=1), axis=0))
+        chance = chance / tl.sum(tl.sum(chance, axis=1), axis=0)
+    merit = chance
+    if HAS_BIAS:
+        merit += tl.load(bias + name, mask=inside, other=0.0)
+    merit = tl.where(merit == merit, merit, -1e30)
+    merit = tl.where(inside, merit, float("-inf"))
+
+    if TOP_GROUPS < NUM_GROUPS:
+        worth = tl.zeros((GROUPS,), tl.float32)
+        left = merit
+        for _ in tl.static_range(GROUP_BEST):
+            worth += tl.max(left, axis=1)
+            left = tl.where(member[None, :] == tl.argmax(left, axis=1)[:, None], -1e30, left)
+        worth = tl.where(group < NUM_GROUPS, worth, float("-inf"))
+        allowed = group < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            best = group == tl.argmax(worth, axis=0)
+            allowed = allowed | best
+            worth = tl.where(best, float("-inf"), worth)
+        merit = tl.where(allowed[:, None], merit, float("-inf"))
+
+    merit = tl.reshape(merit, (GROUPS * MEMBERS,))
+    chance = tl.reshape(chance, (GROUPS * MEMBERS,))
+    name = tl.reshape(name, (GROUPS * MEMBERS,))
+    at, rank = tl.arange(0, GROUPS * MEMBERS), tl.arange(0, RANKS)
+    chosen = tl.zeros((RANKS,), tl.int32)
+    weight = tl.zeros((RANKS,), tl.float32)
+    for number in tl.static_range(TOP_K):
+        best = at == tl.argmax(merit, axis=0)
+        chosen = tl.where(rank == number, tl.sum(tl.where(best, name, 0), axis=0), chosen)
+        weight = tl.where(rank == number, tl.sum(tl.where(best, chance, 0.0), axis=0), weight)
+        merit = tl.where(best, float("-inf"), merit)
+    if NORMALISE:
+        weight = weight / (tl.sum(weight, axis=0) + 1e-20)
+    tl.store(experts + token * TOP_K + rank, chosen, mask=rank < TOP_K)
+    tl.store(weights + token * TOP_K + rank, weight * scale, mask=rank < TOP_K)
+
+
+def _route_on_device(
+    logits: Tensor, routing: Routing, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    _check(logits, routing, bias)
+    num_tokens, num_experts = logits.shape
+    shape = (num_tokens, routing.top_k)
+    experts = logits.new_empty(shape, dtype=torch.int32)
+    weights = logits.new_empty(shape, dtype=torch.float32)
+    group_size = num_experts // routing.num_groups
+    launch(
+        _route,
+        (num_tokens,),
+        logits,
+        weights if bias is None else bias,
+        experts,
+        weights,
+        logits.stride(0),
+        routing.scale,
+        NUM_GROUPS=routing.num_groups,
+        GROUP_SIZE=group_size,
+        TOP_K=routing.top_k,
+        TOP_GROUPS=routing.top_groups,
+        GROUP_BEST=min(routing.group_best, group_size),
+        SIGMOID=routing.sigmoid,
+        NORMALISE=routing.normalise,
+        HAS_BIAS=bias is not None,
+        GROUPS=power_of_2(routing.num_groups),
+        MEMBERS=power_of_2(group_size),
+        RANKS=power_of_2(routing.top_k),
+        num_warps=1,
+    )
+    return experts, weights
+
+
+def _check(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
+    num_experts = logits.shape[-1]
+    check("logits", logits, ("T", "E"), FLOATS)
+    if bias is not None:
+        check("bias", bias, (num_experts,), (torch.float32,), like=logits)
+    if num_experts % routing.num_groups:
+        raise ValueError(
+            f"routing: {num_experts} experts cannot be had in {routing.num_groups} equal groups"
+        )
+    if not 0 < routing.top_groups <= routing.num_groups:
+        raise ValueError(
+            f"routing: top_groups from 1 to {routing.num_groups} expected, not {routing.top_groups}"
+        )
+    allowed = num_experts // routing.num_groups * routing.top_groups
+    if not 0 < routing.top_k <= allowed:
+        raise ValueError(f"routing: top_k from 1 to {allowed} expected, not {routing.top_k}")
+
+
+def aot_cases() -> Iterator[AotCase]:
+    plain, deepseek = Routing(8, True), Routing(8, True, True, 8, 4, 2, 2.5)
+    wide = {"dtype": torch.float32}
+    yield AotCase("qwen3 moe: 8 of 128", lambda: route(meta(64, 128), plain))
+    yield AotCase(
+        "deepseek v3: 8 of 256, grouped",
+        lambda: route(meta(64, 256, **wide), deepseek, meta(256, **wide)),
+    )

@@ -1,0 +1,394 @@
+"""Drawing a token of every row: cuts, temperature, noise, and the largest of what is left.
+
+A token is drawn by adding Gumbel noise to every logit and taking the largest (see `noise`); so the
+draw depends on the row's logits and its seed, choice and index alone.
+
+On a GPU there is no sort, and the host is not asked. The exact cuts are searched for among the few
+tokens that `survey` collects (`_threshold_kernel`), and noise, bit by bit that of `noise`, is made
+only where something may be drawn (`_draw`, `_pick`). A row with NaN or an infinity is flagged, and
+harms no other.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.kernels.sampling.logit_filters import (
+    FilterParams,
+    apply_top_k_top_p_min_p_,
+    apply_typical_p_,
+    argmax,
+)
+from penstock.kernels.sampling.philox import SAMPLE, gumbel_noise
+from penstock.kernels.sampling.vocab_scan import (
+    ROW_VECTORS,
+    SEGMENT,
+    SUB,
+    TILE,
+    Candidates,
+    VocabMaxima,
+    compact,
+    key_of,
+    kth_largest_key,
+    load_candidates,
+    min_p_floor,
+    scan,
+    value_of,
+)
+from penstock.kernels.triton_common.aot import AotCase, meta
+from penstock.kernels.triton_common.launch import check, jit, launch, power_of_2, tl, use_triton
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """How R rows are to be drawn from: each field [R], on the device of the logits."""
+
+    temperature: Tensor  # float32; 0: the largest is taken, whatever the rest says
+    top_p: Tensor  # these three float32, as of `FilterParams` and `typical_`
+    min_p: Tensor
+    typical_p: Tensor  # of what the others keep; 1 cuts nothing
+    top_k: Tensor  # int64
+    seeds: Tensor  # int64, the bits of an unsigned one
+    indices: Tensor  # int64: of the token in its answer, from 0
+    choices: Tensor  # int64
+
+
+@jit
+def _mass_from(values, count, top, floor, TILE: tl.constexpr):
+    """The sum of exp(value - top) of the values from `floor` on."""
+    held = tl.zeros((TILE,), tl.float32)
+    for start in range(0, count, TILE):
+        at = start + tl.arange(0, TILE)
+        value = tl.load(values + at, mask=at < count, other=float("-inf"))
+        held += tl.where(value >= floor, tl.exp(value - top), 0.0)
+    return tl.sum(held, axis=0)
+
+
+@jit(unspecialized=(*ROW_VECTORS, "floors", "centres", "widths"))
+def _threshold_kernel(
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    typical_p,
+    values,
+    counts,
+    tops,
+    bounds,
+    floors,  # [R] float32: smaller logits are cut
+    centres,  # [R] float32, and
+    widths,  # [R] float32: logits further from the centre are cut
+    vocab_size,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    top, count = tl.load(tops + row), tl.load(counts + row)
+    if tl.load(temperature + row) <= 0:
+        tl.store(floors + row, top)
+        tl.store(centres + row, 0.0)
+        tl.store(widths + row, float("inf"))
+        return
+    values += row * vocab_size
+    share, limit = tl.load(top_p + row), tl.load(top_k + row)
+    low, high = key_of(tl.load(bounds + row)), key_of(top)
+    if count > 0:
+        if (limit > 0) & (limit < vocab_size):
+            target = limit.to(tl.float32)
+            low = kth_largest_key(values, count, low, high, target, top, top, top, "rank", TILE)
+        if share < 1:
+            target = share * _mass_from(values, count, top, value_of(low), TILE)
+            low = kth_largest_key(values, count, low, high, target, top, top, top, "mass", TILE)
+    floor = tl.maximum(value_of(low), min_p_floor(tl.load(min_p + row), top))
+    tl.store(floors + row, floor)
+
+    share = tl.load(typical_p + row)
+    if (share < 1) & (count > 0):
+        held = _mass_from(values, count, top, floor, TILE)
+        lean = tl.zeros((TILE,), tl.float32)
+        for start in range(0, count, TILE):
+            at = start + tl.arange(0, TILE)
+            value = tl.load(values + at, mask=at < count, other=float("-inf"))
+            value = tl.where(value >= floor, tl.maximum(value - top, -80.0), 0.0)
+            lean += value * tl.exp(value)
+        # Surprise is log(held) - (value - top), its mean log(held) - lean / held.
+        centre = top + tl.sum(lean, axis=0) / held
+        near, far = tl.full((), 0, tl.int64), tl.full((), 0x7F800000, tl.int64)
+        target = (1 - share) * held
+        near = kth_largest_key(values, count, near, far, target, top, floor, centre, "oddity", TILE)
+        tl.store(centres + row, centre)
+        tl.store(widths + row, value_of(near))
+    else:
+        tl.store(centres + row, 0.0)
+        tl.store(widths + row, float("inf"))
+
+
+@jit(
+    unspecialized=("temperature", "seeds", "indices", "choices", "floors", "centres", "widths"),
+)
+def _sample_kernel(
+    logits,  # [R, V] float32, rows logits_stride apart
+    temperature,
+    seeds,
+    indices,
+    choices,
+    sub_max,
+    floors,
+    centres,
+    widths,
+    best,  # [R, segments] float32: the largest logit with noise that may be drawn, or -inf
+    places,  # [R, segments] int32: its token
+    logits_stride,
+    vocab_size,
+    PURPOSE: tl.constexpr,
+    SUB: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = row * tl.num_programs(1) + segment
+    subs = sub_max + at * (SEGMENT // SUB)
+    floor = tl.load(floors + row)
+    near = tl.load(subs + tl.arange(0, SEGMENT // SUB))
+    if tl.max(near, axis=0) < floor:
+        tl.store(best + at, float("-inf"))
+        tl.store(places + at, 0)
+        return
+    source = logits + row * logits_stride
+    logit = load_candidates(source, segment, vocab_size, near >= floor, SUB, SEGMENT)
+    heat = tl.load(temperature + row)
+    score = tl.math.div_rn(logit, tl.where(heat > 0, heat, 1.0))
+    far = tl.abs(score - tl.load(centres + row)) > tl.load(widths + row)
+    keep = (score >= floor) & (score > float("-inf")) & ~far
+    if heat > 0:
+        lane = segment * (SEGMENT // 4) + tl.arange(0, SEGMENT // 4)
+        index = tl.load(indices + row).to(tl.int32) + lane * 0
+        choice = tl.load(choices + row).to(tl.int32) + lane * 0
+        w0, w1, w2, w3 = tl.philox(tl.load(seeds + row), lane, index, choice, lane * 0 + PURPOSE)
+        words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+        score += _gumbel(words)
+    score = tl.where(keep, score, float("-inf"))
+    value, place = tl.max(score, axis=0, return_indices=True)
+    tl.store(best + at, value)
+    tl.store(places + at, segment * SEGMENT + place)
+
+
+@jit
+def _gumbel(words):
+    """As `noise.gumbel`: the same operations in the same order, none of them fused."""
+    uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    rest = 1.0 - uniform
+    lost = 1.0 - rest
+    scale = tl.math.div_rn(uniform, tl.where(lost > 0, lost, 1.0))
+    surprise = tl.where(lost > 0, -_log(rest) * scale, uniform)
+    return -_log(surprise)
+
+
+@jit
+def _log(x):
+    """As `noise.log`."""
+    bits = x.to(tl.int32, bitcast=True) + 0x4AFB0D
+    exponent = ((bits >> 23) - 127).to(tl.float32)
+    mantissa = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True)
+    s = tl.math.div_rn(mantissa - 1.0, mantissa + 1.0)
+    z = s * s
+    series = ((z * 0.2857142857 + 0.4) * z + 0.6666666667) * z + 2.0
+    return series * s + exponent * 0.6931471806
+
+
+@jit
+def _pick(
+    best,
+    places,
+    broken,
+    tokens,  # [R] int64
+    finite,  # [R] bool
+    num_segments,
+    SEGMENTS: tl.constexpr,
+):
+    row, number = tl.program_id(0), tl.arange(0, SEGMENTS)
+    own, has = row * num_segments + number, number < num_segments
+    value, which = tl.max(
+        tl.load(best + own, mask=has, other=float("-inf")), axis=0, return_indices=True
+    )
+    wrong = tl.max(tl.load(broken + own, mask=has, other=0), axis=0) > 0
+    good = (value > float("-inf")) & ~wrong
+    token = tl.load(places + row * num_segments + which)
+    tl.store(tokens + row, tl.where(good, token, 0).to(tl.int64))
+    tl.store(finite + row, good)
+
+
+def sample(logits: Tensor, params: SamplingTensors, bans: bool = False) -> tuple[Tensor, Tensor]:
+    """A token a row, and whether it was one to draw from: [R] int64 and [R] bool.
+
+    logits: [R, V] float32, left as they are. bans: -inf is a token that may not be drawn, else a
+    mistake like NaN and inf. A row with a mistake, or with nothing to be drawn, gives token 0 and
+    False. On a GPU nothing is read back.
+    """
+    if not use_triton(logits):
+        return _sample_on_cpu(logits, params, bans)
+    check("logits", logits, ("R", "V"), (torch.float32,))
+    num_rows, vocab_size = logits.shape
+    cuts = FilterParams(params.top_k, params.top_p, params.min_p)
+    for name in ("seeds", "indices", "choices"):
+        check(name, getattr(params, name), (num_rows,), (torch.int64,), like=logits)
+    found = scan(logits, params.temperature, bans)
+    near = compact(found, cuts, params.typical_p, with_tokens=False)
+    limits = _thresholds(found, near, cuts, params.typical_p)
+    shape = (num_rows, found.num_segments)
+    best, places = logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
+    launch(
+        _sample_kernel,
+        shape,
+        logits,
+        params.temperature,
+        params.seeds,
+        params.indices,
+        params.choices,
+        found.sub_max,
+        *limits,
+        best,
+        places,
+        logits.stride(0),
+        vocab_size,
+        PURPOSE=SAMPLE,
+        SUB=SUB,
+        SEGMENT=SEGMENT,
+        # So that noise has the CPU's bits: a product and a sum are two roundings there.
+        enable_fp_fusion=False,
+        num_warps=8,
+    )
+    tokens = logits.new_empty(num_rows, dtype=torch.int64)
+    finite = logits.new_empty(num_rows, dtype=torch.bool)
+    launch(
+        _pick,
+        (num_rows,),
+        best,
+        places,
+        found.broken,
+        tokens,
+        finite,
+        found.num_segments,
+        SEGMENTS=power_of_2(found.num_segments),
+        num_warps=1,
+    )
+    return tokens, finite
+
+
+def _thresholds(
+    found: VocabMaxima, near: Candidates, cuts: FilterParams, typical_p: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row the floor of what is kept, and the centre and half the width of it: [R]."""
+    num_rows, vocab_size = found.logits.shape
+    floors, centres, widths = found.logits.new_empty(3, num_rows)
+    launch(
+        _threshold_kernel,
+        (num_rows,),
+        found.temperature,
+        cuts.top_k,
+        cuts.top_p,
+        cuts.min_p,
+        typical_p,
+        near.values,
+        near.counts,
+        near.tops,
+        near.bounds,
+        floors,
+        centres,
+        widths,
+        vocab_size,
+        TILE=TILE,
+    )
+    return floors, centres, widths
+
+
+def greedy(logits: Tensor, bans: bool = False) -> tuple[Tensor, Tensor]:
+    """As `draw`, of rows that all are greedy; on a CPU some calls less."""
+    finite = logits.amax(-1).isfinite() if bans else finite_rows(logits)
+    return torch.from_numpy(argmax(logits)).masked_fill_(~finite, 0), finite
+
+
+def _sample_on_cpu(logits: Tensor, params: SamplingTensors, bans: bool) -> tuple[Tensor, Tensor]:
+    finite = logits.amax(-1).isfinite() if bans else finite_rows(logits)
+    tokens = np.zeros(len(logits), np.int64)
+    greedy = (params.temperature <= 0).numpy()
+    drawn = np.flatnonzero(~greedy)
+    if greedy.any():
+        greedy = np.flatnonzero(greedy)
+        tokens[greedy] = argmax(_rows(logits, greedy))
+    if len(drawn):
+        tokens[drawn] = argmax(_add_noise(_rows(logits, drawn), params, drawn))
+    found = torch.from_numpy(tokens)
+    return found.masked_fill_(~finite, 0), finite
+
+
+def _add_noise(logits: Tensor, params: SamplingTensors, at: npt.NDArray[np.intp]) -> Tensor:
+    """Logits of the rows `at` at their temperature, cut, with noise: a new tensor."""
+    rows = torch.from_numpy(at)
+    heat, top_p, min_p, typical_p, top_k = (
+        each[rows]
+        for each in (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.typical_p,
+            params.top_k,
+        )
+    )
+    scores = logits / heat[:, None]
+    cut = torch.nonzero((top_k > 0) | (top_p < 1) | (min_p > 0))[:, 0]
+    if len(cut):
+        cuts = FilterParams(top_k[cut], top_p[cut], min_p[cut])
+        _update_rows_(scores, cut, lambda picked: apply_top_k_top_p_min_p_(picked, cuts))
+    typical = torch.nonzero(typical_p < 1)[:, 0]
+    if len(typical):
+        _update_rows_(scores, typical, lambda picked: apply_typical_p_(picked, typical_p[typical]))
+    noise = gumbel_noise(
+        params.seeds[rows].numpy().view(np.uint64),
+        params.indices[rows].numpy(),
+        params.choices[rows].numpy(),
+        scores.shape[1],
+    )
+    return scores.add_(noise)
+
+
+def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
+    """Rows of a tensor; the tensor itself if that is all of them."""
+    return tensor if len(at) == len(tensor) else tensor[torch.from_numpy(at)]
+
+
+def _update_rows_(tensor: Tensor, at: Tensor, change_: Callable[[Tensor], None]) -> None:
+    """Changes some rows of a tensor in place."""
+    picked = _rows(tensor, at.numpy())
+    change_(picked)
+    if picked is not tensor:
+        tensor[at] = picked
+
+
+def finite_rows(logits: Tensor) -> Tensor:
+    """Which rows hold neither NaN nor an infinity: [R, V] to [R] bool."""
+    # The sum of a row that does is not finite.
+    if logits.device.type != "cpu":
+        return logits.sum(-1).isfinite()
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = logits.numpy().sum(-1)  # torch takes several times as long for a few rows
+    if np.isfinite(sums).all():
+        return torch.ones(len(logits), dtype=torch.bool)
+    return logits.isfinite().all(-1)
+
+
+def aot_cases() -> Iterator[AotCase]:
+    def case(num_rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+        floats = [meta(num_rows, dtype=torch.float32) for _ in range(4)]
+        whole = [meta(num_rows, dtype=torch.int64) for _ in range(4)]
+        return sample(
+            meta(num_rows, vocab_size, dtype=torch.float32), SamplingTensors(*floats, *whole)
+        )
+
+    yield AotCase(
+        "64 rows, 151936 tokens",
+        lambda: case(64, 151936),
+        streams=("_scan_kernel", "_sample_kernel"),
+    )

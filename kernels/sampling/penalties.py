@@ -1,0 +1,231 @@
+"""Penalties of what was said before, and biases, in place on logits.
+
+On a GPU every token's number of times is counted in a table [P, V] with atomic additions of whole
+numbers, whose order is nothing to the result. Then the first place that takes a token's number out
+of the table changes its logit: once, whoever it is.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.triton_common.aot import AotCase, meta
+from penstock.kernels.triton_common.launch import check, jit, launch, tl, use_triton
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Of P rows: each field [P] float32. 1, 0 and 0 change nothing."""
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+def apply_penalties_(
+    logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
+) -> None:
+    """Penalises, in place, what was said before.
+
+    Each token of the prompt or the answer has its logit divided by `repetition` if it is
+    positive, else multiplied (Keskar et al., 2019). Each token of the answer then loses
+    `frequency` for every time that it is there, and `presence` once.
+
+    logits: [P, V] float32; tokens: [P, L] int64, prompt, answer, then anything;
+    num_prompt, num_tokens: [P] int64, 0 < num_tokens <= L. On a GPU a token that does not exist is
+    passed over, and so is what a row would have behind its end.
+    """
+    if use_triton(logits):
+        _penalize_on_device(logits, tokens, num_prompt, num_tokens, penalties)
+        return
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    said = positions < num_tokens[:, None]
+    answered = said & (positions >= num_prompt[:, None])
+    # Repeats, and the padding with a token that is there, all write the same value.
+    seen = torch.where(said, tokens, tokens[:, :1])
+    scores = logits.gather(1, seen)
+    factor = penalties.repetition[:, None]
+    logits.scatter_(1, seen, torch.where(scores > 0, scores / factor, scores * factor))
+    logits.scatter_add_(1, seen, answered * -penalties.frequency[:, None])
+    first = num_prompt.minimum(num_tokens - 1)[:, None]
+    present = torch.where(answered, tokens, tokens.gather(1, first))
+    has_answer = (num_tokens > num_prompt)[:, None]
+    logits.scatter_(
+        1, present, logits.gather(1, present) - has_answer * penalties.presence[:, None]
+    )
+
+
+def apply_penalties_reference(
+    logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
+) -> Tensor:
+    """What `penalize_` means, token by token; a new tensor."""
+    out = logits.clone()
+    for row, (start, stop) in enumerate(zip(num_prompt.tolist(), num_tokens.tolist(), strict=True)):
+        answer = tokens[row, start:stop].tolist()
+        factor = penalties.repetition[row]
+        for token in set(tokens[row, :stop].tolist()):
+            score = out[row, token]
+            out[row, token] = score / factor if score > 0 else score * factor
+        for token in set(answer):
+            out[row, token] -= penalties.frequency[row] * answer.count(token)
+            out[row, token] -= penalties.presence[row]
+    return out
+
+
+@jit(unspecialized=("num_places", "tokens_stride"))
+def _count_occurrences(
+    tokens,  # [P, L] int64, rows tokens_stride apart
+    num_prompt,
+    num_tokens,
+    said,  # [P, V] int32, zeros: bit 0 in the prompt, the rest times in the answer
+    num_places,  # L
+    tokens_stride,
+    vocab_size,
+    TILE: tl.constexpr,
+):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    count = tl.minimum(tl.load(num_tokens + row), num_places)
+    if tl.program_id(1) * TILE >= count:
+        return
+    inside = at < count
+    token = tl.load(tokens + row * tokens_stride + at, mask=inside, other=-1)
+    inside = inside & (token >= 0) & (token < vocab_size)
+    answered = at >= tl.load(num_prompt + row)
+    one = tl.full((TILE,), 1, tl.int32)
+    tl.atomic_or(said + row * vocab_size + token, one, mask=inside & ~answered)
+    tl.atomic_add(said + row * vocab_size + token, 2 * one, mask=inside & answered)
+
+
+@jit(unspecialized=("num_places", "tokens_stride"))
+def _penalty_kernel(
+    logits,  # [P, V] float32, rows logits_stride apart
+    tokens,
+    num_tokens,
+    said,  # as `_count_occurrences` leaves it; zeros again afterwards
+    repetition,  # these three [P] float32
+    presence,
+    frequency,
+    num_places,  # L
+    logits_stride,
+    tokens_stride,
+    vocab_size,
+    TILE: tl.constexpr,
+):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    count = tl.minimum(tl.load(num_tokens + row), num_places)
+    if tl.program_id(1) * TILE >= count:
+        return
+    inside = at < count
+    token = tl.load(tokens + row * tokens_stride + at, mask=inside, other=-1)
+    inside = inside & (token >= 0) & (token < vocab_size)
+    none = tl.full((TILE,), 0, tl.int32)
+    found = tl.atomic_and(said + row * vocab_size + token, none, mask=inside)
+    first = inside & (found != 0)
+    score = tl.load(logits + row * logits_stride + token, mask=first, other=0.0)
+    factor = tl.load(repetition + row)
+    score = tl.where(
+        score > 0, tl.math.div_rn(score, factor + tl.zeros_like(score)), score * factor
+    )
+    times = (found >> 1).to(tl.float32)
+    score -= times * tl.load(frequency + row)
+    score -= tl.where(times > 0, tl.load(presence + row), 0.0)
+    tl.store(logits + row * logits_stride + token, score, mask=first)
+
+
+TILE = 1024  # places of a text, or pairs, a program
+
+
+def _penalize_on_device(
+    logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
+) -> None:
+    check("logits", logits, ("P", "V"), (torch.float32,))
+    num_rows, vocab_size = logits.shape
+    check("tokens", tokens, (num_rows, "L"), (torch.int64,), like=logits)
+    for name, each in (("num_prompt", num_prompt), ("num_tokens", num_tokens)):
+        check(name, each, (num_rows,), (torch.int64,), like=logits)
+    for name in ("repetition", "presence", "frequency"):
+        check(name, getattr(penalties, name), (num_rows,), (torch.float32,), like=logits)
+    said = logits.new_zeros((num_rows, vocab_size), dtype=torch.int32)
+    num_places, stride = tokens.shape[1], tokens.stride(0)
+    grid = (num_rows, -(-num_places // TILE))
+    counted = (tokens, num_prompt, num_tokens, said, num_places, stride, vocab_size)
+    launch(_count_occurrences, grid, *counted, TILE=TILE)
+    launch(
+        _penalty_kernel,
+        grid,
+        logits,
+        tokens,
+        num_tokens,
+        said,
+        penalties.repetition,
+        penalties.presence,
+        penalties.frequency,
+        num_places,
+        logits.stride(0),
+        stride,
+        vocab_size,
+        TILE=TILE,
+    )
+
+
+@jit(unspecialized=("num_pairs", "num_rows"))
+def _bias_kernel(
+    logits,  # [R, V] float32, rows logits_stride apart
+    rows,  # these three [num_pairs]: int64, int64, float32
+    tokens,
+    values,
+    num_pairs,
+    num_rows,
+    vocab_size,
+    logits_stride,
+    TILE: tl.constexpr,
+):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.load(rows + at, mask=at < num_pairs, other=-1)
+    token = tl.load(tokens + at, mask=at < num_pairs, other=-1)
+    good = (row >= 0) & (row < num_rows) & (token >= 0) & (token < vocab_size)
+    value = tl.load(values + at, mask=good, other=0.0)
+    place = logits + row * logits_stride + token
+    tl.store(place, tl.load(place, mask=good, other=0.0) + value, mask=good)
+
+
+def add_logit_bias_(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
+    """Adds a value to some logits, in place: logits[rows[n], tokens[n]] += values[n].
+
+    logits: [R, V] float32; rows, tokens: [N] int64, no pair twice; values: [N] float32. On a GPU a
+    pair that does not exist is passed over.
+    """
+    if not use_triton(logits):
+        logits[rows, tokens] += values
+        return
+    check("logits", logits, ("R", "V"), (torch.float32,))
+    check("rows", rows, ("N",), (torch.int64,), like=logits)
+    check("tokens", tokens, (len(rows),), (torch.int64,), like=logits)
+    check("values", values, (len(rows),), (torch.float32,), like=logits)
+    grid = (-(-len(values) // TILE),)
+    sizes = (len(values), *logits.shape, logits.stride(0))
+    launch(_bias_kernel, grid, logits, rows, tokens, values, *sizes, TILE=TILE)
+
+
+def aot_cases() -> Iterator[AotCase]:
+    def floats(*shape: int) -> Tensor:
+        return meta(*shape, dtype=torch.float32)
+
+    def ints(*shape: int) -> Tensor:
+        return meta(*shape, dtype=torch.int64)
+
+    yield AotCase(
+        "16 rows of 8192 tokens",
+        lambda: apply_penalties_(
+            floats(16, 128256),
+            ints(16, 8192),
+            ints(16),
+            ints(16),
+            Penalties(floats(16), floats(16), floats(16)),
+        ),
+    )
+    yield AotCase(
+        "300 biases", lambda: add_logit_bias_(floats(16, 128256), ints(300), ints(300), floats(300))
+    )

@@ -1,0 +1,309 @@
+"""Where the large logits of every row are, found in one pass over a whole vocabulary.
+
+Most tokens are far too unlikely to be kept by any cut. So the pass (`_scan_kernel`) keeps the
+largest of every 64, and these bound from below what a cut can keep: the k-th largest of them is no
+larger than the k-th largest token, and likewise with sums of chances. Only the tokens from that
+bound on are then collected (`_compact_kernel`), from blocks that have some. Of a flat distribution,
+where the largest tell little, all are: as right, and slower.
+
+Each row is summed in an order of its own, whatever the other rows are.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.sampling.logit_filters import FilterParams
+from penstock.kernels.triton_common.launch import check, jit, launch, power_of_2, tl
+
+SUB = 64  # tokens whose largest is kept
+SEGMENT = 4096  # tokens a program
+TILE = 512  # values at a time in a search
+
+ROW_VECTORS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+"""Of R rows: where one of these begins in the tensor that holds them all follows R."""
+
+
+@jit
+def key_of(value):
+    """Whole numbers in the order of float32 values: from -2139095041, of -inf, to 0x7F800000."""
+    bits = value.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@jit
+def value_of(key):
+    """The float32 of a key."""
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def kth_largest_key(
+    values,  # [count] float32
+    count,
+    low,
+    high,  # keys between which the answer is: `high` is one, if nothing else
+    target,
+    top,  # the largest value, or any above it
+    floor,  # these two for "oddity": only values from the floor on count,
+    centre,  # by their distance from the centre
+    BY: tl.constexpr,  # "rank": each counts 1; "mass" and "oddity": exp(value - top)
+    TILE: tl.constexpr,
+):
+    """The least key with less than `target` above it; with no more than it, by oddity."""
+    way = tl.arange(0, 16)
+    while low < high:
+        step = (high - low + 15) // 16
+        keys = (low + step * way).to(tl.int32)
+        above = tl.zeros((16,), tl.float32)
+        for start in range(0, count, TILE):
+            at = start + tl.arange(0, TILE)
+            value = tl.load(values + at, mask=at < count, other=float("-inf"))
+            weight = tl.full((TILE,), 1.0, tl.float32)
+            if BY != "rank":
+                weight = tl.exp(value - top)
+            if BY == "oddity":
+                weight = tl.where(value >= floor, weight, 0.0)
+                value = tl.abs(value - centre)
+            bits = value.to(tl.int32, bitcast=True)
+            bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+            more = bits[:, None] > keys[None, :]
+            above += tl.sum(tl.where(more, weight[:, None], 0.0), axis=0)
+        too_much = above > target if BY == "oddity" else above >= target
+        passed = tl.sum(too_much.to(tl.int32), axis=0)
+        high = tl.where(passed < 16, tl.minimum(high, low + step * passed), high)
+        low = tl.where(passed > 0, low + step * (passed - 1) + 1, low)
+    return low
+
+
+@jit(unspecialized=("temperature",))
+def _scan_kernel(
+    logits,  # [R, V] float32, rows logits_stride apart
+    temperature,  # [R] float32; 0: greedy, and not divided by
+    sub_max,  # [R, subs] float32: of every SUB tokens, at their temperature
+    segment_max,  # [R, segments] float32
+    segment_sum,  # [R, segments] float32: of exp(logit - segment_max)
+    broken,  # [R, segments] int32: 1 where a logit is NaN or infinite
+    logits_stride,
+    vocab_size,
+    BANS: tl.constexpr,  # -inf is a token that may not be drawn, and nothing broken
+    SUB: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_segments = tl.num_programs(1)
+    sub = tl.arange(0, SEGMENT // SUB)
+    token = segment * SEGMENT + sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    inside = token < vocab_size
+    logit = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf"))
+    wrong = inside & ~(logit < float("inf"))
+    if not BANS:
+        wrong = wrong | (inside & (logit == float("-inf")))
+    heat = tl.load(temperature + row)
+    logit = tl.math.div_rn(logit, tl.where(heat > 0, heat, 1.0))
+    largest = tl.max(logit, axis=1)
+    top = tl.max(largest, axis=0)
+    mass = tl.where(logit == float("-inf"), 0.0, tl.exp(logit - top))
+    at = row * num_segments + segment
+    tl.store(sub_max + at * (SEGMENT // SUB) + sub, largest)
+    tl.store(segment_max + at, top)
+    tl.store(segment_sum + at, tl.sum(tl.sum(mass, axis=1), axis=0))
+    tl.store(broken + at, tl.max(tl.max(wrong.to(tl.int32), axis=1), axis=0))
+
+
+@jit
+def load_candidates(row, segment, vocab_size, near, SUB: tl.constexpr, SEGMENT: tl.constexpr):
+    """A segment of a row of logits, [SEGMENT]; -inf in blocks that are not `near`."""
+    sub = tl.arange(0, SEGMENT // SUB)
+    token = segment * SEGMENT + sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    logit = tl.load(row + token, mask=near[:, None] & (token < vocab_size), other=float("-inf"))
+    return tl.reshape(logit, (SEGMENT,))
+
+
+@jit
+def min_p_floor(min_p, top):
+    return tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)), float("-inf"))
+
+
+@jit(unspecialized=ROW_VECTORS)
+def _compact_kernel(
+    logits,
+    temperature,
+    top_k,  # [R] int64; 0: all
+    top_p,  # [R] float32; 1: all
+    min_p,  # [R] float32; 0: all
+    typical_p,  # [R] float32; 1: all
+    sub_max,
+    segment_max,
+    segment_sum,
+    values,  # [R, V] float32: the tokens that may be kept, at their temperature, in order
+    tokens,  # [R, V] int32: which they are; not written without TOKENS
+    counts,  # [R] int32: how many; 0 where nothing is cut but by min_p
+    tops,  # [R] float32: the largest logit at its temperature
+    bounds,  # [R] float32: none that may be kept is smaller
+    logits_stride,
+    vocab_size,
+    num_segments,
+    TOKENS: tl.constexpr,
+    SUB: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,  # the next power of two
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, SEGMENTS)
+    own = row * num_segments + number
+    segment_top = tl.load(segment_max + own, mask=number < num_segments, other=float("-inf"))
+    top = tl.max(segment_top, axis=0)
+    tl.store(tops + row, top)
+    tl.store(counts + row, 0)
+    tl.store(bounds + row, float("-inf"))
+    heat, limit = tl.load(temperature + row), tl.load(top_k + row)
+    share = tl.load(top_p + row)
+    by_rank, by_mass = (limit > 0) & (limit < vocab_size), share < 1
+    wanted = by_rank | by_mass | (tl.load(typical_p + row) < 1)
+    if (heat <= 0) | (not wanted) | ~(top > float("-inf")):
+        return
+
+    sums = tl.load(segment_sum + own, mask=number < num_segments, other=0.0)
+    total = tl.sum(tl.where(sums > 0, sums * tl.exp(segment_top - top), 0.0), axis=0)
+    num_subs = num_segments * (SEGMENT // SUB)
+    subs = sub_max + row * num_subs
+    low, high = tl.full((), -2139095041, tl.int64), key_of(top)
+    if by_rank:
+        low = kth_largest_key(
+            subs, num_subs, low, high, limit.to(tl.float32), top, top, top, "rank", TILE
+        )
+    elif by_mass:
+        low = kth_largest_key(subs, num_subs, low, high, share * total, top, top, top, "mass", TILE)
+    else:
+        low = key_of(min_p_floor(tl.load(min_p + row), top))
+    bound = value_of(low)
+    tl.store(bounds + row, bound)
+
+    count = 0
+    for segment in range(num_segments):
+        start = segment * (SEGMENT // SUB)
+        part = tl.load(subs + start + tl.arange(0, SEGMENT // SUB))
+        if tl.max(part, axis=0) >= bound:
+            source = logits + row * logits_stride
+            logit = load_candidates(source, segment, vocab_size, part >= bound, SUB, SEGMENT)
+            logit = tl.math.div_rn(logit, heat)
+            token = segment * SEGMENT + tl.arange(0, SEGMENT)
+            keep = (logit >= bound) & (logit > float("-inf"))
+            place = count + tl.cumsum(keep.to(tl.int32), axis=0) - 1
+            tl.store(values + row * vocab_size + place, logit, mask=keep)
+            if TOKENS:
+                tl.store(tokens + row * vocab_size + place, token, mask=keep)
+            count += tl.sum(keep.to(tl.int32), axis=0)
+    tl.store(counts + row, count)
+
+
+@dataclass(frozen=True, slots=True)
+class VocabMaxima:
+    """What `survey` found of R rows."""
+
+    logits: Tensor  # [R, V] float32
+    temperature: Tensor  # [R] float32
+    sub_max: Tensor  # [R, segments, SEGMENT / SUB] float32
+    segment_max: Tensor  # [R, segments] float32
+    segment_sum: Tensor  # [R, segments] float32
+    broken: Tensor  # [R, segments] int32
+
+    @property
+    def num_segments(self) -> int:
+        return self.broken.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The tokens of R rows that a cut may keep, in order."""
+
+    values: Tensor  # [R, V] float32, at the row's temperature
+    tokens: Tensor  # [R, V] int32; nothing in it unless it was asked for
+    counts: Tensor  # [R] int32: so many; 0 where no cut needs them
+    tops: Tensor  # [R] float32: the largest of the row
+    bounds: Tensor  # [R] float32: none that a cut may keep is smaller
+
+
+def scan(logits: Tensor, temperature: Tensor, bans: bool) -> VocabMaxima:
+    """logits: [R, V] float32; temperature: [R] float32, 0 like 1; on Triton only.
+
+    bans: -inf is a token that may not be drawn, not a mistake.
+    """
+    check("logits", logits, ("R", "V"), (torch.float32,))
+    num_rows, vocab_size = logits.shape
+    check("temperature", temperature, (num_rows,), (torch.float32,), like=logits)
+    num_segments = -(-vocab_size // SEGMENT)
+    found = VocabMaxima(
+        logits,
+        temperature,
+        logits.new_empty(num_rows, num_segments, SEGMENT // SUB),
+        logits.new_empty(num_rows, num_segments),
+        logits.new_empty(num_rows, num_segments),
+        logits.new_empty(num_rows, num_segments, dtype=torch.int32),
+    )
+    launch(
+        _scan_kernel,
+        (num_rows, num_segments),
+        logits,
+        temperature,
+        found.sub_max,
+        found.segment_max,
+        found.segment_sum,
+        found.broken,
+        logits.stride(0),
+        vocab_size,
+        BANS=bans,
+        SUB=SUB,
+        SEGMENT=SEGMENT,
+        num_warps=8,
+    )
+    return found
+
+
+def compact(
+    maxima: VocabMaxima, cuts: FilterParams, typical_p: Tensor, with_tokens: bool
+) -> Candidates:
+    """What the cuts, and then typical_p [R] float32, may keep of every row."""
+    logits, (num_rows, vocab_size) = maxima.logits, maxima.logits.shape
+    check("top_k", cuts.top_k, (num_rows,), (torch.int64,), like=logits)
+    for name, each in (("top_p", cuts.top_p), ("min_p", cuts.min_p), ("typical_p", typical_p)):
+        check(name, each, (num_rows,), (torch.float32,), like=logits)
+    near = Candidates(
+        logits.new_empty(num_rows, vocab_size),
+        logits.new_empty((num_rows, vocab_size if with_tokens else 0), dtype=torch.int32),
+        logits.new_empty(num_rows, dtype=torch.int32),
+        logits.new_empty(num_rows),
+        logits.new_empty(num_rows),
+    )
+    launch(
+        _compact_kernel,
+        (num_rows,),
+        logits,
+        maxima.temperature,
+        cuts.top_k,
+        cuts.top_p,
+        cuts.min_p,
+        typical_p,
+        maxima.sub_max,
+        maxima.segment_max,
+        maxima.segment_sum,
+        near.values,
+        near.tokens,
+        near.counts,
+        near.tops,
+        near.bounds,
+        logits.stride(0),
+        vocab_size,
+        maxima.num_segments,
+        TOKENS=with_tokens,
+        SUB=SUB,
+        SEGMENT=SEGMENT,
+        SEGMENTS=power_of_2(maxima.num_segments),
+        TILE=TILE,
+        num_warps=8,
+    )
+    return near

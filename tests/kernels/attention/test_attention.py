@@ -1,0 +1,275 @@
+"""Paged attention against its reference, token by token: gathered, and read in place."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.attention import op as attention
+from penstock.kernels.attention import torch_gather
+from penstock.kernels.attention.op import paged_attention, paged_attention_reference, plan_attention
+from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
+from penstock.kernels.attention.torch_gather import GatheredPlan
+from tests.support.batches import Batch, make_batch, poison
+
+
+@contextmanager
+def form(in_place: bool, near: int = torch_gather.MAX_PADDING) -> Iterator[None]:
+    """Plans made within take this form, whatever the rules say; chunks up to `near` positions."""
+    with (
+        mock.patch.object(attention, "supports_cpu_paged", return_value=in_place),
+        mock.patch.object(torch_gather, "MAX_PADDING", near),
+    ):
+        yield
+
+
+def check(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    block_size: int,
+    window: int,
+    scores: ScoreMod = PLAIN,
+) -> None:
+    num_heads, group, head_dim = heads
+    batch, num_blocks = make_batch(lengths, block_size, seed=len(lengths))
+    torch.manual_seed(0)
+    layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
+    poison(layer, batch)
+    query = torch.randn(int(batch[0][-1]), num_heads * group, head_dim)
+    wide = replace(
+        scores,
+        sinks=None if scores.sinks is None else scores.sinks.double(),
+        slopes=None if scores.slopes is None else scores.slopes.double(),
+    )
+    exact = paged_attention_reference(query.double(), layer.double(), *batch, window, wide)
+    forms = ((False, 0, False), (True, 0, False), (True, 25, False), (True, 512, True))
+    for in_place, near, one_path in forms:
+        with form(in_place, near):
+            plan = plan_attention(*batch, layer, window, one_path)
+        found = paged_attention(query, layer, plan, scores)
+        torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+lengths = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(0, 60)).map(lambda pair: (pair[0], sum(pair))),
+    min_size=1,
+    max_size=6,
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=lengths,
+    heads=st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 6, 16])),
+    block_size=st.sampled_from([1, 3, 16]),
+    window=st.sampled_from([0, 1, 7, 16, 1000]),
+)
+def test_any_ragged_batch(
+    lengths: list[tuple[int, int]], heads: tuple[int, int, int], block_size: int, window: int
+) -> None:
+    check(lengths, heads, block_size, window)
+
+
+@pytest.mark.parametrize("window", [0, 5, 40])
+def test_decodes_alone(window: int) -> None:
+    check([(1, 1), (1, 16), (1, 17), (1, 90)], (2, 3, 8), 16, window)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        ScoreMod(scale=0.4),
+        ScoreMod(scale=0.9, cap=1.5),
+        ScoreMod(sinks=torch.tensor([0.3, -2.0, 4.0, 0.0, 1.0, -torch.inf])),
+        ScoreMod(cap=0.7, sinks=torch.arange(6.0)),
+        ScoreMod(slopes=torch.tensor([0.5, 0.0, 0.25, 2.0, 0.1, 0.03])),
+        ScoreMod(cap=0.7, sinks=torch.arange(6.0), slopes=torch.arange(6.0) / 9),
+    ],
+)
+def test_bent_scores(scores: ScoreMod, window: int) -> None:
+    lengths = [(1, 1), (7, 7), (1, 30), (5, 21), (1, 17)]
+    check(lengths, (2, 3, 8), 4, window, scores)
+
+
+def test_unlike_lengths_are_padded_apart() -> None:
+    lengths = [(1, 5), (1, 1500), (1, 30), (1, 1400), (1, 7)]
+    batch, num_blocks = make_batch(lengths, 16, 0)
+    layer = torch.zeros(2, num_blocks, 4, 16, 64)
+    with form(in_place=False):
+        plan = plan_attention(*batch, layer).backend
+    assert isinstance(plan, GatheredPlan)
+    assert len(plan.decodes) == 2
+    assert len(plan.gathered) < 2 * 4 * (94 + 94 + 3)
+    check(lengths, (4, 1, 64), 16, 0)
+
+
+def test_narrow_dtypes() -> None:
+    batch, num_blocks = make_batch([(1, 40), (9, 30)], 16, 0)
+    layer = torch.randn(2, num_blocks, 2, 16, 8)
+    poison(layer, batch)
+    query = torch.randn(10, 4, 8)
+    narrow = layer.to(torch.bfloat16)
+    found = paged_attention(query.to(torch.bfloat16), narrow, plan_attention(*batch, narrow))
+    expected = paged_attention_reference(query, layer, *batch)
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_a_cache_of_eight_bits() -> None:
+    batch, num_blocks = make_batch([(1, 40), (9, 30), (4, 4)], 16, 0)
+    layer = torch.randn(2, num_blocks, 2, 16, 8)
+    poison(layer, batch)
+    narrow, query = layer.to(torch.float8_e4m3fn), torch.randn(14, 4, 8)
+    scales = torch.tensor([[0.5, 2.0], [0.25, 1.5]])
+    plan = plan_attention(*batch, narrow, 20)
+    found = paged_attention(query, narrow, plan, PLAIN, scales)
+    exact = paged_attention_reference(query, narrow.float(), *batch, 20, PLAIN, scales)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def in_place(
+    query: torch.Tensor,
+    layer: torch.Tensor,
+    batch: Batch,
+    scores: ScoreMod = PLAIN,
+    window: int = 0,
+) -> torch.Tensor:
+    plan = plan_attention(*batch, layer, window, one_path=True)
+    assert isinstance(plan.backend, GatheredPlan)
+    assert plan.backend.in_place is not None
+    return paged_attention(query, layer, plan, scores)
+
+
+@pytest.mark.parametrize("window", [0, 9, 33])
+@pytest.mark.parametrize("scores", [PLAIN, ScoreMod(cap=0.7, sinks=torch.arange(6.0))])
+def test_in_place_a_token_is_the_same_however_its_prompt_is_cut(
+    scores: ScoreMod, window: int
+) -> None:
+    lengths = [(1, 1), (9, 90), (33, 33), (8, 64), (1, 50)]
+    batch, num_blocks = make_batch(lengths, 16, 0)
+    starts, _, tables = batch
+    layer, query = torch.randn(2, num_blocks, 2, 16, 24), torch.randn(int(starts[-1]), 6, 24)
+    whole = in_place(query, layer, batch, scores, window)
+    exact = paged_attention_reference(query, layer, *batch, window, scores)
+    torch.testing.assert_close(whole, exact, rtol=1e-5, atol=1e-5)
+    for threads in (1, 3):
+        with mock.patch.object(torch, "get_num_threads", return_value=threads):
+            assert torch.equal(in_place(query, layer, batch, scores, window), whole)
+    for b, (length, context) in enumerate(lengths):
+        for token in range(length):
+            row = int(starts[b]) + token
+            seen = np.array([context - length + token + 1], np.int32)
+            one = (np.array([0, 1], np.int32), seen, tables[b : b + 1])
+            assert torch.equal(
+                in_place(query[row : row + 1], layer, one, scores, window)[0], whole[row]
+            )
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "group", "head_dim"),
+    [(2, 1, 64), (1, 5, 36), (1, 20, 8), (1, 2, 7), (1, 130, 80)],
+)
+def test_in_place_a_lane_a_row_has_the_bits_of_a_row_by_itself(
+    num_heads: int, group: int, head_dim: int
+) -> None:
+    batch, num_blocks = make_batch([(50, 71)], 8, 0)
+    _, contexts, tables = batch
+    layer = torch.randn(2, num_blocks, num_heads, 8, head_dim)
+    query = torch.randn(50, num_heads * group, head_dim)
+    scores = ScoreMod(slopes=torch.linspace(0, 0.3, num_heads * group))
+    whole = in_place(query, layer, batch, scores)
+    exact = paged_attention_reference(query.double(), layer.double(), *batch, 0, scores)
+    torch.testing.assert_close(whole, exact.float(), rtol=1e-5, atol=1e-5)
+    for token in (0, 1, 31, 49):
+        one = np.array([0, 1], np.int32), contexts - 49 + token, tables
+        assert torch.equal(in_place(query[token : token + 1], layer, one, scores)[0], whole[token])
+
+
+def test_one_path_is_refused_where_there_is_none() -> None:
+    batch, num_blocks = make_batch([(3, 7)], 16, 0)
+    with pytest.raises(ValueError, match="no one path for"):
+        plan_attention(*batch, torch.zeros(2, num_blocks, 1, 16, 8).half(), one_path=True)
+
+
+NARROW_LENGTHS = [(1, 1), (9, 90), (33, 33), (1, 16), (8, 64), (1, 50)]
+
+
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize(
+    ("num_heads", "group", "head_dim", "block_size"),
+    [(2, 3, 24, 16), (1, 1, 7, 1), (1, 20, 8, 3), (2, 2, 64, 128), (1, 40, 36, 16)],
+)
+def test_a_narrow_cache_is_read_as_if_it_were_wide(
+    num_heads: int, group: int, head_dim: int, block_size: int, window: int
+) -> None:
+    """Bit for bit on one path: what is computed of the nearest bfloat16 is float32 all through."""
+    batch, num_blocks = make_batch(NARROW_LENGTHS, block_size, 0)
+    layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
+    poison(layer, batch)
+    narrow, scores = layer.bfloat16(), ScoreMod(cap=2.0, sinks=torch.arange(num_heads * group) / 9)
+    query = torch.randn(int(batch[0][-1]), num_heads * group, head_dim)
+    exact = paged_attention_reference(query, narrow.float(), *batch, window, scores)
+    forms = ((False, 0, False), (True, 0, False), (True, 25, False), (True, 512, True))
+    for reads_in_place, near, one_path in forms:
+        with form(reads_in_place, near):
+            plans = [plan_attention(*batch, x, window, one_path) for x in (narrow, narrow.float())]
+        found = paged_attention(query, narrow, plans[0], scores)
+        if one_path:  # torch's own forms may see how memory lies
+            wide = paged_attention(query, narrow.float(), plans[1], scores)
+            assert torch.equal(found, wide)
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 33])
+def test_in_a_narrow_cache_a_token_is_the_same_however_its_prompt_is_cut(window: int) -> None:
+    batch, num_blocks = make_batch(NARROW_LENGTHS, 16, 0)
+    starts, _, tables = batch
+    layer = torch.randn(2, num_blocks, 2, 16, 24).bfloat16()
+    query = torch.randn(int(starts[-1]), 6, 24)
+    whole = in_place(query, layer, batch, window=window)
+    with mock.patch.object(torch, "get_num_threads", return_value=3):
+        assert torch.equal(in_place(query, layer, batch, window=window), whole)
+    for b, (length, context) in enumerate(NARROW_LENGTHS):
+        for token in range(length):
+            row, seen = int(starts[b]) + token, context - length + token + 1
+            one = np.array([0, 1], np.int32), np.array([seen], np.int32), tables[b : b + 1]
+            alone = in_place(query[row : row + 1], layer, one, window=window)[0]
+            assert torch.equal(alone, whole[row])
+
+
+def test_only_float32_reads_a_narrower_cache() -> None:
+    batch, num_blocks = make_batch([(1, 7)], 16, 0)
+    layer = torch.zeros(2, num_blocks, 1, 16, 8)
+    for cached, dtype in ((torch.bfloat16, torch.float16), (torch.float16, torch.float32)):
+        narrow = layer.to(cached)
+        with pytest.raises(ValueError, match="query"):
+            paged_attention(
+                torch.zeros(1, 1, 8, dtype=dtype), narrow, plan_attention(*batch, narrow)
+            )
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_in_place_a_broken_slot_is_not_hidden(side: int, value: float) -> None:
+    batch, num_blocks = make_batch([(1, 40), (1, 40)], 16, 0)
+    layer, query = torch.randn(2, num_blocks, 1, 16, 8), torch.rand(2, 1, 8)
+    layer[side, batch[2][1, 1], 0, 3] = value
+    found = in_place(query, layer, batch)
+    assert found[0].isfinite().all()
+    assert not found[1].isfinite().all()
+
+
+def test_in_place_scores_far_apart() -> None:
+    """Shares from one to nothing, and past what an exponent holds."""
+    batch, num_blocks = make_batch([(1, 50)], 16, 0)
+    layer, query = torch.randn(2, num_blocks, 1, 16, 8) * 30, torch.randn(1, 1, 8) * 30
+    exact = paged_attention_reference(query.double(), layer.double(), *batch)
+    found = in_place(query, layer, batch)
+    torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,54 @@
+"""Every tile is where it is multiplied, every sum has one order."""
+
+from itertools import pairwise
+
+import pytest
+
+from penstock.kernels.cpu_common.amx_schedule import (
+    NUM_SPLITS,
+    Load,
+    Multiply,
+    TileProduct,
+    allocate_registers,
+    tile_products,
+)
+
+SHAPES = [(4, 1, 1), (2, 2, 2), (1, 4, 1)]
+
+
+@pytest.mark.parametrize(("rows", "columns", "for_rows"), SHAPES)
+def test_registers_hold_what_is_multiplied(rows: int, columns: int, for_rows: int) -> None:
+    dots = tile_products(rows, columns)
+    held: dict[int, Load] = {}
+    done = []
+    for each in allocate_registers(dots, columns, for_rows):
+        if isinstance(each, Load):
+            of_rows = range(4, 4 + for_rows)
+            assert each.register in (of_rows if each.of_rows else range(4 + for_rows, 8))
+            held[each.register] = each
+            continue
+        assert isinstance(each, Multiply)
+        row, column = held[each.rows], held[each.columns]
+        assert row.of_rows
+        assert not column.of_rows
+        assert each.sums == row.number * columns + column.number
+        done.append(TileProduct(row.number, column.number, row.part, column.part))
+    assert done == dots
+
+
+def test_nothing_is_loaded_that_is_held() -> None:
+    work = allocate_registers(tile_products(4, 1), 1, 1)
+    loads = [each for each in work if isinstance(each, Load)]
+    assert len(loads) == NUM_SPLITS + 4 * NUM_SPLITS
+    assert not any(one == other for one, other in pairwise(loads))
+
+
+@pytest.mark.parametrize(("rows", "columns", "for_rows"), SHAPES)
+def test_every_sum_has_the_same_order(rows: int, columns: int, for_rows: int) -> None:
+    orders: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for dot in tile_products(rows, columns):
+        orders.setdefault((dot.row, dot.column), []).append((dot.row_part, dot.column_part))
+    assert set(orders) == {(r, c) for r in range(rows) for c in range(columns)}
+    assert {tuple(order) for order in orders.values()} == {
+        ((0, 2), (0, 1), (0, 0), (1, 1), (1, 0), (2, 0))
+    }

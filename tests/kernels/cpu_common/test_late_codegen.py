@@ -1,0 +1,86 @@
+"""Code that is assembled late computes what it would otherwise, loaded from the cache too."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.kernels.cpu_common.numba_runtime import has_numba
+
+pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+
+PROGRAM = """
+import sys
+import numpy as np
+import numba
+from penstock.kernels.cpu_common import late_codegen
+from penstock.kernels.cpu_common.late_codegen import LateLibrary, inner
+
+numba.config.CACHE_DIR = sys.argv[2]
+if sys.argv[1] == "late":
+    assert late_codegen.install() and late_codegen.install()
+
+assembled = []
+original = LateLibrary._assemble
+def assemble(self):
+    if not self._assembled:
+        assembled.append(self.name)
+    original(self)
+LateLibrary._assemble = assemble
+
+@inner()
+def third(x):
+    if x < 0:
+        raise ValueError("negative")
+    return x / np.float32(3)
+
+@inner(fastmath={"contract"})
+def sums(a, first, last):
+    total = np.float32(0)
+    for i in range(first, last):
+        total += third(a[i])
+    return total
+
+@numba.njit("void(float32[::1], float32[::1], int64)", parallel=True, nogil=True, cache=True)
+def in_threads(a, out, count):
+    for thread in numba.prange(count):
+        out[thread] = sums(a, len(a) * thread // count, len(a) * (thread + 1) // count)
+
+@numba.njit("float32(float32[::1])", nogil=True, cache=True)
+def alone(a):
+    return sums(a, 0, len(a))
+
+a = np.random.default_rng(0).random(1000).astype(np.float32)
+out = np.zeros(2, np.float32)
+in_threads(a, out, 2)
+try:
+    alone(-a)
+except ValueError as error:
+    print(error)
+print(out.view(np.int32).tolist(), np.float32(alone(a)).view(np.int32))
+print(sum(alone.stats.cache_hits.values()) + sum(in_threads.stats.cache_hits.values()))
+print(sorted(name.partition("<")[0] for name in assembled))
+"""
+
+
+def run(tmp_path: Path, when: str, cache: str) -> list[str]:
+    """Lines that the program prints: an error, bits, cache hits, what was assembled late."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), when, str(tmp_path / cache)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    return made.stdout.splitlines()
+
+
+def test_late_code_computes_the_same_and_is_assembled_once(tmp_path: Path) -> None:
+    plain = run(tmp_path, "plain", "one")
+    late = run(tmp_path, "late", "two")
+    again = run(tmp_path, "late", "two")
+    by_numba = run(tmp_path, "plain", "two")
+    assert plain[:2] == late[:2] == again[:2] == by_numba[:2]
+    assert plain[0] == "negative"
+    assert [lines[2] for lines in (plain, late, again, by_numba)] == ["0", "0", "2", "2"]
+    assert late[3] == "['alone', 'in_threads']", "neither callees nor bodies of parallel loops"
+    assert plain[3] == again[3] == "[]"

@@ -1,0 +1,102 @@
+"""The product whose rows know nothing of each other."""
+
+import pytest
+import torch
+
+from penstock.kernels.linear import batch_invariant as module
+from penstock.kernels.linear.batch_invariant import (
+    batch_invariant_bmm,
+    batch_invariant_bmm_reference,
+    batch_invariant_matmul,
+    batch_invariant_matmul_reference,
+)
+from tests.support.devices import DTYPES, ON_GPU, exact_products
+from tests.support.poison import poisoned_memory
+
+SHAPES = [(1, 1, 1), (3, 5, 7), (129, 130, 65), (70, 150, 1100)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
+def test_as_the_reference(
+    device: torch.device, dtype: torch.dtype, rows: int, outputs: int, inputs: int
+) -> None:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 2 * inputs).to(device, dtype)[:, :inputs]
+    weight = (torch.randn(outputs, inputs + 3) / inputs**0.5).to(device, dtype)[:, :inputs]
+    bias = torch.randn(outputs).to(device, dtype) if rows > 1 else None
+    with poisoned_memory():
+        found = batch_invariant_matmul(x, weight, bias)
+    expected = batch_invariant_matmul_reference(x, weight, bias)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=4e-6)
+    assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_company(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(140, 1100).to(device, dtype), torch.randn(40, 1100).to(device, dtype)
+    bias = torch.randn(40).to(device, dtype)
+    crowd = batch_invariant_matmul(x, weight, bias)
+    # numpy's products, by which the interpreter multiplies, are not alike at all places of a tile.
+    for row in (0, 128, *((77, 139) if ON_GPU else ())):
+        assert torch.equal(batch_invariant_matmul(x[row : row + 1], weight, bias)[0], crowd[row])
+    assert torch.equal(batch_invariant_matmul(x[128:], weight, bias), crowd[128:])
+    # With many rows a program has all slices, one after another.
+    monkeypatch.setattr(module, "are_few", lambda num_tiles: False)
+    assert torch.equal(batch_invariant_matmul(x, weight, bias), crowd)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("across", [False, True])
+def test_heads(device: torch.device, dtype: torch.dtype, across: bool) -> None:
+    """Each by its own weight, whose rows or columns lie side by side; a row alone is the same."""
+    torch.manual_seed(1)
+    x = torch.randn(70, 3, 1100).to(device, dtype)[:, :, :1030]
+    weight = (torch.randn(3, 9, 1030) / 32).to(device, dtype)
+    if across:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    with poisoned_memory(), exact_products():
+        found = batch_invariant_bmm(x, weight)
+        for row in (0, 64):
+            assert torch.equal(batch_invariant_bmm(x[row : row + 1], weight)[0], found[row])
+    eps = torch.finfo(dtype).eps
+    expected = batch_invariant_bmm_reference(x, weight)
+    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=4e-6)
+
+
+def test_slices_are_cut_by_the_weights_shape() -> None:
+    assert module.slicing(4096, 4096, module.HALF) == (512, 8)
+    assert module.slicing(28672, 4096, module.HALF) == (2048, 2)
+    assert module.slicing(152064, 4096, module.HALF) == (4096, 1)
+    assert module.slicing(10, 100, module.HALF) == (128, 1)
+    for inputs in (511, 513, 1600, 2880, 11008):
+        size, count = module.slicing(2048, inputs, module.HALF)
+        assert (count - 1) * size < inputs <= count * size
+
+
+def test_a_broken_row_breaks_no_other(device: torch.device) -> None:
+    x, weight = torch.randn(5, 40, device=device), torch.randn(9, 40, device=device)
+    x[1], x[3, 0] = torch.nan, torch.inf
+    good = batch_invariant_matmul(x, weight).isfinite().all(-1)
+    assert good.tolist() == [True, False, True, False, True]
+
+
+def test_nothing_to_multiply(device: torch.device) -> None:
+    none = torch.empty(0, 8, device=device)
+    assert batch_invariant_matmul(none, torch.randn(3, 8, device=device)).shape == (0, 3)
+
+
+def test_what_is_wrong_is_named(device: torch.device) -> None:
+    x, weight = torch.randn(2, 8, device=device), torch.randn(3, 8, device=device)
+    with pytest.raises(ValueError, match="weight: shape"):
+        batch_invariant_matmul(x, weight[:, 1:])
+    with pytest.raises(ValueError, match="weight: float32"):
+        batch_invariant_matmul(x, weight.half())
+    with pytest.raises(ValueError, match="bias: shape"):
+        batch_invariant_matmul(x, weight, torch.zeros(2, device=device))
+    with pytest.raises(ValueError, match="x: last dimension"):
+        batch_invariant_matmul(x.T.contiguous().T, weight)

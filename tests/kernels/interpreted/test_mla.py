@@ -1,0 +1,78 @@
+"""Latent attention in the kernels of paged attention, through the very launcher."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.mla import op as file
+from penstock.kernels.mla.op import mla_attention, plan_mla_on_device
+from tests.support.attention import as_if_on_a_device, small_tiles
+from tests.support.devices import DEVICE
+from tests.support.latent import (
+    SMALL,
+    Sizes,
+    attend,
+    check,
+    check_exact,
+    check_one_path,
+    make_case,
+)
+
+pytestmark = pytest.mark.interpreted
+
+RAGGED = [(1, 1), (1, 33), (0, 5), (7, 7), (1, 64), (12, 50), (2, 65)]
+
+
+@pytest.mark.parametrize("absorbs", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sizes", [SMALL, (20, 8, 16, 8, 32)])
+def test_a_ragged_batch(sizes: Sizes, dtype: torch.dtype, absorbs: bool) -> None:
+    check(RAGGED, sizes, dtype, absorbs)
+
+
+def test_the_real_tiles() -> None:
+    case = make_case([(1, 514), (1, 40)], (16, 64, 32, 64, 256), torch.float16)
+    check_exact(*case, attend(*case))
+
+
+def test_a_plan_of_device_tensors() -> None:
+    query, layer, up, batch = make_case(RAGGED)
+    starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
+    with small_tiles(), as_if_on_a_device():
+        plan = plan_mla_on_device(starts, contexts, tables, layer, 11, 12, 80)
+        found = mla_attention(query, layer, up, plan, 0.3)
+    check_exact(query, layer, up, batch, found)
+
+
+def test_a_sequence_is_the_same_alone_and_in_a_crowd() -> None:
+    query, layer, up, batch = make_case(RAGGED)
+    starts, contexts, tables = batch
+    sums = torch.bmm  # the products of a library are not held to this
+
+    def one_by_one(x: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([sums(row[:, None], y)[:, 0] for row in x.unbind(1)], 1)
+
+    absorbed = mock.patch.object(file, "_absorbed_is_cheaper", return_value=True)
+    with small_tiles(), absorbed, mock.patch.object(torch, "bmm", one_by_one):
+        crowd = attend(query, layer, up, batch)
+        for b in (1, 4, 6):
+            tokens = slice(starts[b], starts[b + 1])
+            length = np.array([0, starts[b + 1] - starts[b]], np.int32)
+            alone = (length, contexts[b : b + 1], tables[b : b + 1])
+            assert torch.equal(attend(query[tokens], layer, up, alone), crowd[tokens])
+
+
+def test_on_one_path_a_token_is_the_same_however_its_prompt_is_cut() -> None:
+    check_one_path([(40, 90), (1, 70), (9, 9)], [(0, 1), (3, 30), (39, 1)])
+
+
+def test_a_block_that_is_not_there_is_refused() -> None:
+    query, layer, up, (starts, contexts, tables) = make_case([(1, 40)])
+    tables[0, 1] = layer.shape[1]
+    with pytest.raises(
+        ValueError, match=r"block_tables: blocks below 5 expected, not 5 at \[0, 1\]"
+    ):
+        attend(query, layer, up, (starts, contexts, tables))

@@ -1,0 +1,67 @@
+"""The kernel that turns heads, against float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.rope.op import rotary_table, rotate_, rotate_reference
+from tests.support.kernels import DTYPES, close
+
+pytestmark = pytest.mark.interpreted
+
+
+@settings(max_examples=16)
+@given(
+    st.integers(0, 40),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([2, 6, 64, 80]),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+)
+def test_views_are_turned_in_place(
+    num_tokens: int, num_heads: int, dim: int, neighbours: bool, dtype: torch.dtype
+) -> None:
+    frequencies = torch.rand(dim // 2)
+    table = rotary_table(frequencies, 300, torch.float32, neighbours=neighbours)
+    positions = torch.randint(0, 300, (num_tokens,))
+    fused = torch.randn(num_tokens, num_heads + 2, dim + 10).to(dtype)
+    expected = fused.clone()
+    part = expected[:, 1:-1, 10:]
+    part.copy_(rotate_reference(part.double(), positions, frequencies, neighbours))
+    rotate_(fused[:, 1:-1, 10:], table[positions], neighbours)
+    # Angles of up to 300 are known to 2^-24 of that.
+    close(fused, expected, 300.0 if dtype == torch.float32 else 1.0)
+
+
+def test_the_table_may_have_the_dtype_of_the_heads() -> None:
+    x = torch.randn(3, 2, 16).half()
+    table = rotary_table(torch.rand(8), 3, torch.float16)
+    expected = x.double()
+    rotate_(x, table)
+    low, high = expected.chunk(2, -1)
+    cos, sin = table[:, :1].double(), table[:, 1:].double()
+    close(x, expected * cos + torch.cat((high, low), -1) * sin)
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_a_token_alone_is_the_token_in_a_crowd(neighbours: bool) -> None:
+    x, table = torch.randn(70, 3, 24), rotary_table(torch.rand(12), 70, torch.float32)
+    crowd = x.clone()
+    rotate_(crowd, table, neighbours)
+    for row in (0, 33, 69):
+        alone = x[row : row + 1].clone()
+        rotate_(alone, table[row : row + 1], neighbours)
+        assert torch.equal(alone[0], crowd[row])
+
+
+def test_wrong_arguments_are_named() -> None:
+    x, table = torch.randn(3, 2, 16), rotary_table(torch.rand(8), 3, torch.float32)
+    with pytest.raises(ValueError, match=r"cos_sin: shape \[3, 2, R\] expected, not \[2, 2, 16\]"):
+        rotate_(x, table[:2])
+    with pytest.raises(ValueError, match="cos_sin: an even number of at most 12 features, not 16"):
+        rotate_(x[:, :, :12], table)
+    with pytest.raises(ValueError, match="cos_sin: 16 features expected, as x has, not 12"):
+        rotate_(x, table[:, :, :12].contiguous())
+    with pytest.raises(ValueError, match="x: shape"):
+        rotate_(x[0], table)

@@ -1,0 +1,106 @@
+"""Writing keys and values, and moving rectangles of blocks."""
+
+import pytest
+import torch
+
+from penstock.kernels.kv_cache import op as cache
+from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
+from penstock.kernels.kv_cache.op import rope_and_cache, slot_rows, write_kv, write_kv_reference
+from penstock.kernels.rope.op import rotary_table, rotate_reference
+from tests.support.threads import threads
+
+
+def test_write_goes_to_the_slots_and_nowhere_else() -> None:
+    layer = torch.randn(2, 7, 3, 4, 5)
+    expected = layer.clone()
+    slots = torch.tensor([0, 27, 13, 14, 3])
+    fused = torch.randn(5, 4 + 6, 5)  # query heads before: the tail is a strided view
+    write_kv(layer, slot_rows(slots, layer.shape), fused[:, 4:])
+    write_kv_reference(expected, slots, fused[:, 4:])
+    assert torch.equal(layer, expected)
+
+
+def test_compressed_rows_have_one_side() -> None:
+    layer = torch.randn(1, 7, 1, 4, 5)
+    expected = layer.clone()
+    slots, rows = torch.tensor([9, 0, 27]), torch.randn(3, 1, 5)
+    write_kv(layer, slot_rows(slots, layer.shape), rows)
+    write_kv_reference(expected, slots, rows)
+    assert torch.equal(layer, expected)
+    assert torch.equal(layer[0, 2, 0, 1], rows[0, 0])
+
+
+def test_a_narrow_cache_holds_the_nearest() -> None:
+    layer = torch.zeros(2, 7, 3, 4, 5).bfloat16()
+    expected = layer.clone()
+    slots, new = torch.tensor([9, 0, 27]), torch.randn(3, 6, 5)
+    new[0, 0], new[1, 2, 3] = torch.nan, torch.inf
+    write_kv(layer, slot_rows(slots, layer.shape), new)
+    write_kv_reference(expected, slots, new)
+    assert torch.equal(layer.view(torch.int16), expected.view(torch.int16))
+    assert layer[0, 2, 0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("turned", [4, 10, 0])
+def test_heads_turn_on_their_way(
+    turned: int, neighbours: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "MIN_PARALLEL_ELEMENTS", 1)
+    frequencies = 0.5 ** torch.arange(turned // 2).float()
+    table = rotary_table(frequencies, 40, torch.float32, neighbours=neighbours)
+    slots, positions = torch.randperm(28)[:9], torch.randperm(40)[:9]
+    heads = torch.randn(9, 5 + 2 * 3, 10)
+    heads[2, 6, 1], heads[3, 9, 9] = torch.nan, torch.inf
+    expected_heads = heads.clone()
+    part = expected_heads[:, :8, :turned]
+    part.copy_(rotate_reference(part, positions, frequencies, neighbours))
+    expected = torch.randn(2, 7, 3, 4, 10).to(dtype)
+    before = expected.clone()
+    write_kv_reference(expected, slots, expected_heads[:, 5:])
+    for by_loops, count in ((True, 1), (True, 2), (False, 1)):
+        monkeypatch.setattr(cache, "has_numba", lambda by_loops=by_loops: by_loops)
+        layer, wide = before.clone(), torch.cat((heads, heads), 1)
+        own = wide[:, : heads.shape[1]] if count == 2 else heads.clone()
+        with threads(count):
+            rows = slot_rows(slots, layer.shape)
+            rope_and_cache(own, 5, table[positions], rows, layer, neighbours)
+        torch.testing.assert_close(own[:, :5], expected_heads[:, :5])
+        least = 1e-5 if dtype == torch.float32 else 8e-3
+        torch.testing.assert_close(layer, expected, equal_nan=True, rtol=least, atol=1e-5)
+
+
+def test_no_row_is_written_that_is_not_there() -> None:
+    layer, heads = torch.zeros(2, 7, 3, 4, 8), torch.randn(2, 8, 8)
+    rows = slot_rows(torch.tensor([3, 4]), layer.shape)
+    rows[1, 2] = 2 * 7 * 3 * 4
+    with pytest.raises(IndexError):
+        rope_and_cache(heads, 2, torch.ones(2, 2, 8), rows, layer)
+    with pytest.raises(ValueError, match="heads"):
+        rope_and_cache(heads[:, :7].contiguous(), 2, torch.ones(2, 2, 8), rows, layer)
+
+
+def test_an_fp8_cache_holds_what_its_scales_say() -> None:
+    layer = torch.zeros(2, 7, 3, 4, 8).to(torch.float8_e4m3fn)
+    expected = layer.clone()
+    scales = torch.tensor([[0.25, 1.0, 2.0], [4.0, 0.5, 1.0]])
+    slots, new = torch.tensor([9, 0, 27]), torch.randn(3, 6, 8) * 300
+    write_kv(layer, slot_rows(slots, layer.shape), new, scales)
+    write_kv_reference(expected, slots, new, scales)
+    assert torch.equal(layer.view(torch.uint8), expected.view(torch.uint8))
+    assert (layer.float().abs() == 448).any()
+
+
+def test_a_rectangle_of_blocks_moves_whole() -> None:
+    source = torch.randn(4, 2, 9, 6, 3, 5)
+    target = torch.zeros(4, 2, 8, 6, 3, 5)
+    layers, heads = slice(1, 3), slice(2, 6)
+    staged = gather_blocks(source, torch.tensor([8, 0, 5]), layers, heads)
+    assert staged.is_contiguous()
+    assert staged.shape == (2, 2, 3, 4, 3, 5)
+    scatter_blocks(target, torch.tensor([1, 7, 2], dtype=torch.int32), layers, heads, staged)
+    expected = torch.zeros_like(target)
+    for to, of in ((1, 8), (7, 0), (2, 5)):
+        expected[1:3, :, to, 2:6] = source[1:3, :, of, 2:6]
+    assert torch.equal(target, expected)

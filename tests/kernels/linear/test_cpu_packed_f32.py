@@ -1,0 +1,170 @@
+"""Products with weights in panels: right for any shape, and a row's bits are its own."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.linear import cpu_packed_f32 as panels
+from penstock.kernels.linear.cpu_packed_f32 import (
+    pack_f32,
+    packed_f32_reference,
+    supports_packed_f32,
+)
+from tests.support.threads import threads
+
+# As in `linear/cpu_f32_avx512`, which takes numba to be imported; panels of 24 columns or 48.
+DEEP, HIGH, PANEL = 192, 8, 48
+EDGES = (1, 2, 23, 24, 25, PANEL - 1, PANEL, PANEL + 1, 3 * PANEL, 9 * PANEL + 1)
+ROWS = (0, 1, 2, HIGH - 1, HIGH, HIGH + 1, 15, 16, 17, 32, 33, 64, 65, 90, 300)
+
+
+@pytest.fixture(params=["vectors", "matrix unit"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """All products of a test go this way."""
+    by_tiles = request.param == "matrix unit"
+    if by_tiles and not panels.has_amx():
+        pytest.skip("this machine has no matrix unit")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(panels, "has_amx", lambda: by_tiles)
+        patch.setattr(panels, "MIN_AMX_ROWS", 0)
+        yield request.param
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return packed_f32_reference(x, weight, bias).float()
+
+
+def test_the_edges_are_those_of_the_loops() -> None:
+    from penstock.kernels.linear import cpu_f32_avx512 as loops
+
+    assert (loops.BLOCK_K, loops.TILE_ROWS) == (DEEP, HIGH)
+    assert loops.PANEL in (PANEL, PANEL // 2)
+
+
+@pytest.mark.parametrize("num_inputs", [1, DEEP - 1, DEEP, DEEP + 1, 2 * DEEP + 7])
+@pytest.mark.parametrize("num_outputs", EDGES)
+def test_it_is_the_product(num_inputs: int, num_outputs: int) -> None:
+    weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
+    for added in (None, bias):
+        product = pack_f32(weight, added)
+        for rows in ROWS:
+            x = torch.randn(rows, num_inputs)
+            found = product(x)
+            assert found.shape == (rows, num_outputs)
+            assert found.is_contiguous()
+            torch.testing.assert_close(found, exact(x, weight, added), rtol=1e-5, atol=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 2 * DEEP + 9),
+    st.integers(1, 3 * PANEL),
+    st.integers(1, 200),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_a_row_has_the_same_bits_in_any_company(
+    num_inputs: int, num_outputs: int, rows: int, count: int, data: st.DataObject
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator)
+    x = torch.randn(rows, num_inputs, generator=generator)
+    product = pack_f32(weight, None)
+    whole = product(x)
+    first = data.draw(st.integers(0, rows - 1))
+    last = data.draw(st.integers(first + 1, rows))
+    with threads(count), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(panels, "MIN_PARALLEL_MACS", 0)
+        assert torch.equal(product(x[first:last]), whole[first:last])
+        columns = data.draw(st.integers(1, num_outputs))
+        assert torch.equal(pack_f32(weight[:columns], None)(x), whole[:, :columns])
+
+
+def test_many_rows_are_shared_among_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "MIN_PARALLEL_MACS", 0)
+    weight, x = torch.randn(2 * PANEL + 5, 40), torch.randn(1030, 40)
+    product = pack_f32(weight, None)
+    with threads(1):
+        alone = product(x)
+    torch.testing.assert_close(alone, exact(x, weight, None), rtol=1e-5, atol=1e-4)
+    for count in (2, 3, 5):
+        with threads(count):
+            assert torch.equal(product(x), alone)
+
+
+def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+    weight, x = torch.randn(PANEL + 3, 30), torch.randn(11, 30)
+    product = pack_f32(weight, None)
+    before = product(x)
+    x[4, 7], x[9, 0] = torch.nan, torch.inf
+    after = product(x)
+    assert after[4].isnan().all()
+    assert not after[9].isfinite().any()
+    kept = [row for row in range(11) if row not in (4, 9)]
+    assert torch.equal(after[kept], before[kept])
+
+
+def test_numbers_of_every_size_keep_their_bits(way: str) -> None:
+    """No error is larger than float32's own, of numbers whose last bits all count."""
+    generator = torch.Generator().manual_seed(1)
+    scales = torch.logspace(-30, 30, 200, base=2.0)[None]
+    weight = torch.randn(64, 200, generator=generator) / scales
+    x = torch.randn(70, 200, generator=generator) * scales
+    exactly = x.double() @ weight.double().T
+    sizes = x.double().abs() @ weight.double().abs().T
+    found = pack_f32(weight, None)(x).double()
+    assert ((found - exactly).abs() / sizes).max() < 2**-22
+
+
+def test_strided_weights_and_rows_are_taken() -> None:
+    weight, x = torch.randn(30, 2 * PANEL).T, torch.randn(9, 60)[:, ::2]
+    found = pack_f32(weight, None)(x)
+    torch.testing.assert_close(found, exact(x, weight, None), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.randn(3, 7), torch.randn(8), torch.randn(3, 8).double(), torch.randn(2, 3, 8)]
+)
+def test_what_does_not_fit_is_refused(x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"x: \[T, 8\] float32 expected, not \["):
+        pack_f32(torch.randn(5, 8), None)(x)
+
+
+def test_a_few_rows_go_by_vectors_and_more_by_tiles(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "vectors":
+        return
+    taken: list[str] = []
+
+    def telling(name: str, loops: Any) -> Callable[[], Any]:
+        def taken_now() -> Any:
+            taken.append(name)
+            return loops
+
+        return taken_now
+
+    monkeypatch.setattr(panels, "MIN_AMX_ROWS", 12)
+    monkeypatch.setattr(panels, "_avx512_kernels", telling("vectors", panels._avx512_kernels()))
+    monkeypatch.setattr(panels, "_amx_kernels", telling("tiles", panels._amx_kernels()))
+    weight = torch.randn(64, 32)
+    own, alike = pack_f32(weight, None), pack_f32(weight, None, batch_invariant=True)
+    taken.clear()
+    for rows in (1, 11, 12):
+        own(torch.randn(rows, 32))
+        alike(torch.randn(rows, 32))
+    assert taken == ["vectors", "tiles", "vectors", "tiles", "tiles", "tiles"]
+
+
+def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "has_avx512", lambda: True)
+    assert supports_packed_f32(torch.randn(5, 8))
+    assert not supports_packed_f32(torch.randn(5, 8).bfloat16())
+    assert not supports_packed_f32(torch.empty(5, 8, device="meta"))
+    assert not supports_packed_f32(torch.empty(0, 8))
+    monkeypatch.setattr(panels, "has_avx512", lambda: False)
+    assert not supports_packed_f32(torch.randn(5, 8))

@@ -1,0 +1,101 @@
+"""INT8 products by the matrix unit: exact sums, for any shape, and a row's bits are its own."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.linear import cpu_packed_int8 as levels
+from penstock.kernels.linear.cpu_packed_f32 import has_amx
+from penstock.kernels.linear.cpu_packed_int8 import (
+    PackedLinearInt8,
+    pack_int8_amx,
+    supports_amx_int8,
+)
+from penstock.kernels.linear.op import int8_linear_reference, pack_int8
+from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
+from tests.support.threads import threads
+
+pytestmark = pytest.mark.skipif(not has_amx(), reason="this machine has no matrix unit")
+
+# As in `linear/cpu_int8_amx`, which takes numba to be imported.
+DEEP, BROAD, HIGH = 64, 64, 32
+ROWS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 200)
+
+
+def test_the_edges_are_those_of_the_loops() -> None:
+    from penstock.kernels.linear import cpu_int8_amx
+
+    loops: Any = cpu_int8_amx
+    assert (loops.TILE_K, loops.BLOCK_COLUMNS, loops.BLOCK_ROWS) == (DEEP, BROAD, HIGH)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Of the same levels of x, which where two are as near may be either."""
+    rows, factors = quantize_per_token(x)
+    y = int8_linear_reference(127 * torch.eye(weight.shape[1]), weight, None, 127)
+    y = (rows.double() - ZERO_POINT) @ y * (factors.double() / 127)
+    return (y if bias is None else y + bias.double()).float()
+
+
+@pytest.mark.parametrize("num_inputs", [DEEP, 2 * DEEP, 13 * DEEP])
+@pytest.mark.parametrize("num_outputs", [1, 31, BROAD - 1, BROAD, BROAD + 1, 5 * BROAD])
+def test_it_is_the_product(num_inputs: int, num_outputs: int) -> None:
+    weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
+    for added in (None, bias):
+        product = pack_int8(weight, added)
+        assert isinstance(product, PackedLinearInt8)
+        for rows in ROWS:
+            x = torch.randn(rows, num_inputs) * torch.rand(rows, 1) * 9
+            found = product(x)
+            assert found.shape == (rows, num_outputs)
+            assert found.is_contiguous()
+            torch.testing.assert_close(found, exact(x, weight, added), rtol=1e-5, atol=1e-4)
+
+
+def test_the_largest_sums_are_exact() -> None:
+    """All levels at their ends: 255 x 127 in each of many inputs, less what -128 stands for."""
+    num_inputs = 200 * DEEP
+    ends = torch.full((2, num_inputs), 127, dtype=torch.int8)
+    product = pack_int8_amx(ends, torch.ones(2), None)
+    x = torch.ones(3, num_inputs)
+    assert torch.equal(product(x * 127), torch.full((3, 2), 127.0 * 127 * num_inputs))
+    assert torch.equal(product(-x * 127), torch.full((3, 2), -127.0 * 127 * num_inputs))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 200), st.integers(1, 90), st.integers(1, 4), st.data())
+def test_a_row_has_the_same_bits_in_any_company(
+    steps: int, num_outputs: int, rows: int, count: int, data: st.DataObject
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(num_outputs, steps * DEEP, generator=generator)
+    x = torch.randn(rows, steps * DEEP, generator=generator)
+    whole = pack_int8(weight, None)(x)
+    first = data.draw(st.integers(0, rows - 1))
+    last = data.draw(st.integers(first + 1, rows))
+    with threads(count), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(levels, "MIN_PARALLEL_MACS", 0)
+        assert torch.equal(pack_int8(weight, None)(x[first:last]), whole[first:last])
+
+
+def test_a_row_that_is_not_finite_looks_so_and_harms_no_other() -> None:
+    product = pack_int8(torch.randn(70, DEEP), None)
+    x = torch.randn(20, DEEP)
+    sound = product(x)
+    x[3, 5], x[17, 0] = torch.nan, torch.inf
+    found = product(x)
+    broken = [3, 17]
+    assert not found[broken].isfinite().any()
+    rest = [row for row in range(20) if row not in broken]
+    assert torch.equal(found[rest], sound[rest])
+
+
+def test_other_inputs_are_refused() -> None:
+    product = pack_int8(torch.randn(70, DEEP), None)
+    for x in (torch.randn(2, DEEP + 1), torch.randn(DEEP), torch.randn(2, DEEP).double()):
+        with pytest.raises(ValueError, match=r"x: \[T, 64\] float32 expected"):
+            product(x)
+    assert not supports_amx_int8(torch.randn(70, DEEP + 8))

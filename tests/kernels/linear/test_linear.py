@@ -1,0 +1,125 @@
+"""Packed products against their meaning."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from penstock.kernels.linear import op as products
+from penstock.kernels.linear.op import (
+    OneDnnLinear,
+    PaddedLinear,
+    activation_qmax,
+    batch_invariant_unsupported_reason,
+    int8_linear_reference,
+    int8_unsupported_reason,
+    pack_batch_invariant,
+    pack_int8,
+    pack_onednn,
+)
+from tests.support.threads import threads
+
+ROWS = (1, 2, 7, 64)
+BIASES = (None, torch.randn(19))
+needs_int8 = pytest.mark.skipif(
+    bool(int8_unsupported_reason(torch.device("cpu"), torch.float32)),
+    reason="no INT8 products here",
+)
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_blocked(rows: int, bias: torch.Tensor | None) -> None:
+    x, weight = torch.randn(rows, 45), torch.randn(19, 45)
+    found = pack_onednn(weight, bias)(x)
+    exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_panels", [True, False])
+@pytest.mark.parametrize("shape", [(1, 45), (19, 45), (7, 1), (130, 2050), (600, 768)])
+def test_a_fixed_row_is_the_same_alone_and_in_a_crowd(
+    shape: tuple[int, int], in_panels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "supports_packed_f32", lambda weight: in_panels)
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(131, shape[1])
+    product = pack_batch_invariant(weight.T.contiguous().T, bias)
+    whole = product(x)
+    torch.testing.assert_close(whole, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+    for count in (1, 2, 3):
+        with threads(count):
+            for first, rows in ((0, 131), (3, 1), (5, 2), (9, 33), (2, 128), (60, 7)):
+                assert torch.equal(product(x[first : first + rows]), whole[first : first + rows])
+
+
+def varied(product: OneDnnLinear, x: torch.Tensor) -> torch.Tensor:
+    """A library whose rows' last bits depend on how many there are."""
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+        x, product.blocked, product.bias, "none", [], ""
+    )
+    return y * (1 + 2**-22 * (len(x) % 5))
+
+
+def test_where_rows_are_not_alone_they_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias, x = torch.randn(9, 33), torch.randn(9), torch.randn(50, 33)
+    monkeypatch.setattr(products, "supports_packed_f32", lambda weight: False)
+    monkeypatch.setattr(products, "_fixed_by_itself", {})
+    monkeypatch.setattr(OneDnnLinear, "__call__", varied)
+    product = pack_batch_invariant(weight, bias)
+    assert isinstance(product, PaddedLinear)
+    whole = product(x)
+    torch.testing.assert_close(whole, functional.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+    for first, rows in ((0, 50), (3, 1), (5, 16), (9, 33)):
+        assert torch.equal(product(x[first : first + rows]), whole[first : first + rows])
+
+
+def test_why_it_is_not_fixed() -> None:
+    assert batch_invariant_unsupported_reason(torch.device("cpu"), torch.float32) == ""
+    assert "float16" in batch_invariant_unsupported_reason(torch.device("cpu"), torch.float16)
+    assert batch_invariant_unsupported_reason(torch.device("cuda"), torch.bfloat16) == ""
+    assert "float64" in batch_invariant_unsupported_reason(torch.device("cuda"), torch.float64)
+    assert "mps" in batch_invariant_unsupported_reason(torch.device("mps"), torch.float32)
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_int8(rows: int, bias: torch.Tensor | None) -> None:
+    x, weight = torch.randn(rows, 45) * 7, torch.randn(19, 45)
+    found = pack_int8(weight, bias)(x)
+    exact = int8_linear_reference(x, weight, bias, activation_qmax())
+    torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-4)
+    plain = functional.linear(x, weight, bias)
+    assert (found - plain).norm() < 0.03 * plain.norm()
+
+
+@needs_int8
+def test_int8_at_its_largest_does_not_saturate() -> None:
+    weight = torch.ones(16, 512)
+    for sign in (1.0, -1.0):
+        found = pack_int8(weight, None)(torch.full((2, 512), sign))
+        torch.testing.assert_close(found, torch.full((2, 16), 512 * sign))
+
+
+@needs_int8
+def test_an_int8_row_is_the_same_alone_and_in_a_crowd() -> None:
+    x = torch.randn(33, 96) * torch.logspace(-3, 3, 33)[:, None]
+    product = pack_int8(torch.randn(40, 96), None)
+    whole = product(x)
+    for row in range(33):
+        assert torch.equal(product(x[row : row + 1])[0], whole[row])
+
+
+@needs_int8
+def test_an_int8_row_that_is_broken_stays_so_and_breaks_no_other() -> None:
+    x = torch.randn(4, 32)
+    x[1, 5], x[2] = torch.nan, 0
+    found = pack_int8(torch.randn(8, 32), None)(x)
+    assert found[1].isnan().all()
+    assert torch.equal(found[2], torch.zeros(8))
+    assert found[[0, 3]].isfinite().all()
+
+
+def test_why_there_is_none() -> None:
+    assert "float32" in int8_unsupported_reason(torch.device("cpu"), torch.bfloat16)
+    assert "cuda" in int8_unsupported_reason(torch.device("cuda"), torch.float32)

@@ -1,0 +1,55 @@
+"""Mixing of experts against its references."""
+
+import pytest
+import torch
+
+from penstock.kernels.moe.op import (
+    ExpertWeights,
+    GatedActivation,
+    grouped_moe_forward,
+    grouped_moe_forward_reference,
+    moe_forward,
+    moe_forward_reference,
+)
+from penstock.kernels.moe.routing import Routing, route
+
+NUM_EXPERTS = 5
+
+
+@pytest.mark.parametrize("top_k", [1, 2, NUM_EXPERTS])
+def test_mixing(top_k: int) -> None:
+    torch.manual_seed(top_k)
+    x, matrices = torch.randn(11, 6), torch.randn(NUM_EXPERTS, 6, 6)
+    experts, weights = route(torch.randn(11, NUM_EXPERTS), Routing(top_k, True))
+
+    def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ matrices[expert]
+
+    found = moe_forward(x, experts, weights, NUM_EXPERTS, run)
+    expected = moe_forward_reference(x, experts, weights, NUM_EXPERTS, run)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_neighbour_that_is_not_finite_harms_nobody() -> None:
+    torch.manual_seed(0)
+    x, matrices = torch.randn(4, 6), torch.randn(NUM_EXPERTS, 6, 6)
+    x[2] = torch.nan
+    experts, weights = route(torch.randn(4, NUM_EXPERTS), Routing(2))
+    out = moe_forward(x, experts, weights, NUM_EXPERTS, lambda e, rows: rows @ matrices[e])
+    assert torch.isfinite(out).all(-1).tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "gate", [GatedActivation("silu"), GatedActivation("gelu"), GatedActivation("clamped", 1.7, 7.0)]
+)
+def test_stacked_weights(gate: GatedActivation) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(9, 6)
+    experts, weights = route(torch.randn(9, NUM_EXPERTS), Routing(2))
+    biases = (torch.randn(NUM_EXPERTS, 14), torch.randn(NUM_EXPERTS, 6))
+    stacks = ExpertWeights(
+        torch.randn(NUM_EXPERTS, 6, 14), torch.randn(NUM_EXPERTS, 7, 6), gate, *biases
+    )
+    found = grouped_moe_forward(x, experts, weights, stacks)
+    expected = grouped_moe_forward_reference(x, experts, weights, stacks)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,46 @@
+"""Plain forms on a GPU are counted, and refused where only kernels are wanted."""
+
+import pytest
+import torch
+
+from penstock.kernels.activation.op import silu_and_mul
+from penstock.kernels.fallback import (
+    KernelFallbackError,
+    fallback_counts,
+    forbid_fallback,
+    record_fallback,
+)
+
+GPU = torch.device("cuda")
+
+
+def test_plain_forms_count_on_a_gpu_only() -> None:
+    before = fallback_counts()
+    record_fallback("attention", torch.device("cpu"), "float64")
+    assert fallback_counts() == before
+    record_fallback("attention", GPU, "float64")
+    assert fallback_counts()["attention"] == before.get("attention", 0) + 1
+
+
+def test_they_are_refused_within_kernels_only() -> None:
+    with forbid_fallback():
+        record_fallback("attention", torch.device("cpu"), "float64")
+        with pytest.raises(KernelFallbackError, match="attention has no kernel for this: float64"):
+            record_fallback("attention", GPU, "float64")
+    record_fallback("attention", GPU, "float64")
+
+
+def test_a_cpus_form_is_refused_where_a_gpu_is_meant() -> None:
+    x = torch.randn(2, 4)
+    with (
+        forbid_fallback(GPU),
+        pytest.raises(
+            KernelFallbackError, match="on cpu would not be computed by a kernel on cuda"
+        ),
+    ):
+        silu_and_mul(x)
+    with forbid_fallback(GPU), pytest.raises(KernelFallbackError, match="attention has no kernel"):
+        record_fallback("attention", torch.device("cpu"), "float64")
+    for device in (None, torch.device("cpu")):
+        with forbid_fallback(device):
+            silu_and_mul(x)
