@@ -23,9 +23,9 @@ from penstock.cluster.processes import ProcessName
 
 if TYPE_CHECKING:
     from penstock.router.config import RouterConfig
-    from penstock.router.roles import Assignment
+    from penstock.router.observability.role_registry import Assignment
+    from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
     from penstock.router.server import RunningRouter
-    from penstock.router.state import ClusterState, RouterState, Scaling
     from penstock.workers.config import WorkerConfig
     from penstock.workers.follower import Follower
     from penstock.workers.parallel.meeting import Meeting
@@ -293,7 +293,7 @@ class RouterActor(_Host):
         except Exception as error:
             raise HostFailed(_reason(error)) from None
         settle_heap()
-        self._router.frontend.tell_stuck = self._tell_stuck
+        self._router.frontend.on_stuck_worker = self._tell_stuck
         self._router.frontend.roles.send = self._send_role
         self._leaving = asyncio.create_task(leave.watch(self._router.drain))
         return self._router.http_address, self._router.grpc_address
@@ -318,7 +318,7 @@ class RouterActor(_Host):
 
     async def look(self) -> "ClusterState":
         """The cluster as this router sees it."""
-        return self._running.frontend.look()
+        return self._running.frontend.take_snapshot()
 
     async def set_roles(self, assignments: "dict[str, Assignment]") -> None:
         """Apply all roles that the supervisor holds; confirms those that this router sent it."""

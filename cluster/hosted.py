@@ -16,8 +16,8 @@ from penstock.cluster.notices import News, Notice, Progress, Report, RoleGiven, 
 from penstock.cluster.placement import ROUTER_CPUS, WorkerPlace
 from penstock.cluster.reservation import Reservation
 from penstock.router.config import RouterConfig
-from penstock.router.roles import Assignment, Book
-from penstock.router.state import ClusterState, RouterState, Scaling
+from penstock.router.observability.role_registry import Assignment, RoleRegistry
+from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
 from penstock.workers.config import WorkerConfig
 
 SECONDS_TO_SAY_SO = 5.0  # for one that has drained
@@ -56,7 +56,7 @@ class HostedRouter:
         report: Report,
         own_node: bool = False,
         with_events: bool = False,
-        roles: Book | None = None,
+        roles: RoleRegistry | None = None,
     ) -> None:
         self.title = config.name.replace("-", " ")
         self.config = config
@@ -69,7 +69,7 @@ class HostedRouter:
         self.give_up: dict[str, Callable[[str], None]] = {}  # of each worker, by name
         self._report = report
         self._addresses: dict[str, str] = {}  # of the workers that are ready
-        self._roles = roles or Book()
+        self._roles = roles or RoleRegistry()
         self._confirming: set[asyncio.Task[None]] = set()
 
     async def reserve(self) -> None:
@@ -125,7 +125,7 @@ class HostedRouter:
         state: ClusterState | None = None
         if self.member is not None and self.member.up:
             state = await self.member.call("look")
-        if state is not None and not self._roles.hear(state.roles):
+        if state is not None and not self._roles.merge(state.roles):
             await self._tell()
         return state
 
@@ -158,8 +158,8 @@ class HostedRouter:
             await self.member.call("set_workers", dict(self._addresses))
 
     async def _tell_roles(self) -> None:
-        if self._roles.said and self.member is not None and self.member.up:
-            await self.member.call("set_roles", dict(self._roles.said))
+        if self._roles.assignments and self.member is not None and self.member.up:
+            await self.member.call("set_roles", dict(self._roles.assignments))
 
 
 class HostedWorker:

@@ -8,7 +8,7 @@ from typing import TypeVar
 from penstock.cluster.hosted import HostedRouter
 from penstock.cluster.notices import Draining, Report
 from penstock.cluster.together import Together, told_of
-from penstock.router.state import ClusterState, RouterState, Scaling
+from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
 
 SECONDS_TO_HEAR = 5.0  # one that is stuck must not hold up what the others are told
 SECONDS_BETWEEN_WORDS = 5.0  # of a drain

@@ -24,7 +24,7 @@ from penstock.cluster.placement import CannotPlace, Node, WorkerPlace
 from penstock.cluster.slots import Phase
 from penstock.cluster.spec import ROLES, ClusterSpec
 from penstock.cluster.starts import Starts
-from penstock.router import state as told
+from penstock.router.observability import snapshot as told
 
 NOTES = 10
 """Decisions that are told, the last ones."""
@@ -133,7 +133,7 @@ class Sizes:
         self._scaler = Autoscaler(self._limits, budget_of(spec, places, nodes), pace_of(spec))
         self._sight = Sight()
         self._desired = {role: getattr(spec.pools, role).replicas for role in self._limits}
-        self._notes: deque[told.DecisionNote] = deque(maxlen=NOTES)
+        self._notes: deque[told.ScalingDecision] = deque(maxlen=NOTES)
 
     @property
     def desired(self) -> Mapping[str, int]:
@@ -144,10 +144,10 @@ class Sizes:
         """Of every pool; `now` is any clock that never goes back."""
         return self._scaler.decide(self._sight.pools(state, phases, now), now)
 
-    def note(self, decisions: Sequence[Decision], at: float) -> Sequence[told.DecisionNote]:
+    def note(self, decisions: Sequence[Decision], at: float) -> Sequence[told.ScalingDecision]:
         """Those that are news; `at` is seconds since 1970."""
         news = [
-            told.DecisionNote(at, each.pool, str(each))
+            told.ScalingDecision(at, each.pool, str(each))
             for each in decisions
             if each.desired != self._desired[each.pool]
         ]
@@ -180,7 +180,7 @@ def scaling_of(
     decisions: Sequence[Decision],
     limits: Mapping[str, PoolLimits],
     phases: Phases,
-    notes: Sequence[told.DecisionNote],
+    notes: Sequence[told.ScalingDecision],
 ) -> told.Scaling:
     """What is told of the pools' sizes."""
 
@@ -205,13 +205,13 @@ def scaling_of(
     return told.Scaling(pools, notes)
 
 
-def _serving(name: str, numbers: told.WorkerNumbers | None, pool: str, now: float) -> ServingWorker:
+def _serving(name: str, numbers: told.WorkerStats | None, pool: str, now: float) -> ServingWorker:
     if numbers is None:
         return ServingWorker(name, at=-inf)
     load = numbers.load
     # At a decoding worker one that waits there for room waits for a place too.
     sequences = load.running + (load.queued if pool == "decode" else 0)
-    return ServingWorker(name, now, load, sequences, max(numbers.places, 1))
+    return ServingWorker(name, now, load, sequences, max(numbers.max_sequences, 1))
 
 
 def _count(phases: Collection[Phase], *counted: Phase) -> int:

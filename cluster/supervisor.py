@@ -29,8 +29,8 @@ from penstock.cluster.slots import Phase
 from penstock.cluster.spec import ROLES, ClusterSpec
 from penstock.cluster.waits import Waits
 from penstock.cluster.workforce import Workforce
-from penstock.router.roles import Book
-from penstock.router.state import Scaling
+from penstock.router.observability.role_registry import RoleRegistry
+from penstock.router.observability.snapshot import Scaling
 
 SECONDS_BETWEEN_DECISIONS = 2.0
 SECONDS_BETWEEN_LOOKS = 1.0  # for waits that have become long
@@ -62,7 +62,7 @@ class Supervisor:
         self._waits = Waits(report, asyncio.get_running_loop().time)
         report = self._report = self._waits
         with_events = spec.log_format != "text"
-        roles = Book()
+        roles = RoleRegistry()
         self._routers = Routers(
             [
                 HostedRouter(

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from penstock.router.roles import merged
-from penstock.router.state import ClusterState, PoolState, RouterState, WorkerState
+from penstock.router.observability.role_registry import merged
+from penstock.router.observability.snapshot import ClusterState, PoolState, RouterState, WorkerState
 
 
 class Together:

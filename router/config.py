@@ -7,7 +7,7 @@ from penstock.common.sampling_params import SamplingLimits
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds(SamplingLimits):
+class RequestBounds(SamplingLimits):
     """Limits on sizes, checked before anything is done with what a client sent."""
 
     max_body_bytes: int = 4 << 20  # of an HTTP body or a gRPC message
@@ -43,8 +43,8 @@ class RouterConfig:
     waits_for_both: bool = False  # prefill and decode pools are never empty: see `readiness`
     wakes_workers: bool = False  # none may be there: they come when something waits for them
     lost_seconds: float = 10.0  # a worker silent for longer is lost
-    hang_seconds: float = 30.0  # of a step: see `routing.patience`
-    bounds: Bounds = field(default_factory=Bounds)
+    hang_seconds: float = 30.0  # of a step: see `queue.timeouts`
+    bounds: RequestBounds = field(default_factory=RequestBounds)
 
     @property
     def stuck_seconds(self) -> float:

@@ -15,29 +15,34 @@ from typing import Any
 
 from penstock.common.text.chat_template import ChatTemplateError
 from penstock.common.text.tokenizer import ModelTokenizer
-from penstock.router import state
-from penstock.router.answers import Answers, Ranking, Track
-from penstock.router.ask import (
-    Ask,
-    Model,
-    SoFar,
+from penstock.router.config import RouterConfig
+from penstock.router.errors import Code, ServingError, invalid
+from penstock.router.observability import snapshot
+from penstock.router.observability.event_log import (
+    client_safe_message,
+    log_ended,
+    log_placed,
+    log_worker,
+)
+from penstock.router.observability.readiness import Readiness
+from penstock.router.observability.request_metrics import RequestMetrics
+from penstock.router.observability.role_recorder import RoleRecorder
+from penstock.router.observability.role_registry import ROLES, Assignments
+from penstock.router.requests.request import (
+    GenerationRequest,
+    ModelLimits,
+    ResumeState,
     check_bad_words,
     check_prompt,
     resolve_sampling,
     stop_options,
 )
-from penstock.router.config import RouterConfig
-from penstock.router.errors import Code, ServingError, invalid
-from penstock.router.links import Links
-from penstock.router.logged import log_ended, log_placed, log_worker, presentable
-from penstock.router.readiness import Readiness
-from penstock.router.resume import check_so_far, resume
-from penstock.router.role_recorder import RoleRecorder
-from penstock.router.roles import ROLES, Assignments
+from penstock.router.requests.response_stream import BestOfRanker, RequestOutput, ResponseStream
+from penstock.router.requests.resume import check_resume_state, resume
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Dispatcher, WorkerStatus
-from penstock.router.tally import Tally
-from penstock.router.worker_link import Identity
+from penstock.router.worker_links.links import WorkerLinks
+from penstock.router.worker_links.worker_link import RouterIdentity
 
 log = logging.getLogger(__name__)
 
@@ -67,41 +72,41 @@ class Frontend:
     def __init__(
         self,
         config: RouterConfig,
-        text: ModelTokenizer,
-        limits: Model,
+        tokenizer: ModelTokenizer,
+        limits: ModelLimits,
         dispatcher: Dispatcher,
         incarnation: str,
         tenants: Mapping[str, str],
     ) -> None:
         self.config = config
-        self.text = text
-        self.tally = Tally(tenants)
+        self.tokenizer = tokenizer
+        self.metrics = RequestMetrics(tenants)
         self.is_draining = False
-        self.scaling = state.Scaling()  # what the supervisor said last
-        self.roles = RoleRecorder(lambda worker, role: self.tell(ev.RoleChanged(worker, role)))
-        self.routers: Sequence[state.RouterState] = ()  # the same, of itself too
+        self.scaling = snapshot.Scaling()  # what the supervisor said last
+        self.roles = RoleRecorder(lambda worker, role: self.post(ev.RoleChanged(worker, role)))
+        self.routers: Sequence[snapshot.RouterState] = ()  # the same, of itself too
         # Told the name and address of a worker that does not get on, and why.
-        self.tell_stuck: Callable[[str, str, str], None] = lambda worker, address, reason: None
+        self.on_stuck_worker: Callable[[str, str, str], None] = lambda worker, address, reason: None
         self._limits = limits
         self._dispatcher = dispatcher
-        identity = Identity(config.name, incarnation, config.worker_token)
-        self._links = Links(identity, self.tell)
-        self._tracks: dict[int, Track] = {}
+        identity = RouterIdentity(config.name, incarnation, config.worker_token)
+        self._links = WorkerLinks(identity, self.post)
+        self._outputs: dict[int, RequestOutput] = {}
         self._events: deque[ev.Event] = deque()
         self._is_handling = False
-        self._numbers = itertools.count(1)
-        self._watchers: list[Callable[[str], None]] = []
+        self._request_ids = itertools.count(1)
+        self._readiness_listeners: list[Callable[[str], None]] = []
         self._readiness = Readiness(config.waits_for_both, config.wakes_workers)
         self._loop = asyncio.get_running_loop()
-        self._told = self.why_not_ready()  # what the watchers heard last
+        self._reported_reason = self.why_not_ready()  # what the watchers heard last
         self._clock = asyncio.create_task(self._tick(), name="router clock")
 
     # ------------------------------------------------------------ the model and its state
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelLimits:
         """The model's bounds as they are now: prompts are checked against them."""
-        return self._links.bound(self._limits)
+        return self._links.model_limits(self._limits)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not the one served; no name is the only one there is."""
@@ -118,7 +123,7 @@ class Frontend:
             return "the router is draining"
         workers = self.workers()
         roles = [worker.role for worker in workers if worker.state == "ready"]
-        return self._readiness.reason_not(roles, len(workers), self._loop.time())
+        return self._readiness.not_ready_reason(roles, len(workers), self._loop.time())
 
     @property
     def num_workers(self) -> int:
@@ -130,53 +135,53 @@ class Frontend:
         return self._dispatcher.workers()
 
     @property
-    def num_open(self) -> int:
+    def num_open_requests(self) -> int:
         """Requests that have not ended."""
-        return len(self._tracks)
+        return len(self._outputs)
 
-    def look(self) -> state.ClusterState:
+    def take_snapshot(self) -> snapshot.ClusterState:
         """The router and its workers as they are now."""
         why_not = self.why_not_ready()
         own = "draining" if self.is_draining else "waiting" if why_not else "ready"
-        return state.look(
-            state.RouterState(self.config.name, own),
+        return snapshot.snapshot_cluster(
+            snapshot.RouterState(self.config.name, own),
             self._limits.name,
             why_not,
-            self._links.wanted(),
+            self._links.all_links(),
             self._dispatcher,
-            self.tally,
+            self.metrics,
             self.scaling,
-            self.roles.held,
+            self.roles.assignments,
             self.routers,
         )
 
-    def watch(self, changed: Callable[[str], None]) -> None:
+    def on_readiness(self, listener: Callable[[str], None]) -> None:
         """Have `changed` called with what `why_not_ready` says, now and when it changes."""
-        self._watchers.append(changed)
-        changed(self._told)
+        self._readiness_listeners.append(listener)
+        listener(self._reported_reason)
 
-    def _look(self) -> None:
+    def _report_readiness(self) -> None:
         why = self.why_not_ready()
-        if why != self._told:
-            self._told = why
-            for changed in self._watchers:
+        if why != self._reported_reason:
+            self._reported_reason = why
+            for changed in self._readiness_listeners:
                 changed(why)
 
     # ------------------------------------------------------------ what clients do
 
-    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+    async def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Bad words as the token sequences that spell them."""
         check_bad_words(words, self.config.bounds)
-        return await self.text.encode_bad_words(words)
+        return await self.tokenizer.encode_bad_words(words)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of a conversation; INVALID where it cannot be rendered."""
         try:
-            return await self.text.encode_chat(messages)
+            return await self.tokenizer.encode_chat(messages)
         except ChatTemplateError as error:
             raise invalid(str(error), "messages") from error
 
-    def open(self, asks: Sequence[Ask]) -> Answers:
+    def submit(self, requests: Sequence[GenerationRequest]) -> ResponseStream:
         """Take a call: check every ask, then send them all on their way.
 
         Raises `ServingError` where one is refused at once. The answers must be closed, whatever
@@ -186,79 +191,83 @@ class Frontend:
             raise ServingError(
                 Code.UNAVAILABLE, "the server is shutting down: call again", retry_after=1.0
             )
-        if not 0 < len(asks) <= self.config.bounds.max_prompts:
+        if not 0 < len(requests) <= self.config.bounds.max_prompts:
             raise invalid(f"send 1 to {self.config.bounds.max_prompts} prompts", "prompt")
-        answers = Answers(self.config.bounds.max_unread_tokens, self._let_go)
-        taken = [self._take(ask, index, answers) for index, ask in enumerate(asks)]
+        answers = ResponseStream(self.config.bounds.max_unread_tokens, self._cancel)
+        taken = [self._prepare(ask, index, answers) for index, ask in enumerate(requests)]
         # From here on nothing is refused by a check: either all are sent on their way or none.
-        self._tracks.update({request.id: track for request, track in taken})
+        self._outputs.update({request.id: track for request, track in taken})
         try:
             for request, track in taken:
-                self.tally.opened(request, self._loop.time())
-                track.deliver_past()
-                self.tell(ev.Arrived(request))
+                self.metrics.opened(request, self._loop.time())
+                track.deliver_finished_before()
+                self.post(ev.RequestArrived(request))
         except BaseException:
             answers.close()
             raise
         return answers
 
-    def _take(self, ask: Ask, index: int, answers: Answers) -> tuple[ev.Request, Track]:
+    def _prepare(
+        self, generation: GenerationRequest, index: int, stream: ResponseStream
+    ) -> tuple[ev.Request, RequestOutput]:
         model, bounds = self.model, self.config.bounds
-        check_prompt(ask.prompt, model)
-        params = resolve_sampling(ask, model, bounds)
-        check_so_far(ask, params, model)
-        timeout, num_choices = self._timeout(ask), params.num_generated
+        check_prompt(generation.prompt, model)
+        params = resolve_sampling(generation, model, bounds)
+        check_resume_state(generation, params, model)
+        timeout, num_choices = self._timeout(generation), params.num_generated
         options = stop_options(params)
-        texts = [self.text.detokenizer(options) for _ in range(num_choices)]
-        past = resume(ask, params, model, texts)
-        number = next(self._numbers)
-        answers.opened(number, params.seed or 0)
+        texts = [self.tokenizer.detokenizer(options) for _ in range(num_choices)]
+        past = resume(generation, params, model, texts)
+        number = next(self._request_ids)
+        stream.add_request(number, params.seed or 0)
         ranking = None
         if params.is_ranked:
-            ranking = Ranking(num_choices, params.n, params.logprobs is not None)
-        track = Track(
-            answers,
+            ranking = BestOfRanker(num_choices, params.n, params.logprobs is not None)
+        track = RequestOutput(
+            stream,
             index,
             texts,
             frozenset(params.stop_token_ids),
-            lambda choice, length: self.tell(ev.Cut(number, choice, length)),
+            lambda choice, length: self.post(ev.ChoiceStopped(number, choice, length)),
             ranking,
             past,
         )
-        nothing = SoFar()
+        nothing = ResumeState()
         request = ev.Request(
             id=number,
-            prompt=ask.prompt,
+            prompt=generation.prompt,
             params=params.for_worker(),
             num_choices=num_choices,
             num_beams=params.num_sequences if params.use_beam_search else 0,
-            max_tokens=params.answer_limit(len(ask.prompt), model.max_model_len),
-            tenant=ask.tenant,
-            salt=ask.tenant.encode(),
+            max_tokens=params.answer_limit(len(generation.prompt), model.max_model_len),
+            tenant=generation.tenant,
+            salt=generation.tenant.encode(),
             deadline=self._loop.time() + timeout,
-            log=[ask.so_far.get(choice, nothing).tokens for choice in range(num_choices)],
+            log=[
+                generation.resume_from.get(choice, nothing).tokens for choice in range(num_choices)
+            ],
             ended=[end is not None for end in past],
-            trace=ask.trace,
+            external_id=generation.request_id,
         )
         return request, track
 
-    def _timeout(self, ask: Ask) -> float:
+    def _timeout(self, request: GenerationRequest) -> float:
         """Seconds that a request has."""
-        if ask.timeout is None:
+        if request.timeout is None:
             return self.config.timeout
-        if not (ask.timeout > 0 and math.isfinite(ask.timeout)):
+        if not (request.timeout > 0 and math.isfinite(request.timeout)):
             raise invalid("the timeout must be a positive number of seconds", "timeout")
-        return min(self.config.timeout, ask.timeout)
+        return min(self.config.timeout, request.timeout)
 
-    def _let_go(self, requests: Sequence[int]) -> None:
+    def _cancel(self, requests: Sequence[int]) -> None:
         for request in requests:
-            if self._tracks.pop(request, None) is not None:
-                log_ended(self.tally.ended(request, ev.Status.CANCELLED, self._loop.time()))
-                self.tell(ev.Gone(request))
+            if self._outputs.pop(request, None) is not None:
+                log_ended(self.metrics.ended(request, ev.Status.CANCELLED, self._loop.time()))
+                self.post(ev.ClientDisconnected(request))
 
     # ------------------------------------------------------------ events and commands
 
-    def tell(self, event: ev.Event) -> None:
+    def post(self, event: ev.Event) -> None:
         """Have an event handled, now or right after the one that is being handled."""
         self._events.append(event)
         if self._is_handling:
@@ -269,58 +278,58 @@ class Frontend:
                 event = self._events.popleft()
                 now = self._loop.time()
                 commands = self._dispatcher.handle(event, now)
-                self.tally.delivered(commands, now)
+                self.metrics.delivered(commands, now)
                 for command in commands:
-                    self._carry_out(command, now)
+                    self._execute(command, now)
                 if isinstance(event, ev.WorkerUp | ev.WorkerLost | ev.RoleChanged | ev.Tick):
-                    self._look()
+                    self._report_readiness()
                     log_worker(event)
                 elif isinstance(event, ev.Received):
-                    self.tally.received(event, now)
+                    self.metrics.received(event, now)
         finally:
             self._is_handling = False
 
-    def _carry_out(self, command: ev.Command, now: float) -> None:
+    def _execute(self, command: ev.Command, now: float) -> None:
         match command:
             case ev.Deliver():
-                track = self._tracks.get(command.request)
+                track = self._outputs.get(command.request)
                 if track is not None:
                     track.deliver(command)
             case ev.DeliverPrompt():
-                track = self._tracks.get(command.request)
+                track = self._outputs.get(command.request)
                 if track is not None:
                     track.deliver_prompt(command)
-            case ev.End():
-                log_ended(self.tally.ended(command.request, command.status, now))
-                self._end(command)
-            case ev.Hang():
+            case ev.EndRequest():
+                log_ended(self.metrics.ended(command.request, command.status, now))
+                self._finish(command)
+            case ev.CloseStream():
                 log.warning("worker %s: %s", command.worker, command.reason)
-                address = self._links.hang(command.worker, command.reason)
+                address = self._links.close(command.worker, command.reason)
                 if command.stuck:
-                    self.tell_stuck(command.worker, address, command.reason)
+                    self.on_stuck_worker(command.worker, address, command.reason)
             case _:
                 if isinstance(command, ev.Send):
-                    self.tally.sent(command, now)
+                    self.metrics.sent(command, now)
                 elif isinstance(command, ev.Submit):
-                    self.tally.submitted(command, now)
+                    self.metrics.submitted(command, now)
                     log_placed(command)
                 self._links.send(command)
 
-    def _end(self, end: ev.End) -> None:
-        track = self._tracks.pop(end.request, None)
+    def _finish(self, end: ev.EndRequest) -> None:
+        track = self._outputs.pop(end.request, None)
         if track is None:
             return
         code = CODES.get(end.status)
         error = None
         if code is not None:
-            error = ServingError(code, presentable(end.message), None, end.retry_after)
-        track.answers.ended(end.request, error)
+            error = ServingError(code, client_safe_message(end.message), None, end.retry_after)
+        track.stream.request_ended(end.request, error)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             try:
-                self.tell(ev.Tick())
+                self.post(ev.Tick())
             except Exception:  # a mistake in deciding must not stop the clock
                 log.exception("a tick failed")
 
@@ -328,7 +337,7 @@ class Frontend:
 
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
         """Keep streams to exactly these workers, given as name: host:port."""
-        await self._links.set(addresses)
+        await self._links.set_workers(addresses)
 
     async def assign(self, worker: str, role: str) -> None:
         """Give a worker a role, and whoever follows it under its name. What it runs goes on.
@@ -339,7 +348,7 @@ class Frontend:
         """
         if role not in ROLES:
             raise invalid(f"there is no role {role[:80]!r}: give {', '.join(ROLES)}", "role")
-        names = sorted(link.worker for link in self._links.wanted())
+        names = sorted(link.worker for link in self._links.all_links())
         if worker not in names:
             raise ServingError(
                 Code.NOT_FOUND,
@@ -350,30 +359,30 @@ class Frontend:
 
     def set_roles(self, assignments: Assignments) -> None:
         """What operators said, here or to another router; the last word on a worker counts."""
-        self.roles.hold(assignments)
+        self.roles.merge(assignments)
 
     def worker_died(self, name: str) -> None:
         """Somebody who knows says that it is dead: do not wait for its silence."""
-        self._links.hang(name, "it died")
+        self._links.close(name, "it died")
 
     # ------------------------------------------------------------ the end
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new, and give what runs so many seconds to end by itself."""
         self.is_draining = True
-        self._look()
+        self._report_readiness()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._tracks:
+                while self._outputs:
                     await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
         """End everything: open calls get an error, streams to workers close."""
         self.is_draining = True
-        self._look()
+        self._report_readiness()
         error = ServingError(Code.UNAVAILABLE, "the server is shutting down", retry_after=1.0)
-        for track in list(self._tracks.values()):
-            track.answers.fail(error)
-        await self._links.set({})
+        for track in list(self._outputs.values()):
+            track.stream.fail(error)
+        await self._links.set_workers({})
         self._clock.cancel()
-        self.text.close()
+        self.tokenizer.close()

@@ -15,23 +15,23 @@ import uvicorn
 from grpc_health.v1 import health
 
 from penstock.common.text.tokenizer import ModelTokenizer
+from penstock.router.api.auth import ApiKeys
 from penstock.router.api.connection import BoundedConnection
 from penstock.router.api.grpc import set_health, start_grpc
-from penstock.router.api.keys import ApiKeys
-from penstock.router.api.openai import openai_app
-from penstock.router.ask import Model
+from penstock.router.api.openai.routes import openai_app
 from penstock.router.config import RouterConfig
 from penstock.router.frontend import Frontend
-from penstock.router.routing.dispatcher import Dispatcher, Limits
-from penstock.router.routing.fleet import Bounds
-from penstock.router.routing.policy import LeastLoaded
+from penstock.router.requests.request import ModelLimits
+from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
+from penstock.router.routing.placement.policy import LeastLoaded
+from penstock.router.routing.worker_registry import LivenessBounds
 
-WAIT_WITHOUT_WORKERS = 60.0  # seconds; then a request that waits is told that nobody is there
+NO_WORKER_TIMEOUT_SECONDS = 60.0  # seconds; then a request that waits is told that nobody is there
 UNBOUNDED = 2**31 - 1
 """The context of a model whose configuration names none: the workers' own bound decides."""
 
 
-class PortTaken(OSError):
+class PortInUseError(OSError):
     """A port cannot be listened on; the message says which and why."""
 
 
@@ -53,7 +53,7 @@ class RunningRouter:
         self._tasks: set[asyncio.Task[None]] = set()
         self.http_address = http.address
         self.grpc_address = grpc_address
-        frontend.watch(self._tell_health)
+        frontend.on_readiness(self._update_health)
 
     @property
     def frontend(self) -> Frontend:
@@ -77,7 +77,7 @@ class RunningRouter:
         await self._frontend.stop()
         await asyncio.gather(self._grpc.stop(grace=1.0), self._http.stop())
 
-    def _tell_health(self, why_not: str) -> None:
+    def _update_health(self, why_not: str) -> None:
         task = asyncio.create_task(set_health(self._health, why_not))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -87,25 +87,29 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
     """Start a router.
 
     Raises `UnsupportedTokenizer` or `ValueError` for a model folder that cannot be served,
-    `PortTaken` for a port that cannot be listened on; nothing is left running then.
+    `PortInUseError` for a port that cannot be listened on; nothing is left running then.
     """
     text = ModelTokenizer(config.model)
-    limits = read_limits(config, text)
+    limits = read_model_limits(config, text)
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(listen(config.host, config.http_port))
         dispatcher = Dispatcher(
             LeastLoaded(),
-            Limits(
+            DispatcherLimits(
                 max_queued=config.max_queued_requests,
                 max_queued_tokens=config.max_queued_tokens,
-                promised_seconds=config.promised_seconds,
+                ttft_slo_seconds=config.promised_seconds,
                 # Where workers are made for what waits, its own deadline is its patience.
-                wait_without_workers=inf if config.wakes_workers else WAIT_WITHOUT_WORKERS,
-                bounds=Bounds(lost_after=config.lost_seconds, stuck_after=config.stuck_seconds),
+                no_worker_timeout_seconds=inf
+                if config.wakes_workers
+                else NO_WORKER_TIMEOUT_SECONDS,
+                bounds=LivenessBounds(
+                    lost_after=config.lost_seconds, stuck_after=config.stuck_seconds
+                ),
             ),
         )
-        check_free(config.host, config.grpc_port)
-        tenants = ApiKeys(config.api_keys).names()
+        check_port_is_free(config.host, config.grpc_port)
+        tenants = ApiKeys(config.api_keys).tenant_names()
         frontend = Frontend(config, text, limits, dispatcher, secrets.token_hex(8), tenants)
         try:
             grpc_server, health_service = start_grpc(frontend)
@@ -121,7 +125,7 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
     )
 
 
-def read_limits(config: RouterConfig, text: ModelTokenizer) -> Model:
+def read_model_limits(config: RouterConfig, tokenizer: ModelTokenizer) -> ModelLimits:
     """The bounds that the model's own configuration sets."""
     path = config.model / "config.json"
     own = _read_json(path)
@@ -131,10 +135,10 @@ def read_limits(config: RouterConfig, text: ModelTokenizer) -> Model:
     lengths = [own.get("max_position_embeddings"), own.get("n_positions"), config.max_model_len]
     known = [length for length in lengths if isinstance(length, int)]
     vocab = own.get("vocab_size")
-    return Model(
+    return ModelLimits(
         config.served_name,
         min(known, default=UNBOUNDED),
-        vocab if isinstance(vocab, int) else text.vocab_size,
+        vocab if isinstance(vocab, int) else tokenizer.vocab_size,
     )
 
 
@@ -153,7 +157,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket, or `PortTaken` in one line."""
+    """A listening TCP socket, or `PortInUseError` in one line."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -165,15 +169,15 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise PortTaken(
+        raise PortInUseError(
             f"cannot listen on {host} port {port}: {error.strerror}. "
             "Choose another port, or end what uses it"
         ) from error
     return listener
 
 
-def check_free(host: str, port: int) -> None:
-    """`PortTaken` if nothing could listen there: gRPC itself would say so less clearly."""
+def check_port_is_free(host: str, port: int) -> None:
+    """`PortInUseError` if nothing could listen there: gRPC itself would say so less clearly."""
     listen(host, port).close()
 
 
@@ -182,14 +186,14 @@ def bind_grpc(server: grpc.aio.Server, config: RouterConfig) -> int:
     try:
         return int(server.add_insecure_port(_address(config.host, config.grpc_port)))
     except RuntimeError as error:
-        raise PortTaken(f"cannot listen on {config.host} port {config.grpc_port}") from error
+        raise PortInUseError(f"cannot listen on {config.host} port {config.grpc_port}") from error
 
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-class QuietServer(uvicorn.Server):
+class EmbeddedServer(uvicorn.Server):
     """uvicorn without a say in the process: signals are the caller's."""
 
     @contextlib.contextmanager
@@ -203,10 +207,10 @@ class HttpServer:
     def __init__(self, config: RouterConfig, frontend: Frontend, listener: socket.socket) -> None:
         self.address = _address(config.host, listener.getsockname()[1])
         bounds = config.bounds
-        self._server = QuietServer(
+        self._server = EmbeddedServer(
             uvicorn.Config(
                 openai_app(frontend),
-                http=BoundedConnection.limited(bounds.max_header_bytes, bounds.receive_seconds),
+                http=BoundedConnection.with_limits(bounds.max_header_bytes, bounds.receive_seconds),
                 ws="none",
                 lifespan="off",
                 log_config=None,

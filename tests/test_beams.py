@@ -60,7 +60,7 @@ class Cluster:
         def rests() -> bool:
             loads = [worker._dispatch.load for worker in self.workers.values()]
             held = [load.used_blocks + load.leased_blocks + load.reserved_blocks for load in loads]
-            return not any(held) and not self.router.frontend.num_open
+            return not any(held) and not self.router.frontend.num_open_requests
 
         await until(rests)
 
@@ -192,7 +192,7 @@ async def test_a_worker_that_dies_costs_time_and_nothing_else(
     choices = await call
     expected = cluster.expected(prompt, 4, 4, (), max_new_tokens=120)
     assert [choice["token_ids"] for choice in choices] == expected
-    assert cluster.router.frontend.look().failovers == 1
+    assert cluster.router.frontend.take_snapshot().failovers == 1
     cluster.workers[name] = await serve(name, "decode", folder)
     addresses = {name: worker.address for name, worker in cluster.workers.items()}
     await cluster.router.set_workers(addresses)

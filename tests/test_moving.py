@@ -14,8 +14,8 @@ import pytest_asyncio
 
 from penstock.cli.checkpoint import SHIPPED
 from penstock.common.sampling_params import SamplingParams
-from penstock.router.ask import Ask
 from penstock.router.config import RouterConfig
+from penstock.router.requests.request import GenerationRequest
 from penstock.router.server import RunningRouter, serve_router
 from tests.support.served_router import until
 from tests.support.worker_process import WorkerProcess, worker_process
@@ -44,7 +44,7 @@ class Stream:
 
     async def read(self, router: RunningRouter, prompt: Sequence[int]) -> list[int]:
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        answers = router.frontend.open([Ask(prompt, sampling)])
+        answers = router.frontend.submit([GenerationRequest(prompt, sampling)])
         try:
             async for delta in answers:
                 assert delta.position == len(self.tokens), "a position twice, or left out"
@@ -65,13 +65,15 @@ class Cluster:
 
     def where(self) -> dict[str, int]:
         """Sequences that generate, by worker."""
-        look = self.router.frontend.look()
+        look = self.router.frontend.take_snapshot()
         workers = look.workers
         return {each.worker: each.numbers.load.running for each in workers if each.numbers}
 
     def computed(self, worker: str) -> int:
         """Prompt positions that a worker has run through its model."""
-        numbers = {one.worker: one.numbers for one in self.router.frontend.look().workers}[worker]
+        numbers = {one.worker: one.numbers for one in self.router.frontend.take_snapshot().workers}[
+            worker
+        ]
         return 0 if numbers is None else numbers.load.prompt_tokens_computed
 
 
@@ -111,7 +113,7 @@ async def begun(
 
 async def test_under_changing_roles_every_stream_is_whole(cluster: Cluster) -> None:
     frontend = cluster.router.frontend
-    before, asked, others = frontend.look(), prompts(1), prompts(2)
+    before, asked, others = frontend.take_snapshot(), prompts(1), prompts(2)
     streams, reading = await begun(cluster, asked)
     assert cluster.where()["d0"]
     await frontend.assign("d0", "prefill")
@@ -126,7 +128,7 @@ async def test_under_changing_roles_every_stream_is_whole(cluster: Cluster) -> N
     await frontend.assign("p0", "prefill")
     found = [*await reading, *await second]
     await frontend.assign("d1", "decode")
-    after = frontend.look()
+    after = frontend.take_snapshot()
     assert {one.worker: one.role for one in after.workers} == ROLES
     assert after.handovers - before.handovers > NUM_PROMPTS
     assert after.handovers_failed == after.failovers == 0
@@ -137,12 +139,12 @@ async def test_under_changing_roles_every_stream_is_whole(cluster: Cluster) -> N
 async def test_a_drain_moves_blocks_and_takes_no_answer_s_time(cluster: Cluster) -> None:
     frontend, asked, staying = cluster.router.frontend, prompts(3), ("p0", "d1")
     streams, reading = await begun(cluster, asked)
-    before, computed = frontend.look(), sum(map(cluster.computed, staying))
+    before, computed = frontend.take_snapshot(), sum(map(cluster.computed, staying))
     moving = cluster.where()["d0"]
     assert moving
     await cluster.workers["d0"].drained()
     assert not any(len(stream.tokens) == NUM_TOKENS for stream in streams), "it did not wait"
-    after = frontend.look()
+    after = frontend.take_snapshot()
     assert after.handovers - before.handovers >= moving
     assert after.handovers_failed == after.failovers == 0
     moved = after.handover_bytes - before.handover_bytes

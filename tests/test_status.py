@@ -20,7 +20,12 @@ from penstock.cli.status import fetch
 from penstock.cli.status_view import duration, number, page
 from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
-from penstock.router.state import DecisionNote, PoolScaling, RouterState, Scaling
+from penstock.router.observability.snapshot import (
+    PoolScaling,
+    RouterState,
+    Scaling,
+    ScalingDecision,
+)
 from tests.support.served_router import Served, model_folder, serving, until
 from tests.support.stub_worker import StubWorker
 
@@ -48,7 +53,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     workers = [StubWorker(name, role) for name, role in names.items()]
     async with serving(config, *workers) as served:
         workers[0].say(pb.ToRouter(step=pb.Step(load=BUSY)))
-        look = served.router.frontend.look
+        look = served.router.frontend.take_snapshot
         await until(lambda: any(pool.running for pool in look().pools))
         await workers[1].stop()
         await until(lambda: len(served.router.frontend.workers()) == 1)
@@ -91,7 +96,7 @@ async def test_sizes_and_what_changed_them(served: Served) -> None:
             ),
             PoolScaling("mixed", 1, 1, 1, 0, 0, "3 requests wait", "one worker leaves at a time"),
         ],
-        [DecisionNote(1e9 - 90, "decode", "decode: 5 to 10: KV of 7.9 workers in use")],
+        [ScalingDecision(1e9 - 90, "decode", "decode: 5 to 10: KV of 7.9 workers in use")],
     )
     lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
     assert max(map(len, lines)) <= 80

@@ -10,7 +10,7 @@ from penstock.cluster.notices import Ready
 from penstock.loadtests.chaos import strikes
 from penstock.loadtests.chaos.cluster import LOOK_SECONDS, Cluster, pids_of
 from penstock.loadtests.chaos.faults import Fault, Strike
-from penstock.router.state import WorkerState
+from penstock.router.observability.snapshot import WorkerState
 
 MOMENT_SECONDS = 4.0  # that a moment is waited for; then any will do
 SPARE_SECONDS = 60.0  # that is waited until a pool can spare a worker

@@ -12,7 +12,7 @@ from penstock.cluster.hosted import HostedWorker
 from penstock.cluster.spec import ClusterSpec
 from penstock.cluster.supervisor import Supervisor
 from penstock.loadtests.chaos.outcome import Placed
-from penstock.router.state import ClusterState, WorkerState
+from penstock.router.observability.snapshot import ClusterState, WorkerState
 
 START_SECONDS = 600.0  # on a busy machine
 STOP_SECONDS = 60.0

@@ -4,7 +4,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.fold import straight_answer
 from penstock.loadtests.simulate.router import Router
 from penstock.loadtests.simulate.schedules import RequestPlan
-from penstock.router.routing.events import Cut, Deliver, End, Finish, Status
+from penstock.router.routing.events import ChoiceStopped, Deliver, EndRequest, Finish, Status
 
 LEFT = "left"
 """How a client ends that went away."""
@@ -36,7 +36,7 @@ class FoldClient:
     def num_tokens(self) -> int:
         return sum(map(len, self.answers))
 
-    def deliver(self, deliver: Deliver) -> Cut | None:
+    def deliver(self, deliver: Deliver) -> ChoiceStopped | None:
         """Take tokens; AssertionError for a position twice, out of order or wrong."""
         if self.how == LEFT:
             return None  # its router has not noticed yet
@@ -58,13 +58,13 @@ class FoldClient:
         if not cut:
             return None
         self._cutting.add(choice)
-        return Cut(deliver.request, choice, cut_at)
+        return ChoiceStopped(deliver.request, choice, cut_at)
 
     def was_cut(self, choice: int) -> None:
         """The router knows: from now on nothing may come."""
         self._cutting.discard(choice)
 
-    def end(self, end: End) -> None:
+    def end(self, end: EndRequest) -> None:
         if self.how == LEFT:
             return
         assert not self.over, f"client {self.number}: ended twice"

@@ -20,8 +20,8 @@ from penstock.loadtests.simulate.session import Shape
 from penstock.loadtests.simulate.timing import TimedModel, Timing
 from penstock.loadtests.simulate.worker import Worker
 from penstock.router.routing import events as ev
-from penstock.router.routing.dispatcher import Limits as RouterLimits
-from penstock.router.routing.policy import LeastLoaded, Policy
+from penstock.router.routing.dispatcher import DispatcherLimits as RouterLimits
+from penstock.router.routing.placement.policy import LeastLoaded, Policy
 from penstock.workers.scheduling.limits import Limits
 
 LATENCY_SECONDS = 0.0003
@@ -108,7 +108,7 @@ class _Caller:
     def was_cut(self, choice: int) -> None:
         """It cuts nothing."""
 
-    def end(self, end: ev.End) -> None:
+    def end(self, end: ev.EndRequest) -> None:
         self._call.status = end.status.value
         self._ended()
 

@@ -18,9 +18,13 @@ from penstock.loadtests.simulate.goals import Figures, figures
 from penstock.loadtests.simulate.loads import sinusoid, steps, varying
 from penstock.loadtests.simulate.scalers import Static
 from penstock.loadtests.simulate.timing import Timing
-from penstock.router.routing.disaggregation import Decision, Reason, Rule
-from penstock.router.routing.fleet import WorkerView
-from penstock.router.routing.policy import LeastLoaded, Policy
+from penstock.router.routing.placement.disaggregation import (
+    DisaggregationPolicy,
+    PrefillDecision,
+    Reason,
+)
+from penstock.router.routing.placement.policy import LeastLoaded, Policy
+from penstock.router.routing.worker_registry import WorkerView
 from penstock.workers.scheduling.limits import Limits
 
 SLACK = 0.02
@@ -36,22 +40,30 @@ LIMITS = Limits(
 )
 
 
-class Always(Rule):
+class Always(DisaggregationPolicy):
     """Every prompt is computed apart."""
 
     def decide(
-        self, num_tokens: int, prefill: WorkerView, decode: WorkerView, line: float = 0.0
-    ) -> Decision:
-        return Decision(True, Reason.EVEN)
+        self,
+        num_tokens: int,
+        prefill: WorkerView,
+        decode: WorkerView,
+        router_queue_tokens: float = 0.0,
+    ) -> PrefillDecision:
+        return PrefillDecision(True, Reason.NO_GAIN)
 
 
-class Never(Rule):
+class Never(DisaggregationPolicy):
     """Every prompt is computed where its answer is generated."""
 
     def decide(
-        self, num_tokens: int, prefill: WorkerView, decode: WorkerView, line: float = 0.0
-    ) -> Decision:
-        return Decision(False, Reason.EVEN)
+        self,
+        num_tokens: int,
+        prefill: WorkerView,
+        decode: WorkerView,
+        router_queue_tokens: float = 0.0,
+    ) -> PrefillDecision:
+        return PrefillDecision(False, Reason.NO_GAIN)
 
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
@@ -140,7 +152,7 @@ def play(case: Case, policy: Policy, playing: Playing) -> Outcome:
     )
     cluster = Cluster(plan, load_of(case, playing), Static(pools), policy)
     cluster.run()
-    decided = cluster.router.dispatcher.num_decided
+    decided = cluster.router.dispatcher.num_prefill_decisions
     apart = sum(count for what, count in decided.items() if what.startswith("apart"))
     seconds = [call.last - call.planned.due for call in cluster.calls if call.status == "ok"]
     mean = sum(seconds) / max(len(seconds), 1)

@@ -15,7 +15,7 @@ from penstock.loadtests.simulate.handover import (
 from penstock.loadtests.simulate.network import Network
 from penstock.loadtests.simulate.session import Held, Key, Session, Shape
 from penstock.loadtests.simulate.steps import Steps
-from penstock.router.routing.events import Failed, Meeting, Ready, Received, Send
+from penstock.router.routing.events import Failed, Ready, Received, Send, TransferEndpoint
 from penstock.workers.scheduling import sequence as seq
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.kv_pool import State
@@ -85,7 +85,7 @@ class Exchange:
         )
         judge = partial(self._judge, session, key)
         held.epoch = epoch = self.destination.open(expected, lambda why: judge(epoch, why))
-        at = Meeting(*self._name, "address", "secret")
+        at = TransferEndpoint(*self._name, "address", "secret")
         ready = Ready(self._name[0], key.request, key.attempt, epoch, have, at)
         session.put(ready, self._clock.now)
 

@@ -223,7 +223,7 @@ class Source:
 
     def _next(self, outgoing: Outgoing) -> None:
         """Read and send the next message once the way is free; the last one unpins."""
-        to = outgoing.command.to
+        to = outgoing.command.endpoint
         found = self._find((to.worker, to.incarnation))
         if outgoing.aborted or found is None:
             self._tell_aborted(outgoing.command)
@@ -266,7 +266,7 @@ class Source:
         )
 
     def _tell_aborted(self, command: Send) -> None:
-        found = self._find((command.to.worker, command.to.incarnation))
+        found = self._find((command.endpoint.worker, command.endpoint.incarnation))
         if found is None:
             return
         process, destination = found

@@ -10,8 +10,8 @@ from penstock.loadtests.simulate.network import Network, Stream
 from penstock.loadtests.simulate.session import Session
 from penstock.loadtests.simulate.worker import BEAT_SECONDS, Worker
 from penstock.router.routing import events as ev
-from penstock.router.routing.dispatcher import Dispatcher, Limits
-from penstock.router.routing.policy import Policy
+from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
+from penstock.router.routing.placement.policy import Policy
 
 TICK_SECONDS = 0.5
 CONNECT_SECONDS = 10.0
@@ -22,14 +22,14 @@ PAUSE_SECONDS = 0.2
 class Client(Protocol):
     """Who asked for something."""
 
-    def deliver(self, deliver: ev.Deliver) -> ev.Cut | None:
+    def deliver(self, deliver: ev.Deliver) -> ev.ChoiceStopped | None:
         """New tokens; the cut that a stop string makes of them."""
         ...
 
     def was_cut(self, choice: int) -> None:
         """The router knows of it."""
 
-    def end(self, end: ev.End) -> None: ...
+    def end(self, end: ev.EndRequest) -> None: ...
 
 
 class Link:
@@ -159,7 +159,7 @@ class Router:
         name: str,
         network: Network,
         policy: Policy,
-        limits: Limits,
+        limits: DispatcherLimits,
         find: Callable[[str], Worker | None],
         hear: Callable[[str, ev.Event, list[ev.Command]], None] | None = None,
         check: bool = False,
@@ -198,12 +198,12 @@ class Router:
 
     def open(self, request: ev.Request, client: Client) -> None:
         self.clients[request.id] = client
-        self.tell(ev.Arrived(request))
+        self.tell(ev.RequestArrived(request))
 
     def leave(self, request: int) -> None:
         """Its client goes away."""
         if self.clients.pop(request, None) is not None:
-            self.tell(ev.Gone(request))
+            self.tell(ev.ClientDisconnected(request))
 
     def tell(self, event: ev.Event) -> None:
         """Have an event handled, now or right after the one that is being handled."""
@@ -213,7 +213,7 @@ class Router:
         self._handling = True
         while self._events:
             event = self._events.popleft()
-            if isinstance(event, ev.Cut) and event.request in self.clients:
+            if isinstance(event, ev.ChoiceStopped) and event.request in self.clients:
                 self.clients[event.request].was_cut(event.choice)
             commands = self.dispatcher.handle(event, self.process.clock.now)
             if self._check:
@@ -231,11 +231,11 @@ class Router:
                 cut = client.deliver(command) if client is not None else None
                 if cut is not None:
                     self._events.append(cut)
-            case ev.End():
+            case ev.EndRequest():
                 client = self.clients.pop(command.request, None)
                 if client is not None:
                     client.end(command)
-            case ev.Hang():
+            case ev.CloseStream():
                 if command.worker in self._links:
                     self._links[command.worker].hang()
             case ev.Submit() | ev.Yield() | ev.Send() | ev.Drop():

@@ -23,7 +23,7 @@ from penstock.router.routing.events import (
     Draining,
     Drop,
     Event,
-    Heard,
+    Heartbeat,
     Rejected,
     Send,
     Stepped,
@@ -148,7 +148,7 @@ class Worker:
             self.steps.catch_up()
         if now - session.told >= BEAT_SECONDS * 0.99:
             if self.load is session.load:
-                session.put(Heard(self.info.worker), now)
+                session.put(Heartbeat(self.info.worker), now)
             else:
                 self._put_load(session)
         self.process.after(BEAT_SECONDS, lambda: self._beat(session))

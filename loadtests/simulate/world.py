@@ -27,9 +27,9 @@ from penstock.loadtests.simulate.session import Shape
 from penstock.loadtests.simulate.strikes import RESTART_SECONDS, Strikes
 from penstock.loadtests.simulate.worker import Worker
 from penstock.router.routing import events as ev
-from penstock.router.routing.dispatcher import Limits as RouterLimits
-from penstock.router.routing.fleet import Bounds
-from penstock.router.routing.policy import LeastLoaded
+from penstock.router.routing.dispatcher import DispatcherLimits as RouterLimits
+from penstock.router.routing.placement.policy import LeastLoaded
+from penstock.router.routing.worker_registry import LivenessBounds
 from penstock.workers.scheduling.limits import Limits
 
 PATIENCE_SECONDS = 150.0
@@ -141,7 +141,7 @@ class World:
 
     def _count(self, router: Router) -> None:
         counters = router.dispatcher.counters
-        self.tally.handovers += counters.num_handovers
+        self.tally.handovers += counters.num_transfers
         self.tally.failovers += counters.num_failovers
 
     def note(self, text: str) -> None:
@@ -170,9 +170,9 @@ class World:
     def _start_router(self, number: int) -> Router:
         limits = RouterLimits(
             max_queued=self.schedule.max_queued,
-            promised_seconds=self.schedule.promised_seconds,
-            wait_without_workers=WAIT_WITHOUT_WORKERS,
-            bounds=Bounds(stuck_after=STUCK_SECONDS),
+            ttft_slo_seconds=self.schedule.promised_seconds,
+            no_worker_timeout_seconds=WAIT_WITHOUT_WORKERS,
+            bounds=LivenessBounds(stuck_after=STUCK_SECONDS),
         )
         router = Router(
             f"r{number}", self.network, LeastLoaded(), limits, self._live, self._heard, check=True
@@ -192,11 +192,11 @@ class World:
                 if at is not None and (at[0].name, at[1]) == (router, event.request):
                     self._plan_leave(client, client.plan.leaves_moving)
         for command in commands:
-            if isinstance(command, ev.Hang) and command.stuck:
+            if isinstance(command, ev.CloseStream) and command.stuck:
                 self._given_up(self._by_name[command.worker, command.incarnation])
         if self._log is None:
             return
-        if commands or not isinstance(event, ev.Tick | ev.Heard):
+        if commands or not isinstance(event, ev.Tick | ev.Heartbeat):
             self.note(f"{router} {event}")
             for command in commands:
                 self.note(f"{router}   {command}")

@@ -14,7 +14,7 @@ class BoundedConnection(HttpToolsProtocol):
     head_seconds = 30.0
 
     @classmethod
-    def limited(cls, max_head_bytes: int, head_seconds: float) -> type["BoundedConnection"]:
+    def with_limits(cls, max_head_bytes: int, head_seconds: float) -> type["BoundedConnection"]:
         """The same with other bounds: uvicorn takes a class and fills its arguments itself."""
         bounds = {"max_head_bytes": max_head_bytes, "head_seconds": head_seconds}
         return type(cls.__name__, (cls,), bounds)
@@ -29,7 +29,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_came()
+        self._head_received()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -47,7 +47,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._head_came()
+        self._head_received()
         super().on_headers_complete()
 
     def _count(self, size: int) -> None:
@@ -56,13 +56,13 @@ class BoundedConnection(HttpToolsProtocol):
             raise httptools.HttpParserError("the request's head is too large")
 
     def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_seconds, self._too_slow)
+        self._head_timer = self.loop.call_later(self.head_seconds, self._close_slow)
 
-    def _head_came(self) -> None:
+    def _head_received(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _too_slow(self) -> None:
+    def _close_slow(self) -> None:
         self._head_timer = None
         self.transport.close()

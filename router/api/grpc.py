@@ -14,11 +14,16 @@ from grpc_reflection.v1alpha import reflection
 from penstock.common.sampling_params import SamplingParams
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import worker_pb2
-from penstock.router.answers import Answers, ClientGone, Delta
-from penstock.router.api.keys import ApiKeys
-from penstock.router.ask import Ask, SoFar, check_vocabulary, trace_of
+from penstock.router.api.auth import ApiKeys
 from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.frontend import Frontend
+from penstock.router.requests.request import (
+    GenerationRequest,
+    ResumeState,
+    check_vocabulary,
+    safe_request_id,
+)
+from penstock.router.requests.response_stream import ClientDisconnectedError, Delta, ResponseStream
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +44,7 @@ STATUSES: Mapping[Code, grpc.StatusCode] = {
     Code.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 
-PROMPT_TOKENS_A_REPLY = 2048
+PROMPT_TOKENS_PER_REPLY = 2048
 
 SAMPLING_FIELDS = (
     "temperature",
@@ -74,7 +79,7 @@ def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, health.aio.HealthSe
     config = frontend.config
     keys = ApiKeys(config.api_keys)
     server = grpc.aio.server(
-        interceptors=[KeyInterceptor(keys)],
+        interceptors=[AuthInterceptor(keys)],
         options=[
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", config.bounds.max_body_bytes),
@@ -107,7 +112,7 @@ def inference_handlers(api: "InferenceApi") -> grpc.GenericRpcHandler:
         "GetModel": (pb.GetModelRequest, api.get_model),
     }
     handlers = {
-        name: grpc.unary_unary_rpc_method_handler(_answering(method), _reader(kind), _write)
+        name: grpc.unary_unary_rpc_method_handler(_unary(method), _reader(kind), _write)
         for name, (kind, method) in kinds.items()
     }
     handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
@@ -139,7 +144,7 @@ async def _abort(context: Context, error: ServingError) -> NoReturn:
     raise AssertionError("abort always raises")
 
 
-async def _refuse(context: Context, error: Exception) -> NoReturn:
+async def _abort_with(context: Context, error: Exception) -> NoReturn:
     """End the call with the status that an exception stands for."""
     if not isinstance(error, ServingError):
         log.error("a call failed", exc_info=error)
@@ -147,7 +152,7 @@ async def _refuse(context: Context, error: Exception) -> NoReturn:
     await _abort(context, error)
 
 
-def _answering(
+def _unary(
     method: Callable[[Any, Context], Awaitable[Message]],
 ) -> Callable[[Message | ServingError, Context], Awaitable[Message]]:
     async def answer(request: Message | ServingError, context: Context) -> Message:
@@ -156,7 +161,7 @@ def _answering(
                 raise request
             return await method(request, context)
         except Exception as error:
-            await _refuse(context, error)
+            await _abort_with(context, error)
 
     return answer
 
@@ -169,15 +174,15 @@ def _streaming(
             if isinstance(request, ServingError):
                 raise request
             await method(request, context)
-        except ClientGone:
+        except ClientDisconnectedError:
             return
         except Exception as error:
-            await _refuse(context, error)
+            await _abort_with(context, error)
 
     return stream
 
 
-class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Deny by default: every call but health needs a key, where keys are configured."""
 
     def __init__(self, keys: ApiKeys) -> None:
@@ -216,50 +221,54 @@ class InferenceApi:
     def __init__(self, frontend: Frontend, keys: ApiKeys) -> None:
         self._frontend = frontend
         self._keys = keys
-        self._started = int(time.time())
+        self._created = int(time.time())
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Write replies to the call as tokens come."""
         self._frontend.check_model(request.model)
         tenant = self._keys.tenant(_authorization(context.invocation_metadata()))
-        bad_words = await self._frontend.bad_words(request.sampling.bad_words)
+        bad_words = await self._frontend.encode_bad_words(request.sampling.bad_words)
         prompt = await self._prompt(request)
-        ask = ask_of(request, prompt, bad_words, context.time_remaining(), tenant)
-        answers = self._frontend.open([ask])
+        ask = to_generation_request(request, prompt, bad_words, context.time_remaining(), tenant)
+        answers = self._frontend.submit([ask])
         try:
             await self._send(request, ask, answers, context)
         finally:
             answers.close()
 
     async def _send(
-        self, request: pb.GenerateRequest, ask: Ask, answers: Answers, context: Context
+        self,
+        request: pb.GenerateRequest,
+        generation: GenerationRequest,
+        stream: ResponseStream,
+        context: Context,
     ) -> None:
-        num_tokens = sum(len(known.tokens) for known in ask.so_far.values())
-        num_open, begun = ask.sampling.n, False
-        (seed,) = answers.seeds
-        echo: Sequence[int] = ask.prompt if request.echo_prompt_tokens else ()
-        async for delta in answers:
+        num_tokens = sum(len(known.tokens) for known in generation.resume_from.values())
+        num_open, begun = generation.sampling.n, False
+        (seed,) = stream.seeds
+        echo: Sequence[int] = generation.prompt if request.echo_prompt_tokens else ()
+        async for delta in stream:
             if delta.tokens and not begun:
                 begun = True
-                for scored in prompt_replies(answers.prompts.get(0, ())):
-                    scored.request_id = ask.trace
+                for scored in prompt_replies(stream.prompt_logprobs.get(0, ())):
+                    scored.request_id = generation.request_id
                     await context.write(scored)
             num_tokens += len(delta.tokens)
-            reply = reply_of(delta)
-            reply.request_id = ask.trace
+            reply = to_reply(delta)
+            reply.request_id = generation.request_id
             reply.seed = seed
             if echo:
                 reply.prompt_tokens.extend(echo)
                 echo = ()
             num_open -= bool(delta.finish)
             if not num_open:
-                reply.usage.prompt_tokens = len(ask.prompt)
+                reply.usage.prompt_tokens = len(generation.prompt)
                 reply.usage.completion_tokens = num_tokens
             await context.write(reply)
 
     async def tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
         self._frontend.check_model(request.model)
-        text = self._frontend.text
+        text = self._frontend.tokenizer
         match request.WhichOneof("input"):
             case "text":
                 special = request.add_special_tokens
@@ -277,30 +286,30 @@ class InferenceApi:
         self._frontend.check_model(request.model)
         check_vocabulary(request.tokens, self._frontend.model, "tokens")
         skip = not request.keep_special_tokens
-        text = self._frontend.text.token_bytes.decode(request.tokens, skip)
+        text = self._frontend.tokenizer.token_bytes.decode(request.tokens, skip)
         return pb.DetokenizeReply(text=text)
 
     async def list_models(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsReply:
-        return pb.ListModelsReply(models=[self._card()])
+        return pb.ListModelsReply(models=[self._model_info()])
 
     async def get_model(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
         self._frontend.check_model(request.name)
-        return self._card()
+        return self._model_info()
 
-    def _card(self) -> pb.Model:
+    def _model_info(self) -> pb.Model:
         model = self._frontend.model
         return pb.Model(
             name=model.name,
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
-            has_chat_template=self._frontend.text.chat_template is not None,
-            created_seconds=self._started,
+            has_chat_template=self._frontend.tokenizer.chat_template is not None,
+            created_seconds=self._created,
         )
 
     async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
-        text = self._frontend.text
+        text = self._frontend.tokenizer
         match request.WhichOneof("prompt"):
             case "text" if request.text:
                 return await text.encode(request.text)
@@ -335,35 +344,35 @@ def sampling_params(
     )
 
 
-def ask_of(
+def to_generation_request(
     request: pb.GenerateRequest,
     prompt: Sequence[int],
     bad_words: Sequence[Sequence[int]],
     time_left: float | None,
     tenant: str,
-) -> Ask:
+) -> GenerationRequest:
     """What a request asks for; what it leaves out is left to the defaults."""
     bounds = [] if time_left is None else [max(time_left, 0.001)]
     if request.timeout_seconds:
         bounds.append(request.timeout_seconds)
-    return Ask(
+    return GenerationRequest(
         prompt,
         sampling_params(request, bad_words),
         timeout=min(bounds) if bounds else None,
         tenant=tenant,
-        trace=trace_of(request.request_id) or f"gen-{time.time_ns():x}",
-        so_far=_so_far(request.so_far),
+        request_id=safe_request_id(request.request_id) or f"gen-{time.time_ns():x}",
+        resume_from=_resume_states(request.so_far),
     )
 
 
-def _so_far(entries: Sequence[pb.SoFar]) -> dict[int, SoFar]:
-    known = {each.choice: SoFar(list(each.tokens), each.finish_reason) for each in entries}
+def _resume_states(entries: Sequence[pb.SoFar]) -> dict[int, ResumeState]:
+    known = {each.choice: ResumeState(list(each.tokens), each.finish_reason) for each in entries}
     if len(known) < len(entries):
         raise invalid("so_far has a choice twice", "so_far")
     return known
 
 
-def reply_of(delta: Delta) -> pb.GenerateReply:
+def to_reply(delta: Delta) -> pb.GenerateReply:
     """New tokens in the wire's form."""
     reply = pb.GenerateReply(
         choice=delta.choice,
@@ -379,8 +388,8 @@ def reply_of(delta: Delta) -> pb.GenerateReply:
 
 def prompt_replies(entries: Sequence[worker_pb2.TokenLogprobs]) -> Iterator[pb.GenerateReply]:
     """The prompt's logprobs, in replies that a client with gRPC's usual limit can take."""
-    for start in range(0, len(entries), PROMPT_TOKENS_A_REPLY):
-        part = entries[start : start + PROMPT_TOKENS_A_REPLY]
+    for start in range(0, len(entries), PROMPT_TOKENS_PER_REPLY):
+        part = entries[start : start + PROMPT_TOKENS_PER_REPLY]
         yield pb.GenerateReply(prompt_logprobs=map(_logprob, part))
 
 

@@ -13,10 +13,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.router.answers import Answers
-from penstock.router.api.keys import ApiKeys
-from penstock.router.config import Bounds
+from penstock.router.api.auth import ApiKeys
+from penstock.router.config import RequestBounds
 from penstock.router.errors import Code, ServingError, invalid
+from penstock.router.requests.response_stream import ResponseStream
 
 Json: TypeAlias = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ STATUSES: Mapping[Code, int] = {
     Code.DEADLINE: 504,
 }
 
-KINDS: Mapping[Code, str] = {
+ERROR_TYPES: Mapping[Code, str] = {
     Code.INVALID: "invalid_request_error",
     Code.UNAUTHENTICATED: "authentication_error",
     Code.FORBIDDEN: "permission_error",
@@ -55,12 +55,12 @@ def json_response(
     return Response(body, status, headers, media_type="application/json")
 
 
-def error_form(error: ServingError, status: int | None = None) -> Json:
+def error_body(error: ServingError, status: int | None = None) -> Json:
     """OpenAI's form of an error."""
     return {
         "error": {
             "message": error.message,
-            "type": KINDS[error.code],
+            "type": ERROR_TYPES[error.code],
             "param": error.param,
             "code": STATUSES[error.code] if status is None else status,
         }
@@ -74,7 +74,7 @@ def error_response(error: ServingError, status: int | None = None) -> Response:
         headers["retry-after"] = str(max(1, round(error.retry_after)))
     if error.code is Code.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
-    return json_response(error_form(error, status), status, headers)
+    return json_response(error_body(error, status), status, headers)
 
 
 async def on_error(request: Request, error: Exception) -> Response:
@@ -100,7 +100,7 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-class Guard:
+class AuthMiddleware:
     """Looks at every HTTP request before any route does: deny by default.
 
     Args:
@@ -140,7 +140,7 @@ class Guard:
             scope.setdefault("state", {})["tenant"] = tenant
 
 
-async def read_body(request: Request, bounds: Bounds) -> bytes:
+async def read_body(request: Request, bounds: RequestBounds) -> bytes:
     """The whole body, if it is JSON by its own word, not too large and not too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -168,17 +168,17 @@ async def read_body(request: Request, bounds: Bounds) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def until_gone(receive: Receive, answers: Answers) -> AsyncIterator[None]:
+async def cancel_on_disconnect(receive: Receive, stream: ResponseStream) -> AsyncIterator[None]:
     """Close the answers when the client goes away, and in any case at the end."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        answers.close()
+        stream.close()
 
     waiting = asyncio.create_task(wait())
     try:
         yield
     finally:
         waiting.cancel()
-        answers.close()
+        stream.close()

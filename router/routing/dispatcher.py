@@ -1,7 +1,8 @@
 """All requests and all workers: events in, commands out.
 
 `Dispatcher.handle` is the one door of the deciding part of the router. What workers say goes to
-`Reports`, what waits or has to move is the `Placer`'s, and each request's own state is its `Life`.
+`WorkerEventHandler`, what waits or has to move is the `Placer`'s, and each request's own state is
+its `Life`.
 """
 
 from collections import Counter
@@ -10,20 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from penstock.common.worker_load import WorkerLoad
-from penstock.router.routing.admission import Admission
 from penstock.router.routing.events import (
-    Arrived,
+    ChoiceStopped,
+    ClientDisconnected,
     Command,
-    Cut,
     Draining,
-    End,
+    EndRequest,
     Event,
     Failed,
-    Gone,
-    Heard,
+    Heartbeat,
     Ready,
     Received,
     Rejected,
+    RequestArrived,
     RoleChanged,
     Status,
     Stepped,
@@ -32,26 +32,27 @@ from penstock.router.routing.events import (
     WorkerUp,
     Yielded,
 )
-from penstock.router.routing.fleet import Bounds, Fleet
-from penstock.router.routing.lifecycle import Life, Phase, phase_of
-from penstock.router.routing.patience import Patience
-from penstock.router.routing.placer import Pace, Placer
-from penstock.router.routing.policy import Policy
-from penstock.router.routing.prices import HandOverPrice
-from penstock.router.routing.reports import Counters, Reports
+from penstock.router.routing.placement.cost_model import TransferCostModel
+from penstock.router.routing.placement.placer import Placer, RecoveryThrottle
+from penstock.router.routing.placement.policy import Policy
+from penstock.router.routing.queue.fair_queue import FairQueue
+from penstock.router.routing.queue.timeouts import RequestTimeouts
+from penstock.router.routing.request_state import Phase, RequestState, phase_of
+from penstock.router.routing.worker_events import Counters, WorkerEventHandler
+from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
 
 Commands: TypeAlias = list[Command]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DispatcherLimits:
     max_queued: int = 1024  # requests that wait for their first worker
     max_queued_tokens: int = 4_000_000  # of their prompts
-    promised_seconds: float = 0.0  # to first tokens: see `promised`; 0: by arrival
-    wait_without_workers: float = 60.0  # seconds; then UNAVAILABLE
-    recovering_per_worker: int = 4  # requests of lost workers that are recomputed at once
+    ttft_slo_seconds: float = 0.0  # to first tokens: see `slo_order`; 0: by arrival
+    no_worker_timeout_seconds: float = 60.0  # seconds; then UNAVAILABLE
+    max_recovering_per_worker: int = 4  # requests of lost workers that are recomputed at once
     max_gaps: int = 3  # then the stream is closed
-    bounds: Bounds = field(default_factory=Bounds)
+    bounds: LivenessBounds = field(default_factory=LivenessBounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +70,27 @@ class WorkerStatus:
 class Dispatcher:
     """The deciding part of a router. `now` is any clock, in seconds, that never goes back."""
 
-    def __init__(self, policy: Policy, limits: Limits | None = None) -> None:
-        limits = limits or Limits()
-        promised = limits.promised_seconds
-        self._fleet = Fleet(limits.bounds, shallow=promised > 0)
-        self._queue = Admission(limits.max_queued, limits.max_queued_tokens, promised)
-        pace = Pace(limits.recovering_per_worker)
-        self._placer = Placer(policy, self._fleet, self._queue, pace)
-        self._patience = Patience(limits.wait_without_workers)
-        self._reports = reports = Reports(
-            self._fleet, self._placer, self._queue, self._patience, limits.max_gaps
+    def __init__(self, policy: Policy, limits: DispatcherLimits | None = None) -> None:
+        limits = limits or DispatcherLimits()
+        promised = limits.ttft_slo_seconds
+        self._registry = WorkerRegistry(limits.bounds, queues_at_router=promised > 0)
+        self._queue = FairQueue(limits.max_queued, limits.max_queued_tokens, promised)
+        pace = RecoveryThrottle(limits.max_recovering_per_worker)
+        self._placer = Placer(policy, self._registry, self._queue, pace)
+        self._timeouts = RequestTimeouts(limits.no_worker_timeout_seconds)
+        self._worker_events = reports = WorkerEventHandler(
+            self._registry, self._placer, self._queue, self._timeouts, limits.max_gaps
         )
         self._handlers: dict[type[Any], Callable[[Any, Commands, float], None]] = {
-            Arrived: self._arrived,
-            Gone: self._gone,
-            Cut: self._cut,
+            RequestArrived: self._request_arrived,
+            ClientDisconnected: self._client_disconnected,
+            ChoiceStopped: self._choice_stopped,
             Tick: self._tick,
             WorkerUp: reports.worker_up,
             WorkerLost: reports.worker_lost,
             Draining: reports.draining,
             RoleChanged: reports.role_changed,
-            Heard: reports.heard,
+            Heartbeat: reports.heartbeat,
             Stepped: reports.stepped,
             Yielded: reports.yielded,
             Ready: reports.ready,
@@ -102,66 +103,66 @@ class Dispatcher:
         """What is to be done about it, in this order."""
         out: Commands = []
         self._handlers[type(event)](event, out, now)
-        if self._placer.stirred:
+        if self._placer.dirty:
             self._placer.place_waiting(out, now)
         return out
 
     # -------------------------------------------------------------- clients and time
 
-    def _arrived(self, event: Arrived, out: Commands, now: float) -> None:
+    def _request_arrived(self, event: RequestArrived, out: Commands, now: float) -> None:
         request = event.request
-        if request.id in self._placer.lives:
+        if request.id in self._placer.states:
             raise ValueError(f"request {request.id} is here already: numbers are used once")
-        life = Life(request)
-        life.since = now
-        if life.log.complete:
-            life.log.deliver_ends(out)
+        life = RequestState(request)
+        life.arrived_at = now
+        if life.token_log.is_complete:
+            life.token_log.deliver_ends(out)
             life.end(Status.OK, "", out)
         elif self._queue.is_full(len(request.prompt)):
             life.status = Status.OVERLOADED
             retry_after = self._queue.retry_after(now)
             message = f"{len(self._queue)} requests are waiting already: try again later"
-            out.append(End(request.id, life.status, message, retry_after))
+            out.append(EndRequest(request.id, life.status, message, retry_after))
         else:
-            self._patience.add(life)
+            self._timeouts.add(life)
         self._placer.admit(life)
 
-    def _gone(self, event: Gone, out: Commands, now: float) -> None:
-        life = self._placer.lives.get(event.request)
+    def _client_disconnected(self, event: ClientDisconnected, out: Commands, now: float) -> None:
+        life = self._placer.states.get(event.request)
         if life is not None:
             life.end(Status.CANCELLED, "the client went away", out)
-            self._placer.settle(life, out, now)
+            self._placer.reconcile(life, out, now)
 
-    def _cut(self, event: Cut, out: Commands, now: float) -> None:
-        life = self._placer.lives.get(event.request)
+    def _choice_stopped(self, event: ChoiceStopped, out: Commands, now: float) -> None:
+        life = self._placer.states.get(event.request)
         if life is not None:
-            life.cut(event.choice, event.length, out)
-            self._placer.settle(life, out, now)
+            life.stop_choice(event.choice, event.length, out)
+            self._placer.reconcile(life, out, now)
 
     def _tick(self, event: Tick, out: Commands, now: float) -> None:
-        for life, status, message in self._patience.over(self._placer.lives, now):
+        for life, status, message in self._timeouts.expired(self._placer.states, now):
             life.end(status, message, out)
-            self._placer.settle(life, out, now)
-        suspects, silent = self._fleet.look(now)
+            self._placer.reconcile(life, out, now)
+        suspects, silent = self._registry.check_liveness(now)
         for view in silent:
-            seconds = now - view.heard
-            self._reports.hang_up(view, f"silent for {seconds:.1f} seconds", out, now)
-        for view in self._fleet.stuck(self._placer.busy_since, now):
-            seconds = now - view.moved
+            seconds = now - view.last_heard
+            self._worker_events.close_stream(view, f"silent for {seconds:.1f} seconds", out, now)
+        for view in self._registry.find_stuck(self._placer.busy_since, now):
+            seconds = now - view.last_progress
             reason = f"it answers, but no step of it has ended for {seconds:.1f} seconds"
-            self._reports.hang_up(view, reason, out, now)
-        leaving = [view for view in self._fleet.views() if view.draining or view.sheds]
+            self._worker_events.close_stream(view, reason, out, now)
+        leaving = [view for view in self._registry.views() if view.draining or view.is_shedding]
         for view in (*suspects, *leaving):
-            self._placer.clear(view, out, now)
-        self._placer.look_at_sources(out, now)
-        self._placer.revise(out, now)
-        self._placer.stirred = True
+            self._placer.evacuate(view, out, now)
+        self._placer.check_sources(out, now)
+        self._placer.rebalance(out, now)
+        self._placer.dirty = True
 
     # -------------------------------------------------------------- looking
 
     @property
     def num_requests(self) -> int:
-        return len(self._placer.lives)
+        return len(self._placer.states)
 
     @property
     def num_queued(self) -> int:
@@ -188,32 +189,32 @@ class Dispatcher:
         return self._placer.num_ended
 
     @property
-    def num_decided(self) -> Mapping[str, int]:
+    def num_prefill_decisions(self) -> Mapping[str, int]:
         """Where prompts were to be computed, and why; see `disaggregation.Reason`."""
-        return self._placer.num_decided
+        return self._placer.num_prefill_decisions
 
     @property
-    def num_revised(self) -> int:
+    def num_rebalanced(self) -> int:
         """Requests taken back from a worker that had no room for them yet."""
-        return self._placer.num_revised
+        return self._placer.num_rebalanced
 
     @property
-    def handover(self) -> HandOverPrice:
+    def transfer_costs(self) -> TransferCostModel:
         """What hand-overs took, of late."""
-        return self._fleet.handover
+        return self._registry.transfer_costs
 
     @property
     def roles(self) -> Mapping[str, str]:
         """What workers were made by an operator."""
-        return self._fleet.roles
+        return self._registry.roles
 
     @property
     def counters(self) -> Counters:
-        return self._reports.counters
+        return self._worker_events.counters
 
     def phases(self) -> Counter[Phase]:
         """How many requests are in which state."""
-        return Counter(phase_of(life) for life in self._placer.lives.values())
+        return Counter(phase_of(life) for life in self._placer.states.values())
 
     def workers(self) -> Sequence[WorkerStatus]:
         return [
@@ -222,10 +223,10 @@ class Dispatcher:
                 view.info.incarnation,
                 view.role,
                 view.state,
-                len(view.holds),
+                len(view.requests),
                 view.load,
             )
-            for view in self._fleet.views()
+            for view in self._registry.views()
         ]
 
     def check(self) -> None:

@@ -49,7 +49,7 @@ class Request:
     deadline: float = float("inf")  # on the clock of `now`
     log: Sequence[Sequence[int]] = ()  # tokens that the client already has, a list a choice
     ended: Sequence[bool] = ()  # which of these choices the client saw end
-    trace: str = ""
+    external_id: str = ""
 
     @property
     def num_sequences(self) -> int:
@@ -73,7 +73,7 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class TransferEndpoint:
     """Where and with which secret a source finds a destination: minted there, carried here."""
 
     worker: str
@@ -108,19 +108,19 @@ class ScoredPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class RequestArrived:
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class ClientDisconnected:
     """The client went away."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ChoiceStopped:
     """A stop string matched: the choice ends after `length` tokens of its answer."""
 
     request: int
@@ -157,7 +157,7 @@ class RoleChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Heartbeat:
     """A beat: nothing but a sign of life."""
 
     worker: str
@@ -187,7 +187,7 @@ class Ready:
     attempt: int
     epoch: int
     have: int
-    at: Meeting
+    endpoint: TransferEndpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class Rejected:
     request: int
     attempt: int
     reason: str
-    never: bool = False
+    is_permanent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +223,14 @@ class Tick:
 
 
 Event: TypeAlias = (
-    Arrived
-    | Gone
-    | Cut
+    RequestArrived
+    | ClientDisconnected
+    | ChoiceStopped
     | WorkerUp
     | WorkerLost
     | Draining
     | RoleChanged
-    | Heard
+    | Heartbeat
     | Stepped
     | Yielded
     | Ready
@@ -277,7 +277,7 @@ class Send:
     worker: str
     request: int
     attempt: int  # of the lease
-    to: Meeting
+    endpoint: TransferEndpoint
     to_attempt: int
     epoch: int
     have: int
@@ -311,7 +311,7 @@ class DeliverPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndRequest:
     """The request is over; the last thing that is ever said of it."""
 
     request: int
@@ -321,7 +321,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Hang:
+class CloseStream:
     """Close the stream to that worker: it is silent, or what it says makes no sense."""
 
     worker: str
@@ -330,4 +330,6 @@ class Hang:
     stuck: bool = False  # it answers and does not get on: whoever keeps it alive must replace it
 
 
-Command: TypeAlias = Submit | Yield | Send | Drop | Deliver | DeliverPrompt | End | Hang
+Command: TypeAlias = (
+    Submit | Yield | Send | Drop | Deliver | DeliverPrompt | EndRequest | CloseStream
+)

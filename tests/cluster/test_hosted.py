@@ -15,7 +15,7 @@ from penstock.cluster.notices import LogLine, Notice, RoleGiven, Stuck
 from penstock.cluster.placement import WorkerPlace
 from penstock.cluster.reservation import Reservation
 from penstock.router.config import RouterConfig
-from penstock.router.roles import Assignment, Book
+from penstock.router.observability.role_registry import Assignment, RoleRegistry
 from penstock.workers.config import WorkerConfig
 
 
@@ -74,7 +74,7 @@ async def test_a_worker_that_a_router_calls_stuck_is_given_up_and_no_other() -> 
 
 async def test_a_role_is_recorded_before_it_is_confirmed_and_told_to_the_next_process() -> None:
     told: list[tuple[str, Notice]] = []
-    config, roles = RouterConfig(Path("m"), "m"), Book()
+    config, roles = RouterConfig(Path("m"), "m"), RoleRegistry()
     router, other = (
         HostedRouter(config, lambda title, notice: told.append((title, notice)), roles=roles)
         for _ in range(2)
@@ -84,17 +84,17 @@ async def test_a_role_is_recorded_before_it_is_confirmed_and_told_to_the_next_pr
     router.member = cast(Member, process)
     given = RoleGiven("d0", "mixed", 5.0)
     router._heard("router 0", given)
-    assert roles.said == {"d0": Assignment("mixed", 5.0)}, "at once: its router may die next"
+    assert roles.assignments == {"d0": Assignment("mixed", 5.0)}, "at once: its router may die next"
     assert told == [("router 0", given)]
     while not process.told:
         await asyncio.sleep(0)
-    assert process.told == [("set_roles", dict(roles.said))]
+    assert process.told == [("set_roles", dict(roles.assignments))]
     for each in (router, other):
         following = FakeMember()
         following.up = True
         each.member = cast(Member, following)
         await each.came(("127.0.0.1:1", "127.0.0.1:2"))
-        assert following.told == [("set_roles", dict(roles.said)), ("set_workers", {})]
+        assert following.told == [("set_roles", dict(roles.assignments)), ("set_workers", {})]
 
 
 class FakePlace:

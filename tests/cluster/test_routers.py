@@ -9,7 +9,7 @@ from penstock.cluster import routers as module
 from penstock.cluster.notices import Draining, Notice
 from penstock.cluster.routers import Routers
 from penstock.router.config import RouterConfig
-from penstock.router.state import Scaling
+from penstock.router.observability.snapshot import Scaling
 from tests.cluster.test_together import state_of
 
 

@@ -27,13 +27,13 @@ from penstock.cluster.scaling import (
 from penstock.cluster.slots import Phase
 from penstock.cluster.spec import ROLES, ClusterSpec, EngineSpec, Pools, PoolSpec, ScalingSpec
 from penstock.common.worker_load import WorkerLoad
-from penstock.router.roles import Assignment
-from penstock.router.state import (
+from penstock.router.observability.role_registry import Assignment
+from penstock.router.observability.snapshot import (
     ClusterState,
     PoolState,
     Scaling,
-    WorkerNumbers,
     WorkerState,
+    WorkerStats,
 )
 
 LOAD = WorkerLoad(
@@ -49,7 +49,7 @@ LOAD = WorkerLoad(
     prompt_tokens_cached=100,
     prompt_seconds=1.5,
 )
-NUMBERS = WorkerNumbers(LOAD, places=16, block_size=16)
+NUMBERS = WorkerStats(LOAD, max_sequences=16, block_size=16)
 S, P, L, E = Phase.SERVING, Phase.PENDING, Phase.LEAVING, Phase.EMPTY
 PHASES = {
     "prefill": {"prefill-0": S, "prefill-1": P},
@@ -58,7 +58,7 @@ PHASES = {
 
 
 def told(
-    workers: dict[str, WorkerNumbers | None],
+    workers: dict[str, WorkerStats | None],
     pools: Sequence[PoolState] = (),
     prompt_tokens: int = 0,
     waiting: int = 0,
@@ -107,7 +107,7 @@ def test_pools_are_seen_by_who_knows_what() -> None:
 
 def test_arrivals_are_those_that_need_computing_and_of_one_pool() -> None:
     sight = Sight()
-    workers: dict[str, WorkerNumbers | None] = {"prefill-0": NUMBERS}  # a quarter is cached
+    workers: dict[str, WorkerStats | None] = {"prefill-0": NUMBERS}  # a quarter is cached
     sight.pools(told(workers, prompt_tokens=1000), PHASES, 0.0)
     seen = sight.pools(told(workers, prompt_tokens=1400), PHASES, 1.0)
     assert (seen["prefill"].arrived_tokens, seen["decode"].arrived_tokens) == (1050, 0)

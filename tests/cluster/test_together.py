@@ -7,18 +7,18 @@ from penstock.cluster.scaling import Sight
 from penstock.cluster.slots import Phase
 from penstock.cluster.together import Together, told_of
 from penstock.common.worker_load import WorkerLoad
-from penstock.router.state import (
+from penstock.router.observability.snapshot import (
     ClusterState,
     PoolState,
     RouterState,
     Scaling,
-    WorkerNumbers,
     WorkerState,
+    WorkerStats,
 )
 
-NUMBERS = WorkerNumbers(
+NUMBERS = WorkerStats(
     WorkerLoad(running=5, queued=1, queued_tokens=40, used_blocks=9, free_blocks=91),
-    places=64,
+    max_sequences=64,
     block_size=16,
 )
 

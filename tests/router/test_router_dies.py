@@ -196,7 +196,7 @@ async def test_one_that_drains_ends_its_streams_and_what_is_new_goes_to_the_othe
         await draining
         for stream, client in zip(streams, running, strict=True):
             assert ((await stream).tokens, client.num_broken) == (right.tokens, 0)
-        assert routers[0].frontend.num_open == 0
+        assert routers[0].frontend.num_open_requests == 0
         told = await asyncio.to_thread(fetch, routers[1].http_address, None)
         assert told["finished"]["length"] == 2
 

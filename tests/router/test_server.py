@@ -15,10 +15,10 @@ import pytest
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.protos import inference_pb2, inference_pb2_grpc
-from penstock.router.ask import Ask
 from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError
-from penstock.router.server import UNBOUNDED, PortTaken, read_limits, serve_router
+from penstock.router.requests.request import GenerationRequest
+from penstock.router.server import UNBOUNDED, PortInUseError, read_model_limits, serve_router
 from tests.support.served_router import serving, until
 from tests.support.stub_worker import StubWorker
 from tests.support.tokenizers import byte_level, write_folder
@@ -33,7 +33,7 @@ async def test_a_port_in_use_is_named(config: RouterConfig, which: str) -> None:
         other.listen()
         port = other.getsockname()[1]
         ports = {"http_port": 0, "grpc_port": 0, which: port}
-        with pytest.raises(PortTaken, match=f"port {port}: Address already in use"):
+        with pytest.raises(PortInUseError, match=f"port {port}: Address already in use"):
             await serve_router(replace(config, **ports))
     assert len(asyncio.all_tasks()) == 1  # nothing is left running
     router = await serve_router(replace(config, **ports))
@@ -71,9 +71,9 @@ def test_limits_of_the_model(
     tmp_path: Path, text: str, max_model_len: int, vocab_size: int
 ) -> None:
     config = write_config(tmp_path, text)
-    limits = read_limits(config, ModelTokenizer(tmp_path))
+    limits = read_model_limits(config, ModelTokenizer(tmp_path))
     assert (limits.max_model_len, limits.vocab_size) == (max_model_len, vocab_size)
-    small = read_limits(replace(config, max_model_len=16), ModelTokenizer(tmp_path))
+    small = read_model_limits(replace(config, max_model_len=16), ModelTokenizer(tmp_path))
     assert small.max_model_len == 16
 
 
@@ -158,7 +158,7 @@ async def test_a_drain_has_an_end_and_stop_tells_who_is_left(config: RouterConfi
         await until(lambda: len(worker.holding) == 2)
         await until(lambda: all(run.num_new > 2 for run in worker.holding.values()))
         await served.router.drain(0.05)
-        assert served.router.frontend.num_open == 2
+        assert served.router.frontend.num_open_requests == 2
         await served.router.stop()
         assert (await whole).status_code == 503
         events = (await stream).text.strip().split("\n\n")
@@ -190,11 +190,15 @@ async def test_a_lost_worker_costs_no_token(config: RouterConfig) -> None:
 async def test_open_refuses_all_or_nothing(config: RouterConfig) -> None:
     async with serving(config, StubWorker()) as served:
         frontend = served.router.frontend
-        for bad in (Ask([]), Ask([5], SamplingParams(stop=("",))), Ask([5], timeout=0.0)):
+        for bad in (
+            GenerationRequest([]),
+            GenerationRequest([5], SamplingParams(stop=("",))),
+            GenerationRequest([5], timeout=0.0),
+        ):
             with pytest.raises(ServingError) as refusal:
-                frontend.open([Ask([5]), bad])
+                frontend.submit([GenerationRequest([5]), bad])
             assert refusal.value.code is Code.INVALID
-        assert frontend.num_open == 0
+        assert frontend.num_open_requests == 0
         assert served.worker.submits == []
 
 

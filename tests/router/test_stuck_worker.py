@@ -26,7 +26,7 @@ async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: Rout
             await asyncio.sleep(0.2)
 
     async with serving(replace(config, hang_seconds=2.0), stuck, other) as served:
-        served.router.frontend.tell_stuck = lambda *what: told.append(what)
+        served.router.frontend.on_stuck_worker = lambda *what: told.append(what)
         beating = asyncio.create_task(beat())
         async with httpx.AsyncClient(timeout=60) as client:
             calls = [

@@ -16,7 +16,6 @@ from penstock.router.routing.events import (
     Event,
     Failed,
     Finish,
-    Meeting,
     NewToken,
     Ready,
     Received,
@@ -25,6 +24,7 @@ from penstock.router.routing.events import (
     Send,
     Stepped,
     Submit,
+    TransferEndpoint,
     WorkerInfo,
     Yield,
     Yielded,
@@ -154,7 +154,7 @@ class FakeWorker:
         assert name not in self.held, "one attempt submitted twice"
         tokens = len(request.prompt) + max(map(len, submit.log))
         if tokens >= self.info.max_model_len:
-            self.outbox.append(Rejected(self.name, *name, "too long", never=True))
+            self.outbox.append(Rejected(self.name, *name, "too long", is_permanent=True))
         elif len(self.of("queued")) >= self._max_queued:
             self.outbox.append(Rejected(self.name, *name, "full"))
         else:
@@ -210,7 +210,7 @@ class FakeWorker:
             held.form = "reserved"
             self._last_epoch += 1
             held.epoch = self._last_epoch
-            at = Meeting(self.name, self.info.incarnation, "address", "secret")
+            at = TransferEndpoint(self.name, self.info.incarnation, "address", "secret")
             self.outbox.append(Ready(self.name, *name, held.epoch, 0, at))
 
     def _advance(self, name: Name) -> list[NewToken]:
@@ -276,7 +276,7 @@ class FakeWorker:
         send = transfer.send
         name = (send.request, send.to_attempt)
         held = self.held.get(name)
-        same = send.to.incarnation == self.info.incarnation
+        same = send.endpoint.incarnation == self.info.incarnation
         if not same or held is None or held.form != "reserved" or held.epoch != send.epoch:
             return  # bytes of a closed or unknown epoch are thrown away
         if transfer.kv is None or not whole:

@@ -8,20 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from penstock.router.routing.dispatcher import Dispatcher, Limits
+from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.events import (
-    Arrived,
+    ChoiceStopped,
+    ClientDisconnected,
+    CloseStream,
     Command,
-    Cut,
     Deliver,
     Draining,
     Drop,
-    End,
+    EndRequest,
     Event,
-    Gone,
-    Hang,
-    Heard,
+    Heartbeat,
     Request,
+    RequestArrived,
     Send,
     Status,
     Stepped,
@@ -33,7 +33,7 @@ from penstock.router.routing.events import (
     Yield,
     Yielded,
 )
-from penstock.router.routing.policy import LeastLoaded
+from penstock.router.routing.placement.policy import LeastLoaded
 from tests.support.fake_worker import FakeWorker, Transfer, reference
 
 
@@ -58,7 +58,7 @@ class Client:
     request: Request
     cuts: dict[int, int]  # a choice: the length at which it is cut
     answers: list[list[int]] = field(default_factory=list)
-    ended: End | None = None
+    ended: EndRequest | None = None
     closed: set[int] = field(default_factory=set)  # choices that got their finish
 
     def expected(self) -> list[list[int]]:
@@ -74,7 +74,7 @@ class Client:
         if deliver.finish:
             self.closed.add(deliver.choice)
 
-    def end(self, end: End) -> None:
+    def end(self, end: EndRequest) -> None:
         assert self.ended is None, "ended twice"
         self.ended = end
 
@@ -88,7 +88,9 @@ class Client:
 
 
 class World:
-    def __init__(self, infos: list[WorkerInfo], limits: Limits, max_queued: int = 100) -> None:
+    def __init__(
+        self, infos: list[WorkerInfo], limits: DispatcherLimits, max_queued: int = 100
+    ) -> None:
         self._limits = limits
         self.dispatcher = Dispatcher(LeastLoaded(), limits)
         self.workers: dict[str, FakeWorker] = {}
@@ -117,16 +119,16 @@ class World:
         commands = self.dispatcher.handle(event, self.now)
         self.history.append((event, self.now, list(commands)))
         self.dispatcher.check()
-        cuts: list[Cut] = []
+        cuts: list[ChoiceStopped] = []
         for command in commands:
             match command:
                 case Deliver():
                     key = (command.request, command.choice, command.position)
                     assert taken is None or key in taken, "taken from an old attempt"
                     cuts.extend(self._deliver(command))
-                case End():
+                case EndRequest():
                     self.clients[command.request].end(command)
-                case Hang():
+                case CloseStream():
                     self._hang(command)
                 case Submit() | Yield() | Send() | Drop():
                     assert command.worker in self.linked, "told to a worker without a stream"
@@ -158,7 +160,7 @@ class World:
         elif isinstance(command, Drop) and command.choice is None:
             self.over.add((command.request, command.attempt))
 
-    def _deliver(self, deliver: Deliver) -> list[Cut]:
+    def _deliver(self, deliver: Deliver) -> list[ChoiceStopped]:
         client = self.clients[deliver.request]
         client.deliver(deliver)
         answer, length = client.answers[deliver.choice], client.cuts.get(deliver.choice)
@@ -166,9 +168,9 @@ class World:
             return []
         del answer[length:]
         client.closed.add(deliver.choice)
-        return [Cut(deliver.request, deliver.choice, length)]
+        return [ChoiceStopped(deliver.request, deliver.choice, length)]
 
-    def _hang(self, hang: Hang) -> None:
+    def _hang(self, hang: CloseStream) -> None:
         self.linked.discard(hang.worker)
         old = self.workers.get(hang.worker)
         if old is None:
@@ -190,10 +192,10 @@ class World:
         answers += [[] for _ in range(request.num_choices - len(answers))]
         cuts = {i: at for i, at in cuts.items() if at > len(answers[i])}
         self.clients[request.id] = Client(request, cuts, answers)
-        self.tell(Arrived(request))
+        self.tell(RequestArrived(request))
 
     def leave(self, request: int) -> None:
-        self.tell(Gone(request))
+        self.tell(ClientDisconnected(request))
 
     # -------------------------------------------------------------- what may happen next
 
@@ -220,8 +222,8 @@ class World:
         if send is None:
             return
         kv = worker.read_lease(send)
-        target = self.workers.get(send.to.worker)
-        if target is not None and target.info.incarnation == send.to.incarnation:
+        target = self.workers.get(send.endpoint.worker)
+        if target is not None and target.info.incarnation == send.endpoint.incarnation:
             target.transfers.append(Transfer(send, kv))
             if kv is not None:
                 worker.held[(send.request, send.attempt)].sending += 1
@@ -267,7 +269,7 @@ class World:
         self.now += seconds
         for worker in self.workers.values():
             if worker.name in self.linked and worker.name not in silent:
-                worker.outbox.append(Heard(worker.name))
+                worker.outbox.append(Heartbeat(worker.name))
         self.tell(Tick())
 
     # -------------------------------------------------------------- the end

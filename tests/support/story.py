@@ -3,23 +3,23 @@
 from collections.abc import Callable
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.router.routing import lifecycle
+from penstock.router.routing import request_state
 from penstock.router.routing.events import (
     Command,
     Drop,
     Finish,
-    Meeting,
     NewToken,
     Ready,
     Request,
     Source,
     Submit,
+    TransferEndpoint,
 )
-from penstock.router.routing.lifecycle import Life, Phase, phase_of
+from penstock.router.routing.request_state import Phase, RequestState, phase_of
 from tests.support.router_world import info_of
 
 W, V, X = info_of("w", "prefill"), info_of("v", "decode"), info_of("x", "decode")
-AT = Meeting("v", "1", "address", "secret")
+AT = TransferEndpoint("v", "1", "address", "secret")
 PROMPT = [5, 6, 7]
 
 
@@ -32,14 +32,14 @@ class Story:
             "prompt": PROMPT,
             "params": SamplingParams(),
         } | request
-        self.life = Life(Request(**fields))  # type: ignore[arg-type]
+        self.life = RequestState(Request(**fields))  # type: ignore[arg-type]
         self.out: list[Command] = []
 
     def does(self, act: Callable[[list[Command]], object]) -> object:
         self.out = []
         result = act(self.out)
         if self.life.status is None:
-            lifecycle.check(self.life)
+            request_state.check(self.life)
         return result
 
     def place(self, info: object = W, yield_after: int = 0) -> "Story":
@@ -55,7 +55,7 @@ class Story:
         choice: int = 0,
     ) -> object:
         token = NewToken(1, attempt, choice, position, 100 + position, finish)
-        return self.does(lambda out: self.life.take(worker, token, out))
+        return self.does(lambda out: self.life.append(worker, token, out))
 
     def yielded(self, worker: str = "w", attempt: int = 1, kv_len: int = 3) -> "Story":
         self.does(lambda out: self.life.yielded(worker, attempt, kv_len, out))
@@ -92,7 +92,7 @@ def moving() -> Story:
 def asked() -> Story:
     """w drains, and v was asked to take over."""
     story = running()
-    story.does(lambda out: story.life.ask(V, out))
+    story.does(lambda out: story.life.start_live_migration(V, out))
     return story
 
 
@@ -101,14 +101,14 @@ STATES: dict[Phase, Callable[[], Story]] = {
     Phase.RUNNING: running,
     Phase.YIELDED: yielded,
     Phase.WAITING: waiting,
-    Phase.MOVING: moving,
+    Phase.TRANSFERRING: moving,
 }
 HELD: dict[Phase, list[Command]] = {
     Phase.QUEUED: [],
     Phase.RUNNING: [Drop("w", 1, 1)],
     Phase.YIELDED: [Drop("w", 1, 1)],
     Phase.WAITING: [Drop("v", 1, 2), Drop("w", 1, 1)],
-    Phase.MOVING: [Drop("v", 1, 2), Drop("w", 1, 1)],
+    Phase.TRANSFERRING: [Drop("v", 1, 2), Drop("w", 1, 1)],
 }
 LEASE = Source("w", "1", 1, 3, "L")
 

@@ -3,36 +3,36 @@
 from collections.abc import Sequence
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.router.routing.dispatcher import Dispatcher, Limits
+from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.events import (
-    Arrived,
     Command,
-    End,
+    EndRequest,
     Event,
     Finish,
-    Heard,
-    Meeting,
+    Heartbeat,
     NewToken,
     Request,
+    RequestArrived,
     Status,
     Stepped,
     Submit,
     Tick,
+    TransferEndpoint,
     WorkerInfo,
     WorkerUp,
 )
-from penstock.router.routing.policy import LeastLoaded
+from penstock.router.routing.placement.policy import LeastLoaded
 from tests.support.router_world import info_of
 
 P, D, E = info_of("p", "prefill"), info_of("d", "decode"), info_of("e", "decode")
 M, N = info_of("m", "mixed"), info_of("n", "mixed")
-AT = Meeting("d", "1", "address", "secret")
+AT = TransferEndpoint("d", "1", "address", "secret")
 
 
 class Router:
     """A dispatcher with a clock; every event is followed by its check."""
 
-    def __init__(self, *infos: WorkerInfo, limits: Limits | None = None) -> None:
+    def __init__(self, *infos: WorkerInfo, limits: DispatcherLimits | None = None) -> None:
         self.dispatcher = Dispatcher(LeastLoaded(), limits)
         self.now = 1000.0
         for info in infos:
@@ -45,7 +45,7 @@ class Router:
 
     def arrive(self, number: int = 1, num_prompt: int = 3, **fields: object) -> list[Command]:
         request = Request(number, [7] * num_prompt, SamplingParams(), **fields)  # type: ignore[arg-type]
-        return self(Arrived(request))
+        return self(RequestArrived(request))
 
     def step(
         self,
@@ -65,7 +65,7 @@ class Router:
         while self.now < end:
             self.now += 0.5
             for worker in alive:
-                commands += self(Heard(worker))
+                commands += self(Heartbeat(worker))
             commands += self(Tick())
         return commands
 
@@ -78,4 +78,4 @@ def submits(commands: Sequence[Command]) -> list[tuple[str, int, int]]:
 
 
 def ends(commands: Sequence[Command]) -> list[tuple[int, Status]]:
-    return [(c.request, c.status) for c in commands if isinstance(c, End)]
+    return [(c.request, c.status) for c in commands if isinstance(c, EndRequest)]

@@ -15,7 +15,7 @@ from penstock.loadtests.simulate.schedules import schedule_of
 from penstock.loadtests.simulate.session import Session
 from penstock.loadtests.simulate.shrink import command_of, failure_of, shrunk
 from penstock.loadtests.simulate.worker import Worker
-from penstock.router.routing import log
+from penstock.router.routing import token_log
 from penstock.router.routing.events import Command, Deliver, NewToken
 from penstock.workers.scheduling import leases
 from penstock.workers.scheduling.kv_pool import State
@@ -85,17 +85,23 @@ def test_leaving_some_out_changes_no_other() -> None:
 def deliver_duplicates(patch: pytest.MonkeyPatch) -> None:
     """Streams take messages twice, and the log takes any position."""
 
-    def take(self: log.Log, token: NewToken, out: list[Command]) -> log.Taken:
+    def take(
+        self: token_log.TokenLog, token: NewToken, out: list[Command]
+    ) -> token_log.AppendResult:
         self.answers[0].append(token.token)
         tokens = (token.token,)
         out.append(
             Deliver(token.request, 0, token.position, tokens, (token.logprobs,), token.finish)
         )
         self.finished[0] = bool(token.finish)
-        return log.Taken.TURN if token.finish else log.Taken.PLAIN
+        return (
+            token_log.AppendResult.STATE_CHANGED
+            if token.finish
+            else token_log.AppendResult.APPENDED
+        )
 
     patch.setattr(network.Pipe, "is_next", lambda pipe, number: True)
-    patch.setattr(log.Log, "take", take)
+    patch.setattr(token_log.TokenLog, "append", take)
 
 
 def ignore_epochs(patch: pytest.MonkeyPatch) -> None:

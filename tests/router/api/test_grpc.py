@@ -318,7 +318,7 @@ async def test_health_follows_the_workers(config: RouterConfig) -> None:
 async def test_prompt_logprobs_come_before_the_answer(
     channel: grpc.aio.Channel, talking: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.router.api.grpc.PROMPT_TOKENS_A_REPLY", 3)
+    monkeypatch.setattr("penstock.router.api.grpc.PROMPT_TOKENS_PER_REPLY", 3)
     prompt = [9, 40, 30, 20, 10, 11]
     replies = await generate(
         channel,

@@ -128,12 +128,12 @@ async def test_what_has_ended_is_answered_at_once(
 async def test_what_a_client_brings_is_not_counted_as_made_here(
     channel: grpc.aio.Channel, talking: Served
 ) -> None:
-    tally = talking.router.frontend.tally
-    before = sum(tally.generated().values())
+    tally = talking.router.frontend.metrics
+    before = sum(tally.generated_by_tenant().values())
     tokens = tokens_of(SENTENCE)
     sampling = pb.Sampling(seed=7, max_tokens=len(tokens))
     await generate(channel, sampling=sampling, so_far=[so_far(tokens[:-2])])
-    assert sum(tally.generated().values()) == before + 2
+    assert sum(tally.generated_by_tenant().values()) == before + 2
 
 
 @pytest.mark.parametrize(

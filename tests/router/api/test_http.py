@@ -6,7 +6,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from penstock.router.config import Bounds, RouterConfig
+from penstock.router.config import RequestBounds, RouterConfig
 from tests.support.openai_errors import check_form
 from tests.support.served_router import Served, serving, until
 from tests.support.stub_worker import StubWorker
@@ -98,7 +98,7 @@ async def test_no_page_of_another_origin_gets_through(served: Served) -> None:
 
 
 async def test_large_bodies_are_refused_early(config: RouterConfig) -> None:
-    small = replace(config, bounds=Bounds(max_body_bytes=1000))
+    small = replace(config, bounds=RequestBounds(max_body_bytes=1000))
     async with serving(small, StubWorker()) as served, client_of(served) as http:
         response = await http.post("/v1/completions", json={"prompt": "x" * 2000})
         assert response.status_code == 413
@@ -128,7 +128,7 @@ async def read_all(served: Served, sent: bytes) -> bytes:
 
 @pytest.mark.slow
 async def test_heads_are_bounded_in_size_and_time(config: RouterConfig) -> None:
-    tight = replace(config, bounds=Bounds(max_header_bytes=4096, receive_seconds=2.0))
+    tight = replace(config, bounds=RequestBounds(max_header_bytes=4096, receive_seconds=2.0))
     async with serving(tight, StubWorker()) as served:
         many = b"".join(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(100))
         answer = await read_all(served, b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + many)

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.router import role_recorder
 from penstock.router.config import RouterConfig
-from penstock.router.roles import Assignment
+from penstock.router.observability import role_recorder
+from penstock.router.observability.role_registry import Assignment
 from tests.support.served_router import Served, serving, until
 from tests.support.stub_worker import StubWorker
 
@@ -28,7 +28,7 @@ async def ask(http: httpx.AsyncClient, worker: str, role: str) -> tuple[int, dic
 
 
 def roles(served: Served) -> dict[str, str]:
-    return {each.worker: each.role for each in served.router.frontend.look().workers}
+    return {each.worker: each.role for each in served.router.frontend.take_snapshot().workers}
 
 
 async def test_what_comes_follows_the_new_role(config: RouterConfig) -> None:

@@ -1,15 +1,15 @@
 import pytest
 
 from penstock.common.worker_load import WorkerLoad
-from penstock.router.routing.dispatcher import Limits
+from penstock.router.routing.dispatcher import DispatcherLimits
 from penstock.router.routing.events import (
+    ClientDisconnected,
     Deliver,
     Draining,
     Drop,
-    End,
+    EndRequest,
     Failed,
     Finish,
-    Gone,
     NewToken,
     Ready,
     Received,
@@ -23,7 +23,7 @@ from penstock.router.routing.events import (
     Yield,
     Yielded,
 )
-from penstock.router.routing.lifecycle import Phase
+from penstock.router.routing.request_state import Phase
 from tests.support.router_world import info_of
 from tests.support.told_router import AT, D, E, M, P, Router, ends, submits
 
@@ -45,7 +45,7 @@ def test_a_request_goes_through_both_pools() -> None:
     assert [worker.num_requests for worker in router.dispatcher.workers()] == [0, 1]
     commands = router.step("d", 2, 1, Finish.LENGTH)
     assert ends(commands) == [(1, Status.OK)]
-    assert router.dispatcher.counters.num_handovers == 1
+    assert router.dispatcher.counters.num_transfers == 1
     assert router.dispatcher.num_requests == 0
     assert [worker.num_requests for worker in router.dispatcher.workers()] == [0, 0]
 
@@ -56,7 +56,7 @@ def test_the_decode_worker_meant_for_it_is_counted_from_the_start() -> None:
     assert submits(router.arrive(1)) == [("p", 1, 1)]
     assert router.arrive(2) == []
     assert router.dispatcher.num_queued == 1
-    assert submits(router(Gone(1))) == [("p", 2, 1)]
+    assert submits(router(ClientDisconnected(1))) == [("p", 2, 1)]
 
 
 def test_it_goes_to_the_worker_meant_for_it_even_if_another_has_more_room_by_now() -> None:
@@ -114,7 +114,7 @@ def test_a_full_decode_pool_is_waited_for_with_the_lease() -> None:
     assert submits(router.arrive(2)) == [("p", 2, 1)]  # it has the only place at d
     assert router(Yielded("p", 1, 1, 3)) == []
     assert router.dispatcher.phases() == {Phase.YIELDED: 1, Phase.RUNNING: 1}
-    (drop, _, submit) = router(Gone(2))
+    (drop, _, submit) = router(ClientDisconnected(2))
     assert drop == Drop("p", 2, 1)
     assert isinstance(submit, Submit)
     assert (submit.worker, submit.source is not None) == ("d", True)
@@ -133,7 +133,7 @@ def test_offers_for_an_ended_request_are_dropped_and_nothing_else_happens() -> N
         Received("d", 1, 2, 4),
         Failed("d", 1, 2, 4, ""),
         Rejected("d", 1, 2, ""),
-        Gone(1),
+        ClientDisconnected(1),
         Stepped("p", [NewToken(1, 1, 0, 1, 5)], None, [(1, 1, "nan")]),
     ):
         assert router(event) == []
@@ -157,7 +157,7 @@ def test_numbers_are_used_once() -> None:
 def test_a_complete_log_ends_at_once() -> None:
     router = Router(M)
     commands = router.arrive(log=[[1, 2]], max_tokens=2)
-    assert commands == [Deliver(1, 0, 2, (), (), Finish.LENGTH), End(1, Status.OK)]
+    assert commands == [Deliver(1, 0, 2, (), (), Finish.LENGTH), EndRequest(1, Status.OK)]
     assert router.dispatcher.num_ended == {Status.OK: 1}
 
 
@@ -165,10 +165,10 @@ def test_a_complete_log_ends_at_once() -> None:
 
 
 def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
-    router = Router(limits=Limits(max_queued=2))
+    router = Router(limits=DispatcherLimits(max_queued=2))
     assert router.arrive(1) == router.arrive(2) == []
     (end,) = router.arrive(3)
-    assert isinstance(end, End)
+    assert isinstance(end, EndRequest)
     assert (end.status, end.retry_after) == (Status.OVERLOADED, 1.0)
     assert router.dispatcher.num_queued == 2
     assert router.dispatcher.num_queued_tokens == 6
@@ -198,7 +198,7 @@ def test_the_line_moves_when_there_is_room() -> None:
 
 
 def test_without_workers_requests_wait_and_then_it_is_said() -> None:
-    router = Router(limits=Limits(wait_without_workers=20.0))
+    router = Router(limits=DispatcherLimits(no_worker_timeout_seconds=20.0))
     router.wait(60)
     router.arrive(1)
     router.arrive(2, deadline=router.now + 5)
@@ -209,7 +209,7 @@ def test_without_workers_requests_wait_and_then_it_is_said() -> None:
 
 
 def test_workers_that_go_are_waited_for_as_long() -> None:
-    router = Router(M, limits=Limits(wait_without_workers=20.0))
+    router = Router(M, limits=DispatcherLimits(no_worker_timeout_seconds=20.0))
     router.wait(60, "m")
     router.arrive()
     router(WorkerLost("m"))
@@ -226,7 +226,7 @@ def test_a_worker_that_comes_in_time_takes_what_waited() -> None:
 
 
 def test_workers_that_only_drain_are_not_waited_for() -> None:
-    router = Router(M, limits=Limits(wait_without_workers=20.0))
+    router = Router(M, limits=DispatcherLimits(no_worker_timeout_seconds=20.0))
     router.arrive(1)
     router.step("m", 1, 0)
     router(Draining("m"))
@@ -240,4 +240,4 @@ def test_a_deadline_ends_it_everywhere() -> None:
     router.arrive(deadline=router.now + 3)
     assert router.wait(2.5, "m") == []
     commands = router.wait(1, "m")
-    assert commands == [Drop("m", 1, 1), End(1, Status.DEADLINE, "the deadline passed")]
+    assert commands == [Drop("m", 1, 1), EndRequest(1, Status.DEADLINE, "the deadline passed")]

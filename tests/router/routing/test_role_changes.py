@@ -3,7 +3,7 @@
 from random import Random
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.router.routing.dispatcher import Limits
+from penstock.router.routing.dispatcher import DispatcherLimits
 from penstock.router.routing.events import (
     Draining,
     Finish,
@@ -141,7 +141,7 @@ def test_under_load_all_roles_swap_and_no_prompt_is_computed_elsewhere_again() -
     rng = Random(2)
     infos = [info_of(f"w{at}", role, num_blocks=512) for at, role in enumerate(["prefill"] * 2)]
     infos += [info_of(f"w{at + 2}", role, num_blocks=512) for at, role in enumerate(["decode"] * 2)]
-    world = World(infos, Limits())
+    world = World(infos, DispatcherLimits())
     for number in range(60):
         world.arrive(Request(number, [number] * 9, SamplingParams(), max_tokens=12), {})
         for _ in range(rng.randint(0, 12)):
@@ -155,8 +155,8 @@ def test_under_load_all_roles_swap_and_no_prompt_is_computed_elsewhere_again() -
     world.settle(rng)
     world.check_rest()
     assert all(client.ended.status is Status.OK for client in world.clients.values())  # type: ignore[union-attr]
-    assert world.dispatcher.counters.num_handovers > 20
-    assert world.dispatcher.counters.num_handovers_failed == 0
+    assert world.dispatcher.counters.num_transfers > 20
+    assert world.dispatcher.counters.num_transfers_failed == 0
     had: dict[int, set[str]] = {}
     for _, _, commands in world.history:
         for submit in commands:

@@ -4,11 +4,11 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from penstock.common.worker_load import WorkerLoad
-from penstock.router.routing.dispatcher import Limits
+from penstock.router.routing.dispatcher import DispatcherLimits
 from penstock.router.routing.events import (
+    CloseStream,
     Command,
     Draining,
-    Hang,
     Ready,
     Received,
     Status,
@@ -16,7 +16,7 @@ from penstock.router.routing.events import (
     WorkerUp,
     Yielded,
 )
-from penstock.router.routing.fleet import Bounds
+from penstock.router.routing.worker_registry import LivenessBounds
 from tests.support.router_world import info_of
 from tests.support.told_router import AT, D, M, N, P, Router, ends, submits
 
@@ -24,7 +24,7 @@ BOUND = 45.0
 
 
 def hangs(commands: list[Command]) -> list[tuple[str, bool]]:
-    return [(each.worker, each.stuck) for each in commands if isinstance(each, Hang)]
+    return [(each.worker, each.stuck) for each in commands if isinstance(each, CloseStream)]
 
 
 def test_one_that_beats_and_ends_no_step_is_replaced_and_its_request_goes_on() -> None:
@@ -140,7 +140,7 @@ def test_another_incarnation_of_it_is_taken_at_once() -> None:
 
 
 def test_with_nobody_else_there_a_request_waits_no_longer_than_for_nobody() -> None:
-    router = Router(M, limits=Limits(wait_without_workers=5.0))
+    router = Router(M, limits=DispatcherLimits(no_worker_timeout_seconds=5.0))
     router.arrive()
     router.wait(BOUND + 1, "m")
     router(WorkerUp(M))
@@ -154,7 +154,7 @@ def test_with_nobody_else_there_a_request_waits_no_longer_than_for_nobody() -> N
 def test_whoever_ends_a_step_within_the_bound_is_left_alone_and_then_not(
     pauses: list[float], tokens: list[bool]
 ) -> None:
-    router = Router(M, limits=Limits(bounds=Bounds(stuck_after=10.5)))
+    router = Router(M, limits=DispatcherLimits(bounds=LivenessBounds(stuck_after=10.5)))
     router.arrive(max_tokens=100)
     position = 0
     for number, (pause, token) in enumerate(zip(pauses, tokens, strict=False)):

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.worker_load import WorkerLoad
-from penstock.router.routing.dispatcher import Dispatcher, Limits
+from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.events import (
-    Arrived,
     Command,
     Deliver,
     Drop,
-    End,
+    EndRequest,
     Event,
     Request,
+    RequestArrived,
     Status,
     Stepped,
     Submit,
@@ -26,8 +26,8 @@ from penstock.router.routing.events import (
     WorkerUp,
     Yield,
 )
-from penstock.router.routing.fleet import Bounds, Fleet
-from penstock.router.routing.policy import LeastLoaded
+from penstock.router.routing.placement.policy import LeastLoaded
+from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
 from tests.support.fake_worker import FakeWorker, reference
 from tests.support.router_world import info_of
 
@@ -41,7 +41,7 @@ class Router:
     number: int
     dispatcher: Dispatcher
     answers: dict[int, list[int]] = field(default_factory=dict)
-    ends: dict[int, End] = field(default_factory=dict)
+    ends: dict[int, EndRequest] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
 
 
@@ -51,7 +51,7 @@ class Shared:
     def __init__(
         self, infos: list[WorkerInfo], num_routers: int, promised_seconds: float = 0.0
     ) -> None:
-        limits = Limits(promised_seconds=promised_seconds)
+        limits = DispatcherLimits(ttft_slo_seconds=promised_seconds)
         self.workers = {info.worker: FakeWorker(info) for info in infos}
         self.routers = [
             Router(number, Dispatcher(LeastLoaded(), limits)) for number in range(num_routers)
@@ -73,7 +73,7 @@ class Shared:
                 answer = router.answers.setdefault(command.request, [])
                 assert command.position == len(answer)
                 answer.extend(command.tokens)
-            case End():
+            case EndRequest():
                 router.ends[command.request] = command
             case Submit() | Yield() | Drop():
                 self.workers[command.worker].inbox.append(command)
@@ -85,7 +85,7 @@ class Shared:
         name = number * SPAN + len(router.requests)
         request = Request(name, [name] * num_prompt, SamplingParams(), max_tokens=max_tokens)
         router.requests[name] = request
-        self.tell(router, Arrived(request))
+        self.tell(router, RequestArrived(request))
 
     def turn(self, name: str) -> None:
         """One worker obeys what has come, makes a step, and tells of it."""
@@ -181,17 +181,17 @@ def test_no_router_is_kept_out(promised: float) -> None:
 
 
 def test_what_others_hold_is_seen_and_forgotten() -> None:
-    fleet = Fleet(Bounds())
+    fleet = WorkerRegistry(LivenessBounds())
     info = info_of("m0", "mixed", num_blocks=64)
-    view = fleet.up(info, WorkerLoad(running=3, free_blocks=20), 0.0)
-    assert (view.num_others, view.blocks_of_others) == (3, 44)
-    assert view.has_room(8, 1), "nobody is kept out"
-    view.hold(1, view.share_of(8, 1))
-    assert not view.has_room(8, 1), "three of others and one of ours are four"
-    view.reported(WorkerLoad(running=2, queued=1, free_blocks=20), 1.0)
-    assert (view.num_others, view.blocks_of_others) == (2, 41)
-    assert view.has_room(8, 1)
-    assert not view.has_room(100, 1), "20 blocks are free, not 61"
-    view.reported(WorkerLoad(running=1, free_blocks=20), 2.0)
-    assert (view.num_others, view.blocks_of_others) == (0, 0), "what grew is our own"
-    assert view.has_room(100, 1)
+    view = fleet.add(info, WorkerLoad(running=3, free_blocks=20), 0.0)
+    assert (view.num_foreign_sequences, view.num_foreign_blocks) == (3, 44)
+    assert view.has_capacity(8, 1), "nobody is kept out"
+    view.set_usage(1, view.resource_usage(8, 1))
+    assert not view.has_capacity(8, 1), "three of others and one of ours are four"
+    view.update_load(WorkerLoad(running=2, queued=1, free_blocks=20), 1.0)
+    assert (view.num_foreign_sequences, view.num_foreign_blocks) == (2, 41)
+    assert view.has_capacity(8, 1)
+    assert not view.has_capacity(100, 1), "20 blocks are free, not 61"
+    view.update_load(WorkerLoad(running=1, free_blocks=20), 2.0)
+    assert (view.num_foreign_sequences, view.num_foreign_blocks) == (0, 0), "what grew is our own"
+    assert view.has_capacity(100, 1)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.router.routing.dispatcher import Limits
+from penstock.router.routing.dispatcher import DispatcherLimits
 from penstock.router.routing.events import Request, RoleChanged, WorkerInfo
 from tests.support.router_world import World, info_of
 
@@ -149,7 +149,7 @@ QUIET = ["arrive", "wait", "go_on", "go_on_far", "go_on_far"]
 
 
 def world_of(pool: str, promised: float) -> World:
-    limits = Limits(6, 80, promised, recovering_per_worker=1)
+    limits = DispatcherLimits(6, 80, promised, max_recovering_per_worker=1)
     return World(POOLS[pool], limits, max_queued=2)
 
 
@@ -169,7 +169,7 @@ def test_random_schedules(pool: str) -> None:
 
 def test_without_faults_blocks_are_handed_over_and_no_prompt_is_computed_twice() -> None:
     rng = Random(1)
-    world = World(POOLS["pools"], Limits())
+    world = World(POOLS["pools"], DispatcherLimits())
     for number in range(40):
         world.arrive(Request(number, [number] * 9, SamplingParams(), max_tokens=6), {})
         for _ in range(rng.randint(0, 6)):
@@ -178,8 +178,8 @@ def test_without_faults_blocks_are_handed_over_and_no_prompt_is_computed_twice()
     world.settle(rng)
     world.check_rest()
     longer = sum(len(client.expected()[0]) > 1 for client in world.clients.values())
-    assert world.dispatcher.counters.num_handovers == longer
-    assert world.dispatcher.counters.num_handovers_failed == 0
+    assert world.dispatcher.counters.num_transfers == longer
+    assert world.dispatcher.counters.num_transfers_failed == 0
     decoders = [world.workers["d0"], world.workers["d1"]]
     assert sum(worker.num_computed for worker in decoders) == 0
 

@@ -1,0 +1,87 @@
+"""The numbers of `prometheus` under vLLM's names and labels, for dashboards that people have.
+
+`engine` is a worker's name, or the router's for what only a router knows. What vLLM has renamed is
+told under both names. Left out is what has no like here (speculation, adapters, swapping).
+"""
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import Metric
+
+from penstock.router.observability.prometheus import counter, gauge, histogram
+from penstock.router.observability.request_metrics import RequestMetrics
+from penstock.router.observability.snapshot import ClusterState, WorkerStats
+
+LABELS = ("model_name", "engine")
+REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+KV_NAMES = ("kv_cache_usage_perc", "gpu_cache_usage_perc")
+INTER_TOKEN_NAMES = ("inter_token_latency_seconds", "time_per_output_token_seconds")
+
+
+def vllm_metrics(router: str, state: ClusterState, metrics: RequestMetrics) -> Iterator[Metric]:
+    """All of them. `router` is its name."""
+    told = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
+    yield from _worker_metrics(router, state, told)
+    yield from _router_metrics((state.model, router), state, metrics)
+
+
+def _worker_metrics(
+    router: str, state: ClusterState, stats: Sequence[tuple[str, WorkerStats]]
+) -> Iterator[Metric]:
+    named = [((state.model, worker), numbers) for worker, numbers in stats]
+    yield gauge(
+        "vllm:num_requests_running",
+        "Sequences that run.",
+        LABELS,
+        ((labels, each.load.running) for labels, each in named),
+    )
+    waiting = [(labels, float(each.load.queued)) for labels, each in named]
+    yield gauge(
+        "vllm:num_requests_waiting",
+        "Requests that wait, at a worker or at the router.",
+        LABELS,
+        [((state.model, router), float(state.waiting)), *waiting],
+    )
+    for name in KV_NAMES:
+        yield gauge(
+            f"vllm:{name}",
+            "Share of the KV blocks in use, from 0 to 1.",
+            LABELS,
+            ((labels, each.load.kv_usage) for labels, each in named),
+        )
+    counters = (
+        ("prefix_cache_queries", [each.prompt_tokens for _, each in named]),
+        ("prefix_cache_hits", [each.load.prompt_tokens_cached for _, each in named]),
+        ("num_preemptions", [each.load.preemptions for _, each in named]),
+    )
+    for name, values in counters:
+        samples = zip((labels for labels, _ in named), values, strict=True)
+        yield counter(f"vllm:{name}", "As penstock's own, by worker.", LABELS, samples)
+
+
+def _router_metrics(
+    labels: Sequence[str], state: ClusterState, metrics: RequestMetrics
+) -> Iterator[Metric]:
+    yield counter("vllm:prompt_tokens", "Prompt tokens.", LABELS, [(labels, state.prompt_tokens)])
+    generated = sum(state.generated.values())
+    yield counter("vllm:generation_tokens", "Tokens of answers.", LABELS, [(labels, generated)])
+    yield counter(
+        "vllm:request_success",
+        "Requests by how they ended.",
+        (*LABELS, "finished_reason"),
+        (((*labels, theirs), state.finished[ours]) for ours, theirs in REASONS.items()),
+    )
+    histograms = (
+        ("time_to_first_token_seconds", metrics.first_token),
+        *((name, metrics.between_tokens) for name in INTER_TOKEN_NAMES),
+        ("request_time_per_output_token_seconds", metrics.per_token),
+        ("e2e_request_latency_seconds", metrics.request),
+        ("request_queue_time_seconds", metrics.queue),
+        ("request_prefill_time_seconds", metrics.prefill),
+        ("request_decode_time_seconds", metrics.decode),
+        ("request_prompt_tokens", metrics.prompt_lengths),
+        ("request_generation_tokens", metrics.answer_lengths),
+    )
+    for name, each in histograms:
+        spread = (each.bounds, each.counts, each.total)
+        yield histogram(f"vllm:{name}", "As penstock's own.", LABELS, [(labels, spread)])

@@ -1,0 +1,105 @@
+"""Answers that go on where an earlier call broke off: checked, and brought to where they were."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.text.detokenizer import IncrementalDetokenizer
+from penstock.router.errors import invalid
+from penstock.router.requests.request import (
+    GenerationRequest,
+    ModelLimits,
+    ResumeState,
+    check_vocabulary,
+)
+
+FINISHES = ("", "stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedChoice:
+    """How a choice has ended before."""
+
+    num_tokens: int
+    finish: str
+    stop: str | int | None = None  # the stop string or the client's stop token that ended it
+
+
+def check_resume_state(
+    request: GenerationRequest, params: SamplingParams, model: ModelLimits
+) -> None:
+    """Refuse tokens so far that cannot be of an earlier call with these parameters.
+
+    params: those of the ask, resolved.
+    """
+    if not request.resume_from:
+        return
+    sampling = request.sampling
+    if sampling.is_ranked:
+        what = "a beam search" if sampling.use_beam_search else "best_of above n"
+        raise invalid(
+            f"{what} tells its answers whole, at the end, and cannot go on from tokens: "
+            "leave out so_far",
+            "so_far",
+        )
+    max_tokens = params.answer_limit(len(request.prompt), model.max_model_len)
+    for choice, known in request.resume_from.items():
+        if choice >= params.n:
+            raise invalid(f"so_far has choice {choice}, but n is {params.n}", "so_far")
+        if known.finish not in FINISHES:
+            raise invalid("finish_reason in so_far must be stop, length or empty", "so_far")
+        check_vocabulary(known.tokens, model, "so_far")
+        if len(known.tokens) > max_tokens:
+            raise invalid(
+                f"so_far has {len(known.tokens)} tokens of choice {choice}, and max_tokens is "
+                f"{max_tokens}",
+                "so_far",
+            )
+    is_begun = any(known.tokens for known in request.resume_from.values())
+    if is_begun and sampling.temperature > 0 and sampling.seed is None:
+        raise invalid("to go on from tokens, give the seed that came with them", "seed")
+
+
+def resume(
+    request: GenerationRequest,
+    params: SamplingParams,
+    model: ModelLimits,
+    texts: Sequence[IncrementalDetokenizer],
+) -> list[FinishedChoice | None]:
+    """Bring the texts of all choices to where the client has them. Which have ended, and how."""
+    if not request.resume_from:
+        return [None] * len(texts)
+    ends = frozenset() if params.ignore_eos else model.eos_tokens
+    max_tokens = params.answer_limit(len(request.prompt), model.max_model_len)
+    nothing = ResumeState()
+    return [
+        _resume(choice, request.resume_from.get(choice, nothing), params, max_tokens, ends, text)
+        for choice, text in enumerate(texts)
+    ]
+
+
+def _resume(
+    choice: int,
+    known: ResumeState,
+    params: SamplingParams,
+    max_tokens: int,
+    eos_tokens: frozenset[int],
+    text: IncrementalDetokenizer,
+) -> FinishedChoice | None:
+    tokens = known.tokens
+    own = frozenset(params.stop_token_ids)
+    last = tokens[-1] if tokens and len(tokens) >= params.min_tokens else None
+    stopped = last is not None and (last in own or last in eos_tokens)
+    ended = bool(known.finish) or stopped or len(tokens) >= max_tokens
+    told = text.feed(tokens, ended, stopped)
+    if told.num_tokens < len(tokens):
+        raise invalid(
+            f"so_far goes on behind the stop string that ends choice {choice} after "
+            f"{told.num_tokens} tokens",
+            "so_far",
+        )
+    if told.stop is not None:
+        return FinishedChoice(len(tokens), "stop", told.stop)
+    if stopped:
+        return FinishedChoice(len(tokens), "stop", last if last in own else None)
+    return FinishedChoice(len(tokens), known.finish or "length") if ended else None

@@ -1,0 +1,192 @@
+"""Which worker gets a request: the interface, and the least-loaded choice behind it."""
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Protocol
+
+from penstock.router.routing.placement.cost_model import TransferCostModel
+from penstock.router.routing.placement.disaggregation import (
+    DisaggregationPolicy,
+    PrefillDecision,
+    Reason,
+)
+from penstock.router.routing.worker_registry import PENALTY_SECONDS, WorkerView
+
+PENALTY_TOKENS = 2048
+"""What having been lost a moment ago weighs in the choice of a prefill worker, in queued tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A request as placement sees it."""
+
+    request: int
+    num_tokens: int  # prompt and answer so far
+    num_sequences: int
+    num_remaining: int  # the most tokens that it may still get
+    has_source: bool = False  # a worker keeps its blocks: only the tokens to come need computing
+    unfit_workers: AbstractSet[str] = frozenset()  # workers on which it can never fit
+    is_pinned: bool = False  # where its prompt is computed
+    router_queue_tokens: int = 0  # of the prompts that wait at the router for who computes them
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Run on `worker`; with `then`, only until the first token, and there from then on."""
+
+    worker: str
+    decode_target: str | None = None
+    decision: PrefillDecision | None = field(
+        default=None, compare=False
+    )  # where there was a choice
+
+    @property
+    def yield_after(self) -> int:
+        return 0 if self.decode_target is None else 1
+
+
+class Policy(Protocol):
+    def place(
+        self,
+        demand: Demand,
+        workers: Sequence[WorkerView],
+        transfer_costs: TransferCostModel,
+        now: float,
+    ) -> Placement | None:
+        """Where to run; None while no worker has room. Workers that are not usable (suspect,
+        draining), have no room (full, masked) or are unfit must not be chosen."""
+        ...
+
+
+class LeastLoaded:
+    """Prefill where the fewest tokens are queued, decode where the smallest share is taken; both on
+    the decode worker where `disaggregation.DisaggregationPolicy` finds that cheaper.
+
+    A role is a weight: where one kind of worker is missing, the other kind does all the work.
+
+    Args:
+        rule: another one, to measure this one against.
+    """
+
+    def __init__(
+        self,
+        disaggregation: Callable[
+            [Sequence[WorkerView], TransferCostModel], DisaggregationPolicy
+        ] = DisaggregationPolicy,
+    ) -> None:
+        self._disaggregation = disaggregation
+
+    def place(
+        self,
+        demand: Demand,
+        workers: Sequence[WorkerView],
+        transfer_costs: TransferCostModel,
+        now: float,
+    ) -> Placement | None:
+        unfit = demand.unfit_workers
+        live = [view for view in workers if view.is_usable and not (unfit and view.name in unfit)]
+        decoders = [view for view in live if view.role != "prefill"]
+        # Choices are sequences of their own, in step only while nobody moves them: they stay. Of
+        # a beam search nothing moves but its prompt.
+        if demand.has_source or demand.is_pinned:
+            able = decoders or live
+            whole = _least_utilized(
+                able if demand.has_source else _with_prefill_slot(able), demand, now
+            )
+            return None if whole is None else Placement(whole.name)
+        prefillers = [view for view in live if view.role != "decode"]
+        first = _shortest_queue(_with_prefill_slot(prefillers or live), now, demand)
+        if first is not None and (
+            first.role != "prefill" or not decoders or demand.num_remaining == 1
+        ):
+            return Placement(first.name)
+        return self._place_disaggregated(
+            demand, prefillers, decoders, self._disaggregation(workers, transfer_costs), first, now
+        )
+
+    def _place_disaggregated(
+        self,
+        demand: Demand,
+        prefillers: Sequence[WorkerView],
+        decoders: Sequence[WorkerView],
+        disaggregation: DisaggregationPolicy,
+        first: WorkerView | None,
+        now: float,
+    ) -> Placement | None:
+        """Separate pools: `first` has room for the prompt, if anybody has."""
+        apart = [view for view in prefillers if view.role == "prefill"]
+        second = _least_utilized(decoders, demand, now)
+        if not apart or second is None:
+            return None
+        roomy = _with_prefill_slot(_with_capacity(decoders, demand))
+        if not roomy:
+            decision = PrefillDecision(True, Reason.DECODE_QUEUE)
+            return None if first is None else Placement(first.name, second.name, decision)
+        whole = min(
+            roomy, key=lambda view: disaggregation.colocated_seconds(demand.num_tokens, view)
+        )
+        busy = first or _shortest_queue(apart, now)
+        assert busy is not None
+        line = demand.router_queue_tokens / len(apart)
+        decision = disaggregation.decide(demand.num_tokens, busy, whole, line)
+        if not decision.is_disaggregated:
+            return Placement(whole.name, None, decision)
+        if first is None:
+            return None
+        if second.info.layout != first.info.layout:  # it could not use what `first` has computed
+            alike = [view for view in decoders if view.info.layout == first.info.layout]
+            second = _least_utilized(alike, demand, now)
+            if second is None:
+                return Placement(whole.name)
+        return Placement(first.name, second.name, decision)
+
+
+def _with_prefill_slot(views: Sequence[WorkerView]) -> Sequence[WorkerView]:
+    """Those that may be given a prompt now: all, where prompts do not wait at the router."""
+    if not views or not views[0].queues_at_router:
+        return views
+    return [view for view in views if view.has_prefill_slot]
+
+
+def _with_capacity(views: Sequence[WorkerView], demand: Demand) -> list[WorkerView]:
+    return [view for view in views if view.has_capacity(demand.num_tokens, demand.num_sequences)]
+
+
+def _shortest_queue(
+    views: Sequence[WorkerView], now: float, demand: Demand | None = None
+) -> WorkerView | None:
+    """With room for the demand, if there is one."""
+
+    def key(view: WorkerView) -> tuple[float, int, int, str]:
+        tokens, busy, placed, name = view.by_queue
+        return tokens + PENALTY_TOKENS * view.penalty(now), busy, placed, name
+
+    return _least(views, attrgetter("by_queue") if _none_penalized(views, now) else key, demand)
+
+
+def _least_utilized(views: Sequence[WorkerView], demand: Demand, now: float) -> WorkerView | None:
+    def key(view: WorkerView) -> tuple[float, float, int, str]:
+        busy, filled, placed, name = view.by_utilization
+        return busy + view.penalty(now), filled, placed, name
+
+    return _least(
+        views, attrgetter("by_utilization") if _none_penalized(views, now) else key, demand
+    )
+
+
+def _none_penalized(views: Sequence[WorkerView], now: float) -> bool:
+    """Nobody has a penalty."""
+    since = now - PENALTY_SECONDS
+    return not any([view.lost_at > since for view in views])
+
+
+def _least(
+    views: Sequence[WorkerView], key: Callable[[WorkerView], Any], demand: Demand | None
+) -> WorkerView | None:
+    """Mostly the first of all has room: then nobody else is asked."""
+    best = min(views, key=key, default=None)
+    if best is None or demand is None or best.has_capacity(demand.num_tokens, demand.num_sequences):
+        return best
+    return min(_with_capacity(views, demand), key=key, default=None)

@@ -1,0 +1,238 @@
+"""The line before the workers: bounded, fair between tenants, in bands of priority.
+
+Fairness is by virtual counters (start-time fair queueing over tokens, as in "Fairness in Serving
+Large Language Models", arXiv 2401.00588): a tenant's counter grows with the service it gets, the
+waiting tenant with the smallest counter is next, and one that comes back from idleness starts from
+the smallest counter of those that are waiting, so that nobody saves up service. Within a tenant's
+line requests go by arrival, or, where first tokens are promised, as `slo_order` has it.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from penstock.router.routing.queue.slo_order import PrefillCapacity, QueuedPrompt, select_next
+
+PROMPT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
+MAX_TENANTS = 4096
+"""Counters kept; those of the longest idle tenants are forgotten beyond it."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    request: int
+    tenant: str
+    priority: int
+    num_tokens: int  # of the prompt: counted in the queue's bound and in its tenant's counter
+    is_requeued: bool = False  # it was placed before: ahead of its tenant's line, outside the bound
+    arrived_at: float = 0.0  # when it came
+
+
+class TenantQueue:
+    """One tenant's requests in one band, in order: first those that were placed before."""
+
+    __slots__ = ("new", "num_dequeued", "requeued")
+
+    def __init__(self) -> None:
+        self.requeued: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self.new: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self.num_dequeued = 0  # of the fresh ones
+
+    def __bool__(self) -> bool:
+        return bool(self.requeued or self.new)
+
+    def add(self, entry: QueuedRequest) -> None:
+        (self.requeued if entry.is_requeued else self.new)[entry.request] = entry
+
+    def remove(self, entry: QueuedRequest) -> None:
+        del (self.requeued if entry.is_requeued else self.new)[entry.request]
+
+    def head(self) -> QueuedRequest:
+        return next(iter((self.requeued or self.new).values()))
+
+    def select(self, now: float, ttft_slo: float, capacity: PrefillCapacity) -> QueuedRequest:
+        """Who is to go now, where first tokens are promised."""
+        if self.requeued:
+            return self.head()
+        fresh = list(self.new.values())
+        pace = capacity.seconds_per_token
+        waits = [QueuedPrompt(each.arrived_at, each.num_tokens * pace) for each in fresh]
+        return fresh[select_next(waits, now, ttft_slo, capacity.workers, self.num_dequeued)]
+
+
+class DequeueRate:
+    """Prompt tokens a second that leave the queue, over about the last ten seconds."""
+
+    WINDOW = 10.0
+    ASSUMED = 1000.0
+    """Before anything was measured."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0  # decayed to `_at`
+        self._since: float | None = None
+        self._at = 0.0
+
+    def add(self, num_tokens: int, now: float) -> None:
+        if self._since is None:
+            self._since = self._at = now
+        self._tokens = self._decayed(now) + num_tokens
+        self._at = now
+
+    def value(self, now: float) -> float:
+        if self._since is None or now <= self._since:
+            return self.ASSUMED
+        # A window that is not full yet is divided by what has passed of it.
+        seconds = self.WINDOW * -math.expm1(-(now - self._since) / self.WINDOW)
+        return max(self._decayed(now) / seconds, 1.0)
+
+    def _decayed(self, now: float) -> float:
+        return self._tokens * math.exp(-(now - self._at) / self.WINDOW)
+
+
+class FairQueue:
+    """Requests that wait for a worker.
+
+    Args:
+        max_queued, max_queued_tokens: the bound on requests that were not placed before.
+        promised: seconds to the first token, see `slo_order`; 0: nothing is.
+    """
+
+    MIN_RETRY, MAX_RETRY = 1.0, 60.0
+
+    def __init__(self, max_queued: int, max_queued_tokens: int, ttft_slo: float = 0.0) -> None:
+        self._max_queued = max_queued
+        self._ttft_slo = ttft_slo
+        self._max_queued_tokens = max_queued_tokens
+        self._entries: dict[int, QueuedRequest] = {}
+        self._bands: dict[
+            int, dict[str, TenantQueue]
+        ] = {}  # a priority, a tenant: its line if not empty
+        self._counters: OrderedDict[str, float] = OrderedDict()
+        self._virtual_time = 0.0  # the counter that was served last
+        self._num_new = 0  # entries that count against the bound, and their tokens
+        self._num_tokens = 0
+        self._rate = DequeueRate()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._entries
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of the requests that wait for their first worker."""
+        return self._num_tokens
+
+    def is_full(self, num_tokens: int) -> bool:
+        """Whether a request with so long a prompt is too much now."""
+        if not self._num_new:
+            return False
+        return (
+            self._num_new >= self._max_queued
+            or self._num_tokens + num_tokens > self._max_queued_tokens
+        )
+
+    def retry_after(self, now: float) -> float:
+        """Seconds until the backlog will have been worked off, at the rate of late."""
+        seconds = self._num_tokens / self._rate.value(now)
+        return min(max(seconds, self.MIN_RETRY), self.MAX_RETRY)
+
+    def add(self, entry: QueuedRequest) -> None:
+        """Put it in its line. The bound is the caller's to ask for (`is_full`)."""
+        assert entry.request not in self._entries
+        self._activate(entry.tenant)
+        self._entries[entry.request] = entry
+        band = self._bands.setdefault(entry.priority, {})
+        band.setdefault(entry.tenant, TenantQueue()).add(entry)
+        if not entry.is_requeued:
+            self._num_new += 1
+            self._num_tokens += entry.num_tokens
+
+    def head(self) -> int | None:
+        """The request whose turn it is, by arrival among its tenant's."""
+        line = self._next_queue()
+        return line.head().request if line is not None else None
+
+    def select(self, now: float, capacity: PrefillCapacity | None) -> int | None:
+        """Who goes to a worker now; `crew` are those who compute prompts, None: nobody has time,
+        so that only what was placed before may go, which may want no prompt computed."""
+        line = self._next_queue()
+        if line is None or not self._ttft_slo:
+            return self.head()
+        if capacity is None:
+            return line.head().request if line.requeued else None
+        num_lines = len(self._bands[max(self._bands)])
+        return line.select(now, self._ttft_slo, capacity.divided(num_lines)).request
+
+    def _next_queue(self) -> TenantQueue | None:
+        """That of the tenant whose turn it is."""
+        if not self._entries:
+            return None
+        band = self._bands[max(self._bands)]
+        return band[min(band, key=self._counters.__getitem__)]
+
+    def dequeue(self, request: int, now: float) -> None:
+        """It goes to a worker; its tenant pays for the prompt, once."""
+        entry = self._entries[request]
+        self._bands[entry.priority][entry.tenant].num_dequeued += not entry.is_requeued
+        self.remove(request)
+        self._virtual_time = self._counters[entry.tenant]
+        if not entry.is_requeued:
+            self._counters[entry.tenant] += PROMPT_WEIGHT * entry.num_tokens
+            self._rate.add(entry.num_tokens, now)
+
+    def remove(self, request: int) -> None:
+        """It no longer waits; unknown: nothing."""
+        entry = self._entries.pop(request, None)
+        if entry is None:
+            return
+        band = self._bands[entry.priority]
+        band[entry.tenant].remove(entry)
+        if not band[entry.tenant]:
+            del band[entry.tenant]
+        if not band:
+            del self._bands[entry.priority]
+        if not entry.is_requeued:
+            self._num_new -= 1
+            self._num_tokens -= entry.num_tokens
+
+    def charge_output(self, tenant: str, num_tokens: int) -> None:
+        """A tenant got tokens of an answer."""
+        if tenant in self._counters:
+            self._counters[tenant] += OUTPUT_WEIGHT * num_tokens
+
+    def requests(self) -> list[int]:
+        return list(self._entries)
+
+    def _waiting(self) -> set[str]:
+        return {tenant for band in self._bands.values() for tenant in band}
+
+    def _activate(self, tenant: str) -> None:
+        if any(tenant in band for band in self._bands.values()):
+            return
+        waiting = [self._counters[other] for band in self._bands.values() for other in band]
+        own = self._counters.pop(tenant, 0.0)
+        self._counters[tenant] = max(own, min(waiting, default=self._virtual_time))
+        if len(self._counters) > MAX_TENANTS:
+            self._evict_idle_tenant()
+
+    def _evict_idle_tenant(self) -> None:
+        waiting = self._waiting()
+        idle = next((name for name in self._counters if name not in waiting), None)
+        if idle is not None and idle != next(reversed(self._counters)):
+            del self._counters[idle]
+
+    def check(self) -> None:
+        """AssertionError if the sums and the lines do not agree."""
+        lines = [line for band in self._bands.values() for line in band.values()]
+        queued = [
+            entry for line in lines for entry in (*line.requeued.values(), *line.new.values())
+        ]
+        assert all(lines), "an empty line is kept"
+        assert {entry.request: entry for entry in queued} == self._entries
+        fresh = [entry for entry in queued if not entry.is_requeued]
+        assert self._num_new == len(fresh)
+        assert self._num_tokens == sum(entry.num_tokens for entry in fresh)
+        assert len(fresh) <= max(self._max_queued, 1), "more wait than the bound allows"

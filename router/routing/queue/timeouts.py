@@ -1,0 +1,52 @@
+"""How long requests may wait: their deadlines, and what waits for workers that do not come."""
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+
+from penstock.router.routing.events import Status
+from penstock.router.routing.request_state import RequestState
+from penstock.router.routing.worker_registry import WorkerRegistry
+
+
+class RequestTimeouts:
+    """Every wait is bounded; here by time."""
+
+    def __init__(self, no_worker_timeout_seconds: float) -> None:
+        self._no_worker_timeout_seconds = no_worker_timeout_seconds
+        self._deadlines: list[tuple[float, int]] = []  # a heap; ended requests stay until theirs
+        self._no_worker_since: float | None = 0.0  # since when no worker is there to stay
+
+    def add(self, state: RequestState) -> None:
+        if state.request.deadline != float("inf"):
+            heapq.heappush(self._deadlines, (state.request.deadline, state.request.id))
+
+    def workers_changed(self, registry: WorkerRegistry, now: float) -> None:
+        """Call after workers came, went, began to drain, or got on again."""
+        if any(view.can_wait_for for view in registry.views()):
+            self._no_worker_since = None
+        elif self._no_worker_since is None:
+            self._no_worker_since = now
+
+    def expired(
+        self, states: Mapping[int, RequestState], now: float
+    ) -> Iterator[tuple[RequestState, Status, str]]:
+        """The requests that have waited too long, and how each is to end."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            life = states.get(heapq.heappop(self._deadlines)[1])
+            if life is None:
+                continue
+            if self._no_worker_since is not None and life.is_unplaced:
+                yield life, Status.UNAVAILABLE, "no worker is there"
+            else:
+                yield life, Status.DEADLINE, "the deadline passed"
+        yield from self._expired_without_workers(list(states.values()), now)
+
+    def _expired_without_workers(
+        self, states: Iterable[RequestState], now: float
+    ) -> Iterator[tuple[RequestState, Status, str]]:
+        bound = now - self._no_worker_timeout_seconds
+        if self._no_worker_since is None or self._no_worker_since > bound:
+            return
+        for life in states:
+            if life.is_unplaced and life.arrived_at <= bound:
+                yield life, Status.UNAVAILABLE, "no worker is there"

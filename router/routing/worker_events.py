@@ -1,0 +1,245 @@
+"""What workers say, and what follows from it."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.router.routing.events import (
+    CloseStream,
+    Command,
+    Draining,
+    Drop,
+    Failed,
+    Heartbeat,
+    Ready,
+    Received,
+    Rejected,
+    RoleChanged,
+    Stepped,
+    WorkerLost,
+    WorkerUp,
+    Yielded,
+)
+from penstock.router.routing.placement.placer import Placer
+from penstock.router.routing.queue.fair_queue import FairQueue
+from penstock.router.routing.queue.timeouts import RequestTimeouts
+from penstock.router.routing.request_state import RequestState
+from penstock.router.routing.token_log import AppendResult
+from penstock.router.routing.worker_registry import WorkerRegistry, WorkerView
+
+Commands: TypeAlias = list[Command]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start."""
+
+    num_failovers: int = 0  # requests begun again elsewhere because their worker was lost
+    num_transfers: int = 0  # transfers of blocks that arrived
+    num_transfers_failed: int = 0
+    num_gaps: int = 0
+    num_workers_lost: int = 0
+
+
+class WorkerEventHandler:
+    """Hands each event of a worker to the request it speaks of, and keeps the views of workers."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        placer: Placer,
+        queue: FairQueue,
+        timeouts: RequestTimeouts,
+        max_gaps: int,
+    ) -> None:
+        self._registry = registry
+        self._placer = placer
+        self._states = placer.states
+        self._charge_output = queue.charge_output
+        self._timeouts = timeouts
+        self._max_gaps = max_gaps
+        self.counters = Counters()
+
+    # -------------------------------------------------------------- workers
+
+    def worker_up(self, event: WorkerUp, out: Commands, now: float) -> None:
+        self._remove_worker(event.info.worker, out, now)  # streams do not resume
+        self._registry.add(event.info, event.load, now)
+        self._timeouts.workers_changed(self._registry, now)
+        self._placer.dirty = True
+
+    def worker_lost(self, event: WorkerLost, out: Commands, now: float) -> None:
+        self._remove_worker(event.worker, out, now)
+
+    def _remove_worker(self, worker: str, out: Commands, now: float) -> None:
+        view = self._registry.get(worker)
+        if view is None:
+            return
+        self.counters.num_workers_lost += 1
+        self._registry.remove(worker, now)
+        self._timeouts.workers_changed(self._registry, now)
+        for request in view.requests:
+            life = self._states[request]
+            if life.worker_lost(worker, out):
+                self.counters.num_failovers += life.status is None
+                self._placer.recover(life, out, now)
+            else:
+                self._placer.reconcile(life, out, now)
+
+    def close_stream(self, view: WorkerView, reason: str, out: Commands, now: float) -> None:
+        out.append(CloseStream(view.name, view.info.incarnation, reason, view.stuck))
+        self._remove_worker(view.name, out, now)
+
+    def draining(self, event: Draining, out: Commands, now: float) -> None:
+        view = self._touch(event.worker, now)
+        if view is not None:
+            view.draining = True
+            self._timeouts.workers_changed(self._registry, now)
+            self._placer.evacuate(view, out, now)
+
+    def role_changed(self, event: RoleChanged, out: Commands, now: float) -> None:
+        view = self._registry.assign(event.worker, event.role)
+        if view is not None:
+            self._placer.dirty = True
+            if view.is_shedding:
+                self._placer.evacuate(view, out, now)
+
+    def heartbeat(self, event: Heartbeat, out: Commands, now: float) -> None:
+        self._touch(event.worker, now)
+
+    def _touch(self, worker: str, now: float) -> WorkerView | None:
+        view = self._registry.get(worker)
+        if view is not None:
+            view.last_heard = now
+            if view.suspect:
+                view.suspect = False
+                self._placer.dirty = True
+        return view
+
+    # -------------------------------------------------------------- tokens
+
+    def stepped(self, event: Stepped, out: Commands, now: float) -> None:
+        view = self._touch(event.worker, now)
+        if view is None:
+            return
+        worker, lives, served = event.worker, self._states, self._charge_output
+        if event.prompts:
+            self._prompts_scored(event, view, out, now)
+        for token in event.tokens:
+            life = lives.get(token.request)
+            if life is None:
+                continue
+            taken = life.append(worker, token, out)
+            if taken is AppendResult.APPENDED:
+                served(life.request.tenant, 1)
+            elif taken is not AppendResult.DUPLICATE:
+                self._state_changed(life, taken, view, out, now)
+        for request, attempt, reason in event.ended:
+            life = lives.get(request)
+            if life is not None and life.aborted(worker, attempt, reason, out):
+                self._placer.reconcile(life, out, now)
+        self._reported(view, event, now)
+
+    def _reported(self, view: WorkerView, event: Stepped, now: float) -> None:
+        if event.tokens or event.prompts:
+            view.last_progress = now
+        if event.load is None:
+            return
+        was_stuck, could_begin = view.stuck, view.has_prefill_slot
+        self._placer.dirty |= view.is_backed_off or was_stuck
+        view.update_load(event.load, now)
+        self._placer.dirty |= view.has_prefill_slot and not could_begin
+        if was_stuck:
+            self._timeouts.workers_changed(self._registry, now)
+
+    def _prompts_scored(self, event: Stepped, view: WorkerView, out: Commands, now: float) -> None:
+        for scored in event.prompts:
+            life = self._states.get(scored.request)
+            if life is not None:
+                taken = life.append_prompt_logprobs(event.worker, scored, out)
+                if taken in (AppendResult.GAP, AppendResult.MOVED):
+                    self._state_changed(life, taken, view, out, now)
+
+    def _state_changed(
+        self, state: RequestState, result: AppendResult, view: WorkerView, out: Commands, now: float
+    ) -> None:
+        if result is AppendResult.GAP:
+            self._on_gap(state, view, out, now)
+            return
+        if result is AppendResult.STATE_CHANGED:
+            self._charge_output(state.request.tenant, 1)
+            self._placer.recovered(state)
+        self._placer.reconcile(state, out, now)
+
+    def _on_gap(self, state: RequestState, view: WorkerView, out: Commands, now: float) -> None:
+        self.counters.num_gaps += 1
+        view.num_gaps += 1
+        state.fail_attempt(out)
+        self._placer.reconcile(state, out, now)
+        if view.num_gaps == self._max_gaps:
+            self.close_stream(view, f"{view.num_gaps} times tokens were missing", out, now)
+
+    # -------------------------------------------------------------- handing over
+
+    def yielded(self, event: Yielded, out: Commands, now: float) -> None:
+        life = self._state_of(event, out, now)
+        if life is not None:
+            life.yielded(event.worker, event.attempt, event.kv_len, out)
+            self._placer.reconcile(life, out, now)
+
+    def ready(self, event: Ready, out: Commands, now: float) -> None:
+        life = self._state_of(event, out, now)
+        if life is not None:
+            life.ready(event, out)
+            self._note_transfer(life, event, now)
+            self._placer.reconcile(life, out, now)
+
+    def _note_transfer(self, state: RequestState, event: Ready, now: float) -> None:
+        """Note what is on its way, and since when: what a hand-over costs is learned from it."""
+        asked, view = state.pending, self._registry.get(event.worker)
+        if asked is None or asked.epoch != event.epoch or state.lease is None or view is None:
+            return
+        # Waiting for room there is no part of the price: whoever is computed there waits too.
+        since = now if view.load.queued else state.submitted_at
+        state.transfer = (max(state.lease.kv_len - event.have, 0), since)
+
+    def received(self, event: Received, out: Commands, now: float) -> None:
+        life = self._state_of(event, out, now)
+        if life is not None and life.received(event.worker, event.attempt, event.epoch, out):
+            self.counters.num_transfers += 1
+            if life.transfer is not None:
+                num_tokens, since = life.transfer
+                self._registry.transfer_costs.add(num_tokens, event.num_bytes, now - since)
+                life.transfer = None
+            self._placer.reconcile(life, out, now)
+
+    def failed(self, event: Failed, out: Commands, now: float) -> None:
+        life = self._state_of(event, out, now)
+        if life is not None:
+            failed = life.failed(event.worker, event.attempt, out)
+            self.counters.num_transfers_failed += failed
+            self._placer.reconcile(life, out, now)
+
+    def rejected(self, event: Rejected, out: Commands, now: float) -> None:
+        life = self._state_of(event, out, now)
+        if life is None or not life.rejected(event.worker, event.attempt, out):
+            return
+        if event.is_permanent:
+            life.unfit_workers.update(self._registry.no_larger_than(event.worker))
+        else:
+            self._registry.back_off(event.worker, now)
+        if not (life.is_unplaced and self._placer.end_if_unfit(life, event.reason, out, now)):
+            self._placer.reconcile(life, out, now)
+
+    def _state_of(
+        self, event: Yielded | Ready | Received | Failed | Rejected, out: Commands, now: float
+    ) -> RequestState | None:
+        """The request that a worker speaks of; offers for an ended one are dropped."""
+        view = self._touch(event.worker, now)
+        if view is None:
+            return None
+        life = self._states.get(event.request)
+        if isinstance(event, Yielded | Ready):
+            view.last_progress = now
+            if life is None:
+                out.append(Drop(event.worker, event.request, event.attempt))
+        return life

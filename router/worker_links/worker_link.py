@@ -1,0 +1,244 @@
+"""The router's end of the stream to one worker: opened again as long as the worker is wanted."""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from penstock.common.worker_load import WorkerLoad
+from penstock.protos import worker_pb2 as pb
+from penstock.protos import worker_pb2_grpc
+from penstock.protos.worker_codec import decode_worker_load
+from penstock.router.routing import events as ev
+from penstock.router.worker_links import codec
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.5
+IDLE_HEARTBEAT_SECONDS = (
+    2.0  # to a worker that has nothing to lose; it waits 5 s for a sign of life
+)
+CONNECT_SECONDS = 10.0  # from the call to the worker's Welcome
+MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 2.0  # seconds between attempts to connect
+MAX_UNSENT = 65536  # messages that the worker has not taken yet
+OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+
+
+class LinkBroken(Exception):
+    """The stream is of no use any more; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterIdentity:
+    """What a router says of itself to every worker."""
+
+    router: str
+    incarnation: str
+    token: str | None
+
+
+class WorkerLink:
+    """One stream to one worker.
+
+    Tells what happens as events: `WorkerUp` once a stream is open, then what the worker says, then
+    `WorkerLost` when the stream breaks; and so on with the next stream, until `stop`.
+
+    Args:
+        worker: the name that the worker must answer to.
+        address: host:port.
+        identity: who the router is.
+        tell: takes the events; called in the event loop, never blocks.
+        welcomed: takes what a worker says of itself, before its `WorkerUp`; raises `ValueError`
+            for a worker that cannot be used.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        address: str,
+        identity: RouterIdentity,
+        post: Callable[[ev.Event], None],
+        on_welcome: Callable[[pb.Welcome], None],
+    ) -> None:
+        self.worker = worker
+        self.address = address
+        self.info: ev.WorkerInfo | None = None  # of the newest stream, also after its end
+        self.load: WorkerLoad | None = None  # the newest; None while there is no stream
+        self._identity = identity
+        self._post = post
+        self._on_welcome = on_welcome
+        self._unsent: deque[pb.ToWorker] = deque()
+        self._has_sent = False  # something was sent since the last beat
+        self._wake = asyncio.Event()
+        self._is_up = False
+        self._is_wanted = True
+        self._close_reason = ""  # why the stream is to be closed
+        self._stream: asyncio.Task[None] | None = None
+        self._task = asyncio.create_task(self._reconnect_loop(), name=f"link to {worker}")
+
+    def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> None:
+        """Queue a command. Without a stream it is lost, as everything is that a stream held."""
+        if not self._is_up or self._close_reason:
+            return
+        if len(self._unsent) >= MAX_UNSENT:
+            self.close("it does not take what is sent to it")
+            return
+        self._unsent.append(codec.encode_command(command))
+        self._has_sent = True
+        self._wake.set()
+
+    def close(self, reason: str) -> None:
+        """Close the stream; a new one is opened after a pause."""
+        if self._stream is not None and not self._close_reason:
+            self._close_reason = reason
+            self._stream.cancel()
+
+    async def stop(self) -> None:
+        """The worker is not wanted any more."""
+        self._is_wanted = False
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _reconnect_loop(self) -> None:
+        pause = MIN_BACKOFF_SECONDS
+        while True:
+            self._stream = asyncio.create_task(self._open_stream(), name=f"stream to {self.worker}")
+            was_up, why = await self._wait_closed(self._stream)
+            pause = MIN_BACKOFF_SECONDS if was_up else min(pause * 2, MAX_BACKOFF_SECONDS)
+            level = logging.WARNING if was_up else logging.DEBUG
+            log.log(level, "worker %s at %s: %s", self.worker, self.address, why)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+
+    async def _wait_closed(self, stream: asyncio.Task[None]) -> tuple[bool, str]:
+        """Wait for the stream's end: whether it had been up, and why it ended."""
+        why = "the stream ended"
+        try:
+            await stream
+        except asyncio.CancelledError:
+            if not self._is_wanted:
+                stream.cancel()
+                await asyncio.wait((stream,))
+                self._on_disconnect()
+                raise
+            why = self._close_reason
+        except TimeoutError:
+            why = f"no welcome within {CONNECT_SECONDS:g} s"
+        except (LinkBroken, ValueError) as error:
+            why = str(error)
+        except grpc.aio.AioRpcError as error:
+            why = f"{error.code().name}: {error.details()}"
+        except Exception:  # a mistake of ours must not end the link for good
+            log.exception("the stream to worker %s", self.worker)
+        was_up = self._is_up
+        self._on_disconnect()
+        return was_up, why
+
+    def _on_disconnect(self) -> None:
+        self._unsent.clear()
+        self._close_reason = ""
+        self.load = None
+        if self._is_up:
+            self._is_up = False
+            self._post(ev.WorkerLost(self.worker))
+
+    async def _open_stream(self) -> None:
+        metadata = []
+        if self._identity.token is not None:
+            metadata.append(("authorization", f"Bearer {self._identity.token}"))
+        async with grpc.aio.insecure_channel(self.address, options=OPTIONS) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Attach(metadata=metadata)
+            hello = pb.Hello(
+                protocol=codec.PROTOCOL_VERSION,
+                router=self._identity.router,
+                incarnation=self._identity.incarnation,
+            )
+            async with asyncio.timeout(CONNECT_SECONDS) as limit:
+                await call.write(pb.ToWorker(number=1, hello=hello))
+                first = await call.read()
+                limit.reschedule(None)
+            self._accept_welcome(first)
+            await self._exchange(call)
+
+    def _accept_welcome(self, first: pb.ToRouter | object) -> None:
+        if first is grpc.aio.EOF or not isinstance(first, pb.ToRouter):
+            raise LinkBroken("it closed the stream without a welcome")
+        welcome = first.welcome
+        if first.WhichOneof("body") != "welcome" or welcome.protocol != codec.PROTOCOL_VERSION:
+            raise LinkBroken(
+                "it speaks another version of the protocol: start it from this release"
+            )
+        if welcome.worker != self.worker:
+            raise LinkBroken(f"another worker answers there ({welcome.worker!r})")
+        self._on_welcome(welcome)
+        self._is_up = True
+        self.info, self.load = codec.decode_welcome(welcome), decode_worker_load(welcome.load)
+        self._post(ev.WorkerUp(self.info, self.load))
+
+    async def _exchange(self, call: grpc.aio.StreamStreamCall) -> None:
+        writer = asyncio.create_task(self._write(call))
+        try:
+            await self._read(call)
+        finally:
+            writer.cancel()
+            call.cancel()
+            await asyncio.wait((writer,))
+            if not writer.cancelled():
+                writer.exception()  # whatever broke it has broken the reading too
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        expected = 2
+        while True:
+            message = await call.read()
+            if message is grpc.aio.EOF:
+                raise LinkBroken(
+                    f"it closed the stream ({await call.details() or 'no reason given'})"
+                )
+            if message.number != expected:
+                raise LinkBroken(f"its message {expected} is missing")
+            expected += 1
+            event = codec.decode_event(self.worker, message)
+            if isinstance(event, ev.Stepped) and event.load is not None:
+                self.load = event.load
+            self._post(event)
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        number = 1
+        while True:
+            self._wake.clear()
+            while self._unsent:
+                number += 1
+                message = self._unsent.popleft()
+                message.number = number
+                await call.write(message)
+            try:
+                async with asyncio.timeout(self._heartbeat_interval()):
+                    await self._wake.wait()
+            except TimeoutError:
+                self._has_sent = False
+                self._unsent.append(pb.ToWorker(beat=pb.Beat()))
+
+    def _heartbeat_interval(self) -> float:
+        """Seconds until the next beat. Of a thousand workers most may be idle, and every beat takes
+        some of the router's time."""
+        load = self.load
+        is_idle = load is not None and not (
+            self._has_sent
+            or load.running
+            or load.queued
+            or load.leased_blocks
+            or load.reserved_blocks
+        )
+        return IDLE_HEARTBEAT_SECONDS if is_idle else HEARTBEAT_SECONDS

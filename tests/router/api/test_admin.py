@@ -1,0 +1,427 @@
+"""/metrics and /status over HTTP, with stub workers behind the router."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.protos import worker_pb2 as pb
+from penstock.router.config import RouterConfig
+from penstock.router.observability.snapshot import (
+    PoolScaling,
+    RouterState,
+    Scaling,
+    ScalingDecision,
+)
+from tests.support.metrics import SERIES
+from tests.support.served_router import Served, serving, until
+from tests.support.stub_worker import StubWorker
+
+BODY = {"prompt": "hi", "max_tokens": 3}
+LOAD = pb.Load(
+    queued=2,
+    queued_tokens=70,
+    running=3,
+    used_blocks=10,
+    leased_blocks=4,
+    reserved_blocks=2,
+    cached_blocks=5,
+    free_blocks=79,
+    unwritten_slots=40,
+    prompt_tokens_computed=300,
+    prompt_tokens_cached=100,
+    preemptions=6,
+    steps=7,
+    step_counts=[4, 2, 1],
+    step_seconds=0.5,
+    expert_imbalance=1.5,
+)
+Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def client_of(served: Served, key: str = "") -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(base_url=served.url, timeout=30, headers=headers)
+
+
+def values_of(families: Iterable[Metric]) -> Values:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+async def scrape(http: httpx.AsyncClient) -> Values:
+    reply = await http.get("/metrics")
+    assert reply.status_code == 200
+    return values_of(text_string_to_metric_families(reply.text))
+
+
+def told(values: Values, name: str, **labels: str) -> float:
+    return values[f"penstock_{name}", tuple(sorted(labels.items()))]
+
+
+def names(values: Values) -> set[str]:
+    return {name for name, _ in values}
+
+
+async def test_a_cluster_in_one_scrape(config: RouterConfig) -> None:
+    peers: dict[str, StubWorker] = {}
+    workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
+    for worker in workers:
+        worker.welcome.step_bounds.extend([0.01, 0.1])
+    async with serving(config, *workers) as served, client_of(served) as http:
+        reply = await http.post("/v1/completions", json=BODY)
+        assert reply.status_code == 200
+        workers[1].say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
+        values = await scrape(http)
+    assert names(values) >= SERIES
+    assert told(values, "requests_waiting", pool="decode") == 2
+    assert told(values, "tokens_waiting", pool="decode") == 70
+    assert told(values, "workers_ready", pool="prefill") == 1
+    assert told(values, "worker_up", worker="d0") == 1
+    assert told(values, "requests_running", worker="d0", role="decode") == 3
+    states = ("used", "leased", "reserved", "cached", "free")
+    blocks = [told(values, "kv_blocks", worker="d0", state=state) for state in states]
+    assert blocks == [10, 4, 2, 5, 79]
+    assert told(values, "kv_waste_ratio", worker="d0") == 40 / 160
+    assert told(values, "prompt_tokens_total", worker="d0") == 400
+    assert told(values, "prefix_hit_tokens_total", worker="d0") == 100
+    assert told(values, "preemptions_total", worker="d0") == 6
+    assert told(values, "expert_imbalance_ratio", worker="d0") == 1.5
+    assert ("penstock_expert_imbalance_ratio", (("worker", "p0"),)) not in values, "it told none"
+    steps = [told(values, "step_seconds_bucket", worker="d0", le=le) for le in ("0.01", "0.1")]
+    assert steps == [4, 6]
+    assert told(values, "step_seconds_count", worker="d0") == 7
+    assert told(values, "step_seconds_sum", worker="d0") == 0.5
+    assert told(values, "handover_seconds_count") == 1
+    assert told(values, "time_to_first_token_seconds_count") == 1
+    assert told(values, "inter_token_seconds_count") == 2
+    assert not [name for name in names(values) if not name.startswith("penstock_")]
+    assert told(values, "requests_finished_total", reason="length") == 1
+    assert told(values, "requests_finished_total", reason="error") == 0
+    assert told(values, "generated_tokens_total", tenant="anonymous") == 3
+
+
+async def test_the_same_under_the_names_of_vllm(config: RouterConfig) -> None:
+    worker = StubWorker()
+    renamed = replace(config, vllm_metrics=True)
+    async with serving(renamed, worker) as served, client_of(served) as http:
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+        worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
+        values = await scrape(http)
+
+    def theirs(name: str, engine: str = "router-0", **labels: str) -> float:
+        labels |= {"model_name": "stub", "engine": engine}
+        return values[f"vllm:{name}", tuple(sorted(labels.items()))]
+
+    assert theirs("num_requests_running", "w0") == 3
+    assert (theirs("num_requests_waiting", "w0"), theirs("num_requests_waiting")) == (2, 0)
+    assert theirs("kv_cache_usage_perc", "w0") == theirs("gpu_cache_usage_perc", "w0") == 0.16
+    assert theirs("prefix_cache_queries_total", "w0") == 400
+    assert theirs("prefix_cache_hits_total", "w0") == 100
+    assert theirs("num_preemptions_total", "w0") == 6
+    assert theirs("generation_tokens_total") == 3
+    assert theirs("prompt_tokens_total") == theirs("request_prompt_tokens_sum") > 0
+    assert theirs("request_success_total", finished_reason="length") == 1
+    assert theirs("request_generation_tokens_sum") == 3
+    assert theirs("time_per_output_token_seconds_count") == 2
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert theirs(f"{name}_seconds_count") == 1, name
+    for name in ("prefill_time", "decode_time", "time_per_output_token"):
+        assert theirs(f"request_{name}_seconds_count") == 1, name
+
+
+async def test_what_a_dead_worker_said_is_gone(config: RouterConfig) -> None:
+    worker = StubWorker()
+    async with serving(config, worker) as served, client_of(served) as http:
+        worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
+        await worker.stop()
+        await until(lambda: not served.router.frontend.workers())
+        values = await scrape(http)
+        assert told(values, "worker_up", worker="w0") == 0
+        assert told(values, "workers_ready", pool="mixed") == 0
+        assert [labels for _, labels in values if ("worker", "w0") in labels] == [
+            (("worker", "w0"),)
+        ]
+        await served.router.set_workers({})
+        assert ("worker", "w0") not in {pair for _, labels in await scrape(http) for pair in labels}
+
+
+async def test_a_worker_that_counts_otherwise_costs_the_others_nothing(
+    config: RouterConfig,
+) -> None:
+    odd = StubWorker("odd")  # tells no bounds, but counts
+    async with serving(config, odd, StubWorker("even")) as served, client_of(served) as http:
+        odd.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
+        values = await scrape(http)
+    assert told(values, "step_seconds_count", worker="odd") == 7
+    assert told(values, "worker_up", worker="even") == 1
+
+
+async def test_the_line_at_the_router_is_that_of_the_pool_which_takes_prompts(
+    config: RouterConfig,
+) -> None:
+    peers: dict[str, StubWorker] = {}
+    workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
+    for worker in workers:
+        worker.reject = pb.Rejected(reason="full")
+    async with serving(config, *workers) as served, client_of(served) as http:
+        waiting = asyncio.create_task(
+            http.post("/v1/completions", json={**BODY, "prompt": [7] * 20})
+        )
+        # A full worker sends it back, and the router keeps it.
+        await until(lambda: served.router.frontend.take_snapshot().waiting == 1)
+        decode, prefill = served.router.frontend.take_snapshot().pools
+        assert (prefill.waiting, decode.waiting) == (1, 0)
+        waiting.cancel()
+
+
+async def test_the_line_waits_for_the_pools_that_have_no_room(config: RouterConfig) -> None:
+    peers: dict[str, StubWorker] = {}
+    workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
+    workers[1].welcome.num_blocks = 3
+    workers[1].go.clear()
+    async with serving(config, *workers) as served, client_of(served) as http:
+        ask = {**BODY, "prompt": [7] * 20}
+        asking = [asyncio.create_task(http.post("/v1/completions", json=ask)) for _ in range(3)]
+        await until(lambda: served.router.frontend.take_snapshot().waiting == 2)
+        decode, prefill = served.router.frontend.take_snapshot().pools
+        assert (prefill.queued, decode.queued, prefill.queued_tokens) == (0, 2, 0)
+        for each in asking:
+            each.cancel()
+
+
+async def test_a_line_a_request_with_its_name_and_nothing_of_its_content(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "penstock")
+    ask = {"prompt": "sesame", "max_tokens": 3}
+    async with serving(config, StubWorker()) as served, client_of(served) as http:
+        reply = await http.post("/v1/completions", json=ask, headers={"x-request-id": "mine"})
+        assert reply.status_code == 200
+    (fields,) = (vars(each)["fields"] for each in caplog.records if each.msg == "request")
+    seconds = [fields.pop(f"{name}seconds") for name in ("queued_", "first_token_", "")]
+    assert seconds == sorted(seconds)
+    assert fields.pop("prompt_tokens") > 3
+    assert fields == {
+        "request": "mine",
+        "tenant": "anonymous",
+        "reason": "length",
+        "answer_tokens": 3,
+    }
+    (up,) = (vars(each)["fields"] for each in caplog.records if each.msg == "worker_up")
+    assert (up["worker"], up["role"]) == ("w0", "mixed")
+
+
+SIZES = Scaling(
+    [
+        PoolScaling(
+            *("mixed", 0, 4, 3, 2, 1, "12 requests wait", "doubling at most in 15 s", 1),
+            terms={"queue": 6.5, "occupancy": 0.25},
+        )
+    ],
+    [ScalingDecision(1e9, "mixed", "mixed: 1 to 3: 12 requests wait")],
+)
+
+
+async def test_what_is_done_about_sizes_is_told(served: Served) -> None:
+    served.router.frontend.scaling = SIZES
+    async with client_of(served) as http:
+        values, status = await scrape(http), (await http.get("/status")).json()
+    assert told(values, "workers_desired", pool="mixed") == 3
+    assert told(values, "workers_pending", pool="mixed") == 2
+    assert told(values, "workers_given_up", pool="mixed") == 1
+    assert told(values, "workers_wanted", pool="mixed", term="queue") == 6.5
+    assert told(values, "workers_wanted", pool="mixed", term="occupancy") == 0.25
+    assert status["scaling"]["pools"][0]["reason"] == "12 requests wait"
+    assert status["scaling"]["decisions"][0]["text"] == "mixed: 1 to 3: 12 requests wait"
+
+
+async def test_a_pool_at_nothing_is_told_and_its_line_counted(config: RouterConfig) -> None:
+    waking = replace(config, wakes_workers=True)
+    async with serving(waking) as served, client_of(served) as http:
+        served.router.frontend.scaling = SIZES
+        assert (await http.get("/health")).status_code == 200, "it can queue"
+        asking = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        await until(lambda: served.router.frontend.take_snapshot().waiting == 1)
+        (pool,) = served.router.frontend.take_snapshot().pools
+        assert (pool.pool, pool.workers, pool.queued) == ("mixed", 0, 1)
+        async with StubWorker() as worker:
+            await served.router.set_workers({worker.name: worker.address})
+            assert (await asking).status_code == 200
+
+
+async def test_tenants_are_told_by_the_place_of_their_key(config: RouterConfig) -> None:
+    keyed = replace(config, api_keys=("first-key", "second-key"))
+    async with serving(keyed, StubWorker()) as served, client_of(served, "second-key") as http:
+        await http.post("/v1/completions", json=BODY)
+        text = (await http.get("/metrics")).text
+        values = values_of(text_string_to_metric_families(text))
+        assert told(values, "generated_tokens_total", tenant="key-2") == 3
+        assert told(values, "generated_tokens_total", tenant="key-1") == 0
+        prompt = told(values, "asked_tokens_total", tenant="key-2")
+        assert prompt == told(values, "prompt_length_tokens_sum") > 0
+        assert told(values, "asked_tokens_total", tenant="key-1") == 0
+        secrets = {"first-key", "second-key", *served.router.frontend.metrics._tenant_names}
+        assert not [secret for secret in secrets if secret in text]
+        assert not [secret for secret in secrets if secret in (await http.get("/status")).text]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/status"])
+async def test_a_key_is_needed(config: RouterConfig, path: str) -> None:
+    keyed = replace(config, api_keys=("first-key",))
+    async with serving(keyed) as served, client_of(served) as http:
+        assert (await http.get(path)).status_code == 401
+
+
+SECRET = "xyzzy-plugh"
+SHORT = {"max_tokens": 2}
+HOSTILE: list[tuple[str, str, dict[str, Any]]] = [
+    ("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-0"}),
+    ("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-1"}),
+    ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": 2, "user": SECRET}),
+    ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": 2, "bad_words": [SECRET]}),
+    ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": SECRET}),
+    ("POST", "/v1/completions", {"prompt": SECRET + "\ud800", "max_tokens": 2}),
+    ("POST", "/v1/completions", {"prompt": [SECRET], "stop": [SECRET], "max_tokens": 2}),
+    ("POST", "/v1/completions", {"prompt": SECRET * 1000, "max_tokens": 2}),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]}),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], **SHORT}),
+    ("POST", "/role", {"worker": SECRET, "role": SECRET}),
+    ("GET", f"/{SECRET}", {}),
+    ("GET", f"/v1/models/{SECRET}", {}),
+]
+"""(method, path, body): what a client may send that bears it no good will."""
+
+
+async def be_hostile(http: httpx.AsyncClient) -> None:
+    for number, (method, path, body) in enumerate(HOSTILE):
+        headers = {"x-request-id": f"r-{number}", "content-type": "application/json"}
+        content = json.dumps(body) if body else None
+        reply = await http.request(method, path, content=content, headers=headers)
+        assert reply.status_code != 500, reply.text
+    bad = {"authorization": f"Bearer {SECRET}"}
+    await http.post("/v1/completions", json=BODY, headers=bad)
+
+
+async def test_no_client_makes_a_label(config: RouterConfig) -> None:
+    keyed = replace(config, api_keys=("first-key",), vllm_metrics=True)
+    async with serving(keyed, StubWorker()) as served, client_of(served, "first-key") as http:
+        before = (await scrape(http)).keys()
+        await be_hostile(http)
+        after = (await scrape(http)).keys()
+    # Nothing but what a worker's first words add.
+    assert {labels for _, labels in after} == {labels for _, labels in before}
+    assert after == before
+
+
+async def test_names_tell_their_units(served: Served) -> None:
+    async with client_of(served) as http:
+        text = (await http.get("/metrics")).text
+    units = ("seconds", "tokens", "bytes", "ratio", "blocks", "bytes_per_second")
+    ups = ("worker_up", "router_up")
+    counted = ("requests", "workers", "preemptions", "failovers", "tokens_waiting")
+    events = ("handovers_failed", "prompts_placed")
+    for family in text_string_to_metric_families(text):
+        name = family.name.removeprefix("penstock_")
+        assert name.endswith(units) or name.startswith(counted + events + ups), name
+        assert family.documentation.endswith("."), name
+        if family.type == "counter":
+            assert f"{family.name}_total" in text, name
+
+
+async def test_nothing_that_a_client_says_is_logged(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    worker = StubWorker()
+    async with serving(config, worker) as served, client_of(served) as http:
+        await be_hostile(http)
+        worker.reject = pb.Rejected(reason="/no/such/place", never=True)
+        reply = await http.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 2})
+        assert reply.status_code >= 400
+    ours = [each for each in caplog.records if not each.name.startswith(("httpx", "httpcore"))]
+    assert [each for each in ours if each.msg == "request"], "there is a log"
+    told = [f"{each.getMessage()} {vars(each)} {each.exc_text}" for each in ours]
+    assert not [line for line in told if SECRET in line]
+
+
+async def test_openmetrics_where_it_is_asked_for(served: Served) -> None:
+    async with client_of(served) as http:
+        accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+        reply = await http.get("/metrics", headers=accept)
+    assert reply.headers["content-type"].startswith("application/openmetrics-text")
+    families = openmetrics_families(reply.text)  # type: ignore[no-untyped-call]
+    assert names(values_of(families)) >= SERIES
+
+
+async def test_the_status_before_any_worker(config: RouterConfig) -> None:
+    async with serving(config) as served, client_of(served) as http:
+        status = (await http.get("/status")).json()
+        assert status["not_ready"] == "no worker is there yet"
+        assert (status["pools"], status["workers"]) == ([], [])
+        values = await scrape(http)
+        assert told(values, "failovers_total") == 0
+
+
+async def test_the_status_of_a_cluster(served: Served) -> None:
+    async with client_of(served) as http:
+        served.worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
+        status = (await http.get("/status")).json()
+    assert (status["model"], status["not_ready"], status["streams"]) == ("stub", "", 0)
+    (pool,), (worker,) = status["pools"], status["workers"]
+    assert pool == {
+        "pool": "mixed",
+        "workers": 1,
+        "ready": 1,
+        "running": 3,
+        "waiting": 2,
+        "waiting_tokens": 70,
+        "queued": 0,
+        "queued_tokens": 0,
+    }
+    assert (worker["worker"], worker["role"], worker["state"]) == ("w0", "mixed", "ready")
+    assert worker["numbers"]["blocks"]["used"] == 10
+
+
+async def test_what_waits_at_other_routers_is_told_by_each(config: RouterConfig) -> None:
+    async with serving(config, StubWorker("m0")) as served, client_of(served) as http:
+        served.router.frontend.routers = [
+            RouterState("router-0", "ready", "a:1", "a:2"),
+            RouterState(
+                *("router-1", "ready", "a:3", "a:4", 9, 3, 70),
+                queued={"mixed": 3},
+                queued_tokens={"mixed": 70},
+            ),
+            RouterState("router-2", "down", "a:5", "a:6"),
+        ]
+        status = (await http.get("/status")).json()
+        values = await scrape(http)
+    (pool,) = status["pools"]
+    assert (pool["waiting"], pool["waiting_tokens"]) == (3, 70)
+    assert (pool["queued"], pool["queued_tokens"]) == (0, 0), "at this router"
+    assert told(values, "requests_waiting", pool="mixed") == 3
+    assert told(values, "tokens_waiting", pool="mixed") == 70
+    assert [told(values, "router_up", router=f"router-{n}") for n in range(3)] == [1, 1, 0]
+    assert [(each["router"], each["http"], each["streams"]) for each in status["routers"]] == [
+        ("router-0", "a:1", 0),
+        ("router-1", "a:3", 9),
+        ("router-2", "a:5", 0),
+    ]

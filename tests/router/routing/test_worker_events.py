@@ -1,0 +1,198 @@
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.worker_load import WorkerLoad
+from penstock.router.routing.dispatcher import DispatcherLimits
+from penstock.router.routing.events import (
+    ClientDisconnected,
+    CloseStream,
+    Command,
+    Deliver,
+    Drop,
+    EndRequest,
+    Failed,
+    Heartbeat,
+    NewToken,
+    Ready,
+    Rejected,
+    Request,
+    Status,
+    Stepped,
+    Submit,
+    Tick,
+    WorkerLost,
+    WorkerUp,
+    Yielded,
+)
+from tests.support.router_world import info_of
+from tests.support.told_router import AT, D, M, N, P, Router, ends, submits
+
+# ------------------------------------------------------------------ workers silent and lost
+
+
+def test_a_silent_worker_is_suspect_and_then_lost() -> None:
+    router = Router(M, N)
+    assert router.wait(2, "n") == []
+    assert router.state("m") == "ready"
+    router.wait(0.5, "n")
+    assert router.state("m") == "suspect"
+    assert submits(router.arrive(1) + router.arrive(2)) == [("n", 1, 1), ("n", 2, 1)]
+    router(Heartbeat("m"))
+    assert router.state("m") == "ready"
+    assert submits(router.arrive(3)) == [("m", 3, 1)]
+    commands = router.wait(10.5, "n")
+    assert isinstance(commands[0], CloseStream)
+    assert submits(commands) == [("n", 3, 2)]
+
+
+def test_a_worker_with_long_steps_may_be_silent_for_longer() -> None:
+    router = Router(M)
+    router(Stepped("m", [], WorkerLoad(last_step_seconds=2.0)))
+    assert router.wait(39) == []
+    assert isinstance(router.wait(2)[0], CloseStream)
+
+
+def test_the_routers_own_sleep_is_not_the_workers_silence() -> None:
+    router = Router(M)
+    router.wait(1)
+    router.now += 60
+    assert router(Tick()) == []
+    assert router.state("m") == "ready"
+    assert isinstance(router.wait(10.5)[-1], CloseStream)
+
+
+def test_a_new_incarnation_implies_that_the_old_one_is_lost() -> None:
+    router = Router(M)
+    router.arrive()
+    router.step("m", 1, 0)
+    (submit,) = router(WorkerUp(info_of("m", "mixed", incarnation="2")))
+    assert isinstance(submit, Submit)
+    assert (submit.attempt, submit.log) == (2, ((50,),))
+    assert router.dispatcher.counters.num_failovers == 1
+
+
+def test_a_request_that_kills_is_not_tried_on_a_third_worker() -> None:
+    router = Router(M, N, info_of("o", "mixed"))
+    (submit,) = router.arrive()
+    assert isinstance(submit, Submit)
+    (submit,) = router(WorkerLost(submit.worker))
+    assert isinstance(submit, Submit)
+    assert ends(router(WorkerLost(submit.worker))) == [(1, Status.INTERNAL)]
+
+
+def test_one_death_does_not_trample_the_others() -> None:
+    router = Router(M, limits=DispatcherLimits(max_recovering_per_worker=2))
+    for number in (1, 2, 3, 4):
+        router.arrive(number)
+    router(WorkerUp(N))
+    commands = router(WorkerLost("m"))
+    assert submits(commands) == [("n", 1, 2), ("n", 2, 2)]
+    assert router.dispatcher.num_queued == 2
+    assert submits(router.step("n", 2, 0, number=1)) == [("n", 3, 2)]
+    assert submits(router.step("n", 2, 1, number=1)) == []
+    assert submits(router(ClientDisconnected(2))) == [("n", 4, 2)]
+
+
+def test_what_was_placed_before_goes_ahead_of_its_tenants_line() -> None:
+    router = Router(info_of("m", "mixed", max_sequences=1), limits=DispatcherLimits(max_queued=1))
+    router.arrive(1)
+    router.arrive(2)
+    assert router(WorkerLost("m")) == []
+    assert submits(router(WorkerUp(info_of("m", "mixed", max_sequences=1)))) == [("m", 1, 2)]
+
+
+# ------------------------------------------------------------------ rejected
+
+
+def test_a_worker_that_rejects_is_masked_until_its_next_load_report() -> None:
+    router = Router(M, N)
+    assert submits(router.arrive(1)) == [("m", 1, 1)]
+    assert submits(router(Rejected("m", 1, 1, "full"))) == [("n", 1, 2)]
+    assert router(Rejected("n", 1, 2, "full")) == []
+    assert router.dispatcher.num_queued == 1
+    assert router(Stepped("m", [])) == []  # says nothing of its load
+    assert submits(router(Stepped("m", [], WorkerLoad()))) == [("m", 1, 3)]
+
+
+def test_an_idle_worker_is_not_masked_for_ever() -> None:
+    router = Router(M)
+    router.arrive()
+    router(Rejected("m", 1, 1, "full"))
+    assert submits(router.wait(3, "m")) == [("m", 1, 2)]
+
+
+def test_what_can_never_fit_is_invalid() -> None:
+    router = Router(M, N)
+    router.arrive()
+    assert router(Rejected("m", 1, 1, "too long", is_permanent=True)) == [
+        EndRequest(1, Status.INVALID, "too long")
+    ]
+
+
+def test_what_can_never_fit_here_is_tried_on_larger_workers_only() -> None:
+    router = Router(M, N, info_of("xl", "mixed", max_model_len=128))
+    router.arrive()
+    assert submits(router(Rejected("m", 1, 1, "too long", is_permanent=True))) == [("xl", 1, 2)]
+    assert ends(router(Rejected("xl", 1, 2, "too long", is_permanent=True))) == [
+        (1, Status.INVALID)
+    ]
+
+
+def test_what_fits_on_nobody_that_is_left_does_not_block_the_line() -> None:
+    router = Router(M, info_of("xl", "mixed", max_model_len=128, max_sequences=1))
+    router.arrive(1)
+    router(Rejected("m", 1, 1, "too long", is_permanent=True))
+    router(WorkerLost("xl"))
+    assert router.dispatcher.num_ended == {Status.INVALID: 1}
+    assert submits(router.arrive(2)) == [("m", 2, 1)]
+
+
+# ------------------------------------------------------------------ nonsense
+
+
+def test_repeated_gaps_close_the_stream() -> None:
+    router = Router(M, limits=DispatcherLimits(max_gaps=3))
+    router.arrive()
+    assert router.step("m", 1, 1) == [Drop("m", 1, 1), *router_submits(2)]
+    assert router.step("m", 2, 5) == [Drop("m", 1, 2), *router_submits(3)]
+    commands = router.step("m", 3, 5)
+    assert commands[:2] == [Drop("m", 1, 3), CloseStream("m", "1", "3 times tokens were missing")]
+    assert router.dispatcher.counters.num_gaps == 3
+    assert not router.dispatcher.workers()
+    assert submits(router(WorkerUp(M))) == [("m", 1, 4)]
+
+
+def router_submits(attempt: int) -> list[Command]:
+    request = Request(1, [7] * 3, SamplingParams())
+    return [Submit("m", request, attempt, ((),), (False,), None, 0)]
+
+
+def test_an_error_of_the_workers_ends_only_that_request() -> None:
+    router = Router(M)
+    router.arrive(1)
+    router.arrive(2)
+    commands = router(Stepped("m", [NewToken(2, 1, 0, 0, 9)], None, [(1, 1, "not finite")]))
+    assert commands[1:] == [EndRequest(1, Status.INTERNAL, "not finite")]
+    assert router.dispatcher.num_requests == 1
+
+
+# ------------------------------------------------------------------ hand-overs that fail
+
+
+def test_a_failed_hand_over_is_counted_and_costs_nothing_else() -> None:
+    router = Router(P, D)
+    router.arrive()
+    router.step("p", 1, 0)
+    router(Yielded("p", 1, 1, 3))
+    router(Ready("d", 1, 2, 4, 0, AT))
+    assert router(Failed("d", 1, 2, 4, "broken")) == [Drop("p", 1, 1)]
+    assert router.dispatcher.counters.num_transfers_failed == 1
+    assert [worker.num_requests for worker in router.dispatcher.workers()] == [0, 1]
+    assert [type(c) for c in router.step("d", 2, 1)] == [Deliver]
+
+
+def test_a_loaded_worker_is_told_of_in_the_status() -> None:
+    router = Router(M)
+    router(Stepped("m", [], WorkerLoad(running=3)))
+    router.arrive()
+    (status,) = router.dispatcher.workers()
+    assert (status.worker, status.incarnation, status.role) == ("m", "1", "mixed")
+    assert (status.num_requests, status.load.running) == (1, 3)
