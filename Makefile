@@ -36,7 +36,7 @@ test: setup
 
 # Triton reads the variable when it is imported: hence a run of their own.
 kernels: setup
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m interpreted tests/kernels/interpreted tests/workers/device
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m interpreted tests/kernels/interpreted tests/workers/gpu
 
 # A router in an environment of its own: the packages of an image for routers, and the wheel.
 router-environment: setup

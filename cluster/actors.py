@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
     from penstock.router.server import RunningRouter
     from penstock.workers.config import WorkerConfig
-    from penstock.workers.follower import Follower
-    from penstock.workers.parallel.meeting import Meeting
-    from penstock.workers.service import RunningWorker
-    from penstock.workers.watchdog import Watchdog
+    from penstock.workers.health.watchdog import Watchdog
+    from penstock.workers.parallel.rendezvous import RendezvousServer
+    from penstock.workers.rank.follower import Follower
+    from penstock.workers.service.grpc_service import RunningWorker
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class WorkerActor(_Host):
     def __init__(self, title: str, with_events: bool = False) -> None:
         super().__init__(title, with_events)
         self._worker: RunningWorker | None = None
-        self._meeting: Meeting | None = None
+        self._meeting: RendezvousServer | None = None
         self._watchdog: Watchdog | None = None
         self._watching: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
@@ -173,11 +173,11 @@ class WorkerActor(_Host):
         For a rank 0 that has others; `start` follows.
         """
         await self._load_libraries()
-        from penstock.workers.parallel.meeting import Meeting
+        from penstock.workers.parallel.rendezvous import RendezvousServer
 
         try:
-            host, num_ranks = ray.util.get_node_ip_address(), config.place.mesh.num_ranks
-            self._meeting = Meeting(host, config.token, num_ranks)
+            host, num_ranks = ray.util.get_node_ip_address(), config.coord.mesh.num_ranks
+            self._meeting = RendezvousServer(host, config.token, num_ranks)
         except Exception as error:
             raise HostFailed(_reason(error)) from None
         return self._meeting.address
@@ -185,7 +185,7 @@ class WorkerActor(_Host):
     async def start(self, config: "WorkerConfig") -> str:
         """Load and serve on this node; returns the address, host:port. `HostFailed`."""
         newsroom = await self._load_libraries()
-        from penstock.workers.service import serve_worker
+        from penstock.workers.service.grpc_service import serve_worker
 
         store = None if self._meeting is None else self._meeting.store
         watchdog = self._make_watchdog(config, newsroom)
@@ -208,8 +208,8 @@ class WorkerActor(_Host):
         """Load, and compute from now on what rank 0 plans, who is met there. `HostFailed`."""
         newsroom = await self._load_libraries()
         watchdog = self._make_watchdog(config, newsroom)
-        from penstock.workers.follower import Follower
-        from penstock.workers.parallel.meeting import RemoteStore
+        from penstock.workers.parallel.rendezvous import RemoteStore
+        from penstock.workers.rank.follower import Follower
 
         try:
             config = replace(config, host=ray.util.get_node_ip_address())
@@ -222,7 +222,7 @@ class WorkerActor(_Host):
         self._watching = asyncio.create_task(self._follow(follower, newsroom))
 
     def _make_watchdog(self, config: "WorkerConfig", newsroom: Newsroom) -> "Watchdog":
-        from penstock.workers.watchdog import Watchdog
+        from penstock.workers.health.watchdog import Watchdog
 
         name = f"{config.name}, rank {config.rank}"
         self._watchdog = Watchdog(name, config.hang_seconds, config.bundles, newsroom.fail)
@@ -233,9 +233,9 @@ class WorkerActor(_Host):
         newsroom.add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # let that out before the import holds everything up
         # Here, not above: the driver knows this class too, and must not load torch.
-        from penstock.workers.process import settle
+        from penstock.workers.rank.process_tuning import tune_process
 
-        settle()
+        tune_process()
         return newsroom
 
     def _weights(self, done: int, total: int) -> None:

@@ -17,7 +17,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.traces import read_trace
 from penstock.loadtests.paired import MeasurementFailed, run
-from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.sequence import NewSequence
 
 _DRAWN = 7
@@ -36,7 +36,7 @@ class Options:
 def num_steps(lengths: Sequence[int], max_sequences: int, static: bool) -> int:
     """Steps until answers of these lengths are all there."""
     batcher = Batcher(
-        Limits(
+        SchedulerConfig(
             num_blocks=max_sequences * (max(lengths) // 16 + 2),
             max_model_len=max(lengths) + 2,
             max_sequences=max_sequences,
@@ -49,7 +49,7 @@ def num_steps(lengths: Sequence[int], max_sequences: int, static: bool) -> int:
         batcher.submit(NewSequence(number, [_DRAWN], 1, SamplingParams(max_tokens=length)))
     steps = 0
     while (plan := batcher.plan(0.0)) is not None:
-        batcher.commit(plan, np.full(len(plan.drawing), _DRAWN, np.int32))
+        batcher.commit(plan, np.full(len(plan.sampling_rows), _DRAWN, np.int32))
         batcher.events()
         steps += 1
     return steps

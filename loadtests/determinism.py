@@ -22,7 +22,7 @@ from penstock.loadtests.random_llama import write_random_llama
 import numpy as np
 
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine
+from penstock.workers.engine.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.metrics import Outcome
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine
+from penstock.workers.engine.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence
 
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.workers.process import settle
+from penstock.workers.rank.process_tuning import tune_process
 
-settle()  # before torch is loaded
+tune_process()  # before torch is loaded
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.paired import Spread, run
 from penstock.loadtests.random_llama import Shape, write_random_llama
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine
+from penstock.workers.engine.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence
 
 

@@ -19,8 +19,8 @@ from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
 from penstock.loadtests.paired import Setup, Spread, run
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine, StepResult
-from penstock.workers.pipeline import Pipeline
+from penstock.workers.engine.engine import Engine, StepResult
+from penstock.workers.engine.stepper import OverlapStepper
 from penstock.workers.scheduling.sequence import NewSequence
 
 _NUM_WARMUPS = 4  # steps of a turn that do not count
@@ -58,10 +58,10 @@ class Steps:
 
     def pipelined(self) -> None:
         changed = threading.Condition()
-        pipeline = Pipeline(self._engine, changed)
+        pipeline = OverlapStepper(self._engine, changed)
         pipeline.advance(commanded=True)
         while pipeline.busy:
-            pipeline.look_ahead()
+            pipeline.plan_next()
             with changed:
                 changed.wait_for(lambda: pipeline.due)
             self.note(pipeline.advance(commanded=False))

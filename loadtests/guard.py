@@ -28,7 +28,7 @@ from penstock.loadtests.direct import DirectEngine
 from penstock.loadtests.paired import SHIPPED, MeasurementFailed, Setup, Spread, steady_rate
 from penstock.loadtests.peers.checkpoints import Cost
 from penstock.loadtests.server import ServerFailed
-from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.sequence import NewSequence
 
 PROGRAM = "python -m penstock.loadtests.guard"
@@ -145,7 +145,7 @@ def _numpy_seconds() -> float:
 def _scheduler_steps() -> Callable[[], float]:
     """Seconds of CPU of one step in which every sequence decodes, plan and commit."""
     length = 4096
-    limits = Limits(
+    limits = SchedulerConfig(
         num_blocks=_SCHEDULED * (length // 16 + 1),
         max_model_len=length,
         block_size=16,

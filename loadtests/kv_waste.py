@@ -20,7 +20,7 @@ from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.traces import read_trace
 from penstock.loadtests.bench.workload import TRACE_BLOCK, TraceRow
 from penstock.loadtests.paired import MeasurementFailed, run
-from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.sequence import NewSequence
 
 _DRAWN = 7
@@ -79,7 +79,7 @@ def measure(rows: Sequence[TraceRow], options: Options) -> Waste:
     longest = max(row.input_len + row.output_len for row in rows)
     max_model_len = min(longest, options.num_blocks * options.block_size) + 1
     batcher = Batcher(
-        Limits(
+        SchedulerConfig(
             num_blocks=options.num_blocks,
             max_model_len=max_model_len,
             block_size=options.block_size,

@@ -16,9 +16,9 @@ import numpy as np
 
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.paired import run
-from penstock.workers.parallel.meeting import Meeting, RemoteStore
-from penstock.workers.parallel.plan_channel import read_plans, write_plans
-from penstock.workers.parallel.plans import decode, encode, most_bytes
+from penstock.workers.parallel.rendezvous import RemoteStore, RendezvousServer
+from penstock.workers.parallel.step_broadcast import connect_plan_reader, connect_plan_writer
+from penstock.workers.parallel.step_codec import decode, encode, max_plan_bytes
 from penstock.workers.scheduling.sequence import StepPlan
 
 _HOST = "127.0.0.1"
@@ -59,7 +59,7 @@ def make_plan(load: Load, number: int) -> StepPlan:
 def follow(pipe: Connection, address: str, load: Load, rank: int, way: str) -> None:
     """In a process of its own: when each plan was there, by the clock that processes share."""
     node = "near" if way == _WAYS[0] else f"node {rank}"
-    reader = read_plans(RemoteStore(address, None), rank, load.followers + 1, node, _HOST)
+    reader = connect_plan_reader(RemoteStore(address, None), rank, load.followers + 1, node, _HOST)
     pipe.send("ready")
     times = []
     while message := reader.read():
@@ -70,7 +70,7 @@ def follow(pipe: Connection, address: str, load: Load, rank: int, way: str) -> N
 
 def take_turn(load: Load, way: str) -> list[float]:
     """Seconds that each plan took to the last of the others."""
-    meeting = Meeting(_HOST, None, load.followers + 1)
+    meeting = RendezvousServer(_HOST, None, load.followers + 1)
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(1, load.followers + 1):
@@ -79,8 +79,8 @@ def take_turn(load: Load, way: str) -> list[float]:
         processes.append(context.Process(target=follow, args=arguments, daemon=True))
         processes[-1].start()
         pipes.append(ours)
-    size = most_bytes(load.sequences, load.sequences, -(-load.context // 16) + 1)
-    writer = write_plans(meeting.store, load.followers + 1, size, "near", _HOST, _SECONDS)
+    size = max_plan_bytes(load.sequences, load.sequences, -(-load.context // 16) + 1)
+    writer = connect_plan_writer(meeting.store, load.followers + 1, size, "near", _HOST, _SECONDS)
     for pipe in pipes:
         pipe.recv()
     begins = []

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.workers.process import settle
+from penstock.workers.rank.process_tuning import tune_process
 
-settle()  # before torch is loaded
+tune_process()  # before torch is loaded
 
 import torch
 from torch import Tensor

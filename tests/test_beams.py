@@ -20,7 +20,7 @@ from penstock.protos import inference_pb2_grpc
 from penstock.router.config import RouterConfig
 from penstock.router.server import RunningRouter, serve_router
 from penstock.workers.config import WorkerConfig
-from penstock.workers.service import RunningWorker, serve_worker
+from penstock.workers.service.grpc_service import RunningWorker, serve_worker
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.served_router import until
 
@@ -58,7 +58,7 @@ class Cluster:
         """Nobody holds a block, a lease or a request."""
 
         def rests() -> bool:
-            loads = [worker._dispatch.load for worker in self.workers.values()]
+            loads = [worker._manager.load for worker in self.workers.values()]
             held = [load.used_blocks + load.leased_blocks + load.reserved_blocks for load in loads]
             return not any(held) and not self.router.frontend.num_open_requests
 
@@ -110,7 +110,7 @@ async def complete(http: httpx.AsyncClient, **body: Any) -> list[Any]:
 @pytest.mark.parametrize("length", [1, 16, 17, 41])
 async def test_openai(http: httpx.AsyncClient, cluster: Cluster, length: int) -> None:
     prompt = PROMPT[:length]
-    sent = cluster.workers["p"]._dispatch.load.bytes_sent
+    sent = cluster.workers["p"]._manager.load.bytes_sent
     choices = await complete(
         http, prompt=prompt, n=2, best_of=4, max_tokens=20, stop_token_ids=STOPS, length_penalty=0.6
     )
@@ -122,7 +122,7 @@ async def test_openai(http: httpx.AsyncClient, cluster: Cluster, length: int) ->
         assert choice["finish_reason"] == ("stop" if by_stop else "length")
         assert choice["logprobs"] is None
     # The prompt was computed on one worker and handed to another, where there was any of it.
-    await until(lambda: (cluster.workers["p"]._dispatch.load.bytes_sent > sent) == (length > 1))
+    await until(lambda: (cluster.workers["p"]._manager.load.bytes_sent > sent) == (length > 1))
     await cluster.at_rest()
 
 
@@ -178,7 +178,7 @@ async def test_a_worker_that_dies_costs_time_and_nothing_else(
     call = asyncio.create_task(complete(http, prompt=prompt, n=4, max_tokens=120))
 
     def running() -> list[str]:
-        loads = {name: worker._dispatch.load for name, worker in cluster.workers.items()}
+        loads = {name: worker._manager.load for name, worker in cluster.workers.items()}
         return [
             name
             for name, load in loads.items()
@@ -204,7 +204,7 @@ async def test_a_client_that_leaves_frees_the_whole_search(
     http: httpx.AsyncClient, cluster: Cluster
 ) -> None:
     call = asyncio.create_task(complete(http, prompt=PROMPT[:37], n=4, max_tokens=140))
-    loads = [worker._dispatch for worker in cluster.workers.values()]
+    loads = [worker._manager for worker in cluster.workers.values()]
     await until(lambda: any(dispatch.load.running == 4 for dispatch in loads))
     call.cancel()
     await cluster.at_rest()

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine
+from penstock.workers.engine.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence
 from training.families import Message
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.workers.parallel.mesh import Mesh, Place
+from penstock.workers.parallel.mesh import Mesh, MeshCoord
 
 ROLES = ("prefill", "decode", "mixed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -76,9 +76,9 @@ class WorkerConfig:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
 
     @property
-    def place(self) -> Place:
+    def coord(self) -> MeshCoord:
         """This process's, among the worker's ranks."""
-        return Place(Mesh(self.tp, self.pp, self.ep), self.rank)
+        return MeshCoord(Mesh(self.tp, self.pp, self.ep), self.rank)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

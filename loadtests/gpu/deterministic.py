@@ -24,8 +24,8 @@ from penstock.loadtests.gpu.options import Options, read_options
 from penstock.loadtests.gpu.sections import write_figures
 from penstock.loadtests.gpu.steps import SMALL_LOAD, Load, decode
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine
-from penstock.workers.rehearsal import rehearse
+from penstock.workers.engine.determinism_check import check_batch_invariance
+from penstock.workers.engine.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence
 
 LOAD = Load(batches=(1, 16, 64), input_len=1000, output_len=64)
@@ -51,7 +51,7 @@ def make_engine(folder: Path, options: Options, load: Load, deterministic: bool)
     engine = Engine(worker, decoder=decoder)
     engine.on_device = engine.plans_ahead = True
     if deterministic:
-        rehearse(engine)
+        check_batch_invariance(engine)
     engine.warm_up()
     return engine
 

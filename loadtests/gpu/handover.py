@@ -24,10 +24,10 @@ from penstock.kernels.fallback import fallback_counts, forbid_fallback
 from penstock.kernels.kv_cache.checksum import checksum
 from penstock.loadtests.gpu.options import read_options
 from penstock.loadtests.gpu.sections import write_figures
-from penstock.workers.transfer.shards import Rectangle, Shard
-from penstock.workers.transfer.staging import KvStaging
-from penstock.workers.transfer.transport import DESTINATION, SOURCE, MirrorStore, RankPair
-from penstock.workers.warm_up import warm_up_moves
+from penstock.workers.engine.warm_up import warm_up_block_moves
+from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
+from penstock.workers.kv_transfer.staging import KvStaging
+from penstock.workers.kv_transfer.transport import DESTINATION, SOURCE, MirrorStore, RankPair
 
 SECONDS = 30.0  # that a side waits for the other
 ALL_SECONDS = 36.0  # of both processes, their start included
@@ -66,8 +66,8 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     store = MirrorStore(publish, SECONDS)
     threading.Thread(target=_listen, args=(sys.stdin, store), daemon=True).start()
     kv = kv_cache(device, small, seed=rank)
-    warm_up_moves(kv)  # as a worker does
-    rectangle = Rectangle(0, kv.shape[0], 0, kv.shape[3])
+    warm_up_block_moves(kv)  # as a worker does
+    rectangle = LayerHeadRange(0, kv.shape[0], 0, kv.shape[3])
     staging = KvStaging(kv, rectangle)
     sent, received = sides_blocks(kv.shape[2])
     shard = Shard(rectangle, 0, len(sent) * kv.shape[4])

@@ -18,11 +18,11 @@ from penstock.loadtests.gpu.options import Options, read_options
 from penstock.loadtests.gpu.sections import write_figures
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDERS = ("tests/kernels", "tests/workers/device")
+FOLDERS = ("tests/kernels", "tests/workers/gpu")
 MARKS = "interpreted or gpu"
 SECONDS = 150.0  # for all of them
 MARGIN_SECONDS = 8.0  # of these, to write down what there is
-LONGEST = ("test_deterministic.py", "test_attention.py", "test_experts.py")  # to begin with
+LONGEST = ("test_deterministic.py", "test_attention.py", "test_moe.py")  # to begin with
 ALONE = ("test_on_gpu.py",)
 NUM_PROCESSES = max(2, min(12, (os.cpu_count() or 2) - 2))
 _NOTHING_CHOSEN = 5  # pytest's exit code

@@ -105,7 +105,7 @@ def random_model(
             tensor.fill_(1)
         else:
             tensor.normal_(0, SPREAD, generator=generator)
-    decoder.settle()
+    decoder.finish_loading()
     if deterministic:
         pack(decoder, "none", deterministic)
     return decoder

@@ -27,8 +27,8 @@ from penstock.loadtests.gpu.models import SHAPES, random_model, small
 from penstock.loadtests.gpu.options import Options, read_options
 from penstock.loadtests.gpu.sections import write_figures
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine, Launched
-from penstock.workers.pipeline import Pipeline, steps_of
+from penstock.workers.engine.engine import Engine, LaunchedStep
+from penstock.workers.engine.stepper import OverlapStepper, make_stepper
 from penstock.workers.scheduling.sequence import NewSequence, StepPlan
 
 
@@ -65,7 +65,7 @@ class Marks:
         self._batch = batch
         self._launch = engine.launch
 
-    def launch(self, plan: StepPlan, before: Launched | None) -> Launched:
+    def launch(self, plan: StepPlan, before: LaunchedStep | None) -> LaunchedStep:
         with self._engine.computing():
             begin = self._clock.mark()
         launched = self._launch(plan, before)
@@ -101,8 +101,8 @@ def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
         engine.submit(NewSequence((batch, number), prompt, len(prompt), params))
     marks, changed = Marks(engine, clock, batch), threading.Condition()
     engine.launch = marks.launch  # type: ignore[method-assign]
-    pipeline = steps_of(engine, changed)
-    assert isinstance(pipeline, Pipeline)
+    pipeline = make_stepper(engine, changed)
+    assert isinstance(pipeline, OverlapStepper)
     left, commanded = batch, True
     try:
         while left:
@@ -111,7 +111,7 @@ def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
             left -= len(result.finished)
             if result.failed:
                 raise RuntimeError("logits of random weights were not finite")
-            pipeline.look_ahead()
+            pipeline.plan_next()
             with changed:
                 changed.wait_for(lambda: pipeline.due or not pipeline.busy)
     finally:

@@ -22,7 +22,7 @@ from penstock.loadtests.simulate.worker import Worker
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import DispatcherLimits as RouterLimits
 from penstock.router.routing.placement.policy import LeastLoaded, Policy
-from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.config import SchedulerConfig
 
 LATENCY_SECONDS = 0.0003
 BANDWIDTH = 40e9
@@ -37,7 +37,7 @@ class ClusterPlan:
     """What is simulated."""
 
     pools: Mapping[str, int]  # workers of each role that serve at the start
-    limits: Limits  # of every worker
+    limits: SchedulerConfig  # of every worker
     timing: Timing
     cold_start: float = 30.0  # seconds
     bandwidth: float = BANDWIDTH
@@ -312,7 +312,7 @@ class Cluster:
         )
 
 
-def _fitting(limits: Limits, load: Sequence[Planned]) -> Limits:
+def _fitting(limits: SchedulerConfig, load: Sequence[Planned]) -> SchedulerConfig:
     """Tables no wider than the longest sequence: thousands of workers have them."""
     longest = max((one.input_len + one.output_len for one in load), default=1)
     return replace(limits, max_model_len=min(limits.max_model_len, longest + 1))

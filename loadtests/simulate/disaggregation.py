@@ -25,12 +25,12 @@ from penstock.router.routing.placement.disaggregation import (
 )
 from penstock.router.routing.placement.policy import LeastLoaded, Policy
 from penstock.router.routing.worker_registry import WorkerView
-from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.config import SchedulerConfig
 
 SLACK = 0.02
 """By so much of its time, and of the goals kept, the rule may be behind: runs differ by chance."""
 
-LIMITS = Limits(
+LIMITS = SchedulerConfig(
     num_blocks=6250,  # 400,000 tokens
     max_model_len=1 << 17,
     block_size=64,

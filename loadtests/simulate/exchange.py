@@ -16,10 +16,10 @@ from penstock.loadtests.simulate.network import Network
 from penstock.loadtests.simulate.session import Held, Key, Session, Shape
 from penstock.loadtests.simulate.steps import Steps
 from penstock.router.routing.events import Failed, Ready, Received, Send, TransferEndpoint
+from penstock.workers.kv_transfer.shards import BlockShape
 from penstock.workers.scheduling import sequence as seq
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.kv_pool import State
-from penstock.workers.transfer.shards import BlockShape
 
 Peer = Callable[[Name], tuple[Process, Destination] | None]
 
@@ -76,9 +76,9 @@ class Exchange:
         """The scheduler has reserved blocks: have them filled, if they are still wanted."""
         session = self._sessions.get(key.session)
         held = session.held.get(key) if session is not None else None
-        blocks = self._batcher.receiving(key)
+        blocks = self._batcher.reserved_blocks(key)
         if session is None or held is None or held.source is None:
-            self._post(lambda: self._batcher.settled(key))
+            self._post(lambda: self._batcher.transfer_drained(key))
             return
         expected = Expected(
             session.router, key.request, key.attempt, held.source, have, stop, blocks
@@ -100,12 +100,12 @@ class Exchange:
         """Nothing of the transfer is being written any more."""
         about = (self._name[0], key.request, key.attempt, epoch)
         if key not in session.held:
-            self._post(lambda: self._batcher.settled(key))
+            self._post(lambda: self._batcher.transfer_drained(key))
         elif not reason:
-            self._post(lambda: self._batcher.arrived(key))
+            self._post(lambda: self._batcher.transfer_done(key))
             session.put(Received(*about), self._clock.now)
         else:
-            self._post(lambda: self._batcher.missed(key))
+            self._post(lambda: self._batcher.transfer_failed(key))
             session.put(Failed(*about, reason), self._clock.now)
 
     # ------------------------------------------------------------ always true

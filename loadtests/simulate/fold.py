@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.workers.scheduling.sequence import Finish, Ints, StepPlan
+from penstock.workers.scheduling.sequence import FinishReason, Ints, StepPlan
 
 _MODULUS = (1 << 61) - 1
 VOCAB = 37
@@ -33,7 +33,7 @@ def _drawn(fold: int, choice: int) -> int:
 
 def draw(folds: Sequence[int], plan: StepPlan, choices: Ints | None = None) -> Ints:
     """The tokens [S] that a plan's drawing rows draw from these [S]."""
-    drawing = plan.drawing
+    drawing = plan.sampling_rows
     own = np.zeros_like(drawing) if choices is None else choices[drawing]
     drawn = [_drawn(fold, choice) for fold, choice in zip(folds, own.tolist(), strict=True)]
     return np.array(drawn, np.int32)
@@ -100,7 +100,7 @@ def copy_blocks(source: FoldExecutor, blocks: Ints, to: FoldExecutor, into: Ints
 
 def straight_answer(
     prompt: Sequence[int], params: SamplingParams, max_model_len: int, choice: int = 0
-) -> tuple[list[int], Finish]:
+) -> tuple[list[int], FinishReason]:
     """The answer of a lone sequence, folded over its tokens: no blocks, no batch."""
     values: list[int] = []
     for token in prompt:
@@ -111,7 +111,7 @@ def straight_answer(
         token = _drawn(fold_of(values), choice)
         answer.append(token)
         if token in params.stop_token_ids and len(answer) >= params.min_tokens:
-            return answer, Finish.STOP
+            return answer, FinishReason.STOP
         if len(answer) >= limit:
-            return answer, Finish.LENGTH
+            return answer, FinishReason.LENGTH
         values.append(value_of(values[-1], token, len(values)))

@@ -7,11 +7,11 @@ import numpy as np
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.fold import VOCAB, draw, fold_of, value_of
-from penstock.workers.beams import BeamSearch, Candidates, Searches
-from penstock.workers.scheduling.sequence import Finish, Ints, NewSequence, StepPlan
+from penstock.workers.sampling.beam_search import BeamSearch, BeamSearches, Candidates
+from penstock.workers.scheduling.sequence import FinishReason, Ints, NewSequence, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 
-Answer: TypeAlias = tuple[list[int], Finish]
+Answer: TypeAlias = tuple[list[int], FinishReason]
 
 
 def _candidates(folds: Sequence[int], held_back: Sequence[Sequence[int]]) -> Candidates:
@@ -36,7 +36,7 @@ class FoldBeams:
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
-        self._searches = Searches()
+        self._searches = BeamSearches()
         self._params: dict[Hashable, SamplingParams] = {}
 
     def open(self, new: NewSequence) -> None:
@@ -55,7 +55,7 @@ class FoldBeams:
         self, plan: StepPlan, table: SequenceTable, folds: Sequence[int]
     ) -> tuple[Ints, Ints | None, list[Hashable]]:
         """Tokens [S] and parents [S] of the drawing rows, and the searches that are over."""
-        rows = plan.drawing
+        rows = plan.sampling_rows
         drawn, parents = draw(folds, plan, table.choices), rows.copy()
         at = np.flatnonzero(table.is_beam[rows])
         if not at.size:
@@ -73,7 +73,7 @@ class FoldBeams:
             _candidates([folds[place] for place in at.tolist()], held_back),
         )
         drawn[at], parents[at] = turns.tokens, turns.parents
-        return drawn, parents, turns.over
+        return drawn, parents, turns.finished
 
 
 def straight_beams(
@@ -89,7 +89,7 @@ def straight_beams(
         held_back = [_held_back(params, len(beams[0]) - len(prompt))] * len(beams)
         candidates = _candidates([fold_of(beam) for beam in beams], held_back)
         turn = search.advance(candidates.tokens, candidates.logprobs)
-        if turn.over:
+        if turn.is_finished:
             return [(each.tokens, each.finish) for each in search.best]
         beams = [
             [*beams[parent], value_of(beams[parent][-1], token, len(beams[parent]))]

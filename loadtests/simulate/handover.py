@@ -1,6 +1,6 @@
 """Hand-overs between simulated workers: epochs, messages of blocks, verdicts.
 
-What `workers/transfer` does with streams, pairs and threads, told in virtual time. Geometry and
+What `workers/kv_transfer` does with streams, pairs and threads, told in virtual time. Geometry and
 coverage are the production ones; a message's bytes arrive some time after its header, and are
 written some time after that, so that whoever gives blocks away too early is found out.
 """
@@ -12,10 +12,17 @@ from itertools import count
 from penstock.loadtests.simulate.clock import Process
 from penstock.loadtests.simulate.network import LATE_SECONDS, Network
 from penstock.router.routing.events import Send
+from penstock.workers.kv_transfer.shards import (
+    BadShard,
+    BlockShape,
+    Coverage,
+    LayerHeadRange,
+    Shard,
+    split,
+)
 from penstock.workers.scheduling.sequence import Ints
-from penstock.workers.transfer.shards import BadShard, BlockShape, Coverage, Rectangle, Shard, split
 
-WHOLE = Rectangle(0, 1, 0, 1)
+WHOLE = LayerHeadRange(0, 1, 0, 1)
 """What one rank keeps of a position here."""
 
 Name = tuple[str, str]  # of a worker: its name and its incarnation

@@ -25,7 +25,7 @@ from penstock.loadtests.simulate.scalers import (
     Static,
 )
 from penstock.loadtests.simulate.timing import BadTiming, Timing, read_timing
-from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.config import SchedulerConfig
 
 Kind = Literal["static", "penstock", "queue", "cpu", "clairvoyant"]
 KINDS: Sequence[Kind] = ("static", "penstock", "queue", "cpu", "clairvoyant")
@@ -144,7 +144,7 @@ def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
     """Who serves. Raises WrongOptions, BadTiming and OSError."""
     timing = Timing() if serving.timing is None else read_timing(serving.timing)
     try:
-        limits = Limits(
+        limits = SchedulerConfig(
             num_blocks=max(1, serving.kv_tokens // BLOCK_SIZE),
             max_model_len=min(serving.kv_tokens, 1 << 18),
             block_size=BLOCK_SIZE,

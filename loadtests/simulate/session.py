@@ -9,7 +9,7 @@ from penstock.loadtests.simulate.clock import Act
 from penstock.loadtests.simulate.handover import Name, Outgoing, Pace
 from penstock.loadtests.simulate.network import Stream
 from penstock.router.routing.events import Event, WorkerInfo
-from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.config import SchedulerConfig
 
 
 class Key(NamedTuple):
@@ -55,6 +55,6 @@ class Shape:
     """What a worker is made of."""
 
     info: WorkerInfo
-    limits: Limits
+    limits: SchedulerConfig
     bytes_per_block: int = 1 << 20
     pace: Pace = field(default_factory=Pace)

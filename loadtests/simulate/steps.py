@@ -1,8 +1,9 @@
 """A worker's steps in virtual time: an event each, or many as one.
 
-Where nothing is decided for a while (`Leaps` says how long) all steps until then are one event, a
-leap. Its steps have the times that they would have had one by one; whatever comes meanwhile first
-has those booked that are over by then, and finds the worker in the step that it would be in.
+Where nothing is decided for a while (`FastForward` says how long) all steps until then are one
+event, a leap. Its steps have the times that they would have had one by one; whatever comes
+meanwhile first has those booked that are over by then, and finds the worker in the step that it
+would be in.
 """
 
 from collections import deque
@@ -173,7 +174,7 @@ class Steps:
 
     def _leaps(self, plan: StepPlan, now: float) -> bool:
         """Take that step and the quiet ones after it together, if there are any."""
-        num = self._batcher.leaps.num_quiet() if self.leaps else 0
+        num = self._batcher.fast_forward.num_skippable() if self.leaps else 0
         if num < 2 or not self._shell.told():
             return False
         seconds = self._executor.seconds_of(plan, num)
@@ -198,7 +199,7 @@ class Steps:
         if drawn is None:
             drawn = self._compute_each(output, ends[:-1])
         elif num > 1:
-            self._batcher.leaps.leap(drawn)
+            self._batcher.fast_forward.skip(drawn)
             self.num_steps += num - 1
             self.num_tokens += drawn.size
         self.busy_seconds = float(_sums(self.busy_seconds, seconds)[-1])

@@ -110,7 +110,7 @@ class TimedModel:
         return self.slowness * self._timing.decodes(plan, num)
 
     def run(self, plan: StepPlan, choices: Ints) -> Ints:
-        return np.zeros(len(plan.drawing), np.int32)
+        return np.zeros(len(plan.sampling_rows), np.int32)
 
     def foresee(self, plan: StepPlan, num: int) -> Ints:
         return np.zeros((num, len(plan.rows)), np.int32)

@@ -1,7 +1,8 @@
 """A worker: the production batcher and block pool, in a shell that lives in virtual time.
 
-The shell does what `workers/dispatch`, `session` and `transfer/handover` do for real: commands take
-effect at step boundaries, what is held for a router's stream goes when that stream ends.
+The shell does what `workers/service/session_manager`, `session` and `kv_transfer/coordinator` do
+for real: commands take effect at step boundaries, and what is held for a router's stream is
+released when that stream ends.
 """
 
 from collections.abc import Callable
@@ -167,7 +168,7 @@ class Worker:
                 self._submit(session, command)
             case Yield(_, request, attempt):
                 key = Key(session.number, request, attempt)
-                self.steps.post(lambda: self.batcher.ask_yield(key))
+                self.steps.post(lambda: self.batcher.request_yield(key))
             case Send():
                 self.steps.post(partial(self.exchange.send, session, command))
             case Drop(_, request, attempt, choice):
@@ -191,7 +192,7 @@ class Worker:
         self.steps.post(lambda: self._enter(session, new))
 
     def _sequence(self, key: Key, submit: Submit) -> seq.NewSequence:
-        """As `workers/wire` makes it."""
+        """As `workers/service/codec` makes it."""
         request, source = submit.request, submit.source
         first, *others = [
             seq.Sibling(choice, [*request.prompt, *answer])

@@ -30,7 +30,7 @@ from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import DispatcherLimits as RouterLimits
 from penstock.router.routing.placement.policy import LeastLoaded
 from penstock.router.routing.worker_registry import LivenessBounds
-from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.config import SchedulerConfig
 
 PATIENCE_SECONDS = 150.0
 """By so long after the last fault everybody must have ended."""
@@ -337,7 +337,7 @@ def _shape(plan: WorkerPlan, incarnation: str) -> Shape:
         max_model_len=MAX_MODEL_LEN,
         max_sequences=plan.max_sequences,
     )
-    limits = Limits(
+    limits = SchedulerConfig(
         num_blocks=plan.num_blocks,
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,

@@ -23,17 +23,17 @@ from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, appl
 from penstock.kernels.triton_common.aot import meta
 from penstock.kernels.triton_common.launch import INTERPRETED
 from penstock.loadtests.gpu.models import SHAPES
-from penstock.workers.device.inputs import Batch, DecodeInputs
-from penstock.workers.device.ladder import Ladder
-from penstock.workers.device.runner import DeviceRunner
-from penstock.workers.kv_cache import KvCache
+from penstock.workers.engine.warm_up import warm_up_block_moves, warm_up_sequences
+from penstock.workers.gpu.device_runner import DeviceRunner
+from penstock.workers.gpu.graph_buckets import GraphBuckets
+from penstock.workers.gpu.inputs import DecodeInputs, DeviceBatch
 from penstock.workers.layers.packing import pack
-from penstock.workers.models import assembly
+from penstock.workers.models import model_builder
 from penstock.workers.models.decoder import empty_decoder
 from penstock.workers.models.spec import read_spec
-from penstock.workers.sampler import Sampler
-from penstock.workers.scheduling.limits import Limits
-from penstock.workers.warm_up import warm_up_moves, warm_up_sequences
+from penstock.workers.rank.kv_cache import KvCache
+from penstock.workers.sampling.sampler import Sampler
+from penstock.workers.scheduling.config import SchedulerConfig
 from tests.support.specialized import specializations
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
@@ -57,7 +57,7 @@ def drawn(num_rows: int) -> None:
     for row in range(num_rows):
         sampler.admit(row, SamplingParams(temperature=1.0, top_p=0.9, top_k=5), 0)
     places = np.arange(num_rows, dtype=np.int32)
-    wishes = sampler._wishes(sampler._params[places], places)
+    wishes = sampler._sampling_tensors(sampler._params[places], places)
     sample(floats(num_rows, 1000), wishes)
 
 
@@ -100,7 +100,7 @@ def test_moves_take_kernels_that_warming_up_compiles(kv_shape: tuple[int, ...]) 
     """Of any heads and layers: what another worker has of them."""
     kv = meta(*kv_shape)
     with mock.patch("penstock.kernels.kv_cache.checksum.int", create=True):  # reads what is nowhere
-        warm = specializations(lambda: warm_up_moves(kv))
+        warm = specializations(lambda: warm_up_block_moves(kv))
     for count in SIZES:
         found = specializations(lambda: copy_blocks(kv, ints(count), ints(count)))  # noqa: B023
         assert found <= warm
@@ -109,7 +109,7 @@ def test_moves_take_kernels_that_warming_up_compiles(kv_shape: tuple[int, ...]) 
             assert found <= warm, (count, first, last)
 
 
-LADDER = Ladder(250, 4096)
+LADDER = GraphBuckets(250, 4096)
 NUM_BLOCKS = 999
 
 
@@ -117,7 +117,7 @@ def runner_of(name: str, folder: Path, deterministic: bool) -> DeviceRunner:
     config = SHAPES[name].config | {"num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     spec = read_spec(folder)
-    with mock.patch.object(assembly, "runs_kernels", return_value=True):
+    with mock.patch.object(model_builder, "runs_kernels", return_value=True):
         decoder = empty_decoder(spec, torch.bfloat16, META, deterministic)
     if deterministic:
         with mock.patch.object(products, "runs_kernels", return_value=True):
@@ -131,7 +131,7 @@ def computed(runner: DeviceRunner, lengths: Sequence[int]) -> None:
     """A step of chunks, uncaptured: its inputs have places of their own."""
     total, count, most = sum(lengths), len(lengths), max(lengths)
     runner._compute(
-        Batch(
+        DeviceBatch(
             tokens=narrow(total),
             positions=narrow(total),
             slots=narrow(total),
@@ -158,10 +158,10 @@ def test_a_step_takes_kernels_that_warming_up_compiles(
     runner = runner_of(name, tmp_path, deterministic)
     inputs = DecodeInputs(LADDER.rows[-1], 256, 16, NUM_BLOCKS - 1, META)
     warm = set()
-    for rung in LADDER.rungs():
+    for rung in LADDER.buckets():
         batch = inputs.batch(rung.rows, rung.context)
         warm |= specializations(lambda: runner._compute(batch))  # noqa: B023
-    limits = Limits(NUM_BLOCKS, LADDER.contexts[-1], 16, 250, 8192)
+    limits = SchedulerConfig(NUM_BLOCKS, LADDER.contexts[-1], 16, 250, 8192)
     for new in warm_up_sequences(limits, compiles=True):
         length = new.num_prompt
         warm |= specializations(lambda: computed(runner, [length]))  # noqa: B023

@@ -3,7 +3,7 @@
 from penstock.loadtests.determinism import Options, cells, take_turn
 from penstock.loadtests.paired import SHIPPED
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine
+from penstock.workers.engine.engine import Engine
 
 
 def test_both_engines_answer_the_same() -> None:

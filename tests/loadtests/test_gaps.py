@@ -6,7 +6,7 @@ from penstock.loadtests.bench.workload import Prompts
 from penstock.loadtests.gaps import Load, figures, take_turn
 from penstock.loadtests.paired import SHIPPED
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine
+from penstock.workers.engine.engine import Engine
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The engine called directly, for tests."""
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.workers.engine import Engine, StepResult
+from penstock.workers.engine.engine import Engine, StepResult
 from penstock.workers.scheduling.sequence import Key, NewSequence
 
 

@@ -8,10 +8,10 @@ import numpy as np
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.fold import FoldExecutor, straight_answer
 from penstock.loadtests.simulate.fold_beams import Answer, FoldBeams, straight_beams
-from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import (
-    Finish,
+    FinishReason,
     Key,
     NewSequence,
     Sibling,
@@ -20,7 +20,7 @@ from penstock.workers.scheduling.sequence import (
 )
 
 
-def limits(**changes: int | float) -> Limits:
+def limits(**changes: int | float) -> SchedulerConfig:
     settings: dict[str, int | float] = {
         "num_blocks": 32,
         "max_model_len": 64,
@@ -28,7 +28,7 @@ def limits(**changes: int | float) -> Limits:
         "max_sequences": 4,
         "max_batched_tokens": 16,
     }
-    return Limits(**{**settings, **changes})  # type: ignore[arg-type]
+    return SchedulerConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
 
 def sequence(
@@ -86,7 +86,7 @@ class Bench:
         self.beams = FoldBeams(self.limits.max_model_len)
         self.answers: dict[Key, list[int]] = {}
         self.searched: dict[Key, list[Answer]] = {}  # of the searches that are over
-        self.finishes: dict[Key, Finish] = {}
+        self.finishes: dict[Key, FinishReason] = {}
         self.finished: list[Key] = []
         self.num_tokens = 0
         self.num_draws = 0  # a row and a step
@@ -122,7 +122,7 @@ class Bench:
             answer = self.answers.setdefault(name, [])
             answer.append(int(output.tokens[i]))
             if output.finishes[i]:
-                self.finishes[name] = Finish(int(output.finishes[i]))
+                self.finishes[name] = FinishReason(int(output.finishes[i]))
                 self.finished.append(name)
 
     def run(self, most: int = 500) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.fold import FoldExecutor, copy_blocks, straight_answer
 from penstock.loadtests.simulate.fold_beams import FoldBeams, straight_beams
-from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
+from penstock.workers.scheduling.config import check_fits
 from penstock.workers.scheduling.kv_pool import State
-from penstock.workers.scheduling.limits import refuse_misfit
 from penstock.workers.scheduling.sequence import (
     Admitted,
-    Finish,
     Finished,
+    FinishReason,
     Ints,
     Key,
     LeaseGone,
@@ -50,7 +50,7 @@ class Asked:
     params: SamplingParams
     salt: bytes
     priority: int
-    answers: list[tuple[list[int], Finish]]  # what it must become
+    answers: list[tuple[list[int], FinishReason]]  # what it must become
     at: FoldWorker
     logs: list[list[int]]
     ended: list[bool]
@@ -83,7 +83,7 @@ class Transfer:
 class FoldWorld:
     """What a router and the shells of two workers may do; asserts whatever must always be true."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerConfig) -> None:
         self.limits = limits
         self.workers = [
             FoldWorker(
@@ -145,7 +145,7 @@ class FoldWorld:
     def fits(self, prompt: list[int], params: SamplingParams) -> bool:
         """Whether a worker takes it at all."""
         try:
-            refuse_misfit(_sequence((0, 0), prompt, params), self.limits)
+            check_fits(_sequence((0, 0), prompt, params), self.limits)
         except NeverFits:
             return False
         return True
@@ -165,13 +165,13 @@ class FoldWorld:
         return to
 
     def ask_to_yield(self, asked: Asked) -> None:
-        asked.at.batcher.ask_yield(asked.key)
+        asked.at.batcher.request_yield(asked.key)
         self._hear(asked.at)
 
     def drop(self, asked: Asked) -> None:
         worker = asked.at
         if asked in self.unsent():
-            worker.abandoned[asked.key] = worker.batcher.receiving(asked.key)
+            worker.abandoned[asked.key] = worker.batcher.reserved_blocks(asked.key)
         worker.batcher.drop(asked.key)
         worker.beams.close(asked.key)
         worker.dropped.add(asked.key)
@@ -223,7 +223,7 @@ class FoldWorld:
             assert parents is None
             worker.next.fill(drawn)
         if parents is not None:
-            self.num_moved += int((parents != plan.drawing).sum())
+            self.num_moved += int((parents != plan.sampling_rows).sum())
         for key in over:
             self._end_search(worker, key)
         output = worker.batcher.commit(plan, drawn, parents)
@@ -234,13 +234,13 @@ class FoldWorld:
         for i, key in enumerate(output.keys):
             asked, choice = self._by_key(key), int(output.choices[i])
             answer, ending = asked.answers[choice]
-            index, finish = int(output.indices[i]), Finish(int(output.finishes[i]))
+            index, finish = int(output.indices[i]), FinishReason(int(output.finishes[i]))
             assert asked.params.prompt_logprobs is None or asked.known >= len(asked.prompt)
             assert not asked.ended[choice], "a choice that is over"
             assert index == len(asked.logs[choice]), "each index once, in order"
             assert int(output.tokens[i]) == answer[index]
             asked.ended[choice] = index == len(answer) - 1
-            assert finish == (ending if asked.ended[choice] else Finish.NONE)
+            assert finish == (ending if asked.ended[choice] else FinishReason.NONE)
             asked.logs[choice].append(int(output.tokens[i]))
         self._hear(worker)
 
@@ -287,7 +287,7 @@ class FoldWorld:
     def send(self, asked: Asked) -> None:
         """Start the transfer that this receiver waits for, or learn that its lease is gone."""
         to, size = asked.at, self.limits.block_size
-        into = to.batcher.receiving(asked.key)
+        into = to.batcher.reserved_blocks(asked.key)
         try:
             if asked.lease is None:
                 raise LeaseGone(asked.key)
@@ -301,7 +301,7 @@ class FoldWorld:
 
     def miss(self, asked: Asked) -> None:
         asked.state = "submitted"
-        asked.at.batcher.missed(asked.key)
+        asked.at.batcher.transfer_failed(asked.key)
         self._hear(asked.at)
 
     def end_transfer(self, transfer: Transfer, complete: bool) -> None:
@@ -314,11 +314,11 @@ class FoldWorld:
             to.model.spoil(transfer.into)
         transfer.source.batcher.unpin(transfer.lease)
         if transfer.key in to.dropped:
-            to.batcher.settled(transfer.key)
+            to.batcher.transfer_drained(transfer.key)
         elif complete:
             self.num_arrived += 1
             asked.state = "submitted"
-            to.batcher.arrived(transfer.key)
+            to.batcher.transfer_done(transfer.key)
             self._hear(to)
         else:
             self.miss(asked)
@@ -326,7 +326,7 @@ class FoldWorld:
     def settle(self, worker: FoldWorker) -> None:
         for key, blocks in worker.abandoned.items():
             worker.model.spoil(blocks)  # written until now: nobody else may have got them
-            worker.batcher.settled(key)
+            worker.batcher.transfer_drained(key)
         worker.abandoned = {}
 
     # ------------------------------------------------------------ always, and in the end
@@ -416,7 +416,7 @@ class FoldWorld:
                 assert worker.batcher.table.choices[row] == choice
             case Reserved(key, have):
                 asked.state = "receiving"
-                blocks = worker.batcher.receiving(key)
+                blocks = worker.batcher.reserved_blocks(key)
                 worker.model.spoil(blocks)
                 size = self.limits.block_size
                 assert asked.lease is None or have + len(blocks) * size >= asked.lease[2]

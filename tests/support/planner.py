@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from penstock.workers.kv_cache import KvCache
-from penstock.workers.models.served import ServedModel
-from penstock.workers.runner import Runner
+from penstock.workers.engine.model_runner import ModelRunner
+from penstock.workers.models.protocols import Model
+from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.scheduling.sequence import StepPlan
 
 BLOCK_SIZE = 16
@@ -60,7 +60,7 @@ class Planner:
             self.tokens[row].append(token)
 
 
-def make_cache(decoder: ServedModel, num_blocks: int) -> KvCache:
+def make_cache(decoder: Model, num_blocks: int) -> KvCache:
     spec = decoder.spec
     return KvCache(
         spec.num_layers,
@@ -73,7 +73,7 @@ def make_cache(decoder: ServedModel, num_blocks: int) -> KvCache:
 
 
 def generate(
-    decoder: ServedModel, prompts: Sequence[Sequence[int]], max_new: int, chunk: int = 10_000
+    decoder: Model, prompts: Sequence[Sequence[int]], max_new: int, chunk: int = 10_000
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Greedy answers of `max_new` tokens, and each one's logits [max_new, vocab_size].
 
@@ -82,7 +82,7 @@ def generate(
     planner = Planner(prompts, max_new)
     cache = make_cache(decoder, planner.num_blocks)
     cache.data.fill_(float("nan"))
-    runner = Runner(decoder, cache)
+    runner = ModelRunner(decoder, cache)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
     while any(len(rows) < max_new for rows in logits):
         plan = planner.plan(chunk)

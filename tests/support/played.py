@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.workers.engine import Engine, StepResult
-from penstock.workers.rehearsal import rehearse
+from penstock.workers.engine.determinism_check import check_batch_invariance
+from penstock.workers.engine.engine import Engine, StepResult
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import NewSequence, Sibling
 from tests.support.threads import threads
@@ -85,7 +85,7 @@ def in_all_company(engine: Engine) -> list[Bits]:
 
 def rehearsed_in_all_company(engine: Engine) -> list[Bits]:
     """The same, after what a worker does at its start."""
-    rehearse(engine)
+    check_batch_invariance(engine)
     return in_all_company(engine)
 
 

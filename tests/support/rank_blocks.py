@@ -14,27 +14,27 @@ import numpy as np
 import torch
 
 from penstock.protos import transfer_pb2_grpc
+from penstock.workers.kv_transfer.peer_channel import Peer
+from penstock.workers.kv_transfer.rank_endpoints import RankEndpoints
+from penstock.workers.kv_transfer.rank_mover import Movers, RankMover
+from penstock.workers.kv_transfer.receive_state import ExpectedTransfer, TransferResult
+from penstock.workers.kv_transfer.receiver import KvReceiver
+from penstock.workers.kv_transfer.sender import KvSender, OutgoingTransfer
+from penstock.workers.kv_transfer.shards import LayerHeadRange
+from penstock.workers.kv_transfer.staging import KvStaging, WorkerIdentity
 from penstock.workers.parallel.mesh import Mesh
-from penstock.workers.transfer.destination import Destination
-from penstock.workers.transfer.ends import Ends
-from penstock.workers.transfer.incoming import Expected, Verdict
-from penstock.workers.transfer.link import Peer
-from penstock.workers.transfer.mover import Movers, RankMover
-from penstock.workers.transfer.shards import Rectangle
-from penstock.workers.transfer.source import Outgoing, Source
-from penstock.workers.transfer.staging import Identity, KvStaging
 
 LAYERS, DIM, POSITIONS = 5, 3, 96
 SECONDS = 20.0
 
 
-def rectangles(mesh: Mesh, heads: int) -> list[Rectangle]:
+def rectangles(mesh: Mesh, heads: int) -> list[LayerHeadRange]:
     found = []
     for rank in range(mesh.num_ranks):
-        place = mesh.place(rank)
-        layers, first = place.layers(LAYERS), heads * place.column // mesh.tp
+        place = mesh.coord(rank)
+        layers, first = place.layers(LAYERS), heads * place.tp_rank // mesh.tp
         num = max(1, heads // mesh.tp)
-        found.append(Rectangle(layers.start, layers.stop, first, first + num))
+        found.append(LayerHeadRange(layers.start, layers.stop, first, first + num))
     return found
 
 
@@ -62,7 +62,7 @@ class Blocks:
         return all(torch.equal(cache, cut(whole, part)) for cache, part in pairs)
 
 
-def cut(whole: torch.Tensor, part: Rectangle) -> torch.Tensor:
+def cut(whole: torch.Tensor, part: LayerHeadRange) -> torch.Tensor:
     heads = slice(part.first_head, part.last_head)
     return whole[part.first_layer : part.last_layer, :, :, heads].clone()
 
@@ -87,22 +87,22 @@ def moved(
 class Sides:
     """A source and a destination that serves, and what this was told."""
 
-    source: Source
-    destination: Destination
+    source: KvSender
+    destination: KvReceiver
     peer: Peer
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[TransferResult] = field(default_factory=list)
     read: list[int] = field(default_factory=list)  # epochs whose blocks the source let go
 
     def expect(self, stop: int, blocks: Sequence[int]) -> int:
         numbers = np.array(blocks, np.int32)
-        expected = Expected("r", 7, 2, ("s", "i"), 0, stop, numbers)
+        expected = ExpectedTransfer("r", 7, 2, ("s", "i"), 0, stop, numbers)
         return self.destination.open(expected, self.verdicts.append)
 
     async def send(self, epoch: int, stop: int, blocks: Sequence[int]) -> None:
-        outgoing = Outgoing("r", 7, 2, epoch, 0, stop, np.array(blocks, np.int32))
+        outgoing = OutgoingTransfer("r", 7, 2, epoch, 0, stop, np.array(blocks, np.int32))
         await self.source.send(self.peer, outgoing, lambda: self.read.append(epoch))
 
-    async def verdict(self, num: int = 1) -> Verdict:
+    async def verdict(self, num: int = 1) -> TransferResult:
         """The last of so many, once it is there."""
         await eventually(lambda: len(self.verdicts) >= num)
         return self.verdicts[num - 1]
@@ -116,14 +116,14 @@ async def eventually(true: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def sides(source: Blocks, destination: Blocks, name: str = "d") -> AsyncIterator[Sides]:
-    given = Identity(name, "inc", "layout", "127.0.0.1", "secret")
-    taking = Destination(given, Ends(destination.movers), destination.seconds)
+    given = WorkerIdentity(name, "inc", "layout", "127.0.0.1", "secret")
+    taking = KvReceiver(given, RankEndpoints(destination.movers), destination.seconds)
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     transfer_pb2_grpc.add_TransferServicer_to_server(taking, server)  # type: ignore[no-untyped-call]
     await server.start()
-    own = Identity("s", "i", "layout", "127.0.0.1", "")
-    sending = Source(own, Ends(source.movers), source.seconds)
+    own = WorkerIdentity("s", "i", "layout", "127.0.0.1", "")
+    sending = KvSender(own, RankEndpoints(source.movers), source.seconds)
     yield Sides(sending, taking, Peer(name, "inc", f"127.0.0.1:{port}", "secret"))
     sending.stop()
     taking.stop()

@@ -9,7 +9,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from penstock.workers.engine import Engine
+from penstock.workers.engine.engine import Engine
 from tests.support.ranks import Answers, answer
 
 PATIENCE = 240.0
@@ -120,10 +120,10 @@ def _lead(
     config: Any,
     use: Callable[[Engine], Any],
 ) -> Any:
-    from penstock.workers.parallel.meeting import Meeting
+    from penstock.workers.parallel.rendezvous import RendezvousServer
     from tests.support.ranks import rank_config
 
-    meeting = Meeting("127.0.0.1", "secret", mesh[0] * mesh[1])
+    meeting = RendezvousServer("127.0.0.1", "secret", mesh[0] * mesh[1])
     pipe.send(meeting.address)
     try:
         engine = Engine(rank_config(model, mesh, **config), store=meeting.store)
@@ -141,8 +141,8 @@ def _lead(
 
 
 def _follow(model: Path, mesh: tuple[int, int, int], config: Any, rank: int, meeting: str) -> None:
-    from penstock.workers.follower import Follower
-    from penstock.workers.parallel.meeting import RemoteStore
+    from penstock.workers.parallel.rendezvous import RemoteStore
+    from penstock.workers.rank.follower import Follower
     from tests.support.ranks import rank_config
 
     store = RemoteStore(meeting, "secret")

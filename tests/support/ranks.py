@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine
-from penstock.workers.follower import Follower
+from penstock.workers.engine.engine import Engine
 from penstock.workers.models.decoder import empty_decoder
 from penstock.workers.models.spec import read_spec
+from penstock.workers.rank.follower import Follower
 from penstock.workers.scheduling.sequence import NewSequence
 
 if TYPE_CHECKING:
-    from penstock.workers.parallel.meeting import LocalStore
+    from penstock.workers.parallel.rendezvous import LocalStore
 
 T = TypeVar("T")
 
@@ -198,7 +198,7 @@ def agree(found: Answers, expected: Answers) -> None:
 
 def in_threads(num_ranks: int, work: Callable[[int, LocalStore], T]) -> list[T]:
     """`work(rank, store)` of every rank, each in a thread of this process."""
-    from penstock.workers.parallel.meeting import LocalStore  # grpc: not on every machine
+    from penstock.workers.parallel.rendezvous import LocalStore  # grpc: not on every machine
 
     store = LocalStore()
 

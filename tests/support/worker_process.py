@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 from penstock.workers.config import WorkerConfig
-from penstock.workers.follower import Follower
-from penstock.workers.parallel.meeting import Meeting, RemoteStore
-from penstock.workers.runner import Runner
+from penstock.workers.engine.model_runner import ModelRunner
+from penstock.workers.health.watchdog import Watchdog
+from penstock.workers.kv_transfer import sender
+from penstock.workers.kv_transfer.shards import Shard
+from penstock.workers.kv_transfer.staging import KvStaging
+from penstock.workers.parallel.rendezvous import RemoteStore, RendezvousServer
+from penstock.workers.rank.follower import Follower
 from penstock.workers.scheduling.sequence import Ints, StepPlan
-from penstock.workers.service import serve_worker
-from penstock.workers.transfer import source
-from penstock.workers.transfer.shards import Shard
-from penstock.workers.transfer.staging import KvStaging
-from penstock.workers.watchdog import Watchdog
+from penstock.workers.service.grpc_service import serve_worker
 
 DRAIN_SECONDS = 60.0
 PATIENCE = 240.0  # seconds; a busy machine is slow
@@ -99,9 +99,9 @@ def main() -> None:
 
 
 async def lead(config: WorkerConfig, given: dict[str, Any], num_steps: int | None) -> None:
-    num_ranks, others, store, watchdog = config.place.mesh.num_ranks, [], None, None
+    num_ranks, others, store, watchdog = config.coord.mesh.num_ranks, [], None, None
     if num_ranks > 1:
-        meeting = Meeting("127.0.0.1", "secret", num_ranks)
+        meeting = RendezvousServer("127.0.0.1", "secret", num_ranks)
         store = meeting.store
         for rank in range(1, num_ranks):
             told = json.dumps({**given, "rank": rank, "meeting": meeting.address})
@@ -130,17 +130,17 @@ async def lead(config: WorkerConfig, given: dict[str, Any], num_steps: int | Non
 
 
 def hang(num_steps: int) -> None:
-    run = Runner.run
+    run = ModelRunner.run
     left = count(num_steps, -1)
 
     def stand_still(
-        runner: Runner, plan: StepPlan, drawn: torch.Tensor | None = None
+        runner: ModelRunner, plan: StepPlan, drawn: torch.Tensor | None = None
     ) -> torch.Tensor:
         while next(left) <= 0:
             time.sleep(3600)
         return run(runner, plan, drawn)
 
-    Runner.run = stand_still  # type: ignore[method-assign, assignment]
+    ModelRunner.run = stand_still  # type: ignore[method-assign, assignment]
 
 
 def slow_down(seconds: float) -> None:
@@ -153,7 +153,7 @@ def slow_down(seconds: float) -> None:
         return gather(staging, blocks, shard, unit)
 
     KvStaging.gather = slow  # type: ignore[method-assign, assignment]
-    source.MESSAGE_BYTES = 1
+    sender.MESSAGE_BYTES = 1
 
 
 if __name__ == "__main__":

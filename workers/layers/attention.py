@@ -10,8 +10,8 @@ from penstock.kernels.attention.op import AttentionPlan, paged_attention
 from penstock.kernels.attention.score_mod import ScoreMod
 from penstock.kernels.kv_cache.op import rope_and_cache, write_kv
 from penstock.kernels.mla.op import MlaPlan
-from penstock.workers.layers.biases import KeptBiases
-from penstock.workers.layers.linear import Linear, Summed
+from penstock.workers.layers.cached_alibi import CachedAlibiBias
+from penstock.workers.layers.linear import Linear, RowParallelLinear
 from penstock.workers.layers.norm import Norm
 
 
@@ -29,7 +29,7 @@ class StepInputs:
 @dataclass(frozen=True, slots=True)
 class Attention:
     qkv: Linear
-    output: Linear | Summed
+    output: Linear | RowParallelLinear
     q_norm: Norm | None
     k_norm: Norm | None
     num_heads: int
@@ -38,9 +38,9 @@ class Attention:
     window: int
     scores: ScoreMod
     rotary: int | None  # which of the rotary tables; None: no head turns
-    neighbours: bool  # whether the pairs that turn are neighbours
+    interleaved: bool  # whether the pairs that turn are neighbours
     clip: float  # of queries, keys and values; 0: none
-    biases: KeptBiases | None  # of scores, where they are rounded
+    biases: CachedAlibiBias | None  # of scores, where they are rounded
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         """x: [T, hidden]; layer: this layer's cache, [2, N, H, S, D], which is written.
@@ -54,14 +54,14 @@ class Attention:
             self._normalise(query, self.q_norm)
             self._normalise(keys, self.k_norm)
         if self.biases is not None:
-            heads = self.biases.beside(heads, step.positions)
+            heads = self.biases.append(heads, step.positions)
             query = heads[:, : self.num_heads]
         rows = step.cache_rows
         if self.rotary is None:
             write_kv(layer, rows, heads[:, self.num_heads :])
         else:
             cos_sin = step.cos_sin[self.rotary]
-            rope_and_cache(heads, self.num_heads, cos_sin, rows, layer, self.neighbours)
+            rope_and_cache(heads, self.num_heads, cos_sin, rows, layer, self.interleaved)
         out = paged_attention(query, layer, step.plans[self.window], self.scores)
         return self.output(out[:, :, : self.head_dim].flatten(1))
 

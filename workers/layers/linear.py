@@ -15,7 +15,7 @@ from penstock.kernels.linear.op import (
     pack_onednn,
     supports_onednn,
 )
-from penstock.workers.parallel.group import Group
+from penstock.workers.parallel.groups import ProcessGroup
 
 
 @dataclass(slots=True, eq=False)
@@ -32,27 +32,27 @@ class Linear:
             return self.packed(x)
         return functional.linear(x, self.weight, self.bias)
 
-    def panel(self) -> None:
+    def pack_f32(self) -> None:
         """Keep the weights in panels only."""
         self.packed = pack_f32(self.weight, self.bias)
-        self._forget()
+        self._drop_weight()
 
-    def block(self) -> None:
+    def pack_onednn(self) -> None:
         """Keep a second copy of the weights that products with several rows read faster."""
         if supports_onednn(self.weight):
             self.packed = pack_onednn(self.weight, self.bias)
 
-    def quantize(self) -> None:
+    def pack_int8(self) -> None:
         """Keep the weights in INT8 only."""
         self.packed = pack_int8(self.weight, self.bias)
-        self._forget()
+        self._drop_weight()
 
-    def fix(self) -> None:
+    def pack_batch_invariant(self) -> None:
         """Keep the weights in a form that computes every row by itself, and in no other."""
         self.packed = pack_batch_invariant(self.weight, self.bias)
-        self._forget()
+        self._drop_weight()
 
-    def _forget(self) -> None:
+    def _drop_weight(self) -> None:
         self.weight = self.weight.new_empty(0, self.weight.shape[1])
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -70,17 +70,17 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
+class RowParallelLinear:
     """A product whose inputs are spread over ranks, each of which has a part of the sum."""
 
-    part: Linear  # with the bias, if there is one, on the first of the ranks
-    group: Group
+    linear: Linear  # with the bias, if there is one, on the first of the ranks
+    group: ProcessGroup
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.group.sum(self.part(x))
+        return self.group.all_reduce(self.linear(x))
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return self.part.tensors(names)
+        return self.linear.tensors(names)
 
 
 def empty_linear(

@@ -1,7 +1,7 @@
 """Normalisations with their weights.
 
 Each makes a new tensor of one (`norm(x)`), or of a stream once something is added to it, in place
-(`norm.of_sum(hidden, x)`), or normalises in place (`norm.in_place(x)`).
+(`norm.add_and_norm(hidden, x)`), or normalises in place (`norm.in_place(x)`).
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def of_sum(self, hidden: Tensor, x: Tensor) -> Tensor:
+    def add_and_norm(self, hidden: Tensor, x: Tensor) -> Tensor:
         return fused_add_rms_norm(hidden, x, self.weight, self.eps)
 
     def in_place(self, x: Tensor) -> None:
@@ -40,7 +40,7 @@ class RmsNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class RmsNormAboveOne:
+class GemmaRmsNorm:
     """Its weight counts from one."""
 
     weight: Tensor  # [D]
@@ -49,7 +49,7 @@ class RmsNormAboveOne:
     def __call__(self, x: Tensor) -> Tensor:
         return gemma_rms_norm(x, self.weight, self.eps)
 
-    def of_sum(self, hidden: Tensor, x: Tensor) -> Tensor:
+    def add_and_norm(self, hidden: Tensor, x: Tensor) -> Tensor:
         return fused_add_gemma_rms_norm(hidden, x, self.weight, self.eps)
 
     def in_place(self, x: Tensor) -> None:
@@ -69,7 +69,7 @@ class LayerNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
-    def of_sum(self, hidden: Tensor, x: Tensor) -> Tensor:
+    def add_and_norm(self, hidden: Tensor, x: Tensor) -> Tensor:
         return fused_add_layer_norm(hidden, x, self.weight, self.bias, self.eps)
 
     def in_place(self, x: Tensor) -> None:
@@ -80,4 +80,4 @@ class LayerNorm:
         return found | {f"{name}.bias": self.bias} if self.biased else found
 
 
-Norm: TypeAlias = RmsNorm | RmsNormAboveOne | LayerNorm
+Norm: TypeAlias = RmsNorm | GemmaRmsNorm | LayerNorm

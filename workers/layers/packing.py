@@ -12,13 +12,13 @@ from penstock.kernels.linear.op import (
     int8_unsupported_reason,
     supports_onednn,
 )
-from penstock.workers.layers.latent import LatentAttention
 from penstock.workers.layers.linear import Linear
+from penstock.workers.layers.mla import LatentAttention
 
-LEAST_WEIGHTS = 1 << 14
+MIN_WEIGHTS = 1 << 14
 """Smaller products gain nothing."""
 
-MEMORY_SHARE = 0.125
+MEMORY_FRACTION = 0.125
 """Of what is available: a second copy of the weights may take as much."""
 
 
@@ -40,24 +40,24 @@ def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
     model: records of records and tuples, with every `Linear` somewhere in it. A mixture's router is
     not quantized: a token that goes to another expert is another token.
     """
-    found = [linear for linear in linears(model) if linear.weight.numel() >= LEAST_WEIGHTS]
+    found = [linear for linear in linears(model) if linear.weight.numel() >= MIN_WEIGHTS]
     if quantization == "int8":
         for linear in found:
-            linear.quantize()
+            linear.pack_int8()
     elif not deterministic:
         for linear in found:
             if supports_packed_f32(linear.weight):
-                linear.panel()
-        _block([linear for linear in found if linear.packed is None])
+                linear.pack_f32()
+        _pack_onednn([linear for linear in found if linear.packed is None])
     if deterministic:
-        _fix(model)
+        _pack_batch_invariant(model)
 
 
-def _block(found: list[Linear]) -> None:
+def _pack_onednn(found: list[Linear]) -> None:
     own = [linear for linear in found if supports_onednn(linear.weight)]
-    if own and sum(linear.weight.nbytes for linear in own) <= MEMORY_SHARE * _available():
+    if own and sum(linear.weight.nbytes for linear in own) <= MEMORY_FRACTION * _available():
         for linear in own:
-            linear.block()
+            linear.pack_onednn()
 
 
 def _available() -> int:
@@ -66,10 +66,10 @@ def _available() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _fix(model: Any) -> None:
+def _pack_batch_invariant(model: Any) -> None:
     for part in parts(model):
         if isinstance(part, LatentAttention) or (isinstance(part, Linear) and part.packed is None):
-            part.fix()
+            part.pack_batch_invariant()
 
 
 def linears(model: Any) -> Iterator[Linear]:

@@ -7,15 +7,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.workers.layers.attention import Attention, StepInputs
-from penstock.workers.layers.block import Block
+from penstock.workers.layers.decoder_layer import DecoderLayer
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.norm import Norm
-from penstock.workers.layers.vocabulary import embed, whole_logits
-from penstock.workers.models.assembly import Assembly
+from penstock.workers.layers.vocab_parallel import gather_logits, vocab_parallel_embedding
+from penstock.workers.models.model_builder import ModelBuilder
 from penstock.workers.models.rotary import Rotary, make_rotary
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.models.tensors import block_tensors
-from penstock.workers.parallel.ranks import ALONE, Ranks
+from penstock.workers.models.weight_map import layer_tensors
+from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
 from penstock.workers.weights.sharding import local_spec
 
 
@@ -31,11 +31,11 @@ class Decoder:
     embedding_scale: float  # as it is in the embeddings' dtype
     embedding_norm: Norm | None
     first_layer: int
-    layers: tuple[Block, ...]
+    layers: tuple[DecoderLayer, ...]
     norm: Norm | None  # this and the head: None: the last stage's
     head: Linear | None  # to the vocabulary; its weight is the embeddings where they are tied
     rotaries: tuple[Rotary, ...]  # the layers name theirs by number
-    ranks: Ranks
+    ranks: ParallelGroups
 
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
         """Runs T tokens and writes their keys and values.
@@ -44,14 +44,14 @@ class Decoder:
         the last norm; if this is not the last stage, the next one is sent that too.
         """
         links = self.ranks.links
-        if links is not None and links.before is not None:
+        if links is not None and links.prev_stage is not None:
             hidden = self._empty_hidden(len(tokens))
             links.receive(hidden)
         else:
             hidden = self._embed(tokens)
         for layer, layer_cache in zip(self.layers, cache.unbind(0), strict=True):
             layer(hidden, step, layer_cache)
-        if links is not None and links.after is not None:
+        if links is not None and links.next_stage is not None:
             links.send(hidden)
         return hidden
 
@@ -62,10 +62,10 @@ class Decoder:
             return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         logits = self.head(self.norm(hidden)).to(torch.float32)
         if self.ranks.stage is not None:
-            logits = whole_logits(logits, self.spec.vocab_size, self.ranks.stage)
-        return self.capped(logits)
+            logits = gather_logits(logits, self.spec.vocab_size, self.ranks.stage)
+        return self.cap_logits(logits)
 
-    def capped(self, logits: Tensor) -> Tensor:
+    def cap_logits(self, logits: Tensor) -> Tensor:
         """In place, as the family has it."""
         cap = self.spec.logit_cap
         return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
@@ -83,10 +83,10 @@ class Decoder:
         if self.embedding_norm is not None:
             found |= self.embedding_norm.tensors(names.embedding_norm)
         for number, block in enumerate(self.layers, self.first_layer):
-            found |= block_tensors(block, names, number)
+            found |= layer_tensors(block, names, number)
         return found
 
-    def settle(self) -> None:
+    def finish_loading(self) -> None:
         """Puts what was loaded as the checkpoint has it into our order; once."""
         for block in self.layers:
             if self.spec.qkv_grouped and isinstance(block.attention, Attention):
@@ -98,8 +98,8 @@ class Decoder:
         if ranks.stage is None:
             hidden = functional.embedding(tokens, self.embeddings)
         else:
-            first = ranks.place.tokens(self.spec.vocab_size).start
-            hidden = embed(tokens, self.embeddings, first, ranks.stage)
+            first = ranks.coord.tokens(self.spec.vocab_size).start
+            hidden = vocab_parallel_embedding(tokens, self.embeddings, first, ranks.stage)
         if self.embedding_scale != 1:
             hidden *= self.embedding_scale
         return hidden if self.embedding_norm is None else self.embedding_norm(hidden)
@@ -114,14 +114,14 @@ def empty_decoder(
     dtype: torch.dtype,
     device: torch.device,
     deterministic: bool = False,
-    ranks: Ranks = ALONE,
+    ranks: ParallelGroups = SINGLE_RANK,
 ) -> Decoder:
     """A decoder whose weights are yet to be loaded (on the `meta` device: shapes only).
 
     spec: of the whole model. `BadShape` if it cannot be cut over the ranks.
     """
-    place, local = ranks.place, local_spec(spec, ranks.place)
-    assembly = Assembly(local, dtype, device, deterministic, ranks)
+    place, local = ranks.coord, local_spec(spec, ranks.coord)
+    assembly = ModelBuilder(local, dtype, device, deterministic, ranks)
     embeddings = embedding_norm = head = None
     num_tokens = len(place.tokens(spec.vocab_size))
     if place.is_first:
@@ -141,7 +141,7 @@ def empty_decoder(
         embedding_scale=float(torch.tensor(spec.embedding_scale, dtype=dtype)),
         embedding_norm=embedding_norm,
         first_layer=layers.start,
-        layers=tuple(assembly.block(number) for number in range(len(layers))),
+        layers=tuple(assembly.decoder_layer(number) for number in range(len(layers))),
         norm=assembly.norm(spec.hidden_size) if place.is_last else None,
         head=head,
         rotaries=tuple(make_rotary(rope, spec.rotated_dim, device) for rope in spec.ropes),

@@ -7,22 +7,22 @@ what no family had, a field of `Family` and its meaning in the decoder).
 from typing import Any
 
 from penstock.workers.models.config import Config
+from penstock.workers.models.families_legacy import LEGACY_FAMILIES
 from penstock.workers.models.family import (
-    Experts,
+    ExpertConfigKeys,
     Family,
     always,
     if_configured,
     if_not_denied,
 )
-from penstock.workers.models.names import Names
-from penstock.workers.models.older import OLDER
-from penstock.workers.models.windows import (
+from penstock.workers.models.sliding_window import (
     alternate_lower_layers,
     alternating,
     every_layer,
     every_layer_if_used,
     upper_layers,
 )
+from penstock.workers.models.tensor_names import TensorNames
 
 
 def _after_the_first(config: Config) -> list[bool]:
@@ -40,7 +40,7 @@ GEMMA: dict[str, Any] = {
     "activation_key": "hidden_activation",
     "scaled_embeddings": True,
     "soft_caps": True,
-    "names": Names(
+    "names": TensorNames(
         attention_post_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",
         mlp_post_norm="post_feedforward_layernorm",
@@ -52,7 +52,7 @@ DEEPSEEK: dict[str, Any] = {
     "qkv_bias": if_configured,
     "output_bias": if_configured,
     "latent": True,
-    "names": Names(qkv=("self_attn.q_proj",), shared="shared_experts"),
+    "names": TensorNames(qkv=("self_attn.q_proj",), shared="shared_experts"),
 }
 DEEPSEEK_EXPERTS: dict[str, Any] = {
     "inner_size": "moe_intermediate_size",
@@ -87,13 +87,15 @@ FAMILIES: dict[str, Family] = {
         output_bias=if_configured,
         qk_norm="head",
         windows=every_layer_if_used,
-        experts=Experts("moe_intermediate_size"),
+        experts=ExpertConfigKeys("moe_intermediate_size"),
     ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2-moe",
         qkv_bias=if_not_denied,
         windows=alternate_lower_layers,
-        experts=Experts("moe_intermediate_size", shared_size="shared_expert_intermediate_size"),
+        experts=ExpertConfigKeys(
+            "moe_intermediate_size", shared_size="shared_expert_intermediate_size"
+        ),
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2",
@@ -101,7 +103,7 @@ FAMILIES: dict[str, Family] = {
         output_bias=if_configured,
         qk_norm="whole",
         norm_place="after",
-        names=Names(
+        names=TensorNames(
             attention_post_norm="post_attention_layernorm",
             mlp_post_norm="post_feedforward_layernorm",
         ),
@@ -110,7 +112,7 @@ FAMILIES: dict[str, Family] = {
         "phi3",
         windows=every_layer,
         partial_rotary=True,
-        names=Names(qkv=("self_attn.qkv_proj",), gate_up=("gate_up_proj",)),
+        names=TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("gate_up_proj",)),
     ),
     "Gemma2ForCausalLM": Family(
         "gemma2",
@@ -132,14 +134,14 @@ FAMILIES: dict[str, Family] = {
         output_bias=if_configured,
         windows=alternating(2),
         head_dim=64,
-        experts=Experts("intermediate_size", normalise=True, clamped=True),
+        experts=ExpertConfigKeys("intermediate_size", normalise=True, clamped=True),
         sinks=True,
         absent={"attention_bias": True, "sliding_window": 128},
-        names=Names(router="router"),
+        names=TensorNames(router="router"),
     ),
     "DeepseekV2ForCausalLM": Family(
         "deepseek-v2",
-        experts=Experts(
+        experts=ExpertConfigKeys(
             normalise=False,  # whatever `norm_topk_prob` says, as transformers does
             methods=("greedy", "group_limited_greedy"),
             **DEEPSEEK_EXPERTS,
@@ -149,7 +151,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek-v3",
-        experts=Experts(methods=("noaux_tc",), **DEEPSEEK_EXPERTS),
+        experts=ExpertConfigKeys(methods=("noaux_tc",), **DEEPSEEK_EXPERTS),
         absent=DEEPSEEK_ABSENT
         | {
             "first_k_dense_replace": 3,
@@ -164,9 +166,11 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         "mixtral",
         windows=every_layer,
-        experts=Experts("intermediate_size", normalise=True),
-        names=Names(experts="block_sparse_moe", expert_gate_up=("w1", "w3"), expert_down="w2"),
+        experts=ExpertConfigKeys("intermediate_size", normalise=True),
+        names=TensorNames(
+            experts="block_sparse_moe", expert_gate_up=("w1", "w3"), expert_down="w2"
+        ),
     ),
-    **OLDER,
+    **LEGACY_FAMILIES,
 }
 """By the architecture's name in `config.json`."""

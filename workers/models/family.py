@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.workers.models.config import Config
-from penstock.workers.models.names import Names
-from penstock.workers.models.windows import no_window
+from penstock.workers.models.sliding_window import no_window
+from penstock.workers.models.tensor_names import TensorNames
 
 
 def if_configured(config: Config) -> bool:
@@ -37,7 +37,7 @@ def nothing(config: Config) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertConfigKeys:
     """Where a mixture of experts has its numbers in `config.json`."""
 
     inner_size: str
@@ -63,10 +63,10 @@ class Family:
     qkv_grouped: bool = False  # in the checkpoint: each KV head's query heads, key and value
     gated: bool = True  # the feed-forward layer
     head_bias: bool = False
-    neighbours: bool = False  # rotary embedding turns pairs of neighbours
+    interleaved: bool = False  # rotary embedding turns pairs of neighbours
     windows: Callable[[Config], list[int]] = no_window  # positions seen, a layer; 0: all
     head_dim: int | None = None  # where the configuration is silent; None: hidden / heads
-    experts: Experts | None = None
+    experts: ExpertConfigKeys | None = None
     norm_kind: str = "rms"  # or "layer", "layer_unbiased", "rms_above_one": weights from one on
     embedding_norm: bool = False  # embeddings are normalised
     activation: str = "silu"  # or "gelu_pytorch_tanh"; without a gate "gelu" or "gelu_new"
@@ -84,4 +84,4 @@ class Family:
     usual: Callable[[Config], dict[str, Any]] = nothing  # its configuration in Llama's keys
     variant: Callable[[Config], dict[str, Any]] = nothing  # fields that it changes here
     latent: bool = False  # keys and values are cached compressed
-    names: Names = field(default_factory=Names)
+    names: TensorNames = field(default_factory=TensorNames)

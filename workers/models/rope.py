@@ -21,9 +21,9 @@ class RopeSpec:
     low_freq_factor: float = 1.0  # this and the next: llama3
     high_freq_factor: float = 4.0
     original_max_len: int = 8192  # positions the model was first trained on
-    share: float = 1.0  # of a head's features that are rotated, the first ones
+    rotated_fraction: float = 1.0  # of a head's features that are rotated, the first ones
     scale: float = 1.0  # of what is rotated
-    neighbours: bool = False  # pairs are neighbours, not half a head apart
+    interleaved: bool = False  # pairs are neighbours, not half a head apart
     beta_fast: float = 32.0  # this and the next two: yarn
     beta_slow: float = 1.0
     truncate: bool = True
@@ -77,7 +77,8 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
     if merged["partial_rotary_factor"] != 1.0 and not partial:
         raise config.unsupported("partial_rotary_factor other than 1 is not served")
     plain = RopeSpec(
-        rope.number("rope_theta", 10000.0), share=rope.number("partial_rotary_factor", 1.0)
+        rope.number("rope_theta", 10000.0),
+        rotated_fraction=rope.number("partial_rotary_factor", 1.0),
     )
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "su" or (kind == "yarn" and "long_factor" in found):  # its first names

@@ -15,13 +15,13 @@ class Rotary:
 
     frequencies: Tensor  # [R / 2] float32: radians a position; the first R features are turned
     scale: float  # of what is turned
-    neighbours: bool  # whether the pairs that turn are neighbours
+    interleaved: bool  # whether the pairs that turn are neighbours
 
 
 def make_rotary(rope: RopeSpec, head_dim: int, device: torch.device) -> Rotary:
     # On the host: arithmetic on `meta` tensors makes torch load its compiler, which takes seconds.
-    frequencies = rotary_frequencies(rope, int(head_dim * rope.share))
-    return Rotary(frequencies.to(device), rope.scale, rope.neighbours)
+    frequencies = rotary_frequencies(rope, int(head_dim * rope.rotated_fraction))
+    return Rotary(frequencies.to(device), rope.scale, rope.interleaved)
 
 
 def rotary_frequencies(rope: RopeSpec, num_features: int) -> Tensor:
@@ -50,8 +50,8 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
 def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     """As `_llama3`, but blended by the pair's number between two numbers of turns."""
     num_features = 2 * len(frequencies)
-    low = _pair_that_turns(rope, num_features, rope.beta_fast)
-    high = _pair_that_turns(rope, num_features, rope.beta_slow)
+    low = _pair_of_rotations(rope, num_features, rope.beta_fast)
+    high = _pair_of_rotations(rope, num_features, rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, num_features - 1)
@@ -60,7 +60,7 @@ def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     return (1 - stretched) * frequencies + stretched * frequencies / rope.factor
 
 
-def _pair_that_turns(rope: RopeSpec, num_features: int, turns: float) -> float:
+def _pair_of_rotations(rope: RopeSpec, num_features: int, turns: float) -> float:
     """The pair that makes so many turns in the positions first trained on."""
     ratio = rope.original_max_len / (turns * 2 * math.pi)
     return num_features * math.log(ratio) / (2 * math.log(rope.theta))

@@ -17,8 +17,8 @@ from penstock.workers.models.deepseek import (
 )
 from penstock.workers.models.families import FAMILIES
 from penstock.workers.models.family import Family
-from penstock.workers.models.names import Names
 from penstock.workers.models.rope import RopeSpec, read_ropes, stretched_scores
+from penstock.workers.models.tensor_names import TensorNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class ModelSpec:
     local_rope: RopeSpec | None  # of the layers with a window, where it differs
     windows: tuple[int, ...]  # positions that a layer's token sees, itself included; 0: all
     experts: ExpertsSpec | None
-    names: Names
+    names: TensorNames
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
     latent: LatentSpec | None
     num_mtp_layers: int  # that predict further tokens: in the checkpoint, and not used
@@ -122,7 +122,7 @@ def read_config(folder: Path) -> Fields:
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
     architectures = config.values.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
-        raise config.unsupported(f"names no single architecture; {served()}")
+        raise config.unsupported(f"names no single architecture; {supported_architectures()}")
     method = config.values.get("quantization_config")
     if method:
         name = method.get("quant_method") if isinstance(method, Mapping) else method
@@ -130,12 +130,12 @@ def read_config(folder: Path) -> Fields:
     return config
 
 
-def served() -> str:
+def supported_architectures() -> str:
     """The architectures that are ours, for a message."""
     return f"served are {', '.join(sorted(FAMILIES))}"
 
 
-def is_ours(config: Fields) -> bool:
+def is_native(config: Fields) -> bool:
     """Whether our own decoder computes it."""
     return config.values["architectures"][0] in FAMILIES
 
@@ -144,7 +144,7 @@ def check_config(folder: Path) -> None:
     """That the folder's model may be served, as far as its configuration tells. Raises as
     `read_config` does."""
     config = read_config(folder)
-    if is_ours(config):
+    if is_native(config):
         read_spec(folder)
     else:
         require_transformers(config)
@@ -155,7 +155,7 @@ def require_transformers(config: Fields) -> None:
     if find_spec("transformers") is None:
         raise config.unsupported(
             f"{config.values['architectures'][0]} is computed by transformers, which is not "
-            f"installed here: pip install transformers. Without it, {served()}"
+            f"installed here: pip install transformers. Without it, {supported_architectures()}"
         )
 
 
@@ -176,7 +176,7 @@ def _family(config: Fields) -> Family:
     architecture = str(values["architectures"][0])
     family = FAMILIES.get(architecture)
     if family is None:
-        raise config.unsupported(f"{architecture} is not served; {served()}")
+        raise config.unsupported(f"{architecture} is not served; {supported_architectures()}")
     key = family.activation_key
     if values.get(key, family.activation) != family.activation:
         raise config.unsupported(f"{key} {values[key]!r} is not served, only {family.activation!r}")
@@ -294,13 +294,13 @@ def _alibi(config: Fields, family: Family, num_heads: int, num_kv_heads: int) ->
 
 
 def _checked_rope(config: Fields, family: Family, rope: RopeSpec, head_dim: int) -> RopeSpec:
-    num_features = int(head_dim * rope.share)
+    num_features = int(head_dim * rope.rotated_fraction)
     if num_features % 2 or not 0 < num_features <= head_dim:
         raise config.bad("partial_rotary_factor", "a share that makes an even number of features")
     if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
         raise config.bad("rope_scaling", f"one with {num_features // 2} factors each")
     told = family.latent and config.flag("rope_interleave", True)
-    return replace(rope, neighbours=told or family.neighbours)
+    return replace(rope, interleaved=told or family.interleaved)
 
 
 def _experts(config: Fields, family: Family) -> ExpertsSpec | None:

@@ -43,6 +43,6 @@ def connect(
     return cast(Communicator, dist.ProcessGroupGloo(store, rank, num_ranks, gloo))
 
 
-def plain(error: Exception) -> str:
+def first_sentence(error: Exception) -> str:
     """The first sentence of torch's message, without its place in the source."""
     return re.sub(r"^\[[^]]*\] ", "", str(error)).splitlines()[0].split(". ")[0]

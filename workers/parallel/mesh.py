@@ -40,12 +40,12 @@ class Mesh:
         """Ranks that share each expert."""
         return self.tp // self.ep
 
-    def place(self, rank: int) -> "Place":
-        return Place(self, rank)
+    def coord(self, rank: int) -> "MeshCoord":
+        return MeshCoord(self, rank)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshCoord:
     """One rank's place in the mesh."""
 
     mesh: Mesh = Mesh()
@@ -64,38 +64,38 @@ class Place:
         return self.stage == self.mesh.pp - 1
 
     @property
-    def column(self) -> int:
+    def tp_rank(self) -> int:
         """Which part of heads, columns and vocabulary."""
         return self.rank % self.mesh.tp
 
     @property
-    def expert_group(self) -> int:
+    def ep_rank(self) -> int:
         """Which of the groups that experts are spread over."""
-        return self.column // self.mesh.expert_tp
+        return self.tp_rank // self.mesh.expert_tp
 
     @property
-    def expert_column(self) -> int:
+    def expert_tp_rank(self) -> int:
         """Which part of each of its experts."""
-        return self.column % self.mesh.expert_tp
+        return self.tp_rank % self.mesh.expert_tp
 
     @property
-    def peers(self) -> tuple[int, ...]:
+    def stage_ranks(self) -> tuple[int, ...]:
         """The ranks of this stage, itself included."""
-        first = self.rank - self.column
+        first = self.rank - self.tp_rank
         return tuple(range(first, first + self.mesh.tp))
 
     @property
-    def expert_peers(self) -> tuple[int, ...]:
+    def expert_ranks(self) -> tuple[int, ...]:
         """Of those, the ranks that have the same part of other experts, itself included."""
-        return self.peers[self.expert_column :: self.mesh.expert_tp]
+        return self.stage_ranks[self.expert_tp_rank :: self.mesh.expert_tp]
 
     @property
-    def before(self) -> int | None:
+    def prev_stage(self) -> int | None:
         """The rank of the stage before whose hidden states come here."""
         return None if self.is_first else self._neighbour(-1)
 
     @property
-    def after(self) -> int | None:
+    def next_stage(self) -> int | None:
         """The rank of the next stage that hidden states go to."""
         return None if self.is_last else self._neighbour(1)
 
@@ -109,19 +109,19 @@ class Place:
 
     def experts(self, num_experts: int) -> range:
         """Those of this rank's group, out of all."""
-        return owned(num_experts, self.mesh.ep, self.expert_group)
+        return even_partition(num_experts, self.mesh.ep, self.ep_rank)
 
     def tokens(self, vocab_size: int) -> range:
         """This rank's part of the vocabulary; the last one's may be shorter."""
         size = -(-vocab_size // self.mesh.tp)
-        first = min(vocab_size, self.column * size)
+        first = min(vocab_size, self.tp_rank * size)
         return range(first, min(vocab_size, first + size))
 
 
-FIRST = Place()
+SINGLE_COORD = MeshCoord()
 """Of a rank that is alone."""
 
 
-def owned(num_items: int, num_owners: int, owner: int) -> range:
+def even_partition(num_items: int, num_owners: int, owner: int) -> range:
     """What one of several owners has of things in order; they differ by one at most."""
     return range(num_items * owner // num_owners, num_items * (owner + 1) // num_owners)

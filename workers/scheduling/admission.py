@@ -1,12 +1,12 @@
 """Who gets a row, and who loses it."""
 
+from penstock.workers.scheduling.config import SchedulerConfig
 from penstock.workers.scheduling.kv_pool import BlockPool
 from penstock.workers.scheduling.leases import Leases
-from penstock.workers.scheduling.limits import Limits
-from penstock.workers.scheduling.seats import Seats
+from penstock.workers.scheduling.running_batch import RunningBatch
 from penstock.workers.scheduling.sequence import Ints
 from penstock.workers.scheduling.table import SequenceTable
-from penstock.workers.scheduling.waiting import Ticket, WaitingQueue
+from penstock.workers.scheduling.waiting import SequenceState, WaitingQueue
 
 
 class Admission:
@@ -14,73 +14,75 @@ class Admission:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: SchedulerConfig,
         table: SequenceTable,
         pool: BlockPool,
         waiting: WaitingQueue,
-        seats: Seats,
+        batch: RunningBatch,
         leases: Leases,
     ) -> None:
         self._limits = limits
         self._table = table
         self._pool = pool
         self._waiting = waiting
-        self._seats = seats
+        self._batch = batch
         self._leases = leases
         self.num_preempted = 0  # since the start
-        self._blocked: tuple[Ticket, int] | None = None  # and how many of its blocks were known
+        self._blocked: tuple[SequenceState, int] | None = (
+            None  # and how many of its blocks were known
+        )
 
-    def make_room(self, budget: int) -> Ints:
+    def reclaim_blocks(self, budget: int) -> Ints:
         """Take back leases, then preempt, until a step of those who run fits.
 
         Returns [running] how many tokens of the step's budget each of `seats.rows` gets.
         """
-        seats = self._seats
-        counts = seats.share(budget)
+        seats = self._batch
+        counts = seats.split_budget(budget)
         while seats.num_missing(seats.rows, counts) > self._pool.num_available:
             if not self._leases.reclaim():
                 self._waiting.push(seats.preempt())
                 self.num_preempted += 1
-                counts = seats.share(budget)
+                counts = seats.split_budget(budget)
         return counts
 
-    def admit(self, budget: int) -> list[list[Ticket]]:
+    def admit(self, budget: int) -> list[list[SequenceState]]:
         """Give rows to who waits, in order, while room and tokens of the step's budget last.
 
         Returns those who got theirs, each with its followers behind it.
         """
-        admitted: list[list[Ticket]] = []
+        admitted: list[list[SequenceState]] = []
         static = self._limits.static
-        if static and len(self._seats):
+        if static and len(self._batch):
             return admitted
         while self._table.num_free_rows and (ticket := self._waiting.head()) is not None:
             if budget <= 0 and not (static or ticket.source_len):
                 break
-            if self._table.num_free_rows <= len(ticket.followers):
+            if self._table.num_free_rows <= len(ticket.forks):
                 break
-            matched = self._room_for(ticket)
+            matched = self._match_if_fits(ticket)
             if matched is None:
                 break
             self._waiting.remove(ticket)
-            admitted.append([ticket, *ticket.followers])
-            budget -= self._seat(ticket, matched)
+            admitted.append([ticket, *ticket.forks])
+            budget -= self._assign_row(ticket, matched)
         return admitted
 
-    def _room_for(self, ticket: Ticket) -> Ints | None:
+    def _match_if_fits(self, ticket: SequenceState) -> Ints | None:
         """Blocks found in the cache for it, if there is room for the rest; None: not yet.
 
         Leases give way only when nobody is seated whose end could make room.
         """
-        size, seats, pool = self._limits.block_size, self._seats, self._pool
+        size, seats, pool = self._limits.block_size, self._batch, self._pool
         num_tokens = len(ticket.tokens)
         chain = ticket.chain(ticket.tokens, ticket.num_reusable(size), size)
         if len(seats) and self._is_still_blocked(ticket, chain):
             return None
-        kept_free = seats.num_claimed() + self._limits.watermark * len(seats)
+        kept_free = seats.num_still_needed() + self._limits.watermark * len(seats)
         if len(seats):
             # Alone they need not all fit: what runs out of blocks later waits for the others.
             shared = ticket.new.num_prompt // size
-            kept_free += sum(-(-len(one.tokens) // size) - shared for one in ticket.followers)
+            kept_free += sum(-(-len(one.tokens) // size) - shared for one in ticket.forks)
         while True:
             matched = pool.match(chain)
             needed = -(-num_tokens // size) - len(matched) + pool.num_idle(matched)
@@ -90,25 +92,25 @@ class Admission:
                 self._blocked = ticket, len(matched)
                 return None
 
-    def _is_still_blocked(self, ticket: Ticket, chain: list[bytes]) -> bool:
+    def _is_still_blocked(self, ticket: SequenceState, chain: list[bytes]) -> bool:
         """It was, and no more of its blocks are known than then: without matching them again."""
         if self._blocked is None or self._blocked[0] is not ticket:
             return False
         num_matched = self._blocked[1]
-        if num_matched < len(chain) and self._pool.knows(chain[num_matched]):
+        if num_matched < len(chain) and self._pool.has_hash(chain[num_matched]):
             return False
         least = -(-len(ticket.tokens) // self._limits.block_size) - num_matched
-        kept_free = self._limits.watermark * len(self._seats)
+        kept_free = self._limits.watermark * len(self._batch)
         return least + kept_free > self._pool.num_available
 
-    def _seat(self, ticket: Ticket, matched: Ints) -> int:
+    def _assign_row(self, ticket: SequenceState, matched: Ints) -> int:
         """Start it, or let it wait for its source; how many tokens it wants computed."""
-        self._seats.seat(ticket, matched)
+        self._batch.assign_row(ticket, matched)
         have = len(matched) * self._limits.block_size
         if ticket.source_len > have:
-            self._seats.reserve(ticket)
+            self._batch.reserve(ticket)
             return 0
-        self._seats.run(ticket)
-        if ticket.followers:
-            self._seats.fork_if_due(ticket)
+        self._batch.run(ticket)
+        if ticket.forks:
+            self._batch.fork_if_due(ticket)
         return len(ticket.tokens) - have

@@ -83,22 +83,22 @@ class BlockPool:
         self._counts[_CACHED] -= num_evicted
         return blocks
 
-    def share(self, blocks: Ints, hold: Hold) -> None:
+    def retain(self, blocks: Ints, hold: Hold) -> None:
         """One holder more; for blocks that are held or cached."""
         self._holders[hold, blocks] += 1
-        self._file(blocks[self.state[blocks] > hold])
+        self._update_states(blocks[self.state[blocks] > hold])
 
     def move(self, blocks: Ints, old: Hold, new: Hold) -> None:
         """A holder of one kind becomes one of another."""
         self._holders[old, blocks] -= 1
         self._holders[new, blocks] += 1
-        self._file(blocks)
+        self._update_states(blocks)
 
     def release(self, blocks: Ints, hold: Hold) -> None:
         """One holder less; the last one's blocks become cached (if published) or free."""
         left = self._holders[hold, blocks] - 1
         self._holders[hold, blocks] = left
-        self._file(blocks[left == 0])
+        self._update_states(blocks[left == 0])
 
     def num_copies(self, blocks: Ints) -> int:
         """How many of these holders, who are to write their block [n] in place, need a copy first.
@@ -124,7 +124,7 @@ class BlockPool:
             blocks.append(block)
         return np.array(blocks, np.int32)
 
-    def knows(self, digest: bytes) -> bool:
+    def has_hash(self, digest: bytes) -> bool:
         """Whether a block is published under it."""
         return digest in self._block_of
 
@@ -144,7 +144,7 @@ class BlockPool:
         """What these hold is not to be trusted: nobody new may find them."""
         for block in blocks[self._hashed[blocks]].tolist():
             self._unpublish(block)
-        self._file(blocks)
+        self._update_states(blocks)
 
     def check_total(self) -> None:
         """AssertionError if blocks were lost or made: cheap enough for every step."""
@@ -185,7 +185,7 @@ class BlockPool:
         states[used] = _USED
         return states
 
-    def _file(self, blocks: Ints) -> None:
+    def _update_states(self, blocks: Ints) -> None:
         """Bring state, counts, free stack and LRU order up to date with the holders."""
         if not blocks.size:
             return

@@ -51,7 +51,7 @@ class Leases:
             raise ValueError(f"the lease of {key!r} is not pinned")
         lease.num_pins -= 1
         if lease.dropped and lease.num_pins == 0:
-            self._let_go(key)
+            self._release(key)
 
     def drop(self, key: Key) -> None:
         """Let go of it, now or with its last pin; unknown: nothing."""
@@ -60,13 +60,13 @@ class Leases:
             return
         lease.dropped = True
         if lease.num_pins == 0:
-            self._let_go(key)
+            self._release(key)
 
     def reclaim(self) -> bool:
         """Take back the oldest that nobody reads; False if there is none."""
         for key, lease in self._leases.items():
             if lease.num_pins == 0:
-                self._let_go(key)
+                self._release(key)
                 return True
         return False
 
@@ -74,7 +74,7 @@ class Leases:
         """Keep reserved blocks from everybody while somebody may still write them."""
         self._abandoned[key] = blocks
 
-    def settle(self, key: Key) -> None:
+    def release_abandoned(self, key: Key) -> None:
         """Nobody writes them any more; unknown: nothing."""
         blocks = self._abandoned.pop(key, None)
         if blocks is not None:
@@ -84,5 +84,5 @@ class Leases:
         """Leased and reserved blocks, an array a lease and a transfer, for the ledger."""
         return [lease.blocks for lease in self._leases.values()], list(self._abandoned.values())
 
-    def _let_go(self, key: Key) -> None:
+    def _release(self, key: Key) -> None:
         self._pool.release(self._leases.pop(key).blocks, State.LEASED)

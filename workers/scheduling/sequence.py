@@ -25,7 +25,7 @@ NEVER = int(np.iinfo(np.int32).max)
 """A position that no sequence reaches."""
 
 
-class Finish(IntEnum):
+class FinishReason(IntEnum):
     """Why a choice ended; the numbers are those of the wire."""
 
     NONE = 0
@@ -119,7 +119,7 @@ class StepPlan:
         }
 
     @property
-    def drawing(self) -> Ints:
+    def sampling_rows(self) -> Ints:
         """[S] the rows that draw a token: those that sample, then those of the forks."""
         rows = self.rows[self.samples]
         return np.concatenate((rows, self.forks[:, 1])) if len(self.forks) else rows

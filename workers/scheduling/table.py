@@ -7,7 +7,7 @@ from penstock.workers.scheduling.sequence import (
     NO_PAIRS,
     NO_TOKENS,
     Bools,
-    Finish,
+    FinishReason,
     Ints,
     NewSequence,
     StepPlan,
@@ -112,8 +112,8 @@ class SequenceTable:
         self.num_tokens[rows] = lengths
         stopped = (self.stop_tokens[rows] == drawn[:, None]).any(axis=1)
         stopped &= lengths >= self.min_len[rows]
-        limited = np.where(lengths >= self.max_len[rows], Finish.LENGTH, Finish.NONE)
-        return np.where(stopped, Finish.STOP, limited).astype(np.int32)
+        limited = np.where(lengths >= self.max_len[rows], FinishReason.LENGTH, FinishReason.NONE)
+        return np.where(stopped, FinishReason.STOP, limited).astype(np.int32)
 
     def scored(self, owners: Ints, positions: Ints) -> Ints:
         """[P] of a step's tokens [T], the places of those whose successor, of the prompt, wants
@@ -124,7 +124,7 @@ class SequenceTable:
         wanted &= positions + 1 < self.num_prompt[owners]
         return np.flatnonzero(wanted).astype(np.int32)
 
-    def note_scored(self, rows: Ints, lengths: Ints) -> None:
+    def record_scored(self, rows: Ints, lengths: Ints) -> None:
         """Of these rows' prompts the logprobs are known as far as `lengths` positions allow."""
         asking = self.prompt_known[rows] != NEVER
         known, rows = lengths[asking] + 1, rows[asking]

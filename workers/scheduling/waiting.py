@@ -11,32 +11,32 @@ from penstock.common.block_hash import extend_chain
 from penstock.workers.scheduling.sequence import NEVER, Ints, Key, NewSequence, Sibling
 
 
-class Phase(Enum):
+class SequencePhase(Enum):
     """Where a submitted sequence stands."""
 
     WAITING = auto()  # in the queue, without a row
     RECEIVING = auto()  # has a row; its blocks are being written from elsewhere
     RUNNING = auto()  # has a row and is scheduled
-    FOLLOWING = auto()  # goes on from another choice's prompt, once that is computed
+    AWAITING_FORK = auto()  # goes on from another choice's prompt, once that is computed
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class SequenceState:
     """A submitted sequence: what is known of it beside its row of the table."""
 
     new: NewSequence
-    number: int  # of arrival; kept when it is preempted, so that it returns to its place
+    arrival: int  # of arrival; kept when it is preempted, so that it returns to its place
     tokens: Ints  # [num_tokens] while it waits; the table's from then on
     yield_len: int
     source_len: int  # positions that may still come from elsewhere
-    phase: Phase = Phase.WAITING
+    phase: SequencePhase = SequencePhase.WAITING
     row: int = -1  # while it has one
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as needed yet
     choice: int = 0
     prompt_known: int = NEVER  # prompt positions from here on want logprobs
-    followers: list["Ticket"] = field(default_factory=list)  # they wait for its prompt
-    unwanted: bool = False  # dropped, but others follow it
-    beams: list["Ticket"] = field(default_factory=list)  # of its search, itself among them
+    forks: list["SequenceState"] = field(default_factory=list)  # they wait for its prompt
+    is_cancelled: bool = False  # dropped, but others follow it
+    beams: list["SequenceState"] = field(default_factory=list)  # of its search, itself among them
 
     @property
     def key(self) -> Key:
@@ -45,11 +45,11 @@ class Ticket:
     @property
     def order(self) -> tuple[int, int]:
         """Who goes first has the smaller one."""
-        return -self.new.priority, self.number
+        return -self.new.priority, self.arrival
 
     @property
     def num_uncomputed(self) -> int:
-        own = sum(len(follower.tokens) - self.new.num_prompt for follower in self.followers)
+        own = sum(len(follower.tokens) - self.new.num_prompt for follower in self.forks)
         return len(self.tokens) - self.source_len + own
 
     def num_reusable(self, block_size: int) -> int:
@@ -68,7 +68,7 @@ class Ticket:
         return self.hashes[:num_blocks]
 
 
-def tickets_of(new: NewSequence, number: int) -> list[Ticket]:
+def make_sequence_states(new: NewSequence, arrival: int) -> list[SequenceState]:
     """One for each of its choices; the first, which gets `number`, leads: the others follow it."""
     # One that draws its first token from the prompt has to lead: the others can follow it.
     siblings = sorted(
@@ -78,18 +78,18 @@ def tickets_of(new: NewSequence, number: int) -> list[Ticket]:
     in_vain = new.params.use_beam_search and new.num_prompt == 1
     yield_after = NEVER if in_vain else new.yield_after or NEVER
     tickets = [
-        Ticket(
+        SequenceState(
             new=new,
-            number=number + place,
+            arrival=arrival + place,
             tokens=np.frombuffer(array("i", one.tokens), np.int32),  # faster than from a list
             yield_len=min(len(one.tokens) + yield_after, NEVER),
             source_len=new.source_len,
             choice=one.choice,
-            phase=Phase.FOLLOWING if place else Phase.WAITING,
+            phase=SequencePhase.AWAITING_FORK if place else SequencePhase.WAITING,
         )
         for place, one in enumerate(siblings)
     ]
-    leader, *leader.followers = tickets
+    leader, *leader.forks = tickets
     if new.params.prompt_logprobs is not None and new.prompt_known < new.num_prompt:
         leader.prompt_known = new.prompt_known
     if new.params.use_beam_search:
@@ -103,29 +103,29 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.num_tokens = 0  # to compute, over all that wait
-        self._heap: list[tuple[tuple[int, int], Ticket]] = []
+        self._heap: list[tuple[tuple[int, int], SequenceState]] = []
         self._waiting: set[int] = set()  # numbers
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def push(self, ticket: Ticket) -> None:
+    def push(self, ticket: SequenceState) -> None:
         heapq.heappush(self._heap, (ticket.order, ticket))
-        self._waiting.add(ticket.number)
+        self._waiting.add(ticket.arrival)
         self.num_tokens += ticket.num_uncomputed
 
-    def head(self) -> Ticket | None:
+    def head(self) -> SequenceState | None:
         """Who is next, left in its place."""
-        while self._heap and self._heap[0][1].number not in self._waiting:
+        while self._heap and self._heap[0][1].arrival not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
-    def remove(self, ticket: Ticket) -> None:
+    def remove(self, ticket: SequenceState) -> None:
         """Take one out, wherever it stands."""
         if self._heap[0][1] is ticket:
             heapq.heappop(self._heap)  # only these come back, after a preemption: no shadow of them
-        self._waiting.remove(ticket.number)
+        self._waiting.remove(ticket.arrival)
         self.num_tokens -= ticket.num_uncomputed
         if len(self._heap) > 2 * len(self._waiting) + 16:
-            self._heap = [entry for entry in self._heap if entry[1].number in self._waiting]
+            self._heap = [entry for entry in self._heap if entry[1].arrival in self._waiting]
             heapq.heapify(self._heap)

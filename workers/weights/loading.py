@@ -12,21 +12,21 @@ from torch import Tensor
 from penstock.workers.layers.packing import check_deterministic, check_quantization, pack
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
-from penstock.workers.models.fallback import load_fallback
-from penstock.workers.models.served import ServedModel, ServedSpec
+from penstock.workers.models.protocols import Model, ModelInfo
 from penstock.workers.models.spec import (
     ModelSpec,
-    is_ours,
+    is_native,
     read_config,
     read_dtype,
     read_eos_tokens,
     read_spec,
 )
-from penstock.workers.parallel.ranks import ALONE, Ranks
-from penstock.workers.weights.safetensors import DTYPES, Entry, load_tensor, read_header
+from penstock.workers.models.transformers_backend.model import load_transformers_model
+from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
+from penstock.workers.weights.safetensors import DTYPES, TensorEntry, load_tensor, read_header
 from penstock.workers.weights.sharding import (
     Region,
-    check_ours,
+    check_native,
     check_shape,
     region_shape,
     regions,
@@ -47,23 +47,25 @@ def load(
     max_model_len: int | None = None,
     quantization: str = "none",
     deterministic: bool = False,
-    ranks: Ranks = ALONE,
-) -> tuple[ServedSpec, ServedModel]:
+    ranks: ParallelGroups = SINGLE_RANK,
+) -> tuple[ModelInfo, Model]:
     """As `load_model`; what is not ours is computed by `transformers`, where it can be."""
     config = read_config(folder)
-    if is_ours(config):
+    if is_native(config):
         return load_model(
             folder, dtype, device, progress, max_model_len, quantization, deterministic, ranks
         )
-    check_ours(config, ranks.place.mesh)
-    _check_theirs(folder, quantization, deterministic)
+    check_native(config, ranks.coord.mesh)
+    _check_transformers_options(folder, quantization, deterministic)
     chosen = choose_dtype(dtype, read_dtype(config), device)
     num_bytes = sum(entry.num_bytes for entry in find_tensors(folder).values())
     eos_tokens = read_eos_tokens(folder, config)
-    return load_fallback(config, eos_tokens, chosen, device, max_model_len, num_bytes, progress)
+    return load_transformers_model(
+        config, eos_tokens, chosen, device, max_model_len, num_bytes, progress
+    )
 
 
-def _check_theirs(folder: Path, quantization: str, deterministic: bool) -> None:
+def _check_transformers_options(folder: Path, quantization: str, deterministic: bool) -> None:
     asked = {f"quantization {quantization}": quantization != "none", "deterministic": deterministic}
     for what in (what for what, is_asked in asked.items() if is_asked):
         raise UnsupportedModel(
@@ -80,7 +82,7 @@ def load_model(
     max_model_len: int | None = None,
     quantization: str = "none",
     deterministic: bool = False,
-    ranks: Ranks = ALONE,
+    ranks: ParallelGroups = SINGLE_RANK,
 ) -> tuple[ModelSpec, Decoder]:
     """Loads a checkpoint folder, or what one rank has of it: no more of it is read.
 
@@ -97,15 +99,15 @@ def load_model(
         spec = replace(spec, rope=spec.rope.within(max_model_len))
     entries = _named_in_full(find_tensors(folder), spec.names.prefix)
     chosen = choose_dtype(dtype, spec.dtype, device)
-    check_shape(spec, ranks.place.mesh)
+    check_shape(spec, ranks.coord.mesh)
     shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()
     _match(folder, spec, shapes, entries)
     check_quantization(quantization, device, chosen)
     if deterministic:
         check_deterministic(device, chosen)
     decoder = empty_decoder(spec, chosen, device, deterministic, ranks)
-    _stream(entries, decoder.tensors(), regions(spec, ranks.place), progress)
-    decoder.settle()
+    _stream(entries, decoder.tensors(), regions(spec, ranks.coord), progress)
+    decoder.finish_loading()
     pack(decoder, quantization, deterministic)
     return spec, decoder
 
@@ -121,7 +123,7 @@ def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
     return chosen
 
 
-def find_tensors(folder: Path) -> dict[str, Entry]:
+def find_tensors(folder: Path) -> dict[str, TensorEntry]:
     """All tensors of a checkpoint folder, by name, from one file or the files of an index."""
     if (folder / INDEX).is_file():
         return _sharded(folder)
@@ -135,7 +137,7 @@ def find_tensors(folder: Path) -> dict[str, Entry]:
     raise BadCheckpoint(f"{folder} has neither {SINGLE} nor {INDEX}: copy or download it again")
 
 
-def _sharded(folder: Path) -> dict[str, Entry]:
+def _sharded(folder: Path) -> dict[str, TensorEntry]:
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(_is_name(file) for file in places.values()):
         raise BadCheckpoint(f"{folder / INDEX} has no sound weight_map: download it again")
@@ -146,7 +148,7 @@ def _sharded(folder: Path) -> dict[str, Entry]:
     return {name: files[file][name] for name, file in places.items()}
 
 
-def _named_in_full(entries: dict[str, Entry], prefix: str) -> dict[str, Entry]:
+def _named_in_full(entries: dict[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
     """With the prefix, where no name has it: the checkpoint was saved without a head."""
     if any(name.startswith(prefix) for name in entries):
         return entries
@@ -159,7 +161,7 @@ def _is_name(file: object) -> bool:
 
 
 def _match(
-    folder: Path, spec: ModelSpec, shapes: dict[str, Tensor], entries: dict[str, Entry]
+    folder: Path, spec: ModelSpec, shapes: dict[str, Tensor], entries: dict[str, TensorEntry]
 ) -> None:
     """Checks that the entries are exactly what the whole model needs."""
     tied = {f"{spec.names.head}.weight"} if spec.tie_embeddings else set()
@@ -187,7 +189,7 @@ def _listed(names: Iterable[str]) -> str:
     return f"tensor {first}" + (f" and {len(others)} more" if others else "")
 
 
-def _check(entry: Entry, target: Tensor) -> None:
+def _check(entry: TensorEntry, target: Tensor) -> None:
     if entry.dtype not in DTYPES:
         raise UnsupportedModel(
             f"{entry.path}: tensor {entry.name} is {entry.dtype}; served are {', '.join(DTYPES)}"
@@ -200,7 +202,7 @@ def _check(entry: Entry, target: Tensor) -> None:
 
 
 def _stream(
-    entries: dict[str, Entry],
+    entries: dict[str, TensorEntry],
     targets: dict[str, Tensor],
     parts: dict[str, Region],
     progress: Callable[[int, int], None],
@@ -223,6 +225,6 @@ def _stream(
                 load_tensor(entry, target, file, advance, part)
 
 
-def _num_bytes(entry: Entry, target: Tensor) -> int:
+def _num_bytes(entry: TensorEntry, target: Tensor) -> int:
     """In the file, of what goes into `target`."""
     return target.numel() * DTYPES[entry.dtype].itemsize

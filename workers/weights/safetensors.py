@@ -32,7 +32,7 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor in a file: `num_bytes` from `start`, which counts from the file's beginning."""
 
     path: Path
@@ -43,7 +43,7 @@ class Entry:
     num_bytes: int
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a file, by name; `BadCheckpoint` if the file is not whole and sound."""
     try:
         with path.open("rb") as file:
@@ -54,7 +54,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _read_header(path: Path, file: BufferedReader, file_bytes: int) -> dict[str, Entry]:
+def _read_header(path: Path, file: BufferedReader, file_bytes: int) -> dict[str, TensorEntry]:
     length = int.from_bytes(file.read(8), "little")
     if file_bytes < 8 or length > MAX_HEADER_BYTES:
         raise _broken(path, "it does not begin with the length of a header")
@@ -83,7 +83,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(path: Path, name: str, fields: object, data_start: int) -> Entry:
+def _entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntry:
     if not isinstance(fields, dict):
         raise _broken(path, f"tensor {name} is described by {fields!r:.80}")
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -94,14 +94,14 @@ def _entry(path: Path, name: str, fields: object, data_start: int) -> Entry:
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
         raise _broken(path, f"tensor {name}'s byte range does not fit its shape")
-    return Entry(path, name, dtype, tuple(shape), data_start + begin, end - begin)
+    return TensorEntry(path, name, dtype, tuple(shape), data_start + begin, end - begin)
 
 
 def _counts(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-def _check_ranges(path: Path, entries: list[Entry], file_bytes: int) -> None:
+def _check_ranges(path: Path, entries: list[TensorEntry], file_bytes: int) -> None:
     end = 0
     for entry in entries:
         if entry.start < end:
@@ -112,7 +112,7 @@ def _check_ranges(path: Path, entries: list[Entry], file_bytes: int) -> None:
 
 
 def load_tensor(
-    entry: Entry,
+    entry: TensorEntry,
     target: Tensor,
     file: BufferedReader,
     progress: Callable[[int], None],

@@ -15,11 +15,11 @@ from penstock.workers.models.config import Fields
 from penstock.workers.models.spec import (
     ExpertsSpec,
     ModelSpec,
-    is_ours,
+    is_native,
     read_config,
     read_spec,
 )
-from penstock.workers.parallel.mesh import BadShape, Mesh, Place
+from penstock.workers.parallel.mesh import BadShape, Mesh, MeshCoord
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Parts [first, last) of a dimension, one behind the other."""
@@ -31,14 +31,14 @@ Region: TypeAlias = tuple[Ranges | None, ...]
 def check_folder(folder: Path, mesh: Mesh) -> None:
     """`BadShape` if a checkpoint's model cannot be cut like that; raises as `read_spec` does."""
     config = read_config(folder)
-    check_ours(config, mesh)
-    if is_ours(config):
+    check_native(config, mesh)
+    if is_native(config):
         check_shape(read_spec(folder), mesh)
 
 
-def check_ours(config: Fields, mesh: Mesh) -> None:
+def check_native(config: Fields, mesh: Mesh) -> None:
     """`BadShape` if several ranks are to have a model that only `transformers` computes."""
-    if mesh.num_ranks > 1 and not is_ours(config):
+    if mesh.num_ranks > 1 and not is_native(config):
         raise BadShape(
             f"tp {mesh.tp}, pp {mesh.pp}: {config.values['architectures'][0]} is computed by "
             "transformers, on one rank only"
@@ -78,7 +78,7 @@ def _cut_sizes(spec: ModelSpec, mesh: Mesh) -> Iterator[tuple[int, int, str]]:
         yield experts.shared_size, mesh.expert_tp, "features of the shared expert"
 
 
-def local_spec(spec: ModelSpec, place: Place) -> ModelSpec:
+def local_spec(spec: ModelSpec, place: MeshCoord) -> ModelSpec:
     """The model as one rank computes it: its layers, heads and features. The vocabulary and the
     number of experts stay those of all ranks. `BadShape`."""
     check_shape(spec, place.mesh)
@@ -96,13 +96,13 @@ def local_spec(spec: ModelSpec, place: Place) -> ModelSpec:
     )
 
 
-def _local_alibi(alibi: AlibiSpec, place: Place) -> AlibiSpec:
+def _local_alibi(alibi: AlibiSpec, place: MeshCoord) -> AlibiSpec:
     num_heads = len(alibi.slopes) // place.mesh.tp
-    first = num_heads * place.column
+    first = num_heads * place.tp_rank
     return replace(alibi, slopes=alibi.slopes[first : first + num_heads])
 
 
-def _local_experts(experts: ExpertsSpec, place: Place, here: slice) -> ExpertsSpec:
+def _local_experts(experts: ExpertsSpec, place: MeshCoord, here: slice) -> ExpertsSpec:
     return replace(
         experts,
         inner_size=experts.inner_size // place.mesh.expert_tp,
@@ -118,10 +118,10 @@ class HasHeads(Protocol):
     def kv_shape(self) -> tuple[int, int, int]: ...
 
 
-def kv_heads(spec: HasHeads, place: Place) -> range:
+def kv_heads(spec: HasHeads, place: MeshCoord) -> range:
     """The KV heads that a rank keeps. A latent row counts as one, so that every rank has it."""
     num_heads = spec.kv_shape[1]
-    first = num_heads * place.column // place.mesh.tp
+    first = num_heads * place.tp_rank // place.mesh.tp
     return range(first, first + max(1, num_heads // place.mesh.tp))
 
 
@@ -134,7 +134,7 @@ def region_shape(shape: tuple[int, ...], region: Region) -> tuple[int, ...]:
     )
 
 
-def regions(spec: ModelSpec, place: Place) -> dict[str, Region]:
+def regions(spec: ModelSpec, place: MeshCoord) -> dict[str, Region]:
     """Of the checkpoint's tensors of which the rank has a part only, which part, by name.
 
     spec: of the whole model.
@@ -159,17 +159,17 @@ def regions(spec: ModelSpec, place: Place) -> dict[str, Region]:
     return found
 
 
-Parts: TypeAlias = Iterator[tuple[str, Region]]
+TensorRegions: TypeAlias = Iterator[tuple[str, Region]]
 
 
 class _Cut:
     """Names relative to a layer, and what the rank has of them."""
 
-    def __init__(self, spec: ModelSpec, place: Place) -> None:
+    def __init__(self, spec: ModelSpec, place: MeshCoord) -> None:
         self._spec = spec
         self._place = place
 
-    def attention(self) -> Parts:
+    def attention(self) -> TensorRegions:
         spec, names = self._spec, self._spec.names
         if spec.latent is not None:
             query = names.query_up if spec.latent.query_rank else names.qkv[0]
@@ -184,10 +184,10 @@ class _Cut:
     def _heads(self, size: int, first: int = 0) -> Ranges:
         """The rows of this rank's heads, of `size` each, behind `first` heads of others' kind."""
         num = self._spec.num_heads // self._place.mesh.tp
-        start = first + num * self._place.column
+        start = first + num * self._place.tp_rank
         return ((start * size, (start + num) * size),)
 
-    def _qkv(self) -> Parts:
+    def _qkv(self) -> TensorRegions:
         spec, size = self._spec, self._spec.head_dim
         kept = kv_heads(spec, self._place)
         keys = ((kept.start * size, kept.stop * size),)
@@ -210,18 +210,18 @@ class _Cut:
         found = []
         for head in kept:
             first = head * (group + 2)
-            query = first + (num * self._place.column) % group
+            query = first + (num * self._place.tp_rank) % group
             found += [(query * size, (query + num) * size)]
             found += [((first + group) * size, (first + group + 2) * size)]
         return tuple(found)
 
-    def mlp(self, prefix: str, gate_up: tuple[str, ...], down: str) -> Parts:
+    def mlp(self, prefix: str, gate_up: tuple[str, ...], down: str) -> TensorRegions:
         inner, tp = self._spec.intermediate_size, self._place.mesh.tp
-        yield from self._feed_forward(prefix, gate_up, down, (inner, tp, self._place.column))
+        yield from self._feed_forward(prefix, gate_up, down, (inner, tp, self._place.tp_rank))
 
     def _feed_forward(
         self, prefix: str, gate_up: tuple[str, ...], down: str, cut: tuple[int, int, int]
-    ) -> Parts:
+    ) -> TensorRegions:
         """cut: the inner features of all ranks, over how many they are cut, and which one."""
         inner, num, column = cut
         first, last = inner // num * column, inner // num * (column + 1)
@@ -232,9 +232,9 @@ class _Cut:
             yield from _outputs(f"{prefix}.{name}", rows)
         yield from _inputs(f"{prefix}.{down}", ((first, last),))
 
-    def experts(self, experts: ExpertsSpec) -> Parts:
+    def experts(self, experts: ExpertsSpec) -> TensorRegions:
         names, place = self._spec.names, self._place
-        num, column = place.mesh.expert_tp, place.expert_column
+        num, column = place.mesh.expert_tp, place.expert_tp_rank
         if experts.clamp is not None:
             yield from self._stacks(experts)
             return
@@ -247,12 +247,12 @@ class _Cut:
             prefix = f"{names.experts}.{names.shared}"
             yield from self._feed_forward(prefix, names.gate_up, names.down, cut)
 
-    def _stacks(self, experts: ExpertsSpec) -> Parts:
+    def _stacks(self, experts: ExpertsSpec) -> TensorRegions:
         """gpt-oss: all experts in one tensor, gate and up features taking turns."""
         place, prefix = self._place, f"{self._spec.names.experts}.experts"
         mine = place.experts(experts.num_experts)
         num = experts.inner_size // place.mesh.expert_tp
-        first, last = num * place.expert_column, num * (place.expert_column + 1)
+        first, last = num * place.expert_tp_rank, num * (place.expert_tp_rank + 1)
         own: Ranges = ((mine.start, mine.stop),)
         pairs: Ranges = ((2 * first, 2 * last),)
         yield f"{prefix}.gate_up_proj", (own, None, pairs)
@@ -261,11 +261,11 @@ class _Cut:
         yield f"{prefix}.down_proj_bias", (own,)
 
 
-def _outputs(name: str, rows: Ranges) -> Parts:
+def _outputs(name: str, rows: Ranges) -> TensorRegions:
     yield f"{name}.weight", (rows,)
     yield f"{name}.bias", (rows,)
 
 
-def _inputs(name: str, columns: Ranges) -> Parts:
+def _inputs(name: str, columns: Ranges) -> TensorRegions:
     """A row product's bias is whole: one rank adds it."""
     yield f"{name}.weight", (None, columns)

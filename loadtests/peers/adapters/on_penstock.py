@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.workers.process import settle
+from penstock.workers.rank.process_tuning import tune_process
 
-settle()  # as a worker's process does, before torch is there
+tune_process()  # as a worker's process does, before torch is there
 
 import torch
 
 import penstock
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine
+from penstock.workers.engine.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence
 
 

@@ -9,14 +9,14 @@ import penstock
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.scheduler.cells import BLOCK_SIZE
 from penstock.loadtests.scheduler.sides.host import DRAWN
-from penstock.workers.scheduling.batcher import Batcher, Limits
+from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.sequence import Finished, NewSequence
 
 
 class Side:
     def __init__(self, cell: dict[str, Any]) -> None:
         self._batcher = Batcher(
-            Limits(
+            SchedulerConfig(
                 num_blocks=cell["num_blocks"],
                 max_model_len=cell["max_model_len"],
                 block_size=BLOCK_SIZE,

@@ -9,9 +9,9 @@ import torch
 
 from penstock.kernels.triton_common import launch
 from penstock.kernels.triton_common.aot import kernel_name
-from penstock.workers.runner import Runner
-from penstock.workers.transfer.shards import Rectangle, Shard
-from penstock.workers.transfer.staging import KvStaging
+from penstock.workers.engine.model_runner import ModelRunner
+from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
+from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.weights.loading import load_model
 from tests.support.checkpoints import make_checkpoint
 from tests.support.planner import BLOCK_SIZE, Planner, make_cache
@@ -43,11 +43,11 @@ def test_logits_are_those_of_the_cpu(
     plan = planner.plan(chunk=1000)
     launched = count_launches(monkeypatch)
     cache = make_cache(decoder, planner.num_blocks)
-    found = Runner(decoder, cache).run(plan)
+    found = ModelRunner(decoder, cache).run(plan)
     assert KERNELS[family] <= launched.keys()
     monkeypatch.setattr(launch, "INTERPRETED", False)
     expected_cache = make_cache(decoder, planner.num_blocks)
-    expected = Runner(decoder, expected_cache).run(plan)
+    expected = ModelRunner(decoder, expected_cache).run(plan)
     torch.testing.assert_close(cache.data, expected_cache.data, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -65,9 +65,9 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_a_hand_over_goes_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Rectangle(0, 3, 0, 4)
+    whole = LayerHeadRange(0, 3, 0, 4)
     source, target = (torch.randn(3, 2, 9, 4, BLOCK_SIZE, 8) for _ in range(2))
-    shard = Shard(Rectangle(1, 3, 2, 4), 0, 2 * BLOCK_SIZE)
+    shard = Shard(LayerHeadRange(1, 3, 2, 4), 0, 2 * BLOCK_SIZE)
     blocks = torch.tensor([7, 2], dtype=torch.int32).numpy()
     launched = count_launches(monkeypatch)
     message = KvStaging(source, whole).gather(blocks, shard)

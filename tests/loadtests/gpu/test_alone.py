@@ -51,7 +51,7 @@ def test_every_section_is_imported_without_what_may_be_lacking() -> None:
 
 @pytest.mark.process
 def test_tests_of_kernels_are_imported_without_it_too() -> None:
-    folders = ("tests/kernels", "tests/workers/device")
+    folders = ("tests/kernels", "tests/workers/gpu")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
     lacking = tuple(name for name in LACKING if name != "hypothesis")  # it is carried
@@ -78,7 +78,7 @@ def test_the_engine_steps_without_ray(tmp_path: Path) -> None:
     assert '"prompt of 40": {"plain_us"' in (tmp_path / "x.json").read_text()
 
 
-@pytest.mark.parametrize("folder", ["tests/kernels", "tests/workers/device"])
+@pytest.mark.parametrize("folder", ["tests/kernels", "tests/workers/gpu"])
 def test_tests_of_kernels_want_nothing_else(folder: str) -> None:
     """At their heads; hypothesis is carried, see docs/gpu.md."""
     allowed = {*sys.stdlib_module_names, *THERE, "hypothesis"}

@@ -17,10 +17,10 @@ from penstock.loadtests.simulate.shrink import command_of, failure_of, shrunk
 from penstock.loadtests.simulate.worker import Worker
 from penstock.router.routing import token_log
 from penstock.router.routing.events import Command, Deliver, NewToken
+from penstock.workers.kv_transfer import shards
 from penstock.workers.scheduling import leases
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import Ints, Key
-from penstock.workers.transfer import shards
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -150,7 +150,7 @@ def reuse_what_is_read(patch: pytest.MonkeyPatch) -> None:
 
     def drop(self: leases.Leases, key: Key) -> None:
         if key in self._leases:
-            self._let_go(key)
+            self._release(key)
 
     patch.setattr(leases.Leases, "drop", drop)
     patch.setattr(leases.Leases, "unpin", lambda self, key: None)

@@ -16,11 +16,11 @@ from penstock.loadtests.simulate.loads import crowded, prompt_of, sinusoid, step
 from penstock.loadtests.simulate.page import Chart, Line, page
 from penstock.loadtests.simulate.scalers import Static
 from penstock.loadtests.simulate.timing import Timing
-from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.config import SchedulerConfig
 
 pytestmark = pytest.mark.slow
 
-LIMITS = Limits(
+LIMITS = SchedulerConfig(
     num_blocks=1000,
     max_model_len=16384,
     block_size=64,

@@ -14,9 +14,9 @@ from penstock.loadtests.simulate.scalers import Product, Scaler, Static
 from penstock.loadtests.simulate.schedules import schedule_of
 from penstock.loadtests.simulate.timing import Timing
 from penstock.loadtests.simulate.world import Broken, World
-from penstock.workers.scheduling.limits import Limits
+from penstock.workers.scheduling.config import SchedulerConfig
 
-LIMITS = Limits(
+LIMITS = SchedulerConfig(
     num_blocks=400,
     max_model_len=16384,
     block_size=64,

@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1)
-    monkeypatch.setattr(packing, "MEMORY_SHARE", 0)
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(packing, "MEMORY_FRACTION", 0)
     monkeypatch.setattr(packing, "supports_packed_f32", lambda weight: False)
     return load_model(tiny_checkpoint(tmp_path), "auto", CPU)[1]
 
@@ -33,7 +33,7 @@ def test_every_product_is_found(decoder: Decoder) -> None:
 def test_blocked(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5, 32)
     before = [linear(x) for linear in linears(decoder) if linear.weight.shape[1] == 32]
-    monkeypatch.setattr(packing, "MEMORY_SHARE", 0.5)
+    monkeypatch.setattr(packing, "MEMORY_FRACTION", 0.5)
     pack(decoder, "none")
     after = [linear(x) for linear in linears(decoder) if linear.weight.shape[1] == 32]
     assert all(linear.packed for linear in linears(decoder))

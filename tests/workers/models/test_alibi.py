@@ -8,7 +8,7 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 
-from penstock.workers.layers.biases import KeptBiases
+from penstock.workers.layers.cached_alibi import CachedAlibiBias
 from penstock.workers.models.alibi import alibi_slopes
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_rounded_biases_are_those_of_falcon(num_heads: int) -> None:
     expected = modeling_falcon.build_alibi_tensor(ones, num_heads, torch.float32)[:, 0]
     slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.bfloat16)
     heads = torch.randn(len(positions), 3 * num_heads, 5)
-    wide = KeptBiases(slopes, 3).beside(heads, positions)
+    wide = CachedAlibiBias(slopes, 3).append(heads, positions)
     assert torch.equal(wide[:, :, :5], heads)
     query, keys, values = wide[:, :, 5:].chunk(3, dim=1)
     assert torch.equal(keys[:, :, 0].T, expected)

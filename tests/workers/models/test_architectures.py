@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import Engine
+from penstock.workers.engine.engine import Engine
 from penstock.workers.models.config import UnsupportedModel
-from penstock.workers.models.fallback import FallbackModel
 from penstock.workers.models.families import FAMILIES
+from penstock.workers.models.transformers_backend.model import TransformersModel
 from penstock.workers.weights.loading import load
 from tests.support.answers import check, expected_answers
 from tests.support.architectures import (
@@ -72,7 +72,7 @@ def _has_windows(config: Any) -> bool:
 def test_exact(name: str, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, KINDS[name])
     _, model = load(tmp_path, "auto", torch.device("cpu"))
-    assert isinstance(model, FallbackModel)
+    assert isinstance(model, TransformersModel)
     assert WINDOW in model.spec.windows or not _has_windows(reference.config.get_text_config())
     numbers = np.random.default_rng(5)
     prompts = [numbers.integers(4, VOCAB_SIZE, length).tolist() for length in LENGTHS]

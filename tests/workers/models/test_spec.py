@@ -169,8 +169,8 @@ def test_gpt_j(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT_J))
     spec = read_spec(tmp_path)
     assert (spec.hidden_size, spec.head_dim, spec.intermediate_size) == (92, 46, 368)
-    assert (spec.num_layers, spec.max_model_len, spec.rope.neighbours) == (3, 64, True)
-    assert int(spec.head_dim * spec.rope.share) == 26
+    assert (spec.num_layers, spec.max_model_len, spec.rope.interleaved) == (3, 64, True)
+    assert int(spec.head_dim * spec.rope.rotated_fraction) == 26
 
 
 GPT_OSS = {
@@ -278,8 +278,8 @@ def test_latent_attention(tmp_path: Path) -> None:
     assert (spec.head_dim, spec.rotated_dim, spec.attention_scale) == (192, 64, 192**-0.5)
     assert spec.kv_shape == (1, 1, 576)
     assert spec.kv_bytes_per_token(2) == 3 * 576 * 2
-    assert spec.rope.neighbours
-    assert not read_spec(write(tmp_path, **V3, rope_interleave=False)).rope.neighbours
+    assert spec.rope.interleaved
+    assert not read_spec(write(tmp_path, **V3, rope_interleave=False)).rope.interleaved
     lite = read_spec(write(tmp_path, **V2, q_lora_rank=None, kv_lora_rank=20)).latent
     assert lite is not None
     assert (lite.rank, lite.query_rank) == (20, 0)

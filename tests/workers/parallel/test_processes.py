@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.workers.engine import Engine
+from penstock.workers.engine.engine import Engine
 from tests.support.played import in_all_company, rehearsed_in_all_company
 from tests.support.rank_processes import RankProcesses, rank_processes
 from tests.support.ranks import Answers, agree, answer, make_model, rank_config

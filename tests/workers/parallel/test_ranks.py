@@ -8,10 +8,10 @@ from typing import Any, TypeVar, cast
 import pytest
 import torch
 
-from penstock.workers.engine import Engine
-from penstock.workers.layers.spread_experts import SpreadExperts
+from penstock.workers.engine.engine import Engine
+from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.parallel.meeting import LocalStore
+from penstock.workers.parallel.rendezvous import LocalStore
 from tests.support.played import in_all_company
 from tests.support.ranks import (
     NUM_NEW,
@@ -99,7 +99,7 @@ def test_the_load_of_experts_is_counted(tmp_path: Path) -> None:
         answer(engine)
         told.append(engine.load().expert_imbalance)
         blocks = cast(Decoder, engine._runner.decoder).layers
-        return [block.mlp.load for block in blocks if isinstance(block.mlp, SpreadExperts)]
+        return [block.mlp.load for block in blocks if isinstance(block.mlp, ExpertParallelMoE)]
 
     def work(rank: int, store: LocalStore) -> list[torch.Tensor] | None:
         config = replace(rank_config(model, (2, 1, 2)), rank=rank)

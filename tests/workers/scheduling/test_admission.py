@@ -81,7 +81,7 @@ def test_nobody_gets_a_row_while_the_budget_is_used_up() -> None:
 
 
 def test_oldest_unpinned_lease_gives_way_to_those_who_run() -> None:
-    bench = Bench(num_blocks=16, lease_share=1.0)
+    bench = Bench(num_blocks=16, lease_fraction=1.0)
     for key in ("pinned", "old", "young"):
         bench.batcher.submit(sequence(key, [len(key), *range(11)], 9, yield_after=1))
         bench.run()
@@ -96,7 +96,7 @@ def test_oldest_unpinned_lease_gives_way_to_those_who_run() -> None:
 
 
 def test_leases_give_way_before_anybody_is_preempted() -> None:
-    bench = Bench(num_blocks=10, lease_share=1.0)
+    bench = Bench(num_blocks=10, lease_fraction=1.0)
     bench.batcher.submit(sequence("leased", list(range(16)), 9, yield_after=1))
     bench.run()
     for key in range(2):
@@ -108,7 +108,7 @@ def test_leases_give_way_before_anybody_is_preempted() -> None:
 
 
 def test_head_of_the_queue_takes_leases_back_when_nobody_else_could_make_room() -> None:
-    bench = Bench(num_blocks=12, lease_share=1.0)
+    bench = Bench(num_blocks=12, lease_fraction=1.0)
     for key in range(2):
         bench.batcher.submit(sequence(key, [key, *range(15)], 9, yield_after=1))
         bench.run()
@@ -125,8 +125,8 @@ def test_receivers_are_not_preempted() -> None:
     decode.batcher.submit(other)
     decode.run()  # until `other` has all blocks that are left, and needs one more
     assert decode.batcher.load().preemptions == 1
-    assert decode.batcher.receiving("d").size == 3
-    decode.batcher.missed("d")
+    assert decode.batcher.reserved_blocks("d").size == 3
+    decode.batcher.transfer_failed("d")
     decode.run()
     decode.expect(new)
     decode.expect(other)

@@ -6,7 +6,7 @@ import pytest
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulate.fold import straight_answer
 from penstock.workers.scheduling.batcher import Batcher
-from penstock.workers.scheduling.sequence import Admitted, Finish, Finished
+from penstock.workers.scheduling.sequence import Admitted, Finished, FinishReason
 from tests.support.fold_bench import Bench, limits, sequence
 
 
@@ -106,7 +106,7 @@ def test_stop_token_ends_a_sequence_once_it_is_long_enough() -> None:
         bench.run()
         bench.expect(new)
     assert bench.answers["exactly"] == bench.answers["at once"] == answer[:first]
-    assert bench.finishes["exactly"] is Finish.STOP
+    assert bench.finishes["exactly"] is FinishReason.STOP
     assert len(bench.answers["too early"]) > first
 
 
@@ -181,7 +181,7 @@ def test_nothing_is_told_of_what_was_dropped() -> None:
     for key in ("a", "b"):
         bench.batcher.submit(sequence(key, [1, 2, 3], 9))
     bench.step()
-    bench.batcher.ask_yield("a")
+    bench.batcher.request_yield("a")
     bench.batcher.drop("a")
     assert bench.batcher.events() == [Admitted("b", 1)]
     assert bench.batcher.load().leased_blocks == 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.workers.scheduling.batcher import Limits
+from penstock.workers.scheduling.batcher import SchedulerConfig
 from tests.support.fold_world import FoldWorld
 
 _BASE = list(range(1, 30))  # prompts begin alike, so that caches are hit
@@ -36,15 +36,15 @@ def without_search(params: SamplingParams) -> SamplingParams:
 
 
 def small(
-    num_blocks: int, max_sequences: int, spare_tokens: int, watermark: int, lease_share: float
-) -> Limits:
-    return Limits(
+    num_blocks: int, max_sequences: int, spare_tokens: int, watermark: int, lease_fraction: float
+) -> SchedulerConfig:
+    return SchedulerConfig(
         num_blocks=num_blocks,
         max_model_len=40,
         block_size=4,
         max_sequences=max_sequences,
         max_batched_tokens=max_sequences + spare_tokens,
-        lease_share=lease_share,
+        lease_fraction=lease_fraction,
         watermark=watermark,
     )
 
@@ -66,10 +66,10 @@ class BatcherMachine(RuleBasedStateMachine):
             max_sequences=st.integers(1, 4),
             spare_tokens=st.integers(0, 12),
             watermark=st.integers(0, 2),
-            lease_share=st.sampled_from([0.25, 0.5, 1.0]),
+            lease_fraction=st.sampled_from([0.25, 0.5, 1.0]),
         )
     )
-    def start(self, limits: Limits) -> None:
+    def start(self, limits: SchedulerConfig) -> None:
         self.world = FoldWorld(limits)
 
     @precondition(lambda self: len(self.world.asked) < 12)

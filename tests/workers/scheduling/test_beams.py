@@ -104,12 +104,12 @@ def test_a_copy_left_out_or_made_wrong_changes_the_answers(kind: type[FoldExecut
 def test_blocks_of_the_wrong_parent_change_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     new = beams("a", list(range(6)), 4, 12)
-    original = bench.batcher._seats.reorder
+    original = bench.batcher._batch.reorder_beams
 
     def turned(rows: Ints, parents: Ints) -> None:
         original(rows, np.roll(parents, 1))
 
-    monkeypatch.setattr(bench.batcher._seats, "reorder", turned)
+    monkeypatch.setattr(bench.batcher._batch, "reorder_beams", turned)
     bench.submit(new)
     bench.run()
     with pytest.raises(AssertionError):
@@ -149,7 +149,7 @@ def test_preempted_in_any_step_a_search_goes_on_from_where_it_was(length: int) -
         for _ in range(step):
             bench.step()
         num_before = bench.num_tokens
-        bench.batcher._waiting.push(bench.batcher._seats.preempt())
+        bench.batcher._waiting.push(bench.batcher._batch.preempt())
         bench.batcher.check()
         bench.run()
         bench.expect(new)
@@ -186,7 +186,7 @@ def test_a_search_is_handed_over_as_its_prompt(length: int, when: str) -> None:
     prefill.submit(beams("p", prompt, 3, 8, yield_after=yield_after))
     for _ in range(6):
         prefill.step()
-    prefill.batcher.ask_yield("p")
+    prefill.batcher.request_yield("p")
     assert prefill.batcher.events()[-1] == Yielded("p", length - 1)
     assert not prefill.answers
     assert not prefill.searched
@@ -194,9 +194,9 @@ def test_a_search_is_handed_over_as_its_prompt(length: int, when: str) -> None:
     new = beams("d", prompt, 3, 8, source_len=length - 1)
     decode.submit(new)
     decode.run()
-    into = decode.batcher.receiving("d")
+    into = decode.batcher.reserved_blocks("d")
     copy_blocks(prefill.model, prefill.batcher.pin("p", 0), decode.model, into)
-    decode.batcher.arrived("d")
+    decode.batcher.transfer_done("d")
     decode.run()
     decode.expect(new)
     assert decode.batcher.load().prompt_tokens_computed == 1
@@ -205,7 +205,7 @@ def test_a_search_is_handed_over_as_its_prompt(length: int, when: str) -> None:
     assert prefill.batcher.load().leased_blocks == 0
 
 
-def test_a_search_without_blocks_to_hand_over_is_run_where_it_is() -> None:
+def test_a_search_without_blocks_to_transfer_is_run_where_it_is() -> None:
     bench = Bench()
     new = beams("a", [5], 3, 8, yield_after=1)
     bench.submit(new)

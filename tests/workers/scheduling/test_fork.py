@@ -140,7 +140,7 @@ def test_choice_preempted_in_the_step_that_admitted_it_is_not_reported_as_admitt
     bench.batcher.submit(sequence("before", prompt, 8, num_choices=3))
     while len(bench.answers.get(("before", 2), ())) < 7:
         bench.step()
-    bench.batcher.ask_yield("before")
+    bench.batcher.request_yield("before")
     bench.batcher.events()
     new = logged([7, 7, 7], prompt, 8)
     bench.batcher.submit(new)
@@ -173,9 +173,9 @@ def test_choices_yield_together_and_their_prompt_is_handed_over() -> None:
     )
     decode.batcher.submit(new)
     decode.run()
-    into = decode.batcher.receiving("d")
+    into = decode.batcher.reserved_blocks("d")
     copy_blocks(prefill.model, prefill.batcher.pin("p", 0), decode.model, into)
-    decode.batcher.arrived("d")
+    decode.batcher.transfer_done("d")
     decode.run()
     decode.expect(new)
     assert decode.batcher.load().prompt_tokens_computed == 0

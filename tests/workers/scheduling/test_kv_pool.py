@@ -36,7 +36,7 @@ def test_released_blocks_are_found_again_until_they_are_given_out() -> None:
     assert (pool.num(State.CACHED), pool.num(State.FREE)) == (2, 2)
     assert pool.match(chain(1, 2, 3)).tolist() == blocks[:2].tolist()
     assert pool.match(chain(5)).size == 0
-    pool.share(pool.match(chain(1)), State.USED)
+    pool.retain(pool.match(chain(1)), State.USED)
     assert pool.num_available == 3
     pool.take(3, State.USED)
     assert pool.match(chain(1, 2)).tolist() == blocks[:1].tolist()
@@ -49,7 +49,7 @@ def test_deepest_block_of_the_oldest_goes_first() -> None:
     publish(pool, second, chain(4, 5, 6))
     pool.release(first, State.USED)
     pool.release(second, State.USED)
-    pool.share(first[:1], State.USED)  # used again: now the youngest
+    pool.retain(first[:1], State.USED)  # used again: now the youngest
     pool.release(first[:1], State.USED)
     order = [int(pool.take(1, State.USED)[0]) for _ in range(6)]
     assert order == [*first[:0:-1].tolist(), *second[::-1].tolist(), int(first[0])]
@@ -83,7 +83,7 @@ def test_shared_block_counts_once_by_its_strongest_holder() -> None:
     pool = BlockPool(1)
     block = pool.take(1, State.USED)
     publish(pool, block, chain(1))
-    pool.share(block, State.LEASED)
+    pool.retain(block, State.LEASED)
     assert pool.num(State.USED) == 1
     pool.release(block, State.USED)
     assert pool.num(State.LEASED) == 1
@@ -165,7 +165,7 @@ class PoolMachine(RuleBasedStateMachine):
         published = set(self.content.values())
         assert len(found) == len(names) or tuple(names[: len(found) + 1]) not in published
         if found.size:
-            self.pool.share(found, State.USED)
+            self.pool.retain(found, State.USED)
             self.held.append(Held(State.USED, found, names[: len(found)]))
 
     @rule(data=st.data())

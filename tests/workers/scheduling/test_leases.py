@@ -33,7 +33,7 @@ def test_asked_to_yield_in_flight_it_yields_at_the_commit() -> None:
     bench.batcher.submit(sequence("a", list(range(20)), 9))
     plan = bench.batcher.plan(0.0)
     assert plan is not None
-    bench.batcher.ask_yield("a")
+    bench.batcher.request_yield("a")
     assert Yielded("a", 16) not in bench.batcher.events()
     bench.commit(plan)
     assert bench.batcher.events() == [Yielded("a", 16)]
@@ -44,15 +44,15 @@ def test_asked_to_yield_between_steps_it_yields_at_once() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("a", [1, 2, 3], 9))
     bench.step()
-    bench.batcher.ask_yield("a")
+    bench.batcher.request_yield("a")
     assert bench.batcher.events()[-1] == Yielded("a", 3)
 
 
 def test_queued_sequence_yields_nothing_at_once() -> None:
     batcher = Batcher(limits())
     batcher.submit(sequence("a", [1, 2, 3]))
-    batcher.ask_yield("a")
-    batcher.ask_yield("never seen")
+    batcher.request_yield("a")
+    batcher.request_yield("never seen")
     assert batcher.events() == [Yielded("a", 0)]
     with pytest.raises(LeaseGone):
         batcher.pin("a", 0)
@@ -74,7 +74,7 @@ def test_pinned_lease_outlives_its_drop_until_it_is_unpinned() -> None:
 
 
 def test_leases_together_keep_no_more_than_their_share() -> None:
-    bench = Bench(lease_share=0.25)
+    bench = Bench(lease_fraction=0.25)
     for key in range(4):
         bench.batcher.submit(sequence(key, [key, *range(11)], 9, yield_after=1))
         bench.run()
@@ -88,8 +88,8 @@ def test_leases_together_keep_no_more_than_their_share() -> None:
 def test_receiver_asked_to_yield_does_so_once_its_transfer_has_ended() -> None:
     prefill, decode = Bench(), Bench()
     hand_over(prefill, decode, list(range(14)), 8)
-    decode.batcher.ask_yield("d")
+    decode.batcher.request_yield("d")
     assert not any(isinstance(event, Yielded) for event in decode.batcher.events())
-    decode.batcher.arrived("d")
+    decode.batcher.transfer_done("d")
     assert decode.batcher.events() == [Yielded("d", 14)]
     decode.batcher.check()

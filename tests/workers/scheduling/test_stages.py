@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.workers.scheduling.batcher import Batcher, Limits
-from penstock.workers.scheduling.sequence import Finish, NewSequence, Sibling, StepPlan
+from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
+from penstock.workers.scheduling.sequence import FinishReason, NewSequence, Sibling, StepPlan
 
 SEQUENCE = st.tuples(st.integers(1, 20), st.integers(1, 8), st.integers(1, 3))
 SEQUENCES = st.lists(SEQUENCE, min_size=1, max_size=7)
@@ -37,11 +37,11 @@ class Pipeline:
         if not self.in_flight:
             return False
         plan = self.in_flight.pop(0)
-        output = self.batcher.commit(plan, np.full(len(plan.drawing), 7, np.int32))
+        output = self.batcher.commit(plan, np.full(len(plan.sampling_rows), 7, np.int32))
         for key, choice, finish in zip(output.keys, output.choices, output.finishes, strict=True):
             name = key, int(choice)
             self.counts[name] = self.counts.get(name, 0) + 1
-            assert finish in (Finish.NONE, Finish.LENGTH)
+            assert finish in (FinishReason.NONE, FinishReason.LENGTH)
         self.batcher.check()
         return True
 
@@ -50,7 +50,7 @@ class Pipeline:
 def test_everything_ends_with_all_its_tokens(
     sequences: list[tuple[int, int, int]], stages: int, num_blocks: int, budget: int
 ) -> None:
-    limits = Limits(num_blocks, 64, 4, 8, budget, num_stages=stages)
+    limits = SchedulerConfig(num_blocks, 64, 4, 8, budget, num_stages=stages)
     batcher = Batcher(limits)
     for key, (num_prompt, num_new, choices) in enumerate(sequences):
         batcher.submit(make_sequence(key, num_prompt, num_new, choices))
@@ -68,7 +68,7 @@ def test_everything_ends_with_all_its_tokens(
 
 
 def test_every_stage_has_its_part_of_those_who_run() -> None:
-    batcher = Batcher(Limits(64, 64, 4, 8, 32, num_stages=4))
+    batcher = Batcher(SchedulerConfig(64, 64, 4, 8, 32, num_stages=4))
     for key in range(8):
         batcher.submit(make_sequence(key, 4, 6, 1))
     pipeline = Pipeline(batcher)
@@ -80,7 +80,7 @@ def test_every_stage_has_its_part_of_those_who_run() -> None:
 
 
 def test_what_is_dropped_in_flight_leaves_with_its_step() -> None:
-    batcher = Batcher(Limits(64, 64, 4, 8, 32, num_stages=2))
+    batcher = Batcher(SchedulerConfig(64, 64, 4, 8, 32, num_stages=2))
     for key in range(4):
         batcher.submit(make_sequence(key, 4, 6, 1))
     pipeline = Pipeline(batcher)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.workers.scheduling.sequence import NEVER, Finish, Ints, NewSequence
+from penstock.workers.scheduling.sequence import NEVER, FinishReason, Ints, NewSequence
 from penstock.workers.scheduling.table import SequenceTable, ragged_arange
 
 
@@ -30,7 +30,7 @@ def test_row_that_is_used_again_has_nothing_of_its_last_sequence() -> None:
     assert add(table, 2, SamplingParams(max_tokens=1000)) == row
     assert table.num_blocks[row] == table.num_computed[row] == 0
     assert table.max_len[row] == 16
-    assert table.append(ints(row), ints(95)).tolist() == [Finish.NONE]
+    assert table.append(ints(row), ints(95)).tolist() == [FinishReason.NONE]
     assert table.tokens[row, :3].tolist() == [0, 1, 95]
 
 
@@ -48,4 +48,4 @@ def test_stop_beats_length() -> None:
     rows = ints(
         *(add(table, 3, SamplingParams(max_tokens=1, stop_token_ids=(5,))) for _ in range(2))
     )
-    assert table.append(rows, ints(5, 6)).tolist() == [Finish.STOP, Finish.LENGTH]
+    assert table.append(rows, ints(5, 6)).tolist() == [FinishReason.STOP, FinishReason.LENGTH]

@@ -7,13 +7,15 @@ from hypothesis import strategies as st
 from penstock.common.block_hash import block_hash, root_hash
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.scheduling.sequence import NewSequence
-from penstock.workers.scheduling.waiting import Ticket, WaitingQueue
+from penstock.workers.scheduling.waiting import SequenceState, WaitingQueue
 
 
-def ticket(number: int, priority: int = 0, num_tokens: int = 3, source_len: int = 0) -> Ticket:
+def ticket(
+    number: int, priority: int = 0, num_tokens: int = 3, source_len: int = 0
+) -> SequenceState:
     new = NewSequence(number, range(num_tokens), num_tokens, SamplingParams(), priority=priority)
     tokens = np.arange(num_tokens, dtype=np.int32)
-    return Ticket(new, number, tokens, yield_len=99, source_len=source_len)
+    return SequenceState(new, number, tokens, yield_len=99, source_len=source_len)
 
 
 @given(st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 4)), max_size=40))
@@ -21,7 +23,7 @@ def test_head_is_always_the_first_by_priority_then_arrival(
     verbs: list[tuple[int, int]],
 ) -> None:
     queue = WaitingQueue()
-    model: list[Ticket] = []
+    model: list[SequenceState] = []
     for number, (priority, verb) in enumerate(verbs):
         if verb == 0 and model:  # somebody in the middle leaves
             queue.remove(model.pop(number % len(model)))

@@ -7,12 +7,12 @@ from typing import cast
 import pytest
 import torch
 
-from penstock.workers.layers.latent import LatentAttention
+from penstock.workers.layers.mla import LatentAttention
 from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.spec import ModelSpec, read_spec
-from penstock.workers.parallel.group import Group
-from penstock.workers.parallel.mesh import BadShape, Mesh, Place
-from penstock.workers.parallel.ranks import ALONE, Ranks
+from penstock.workers.parallel.groups import ProcessGroup
+from penstock.workers.parallel.mesh import BadShape, Mesh, MeshCoord
+from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
 from penstock.workers.weights.loading import load_model
 from penstock.workers.weights.sharding import check_shape, kv_heads, region_shape, regions
 from tests.support.ranks import MODELS, make_model
@@ -30,10 +30,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_model(folder / name, name) for name in MODELS}
 
 
-def ranks_of(place: Place) -> Ranks:
+def ranks_of(place: MeshCoord) -> ParallelGroups:
     """As if it had met the others: it only holds weights here."""
-    nobody = cast(Group, object())
-    return Ranks(place, nobody if place.mesh.tp > 1 else None)
+    nobody = cast(ProcessGroup, object())
+    return ParallelGroups(place, nobody if place.mesh.tp > 1 else None)
 
 
 def cover(tensor: torch.Tensor, region: tuple[object, ...]) -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_ranks_have_everything_in_shapes_that_fit(
     whole = empty_decoder(spec, torch.float32, META).tensors()
     counts = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
     for rank in range(mesh.num_ranks):
-        place = mesh.place(rank)
+        place = mesh.coord(rank)
         parts = regions(spec, place)
         held = empty_decoder(spec, torch.float32, META, ranks=ranks_of(place)).tensors()
         for tensor, part in held.items():
@@ -76,7 +76,7 @@ def test_a_rank_holds_what_its_region_says(models: dict[str, Path], name: str) -
         whole = empty_decoder(spec, torch.float32, CPU)
         load_into(models[name], whole)
     for rank in range(4):
-        place = Mesh(2, 2).place(rank)
+        place = Mesh(2, 2).coord(rank)
         seen: list[tuple[int, int]] = []
         part = load_part(models[name], place, seen)
         expected = whole.tensors()
@@ -99,7 +99,7 @@ def load_into(folder: Path, decoder: Decoder) -> None:
         target.copy_(values[name])
 
 
-def load_part(folder: Path, place: Place, seen: list[tuple[int, int]]) -> Decoder:
+def load_part(folder: Path, place: MeshCoord, seen: list[tuple[int, int]]) -> Decoder:
     ranks = ranks_of(place)
     return load_model(
         folder, "auto", CPU, lambda done, total: seen.append((done, total)), ranks=ranks
@@ -109,18 +109,18 @@ def load_part(folder: Path, place: Place, seen: list[tuple[int, int]]) -> Decode
 def test_kv_heads_are_cut_or_repeated(models: dict[str, Path]) -> None:
     spec = read_spec(models["llama"])
     for tp, expected in ((1, [(0, 2)]), (2, [(0, 1), (1, 2)]), (4, [(0, 1)] * 2 + [(1, 2)] * 2)):
-        found = [kv_heads(spec, Mesh(tp).place(rank)) for rank in range(tp)]
+        found = [kv_heads(spec, Mesh(tp).coord(rank)) for rank in range(tp)]
         assert [(heads.start, heads.stop) for heads in found] == expected
 
 
 def test_latent_rows_are_on_every_rank(models: dict[str, Path]) -> None:
     spec = read_spec(models["deepseek"])
-    part = empty_decoder(spec, torch.float32, META, ranks=ranks_of(Mesh(4).place(3)))
+    part = empty_decoder(spec, torch.float32, META, ranks=ranks_of(Mesh(4).coord(3)))
     assert part.spec.kv_shape == spec.kv_shape
     attention = part.layers[0].attention
     assert isinstance(attention, LatentAttention)
     assert len(attention.up) == 1
-    assert kv_heads(spec, Mesh(4).place(3)) == range(1)
+    assert kv_heads(spec, Mesh(4).coord(3)) == range(1)
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_an_expert_that_cannot_be_cut(models: dict[str, Path]) -> None:
 
 def test_one_rank_has_all_of_it(models: dict[str, Path]) -> None:
     spec = read_spec(models["llama"])
-    assert regions(spec, ALONE.place) == {}
+    assert regions(spec, SINGLE_RANK.coord) == {}

@@ -1,0 +1,289 @@
+"""A deterministic engine gives the same request the same bits, whatever else happens to it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.kernels.linear import cpu_packed_f32
+from penstock.kernels.linear.op import PackedLinear
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine import model_runner
+from penstock.workers.engine.determinism_check import check_batch_invariance
+from penstock.workers.engine.engine import Engine
+from penstock.workers.layers import packing
+from penstock.workers.models.config import UnsupportedModel
+from penstock.workers.rank.fingerprint import layout_of
+from penstock.workers.service.grpc_service import serve_worker
+from tests.support.attached import Attached, greedy
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import run_greedy
+from tests.support.even import EVEN, make_even
+from tests.support.handover import HandOvers
+from tests.support.played import Bits, Request, Schedule, play
+from tests.support.tiny import tiny_checkpoint
+
+FAMILIES = ("llama3", "mistral", "gemma2", "qwen2-moe", "gpt-oss", "bloom-untied", "falcon-rw",
+            "deepseek-v2", "deepseek-v3")  # fmt: skip
+BLOCK_SIZE = 4
+ENGINE = {"kv_cache_mib": 2, "max_sequences": 8, "max_batched_tokens": 64, "block_size": BLOCK_SIZE}
+
+
+def make_engine(folder: Path, **other: Any) -> Engine:
+    return Engine(WorkerConfig("w", folder, deterministic=True, **{**ENGINE, **other}))
+
+
+def make_requests(vocab_size: int) -> list[Request]:
+    """Greedy and drawn, with logprobs of both ends; some begin alike."""
+    tokens = np.random.default_rng(3).integers(4, vocab_size, 90).tolist()
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, logprobs=3)
+    drawn = replace(greedy, temperature=0.8, top_p=0.9, seed=5, repetition_penalty=1.1)
+    return [
+        Request(tokens[:70], greedy),
+        Request(tokens[:33], replace(drawn, max_tokens=17, typical_p=0.95)),
+        Request(tokens[:33], replace(drawn, logprobs=1), num_choices=3),
+        Request(tokens[40:41], replace(greedy, max_tokens=21)),
+        Request(tokens[50:71], replace(drawn, min_p=0.02, prompt_logprobs=2)),
+    ]
+
+
+REQUESTS = make_requests(150)
+ALONE = Schedule(shared=False)
+
+
+def alone(engine: Engine, requests: Sequence[Request]) -> list[Bits]:
+    """Each by itself, its prompt in two pieces at most."""
+    return [play(engine, [request], ALONE) for request in requests]
+
+
+def together(found: list[Bits]) -> Bits:
+    return {
+        (number, choice): entries
+        for number, bits in enumerate(found)
+        for (_, choice), entries in bits.items()
+    }
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    count = len(REQUESTS)
+    return Schedule(
+        max_batched_tokens=draw(st.sampled_from([8, 11, 23, 64])),
+        num_blocks=draw(st.sampled_from([None, 24, 30, 50])),
+        arrivals=tuple(draw(st.lists(st.integers(0, 25), min_size=count, max_size=count))),
+        moved=draw(st.dictionaries(st.integers(0, count - 1), st.integers(1, 20), max_size=3)),
+        shared=draw(st.booleans()),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return make_engine(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine) -> Bits:
+    return together(alone(engine, REQUESTS))
+
+
+@settings(max_examples=4, deadline=None)
+@given(schedule=schedules())
+def test_in_any_schedule(engine: Engine, expected: Bits, schedule: Schedule) -> None:
+    assert play(engine, REQUESTS, schedule) == expected
+
+
+def test_a_full_pool_preempts(engine: Engine, expected: Bits) -> None:
+    found = play(engine, REQUESTS, Schedule(num_blocks=24))
+    assert engine.load().preemptions > 0
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [2, 3])
+def test_in_more_threads(engine: Engine, expected: Bits, threads: int) -> None:
+    assert play(engine, REQUESTS, Schedule(max_batched_tokens=23, threads=threads)) == expected
+
+
+def test_a_cached_prompt(engine: Engine, expected: Bits) -> None:
+    late = tuple(range(0, 60 * len(REQUESTS), 60))
+    found = play(engine, REQUESTS, Schedule(arrivals=late))
+    assert engine.load().prompt_tokens_cached > 0
+    assert found == expected
+
+
+def test_another_engine_begun_long_ago(folder: Path, engine: Engine, expected: Bits) -> None:
+    """Its tables have grown, and its cache is full of what others left."""
+    other = make_engine(folder)
+    torch.nn.init.constant_(other.cache.data, torch.nan)
+    run_greedy(other, [5] * 200, 30)
+    assert play(other, REQUESTS, Schedule(max_batched_tokens=9)) == expected
+
+
+@dataclass
+class Varied:
+    """A product whose rows' last bits depend on how many there are."""
+
+    product: PackedLinear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.product(x)
+        return y * (1 + 2**-22) if len(x) % 2 else y
+
+
+def vary(engine: Engine) -> None:
+    decoder: Any = engine._runner.decoder
+    for linear in (decoder.layers[1].mlp.down, decoder.head):
+        assert linear.weight.numel() == 0
+        linear.packed = Varied(linear.packed)
+
+
+def test_a_product_that_varies_is_noticed(folder: Path) -> None:
+    engine = make_engine(folder)
+    vary(engine)
+    expected = together(alone(engine, REQUESTS[1:2]))
+    assert play(engine, REQUESTS[1:2], Schedule(max_batched_tokens=8)) != expected
+    with pytest.raises(ValueError, match="deterministic cannot be had: on this machine"):
+        check_batch_invariance(engine)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_sequences": 1}, {"max_model_len": 4}])
+def test_a_rehearsal_leaves_no_trace(folder: Path, sizes: dict[str, int]) -> None:
+    engine = make_engine(folder, **sizes)
+    check_batch_invariance(engine)
+    engine.warm_up()
+    assert engine.step().empty
+    load = engine.load()
+    assert (load.num_steps, load.prompt_tokens_computed) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    engine = make_engine(tmp_path)
+    check_batch_invariance(engine)
+    expected = together(alone(engine, REQUESTS))
+    answers = [entries for (_, choice), entries in expected.items() if choice >= 0]
+    assert len({token for entries in answers for token, _ in entries}) > 20
+
+    @settings(max_examples=8, deadline=None)
+    @given(schedule=schedules())
+    def check(schedule: Schedule) -> None:
+        assert play(engine, REQUESTS, schedule) == expected
+
+    check()
+
+
+PLAYED: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**EVEN),
+    "int8": transformers.LlamaConfig(**EVEN | {"intermediate_size": 128}),
+    "gemma2": transformers.Gemma2Config(**EVEN, sliding_window=13, query_pre_attn_scalar=24),
+    "qwen3": transformers.Qwen3Config(**EVEN),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLAYED)
+def test_steps_of_single_tokens_as_a_program(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that are one have the bits of those that are not."""
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
+    make_even(tmp_path, PLAYED[name])
+    quantization = "int8" if name == "int8" and cpu_packed_f32.has_amx() else "none"
+    engine = make_engine(tmp_path, quantization=quantization)
+    assert engine._runner._step_graph is not None
+    check_batch_invariance(engine)
+    expected = together(alone(engine, REQUESTS))
+    monkeypatch.setattr(model_runner, "build_cpu_step_graph", lambda *_: None)
+    plain = make_engine(tmp_path, quantization=quantization)
+    assert together(alone(plain, REQUESTS)) == expected
+
+    @settings(max_examples=8, deadline=None)
+    @given(schedule=schedules())
+    def check(schedule: Schedule) -> None:
+        assert play(engine, REQUESTS, schedule) == expected
+
+    check()
+
+
+@pytest.mark.slow
+def test_int8(tmp_path: Path) -> None:
+    """Its small products and routers are float32."""
+    make_checkpoint(tmp_path, "qwen2-moe")
+    engine = make_engine(tmp_path, quantization="int8")
+    expected = together(alone(engine, REQUESTS))
+    for threads in (1, 2):
+        schedule = Schedule(max_batched_tokens=11, num_blocks=30, threads=threads)
+        assert play(engine, REQUESTS, schedule) == expected
+
+
+def bits_heard(attached: Attached, request: int, attempt: int) -> list[tuple[Any, ...]]:
+    """Positions, tokens and logprobs of an answer."""
+    return [
+        (
+            step.position[entry.row],
+            step.token[entry.row],
+            (entry.chosen, entry.rank, *entry.tokens, *entry.values),
+        )
+        for step in (message.step for message in attached.heard)
+        for entry in step.logprobs
+        if (step.request[entry.row], step.attempt[entry.row]) == (request, attempt)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_kv_transfer(folder: Path) -> None:
+    sizes: dict[str, Any] = {"kv_cache_mib": 1, "transfer_seconds": 20.0, "deterministic": True}
+    workers = [
+        await serve_worker(WorkerConfig(name, folder, **sizes)) for name in ("prefill", "decode")
+    ]
+    pools = await HandOvers.open(*(worker.address for worker in workers))
+    prompt = REQUESTS[0].prompt
+    params: dict[str, Any] = {"temperature": 0.8, "seed": 9, "logprobs": 3}
+    await pools.decode.submit(1000, prompt, greedy(12, **params), salt=b"alone")
+    await pools.decode.answer(1000)
+    moving = await pools.prefilled(prompt, 12, **params)
+    await moving.whole()
+    await pools.decode.message("received", moving.request)
+    moved = bits_heard(pools.prefill, moving.request, 1) + bits_heard(
+        pools.decode, moving.request, 2
+    )
+    assert len(moved) == 12
+    assert moved == bits_heard(pools.decode, 1000, 1)
+    await pools.close()
+    for worker in workers:
+        await worker.stop()
+
+
+def test_what_cannot_be_had_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="deterministic cannot be had: on a CPU it takes float32"):
+        make_engine(folder, dtype="bfloat16")
+
+
+@pytest.mark.slow
+def test_what_transformers_computes_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gpt-neox")
+    with pytest.raises(UnsupportedModel, match="deterministic is for the families"):
+        make_engine(tmp_path)
+
+
+def test_blocks_travel_between_deterministic_workers_only(engine: Engine) -> None:
+    given = (engine.model, engine.spec, torch.float32, torch.float32)
+    assert engine.layout == layout_of(*given, deterministic=BLOCK_SIZE)
+    assert engine.layout not in (layout_of(*given), layout_of(*given, deterministic=1))

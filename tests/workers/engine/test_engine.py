@@ -1,0 +1,329 @@
+"""The engine as one synchronous object, called directly."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine import engine as module
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.warm_up import warm_up_block_moves, warm_up_sequences
+from penstock.workers.rank.rank_runtime import choose_device
+from penstock.workers.scheduling.batcher import Batcher
+from penstock.workers.scheduling.sequence import (
+    NeverFits,
+    NewSequence,
+    QueueFull,
+    Sibling,
+    StepPlan,
+    Yielded,
+)
+from tests.support.engines import greedy_sequence, run_greedy, run_out, tokens_of
+from tests.support.tiny import tiny_checkpoint
+
+PROMPT = [3 + (5 * i) % 160 for i in range(120)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def make_engine(checkpoint: Path, **sizes: Any) -> Engine:
+    given = {"kv_cache_mib": 1, "max_sequences": 8, "max_batched_tokens": 32, **sizes}
+    return Engine(WorkerConfig("w", checkpoint, **given))
+
+
+@pytest.fixture
+def engine(checkpoint: Path) -> Engine:
+    return make_engine(checkpoint)
+
+
+def step_by_step(engine: Engine, prompt: list[int], num_tokens: int) -> list[int]:
+    """Greedy, every token from the whole text anew: nothing is kept between two tokens."""
+    tokens = list(prompt)
+    for number in range(num_tokens):
+        engine.submit(greedy_sequence("one", tokens, 1, salt=b"%d" % number))
+        tokens += run_out(engine)["one"]
+    return tokens[len(prompt) :]
+
+
+def test_greedy_equals_the_straightforward_loop_alone_and_in_a_crowd(engine: Engine) -> None:
+    prompts = {length: PROMPT[:length] for length in (1, 15, 16, 17, 31, 33, 100)}
+    expected = {length: step_by_step(engine, prompt, 8) for length, prompt in prompts.items()}
+    assert {n: run_greedy(engine, prompt, 8) for n, prompt in prompts.items()} == expected
+    for length, prompt in prompts.items():
+        engine.submit(greedy_sequence(length, prompt, 8, salt=b"crowd"))
+    assert run_out(engine) == expected
+    engine.batcher.check()
+
+
+def test_preempted_sequences_give_the_same_tokens(checkpoint: Path, engine: Engine) -> None:
+    expected = {i: run_greedy(engine, PROMPT[i : 40 + i], 60) for i in range(8)}
+    small = make_engine(checkpoint)
+    small.batcher = Batcher(dataclasses.replace(small.limits, num_blocks=30))
+    for i in range(8):
+        small.submit(greedy_sequence(i, PROMPT[i : 40 + i], 60))
+    assert run_out(small) == expected
+    assert small.load().preemptions > 0
+    small.batcher.check()
+
+
+def test_a_step_tells_what_has_happened(engine: Engine) -> None:
+    assert engine.step().empty
+    engine.submit(greedy_sequence("a", PROMPT[:5], 2))
+    first, last = engine.step(), engine.step()
+    assert first.output is not None
+    assert last.output is not None
+    assert (first.output.indices.tolist(), last.output.indices.tolist()) == ([0], [1])
+    assert (first.finished, last.finished) == ([], ["a"])
+    assert first.logprobs == [None]
+    assert engine.step().empty
+    load = engine.load()
+    assert load.num_steps == sum(load.step_counts) == 2
+    assert load.step_seconds > load.last_step_seconds > 0
+    assert load.prompt_seconds == pytest.approx(load.step_seconds - load.last_step_seconds)
+    assert load.prompt_tokens_computed == 5
+
+
+def test_logprobs_belong_to_their_tokens(engine: Engine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=3)
+    engine.submit(greedy_sequence("plain", PROMPT[:9], 3))
+    engine.submit(NewSequence("asked", PROMPT[:7], 7, params))
+    while (result := engine.step()).output is not None:
+        for (key, token), logprobs in zip(tokens_of(result), result.logprobs, strict=True):
+            assert (logprobs is None) == (key == "plain")
+            if logprobs is not None:
+                assert logprobs.tokens[0] == token
+                assert len(logprobs.values) == 3
+
+
+def drawing(key: Any, num_prompt: int, choice: int, num_siblings: int = 0) -> NewSequence:
+    prompt = PROMPT[:num_prompt]
+    siblings = tuple(Sibling(choice + 1 + i, prompt) for i in range(num_siblings))
+    params = SamplingParams(temperature=1.3, seed=11, max_tokens=24, logprobs=2)
+    return NewSequence(key, prompt, num_prompt, params, choice=choice, siblings=siblings)
+
+
+@pytest.mark.parametrize("num_prompt", [5, 16, 41])
+def test_choices_draw_what_they_would_draw_alone(engine: Engine, num_prompt: int) -> None:
+    expected = []
+    for choice in range(4):
+        engine.submit(drawing(choice, num_prompt, choice))
+        expected.append(run_out(engine)[choice])
+    engine.batcher = Batcher(engine.limits)
+    engine.submit(drawing("all", num_prompt, 0, num_siblings=3))
+    answers: list[list[int]] = [[] for _ in range(4)]
+    while (output := (result := engine.step()).output) is not None:
+        assert len(result.logprobs) == len(output.tokens)
+        for choice, token in zip(output.choices.tolist(), output.tokens.tolist(), strict=True):
+            answers[choice].append(token)
+    assert answers == expected
+    assert len({tuple(answer) for answer in answers}) == 4
+    assert engine.load().prompt_tokens_computed == num_prompt
+    engine.batcher.check()
+
+
+def test_yield_keeps_the_blocks_until_they_are_dropped(engine: Engine) -> None:
+    engine.submit(greedy_sequence("a", PROMPT[:20], 10, yield_after=1))
+    result = engine.step()
+    assert len(tokens_of(result)) == 1
+    assert result.yielded == [Yielded("a", 20)]
+    assert engine.load().leased_blocks == 2
+    assert len(engine.batcher.pin("a", 0)) == 2
+    engine.batcher.unpin("a")
+    engine.drop("a")
+    assert engine.load().leased_blocks == 0
+    engine.batcher.check()
+
+
+def test_yield_on_command_comes_at_the_next_step(engine: Engine) -> None:
+    engine.submit(greedy_sequence("running", PROMPT[:20], 50))
+    for _ in range(3):
+        engine.step()
+    engine.submit(greedy_sequence("queued", PROMPT[:9], 50))
+    engine.request_yield("running")
+    engine.request_yield("queued")
+    result = engine.step()
+    assert set(result.yielded) == {Yielded("running", 22), Yielded("queued", 0)}
+    assert tokens_of(result) == []
+
+
+def test_drop_frees_the_blocks_within_a_step(engine: Engine) -> None:
+    num_blocks = engine.limits.num_blocks
+    for key in range(4):
+        engine.submit(greedy_sequence(key, PROMPT[:100], 50))
+    engine.step()
+    for key in range(4):
+        engine.drop(key)
+    engine.drop("unknown")
+    assert engine.step().empty
+    pool = engine.load()
+    assert pool.free_blocks + pool.cached_blocks == num_blocks
+    assert pool.running == pool.queued == 0
+    engine.batcher.check()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_whose_logits_are_not_finite_fails_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    expected = run_greedy(engine, PROMPT[:9], 6)
+    original = engine._runner.run
+
+    def poisoned(plan: StepPlan) -> torch.Tensor:
+        logits = original(plan).clone()
+        keys = engine.batcher.table.keys[plan.rows[plan.samples]].tolist()
+        if "bad" in keys and num_seen.get("bad", 0) >= 2:
+            logits[keys.index("bad"), 7] = value
+        return logits
+
+    num_seen: dict[Any, int] = {}
+    monkeypatch.setattr(engine._runner, "run", poisoned)
+    engine.submit(greedy_sequence("bad", PROMPT[3:20], 6))
+    engine.submit(greedy_sequence("good", PROMPT[:9], 6, salt=b"other"))
+    failed, good = [], []
+    while (result := engine.step()).output is not None:
+        failed += result.failed
+        assert len(result.logprobs) == len(result.output.tokens)
+        for key, token in tokens_of(result):
+            num_seen[key] = num_seen.get(key, 0) + 1
+            good += [token] if key == "good" else []
+    assert failed == ["bad"]
+    assert num_seen["bad"] == 2
+    assert good == expected
+    engine.batcher.check()
+
+
+def test_blocks_that_are_reserved_are_told_and_can_be_missed(engine: Engine) -> None:
+    expected = run_greedy(engine, PROMPT[:40], 5)
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    engine.submit(NewSequence("a", PROMPT[:40], 40, params, salt=b"x", source_len=39))
+    result = engine.step()
+    assert result.output is None
+    assert len(result.reserved) == 1
+    receiving = result.reserved[0]
+    assert (receiving.key, receiving.have, receiving.stop) == ("a", 0, 39)
+    assert len(receiving.blocks) == 3
+    assert engine.step().empty
+    engine.batcher.transfer_failed("a")
+    assert run_out(engine)["a"] == expected
+
+
+def test_blocks_that_arrive_are_not_computed_again(engine: Engine) -> None:
+    expected = run_greedy(engine, PROMPT[:40], 5)
+    engine.submit(greedy_sequence("source", PROMPT[:40], 5, salt=b"s", yield_after=1))
+    (first,) = run_out(engine)["source"]
+    computed = engine.load().prompt_tokens_computed
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    new = NewSequence("a", [*PROMPT[:40], first], 40, params, salt=b"d", source_len=40)
+    engine.submit(new)
+    (receiving,) = engine.step().reserved
+    blocks = engine.batcher.pin("source", 0)
+    engine.cache.data[:, :, receiving.blocks] = engine.cache.data[:, :, blocks]
+    engine.batcher.unpin("source")
+    engine.batcher.transfer_done("a")
+    assert [first, *run_out(engine)["a"]] == expected
+    assert engine.load().prompt_tokens_computed == computed
+
+
+def test_warm_up_leaves_no_trace(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint)
+    engine.warm_up()
+    load = engine.load()
+    assert load.step_seconds == sum(load.step_counts) == 0
+    assert load.num_steps == load.prompt_tokens_computed == load.cached_blocks == 0
+    assert load.free_blocks == engine.limits.num_blocks
+
+
+def test_warm_up_makes_what_a_kv_transfer_takes_too(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, warmed = make_engine(checkpoint), []
+    engine.cache.data.normal_()
+    before = engine.cache.data.clone()
+
+    def moves(kv: torch.Tensor) -> None:
+        warm_up_block_moves(kv)
+        assert torch.equal(kv, before)
+        warmed.append(kv)
+
+    monkeypatch.setattr(module, "warm_up_block_moves", moves)
+    engine.warm_up()
+    assert len(warmed) == 1
+    assert warmed[0] is engine.cache.data
+
+
+def test_what_a_row_brings_to_the_device_is_brought_where_steps_compute(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: on the stream of the steps, which wait for no other."""
+    within, admitted, admit = [], [], engine._sampler.admit
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        within.append(True)
+        yield
+        within.pop()
+
+    def watched(*arguments: Any) -> None:
+        admitted.append(bool(within))
+        admit(*arguments)
+
+    monkeypatch.setattr(engine._streams, "computing", computing)
+    monkeypatch.setattr(engine._sampler, "admit", watched)
+    run_greedy(engine, PROMPT[:5], 2)
+    assert admitted == [True]
+
+
+def test_what_a_gpu_warms_up_with_runs(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, max_batched_tokens=128)
+    every = list(warm_up_sequences(engine.limits, compiles=True))
+    assert [new.num_prompt for new in every] == [128, 64, 1]
+    for new in every:
+        engine.submit(new)
+        computed = engine.load().prompt_tokens_computed
+        assert len(run_out(engine)[new.key]) == 2
+        assert engine.load().prompt_tokens_computed == computed + new.num_prompt
+
+
+def test_what_does_not_fit_is_refused(engine: Engine) -> None:
+    with pytest.raises(NeverFits):
+        engine.submit(greedy_sequence("a", [5] * 257, 1))
+    for key in range(engine.limits.max_queued):
+        engine.submit(greedy_sequence(key, PROMPT[:3], 1))
+    with pytest.raises(QueueFull):
+        engine.submit(greedy_sequence("late", PROMPT[:3], 1))
+
+
+def test_too_little_memory_for_one_sequence_is_said_in_one_line(checkpoint: Path) -> None:
+    # One block of 4096 tokens would take 1.5 MiB.
+    with pytest.raises(ValueError, match="too little memory for one sequence of 256 tokens") as e:
+        make_engine(checkpoint, kv_cache_mib=1, block_size=256 * 16)
+    assert "\n" not in str(e.value)
+
+
+def test_more_positions_than_the_model_has_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="more than the 256 positions"):
+        make_engine(checkpoint, max_model_len=300)
+
+
+def test_layouts_differ_with_weights_and_dtype(checkpoint: Path, tmp_path: Path) -> None:
+    layout = make_engine(checkpoint).layout
+    assert make_engine(checkpoint).layout == layout
+    assert make_engine(checkpoint, block_size=8).layout == layout
+    assert make_engine(checkpoint, dtype="bfloat16").layout != layout
+    assert make_engine(tiny_checkpoint(tmp_path, seed=1)).layout != layout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_said(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="no CUDA device"):
+        make_engine(checkpoint, device="cuda")
+    assert choose_device("auto").type == "cpu"

@@ -1,0 +1,213 @@
+"""The engine's thread: commands between steps, results to the event loop, neither waits."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from penstock.common.worker_load import WorkerLoad
+from penstock.workers.engine.engine import Engine, StepResult
+from penstock.workers.engine.engine_thread import EngineThread
+from penstock.workers.health.watchdog import HANG_FACTOR, ProgressTimer
+
+
+@dataclass
+class StubPlan:
+    ahead: bool = False
+
+    def fill(self, drawn: object) -> None:
+        raise AssertionError("nothing is planned ahead here")
+
+
+class StubEngine:
+    """Counts; a step takes until it is let go, while there is work."""
+
+    def __init__(self, plans_ahead: bool) -> None:
+        self.plans_ahead = plans_ahead
+        self.on_device = False
+        self.longest_step = 0.0
+        self.work = 0
+        self.num_plans = 0
+        self.log: list[str] = []
+        self.gate = threading.Semaphore(0)
+        self.stepping = threading.Event()
+
+    def step(self) -> StepResult:
+        result = StepResult()
+        plan = self.plan(result)
+        if plan is not None:
+            self.commit(plan, self.sample(plan, self.compute(plan)), 0.0, result)
+        return result
+
+    def plan(self, result: StepResult) -> StubPlan | None:
+        self.num_plans += 1
+        return StubPlan() if self.work else None
+
+    def stop(self) -> None:
+        pass
+
+    def plan_ahead(self) -> None:
+        return None
+
+    def drain_events(self, result: StepResult) -> None:
+        pass
+
+    def compute(self, plan: StubPlan) -> str:
+        self.stepping.set()
+        assert self.gate.acquire(timeout=60)
+        return "logits"
+
+    def sample(self, plan: StubPlan, logits: str) -> Any:
+        return SimpleNamespace(tokens=None)
+
+    def commit(self, plan: StubPlan, sampled: object, seconds: float, result: StepResult) -> None:
+        self.work -= 1
+        self.log.append("step")
+        result.output = cast(Any, "output")
+
+    def load(self) -> WorkerLoad:
+        return cast(WorkerLoad, self.num_plans)
+
+
+class Heard:
+    """What the loop was told, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.results: list[StepResult] = []
+        self.errors: list[BaseException] = []
+        self._changed = asyncio.Event()
+
+    def deliver(self, result: StepResult, load: WorkerLoad) -> None:
+        self.results.append(result)
+        self._changed.set()
+
+    def fatal(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self._changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+def started(ahead: bool) -> tuple[StubEngine, Heard, EngineThread]:
+    engine, heard = StubEngine(ahead), Heard()
+    return engine, heard, EngineThread(cast(Engine, engine), heard.deliver, heard.fatal)
+
+
+AHEAD = pytest.mark.parametrize("ahead", [False, True])
+
+
+@AHEAD
+async def test_its_pulse_waits_for_a_step_that_does_not_end(ahead: bool) -> None:
+    engine, heard, pulse = StubEngine(ahead), Heard(), ProgressTimer("the engine", 60.0)
+    loop = EngineThread(cast(Engine, engine), heard.deliver, heard.fatal, pulse)
+    await loop.call(lambda _: None)
+    await heard.until(lambda: len(heard.results) == 1)
+    async with asyncio.timeout(60):  # a step is told before its thread rests
+        while pulse.waited(time.monotonic() + 100):
+            await asyncio.sleep(0.001)
+    loop.post(add_work(2))
+    await asyncio.to_thread(engine.stepping.wait, 60)
+    # What is asked meanwhile is no step.
+    asked = [loop.call(lambda _: None) for _ in range(3)] if ahead else []
+    await asyncio.gather(*asked)
+    assert pulse.waited(time.monotonic() + 100) > 100
+    engine.longest_step = 40.0
+    engine.gate.release(2)
+    await heard.until(lambda: engine.log.count("step") == 2)
+    loop.stop()
+    await asyncio.to_thread(loop.join, 60)
+    assert pulse.bound == HANG_FACTOR * 40.0
+    assert pulse.waited(time.monotonic() + 100) == 0.0
+
+
+def add_work(amount: int) -> Callable[[Any], None]:
+    def add(engine: StubEngine) -> None:
+        engine.work += amount
+
+    return add
+
+
+async def test_commands_are_applied_in_order_at_the_next_boundary() -> None:
+    engine, heard, loop = started(ahead=False)
+    loop.post(add_work(3))
+    await asyncio.to_thread(engine.stepping.wait, 60)
+    for name in "ab":
+        loop.post(lambda _, name=name: engine.log.append(name))  # type: ignore[misc]
+    assert engine.log == []  # a step is under way, and nobody waits for it
+    engine.gate.release()
+    await heard.until(lambda: len(heard.results) == 1)
+    engine.gate.release(2)
+    await heard.until(lambda: len(heard.results) == 3)
+    assert engine.log == ["step", "a", "b", "step", "step"]
+    loop.stop()
+    await asyncio.to_thread(loop.join, 60)
+
+
+async def test_planning_ahead_commands_do_not_wait_for_the_step() -> None:
+    engine, heard, loop = started(ahead=True)
+    loop.post(add_work(3))
+    await asyncio.to_thread(engine.stepping.wait, 60)
+    for name in "ab":
+        loop.post(lambda _, name=name: engine.log.append(name))  # type: ignore[misc]
+    await loop.call(lambda _: None)
+    assert engine.log == ["a", "b"]  # a step is under way
+    engine.gate.release(3)
+    await heard.until(lambda: engine.log.count("step") == 3)
+    assert engine.log == ["a", "b", "step", "step", "step"]
+    loop.stop()
+    await asyncio.to_thread(loop.join, 60)
+
+
+@AHEAD
+async def test_an_answer_does_not_wait_for_the_step_that_follows(ahead: bool) -> None:
+    engine, _, loop = started(ahead)
+    loop.post(add_work(1))
+    answer = loop.call(lambda _: 42)
+
+    def refuse(_: Engine) -> int:
+        raise KeyError("no")
+
+    refused = loop.call(refuse)
+    await asyncio.to_thread(engine.stepping.wait, 60)
+    engine.gate.release()
+    assert await answer == 42
+    with pytest.raises(KeyError):
+        await refused
+    loop.stop()
+    await asyncio.to_thread(loop.join, 60)
+
+
+@AHEAD
+async def test_an_idle_engine_is_left_alone(ahead: bool) -> None:
+    engine, heard, loop = started(ahead)
+    await loop.call(lambda _: None)
+    await heard.until(lambda: len(heard.results) == 1)
+    num_plans = engine.num_plans
+    assert num_plans == 1
+    await loop.call(lambda _: None)
+    await heard.until(lambda: len(heard.results) == 2)
+    assert engine.num_plans == num_plans + 1
+    loop.stop()
+    await asyncio.to_thread(loop.join, 60)
+
+
+@AHEAD
+async def test_what_a_command_raises_without_an_answer_is_fatal(ahead: bool) -> None:
+    _, heard, loop = started(ahead)
+
+    def broken(_: Engine) -> None:
+        raise RuntimeError("a ledger that does not balance")
+
+    loop.post(broken)
+    await heard.until(lambda: bool(heard.errors))
+    assert "ledger" in str(heard.errors[0])
+    await asyncio.to_thread(loop.join, 60)

@@ -1,0 +1,95 @@
+"""A deterministic engine by its kernels: a request's bits are its own, whatever else happens.
+
+Interpreted on a CPU (`make kernels`), or on a GPU (`make gpu`), there with captured graphs.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from penstock.kernels.attention import triton_launch
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.gpu.cuda_graphs import CudaCaptures
+from penstock.workers.gpu.device_runner import DeviceRunner
+from penstock.workers.rank import rank_runtime
+from tests.support.devices import DEVICE, ON_GPU, exact_products, runs_kernels
+from tests.support.played import CROWD, few_requests, play, rehearsed_in_all_company
+from tests.support.ranks import make_model
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(not runs_kernels(), reason="needs TRITON_INTERPRET=1, or a GPU"),
+]
+
+FAMILIES = ("llama", *(("gpt-oss", "deepseek") if ON_GPU else ()))
+"""Dense; with a window, sinks and experts in one launch; with latent attention. The last two take
+minutes to interpret: their kernels are held to this one by one."""
+
+DTYPES = ("float32", "bfloat16") if ON_GPU else ("float32",)
+SPLIT = 32  # positions a part of attention, so that the requests have several
+
+
+@pytest.fixture(autouse=True)
+def _small_parts_and_exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(triton_launch, "SPLIT", 64 if ON_GPU else SPLIT)
+    with exact_products():
+        yield
+
+
+class Replays:
+    """Captures by a device's graphs, or by remembering; counts."""
+
+    def __init__(self) -> None:
+        self.replayed = 0
+        self._graphs = CudaCaptures(DEVICE) if ON_GPU else None
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        captured = compute if self._graphs is None else self._graphs.capture(compute)
+
+        def replay() -> None:
+            self.replayed += 1
+            captured()
+
+        return replay
+
+
+def make_engine(folder: Path, dtype: str, replays: Replays | None) -> Engine:
+    """replays: decodes are captured; else nothing is, and on a CPU the plain runner computes."""
+    config = WorkerConfig(
+        "w",
+        folder,
+        dtype=dtype,
+        device=DEVICE.type,
+        deterministic=True,
+        kv_cache_mib=2,
+        block_size=4,
+        max_sequences=6,
+        max_batched_tokens=48,
+    )
+    with mock.patch.object(
+        rank_runtime, "_runs_asynchronously", return_value=bool(replays or ON_GPU)
+    ):
+        engine = Engine(config)
+    torch.nn.init.constant_(engine.cache.data, torch.nan)
+    if replays:
+        assert isinstance(engine._runner, DeviceRunner)
+        engine._runner.capture(replays)
+    return engine
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_any_company(family: str, dtype: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / family, family, num_hidden_layers=2)
+    engine = make_engine(folder, dtype, None)
+    expected, *others = rehearsed_in_all_company(engine)
+    assert all(found == expected for found in others)
+    # By another engine, whose decodes are captured graphs with padding behind the rows.
+    replays = Replays()
+    captured = make_engine(folder, dtype, replays)
+    assert play(captured, few_requests(engine.spec.vocab_size), CROWD) == expected
+    assert replays.replayed > 4

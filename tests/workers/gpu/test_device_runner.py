@@ -1,0 +1,131 @@
+"""The device's runner on the CPU: graphs that are played by calling again what was captured."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.kernels.attention.op import AttentionPlan, plan_attention
+from penstock.kernels.mla.op import MlaPlan, plan_mla
+from penstock.workers.engine.model_runner import ModelRunner
+from penstock.workers.gpu import device_runner
+from penstock.workers.gpu.device_runner import DeviceRunner
+from penstock.workers.gpu.graph_buckets import GraphBuckets
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.weights.loading import load_model
+from tests.support.checkpoints import make_checkpoint
+from tests.support.planner import BLOCK_SIZE, Planner, make_cache
+
+PROMPTS = [[9, 8, 7], list(range(40)), [5]]
+NUM_STEPS = 6
+UP_DIM = 24  # of deepseek-v3 here
+
+
+class Replays:
+    """Captures by remembering, and counts."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.replayed = 0
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        self.captured += 1
+        compute()
+
+        def replay() -> None:
+            self.replayed += 1
+            compute()
+
+        return replay
+
+
+def attention(
+    starts: Any,
+    contexts: Any,
+    tables: Any,
+    layer: Any,
+    max_query: int,
+    max_context: int,
+    window: Any,
+    one_path: Any,
+) -> AttentionPlan:
+    assert max_query >= starts.diff().max()
+    assert max_context >= contexts.max()
+    assert all(each.dtype == torch.int32 for each in (starts, contexts, tables))
+    batch = starts.numpy(), contexts.numpy(), tables.numpy()
+    return plan_attention(*batch, layer, window, one_path)
+
+
+def latent(starts, contexts, tables, layer, rank, max_query, max_context, one_path) -> MlaPlan:  # type: ignore[no-untyped-def]
+    assert max_query >= starts.diff().max()
+    assert max_context >= contexts.max()
+    batch = starts.numpy(), contexts.numpy(), tables.numpy()
+    return plan_mla(*batch, layer, rank, UP_DIM, one_path)
+
+
+@pytest.fixture(autouse=True)
+def _plans_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_runner, "plan_attention_on_device", attention)
+    monkeypatch.setattr(device_runner, "plan_mla_on_device", latent)
+
+
+@pytest.fixture(scope="module", params=["qwen2-window", "deepseek-v3"])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder: Path = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, request.param)
+    return load_model(folder, "auto", torch.device("cpu"))[1]
+
+
+def make_runner(decoder: Decoder, planner: Planner) -> tuple[DeviceRunner, Replays]:
+    cache = make_cache(decoder, planner.num_blocks + 1)
+    cache.data[:, :, :-1] = torch.nan  # what a broken sequence may have left
+    runner, replays = DeviceRunner(decoder, cache, GraphBuckets(8, 64)), Replays()
+    runner.capture(replays)
+    return runner, replays
+
+
+def test_captured_decodes_give_what_uncaptured_ones_give(decoder: Decoder) -> None:
+    plain, captured = (Planner(PROMPTS, NUM_STEPS + 1) for _ in range(2))
+    one = ModelRunner(decoder, make_cache(decoder, plain.num_blocks))
+    other, replays = make_runner(decoder, captured)
+    assert replays.captured == len(GraphBuckets(8, 64).buckets())
+    for step in range(NUM_STEPS):
+        chunk = 1000 if step == 0 else 1
+        expected, found = one.run(plain.plan(chunk)), other.run(captured.plan(chunk))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        tokens = expected.argmax(-1).tolist()
+        plain.commit(plain.plan(chunk), tokens)
+        captured.commit(captured.plan(chunk), tokens)
+    assert replays.replayed == NUM_STEPS - 1
+
+
+def test_tokens_that_are_there_already_are_taken(decoder: Decoder) -> None:
+    planner = Planner(PROMPTS, 2)
+    runner, replays = make_runner(decoder, planner)
+    planner.commit(planner.plan(1000), runner.run(planner.plan(1000)).argmax(-1).tolist())
+    plan = planner.plan(1)
+    expected = runner.run(plan).clone()
+    drawn = torch.from_numpy(plan.tokens.copy())
+    plan.tokens[:] = 0
+    torch.testing.assert_close(runner.run(plan, drawn), expected)
+    assert replays.replayed == 2
+
+
+def test_a_captured_step_writes_its_slots_scratch_and_nothing_else(decoder: Decoder) -> None:
+    planner = Planner(PROMPTS, 1)
+    runner, replays = make_runner(decoder, planner)
+    runner.run(planner.plan(1000))
+    before = runner.cache.data.clone()
+    planner.computed = [len(prompt) - 1 for prompt in PROMPTS]
+    plan = planner.plan(1)
+    runner.cache.data[:] = 5.0
+    runner.cache.data[:, :, -1] = before[:, :, -1]
+    runner.run(plan)
+    assert replays.replayed == 1
+    written = torch.zeros(planner.num_blocks, BLOCK_SIZE, dtype=torch.bool)
+    written.view(-1)[torch.from_numpy(plan.slots).long()] = True
+    touched = (runner.cache.data[:, :, :-1] != 5.0).any(-1)
+    assert torch.equal(touched, written[None, None, :, None].expand_as(touched))
+    assert runner.cache.data[:, :, -1].isfinite().all()

@@ -1,0 +1,128 @@
+"""The engine where it is meant to be: run by `make gpu` only. Not run by anybody yet."""
+
+import itertools
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.stepper import DeviceStepper, make_stepper
+from penstock.workers.gpu.cuda_graphs import CudaCaptures
+from penstock.workers.gpu.device_runner import DeviceRunner
+from penstock.workers.gpu.graph_buckets import GraphBuckets
+from penstock.workers.gpu.pinned import AsyncTokenCopy, put
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.scheduling.sequence import NewSequence
+from penstock.workers.weights.loading import load_model
+from tests.support.engines import run_out, tokens_of
+from tests.support.planner import Planner, make_cache
+from tests.support.tiny import VOCAB_SIZE, tiny_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PROMPTS = [[9, 8, 7], list(range(40)), [5]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def decoder(checkpoint: Path) -> Decoder:
+    return load_model(checkpoint, "float32", torch.device("cuda"))[1]
+
+
+def test_captured_decodes_give_what_uncaptured_ones_give(decoder: Decoder) -> None:
+    planner = Planner(PROMPTS, 5)
+    runners = [
+        DeviceRunner(decoder, make_cache(decoder, planner.num_blocks + 1), GraphBuckets(8, 64))
+        for _ in range(2)
+    ]
+    runners[1].capture(CudaCaptures(decoder.device))
+    for step in range(4):
+        plan = planner.plan(1000 if step == 0 else 1)
+        expected, found = (runner.run(plan) for runner in runners)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        planner.commit(plan, expected.argmax(-1).tolist())
+
+
+def make_engine(checkpoint: Path) -> Engine:
+    return Engine(
+        WorkerConfig(
+            "w",
+            checkpoint,
+            device="cuda",
+            dtype="float32",
+            kv_cache_mib=8,
+            max_sequences=8,
+            max_batched_tokens=32,
+        )
+    )
+
+
+def sequences() -> list[NewSequence]:
+    kinds = (SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(seed=5, max_tokens=30))
+    return [
+        NewSequence(number, list(range(3, 20 + 9 * number)), 17 + 9 * number, params)
+        for number, params in enumerate(kinds)
+    ]
+
+
+def test_steps_planned_ahead_give_the_same_tokens(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint)
+    for new in sequences():
+        engine.submit(new)
+    expected = run_out(engine)
+    engine = make_engine(checkpoint)
+    engine.warm_up()
+    changed = threading.Condition()
+    pipeline = make_stepper(engine, changed)
+    assert isinstance(pipeline, DeviceStepper)
+    for new in sequences():
+        engine.submit(new)
+    answers: dict[object, list[int]] = {}
+    for turn in itertools.count():
+        result = pipeline.advance(commanded=turn == 0)
+        for key, token in tokens_of(result):
+            answers.setdefault(key, []).append(token)
+        if not pipeline.busy:
+            break
+        pipeline.plan_next()
+        with changed:
+            assert changed.wait_for(lambda: pipeline.due, 60)
+    pipeline.stop()
+    assert answers == expected
+
+
+def test_tokens_come_back_while_the_stream_goes_on() -> None:
+    copying = torch.cuda.Stream()
+    work = torch.randn(2048, 2048, device="cuda")
+    found = []
+    for number in range(20):
+        tokens = put(torch.full((64,), number, dtype=torch.int32).numpy(), work.device)
+        finite = torch.arange(64, device="cuda") != number
+        found.append(AsyncTokenCopy(tokens, finite, copying))
+        work = work @ work / 50
+    for number, readback in enumerate(found):
+        tokens_back, finite_back = readback.wait()
+        expected = [0 if row == number else number for row in range(64)]
+        assert tokens_back.tolist() == expected
+        assert finite_back.sum() == 63
+
+
+def test_the_cache_takes_what_is_left(checkpoint: Path) -> None:
+    config = WorkerConfig("w", checkpoint, device="cuda", max_sequences=4, max_batched_tokens=32)
+    engine = Engine(config)
+    free, total = torch.cuda.mem_get_info()
+    assert engine.cache.data.nbytes > total // 3
+    assert free > 0
+    engine.warm_up()
+    assert engine.spec.vocab_size == VOCAB_SIZE

@@ -1,0 +1,54 @@
+"""A worker whose step never ends: it says where, and is gone; its router hears of it."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.workers.health.crash_dump import STACKS, STATE
+from penstock.workers.health.watchdog import EXIT_HUNG
+from tests.support.attached import PATIENCE, Attached, greedy
+from tests.support.tiny import tiny_checkpoint
+from tests.support.worker_process import worker_process
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
+
+PROMPT = [171, 172, 173, 174]
+STEPS = 6
+
+
+async def test_a_step_that_never_ends(tmp_path: Path) -> None:
+    checkpoint, bundles = tiny_checkpoint(tmp_path / "tiny"), tmp_path / "bundles"
+    settings = {"hang_after": STEPS, "hang_seconds": 4.0, "bundles": str(bundles)}
+    async with worker_process("w0", checkpoint, **settings) as worker:
+        router = await Attached(worker.address).open()
+        await router.submit(1, PROMPT, greedy(max_tokens=50))
+        await router.until(lambda: len(router.answers[1, 1]) == STEPS)
+        await router.until_closed()
+        async with asyncio.timeout(PATIENCE):
+            assert await worker.process.wait() == EXIT_HUNG
+        await router.close()
+    (path,) = bundles.iterdir()
+    assert "stand_still" in (path / STACKS).read_text()
+    state = json.loads((path / STATE).read_text())
+    assert state["why"].startswith("the engine has not moved for ")
+    (sequence,) = state["scheduler"]["sequences"]
+    assert (sequence["phase"], sequence["prompt_len"]) == ("running", len(PROMPT))
+    assert sequence["num_tokens"] == len(PROMPT) + STEPS
+    assert state["scheduler"]["ledger"] == "balances"
+    assert len(state["scheduler"]["steps_in_flight"]) == 1
+    assert not set(PROMPT) <= set(numbers(state)), "what was said is nobody's business"
+
+
+def numbers(found: Any) -> Iterator[float]:
+    """Every number in it."""
+    if isinstance(found, dict):
+        found = list(found.values())
+    if isinstance(found, list):
+        for each in found:
+            yield from numbers(each)
+    elif isinstance(found, int | float):
+        yield found

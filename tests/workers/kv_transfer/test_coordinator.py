@@ -1,0 +1,374 @@
+"""Hand-overs between two workers on one loop: what moves, what is computed, what can go wrong."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from penstock.protos import worker_pb2 as wire
+from penstock.workers.config import WorkerConfig
+from penstock.workers.kv_transfer import sender as source_side
+from penstock.workers.kv_transfer.staging import KvStaging
+from penstock.workers.kv_transfer.transport import RankPair
+from penstock.workers.service.grpc_service import RunningWorker, serve_worker
+from tests.support.attached import Attached, greedy
+from tests.support.handover import HandOvers, Moving
+from tests.support.tiny import tiny_checkpoint
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = [3 + (7 * i) % 150 for i in range(100)]
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+async def serve(name: str, checkpoint: Path, **other: Any) -> RunningWorker:
+    sizes = {"kv_cache_mib": 1, "transfer_seconds": 20.0}
+    return await serve_worker(WorkerConfig(name, checkpoint, **{**sizes, **other}))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def workers(checkpoint: Path) -> AsyncIterator[tuple[RunningWorker, RunningWorker]]:
+    prefill, decode = await serve("prefill", checkpoint), await serve("decode", checkpoint)
+    yield prefill, decode
+    await prefill.stop()
+    await decode.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pools(workers: tuple[RunningWorker, RunningWorker]) -> AsyncIterator[HandOvers]:
+    prefill, decode = workers
+    pools = await HandOvers.open(prefill.address, decode.address)
+    yield pools
+    await pools.close()
+
+
+def kv_bytes(pools: HandOvers, num_tokens: int) -> int:
+    """Of whole blocks: layers x (K, V) x KV heads x head_dim x float32."""
+    size = pools.decode.welcome.block_size
+    return -(-num_tokens // size) * size * 3 * 2 * 2 * 8 * 4
+
+
+def holds_nothing(attached: Attached) -> bool:
+    load = attached.load
+    return load.free_blocks + load.cached_blocks == attached.welcome.num_blocks
+
+
+async def settle(pools: HandOvers) -> None:
+    """Wait until neither worker holds anything: the ledgers balance."""
+    for attached in (pools.prefill, pools.decode):
+        await attached.until(partial(holds_nothing, attached))
+        assert attached.load.running == attached.load.leased_blocks == 0
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 70])
+async def test_the_answer_is_a_mixed_worker_s(pools: HandOvers, length: int) -> None:
+    prompt = PROMPT[:length]
+    expected = await pools.mixed(prompt, NUM_TOKENS)
+    before = pools.decode.load
+    sent = pools.prefill.load.bytes_sent
+    moving = await pools.prefilled(prompt, NUM_TOKENS)
+    assert await moving.whole() == expected
+    received = await pools.decode.message("received", moving.request)
+    after = pools.decode.load
+    assert moving.kv_len == length
+    assert received.bytes == kv_bytes(pools, length)
+    assert after.bytes_received - before.bytes_received == received.bytes
+    assert after.prompt_tokens_computed == before.prompt_tokens_computed
+    await settle(pools)
+    assert pools.prefill.load.bytes_sent - sent == received.bytes
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (8, 12)], ids=str)
+async def test_blocks_may_have_other_sizes(
+    checkpoint: Path, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 2000)
+    both = [await serve(f"of {size}", checkpoint, block_size=size) for size in sizes]
+    pools = await HandOvers.open(both[0].address, both[1].address)
+    for length in (1, 16, 17, 70):
+        expected = await pools.mixed(PROMPT[:length], NUM_TOKENS)
+        computed = pools.decode.load.prompt_tokens_computed
+        moving = await pools.prefilled(PROMPT[:length], NUM_TOKENS)
+        assert await moving.whole() == expected
+        assert pools.decode.load.prompt_tokens_computed == computed, "it came"
+        await settle(pools)
+    first = await pools.prefilled(PROMPT[:50], NUM_TOKENS, salt=b"shared")
+    await first.whole()
+    expected = await pools.mixed(PROMPT[:70], NUM_TOKENS)
+    second = await pools.prefilled(PROMPT[:70], NUM_TOKENS, salt=b"shared")
+    assert await second.whole() == expected
+    assert (await second.ready()).have == 50 // sizes[1] * sizes[1], "it had the rest"
+    await settle(pools)
+    await pools.close()
+    for worker in both:
+        await worker.stop()
+
+
+async def test_sampling_goes_on_as_if_nothing_had_happened(pools: HandOvers) -> None:
+    params: dict[str, Any] = {
+        "temperature": 0.9,
+        "seed": 77,
+        "top_p": 0.95,
+        "presence_penalty": 0.3,
+    }
+    expected = await pools.mixed(PROMPT[:33], 30, **params)
+    moving = await pools.prefilled(PROMPT[:33], 30, **params)
+    assert await moving.whole() == expected
+
+
+async def test_what_the_destination_has_does_not_travel(pools: HandOvers) -> None:
+    expected = await pools.mixed(PROMPT[:70], NUM_TOKENS)
+    first = await pools.prefilled(PROMPT[:50], NUM_TOKENS, salt=b"shared")
+    await first.whole()
+    second = await pools.prefilled(PROMPT[:70], NUM_TOKENS, salt=b"shared")
+    assert await second.whole() == expected
+    assert (await second.ready()).have == 48
+    received = await pools.decode.message("received", second.request)
+    assert received.bytes == kv_bytes(pools, 70) - kv_bytes(pools, 48)
+    await settle(pools)
+
+
+async def test_a_crowd_moves_at_once(pools: HandOvers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 1)
+    prompts = [PROMPT[i : i + 20 + 9 * i] for i in range(8)]
+    expected = [await pools.mixed(prompt, NUM_TOKENS) for prompt in prompts]
+    moving = [await pools.prefilled(prompt, NUM_TOKENS) for prompt in prompts]
+    for one in moving:
+        await one.submit()
+    for one in moving:
+        await one.send()
+    assert [await one.answer() for one in moving] == expected
+    for one in moving:
+        assert await pools.decode.message("received", one.request)
+        await one.drop()
+    await settle(pools)
+
+
+# ------------------------------------------------------------------ what can go wrong
+
+
+class Gate:
+    """Holds calls of one method of every staging until it is opened; counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, free: int) -> None:
+        self.num_calls = 0
+        self._opened = threading.Event()
+        original = getattr(KvStaging, method)
+
+        def held(*args: Any) -> Any:
+            self.num_calls += 1
+            if self.num_calls > free:
+                assert self._opened.wait(60)
+            return original(*args)
+
+        monkeypatch.setattr(KvStaging, method, held)
+
+    def open(self) -> None:
+        self._opened.set()
+
+    async def reached(self, num_calls: int) -> None:
+        async with asyncio.timeout(60):
+            while self.num_calls < num_calls:
+                await asyncio.sleep(0.005)
+
+
+async def failed(attached: Attached, moving: Moving) -> str:
+    reason = (await attached.message("failed", moving.request)).reason
+    assert isinstance(reason, str)
+    return reason
+
+
+async def test_a_flipped_bit_is_seen_and_the_answer_still_right(
+    pools: HandOvers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await pools.mixed(PROMPT[:40], NUM_TOKENS)
+    monkeypatch.setattr(RankPair, "send", flipping)
+    moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
+    assert await moving.whole() == expected
+    assert "checksum" in await failed(pools.decode, moving)
+    await settle(pools)
+
+
+def flipping(pair: RankPair, data: torch.Tensor) -> None:
+    """Sends it, but for a bit, which is flipped on its way."""
+    if data.dtype == torch.uint8:
+        data[len(data) // 2] ^= 4
+    send(pair, data)
+
+
+send = RankPair.send
+
+
+async def test_a_lease_dropped_while_it_is_sent(
+    pools: HandOvers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 1)
+    gate = Gate(monkeypatch, "gather", free=2)
+    expected = await pools.mixed(PROMPT[:70], NUM_TOKENS)
+    moving = await pools.prefilled(PROMPT[:70], NUM_TOKENS)
+    await moving.submit()
+    await moving.send()
+    await gate.reached(3)
+    leased = pools.prefill.load.leased_blocks
+    await pools.prefill.drop(moving.request)
+    # The drop has been obeyed when what came after it is done; the blocks are still being read.
+    await pools.mixed(PROMPT[:3], 2)
+    await pools.prefill.submit(10**6, PROMPT[:3], greedy(1))
+    await pools.prefill.answer(10**6)
+    assert pools.prefill.load.leased_blocks == leased == 5
+    gate.open()
+    assert await moving.answer() == expected
+    assert "gave up" in await failed(pools.decode, moving)
+    await settle(pools)
+
+
+async def test_a_receiver_dropped_while_it_is_written(
+    pools: HandOvers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "scatter", free=0)
+    moving = await pools.prefilled(PROMPT[:70], NUM_TOKENS)
+    await moving.submit()
+    await moving.send()
+    await gate.reached(1)
+    free = pools.decode.load.free_blocks
+    await moving.drop()
+    await pools.mixed(PROMPT[:3], 2)
+    assert pools.decode.load.free_blocks <= free  # kept: they are being written
+    gate.open()
+    await settle(pools)
+    again = await pools.prefilled(PROMPT[:70], NUM_TOKENS)
+    assert await again.whole() == await pools.mixed(PROMPT[:70], NUM_TOKENS)
+
+
+async def test_a_receiver_dropped_between_messages(
+    pools: HandOvers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 1)
+    gate = Gate(monkeypatch, "gather", free=2)
+    moving = await pools.prefilled(PROMPT[:70], NUM_TOKENS)
+    await moving.submit()
+    await moving.send()
+    await gate.reached(3)
+    await pools.decode.drop(moving.request, 2)
+    await pools.mixed(PROMPT[:3], 2)
+    gate.open()
+    await pools.prefill.drop(moving.request)
+    await settle(pools)
+    assert gate.num_calls < 15  # the source has stopped: nobody wanted more
+
+
+async def test_a_lease_that_is_gone(pools: HandOvers) -> None:
+    expected = await pools.mixed(PROMPT[:40], NUM_TOKENS)
+    moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
+    await moving.submit()
+    await pools.prefill.drop(moving.request)
+    await moving.send()
+    assert await moving.answer() == expected
+    assert "gave up" in await failed(pools.decode, moving)
+    await settle(pools)
+
+
+async def test_a_send_for_an_epoch_that_nobody_knows(pools: HandOvers) -> None:
+    moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
+    await moving.submit()
+    received = pools.decode.load.bytes_received
+    await moving.send(epoch=10**9)
+    other = await pools.prefilled(PROMPT[:20], NUM_TOKENS)
+    await other.whole()
+    assert pools.decode.load.bytes_received == received + kv_bytes(pools, 20)
+    await moving.drop()
+    await settle(pools)
+
+
+@pytest.mark.parametrize(
+    ("meeting", "reason"),
+    [({"secret": "wrong"}, "UNAUTHENTICATED"), ({"address": "127.0.0.1:1"}, "UNAVAILABLE")],
+)
+async def test_a_source_that_cannot_reach_the_destination_says_so(
+    pools: HandOvers, meeting: dict[str, str], reason: str
+) -> None:
+    expected = await (await pools.prefilled(PROMPT[:40], NUM_TOKENS)).whole()
+    moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
+    await moving.submit()
+    ready = await moving.ready()
+    to = wire.Meeting()
+    to.CopyFrom(ready.at)
+    to.MergeFrom(wire.Meeting(**meeting))
+    await moving.send(to=to)
+    assert reason in await failed(pools.prefill, moving)
+    # The pair that had been there was given up for the new address: the destination knows.
+    assert await moving.answer() == expected
+    await moving.drop()
+    await settle(pools)
+
+
+@pytest.mark.parametrize("source", [{"layout": "another"}, {"kv_len": 0}, {"kv_len": 10**6}])
+async def test_a_source_of_no_use_is_not_waited_for(
+    pools: HandOvers, source: dict[str, Any]
+) -> None:
+    expected = await pools.mixed(PROMPT[:40], NUM_TOKENS)
+    moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
+    await moving.submit(**source)
+    assert await moving.answer() == expected
+    assert not any(message.HasField("ready") for message in pools.decode.heard)
+    await moving.drop()
+    await settle(pools)
+
+
+async def test_a_wait_for_blocks_is_bounded(checkpoint: Path, pools: HandOvers) -> None:
+    expected = await pools.mixed(PROMPT[:40], NUM_TOKENS)
+    impatient = await serve("impatient", checkpoint, transfer_seconds=0.2)
+    decode = await Attached(impatient.address).open()
+    moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
+    alone = replace(moving, pools=HandOvers(pools.prefill, decode))
+    await alone.submit()
+    assert await alone.answer() == expected
+    assert "nothing came for 0.2 s" in await failed(decode, alone)
+    await alone.drop()
+    await decode.close()
+    await impatient.stop()
+
+
+async def test_a_source_that_dies_is_not_waited_for(checkpoint: Path, pools: HandOvers) -> None:
+    expected = await pools.mixed(PROMPT[:40], NUM_TOKENS)
+    mortal = await serve("mortal", checkpoint)
+    prefill = await Attached(mortal.address).open()
+    both = HandOvers(prefill, pools.decode)
+    first = await both.prefilled(PROMPT[:20], NUM_TOKENS)
+    await first.whole()
+    moving = await both.prefilled(PROMPT[:40], NUM_TOKENS)
+    await moving.submit()
+    await moving.ready()
+    await mortal.stop()
+    assert await moving.answer() == expected
+    assert "the pair with mortal broke" in await failed(pools.decode, moving)
+    await pools.decode.drop(moving.request, 2)
+    await prefill.close()
+    await settle(pools)
+
+
+async def test_a_destination_that_comes_again_is_met_anew(
+    checkpoint: Path, pools: HandOvers
+) -> None:
+    for _ in range(2):
+        running = await serve("reborn", checkpoint)
+        decode = await Attached(running.address).open()
+        both = HandOvers(pools.prefill, decode)
+        moving = await both.prefilled(PROMPT[:40], NUM_TOKENS)
+        assert len(await moving.whole()) == NUM_TOKENS
+        assert await decode.message("received", moving.request)
+        await decode.close()
+        await running.stop()
+    await settle(pools)

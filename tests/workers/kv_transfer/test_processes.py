@@ -1,0 +1,111 @@
+"""Hand-overs between processes, and the deaths of either."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.attached import Attached
+from tests.support.handover import HandOvers
+from tests.support.tiny import tiny_checkpoint
+from tests.support.worker_process import worker_process
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = [3 + (7 * i) % 150 for i in range(100)]
+NUM_TOKENS = 12
+BYTES_PER_BLOCK = 16 * 3 * 2 * 2 * 8 * 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+async def test_answers_are_a_mixed_worker_s(checkpoint: Path) -> None:
+    async with (
+        worker_process("prefill", checkpoint, role="prefill") as prefill,
+        worker_process("decode", checkpoint, role="decode") as decode,
+    ):
+        pools = await HandOvers.open(prefill.address, decode.address)
+        for length in (1, 15, 16, 17, 31, 33, 100):
+            expected = await pools.mixed(PROMPT[:length], NUM_TOKENS)
+            computed = pools.decode.load.prompt_tokens_computed
+            moving = await pools.prefilled(PROMPT[:length], NUM_TOKENS)
+            assert await moving.whole() == expected
+            assert pools.decode.load.prompt_tokens_computed == computed
+            received = await pools.decode.message("received", moving.request)
+            assert received.bytes == -(-length // 16) * BYTES_PER_BLOCK
+        await pools.close()
+
+
+async def test_ranks_transfer_to_ranks_in_other_shapes_and_blocks(checkpoint: Path) -> None:
+    async with (
+        worker_process("one", checkpoint) as one,
+        worker_process("tp2", checkpoint, tp=2, block_size=32) as tp2,
+        worker_process("pp2", checkpoint, pp=2) as pp2,
+    ):
+        for prefill, decode in ((tp2, one), (one, tp2), (pp2, tp2)):
+            pools = await HandOvers.open(prefill.address, decode.address)
+            expected = await pools.mixed(PROMPT[:37], 6)
+            computed = pools.decode.load.prompt_tokens_computed
+            moving = await pools.prefilled(PROMPT[:37], 6)
+            assert await moving.whole() == expected
+            assert pools.decode.load.prompt_tokens_computed == computed
+            received = await pools.decode.message("received", moving.request)
+            assert received.bytes == 3 * BYTES_PER_BLOCK
+            await pools.close()
+
+
+async def test_a_source_killed_while_it_sends(checkpoint: Path) -> None:
+    async with (
+        worker_process("prefill", checkpoint, slow_gather=0.02) as prefill,
+        worker_process("decode", checkpoint, transfer_seconds=60.0) as decode,
+    ):
+        pools = await HandOvers.open(prefill.address, decode.address)
+        expected = await pools.mixed(PROMPT, NUM_TOKENS)
+        bystander = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
+        await bystander.whole()
+        moving = await pools.prefilled(PROMPT, NUM_TOKENS)
+        await moving.submit()
+        received = pools.decode.load.bytes_received
+        await moving.send()
+        # Other requests' steps bring the counters: some of its 21 messages are in, others are not.
+        while pools.decode.load.bytes_received == received:
+            await pools.mixed(PROMPT[:2], 2)
+        await prefill.kill()
+        assert await moving.answer() == expected
+        assert "broke" in (await pools.decode.message("failed", moving.request)).reason
+        await pools.decode.drop(moving.request, 2)
+        load = await pools.decode.until(lambda: not pools.decode.load.running and pools.decode.load)
+        assert load.free_blocks + load.cached_blocks == pools.decode.welcome.num_blocks
+        await pools.close()
+
+
+async def test_a_destination_killed_while_it_receives(checkpoint: Path) -> None:
+    async with (
+        worker_process("prefill", checkpoint, slow_gather=0.02) as prefill,
+        worker_process("decode", checkpoint) as decode,
+        worker_process("second", checkpoint) as second,
+    ):
+        pools = await HandOvers.open(prefill.address, decode.address)
+        expected = await pools.mixed(PROMPT, NUM_TOKENS)
+        moving = await pools.prefilled(PROMPT, NUM_TOKENS)
+        await moving.submit()
+        await moving.send()
+        received = pools.decode.load.bytes_received
+        while pools.decode.load.bytes_received == received:
+            await pools.mixed(PROMPT[:2], 2)
+        await decode.kill()
+        await pools.prefill.message("failed", moving.request)
+        # The lease still stands: another worker takes the sequence from it.
+        pools.decode = await Attached(second.address).open()
+        await moving.submit()
+        await moving.send()
+        assert await moving.answer() == expected
+        assert await pools.decode.message("received", moving.request)
+        await moving.drop()
+        load = pools.prefill.load
+        await pools.prefill.until(lambda: not pools.prefill.load.leased_blocks)
+        load = pools.prefill.load
+        assert load.free_blocks + load.cached_blocks == pools.prefill.welcome.num_blocks
+        await pools.close()

@@ -1,0 +1,78 @@
+"""Hand-overs between workers of any shapes and block sizes, whose ranks are threads here."""
+
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from penstock.workers.kv_transfer import sender as source_side
+from penstock.workers.parallel.rendezvous import LocalStore
+from penstock.workers.rank.follower import Follower
+from penstock.workers.service.grpc_service import RunningWorker, serve_worker
+from tests.support.attached import Attached
+from tests.support.handover import HandOvers
+from tests.support.ranks import make_model, rank_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = [3 + (7 * i) % 150 for i in range(60)]
+NUM_TOKENS = 6
+SHAPES = {"one": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2-pp2": (2, 2, 1)}
+KINDS = [("llama", "auto"), ("deepseek", "auto"), ("llama", "bfloat16"), ("falcon-rw", "auto")]
+BLOCK_SIZES = {"one": 4, "tp2": 8, "pp2": 4, "tp2-pp2": 6}
+
+
+async def serve(name: str, model: Path, kv_cache_dtype: str) -> RunningWorker:
+    """Of the shape of that name."""
+    store = LocalStore()
+    sizes = {"block_size": BLOCK_SIZES[name], "kv_cache_dtype": kv_cache_dtype}
+    config = replace(rank_config(model, SHAPES[name], **sizes), name=name)
+
+    def follow(rank: int) -> None:
+        Follower(replace(config, rank=rank), store, lambda done, total: None).run()
+
+    for rank in range(1, config.coord.mesh.num_ranks):
+        threading.Thread(target=follow, args=(rank,), daemon=True).start()
+    return await serve_worker(config, store=store)
+
+
+Workers = dict[str, RunningWorker]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS, ids="-".join)
+async def workers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Workers]:
+    family, kv_cache_dtype = request.param
+    model = make_model(tmp_path_factory.mktemp(family), family)
+    found = {name: await serve(name, model, kv_cache_dtype) for name in SHAPES}
+    yield found
+    for worker in found.values():
+        await worker.stop()
+
+
+async def test_layouts_are_the_model_s_whatever_the_shape(workers: Workers) -> None:
+    attached = [await Attached(worker.address).open("looks") for worker in workers.values()]
+    assert len({each.welcome.layout for each in attached}) == 1
+    for each in attached:
+        await each.close()
+
+
+@pytest.mark.parametrize("pair", list(permutations(SHAPES, 2)), ids="-to-".join)
+async def test_any_shape_hands_over_to_any_other(
+    workers: Workers, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 3000)  # several messages, layers apart
+    prefill, decode = (workers[name].address for name in pair)
+    pools = await HandOvers.open(prefill, decode, f"router {pair}")
+    for length in (3, 17, 60):
+        expected = await pools.mixed(PROMPT[:length], NUM_TOKENS)
+        computed = pools.decode.load.prompt_tokens_computed
+        moving = await pools.prefilled(PROMPT[:length], NUM_TOKENS)
+        assert await moving.whole() == expected
+        assert pools.decode.load.prompt_tokens_computed == computed, "it came, and was not computed"
+    await pools.close()

@@ -1,0 +1,76 @@
+"""Blocks into messages and back: every position lands where it belongs, and nothing else moves."""
+
+from math import gcd
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.workers.kv_transfer.shards import LayerHeadRange, split
+from penstock.workers.kv_transfer.staging import KvStaging, blocks_of
+
+LAYERS, DIM = 3, 2
+WHOLE = LayerHeadRange(0, LAYERS, 0, 2)
+LATENT = LayerHeadRange(0, LAYERS, 0, 1)
+
+
+class Side:
+    """A cache, and a sequence of so many positions in scattered blocks of it."""
+
+    def __init__(
+        self, whole: LayerHeadRange, size: int, length: int, rng: np.random.Generator
+    ) -> None:
+        num, heads = -(-length // size), whole.last_head
+        num_sides = 1 if whole == LATENT else 2
+        shape = (LAYERS, num_sides, num + 3, heads, size, DIM)
+        self.size = size
+        self.kv = torch.from_numpy(rng.integers(0, 1 << 40, shape))
+        self.staging = KvStaging(self.kv, whole)
+        self.blocks = rng.permutation(num + 3)[:num].astype(np.int32)
+
+    def sequence(self) -> torch.Tensor:
+        """[layers, sides, heads, positions, features]."""
+        kv = self.kv[:, :, torch.from_numpy(self.blocks).long()].movedim(2, 3)
+        return kv.flatten(3, 4)
+
+    def put(self, positions: torch.Tensor) -> torch.Tensor:
+        """The cache with that sequence in it instead."""
+        changed = self.kv.clone()
+        cut = torch.unflatten(positions, 3, (-1, self.size)).movedim(3, 2)
+        changed[:, :, torch.from_numpy(self.blocks).long()] = cut
+        return changed
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[LayerHeadRange, int, int, int, int, int, int]:
+    whole = draw(st.sampled_from([WHOLE, LATENT]))
+    theirs, ours = (draw(st.sampled_from([1, 2, 3, 4, 6, 16, 32])) for _ in range(2))
+    start = ours * draw(st.integers(0, 3))
+    stop = start + draw(st.integers(1, 70))
+    message_bytes, seed = draw(st.integers(1, 4000)), draw(st.integers(0, 99))
+    return whole, theirs, ours, start, stop, message_bytes, seed
+
+
+@given(moves())
+def test_positions_arrive_whatever_the_sizes_of_blocks(
+    move: tuple[LayerHeadRange, int, int, int, int, int, int],
+) -> None:
+    whole, theirs, ours, start, stop, message_bytes, seed = move
+    rng = np.random.default_rng(seed)
+    source, target = Side(whole, theirs, stop, rng), Side(whole, ours, stop, rng)
+    unit = gcd(theirs, ours)
+    shape = source.staging.shape.cut(unit)
+    assert shape == target.staging.shape.cut(unit)
+    end = -(-stop // unit) * unit  # the last unit travels whole
+    expected = target.sequence()
+    expected[:, :, :, start:end] = source.sequence()[:, :, :, start:end]
+    after = target.put(expected)
+    own = target.blocks[start // ours :]  # reserved: those below hold it already
+    pinned = source.blocks[start // theirs :]
+    for shard in split(whole, start, stop, shape, message_bytes):
+        data = source.staging.gather(blocks_of(shard, pinned, start, theirs), shard, unit)
+        assert data.dtype == torch.uint8
+        assert len(data) == shape.num_bytes(shard)
+        target.staging.scatter(blocks_of(shard, own, start, ours), shard, data, unit)
+    assert torch.equal(target.kv, after)

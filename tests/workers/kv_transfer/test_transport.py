@@ -1,0 +1,113 @@
+"""Pairs of ranks: a store that two sides mirror, and a communicator that can break."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+
+from penstock.workers.kv_transfer.transport import (
+    DESTINATION,
+    SOURCE,
+    MirrorStore,
+    PairBroken,
+    RankPair,
+)
+
+CPU = torch.device("cpu")
+
+
+def mirrored(seconds: float) -> tuple[MirrorStore, MirrorStore]:
+    stores: list[MirrorStore] = []
+    one = MirrorStore(lambda key, value: stores[1].receive(key, value), seconds)
+    other = MirrorStore(lambda key, value: stores[0].receive(key, value), seconds)
+    stores += [one, other]
+    return one, other
+
+
+@pytest.fixture
+def pairs() -> Iterator[tuple[RankPair, RankPair]]:
+    stores = mirrored(1.0)
+    source = RankPair(SOURCE, stores[0], CPU, "127.0.0.1", 1.0)
+    destination = RankPair(DESTINATION, stores[1], CPU, "127.0.0.1", 1.0)
+    source.connected().result(60)
+    destination.connected().result(60)
+    yield source, destination
+    source.close()
+    destination.close()
+
+
+def broken(future: Future[None]) -> str:
+    with pytest.raises(PairBroken) as caught:
+        future.result(60)
+    return str(caught.value)
+
+
+def test_a_value_is_there_on_both_sides() -> None:
+    one, other = mirrored(1.0)
+    one.set("a", b"\x00\xff")
+    other.set("b", "text")
+    assert (one.get("a"), other.get("a")) == (b"\x00\xff", b"\x00\xff")
+    assert one.get("b") == b"text"
+    assert one.check(["a", "b"])
+    assert not one.check(["a", "c"])
+
+
+def test_waiting_for_a_value_ends_with_its_coming_its_bound_or_the_close() -> None:
+    one, other = mirrored(60.0)
+    found: list[bytes] = []
+    waiting = threading.Thread(target=lambda: found.append(one.get("late")))
+    waiting.start()
+    other.set("late", b"value")
+    waiting.join(60)
+    assert found == [b"value"]
+    with pytest.raises(PairBroken, match="did not say never"):
+        one.wait(["never"], timedelta(seconds=0.01))
+    one.close()
+    with pytest.raises(PairBroken, match="did not say never"):
+        one.get("never")
+
+
+def test_messages_arrive_whole_and_in_order(pairs: tuple[RankPair, RankPair]) -> None:
+    source, destination = pairs
+    sent = [torch.randn(size) for size in (1, 1000, 300_000)]
+    received = [torch.empty_like(data) for data in sent]
+    receives = [destination.run(partial(destination.receive, data)) for data in received]
+    for data in sent:
+        source.run(partial(source.send, data)).result(60)
+    for future in receives:
+        future.result(60)
+    assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
+
+
+@pytest.mark.slow
+def test_a_receive_that_nobody_answers_breaks_the_pair(pairs: tuple[RankPair, RankPair]) -> None:
+    source, destination = pairs
+    data = torch.zeros(10)
+    assert "Timed out" in broken(destination.run(lambda: destination.receive(data)))
+    assert broken(source.run(lambda: source.send(data)))
+
+
+def test_a_closed_pair_takes_nothing_more(pairs: tuple[RankPair, RankPair]) -> None:
+    source, destination = pairs
+    source.close()
+    source.close()
+    assert broken(source.run(lambda: source.send(torch.zeros(1)))) == "the pair is closed"
+    assert broken(destination.run(lambda: destination.receive(torch.zeros(1))))
+
+
+def test_nobody_on_the_other_side() -> None:
+    store = MirrorStore(lambda key, value: None, 0.1)
+    pair = RankPair(SOURCE, store, CPU, "127.0.0.1", 0.1)
+    assert "did not say" in broken(pair.connected())
+    assert broken(pair.run(lambda: pair.send(torch.zeros(1))))
+    pair.close()
+
+
+def test_a_close_ends_the_wait_for_the_other_side() -> None:
+    pair = RankPair(SOURCE, MirrorStore(lambda key, value: None, 300), CPU, "127.0.0.1", 300)
+    pair.close()
+    assert broken(pair.connected())

@@ -1,0 +1,174 @@
+"""A decoder's decode steps as programs: what `transformers` answers, and what the decoder gives."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from penstock.kernels.linear import cpu_packed_f32
+from penstock.kernels.moe.routing import Routing
+from penstock.workers.engine import model_runner
+from penstock.workers.layers import packing
+from penstock.workers.layers.moe import MoE
+from penstock.workers.models.cpu_step_graph import MAX_ROWS, DecodeStepGraph, build_cpu_step_graph
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.weights.loading import load
+from tests.support.answers import check, expected_answers
+from tests.support.even import EVEN, make_even
+from tests.support.planner import Planner, generate, make_cache
+
+MAX_NEW = 12
+LENGTHS = (3, 17, 40)
+
+SMALL_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+
+PROGRAMS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**EVEN),
+    "llama, an odd vocabulary": lambda: transformers.LlamaConfig(**EVEN | {"vocab_size": 307}),
+    "llama, biases": lambda: transformers.LlamaConfig(
+        **EVEN, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "mistral, a window": lambda: transformers.MistralConfig(**EVEN, sliding_window=13),
+    "qwen2": lambda: transformers.Qwen2Config(**EVEN),
+    "qwen3, norms of heads": lambda: transformers.Qwen3Config(**EVEN),
+    "gemma2, norms after, caps": lambda: transformers.Gemma2Config(
+        **EVEN, sliding_window=13, query_pre_attn_scalar=24
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**EVEN, num_local_experts=4),
+    "qwen2 moe, a shared expert": lambda: transformers.Qwen2MoeConfig(**EVEN, **SMALL_EXPERTS),
+    "qwen2 moe, experts in every other layer": lambda: transformers.Qwen2MoeConfig(
+        **EVEN, **SMALL_EXPERTS, decoder_sparse_step=2
+    ),
+    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(**EVEN, **SMALL_EXPERTS, norm_topk_prob=False),
+    "qwen3 moe, weights that sum to one": lambda: transformers.Qwen3MoeConfig(
+        **EVEN, **SMALL_EXPERTS, norm_topk_prob=True
+    ),
+    "gemma3, two rotaries": lambda: transformers.Gemma3TextConfig(
+        **EVEN, sliding_window=13, query_pre_attn_scalar=24
+    ),
+}
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "layer norms": lambda: transformers.FalconConfig(
+        vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
+    ),
+    "experts with a clamp": lambda: transformers.GptOssConfig(**EVEN, num_local_experts=4),
+    "experts in groups": lambda: transformers.DeepseekV2Config(
+        **EVEN | {"num_key_value_heads": 4},
+        **SMALL_EXPERTS,
+        n_routed_experts=6,
+        first_k_dense_replace=0,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+    ),
+    "a product of odd size": lambda: transformers.LlamaConfig(**EVEN | {"intermediate_size": 97}),
+}
+
+
+@pytest.fixture(autouse=True)
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products of several outputs are in panels: large ones are, if vectors are wide."""
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 65)  # not a gate's
+    monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
+
+
+def made(folder: Path, config: Any, quantization: str = "none") -> tuple[Any, Decoder]:
+    model = make_even(folder, config)
+    decoder = load(folder, "float32", torch.device("cpu"), quantization=quantization)[1]
+    assert isinstance(decoder, Decoder)
+    return model, decoder
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_is_what_transformers_computes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, decoder = made(tmp_path, PROGRAMS[name]())
+    program = build_cpu_step_graph(decoder, make_cache(decoder, 4))
+    assert program is not None
+    assert (program.logits is None) == ("odd" in name)
+    played, real = [], DecodeStepGraph.run
+
+    def run(self: DecodeStepGraph, *given: Any) -> torch.Tensor:
+        played.append(given)
+        return real(self, *given)
+
+    monkeypatch.setattr(DecodeStepGraph, "run", run)
+    numbers = np.random.default_rng(5)
+    prompts = [numbers.integers(4, 300, length).tolist() for length in LENGTHS]
+    check(generate(decoder, prompts, MAX_NEW), expected_answers(reference, prompts, MAX_NEW))
+    assert len(played) == MAX_NEW - 1
+
+
+@pytest.mark.skipif(not cpu_packed_f32.has_amx(), reason="this machine has no matrix unit")
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: transformers.LlamaConfig(**EVEN | {"intermediate_size": 128}),
+        lambda: transformers.MixtralConfig(
+            **EVEN | {"intermediate_size": 128}, num_local_experts=4
+        ),
+    ],
+    ids=["llama", "mixtral"],
+)
+def test_int8_is_what_its_operations_compute(
+    config: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, decoder = made(tmp_path, config(), "int8")
+    assert build_cpu_step_graph(decoder, make_cache(decoder, 4)) is not None
+    prompts = [list(range(4, 4 + length)) for length in LENGTHS]
+    played = generate(decoder, prompts, MAX_NEW)
+    monkeypatch.setattr(model_runner, "build_cpu_step_graph", lambda *_: None)
+    check(played, generate(decoder, prompts, MAX_NEW))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_whatever_else_there_is_has_none(name: str, tmp_path: Path) -> None:
+    _, decoder = made(tmp_path, OTHERS[name]())
+    assert build_cpu_step_graph(decoder, make_cache(decoder, 4)) is None
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(2, sigmoid=True),
+        Routing(2, num_groups=2, top_groups=2),
+        Routing(2, scale=2.5),
+    ],
+    ids=["sigmoid", "groups", "scale"],
+)
+def test_another_routing_has_none(routing: Routing, tmp_path: Path) -> None:
+    _, decoder = made(tmp_path, PROGRAMS["mixtral"]())
+    block = decoder.layers[0]
+    assert isinstance(block.mlp, MoE)
+    other = replace(block, mlp=replace(block.mlp, routing=routing))
+    changed = replace(decoder, layers=(other, *decoder.layers[1:]))
+    assert build_cpu_step_graph(changed, make_cache(decoder, 4)) is None
+
+
+def test_steps_of_many_tokens_or_of_prompts_are_not_its(tmp_path: Path) -> None:
+    _, decoder = made(tmp_path, PROGRAMS["llama"]())
+    program = build_cpu_step_graph(decoder, make_cache(decoder, 4))
+    assert program is not None
+    assert program.supports(Planner([[5]] * MAX_ROWS, 1).plan(chunk=9))
+    assert not program.supports(Planner([[5]] * (MAX_ROWS + 1), 1).plan(chunk=9))
+    assert not program.supports(Planner([[5], [6, 7]], 1).plan(chunk=9))
+
+
+def test_a_token_outside_the_vocabulary_is_an_error(tmp_path: Path) -> None:
+    _, decoder = made(tmp_path, PROGRAMS["llama"]())
+    with pytest.raises(IndexError):
+        generate(decoder, [[320]], 1)

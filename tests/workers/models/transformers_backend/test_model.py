@@ -1,0 +1,47 @@
+"""Models of ours that transformers computes over our cache: its soft caps, windows and sinks pass
+through the interface. What is not ours: `test_architectures`."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.workers.models.protocols import Model
+from penstock.workers.models.spec import read_config
+from penstock.workers.models.transformers_backend.model import load_transformers_model
+from tests.support.answers import Expected, check, expected_answers
+from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.support.planner import generate
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+MAX_NEW = 8
+LENGTHS = (12, 16, 61)  # answers that cross a block and a window
+
+LoadedModel = tuple[Model, list[list[int]], Expected]
+
+
+@pytest.fixture(scope="module", params=["gemma2", "gpt-oss"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    reference = make_checkpoint(folder, request.param)
+    config = read_config(folder)
+    _, found = load_transformers_model(
+        config, (), torch.float32, CPU, None, 0, lambda done, total: None
+    )
+    numbers = np.random.default_rng(5)
+    prompts = [numbers.integers(4, VOCAB_SIZE, length).tolist() for length in LENGTHS]
+    return found, prompts, expected_answers(reference, prompts, MAX_NEW)
+
+
+def test_alone(model: LoadedModel) -> None:
+    computed, prompts, (answers, logits) = model
+    for prompt, answer, rows in zip(prompts, answers, logits, strict=True):
+        check(generate(computed, [prompt], MAX_NEW), ([answer], [rows]))
+
+
+def test_in_a_crowd_and_in_chunks(model: LoadedModel) -> None:
+    computed, prompts, expected = model
+    check(generate(computed, prompts, MAX_NEW, chunk=21), expected)

@@ -1,0 +1,201 @@
+"""What of transformers is refused, and that nothing is silently left out."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import masking_utils
+
+from penstock.workers.models import spec
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
+from penstock.workers.models.transformers_backend.probe import (
+    AttentionCall,
+    MaskProbe,
+    Unsupported,
+    check_layers,
+    check_options,
+    probe_model,
+    read_window,
+)
+from penstock.workers.weights.loading import SINGLE, load
+from tests.support.checkpoints import COMMON, LONG_ROPE, make_checkpoint
+
+CPU = torch.device("cpu")
+LONG = LONG_ROPE | {
+    "short_factor": [1.0] * 6,
+    "long_factor": [2.0] * 6,
+    "short_mscale": 1.0,
+    "long_mscale": 1.2,
+    "original_max_position_embeddings": 64,
+}
+
+
+def save(folder: Path, config: Any) -> Path:
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.25)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("Mamba", {"num_attention_heads": None}, "Mamba.* keeps other state than keys and values"),
+        ("StableLm", {}, "StableLm.* does not go through the interface"),
+        ("DiffLlama", {}, "DiffLlama.* do not attend once each"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2.* its cache has a "),
+        ("Moshi", {"sliding_window": 13}, "Moshi.* its cache keeps 13 positions"),
+        (
+            "Phimoe",
+            {"rope_parameters": LONG},
+            "Phimoe.* longrope changes .*max_model_len 64 or less",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    tmp_path: Path, kind: str, changes: dict[str, Any], words: str
+) -> None:
+    values = {
+        key: value
+        for key, value in (COMMON | changes).items()
+        if value is not None or key == "pad_token_id"
+    }
+    config = getattr(transformers, f"{kind}Config")(**values)
+    with pytest.raises(UnsupportedModel, match=words):
+        load(save(tmp_path, config), "auto", CPU)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("olmo")
+    make_checkpoint(path, "olmo")
+    return path
+
+
+def copy(folder: Path, to: Path, **changes: object) -> Path:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (to / "config.json").write_text(json.dumps(config))
+    (to / SINGLE).write_bytes((folder / SINGLE).read_bytes())
+    return to
+
+
+def test_chunks_that_are_never_crossed(tmp_path: Path) -> None:
+    """Below the size of its chunks, Llama 4 is as any other."""
+    kinds = {"attention_chunk_size": 24, "intermediate_size_mlp": 40, "head_dim": 12}
+    save(tmp_path, transformers.Llama4TextConfig(**COMMON | kinds))
+    with pytest.raises(UnsupportedModel, match="neither causal nor sliding windows"):
+        load(tmp_path, "auto", CPU)
+    found, _ = load(tmp_path, "auto", CPU, max_model_len=24)
+    assert found.max_model_len == 24
+
+
+def test_without_transformers_the_refusal_names_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spec, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModel, match=r"OlmoForCausalLM .*pip install transformers"):
+        load(folder, "auto", CPU)
+    with pytest.raises(UnsupportedModel, match=r"pip install transformers.*LlamaForCausalLM"):
+        spec.check_config(folder)
+
+
+def test_code_in_a_checkpoint_is_never_run(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text("raise SystemExit('it ran')")
+    where = {"AutoConfig": "odd.Config", "AutoModelForCausalLM": "odd.Model"}
+    copy(folder, tmp_path, auto_map=where, model_type="odd", architectures=["OddForCausalLM"])
+    with pytest.raises(UnsupportedModel, match="OddForCausalLM is not served"):
+        load(tmp_path, "auto", CPU)
+
+
+def test_an_architecture_that_is_not_its_configurations(folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path, architectures=["OlmoForSequenceClassification"])
+    with pytest.raises(UnsupportedModel, match="transformers makes OlmoForCausalLM"):
+        load(tmp_path, "auto", CPU)
+
+
+def test_weights_that_are_missing_are_not_made_up(folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
+    with pytest.raises(BadCheckpoint, match=r"missing keys .*layers\.1\.mlp\.up_proj"):
+        load(tmp_path, "auto", CPU)
+
+
+def test_pickled_weights_are_never_loaded(folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path)
+    (tmp_path / SINGLE).rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match="pickled weights only"):
+        load(tmp_path, "auto", CPU)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "words"),
+    [
+        ({}, {"position_bias": torch.zeros(1)}, "passes position_bias"),
+        ({}, {"is_causal": False}, "not causal"),
+        ({"is_causal": False}, {}, "not causal"),
+        ({}, {"dropout": 0.1}, "drops out"),
+        ({"sinks": torch.zeros(4)}, {}, "sinks that it does not pass on"),
+    ],
+)
+def test_what_a_layer_asks_for(module: dict[str, Any], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        check_options(SimpleNamespace(**module), options)
+
+
+@given(st.integers(1, 50), st.integers(4, 40))
+def test_windows_are_read_from_masks(size: int, max_model_len: int) -> None:
+    def read(function: Any) -> int:
+        return read_window({"mask_function": function}, max_model_len)
+
+    assert read(masking_utils.causal_mask_function) == 0
+    window = read(masking_utils.sliding_window_causal_mask_function(size))
+    assert window == (size if size < max_model_len else 0)
+    chunked = masking_utils.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.int64))
+    if 1 < size < max_model_len:
+        with pytest.raises(Unsupported, match="neither causal nor sliding"):
+            read(chunked)
+    with pytest.raises(Unsupported, match="neither causal nor sliding"):
+        read(masking_utils.bidirectional_mask_function)
+
+
+def layers(*heads: tuple[int, int]) -> dict[int, AttentionCall]:
+    return {number: AttentionCall(*pair, head_dim=8, window=0) for number, pair in enumerate(heads)}
+
+
+def test_layers_of_fewer_kv_heads_fit_where_these_can_be_repeated() -> None:
+    assert len(check_layers(layers((8, 2), (8, 4), (4, 1)), 3)) == 3
+    with pytest.raises(Unsupported, match=r"layer 0 has 6 heads over 2 KV heads .* another has 3"):
+        check_layers(layers((6, 2), (6, 3)), 2)
+    with pytest.raises(Unsupported, match=r"layer 1 has 6 heads over 2 KV heads .* another has 4"):
+        check_layers(layers((8, 4), (6, 2)), 2)
+    with pytest.raises(Unsupported, match="2 of its 3 layers"):
+        check_layers(layers((8, 2), (8, 4)), 3)
+
+
+def test_masks_are_not_computed_with() -> None:
+    for use in (lambda mask: mask.shape, lambda mask: mask[0], lambda mask: hasattr(mask, "dtype")):
+        with pytest.raises(Unsupported, match="masks by itself"):
+            use(MaskProbe(0))
+
+
+def test_tokens_that_meet_are_noticed() -> None:
+    def shifted(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return (tokens + tokens.roll(1)).float()[:, None]
+
+    def counted(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.arange(len(tokens)).float()[:, None]
+
+    for run in (shifted, counted):
+        with pytest.raises(Unsupported, match="meet outside of attention"):
+            probe_model(run, 1, 64, CPU)

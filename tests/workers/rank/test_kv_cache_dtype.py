@@ -1,0 +1,241 @@
+"""Engines whose keys and values are kept in bfloat16 while they compute in float32."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.engine import BeamResult, Engine
+from penstock.workers.layers import packing
+from penstock.workers.rank.fingerprint import layout_mismatch
+from penstock.workers.rank.kv_cache import choose_cache_dtype
+from penstock.workers.sampling.sampler import TokenLogprobs
+from penstock.workers.scheduling.batcher import Batcher
+from penstock.workers.scheduling.sequence import Key, NewSequence, Sibling
+from penstock.workers.service.grpc_service import serve_worker
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import greedy_sequence, run_greedy, run_out
+from tests.support.handover import HandOvers
+from tests.support.played import in_all_company
+from tests.support.tiny import HEAD_DIM, KV_HEADS, NUM_LAYERS, tiny_checkpoint
+
+PROMPT = [3 + (5 * i) % 160 for i in range(120)]
+NUM_TOKENS = 8
+BYTES_PER_TOKEN = NUM_LAYERS * 2 * KV_HEADS * HEAD_DIM * 2
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def make_engine(checkpoint: Path, **other: Any) -> Engine:
+    sizes = {"kv_cache_mib": 1, "max_sequences": 8, "max_batched_tokens": 32}
+    return Engine(WorkerConfig("w", checkpoint, **{**sizes, **other}))
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "dtype", "chosen"),
+    [
+        ("auto", "none", FP32, FP32),
+        ("auto", "none", FP16, FP16),
+        ("auto", "int8", FP32, BF16),
+        ("float32", "int8", FP32, FP32),
+        ("bfloat16", "none", FP32, BF16),
+        ("bfloat16", "none", BF16, BF16),
+    ],
+)
+def test_what_keys_and_values_are_kept_in(
+    name: str, quantization: str, dtype: torch.dtype, chosen: torch.dtype
+) -> None:
+    assert choose_cache_dtype(name, quantization, dtype, CPU) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device"),
+    [("float32", BF16, "cpu"), ("bfloat16", FP16, "cpu"), ("bfloat16", FP32, "cuda")],
+)
+def test_what_cannot_be_had_is_refused_by_name(name: str, dtype: torch.dtype, device: str) -> None:
+    with pytest.raises(ValueError, match=f"kv_cache_dtype {name} cannot be had") as caught:
+        choose_cache_dtype(name, "none", dtype, torch.device(device))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_keeps_what_it_computes_in() -> None:
+    assert choose_cache_dtype("auto", "none", BF16, torch.device("cuda")) == BF16
+
+
+def test_int8_narrows_and_twice_the_blocks_fit(checkpoint: Path) -> None:
+    wide = make_engine(checkpoint, quantization="int8", kv_cache_dtype="float32")
+    narrow = make_engine(checkpoint, quantization="int8")
+    assert (wide.cache.data.dtype, narrow.cache.data.dtype) == (FP32, BF16)
+    assert narrow.limits.num_blocks // 2 == wide.limits.num_blocks
+    assert all(each.cache.data.nbytes <= 1 << 20 for each in (wide, narrow))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_alone_and_in_a_crowd_and_preempted(checkpoint: Path, quantization: str) -> None:
+    given = {"quantization": quantization, "kv_cache_dtype": "bfloat16"}
+    engine = make_engine(checkpoint, **given)
+    lengths = (1, 15, 16, 17, 31, 33, 60)
+    expected = {n: run_greedy(engine, PROMPT[:n], NUM_TOKENS) for n in lengths}
+    for few in (False, True):
+        # 16 blocks hold the longest, and not all of them at once.
+        sizes = {"max_model_len": 256, "block_size": 4} if few else {}
+        crowd = make_engine(checkpoint, **given, **sizes)
+        for n in lengths:
+            crowd.submit(greedy_sequence(n, PROMPT[:n], NUM_TOKENS, salt=b"crowd"))
+        assert run_out(crowd) == expected
+        crowd.batcher.check()
+
+
+def test_tokens_hardly_differ_from_those_of_a_wide_cache(checkpoint: Path) -> None:
+    """A key is off by a 500th at most: what is drawn is the same but for near ties."""
+    wide, narrow = (make_engine(checkpoint, kv_cache_dtype=name) for name in ("auto", "bfloat16"))
+    answers = [
+        (run_greedy(wide, PROMPT[:n], 4), run_greedy(narrow, PROMPT[:n], 4))
+        for n in range(3, 60, 4)
+    ]
+    assert sum(a == b for a, b in answers) >= len(answers) - 3
+
+
+@pytest.fixture(scope="module", params=["none", "int8"])
+def exact(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
+    """One whose answers' bits depend on nothing else, its small products of INT8 too."""
+    sizes = {"kv_cache_mib": 2, "max_batched_tokens": 64, "block_size": 4, "max_sequences": 11}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "MIN_WEIGHTS", 1)
+        given = {"quantization": request.param, "kv_cache_dtype": "bfloat16"}
+        engine = make_engine(checkpoint, deterministic=True, **given, **sizes)
+    assert engine.cache.data.dtype == BF16
+    return engine
+
+
+@pytest.mark.slow
+def test_forked_cached_preempted_and_moved(exact: Engine) -> None:
+    expected, *others = in_all_company(exact)
+    assert all(found == expected for found in others)
+
+
+def searching(key: Key, prompt: list[int], width: int) -> NewSequence:
+    params = SamplingParams(n=width, use_beam_search=True, length_penalty=0.0, max_tokens=12)
+    siblings = tuple(Sibling(choice, prompt) for choice in range(1, width))
+    return NewSequence(key, prompt, len(prompt), params, siblings=siblings)
+
+
+def found_by(engine: Engine) -> dict[Key, list[tuple[list[int], float]]]:
+    """Of each search the answers with their scores, once nothing is left to compute."""
+    found: list[BeamResult] = []
+    while (result := engine.step()).output is not None:
+        found += result.beam_results
+    engine.batcher.check()
+    return {each.key: [(one.tokens, float(one.score)) for one in each.answers] for each in found}
+
+
+def score_of(engine: Engine, prompt: list[int], answer: list[int]) -> float:
+    """What the engine gives to an answer that it is shown as a prompt."""
+    tokens = [*prompt, *answer]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    engine.submit(NewSequence("shown", tokens, len(tokens), params, salt=b"shown"))
+    scores: list[TokenLogprobs | None] = []
+    while (result := engine.step()).output is not None:
+        for part in result.prompts:
+            scores += part.entries
+    return sum(entry.chosen for entry in scores[-len(answer) :] if entry is not None)
+
+
+@pytest.mark.slow
+def test_beams_alone_and_in_a_crowd_with_preemptions(exact: Engine) -> None:
+    prompts = {0: (PROMPT[:9], 4), 1: (PROMPT[:16], 3), 2: (PROMPT[3:36], 5)}
+    alone: dict[Key, list[tuple[list[int], float]]] = {}
+    for number, (prompt, width) in prompts.items():
+        exact.batcher = Batcher(exact.limits)
+        exact.submit(searching(number, prompt, width))
+        alone |= found_by(exact)
+    exact.batcher = Batcher(replace(exact.limits, num_blocks=30, watermark=0))
+    for number, (prompt, width) in prompts.items():
+        exact.submit(searching(number, prompt, width))
+        exact.submit(greedy_sequence(f"greedy {number}", PROMPT[number : number + 11], 30))
+    assert found_by(exact) == alone
+    assert exact.load().preemptions > 0
+    exact.batcher = Batcher(exact.limits)
+    for number, (prompt, width) in prompts.items():
+        assert len({tuple(tokens) for tokens, _ in alone[number]}) == width
+        for tokens, score in alone[number]:
+            assert score == pytest.approx(score_of(exact, prompt, tokens), abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek-v2", "gpt-neox"])
+def test_latent_rows_and_what_transformers_computes(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family)
+    engine = make_engine(tmp_path, kv_cache_dtype="bfloat16", block_size=4)
+    assert engine.cache.data.dtype == BF16
+    expected = {n: run_greedy(engine, PROMPT[:n], NUM_TOKENS) for n in (1, 9, 30)}
+    for n in expected:
+        engine.submit(greedy_sequence(n, PROMPT[:n], NUM_TOKENS, salt=b"crowd"))
+    assert run_out(engine) == expected
+
+
+def test_layouts_tell_caches_apart(checkpoint: Path) -> None:
+    wide, narrow = (
+        make_engine(checkpoint, kv_cache_dtype=name).layout for name in ("float32", "bfloat16")
+    )
+    assert layout_mismatch(wide, wide) == ""
+    said = "its KV cache is of bfloat16, ours of float32: give both one kv_cache_dtype"
+    assert layout_mismatch(narrow, wide) == said
+    assert "another model" in layout_mismatch(
+        make_engine(checkpoint, dtype="bfloat16").layout, narrow
+    )
+
+
+async def drained(pools: HandOvers) -> None:
+    """One that is half done goes on elsewhere: nothing is computed again."""
+    expected = await pools.mixed(PROMPT[:70], 60)
+    computed = pools.decode.load.prompt_tokens_computed
+    moving = await pools.half_done(PROMPT[:70], 60, after=5)
+    done = len(moving.first)
+    assert 5 <= done < 60
+    assert moving.kv_len == 70 + done - 1
+    assert await moving.whole() == expected
+    received = await pools.decode.message("received", moving.request)
+    assert received.bytes == -(-moving.kv_len // 16) * 16 * BYTES_PER_TOKEN
+    assert pools.decode.load.prompt_tokens_computed == computed
+
+
+@pytest.mark.asyncio
+async def test_kv_transfers_within_a_dtype_and_not_between_two(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: Any = {"kv_cache_mib": 1, "transfer_seconds": 20.0}
+    names = {"prefill": "bfloat16", "decode": "bfloat16", "wide": "float32"}
+    running = {
+        name: await serve_worker(WorkerConfig(name, checkpoint, kv_cache_dtype=dtype, **given))
+        for name, dtype in names.items()
+    }
+    for target, moves in (("decode", True), ("wide", False)):
+        pools = await HandOvers.open(running["prefill"].address, running[target].address)
+        expected = await pools.mixed(PROMPT[:70], NUM_TOKENS)
+        moving = await pools.prefilled(PROMPT[:70], NUM_TOKENS)
+        if moves:
+            assert await moving.whole() == expected
+            received = await pools.decode.message("received", moving.request)
+            assert received.bytes == 5 * 16 * BYTES_PER_TOKEN
+            await drained(pools)
+        else:
+            # One that does not look at the layout of its source is told when they meet.
+            with caplog.at_level(logging.WARNING):
+                await moving.submit(layout=pools.decode.welcome.layout)
+                await moving.send()
+                failed = await pools.decode.message("failed", moving.request)
+            assert "KV cache is of bfloat16, ours of float32" in failed.reason + caplog.text
+        await pools.close()
+    for worker in running.values():
+        await worker.stop()

@@ -1,0 +1,85 @@
+"""A worker's process, tuned before torch is there."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.kernels.cpu_common.numba_runtime import OPENMP
+from penstock.workers.rank.process_tuning import SPINS
+
+SCRIPT = """
+import os, sys, resource
+from penstock.workers.rank.process_tuning import settle
+settle()
+assert not {"torch", "numpy"} & sys.modules.keys()
+print(os.environ.get("GOMP_SPINCOUNT"))
+import torch
+torch.set_num_threads(1)
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(8 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+def run(**environment: str) -> list[str]:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(
+        command, env=kept | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_freed_memory_is_kept_and_threads_wait_a_little() -> None:
+    spins, faults = run()
+    assert spins == SPINS
+    assert int(faults) < 100
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_a_users_own_settings_stay() -> None:
+    spins, faults = run(OMP_WAIT_POLICY="active", MALLOC_ARENA_MAX="2")
+    assert spins == "None"
+    assert int(faults) > 100
+
+
+POOLS = """
+from penstock.workers.rank.process_tuning import settle
+settle()
+import torch
+from penstock.kernels.linear.cpu_packed_f32 import panel_product
+torch.set_num_threads(2)
+panel_product(torch.randn(4096, 64), None)(torch.randn(64, 64))
+import numba
+assert numba.threading_layer() == "omp"
+print({line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line})
+import ctypes
+assert ctypes.CDLL("libgomp.so.1.0.0").omp_get_max_active_levels() == 1  # no teams in teams
+"""
+
+
+def has_openmp() -> bool:
+    try:
+        ctypes.CDLL(OPENMP)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not has_openmp(), reason="numba has no OpenMP here")
+def test_torch_and_numba_have_one_pool_of_threads() -> None:
+    command = [sys.executable, "-c", POOLS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.count("libgomp") == 1

@@ -1,0 +1,134 @@
+"""Bad words as in transformers, allowed tokens, and what is left when both are strict."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import NoBadWordsLogitsProcessor
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.sampling.sampler import Sampler
+from penstock.workers.sampling.token_filter import TokenFilter
+from penstock.workers.scheduling.sequence import Ints
+from tests.support.histories import Table, said, table
+
+VOCAB_SIZE = 6
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+TOKENS = st.integers(0, VOCAB_SIZE - 1)
+WORDS = st.lists(st.lists(TOKENS, min_size=1, max_size=4), max_size=6)
+ROWS = st.lists(
+    st.tuples(WORDS, st.lists(TOKENS, min_size=1, max_size=8), st.booleans()),
+    min_size=1,
+    max_size=5,
+)
+
+
+def history_of(texts: list[list[int]]) -> Table:
+    tokens = np.full((len(texts), 9), 3, np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    ends = np.array([len(text) for text in texts], np.int32)
+    return Table(tokens, ends, np.ones_like(ends))
+
+
+def chosen(bans: TokenFilter, logits: torch.Tensor, rows: Ints, history: Table) -> torch.Tensor:
+    found = logits.clone()
+    bans.apply_(found, rows, np.arange(len(rows)), history)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=ROWS)
+def test_bad_words_as_transformers(rows: list[tuple[list[list[int]], list[int], bool]]) -> None:
+    bans = TokenFilter(len(rows), VOCAB_SIZE, CPU)
+    history = history_of([text for _, text, _ in rows])
+    logits = torch.randn(len(rows), VOCAB_SIZE)
+    expected = logits.clone()
+    for row, (words, text, chooses) in enumerate(rows):
+        allowed = (1, 4, 5) if chooses else ()
+        bans.admit(
+            row,
+            replace(
+                GREEDY, bad_words_token_ids=tuple(map(tuple, words)), allowed_token_ids=allowed
+            ),
+        )
+        if words:
+            one = expected[row : row + 1]
+            one[:] = NoBadWordsLogitsProcessor(words)(torch.tensor([text]), one)
+        if chooses:
+            expected[row, [0, 2, 3]] = -torch.inf
+    order = np.random.default_rng(0).permutation(len(rows)).astype(np.int32)
+    found = chosen(bans, logits[order], order, history)
+    assert torch.equal(found, expected[order])
+
+
+def greedy_token(params: SamplingParams, logits: list[float], history: Table, index: int) -> int:
+    sampler = Sampler(1, len(logits), CPU)
+    sampler.admit(0, params, 0)
+    row = np.zeros(1, np.int32)
+    found = sampler.sample(torch.tensor([logits]), row, np.array([index], np.int32), history)
+    return int(found.tokens[0]) if found.finite[0] else -1
+
+
+def test_a_bad_word_bans_its_last_token_after_the_rest_of_it() -> None:
+    logits = [5.0, 4.0, 3.0, 2.0]
+    params = replace(GREEDY, bad_words_token_ids=((2, 3, 0),))
+    for prompt, answer, expected in [
+        ([2, 3], [], 1),
+        ([2], [3], 1),
+        ([1], [2, 3], 1),
+        ([3], [2], 0),
+        ([3], [], 0),  # shorter than the word
+        ([2, 3], [1], 0),
+    ]:
+        assert greedy_token(params, logits, said(prompt, answer), len(answer)) == expected
+
+
+def test_stop_tokens_are_held_back_among_the_allowed() -> None:
+    params = replace(GREEDY, allowed_token_ids=(1, 2), stop_token_ids=(1,), min_tokens=2)
+    tokens = [greedy_token(params, [9.0, 8.0, 7.0], said([0], []), index) for index in range(4)]
+    assert tokens == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        replace(GREEDY, allowed_token_ids=(1,), bad_words_token_ids=((0, 1),)),
+        replace(GREEDY, allowed_token_ids=(1, 2), stop_token_ids=(2, 1), min_tokens=9),
+        SamplingParams(
+            allowed_token_ids=(1,), bad_words_token_ids=((1,),), typical_p=0.5, top_p=0.5
+        ),
+    ],
+)
+def test_a_row_with_nothing_left_is_told_and_touches_no_other(params: SamplingParams) -> None:
+    torch.manual_seed(4)
+    logits = torch.randn(3, VOCAB_SIZE)
+    history = history_of([[0]] * 3)
+    sampler = Sampler(3, VOCAB_SIZE, CPU)
+    for row, one in enumerate((SamplingParams(seed=1), params, SamplingParams(typical_p=0.5))):
+        sampler.admit(row, one, 0)
+    rows, indices = np.arange(3, dtype=np.int32), np.zeros(3, np.int32)
+    found = sampler.sample(logits, rows, indices, history)
+    sampler.admit(1, SamplingParams(), 0)
+    expected = sampler.sample(logits, rows, indices, history)
+    assert found.finite.tolist() == [True, False, True]
+    assert found.tokens[[0, 2]].tolist() == expected.tokens[[0, 2]].tolist()
+
+
+def test_a_row_takes_over_no_bans() -> None:
+    bans = TokenFilter(2, VOCAB_SIZE, CPU)
+    strict = replace(
+        GREEDY, allowed_token_ids=(1,), bad_words_token_ids=((2,),), stop_token_ids=(1, 99)
+    )
+    bans.admit(0, strict)
+    bans.admit(1, strict)
+    assert bans.can_stop(0)
+    bans.admit(0, GREEDY)
+    assert not bans.can_stop(0)
+    logits = torch.zeros(2, VOCAB_SIZE)
+    found = chosen(bans, logits, np.arange(2, dtype=np.int32), table(2, VOCAB_SIZE))
+    assert (found > -torch.inf).sum(-1).tolist() == [VOCAB_SIZE, 1]

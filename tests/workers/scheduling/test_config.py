@@ -1,0 +1,54 @@
+"""What is refused, and what just fits."""
+
+import pytest
+
+from penstock.workers.scheduling.batcher import Batcher
+from penstock.workers.scheduling.sequence import NeverFits, QueueFull
+from tests.support.fold_bench import Bench, limits, sequence
+
+
+def test_what_could_never_run_is_refused() -> None:
+    batcher = Batcher(limits(num_blocks=8))
+    for new, word in (
+        (sequence("a", [], 3), "prompt"),
+        (sequence("a", [1] * 64, 3), "no room for an answer"),
+        (sequence("a", [1] * 20, 30), "KV cache"),
+        (sequence("a", [1], 2, log=(1, 2)), "max_tokens"),
+        (sequence("a", [1, 2], 2, source_len=2), "offered"),
+    ):
+        with pytest.raises(NeverFits, match=word):
+            batcher.submit(new)
+    assert batcher.load().queued == 0
+
+
+def test_longest_that_fits_runs_alone() -> None:
+    bench = Bench(num_blocks=8)
+    new = sequence("a", [1] * 20, 13)  # 32 positions: the 33rd token is never computed
+    bench.batcher.submit(new)
+    bench.run()
+    bench.expect(new)
+
+
+def test_full_queue_and_taken_keys_are_refused() -> None:
+    batcher = Batcher(limits(max_queued=2))
+    batcher.submit(sequence(0, [1]))
+    with pytest.raises(ValueError, match="already"):
+        batcher.submit(sequence(0, [1]))
+    batcher.submit(sequence(1, [1]))
+    with pytest.raises(QueueFull):
+        batcher.submit(sequence(2, [1]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_blocks": 0},
+        {"max_model_len": 1},
+        {"max_sequences": 17},
+        {"watermark": -1},
+        {"lease_fraction": 1.5},
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(changes: dict[str, int | float]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        limits(**changes)

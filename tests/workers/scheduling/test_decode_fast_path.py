@@ -1,0 +1,159 @@
+"""Steady: plans that follow from the last one, also while that one is in flight."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.loadtests.simulate.fold import straight_answer
+from penstock.workers.scheduling.batcher import Batcher
+from penstock.workers.scheduling.sequence import Finished, FinishReason, StepPlan
+from tests.support.fold_bench import Bench, limits, sequence
+
+
+def decoding(bench: Bench, *lengths: int, max_tokens: int = 40) -> StepPlan:
+    """The first step in which prompts of these lengths all draw a token, in flight."""
+    for length in lengths:
+        prompt = list(range(length, 2 * length))
+        bench.batcher.submit(sequence(length, prompt, max_tokens))
+    while True:
+        plan = bench.batcher.plan(0.0)
+        assert plan is not None
+        if len(plan.tokens) == len(plan.rows) == len(lengths):
+            return plan
+        bench.commit(plan)
+
+
+def assert_same(plan: StepPlan, other: StepPlan, block_size: int) -> None:
+    for name in {each.name for each in fields(StepPlan)} - {"block_tables", "ahead", "number"}:
+        assert getattr(plan, name).tolist() == getattr(other, name).tolist(), name
+    for b, length in enumerate(plan.context_lens.tolist()):
+        used = -(-length // block_size)
+        assert plan.block_tables[b, :used].tolist() == other.block_tables[b, :used].tolist()
+
+
+def test_plan_that_follows_is_the_one_that_the_tables_give() -> None:
+    ahead, afresh = Bench(num_blocks=64), Bench(num_blocks=64)
+    plan, other = decoding(ahead, 3, 5, 8), decoding(afresh, 3, 5, 8)
+    for _ in range(30):
+        following = ahead.batcher.plan(0.0)
+        assert following is not None
+        assert following.ahead
+        drawn = ahead.model.run(plan)
+        following.fill(drawn)
+        ahead.batcher.commit(plan, drawn)
+        afresh.commit(other)
+        # What is asked of somebody who is not there changes nothing but makes it look again.
+        afresh.batcher.request_yield("nobody")
+        afresh.batcher._fast_path.invalidate()
+        plan, fresh = following, afresh.batcher.plan(0.0)
+        assert fresh is not None
+        other = fresh
+        assert_same(plan, other, 4)
+        published = [bench.batcher.table.num_published.tolist() for bench in (ahead, afresh)]
+        assert published[0] == published[1]
+
+
+def test_one_that_ends_has_a_row_in_the_step_behind_whose_token_is_thrown_away() -> None:
+    answer, _ = straight_answer([1, 2, 3], SamplingParams(max_tokens=40), 64)
+    length = next(n for n in range(3, 40) if answer[n] not in answer[:n])
+    bench = Bench()
+    bench.batcher.submit(sequence("a", [1, 2, 3], 40, stop_token_ids=(answer[length],)))
+    bench.batcher.submit(sequence("b", [7], 40))
+    plan, behind = bench.batcher.plan(0.0), bench.batcher.plan(0.0)
+    while True:
+        assert plan is not None
+        drawn = bench.model.run(plan)
+        if behind is not None:
+            behind.fill(drawn)
+        output = bench.batcher.commit(plan, drawn)
+        if FinishReason.STOP in output.finishes.tolist():
+            break
+        plan, behind = behind or bench.batcher.plan(0.0), bench.batcher.plan(0.0)
+    assert behind is not None
+    used = bench.batcher.load().used_blocks
+    assert Finished("a") in bench.batcher.events()
+    assert bench.batcher.plan(0.0) is None  # who is there must be known first
+    bench.batcher.check()
+    output = bench.batcher.commit(behind, bench.model.run(behind))
+    assert output.keys == ["b"]
+    assert bench.batcher.load().used_blocks < used
+    bench.batcher.check()
+
+
+def test_nobody_is_planned_beyond_a_limit_that_is_known() -> None:
+    bench = Bench()
+    plan = decoding(bench, 3, max_tokens=3)
+    behind = bench.batcher.plan(0.0)
+    assert behind is not None
+    behind.fill(bench.model.run(plan))
+    bench.commit(plan)
+    assert bench.batcher.plan(0.0) is None
+    bench.commit(behind)
+    assert bench.finishes == {3: FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("blocked", ["blocks", "newcomer"])
+def test_plan_behind_waits_where_the_commit_is_needed(blocked: str) -> None:
+    bench = Bench(num_blocks=3 if blocked == "blocks" else 32, max_model_len=16, watermark=0)
+    plan = decoding(bench, 3, 4, max_tokens=8)
+    if blocked == "newcomer":
+        bench.batcher.submit(sequence("new", [1, 2], 4))
+    behind = bench.batcher.plan(0.0)
+    for _ in range(4):
+        if behind is None:
+            break
+        drawn = bench.model.run(plan)
+        behind.fill(drawn)
+        bench.batcher.commit(plan, drawn)
+        plan, behind = behind, bench.batcher.plan(0.0)
+    assert behind is None
+    bench.commit(plan)
+    plan = bench.step() or plan
+    assert bench.batcher.load().preemptions == (blocked == "blocks")
+
+
+def test_withdrawn_step_is_planned_again_with_whoever_has_come() -> None:
+    bench = Bench()
+    plan = decoding(bench, 3, 4)
+    behind = bench.batcher.plan(0.0)
+    assert behind is not None
+    bench.batcher.submit(sequence("new", [1, 2], 4))
+    bench.batcher.withdraw(behind)
+    assert bench.batcher.plan(0.0) is None
+    bench.commit(plan)
+    again = bench.batcher.plan(0.0)
+    assert again is not None
+    assert len(again.rows) == 3
+    bench.commit(again)
+    bench.run()
+    for length in (3, 4):
+        bench.expect(sequence(length, list(range(length, 2 * length)), 40))
+
+
+def test_dropped_while_two_steps_are_in_flight_it_keeps_its_blocks_until_the_second_ends() -> None:
+    bench = Bench()
+    first = decoding(bench, 3, 4)
+    second = bench.batcher.plan(0.0)
+    assert second is not None
+    bench.batcher.drop(3)
+    for plan in (first, second):
+        used = bench.batcher.load().used_blocks
+        output = bench.batcher.commit(plan, np.zeros(2, np.int32))
+        assert output.keys == [4]
+    assert bench.batcher.load().used_blocks < used
+    bench.batcher.check()
+
+
+def test_rows_of_a_batch_that_stays_are_not_looked_up_again() -> None:
+    batcher = Batcher(limits())
+    batcher.submit(sequence("a", [1, 2], 40))
+    plans = []
+    for _ in range(3):
+        plan = batcher.plan(0.0)
+        assert plan is not None
+        plans.append(plan)
+        batcher.commit(plan, np.array([9], np.int32))
+    assert plans[0].rows is plans[1].rows is plans[2].rows
+    assert plans[2].tokens.tolist() == [9]

@@ -1,0 +1,90 @@
+"""Sequences whose blocks come from elsewhere."""
+
+import pytest
+
+from penstock.loadtests.simulate.fold import copy_blocks
+from penstock.workers.scheduling.sequence import Admitted, Finished, Reserved
+from tests.support.fold_bench import Bench, hand_over, sequence
+
+
+def test_received_blocks_are_read_as_if_they_were_computed() -> None:
+    for length in (1, 3, 4, 5, 8, 33):
+        prefill, decode = Bench(), Bench()
+        new = hand_over(prefill, decode, list(range(length)), 8)
+        assert decode.batcher.events()[-1] == Reserved("d", 0)
+        into = decode.batcher.reserved_blocks("d")
+        copy_blocks(prefill.model, prefill.batcher.pin("p", 0), decode.model, into)
+        assert decode.batcher.load().reserved_blocks == into.size
+        decode.batcher.transfer_done("d")
+        prefill.batcher.unpin("p")
+        decode.run()
+        decode.expect(new)
+        assert decode.batcher.load().prompt_tokens_computed == 0
+
+
+def test_only_what_is_not_cached_is_received() -> None:
+    prefill, decode = Bench(), Bench()
+    decode.batcher.submit(sequence("before", list(range(9)), 2))
+    decode.run()
+    new = hand_over(prefill, decode, list(range(14)), 8)
+    assert decode.batcher.events()[-1] == Reserved("d", 8)
+    into = decode.batcher.reserved_blocks("d")
+    copy_blocks(prefill.model, prefill.batcher.pin("p", 8), decode.model, into)
+    decode.batcher.transfer_done("d")
+    decode.run()
+    decode.expect(new)
+
+
+def test_nothing_is_received_where_everything_is_cached() -> None:
+    prefill, decode = Bench(), Bench()
+    decode.batcher.submit(sequence("before", list(range(9)), 2))
+    decode.run()
+    decode.batcher.events()
+    new = hand_over(prefill, decode, list(range(8)), 8)
+    assert decode.batcher.events() == [Admitted("d", 0), Finished("d")]
+    decode.expect(new)
+
+
+def test_what_does_not_come_is_computed() -> None:
+    prefill, decode = Bench(), Bench()
+    new = hand_over(prefill, decode, list(range(14)), 8)
+    decode.batcher.transfer_failed("d")
+    decode.run()
+    decode.expect(new)
+    assert decode.batcher.load().prompt_tokens_computed == 14
+    with pytest.raises(KeyError):
+        decode.batcher.reserved_blocks("d")
+
+
+def test_what_was_received_is_not_asked_for_again_after_a_preemption() -> None:
+    prefill, decode = Bench(), Bench(num_blocks=10, watermark=0)
+    decode.batcher.submit(sequence("first", list(range(40, 44)), 30))
+    decode.step()
+    prefill.batcher.submit(sequence("p", list(range(8)), 20, yield_after=1))
+    prefill.run()
+    log = tuple(prefill.answers["p"])
+    new = sequence("d", list(range(8)), 20, log=log, source_len=8)
+    decode.batcher.submit(new)
+    decode.step()
+    into = decode.batcher.reserved_blocks("d")
+    copy_blocks(prefill.model, prefill.batcher.pin("p", 0), decode.model, into)
+    decode.batcher.transfer_done("d")
+    decode.run()
+    decode.expect(new)
+    assert decode.batcher.load().preemptions == 1
+    kinds = [type(event) for event in decode.batcher.events() if event.key == "d"]
+    assert kinds == [Admitted, Reserved, Admitted, Finished]
+
+
+def test_reserved_blocks_of_a_dropped_receiver_wait_for_its_writer() -> None:
+    prefill, decode = Bench(), Bench()
+    hand_over(prefill, decode, list(range(14)), 8)
+    decode.batcher.drop("d")
+    decode.batcher.transfer_done("d")
+    decode.batcher.transfer_failed("d")
+    assert decode.batcher.load().reserved_blocks == 4
+    assert decode.batcher.load().running == 0
+    decode.batcher.check()
+    decode.batcher.transfer_drained("d")
+    decode.batcher.transfer_drained("d")
+    assert decode.batcher.load().free_blocks == 32

@@ -1,0 +1,510 @@
+"""The worker's service over a real channel, one worker for all tests."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.protos import worker_pb2 as wire
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.model_runner import ModelRunner
+from penstock.workers.scheduling.sequence import StepPlan
+from penstock.workers.service.grpc_service import RunningWorker, serve_worker
+from tests.support.attached import Attached, greedy
+from tests.support.engines import run_greedy
+from tests.support.tiny import VOCAB_SIZE, tiny_checkpoint
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+Reference = Callable[[list[int], int], Awaitable[list[int]]]
+
+PROMPT = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def worker(checkpoint: Path) -> AsyncIterator[RunningWorker]:
+    config = WorkerConfig(
+        "w0", checkpoint, kv_cache_mib=1, max_sequences=8, max_queued=16, token="secret"
+    )
+    running = await serve_worker(config)
+    yield running
+    await running.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def router(worker: RunningWorker, reference: Reference) -> AsyncIterator[Attached]:
+    attached = await Attached(worker.address, "secret").open()
+    yield attached
+    await attached.close()
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    """Greedy answers of the engine called directly, while the streams go on beating."""
+    engine = Engine(WorkerConfig("reference", checkpoint, kv_cache_mib=1))
+
+    async def answer(prompt: list[int], max_tokens: int) -> list[int]:
+        return await asyncio.to_thread(run_greedy, engine, prompt, max_tokens)
+
+    return answer
+
+
+def searching(width: int, max_tokens: int = 5, n: int = 1, **search: Any) -> wire.SamplingParams:
+    """A beam search that no end token stops."""
+    return greedy(max_tokens, n=n, beams=wire.BeamSearch(width=width, **search))
+
+
+def free_blocks(attached: Attached) -> int:
+    return attached.load.free_blocks + attached.load.cached_blocks
+
+
+async def refused(address: str, token: str | None, **hello: Any) -> grpc.aio.AioRpcError:
+    while True:
+        attached = Attached(address, token)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await attached.open(**hello)
+        await attached.close()
+        # A refusal that comes while Hello is being written is hidden by the client's library.
+        if "execute_batch" not in (caught.value.debug_error_string() or ""):
+            return caught.value
+
+
+# ------------------------------------------------------------------ the stream
+
+
+async def test_welcome_says_what_the_worker_is(router: Attached) -> None:
+    welcome = router.welcome
+    assert (welcome.worker, welcome.role, welcome.vocab_size) == ("w0", "mixed", VOCAB_SIZE)
+    assert (welcome.block_size, welcome.max_model_len, welcome.max_sequences) == (16, 256, 8)
+    assert welcome.num_blocks == welcome.load.free_blocks + welcome.load.cached_blocks
+    assert len(welcome.load.step_counts) == len(welcome.step_bounds) + 1
+    assert list(welcome.eos_tokens) == [1]
+    assert welcome.layout != welcome.model != ""
+
+
+async def test_health_is_serving(worker: RunningWorker) -> None:
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("token", [None, "wrong", "secret2", ""])
+async def test_a_stranger_is_unauthenticated(worker: RunningWorker, token: str | None) -> None:
+    error = await refused(worker.address, token)
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "token" in error.details()
+
+
+async def test_another_protocol_is_refused_by_name(worker: RunningWorker) -> None:
+    error = await refused(worker.address, "secret", protocol=2)
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "protocol 2 and this worker 1" in error.details()
+
+
+async def test_a_first_message_that_is_no_hello_is_refused(worker: RunningWorker) -> None:
+    attached = Attached(worker.address, "secret")
+    await attached.say(drop=wire.Drop(request=1, attempt=1))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await attached.call.read()
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    await attached.close()
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+async def test_a_gap_in_the_numbers_closes_the_stream(router: Attached, number: int) -> None:
+    await router.say(number, drop=wire.Drop(request=1, attempt=1))
+    error = await router.until_closed()
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "where 2 was due" in error.details()
+
+
+@pytest.mark.parametrize("body", [{}, {"hello": wire.Hello(protocol=1, router="again")}])
+async def test_a_message_without_sense_closes_the_stream(
+    router: Attached, body: dict[str, Any]
+) -> None:
+    await router.say(**body)
+    assert (await router.until_closed()).code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_bytes_that_are_no_message_end_only_their_stream(
+    worker: RunningWorker, router: Attached
+) -> None:
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        attach = channel.stream_stream("/penstock.worker.v1.Worker/Attach")
+        call = attach(metadata=(("authorization", "Bearer secret"),))
+        await call.write(b"\xff\xff\xff garbage")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+    await router.submit(1, PROMPT, greedy(3))
+    assert len(await router.answer(1)) == 3
+
+
+async def test_a_message_that_is_too_large_ends_only_its_stream(
+    worker: RunningWorker, router: Attached
+) -> None:
+    other = await Attached(worker.address, "secret").open("other")
+    await other.submit(1, PROMPT, greedy(3), salt=bytes(17 << 20))
+    assert (await other.until_closed()).code() is not grpc.StatusCode.OK
+    await other.close()
+    await router.submit(1, PROMPT, greedy(3))
+    assert len(await router.answer(1)) == 3
+
+
+async def test_both_sides_beat_and_silence_ends_the_stream(checkpoint: Path) -> None:
+    running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1, beat_seconds=0.05))
+    talking = await Attached(running.address).open("talking", beat=0.05)
+    silent = await Attached(running.address).open("silent", beat=0)
+    await silent.submit(1, PROMPT, greedy(200))
+    error = await silent.until_closed()
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "nothing was heard" in error.details()
+    await talking.message("beat")
+    await talking.until(lambda: talking.load.running == 0)
+    assert talking.closed is None
+    for attached in (talking, silent):
+        await attached.close()
+    await running.stop()
+
+
+async def test_a_worker_that_stood_still_does_not_take_it_for_silence(checkpoint: Path) -> None:
+    beat = 0.1
+    running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1, beat_seconds=beat))
+    router = await Attached(running.address).open(beat=beat)
+    time.sleep(20 * beat)  # the whole event loop; ten beats of silence end a stream
+    await router.submit(1, PROMPT, greedy(3))
+    assert len(await router.answer(1)) == 3
+    await router.close()
+    await running.stop()
+
+
+# ------------------------------------------------------------------ requests
+
+
+async def test_answers_are_those_of_the_engine(router: Attached, reference: Reference) -> None:
+    prompts = [PROMPT[:length] for length in (1, 15, 16, 17, 36)]
+    for request, prompt in enumerate(prompts):
+        await router.submit(request, prompt, greedy(20))
+    for request, prompt in enumerate(prompts):
+        assert await router.answer(request) == await reference(prompt, 20)
+        assert router.finishes[request, 1] == wire.FINISH_LENGTH
+
+
+async def test_a_log_is_gone_on_from(router: Attached, reference: Reference) -> None:
+    whole = await reference(PROMPT, 20)
+    log = [wire.ChoiceLog(choice=0, tokens=whole[:7])]
+    await router.submit(1, PROMPT, greedy(20), log=log, attempt=3)
+    assert await router.answer(1, 3) == whole[7:]
+    assert router.positions[1, 3] == 20
+
+
+async def test_stop_tokens_and_logprobs(router: Attached, reference: Reference) -> None:
+    whole = await reference(PROMPT, 20)
+    await router.submit(1, PROMPT, greedy(20, stop_tokens=[whole[5]], logprobs=2))
+    answer = await router.answer(1)
+    assert answer == whole[: whole.index(whole[5]) + 1]
+    assert router.finishes[1, 1] == wire.FINISH_STOP
+    steps = [message.step for message in router.heard if message.HasField("step")]
+    entries = [(step.token[entry.row], entry) for step in steps for entry in step.logprobs]
+    assert [token for token, _ in entries] == answer
+    for token, entry in entries:
+        assert entry.tokens[0] == token  # greedy
+        assert entry.values[0] == pytest.approx(entry.chosen)
+        assert entry.values[0] >= entry.values[1]
+
+
+async def test_drop_frees_the_blocks(router: Attached) -> None:
+    total = router.welcome.num_blocks
+    await router.submit(1, PROMPT, greedy(200))
+    await router.until(lambda: router.answers[1, 1])
+    load = router.load
+    assert free_blocks(router) + load.used_blocks + load.leased_blocks == total
+    assert 0 <= load.unwritten_slots < load.used_blocks * router.welcome.block_size
+    await router.drop(1)
+    await router.until(lambda: router.load.running == 0 and free_blocks(router) == total)
+    assert len(router.answers[1, 1]) < 200
+    await router.drop(1)  # again, and what was never there
+    await router.drop(77, 5)
+    await router.submit(2, PROMPT, greedy(2))
+    await router.answer(2)
+
+
+async def test_the_stream_s_end_frees_what_it_held(worker: RunningWorker, router: Attached) -> None:
+    other = await Attached(worker.address, "secret").open("other")
+    await other.submit(1, PROMPT, greedy(200))
+    await other.submit(2, PROMPT[:20], greedy(5), yield_after=1)
+    await other.message("yielded", 2)
+    await other.until(lambda: other.answers[1, 1])
+    await other.close()
+    await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
+    assert router.load.leased_blocks == router.load.running == 0
+
+
+async def test_two_routers_may_use_the_same_numbers(
+    worker: RunningWorker, router: Attached, reference: Reference
+) -> None:
+    other = await Attached(worker.address, "secret").open("other")
+    await router.submit(1, PROMPT, greedy(10))
+    await other.submit(1, PROMPT[:9], greedy(12))
+    assert await other.answer(1) == await reference(PROMPT[:9], 12)
+    assert await router.answer(1) == await reference(PROMPT, 10)
+    await other.close()
+
+
+async def test_a_reconnect_ends_the_old_stream_and_what_it_held(
+    worker: RunningWorker, router: Attached
+) -> None:
+    await router.submit(1, PROMPT, greedy(200))
+    await router.until(lambda: router.answers[1, 1])
+    again = await Attached(worker.address, "secret").open()
+    error = await router.until_closed()
+    assert error.code() is grpc.StatusCode.ABORTED
+    await again.until(lambda: again.load.running == 0)
+    await again.submit(1, PROMPT, greedy(3))
+    assert len(await again.answer(1)) == 3
+    await again.close()
+
+
+async def test_a_later_attempt_replaces_the_earlier(router: Attached, reference: Reference) -> None:
+    await router.submit(1, PROMPT, greedy(200))
+    await router.until(lambda: router.answers[1, 1])
+    await router.submit(1, PROMPT, greedy(8), attempt=2)
+    assert await router.answer(1, 2) == await reference(PROMPT, 8)
+    await router.until(lambda: router.load.running == 0)
+    assert (1, 1) not in router.finishes
+
+
+async def test_a_lease_outlives_a_later_attempt_that_starts_from_it(
+    router: Attached, reference: Reference
+) -> None:
+    await router.submit(1, PROMPT, greedy(10), yield_after=1)
+    yielded = await router.message("yielded", 1)
+    assert yielded.kv_len == len(PROMPT)
+    await router.until(lambda: router.load.leased_blocks == 3)
+    log = [wire.ChoiceLog(choice=0, tokens=router.answers[1, 1])]
+    await router.submit(1, PROMPT, greedy(10), log=log, attempt=2)
+    await router.answer(1, 2)
+    assert router.answers[1, 1] + router.answers[1, 2] == await reference(PROMPT, 10)
+    await router.drop(1)
+    await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
+
+
+async def test_yield_on_command(router: Attached, reference: Reference) -> None:
+    await router.submit(1, PROMPT, greedy(200))
+    await router.until(lambda: len(router.answers[1, 1]) > 2)
+    command: dict[str, Any] = {"yield": wire.Yield(request=1, attempt=1)}
+    await router.say(**command)
+    yielded = await router.message("yielded", 1)
+    answer = router.answers[1, 1]
+    assert yielded.kv_len == len(PROMPT) + len(answer) - 1
+    assert answer == (await reference(PROMPT, 200))[: len(answer)]
+    await router.drop(1)
+    await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
+
+
+async def test_allowed_tokens_and_bad_words(router: Attached, reference: Reference) -> None:
+    whole = await reference(PROMPT, 20)
+    word = wire.BadWord(tokens=whole[2:5])
+    await router.submit(1, PROMPT, greedy(20, bad_words=[word]))
+    await router.submit(2, PROMPT, greedy(20, allowed_tokens=[whole[0], 7, 9]))
+    answer = await router.answer(1)
+    assert answer[:4] == whole[:4]
+    assert answer[4] != whole[4]
+    others = await router.answer(2)
+    assert others[0] == whole[0]
+    assert set(others) <= {whole[0], 7, 9}
+
+
+async def test_choices_come_side_by_side_and_one_can_be_dropped(
+    router: Attached, reference: Reference
+) -> None:
+    await router.submit(1, PROMPT, greedy(40, n=3))
+    await router.until(lambda: len(router.answers[1, 1, 1]) > 2)
+    await router.say(drop=wire.Drop(request=1, attempt=1, choice=1))
+    await router.until(lambda: {(1, 1), (1, 1, 2)} <= router.finishes.keys())
+    expected = await reference(PROMPT, 40)
+    assert router.answers[1, 1] == router.answers[1, 1, 2] == expected
+    assert router.answers[1, 1, 1] == expected[: len(router.answers[1, 1, 1])]
+    await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
+
+
+async def test_choices_go_on_from_their_logs(router: Attached, reference: Reference) -> None:
+    expected = await reference(PROMPT, 20)
+    log = [
+        wire.ChoiceLog(choice=0, tokens=expected[:7]),
+        wire.ChoiceLog(choice=1, tokens=expected[:3], finished=True),
+        wire.ChoiceLog(choice=2, tokens=expected[:12]),
+    ]
+    await router.submit(1, PROMPT, greedy(20, n=3), log=log, attempt=2)
+    await router.until(lambda: {(1, 2), (1, 2, 2)} <= router.finishes.keys())
+    assert router.answers[1, 2] == expected[7:]
+    assert router.answers[1, 2, 2] == expected[12:]
+    assert not router.answers[1, 2, 1]
+
+
+async def test_nothing_left_to_draw_ends_that_request_alone(
+    router: Attached, reference: Reference
+) -> None:
+    strict = greedy(9, allowed_tokens=[7], bad_words=[wire.BadWord(tokens=[7, 7])])
+    await router.submit(1, PROMPT, greedy(30))
+    await router.submit(2, PROMPT, strict)
+    assert await router.answer(1) == await reference(PROMPT, 30)
+
+    def ended() -> list[tuple[int, str]]:
+        steps = [message.step for message in router.heard if message.HasField("step")]
+        return [(entry.request, entry.reason) for step in steps for entry in step.ended]
+
+    await router.until(ended)
+    ((number, reason),) = ended()
+    assert (number, router.answers[2, 1]) == (2, [7])
+    assert "bad words and allowed tokens left nothing to draw" in reason
+
+
+async def test_a_search_is_told_whole_at_its_end(router: Attached) -> None:
+    await router.submit(1, PROMPT, searching(3, 20, n=2, length_penalty=1.0))
+    await router.submit(2, PROMPT, searching(3, 20, n=2, length_penalty=1.0), attempt=4)
+    await router.drop(2, 4)
+    await router.submit(3, PROMPT, greedy(40))
+    await router.answer(1)
+    steps = [message.step for message in router.heard if 1 in message.step.request]
+    assert [list(step.request) for step in steps] == [[1] * 40]
+    assert list(steps[0].choice) == [0] * 20 + [1] * 20
+    assert list(steps[0].position) == 2 * list(range(20))
+    assert router.answers[1, 1] != router.answers[1, 1, 1]
+    await router.answer(3)
+    assert (2, 4) not in router.answers
+    assert free_blocks(router) == router.welcome.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("submit", "reason"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": [VOCAB_SIZE]}, "the prompt holds token ids outside"),
+        ({"prompt": [5] * 300}, "256"),
+        ({"params": greedy(0)}, "max_tokens"),
+        ({"params": greedy(5, n=300)}, "n must be a whole number from 1 to 256"),
+        ({"params": greedy(5, n=9)}, "9 choices"),
+        ({"params": greedy(5, temperature=-1.0)}, "temperature"),
+        ({"params": greedy(5, temperature=float("nan"))}, "temperature"),
+        ({"params": greedy(5, top_p=0.0)}, "top_p"),
+        ({"params": greedy(5, top_p=1.5)}, "top_p"),
+        ({"params": greedy(5, min_p=-0.5)}, "min_p"),
+        ({"params": greedy(5, presence_penalty=float("inf"))}, "presence_penalty"),
+        ({"params": greedy(5, repetition_penalty=0.0)}, "repetition_penalty"),
+        ({"params": greedy(5, logprobs=1000)}, "logprobs"),
+        ({"params": greedy(5, stop_tokens=[VOCAB_SIZE])}, "stop_token_ids"),
+        ({"params": greedy(5, logit_bias={VOCAB_SIZE: 1.0})}, "logit_bias"),
+        ({"params": greedy(5, logit_bias={3: float("nan")})}, "logit_bias"),
+        ({"params": greedy(5, typical_p=1.5)}, "typical_p"),
+        ({"params": greedy(5, allowed_tokens=[VOCAB_SIZE])}, "allowed_token_ids"),
+        ({"params": greedy(5, bad_words=[wire.BadWord(tokens=[VOCAB_SIZE])])}, "bad_words"),
+        ({"params": greedy(5, bad_words=[wire.BadWord()])}, "1 to 128 tokens"),
+        (
+            {"params": greedy(5, bad_words=[wire.BadWord(tokens=[3])] * 1025)},
+            "at most 512 words",
+        ),
+        ({"log": [wire.ChoiceLog(choice=0, tokens=[3] * 5)]}, "5 tokens already"),
+        ({"log": [wire.ChoiceLog(choice=0, tokens=[VOCAB_SIZE])]}, "answer so far"),
+        ({"log": [wire.ChoiceLog(choice=1, tokens=[3])]}, "choices"),
+        ({"log": [wire.ChoiceLog(choice=0, finished=True)]}, "finished"),
+        ({"salt": b"x" * 1000}, "salt"),
+        ({"params": searching(1)}, "best_of must be a whole number|from 2 to 256 beams"),
+        ({"params": searching(10**9)}, "best_of must be a whole number from 1 to 256"),
+        ({"params": searching(9)}, "9 choices .* at most 8"),
+        ({"params": searching(4, n=5)}, "best_of must be a whole number from 5 to 256"),
+        ({"params": searching(4, max_tokens=5000, n=4)}, "16384 tokens together"),
+        (
+            {"params": searching(4, length_penalty=float("nan"))},
+            "number from -5 to 5",
+        ),
+        ({"params": searching(4, length_penalty=5.5)}, "length_penalty must be"),
+        ({"params": searching(4, early_stopping=7)}, "early_stopping must be"),
+        ({"params": searching(2), "log": [wire.ChoiceLog(tokens=[3])]}, "begins at its prompt"),
+    ],
+)
+async def test_what_can_never_run_is_rejected_with_its_reason(
+    router: Attached, submit: dict[str, Any], reason: str
+) -> None:
+    given: dict[str, Any] = {"prompt": PROMPT, "params": greedy(5), **submit}
+    await router.submit(1, **given)
+    rejected = await router.message("rejected", 1)
+    assert rejected.never
+    assert re.search(reason, rejected.reason)
+    await router.submit(2, PROMPT, greedy(2))
+    assert len(await router.answer(2)) == 2
+
+
+async def test_the_same_attempt_twice_is_rejected(router: Attached) -> None:
+    await router.submit(1, PROMPT, greedy(100))
+    await router.submit(1, PROMPT, greedy(100))
+    assert "already" in (await router.message("rejected", 1)).reason
+    await router.until(lambda: (1, 1) in router.finishes)
+    assert len(router.answers[1, 1]) == 100
+
+
+async def test_a_full_queue_rejects_for_now_only(router: Attached) -> None:
+    for request in range(40):
+        await router.submit(request, PROMPT, greedy(200))
+    rejected = await router.message("rejected")
+    assert not rejected.never
+    for request in range(40):
+        await router.drop(request)
+    await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
+
+
+async def test_a_draining_worker_tells_and_takes_nothing_new(checkpoint: Path) -> None:
+    running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1))
+    attached = await Attached(running.address).open()
+    await attached.submit(1, PROMPT, greedy(50))
+    await attached.until(lambda: attached.answers[1, 1])
+    draining = asyncio.create_task(running.drain(60))
+    await attached.message("draining")
+    await attached.submit(2, PROMPT, greedy(50))
+    rejected = await attached.message("rejected", 2)
+    assert not rejected.never
+    assert "draining" in rejected.reason
+    assert len(await attached.answer(1)) == 50
+    await draining
+    await attached.close()
+    await running.stop()
+
+
+# ------------------------------------------------------------------ the worker itself
+
+
+async def test_a_port_in_use_is_said_in_one_line(worker: RunningWorker, checkpoint: Path) -> None:
+    port = int(worker.address.rpartition(":")[2])
+    with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: the port is taken"):
+        await serve_worker(WorkerConfig("w1", checkpoint, port=port))
+
+
+async def test_an_engine_that_fails_ends_the_worker_plainly(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1))
+    attached = await Attached(running.address).open()
+
+    def broken(runner: ModelRunner, plan: StepPlan) -> None:
+        raise MemoryError("out of everything")
+
+    monkeypatch.setattr(ModelRunner, "run", broken)
+    await attached.submit(1, PROMPT, greedy(5))
+    error = await attached.until_closed()
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "out of everything" in error.details()
+    with pytest.raises(RuntimeError, match="out of everything"):
+        await running.wait()
+    await attached.close()

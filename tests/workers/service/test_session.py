@@ -1,0 +1,95 @@
+"""What waits for a router that reads slowly: Steps become one, and too much ends the stream."""
+
+import grpc
+
+from penstock.protos import worker_pb2 as wire
+from penstock.workers.service.session import MAX_MESSAGES_WAITING, MAX_TOKENS_WAITING, Session
+
+
+def make_session() -> Session:
+    return Session(3, wire.Hello(router="r"))
+
+
+def step(*tokens: int, queued: int = 0, logprobs: bool = False) -> wire.ToRouter:
+    made = wire.Step(token=tokens, request=[1] * len(tokens), load=wire.Load(queued=queued))
+    if logprobs:
+        for row in range(len(tokens)):
+            made.logprobs.add(row=row, chosen=-1.0)
+    return wire.ToRouter(step=made)
+
+
+async def taken(session: Session) -> list[wire.ToRouter]:
+    messages = []
+    while (message := await session.next(0.001)) is not None:
+        messages.append(message)
+    return messages
+
+
+async def test_messages_are_numbered_in_order() -> None:
+    session = make_session()
+    session.put(wire.ToRouter(welcome=wire.Welcome()))
+    session.put(wire.ToRouter(beat=wire.Beat()))
+    first = await taken(session)
+    session.put(wire.ToRouter(beat=wire.Beat()))
+    assert [message.number for message in first + await taken(session)] == [1, 2, 3]
+
+
+async def test_steps_that_wait_become_one_and_pass_nothing() -> None:
+    session = make_session()
+    session.put(step(5, 6, queued=9, logprobs=True))
+    session.put(step(7, queued=4))
+    session.put(step(8, queued=0, logprobs=True))
+    session.put(wire.ToRouter(yielded=wire.Yielded(request=1)))
+    session.put(step(9))
+    merged, yielded, last = await taken(session)
+    assert list(merged.step.token) == [5, 6, 7, 8]
+    assert [entry.row for entry in merged.step.logprobs] == [0, 1, 3]
+    assert merged.step.load.queued == 0
+    assert yielded.HasField("yielded")
+    assert list(last.step.token) == [9]
+
+
+async def test_a_step_of_a_whole_search_stays_alone_and_does_not_count() -> None:
+    session = make_session()
+    session.put(step(1))
+    session.put(step(*range(MAX_TOKENS_WAITING + 1)), no_merge=True)
+    session.put(step(*range(MAX_TOKENS_WAITING + 1)), no_merge=True)
+    session.put(step(2))
+    session.put(step(3))
+    assert session.stream_end is None
+    lengths = [len(message.step.token) for message in await taken(session)]
+    assert lengths == [1, MAX_TOKENS_WAITING + 1, MAX_TOKENS_WAITING + 1, 2]
+
+
+async def test_a_reader_in_time_gets_every_step_alone() -> None:
+    session = make_session()
+    for token in range(3):
+        session.put(step(token))
+        assert [list(message.step.token) for message in await taken(session)] == [[token]]
+
+
+async def test_too_many_tokens_end_the_stream() -> None:
+    session = make_session()
+    session.put(step(*[1] * MAX_TOKENS_WAITING))
+    assert session.stream_end is None
+    session.put(step(1))
+    assert session.stream_end is not None
+    assert session.stream_end.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await taken(session) == []
+
+
+async def test_too_many_messages_end_the_stream() -> None:
+    session = make_session()
+    for _ in range(MAX_MESSAGES_WAITING):
+        session.put(wire.ToRouter(rejected=wire.Rejected()))
+    assert session.stream_end is None
+    session.put(wire.ToRouter(rejected=wire.Rejected()))
+    assert session.stream_end is not None
+
+
+async def test_the_first_reason_to_end_counts() -> None:
+    session = make_session()
+    session.end(grpc.StatusCode.ABORTED, "first")
+    session.end(grpc.StatusCode.INTERNAL, "second")
+    assert session.stream_end is not None
+    assert session.stream_end.reason == "first"

@@ -1,0 +1,153 @@
+"""The engine's thread: commands in, results out to the event loop.
+
+Neither waits for the other: a command is a function put in an inbox and applied before the next
+step; what a step gave goes to the event loop in one call.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from typing import Any, TypeVar
+
+from penstock.common.worker_load import WorkerLoad
+from penstock.workers.engine.engine import Engine, StepResult
+from penstock.workers.engine.stepper import OverlapStepper, SyncStepper, make_stepper
+from penstock.workers.health.watchdog import ProgressTimer
+from penstock.workers.parallel.groups import RankLost
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    run: Callable[[Engine], Any]
+    reply: asyncio.Future[Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    future: asyncio.Future[Any]
+    value: Any
+    error: Exception | None
+
+    def resolve(self) -> None:
+        if self.future.done():
+            return
+        if self.error is None:
+            self.future.set_result(self.value)
+        else:
+            self.future.set_exception(self.error)
+
+
+class EngineThread:
+    """Runs an engine in a thread of its own.
+
+    `deliver` gets each step's result and the load after it; `fatal` the exception that ended the
+    engine. Both are called on the event loop. `pulse` is kept while there is something to compute.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[StepResult, WorkerLoad], None],
+        fatal: Callable[[BaseException], None],
+        timer: ProgressTimer | None = None,
+    ) -> None:
+        self._engine = engine
+        self._timer = ProgressTimer("nobody's", inf) if timer is None else timer
+        self._deliver = deliver
+        self._fatal = fatal
+        self._loop = asyncio.get_running_loop()
+        self._inbox: deque[_Command] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def post(self, run: Callable[[Engine], object]) -> None:
+        """Have that done before the next step; from any thread."""
+        self._put(_Command(run, None))
+
+    def call(self, run: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """The same, with what it returns or raises; from the event loop."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._put(_Command(run, answer))
+        return answer
+
+    def stop(self) -> None:
+        """End after the step in flight; does not wait."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def join(self, seconds: float) -> None:
+        """Wait so long for its end; not on the event loop."""
+        self._thread.join(seconds)
+
+    def _put(self, command: _Command) -> None:
+        with self._changed:
+            self._inbox.append(command)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        steps, pulse = make_stepper(self._engine, self._changed), self._timer
+        try:
+            while (commands := self._next_commands(steps)) is not None:
+                pulse.begin()
+                self._apply(commands)
+                result = steps.advance(bool(commands))
+                if result.output is not None:
+                    pulse.progressed(self._engine.longest_step)
+                # The end of a step that computes will tell of the load.
+                if not result.empty or (commands and not steps.busy):
+                    self._call_on_loop(self._deliver, result, self._engine.load())
+                steps.plan_next()
+                if not steps.busy:
+                    pulse.idle()
+        except BaseException as error:
+            log.critical("the engine failed and ends this worker", exc_info=True)
+            self._call_on_loop(self._fatal, error)
+        finally:
+            pulse.idle()
+            steps.stop()
+            with suppress(RankLost):
+                self._engine.stop()
+
+    def _next_commands(self, steps: SyncStepper | OverlapStepper) -> list[_Command] | None:
+        """What is to be done now; waits while there is nothing, and no step to be booked."""
+        with self._changed:
+            self._changed.wait_for(lambda: steps.due or self._inbox or self._stopping)
+            commands = list(self._inbox)
+            self._inbox.clear()
+        return None if self._stopping else commands
+
+    def _apply(self, commands: list[_Command]) -> None:
+        answers = []
+        for command in commands:
+            value, error = None, None
+            try:
+                value = command.run(self._engine)
+            except Exception as raised:
+                if command.reply is None:
+                    raise
+                error = raised
+            if command.reply is not None:
+                answers.append(_Reply(command.reply, value, error))
+        if answers:  # before the step: who asked need not wait for it
+            self._call_on_loop(_resolve_all, answers)
+
+    def _call_on_loop(self, function: Callable[..., object], *args: object) -> None:
+        with suppress(RuntimeError):  # the event loop is closed: nobody is there to be told
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+def _resolve_all(answers: list[_Reply]) -> None:
+    for answer in answers:
+        answer.resolve()

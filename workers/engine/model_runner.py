@@ -1,0 +1,137 @@
+"""Runs the model once over a step's ragged batch."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.cpu_plan import CpuPagedPlan
+from penstock.kernels.attention.op import plan_attention
+from penstock.kernels.kv_cache.block_copy import copy_blocks
+from penstock.kernels.kv_cache.op import slot_rows
+from penstock.kernels.mla.op import MlaPlan, plan_mla
+from penstock.kernels.rope.op import rotary_table
+from penstock.kernels.triton_common.launch import runs_kernels
+from penstock.workers.gpu.pinned import put
+from penstock.workers.layers.attention import StepInputs
+from penstock.workers.models.cpu_step_graph import build_cpu_step_graph
+from penstock.workers.models.protocols import Model
+from penstock.workers.rank.kv_cache import KvCache
+from penstock.workers.scheduling.sequence import Ints, StepPlan
+
+FIRST_POSITIONS = 64
+"""Rows of the rotary table at first."""
+
+
+class ModelRunner:
+    """A model with its cache: turns step plans into logits.
+
+    deterministic: a token attends by one path, whatever else is there; num_positions: rows of the
+    rotary tables, which grow where a step needs more.
+    """
+
+    def __init__(
+        self,
+        decoder: Model,
+        cache: KvCache,
+        deterministic: bool = False,
+        num_positions: int = FIRST_POSITIONS,
+    ) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self._batch_invariant = deterministic
+        self._latent = decoder.spec.latent
+        self._windows = set() if self._latent else set(decoder.spec.windows)
+        self._rope_tables = self._make_rope_tables(num_positions)
+        self._step_graph = build_cpu_step_graph(decoder, cache)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
+        """Copies the plan's blocks, computes its tokens and writes their keys and values.
+
+        drawn: [T] the tokens, where the plan was made ahead and has none yet.
+        Returns [S + P, vocab_size] float32: the logits that each of the plan's drawing rows draws
+        from, then those after each of its scored tokens; good until the next step.
+        """
+        if len(plan.copies):
+            sources, targets = self._put(plan.copies[:, 0]), self._put(plan.copies[:, 1])
+            copy_blocks(self.cache.data, sources, targets)
+        if self._step_graph is not None and self._step_graph.supports(plan):
+            tokens = plan.tokens if drawn is None else drawn.numpy()
+            rotary = self._grow_rope_tables(int(plan.positions.max()) + 1)
+            logits = self._select_logit_rows(plan, self._step_graph.run(plan, tokens, rotary))
+        else:
+            logits = self.decoder.logits(self._select_logit_rows(plan, self._hidden(plan, drawn)))
+        return self._append_forks(plan, logits)
+
+    def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
+        """[T, hidden_size]; good until the next step."""
+        tokens = self._put(plan.tokens) if drawn is None else drawn
+        return self.decoder(tokens, self._inputs(plan), self.cache.data)
+
+    def _select_logit_rows(self, plan: StepPlan, made: Tensor) -> Tensor:
+        """Of what was made of each token [T, ...] those whose logits are wanted."""
+        last = plan.query_starts[1:][plan.samples] - 1
+        if len(last) == len(made) and not len(plan.scored):
+            return made
+        return made[self._put(np.concatenate((last, plan.scored)))]
+
+    def _append_forks(self, plan: StepPlan, logits: Tensor) -> Tensor:
+        """With those of forks behind those of samples."""
+        if not len(plan.forks):
+            return logits
+        num_samples = len(logits) - len(plan.scored)
+        forked = logits[self._put(plan.forks[:, 0])]
+        return torch.cat((logits[:num_samples], forked, logits[num_samples:]))
+
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        layer = self.cache.data[0]
+        positions = self._put(plan.positions)
+        self._grow_rope_tables(int(plan.positions.max()) + 1)
+        batch = (plan.query_starts, plan.context_lens, plan.block_tables)
+        return StepInputs(
+            positions=positions,
+            cos_sin=self._rope_rows(positions),
+            cache_rows=self._cache_rows(self._put(plan.slots)),
+            plans={
+                window: plan_attention(
+                    *batch, layer, window, self._batch_invariant, not self._batch_invariant
+                )
+                for window in self._windows
+            },
+            latent=self._latent_plan(*batch),
+        )
+
+    def _latent_plan(
+        self, query_starts: Ints, context_lens: Ints, block_tables: Ints
+    ) -> MlaPlan | CpuPagedPlan | None:
+        batch, latent = (query_starts, context_lens, block_tables), self._latent
+        if latent is None:
+            return None
+        data = self.cache.data
+        if self._batch_invariant and not runs_kernels(data.device):
+            return CpuPagedPlan.of(np.arange(len(context_lens)), *batch, window=0)
+        return plan_mla(*batch, data[0], latent.rank, latent.up_dim, self._batch_invariant)
+
+    def _grow_rope_tables(self, needed: int) -> tuple[Tensor, ...]:
+        """The rotary tables, of so many positions or more."""
+        if self._rope_tables and needed > len(self._rope_tables[0]):
+            # Made as sequences grow: a table of all positions of a long model takes a gigabyte.
+            size = 1 << (needed - 1).bit_length()
+            self._rope_tables = self._make_rope_tables(size)
+        return self._rope_tables
+
+    def _rope_rows(self, positions: Tensor) -> tuple[Tensor, ...]:
+        return tuple(table.index_select(0, positions) for table in self._rope_tables)
+
+    def _cache_rows(self, slots: Tensor) -> Tensor:
+        return slot_rows(slots, self.cache.data.shape[1:])
+
+    def _make_rope_tables(self, size: int) -> tuple[Tensor, ...]:
+        decoder = self.decoder
+        return tuple(
+            rotary_table(rotary.frequencies, size, decoder.dtype, rotary.scale, rotary.interleaved)
+            for rotary in decoder.rotaries
+        )
+
+    def _put(self, array: Ints) -> Tensor:
+        return put(array.astype(np.int64), self.decoder.device)

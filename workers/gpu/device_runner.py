@@ -1,0 +1,99 @@
+"""The runner on a GPU: decodes by captured graphs, everything without waiting for the device."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.op import plan_attention_on_device
+from penstock.kernels.mla.op import plan_mla_on_device
+from penstock.workers.engine.model_runner import ModelRunner
+from penstock.workers.gpu.cuda_graphs import Captures, DecodeGraphs
+from penstock.workers.gpu.graph_buckets import GraphBucket, GraphBuckets
+from penstock.workers.gpu.inputs import DecodeInputs, DeviceBatch
+from penstock.workers.gpu.pinned import put
+from penstock.workers.layers.attention import StepInputs
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.protocols import Model
+from penstock.workers.rank.kv_cache import KvCache
+from penstock.workers.scheduling.sequence import StepPlan
+
+
+class DeviceRunner(ModelRunner):
+    """As `ModelRunner`. What it returns is not computed yet: the device gets to it.
+
+    The last block of the cache is scratch: no plan may name it. A step's hidden states and a
+    captured decode's inputs are in places that the next step takes, so that steps are run, and
+    what is made of their logits is launched, on one stream.
+    """
+
+    def __init__(
+        self,
+        decoder: Model,
+        cache: KvCache,
+        buckets: GraphBuckets,
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__(decoder, cache, deterministic, num_positions=buckets.contexts[-1])
+        self._buckets = buckets
+        self._device = decoder.device
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        captures: Captures,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        buckets: list[GraphBucket] | None = None,
+    ) -> None:
+        """Captures the decode steps of these rungs, the largest first; None: of all.
+
+        Nothing where the model's steps cannot be captured: what `transformers` computes may read
+        the device. progress: is told how many are captured, and of how many; from 0 on.
+        """
+        if not isinstance(self.decoder, Decoder):
+            return
+        num_blocks, _, block_size = self.cache.data.shape[2:5]
+        num_columns = -(-self._buckets.contexts[-1] // block_size)
+        inputs = DecodeInputs(
+            self._buckets.rows[-1], num_columns, block_size, num_blocks - 1, self._device
+        )
+        self._graphs = DecodeGraphs(self._buckets, inputs, self._compute, captures)
+        self._graphs.capture(self._buckets.buckets() if buckets is None else buckets, progress)
+
+    def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
+        found = None if self._graphs is None else self._graphs.run(plan, drawn)
+        return self._compute(self._batch(plan, drawn)) if found is None else found
+
+    def _batch(self, plan: StepPlan, drawn: Tensor | None) -> DeviceBatch:
+        """An uncaptured step's, in places of its own."""
+        device = self._device
+        return DeviceBatch(
+            tokens=put(plan.tokens, device) if drawn is None else drawn,
+            positions=put(plan.positions, device),
+            slots=put(plan.slots, device),
+            query_starts=put(plan.query_starts, device),
+            context_lens=put(plan.context_lens, device),
+            block_tables=put(plan.block_tables, device),
+            max_query=int(np.diff(plan.query_starts).max()),
+            max_context=int(plan.context_lens.max()),
+        )
+
+    def _compute(self, batch: DeviceBatch) -> Tensor:
+        """[T, hidden_size]. Launches only: it is captured."""
+        layer, latent = self.cache.data[0], self._latent
+        positions = batch.positions.to(torch.int64)
+        where = (batch.query_starts, batch.context_lens, batch.block_tables, layer)
+        most, one_path = (batch.max_query, batch.max_context), self._batch_invariant
+        step = StepInputs(
+            positions=positions,
+            cos_sin=self._rope_rows(positions),
+            cache_rows=self._cache_rows(batch.slots.to(torch.int64)),
+            plans={
+                window: plan_attention_on_device(*where, *most, window, one_path)
+                for window in self._windows
+            },
+            latent=plan_mla_on_device(*where, latent.rank, *most, one_path) if latent else None,
+        )
+        return self.decoder(batch.tokens, step, self.cache.data)

@@ -1,0 +1,89 @@
+"""What steps and graphs take of a GPU's memory beside weights and cache: tried out, not guessed."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from penstock.workers.gpu.cuda_graphs import CudaCaptures
+from penstock.workers.gpu.device_runner import DeviceRunner
+from penstock.workers.gpu.graph_buckets import GraphBuckets
+from penstock.workers.models.protocols import Model
+from penstock.workers.rank.kv_cache import KvCache
+from penstock.workers.scheduling.sequence import StepPlan
+
+LOGIT_COPIES = 6
+"""Float32 copies of the logits of a whole batch that exist at once while tokens are drawn with
+every cut (scaled, sorted values and their places, shares, noise)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What a step can be at most."""
+
+    num_sequences: int
+    num_tokens: int
+    model_len: int
+    block_size: int
+
+
+def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -> int:
+    """Bytes that the largest step, its draw and all graphs take. `decoder` is on a CUDA device."""
+    spec, device = decoder.spec, decoder.device
+    ladder = GraphBuckets(sizes.num_sequences, sizes.model_len)
+    num_blocks = 2  # one to compute with, and the scratch block: what is in them is nobody's
+    cache = KvCache(
+        spec.num_layers, num_blocks, sizes.block_size, spec.kv_shape, decoder.dtype, device
+    )
+    runner = DeviceRunner(decoder, cache, ladder, deterministic)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.run(largest_step(sizes))
+    step = torch.cuda.max_memory_allocated(device) - before
+    free: list[int] = []
+
+    def look(done: int, total: int) -> None:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info(device)[0])
+
+    rungs = ladder.buckets()
+    runner.capture(CudaCaptures(device), look, rungs[:2])
+    draw = LOGIT_COPIES * sizes.num_sequences * spec.vocab_size * 4
+    del runner, cache
+    torch.cuda.empty_cache()
+    return step + draw + graph_bytes(free, len(rungs))
+
+
+def graph_bytes(free: list[int], num_graphs: int) -> int:
+    """Of `num_graphs` that share a pool, by the memory that was free before the first and after
+    each one of a few, the largest: the first takes the pool, the others what a graph itself is."""
+    if len(free) < 2:
+        return 0
+    pool = max(0, free[0] - free[1])
+    others = [max(0, one - next_) for one, next_ in pairwise(free[1:])]
+    return pool + (num_graphs - 1) * max(others, default=0)
+
+
+def largest_step(sizes: StepLimits) -> StepPlan:
+    """Prompts, from their beginnings, that fill a step; all in block 0."""
+    lengths: list[int] = []
+    left = sizes.num_tokens
+    while left and len(lengths) < sizes.num_sequences:
+        lengths.append(min(left, sizes.model_len))
+        left -= lengths[-1]
+    counts = np.array(lengths, np.int32)
+    positions = np.concatenate([np.arange(count, dtype=np.int32) for count in lengths])
+    num_columns = -(-int(counts.max()) // sizes.block_size)
+    return StepPlan(
+        number=0,
+        rows=np.arange(len(counts), dtype=np.int32),
+        tokens=np.zeros(len(positions), np.int32),
+        positions=positions,
+        query_starts=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        context_lens=counts,
+        block_tables=np.zeros((len(counts), num_columns), np.int32),
+        slots=positions % sizes.block_size,
+        samples=np.ones(len(counts), np.bool_),
+    )

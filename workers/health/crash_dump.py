@@ -1,0 +1,74 @@
+"""What is left of a process that hung: the stacks of its threads, and what its scheduler held.
+
+A folder each, of which the newest are kept. No token and no text of anybody's is in them.
+"""
+
+import faulthandler
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_DUMPS = 16
+"""Bundles in a folder; older ones are removed when a new one is written."""
+
+PREFIX = "hung-"
+STACKS, STATE = "stacks.txt", "state.json"
+
+
+def default_folder() -> Path:
+    """Where bundles go if nobody says: they outlive the cluster, whose own files do not."""
+    return Path(tempfile.gettempdir()) / f"penstock-bundles-{os.getuid()}"
+
+
+def write_crash_dump(
+    folder: Path | None,
+    name: str,
+    facts: Mapping[str, Any],
+    state_source: Callable[[], Mapping[str, Any]],
+) -> Path:
+    """Write one and return its folder; OSError where that cannot be.
+
+    `about` may fail or find things in disorder: whoever works on them hangs in the midst of it.
+    """
+    folder = default_folder() if folder is None else folder
+    _open_folder(folder)
+    plain = re.sub(r"[^\w.-]+", "-", name)
+    path = (
+        folder / f"{PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{plain}-{os.getpid()}"
+    )
+    path.mkdir(mode=0o700)
+    with (path / STACKS).open("w", encoding="utf-8") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    state = {
+        "name": name,
+        "pid": os.getpid(),
+        "at": time.time(),
+        **facts,
+        **_state_or_error(state_source),
+    }
+    (path / STATE).write_text(json.dumps(state, indent=1, default=str) + "\n", encoding="utf-8")
+    for old in sorted(folder.glob(f"{PREFIX}*"))[:-MAX_DUMPS]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def _open_folder(folder: Path) -> None:
+    """Make it, for ourselves only; one that somebody else made is not written to."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not a folder of ours")
+
+
+def _state_or_error(state_source: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    try:
+        return state_source()
+    except Exception as error:
+        return {"unknown": f"{type(error).__name__}: {error}"}

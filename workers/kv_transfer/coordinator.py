@@ -1,0 +1,166 @@
+"""Hand-overs as a worker takes part in them: between routers' messages, the engine and the pairs.
+
+As destination: blocks are reserved, so an epoch is minted and the router told (Ready); the verdict
+of the transfer goes to the scheduler and to the router (Received, or Failed and computed here). As
+source: a lease is pinned, sent and unpinned; what cannot be served is said to the destination, or
+to the router if that cannot be reached. Belongs to the event loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from penstock.protos import worker_pb2 as wire
+from penstock.workers.engine.engine import Receiving
+from penstock.workers.engine.engine_thread import EngineThread
+from penstock.workers.kv_transfer.peer_channel import Peer
+from penstock.workers.kv_transfer.rank_endpoints import RankEndpoints
+from penstock.workers.kv_transfer.rank_mover import Movers
+from penstock.workers.kv_transfer.receive_state import ExpectedTransfer, TransferResult
+from penstock.workers.kv_transfer.receiver import KvReceiver
+from penstock.workers.kv_transfer.sender import KvSender, OutgoingTransfer
+from penstock.workers.kv_transfer.staging import WorkerIdentity
+from penstock.workers.scheduling.sequence import LeaseGone
+from penstock.workers.service.codec import SequenceKey, sequence_key
+from penstock.workers.service.session import Session
+
+log = logging.getLogger(__name__)
+
+
+class KvTransfer:
+    """Both sides of this worker's hand-overs; `address` is where sources find it."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        address: str,
+        movers: Movers,
+        engine: EngineThread,
+        seconds: float,
+    ) -> None:
+        ends = RankEndpoints(movers)
+        self.receiver = KvReceiver(identity, ends, seconds)
+        self.sender = KvSender(identity, ends, seconds)
+        self._identity = identity
+        self._endpoint = wire.Meeting(
+            worker=identity.worker,
+            incarnation=identity.incarnation,
+            address=address,
+            secret=identity.secret,
+        )
+        self._engine = engine
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def source_len(self, source: wire.Source) -> int:
+        """How many positions can be had from there: 0 if its blocks mean something else, or if it
+        is this worker itself, which finds them in its own prefix cache."""
+        own = (self._identity.worker, self._identity.incarnation)
+        if source.layout != self._identity.layout or (source.worker, source.incarnation) == own:
+            return 0
+        return source.kv_len
+
+    def stop(self) -> None:
+        """Break off every pair and transfer."""
+        for task in self._tasks:
+            task.cancel()
+        self.sender.stop()
+        self.receiver.stop()
+
+    # ------------------------------------------------------------ as destination
+
+    def expect(self, session: Session | None, receiving: Receiving) -> None:
+        """The scheduler has reserved blocks: have them filled, if they are still wanted."""
+        key = sequence_key(receiving.key)
+        held = session.held.get(key) if session is not None else None
+        if session is None or held is None or held.source is None:
+            self._engine.post(lambda engine: engine.batcher.transfer_drained(key))
+            return
+        expected = ExpectedTransfer(
+            session.router,
+            key.request,
+            key.attempt,
+            held.source,
+            receiving.have,
+            receiving.stop,
+            receiving.blocks,
+        )
+        held.epoch = self.receiver.open(expected, partial(self._on_result, session, key))
+        ready = wire.Ready(
+            request=key.request,
+            attempt=key.attempt,
+            epoch=held.epoch,
+            have=receiving.have,
+            at=self._endpoint,
+        )
+        session.put(wire.ToRouter(ready=ready))
+
+    def _on_result(self, session: Session, key: SequenceKey, result: TransferResult) -> None:
+        """Nothing of the transfer is being written any more."""
+        about = {"request": key.request, "attempt": key.attempt, "epoch": result.epoch}
+        if key not in session.held:
+            self._engine.post(lambda engine: engine.batcher.transfer_drained(key))
+        elif not result.reason:
+            self._engine.post(lambda engine: engine.batcher.transfer_done(key))
+            received = wire.Received(**about, bytes=result.num_bytes)
+            session.put(wire.ToRouter(received=received))
+        else:
+            log.warning("request %d computes its prompt: %s", key.request, result.reason)
+            self._engine.post(lambda engine: engine.batcher.transfer_failed(key))
+            session.put(wire.ToRouter(failed=wire.Failed(**about, reason=result.reason)))
+
+    # ------------------------------------------------------------ as source
+
+    def send(self, session: Session, command: wire.Send) -> None:
+        """Send a lease's blocks; does not wait."""
+        task = asyncio.create_task(self._send_lease(session, command))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send_lease(self, session: Session, command: wire.Send) -> None:
+        to = command.to
+        peer = Peer(to.worker, to.incarnation, to.address, to.secret)
+        try:
+            outgoing = await self._pin_lease(session, command)
+            if outgoing is None:
+                await self.sender.refuse(peer, command.epoch)
+            else:
+                await self.sender.send(peer, outgoing, self._unpin(session, command))
+        except Exception as error:
+            # Whatever it was, the destination may not know that nothing will come.
+            log.warning("epoch %d to %s: %s", command.epoch, to.worker, error)
+            failed = wire.Failed(
+                request=command.request,
+                attempt=command.attempt,
+                epoch=command.epoch,
+                reason=f"{self._identity.worker} could not send: {error}",
+            )
+            session.put(wire.ToRouter(failed=failed))
+
+    async def _pin_lease(self, session: Session, command: wire.Send) -> OutgoingTransfer | None:
+        """The transfer, its blocks pinned; None if the lease is not there or has nothing for it."""
+        key, have = session.key(command.request, command.attempt), command.have
+        held = session.held.get(key)
+        if held is None or not have < held.kv_len:
+            return None
+        try:
+            blocks = await self._engine.call(lambda engine: engine.batcher.pin(key, have))
+        except LeaseGone:
+            return None
+        outgoing = OutgoingTransfer(
+            session.router,
+            command.request,
+            command.to_attempt,
+            command.epoch,
+            have,
+            held.kv_len,
+            blocks,
+        )
+        # Dropped while it was being pinned: its blocks are the pin's until it is read.
+        outgoing.aborted = key not in session.held
+        held.sends.append(outgoing)
+        return outgoing
+
+    def _unpin(self, session: Session, command: wire.Send) -> Callable[[], None]:
+        key = session.key(command.request, command.attempt)
+        return partial(self._engine.post, lambda engine: engine.batcher.unpin(key))

@@ -1,0 +1,260 @@
+"""One rank's part in hand-overs: it moves what it has of the blocks, as it is told.
+
+The leading rank decides, and tells each rank what to do with which end of a pair; the ranks tell
+it what has come of it. Bytes land in staging, are verified here, and only then copied into blocks:
+what was settled meanwhile is never written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from penstock.kernels.kv_cache.checksum import checksum
+from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
+from penstock.workers.kv_transfer.staging import KvStaging
+from penstock.workers.kv_transfer.transport import (
+    DESTINATION,
+    SOURCE,
+    MirrorStore,
+    PairBroken,
+    RankPair,
+)
+from penstock.workers.parallel.communicator import backend_for
+from penstock.workers.parallel.lazy_module import LazyModule
+from penstock.workers.scheduling.sequence import Ints
+
+if TYPE_CHECKING:
+    from penstock.protos import ranks_pb2 as wire
+    from penstock.protos import transfer_pb2
+else:
+    wire = LazyModule("penstock.protos.ranks_pb2")
+
+ReportCallback: TypeAlias = "Callable[[wire.Report], None]"
+
+
+class Mover(Protocol):
+    """A rank of this worker, as whoever leads sees it: nobody waits for it."""
+
+    @property
+    def rectangle(self) -> LayerHeadRange: ...
+
+    def listen(self, on_report: ReportCallback) -> None:
+        """Have its reports, from any thread."""
+        ...
+
+    def execute(self, move: wire.Move) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Movers:
+    """All ranks of this worker: the one that leads, which is here, and the others."""
+
+    own: RankMover
+    others: Sequence[Mover] = ()
+
+    @property
+    def all(self) -> list[Mover]:
+        return [self.own, *self.others]
+
+
+class WriteGate:
+    """Lets writers into a transfer's blocks until it is closed; says when the last one has left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._after: Callable[[], None] | None = None
+        self._closed = False
+
+    def enter(self) -> bool:
+        with self._lock:
+            self._num_inside += not self._closed
+            return not self._closed
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            after = self._after if self._num_inside == 0 else None
+        if after is not None:
+            after()
+
+    def close(self, after: Callable[[], None]) -> None:
+        """Nobody enters from now on; `after` is called once nobody is inside, in any thread."""
+        with self._lock:
+            self._closed = True
+            if self._num_inside:
+                self._after = after
+                return
+        after()
+
+
+class RankMover:
+    """Moves what this rank has. Told from one thread; each pair's bytes move in the pair's own.
+
+    host: the address that its communicators listen on; seconds: the longest that an operation with
+    another worker's rank may take.
+    """
+
+    def __init__(self, staging: KvStaging, host: str, seconds: float) -> None:
+        self.rectangle = staging.rectangle
+        self.shape = staging.shape
+        self.backend = backend_for(staging.device)
+        self._staging = staging
+        self._host = host
+        self._seconds = seconds
+        self._pairs: dict[int, RankPair] = {}
+        self._gates: dict[int, WriteGate] = {}  # by epoch: of what is taken
+        self._on_report: ReportCallback = lambda report: None
+
+    def listen(self, on_report: ReportCallback) -> None:
+        self._on_report = on_report
+
+    def execute(self, move: wire.Move) -> None:
+        match move.WhichOneof("body"):
+            case "open":
+                self._open(move.end, move.open.takes)
+            case "value" if move.end in self._pairs:
+                self._pairs[move.end].store.receive(move.value.key, move.value.value)
+            case "send":
+                self._run(move.end, move.send, self._send)
+            case "take":
+                gate = self._gates.setdefault(move.take.epoch, WriteGate())
+                self._run(move.end, move.take, lambda pair, piece: self._receive(pair, piece, gate))
+            case "close":
+                self._close(move.end)
+            case "settle":
+                self._drain(move.settle)
+
+    def stop(self) -> None:
+        """Break off every pair."""
+        for number in list(self._pairs):
+            self._close(number)
+
+    def _open(self, number: int, takes: bool) -> None:
+        def publish(key: str, value: bytes) -> None:
+            self._on_report(wire.Report(end=number, value=wire.Value(key=key, value=value)))
+
+        store = MirrorStore(publish, self._seconds)
+        rank = DESTINATION if takes else SOURCE
+        pair = RankPair(rank, store, self._staging.device, self._host, self._seconds)
+        self._pairs[number] = pair
+        pair.connected().add_done_callback(
+            lambda met: self._on_report(
+                wire.Report(end=number, met=wire.Outcome(broken=_reason(met.exception())))
+            )
+        )
+
+    def _close(self, number: int) -> None:
+        pair = self._pairs.pop(number, None)
+        if pair is not None:
+            report = wire.Report(end=number, closed=wire.Close())
+            pair.close().add_done_callback(lambda _: self._on_report(report))
+
+    def _drain(self, epoch: int) -> None:
+        report = wire.Report(settled=epoch)
+        gate = self._gates.pop(epoch, None) or WriteGate()
+        gate.close(lambda: self._on_report(report))
+
+    def _run(
+        self, number: int, piece: wire.Piece, work: Callable[[RankPair, wire.Piece], str]
+    ) -> None:
+        """Move it after what that pair was told before, and report once what became of it."""
+        pair = self._pairs.get(number)
+        if pair is None:
+            self._report(number, piece, broken="the pair is closed")
+            return
+
+        def moved(done: Future[str]) -> None:
+            error = done.exception()
+            if error is not None:
+                self._report(number, piece, broken=_reason(error))
+            else:
+                self._report(number, piece, problem=done.result())
+
+        pair.run(lambda: work(pair, piece)).add_done_callback(moved)
+
+    def _report(self, number: int, piece: wire.Piece, problem: str = "", broken: str = "") -> None:
+        num_bytes = 0 if broken else self.shape.cut(piece.unit).num_bytes(shard_of(piece))
+        outcome = wire.Outcome(
+            epoch=piece.epoch, index=piece.index, bytes=num_bytes, problem=problem, broken=broken
+        )
+        self._on_report(wire.Report(end=number, moved=outcome))
+
+    def _send(self, pair: RankPair, piece: wire.Piece) -> str:
+        """In the pair's thread."""
+        data = self._staging.gather(_blocks(piece), shard_of(piece), piece.unit)
+        trailer = _trailer(piece, data)
+        pair.send(data)
+        pair.send(trailer)
+        return ""
+
+    def _receive(self, pair: RankPair, piece: wire.Piece, gate: WriteGate) -> str:
+        """In the pair's thread. Returns what is wrong with the bytes, if anything is."""
+        shard = shard_of(piece)
+        data = self._staging.empty(self.shape.cut(piece.unit).num_bytes(shard))
+        trailer = torch.empty(3, dtype=torch.int64, device=data.device)
+        pair.receive(data)
+        pair.receive(trailer)
+        expected = _trailer(piece, data)
+        if not torch.equal(trailer[:2], expected[:2]):
+            raise PairBroken("a message came that was not due")
+        if not torch.equal(trailer, expected):
+            return "the checksum of a message does not fit its bytes"
+        if not gate.enter():
+            return ""  # settled meanwhile: thrown away
+        try:
+            self._staging.scatter(_blocks(piece), shard, data, piece.unit)
+        finally:
+            gate.leave()
+        return ""
+
+
+def make_piece(epoch: int, index: int, blocks: Ints, shard: Shard, unit: int) -> wire.Piece:
+    """A message: `blocks` are those that it covers."""
+    part = shard.rectangle
+    return wire.Piece(
+        epoch=epoch,
+        index=index,
+        blocks=np.ascontiguousarray(blocks, np.dtype("<i4")).tobytes(),
+        start=shard.start,
+        stop=shard.stop,
+        first_layer=part.first_layer,
+        last_layer=part.last_layer,
+        first_head=part.first_head,
+        last_head=part.last_head,
+        unit=unit,
+    )
+
+
+def shard_of(message: wire.Piece | transfer_pb2.Header) -> Shard:
+    return Shard(rectangle_of(message), message.start, message.stop)
+
+
+def rectangle_of(
+    message: wire.Piece | transfer_pb2.Header | transfer_pb2.Holding,
+) -> LayerHeadRange:
+    return LayerHeadRange(
+        message.first_layer, message.last_layer, message.first_head, message.last_head
+    )
+
+
+def _blocks(piece: wire.Piece) -> Ints:
+    return np.frombuffer(piece.blocks, np.dtype("<i4")).copy()
+
+
+def _trailer(piece: wire.Piece, data: torch.Tensor) -> torch.Tensor:
+    """[3] int64: what follows a message's bytes."""
+    value = checksum(data)
+    signed = value - (1 << 64) if value >> 63 else value
+    return torch.tensor([piece.epoch, piece.index, signed], device=data.device)
+
+
+def _reason(error: BaseException | None) -> str:
+    return "" if error is None else str(error) or type(error).__name__

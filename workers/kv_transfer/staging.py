@@ -1,0 +1,104 @@
+"""Between a rank's paged cache and the flat messages that travel; and who a side of a pair is."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
+from penstock.workers.kv_transfer.shards import BlockShape, LayerHeadRange, Shard
+from penstock.workers.scheduling.sequence import Ints
+
+PROTOCOL = 2  # of protos/transfer.proto
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """One worker, as its peers see it."""
+
+    worker: str
+    incarnation: str
+    layout: str
+    host: str
+    secret: str = field(repr=False)
+
+
+class KvStaging:
+    """Packs rectangles of cache blocks into messages and back.
+
+    `kv` is this rank's whole cache, [layers, 2, blocks, KV heads, block_size, head_dim]: the layers
+    and heads of `rectangle` out of the model's. Of latent attention: one side, and one head.
+    """
+
+    def __init__(self, kv: torch.Tensor, rectangle: LayerHeadRange) -> None:
+        _, num_sides, _, _, block_size, head_dim = kv.shape
+        self._kv = kv
+        self.device = kv.device
+        self.rectangle = rectangle
+        self.shape = BlockShape(block_size, num_sides * block_size * head_dim * kv.element_size())
+
+    def gather(self, blocks: Ints, shard: Shard, unit: int | None = None) -> torch.Tensor:
+        """Bytes [num_bytes] uint8 of the message, copied out of the `blocks` that hold it.
+
+        They are [layers, sides, units, heads, unit, head_dim]; unit: positions of one, a whole
+        block if it is not said.
+        """
+        unit = unit or self.shape.block_size
+        layers, heads = self._slices(shard.rectangle)
+        indices = torch.from_numpy(blocks).to(self.device)
+        if unit == self.shape.block_size:
+            data = gather_blocks(self._kv, indices, layers, heads)
+        else:
+            cut, block, within = self._cut(layers, heads, indices, shard, unit)
+            data = cut[:, :, block, :, within].movedim(0, 2).contiguous()
+        return data.view(-1).view(torch.uint8)
+
+    def scatter(
+        self, blocks: Ints, shard: Shard, data: torch.Tensor, unit: int | None = None
+    ) -> None:
+        """Copy a message's bytes [num_bytes] uint8 into `blocks`; in when it returns.
+
+        Of blocks that it covers in part, the rest stays as it is.
+        """
+        unit = unit or self.shape.block_size
+        part = shard.rectangle
+        layers, heads = self._slices(part)
+        indices = torch.from_numpy(blocks).to(self.device)
+        _, num_sides, _, _, _, head_dim = self._kv.shape
+        sizes = part.last_layer - part.first_layer, part.last_head - part.first_head
+        shape = (sizes[0], num_sides, shard.num_blocks(unit), sizes[1], unit, head_dim)
+        staged = data.view(self._kv.dtype).view(shape)
+        if unit == self.shape.block_size:
+            scatter_blocks(self._kv, indices, layers, heads, staged)
+        else:
+            cut, block, within = self._cut(layers, heads, indices, shard, unit)
+            cut[:, :, block, :, within] = staged.movedim(2, 0)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Room for a message."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _cut(
+        self, layers: slice, heads: slice, indices: torch.Tensor, shard: Shard, unit: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The cache as units, [layers, sides, blocks, heads, units of a block, unit, head_dim], and
+        in which block each unit of the message is, and where there."""
+        block_size = self.shape.block_size
+        first = shard.start % block_size // unit
+        units = torch.arange(first, first + shard.num_blocks(unit), device=self.device)
+        per_block = block_size // unit
+        cut = torch.unflatten(self._kv[layers, :, :, heads], 4, (per_block, unit))
+        return cut, indices.long()[units // per_block], units % per_block
+
+    def _slices(self, part: LayerHeadRange) -> tuple[slice, slice]:
+        own = self.rectangle
+        layers = slice(part.first_layer - own.first_layer, part.last_layer - own.first_layer)
+        heads = slice(part.first_head - own.first_head, part.last_head - own.first_head)
+        return layers, heads
+
+
+def blocks_of(shard: Shard, blocks: Ints, start: int, block_size: int) -> Ints:
+    """Those of `blocks`, of which the first holds position `start`, that the message covers."""
+    first = shard.start // block_size - start // block_size
+    return blocks[first : first + shard.num_blocks(block_size)]

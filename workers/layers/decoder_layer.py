@@ -1,0 +1,45 @@
+"""One layer of the decoder: attention, then feed-forward, on the residual stream."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.workers.layers.attention import Attention, StepInputs
+from penstock.workers.layers.expert_parallel import ExpertParallelMoE
+from penstock.workers.layers.mla import LatentAttention
+from penstock.workers.layers.mlp import Mlp
+from penstock.workers.layers.moe import MoE
+from penstock.workers.layers.norm import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Each half normalised before, after or both, as the family has it, and added to the stream.
+
+    In a parallel block both halves read the same stream; without a norm of its own the
+    feed-forward layer then reads what attention reads.
+    """
+
+    attention_norm: Norm | None
+    attention: Attention | LatentAttention
+    attention_post_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp | MoE | ExpertParallelMoE
+    mlp_post_norm: Norm | None
+    parallel: bool = False
+
+    def __call__(self, hidden: Tensor, step: StepInputs, layer_cache: Tensor) -> None:
+        """hidden: [T, hidden_size], changed in place."""
+        x = hidden if self.attention_norm is None else self.attention_norm(hidden)
+        if self.parallel:
+            made = self.mlp(x if self.mlp_norm is None else self.mlp_norm(hidden))
+            hidden += self.attention(x, step, layer_cache)
+            hidden += made
+            return
+        x = self.attention(x, step, layer_cache)
+        if self.attention_post_norm is not None:
+            x = self.attention_post_norm(x)
+        x = self.mlp(
+            hidden.add_(x) if self.mlp_norm is None else self.mlp_norm.add_and_norm(hidden, x)
+        )
+        hidden += x if self.mlp_post_norm is None else self.mlp_post_norm(x)

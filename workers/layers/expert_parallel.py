@@ -1,0 +1,126 @@
+"""A mixture of experts that are spread over the ranks of a stage.
+
+Every rank of a stage has the hidden states of all tokens. Each group of ranks that share their
+experts takes an even part of the tokens: it sends them to the groups that have their experts,
+weighs and sums what comes back, and runs the shared expert on them; then every rank gets every
+part. Since all ranks route all tokens, each knows what comes from where without being told.
+
+    tokens 0 1 2 3   group 0: 0 1 ──▶ experts' owners ──▶ weighed, summed, shared expert ─┐
+                     group 1: 2 3 ──▶ experts' owners ──▶ weighed, summed, shared expert ─┴─▶ all
+
+A token's sum is in the order of its own choice, as where one rank has all experts. Within a group
+each rank has a part of every expert's inner features, and what they give is summed at the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.moe.routing import Routing, route
+from penstock.workers.layers.linear import Linear
+from penstock.workers.layers.mlp import Mlp
+from penstock.workers.layers.moe import SharedExpert
+from penstock.workers.parallel.groups import ProcessGroup
+from penstock.workers.parallel.mesh import MeshCoord, even_partition
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallelMoE:
+    router: Linear
+    bias: Tensor | None  # [E] float32, of the choice
+    routing: Routing
+    experts: tuple[Mlp, ...]  # this rank's, or its part of them
+    shared: SharedExpert | None  # its part of it
+    stacks: dict[str, Tensor] | None  # where the checkpoint has all experts in one: [e, in, out]
+    coord: MeshCoord
+    stage: ProcessGroup
+    owners: ProcessGroup | None  # the ranks that have other experts; None: nobody has
+    load: Tensor  # [E] int64: tokens that each expert was chosen for, since the start
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, hidden], the same on all ranks."""
+        logits = self.router(x.to(self.router.weight.dtype))
+        chosen, weights = route(logits, self.routing, self.bias)
+        self.load.add_(torch.bincount(chosen.flatten(), minlength=len(self.load)))
+        mine = self._token_range(len(x))
+        out = self._mix(x, chosen, weights, mine)
+        if self.shared is not None:
+            out += self.shared(x[mine.start : mine.stop])
+        return self._all_gather_sum(out, len(x))
+
+    def _token_range(self, num_tokens: int, group: int | None = None) -> range:
+        place = self.coord
+        return even_partition(num_tokens, place.mesh.ep, place.ep_rank if group is None else group)
+
+    def _mix(self, x: Tensor, chosen: Tensor, weights: Tensor, mine: range) -> Tensor:
+        """What the experts make of this group's tokens."""
+        top_k = chosen.shape[1]
+        here = slice(mine.start, mine.stop)
+        sorted_places = chosen[here].flatten().argsort(stable=True)
+        rows = x[here][sorted_places // top_k]
+        made = torch.empty_like(rows)
+        made[sorted_places] = self._compute(rows, chosen)
+        parts = made.view(len(mine), top_k, x.shape[1]) * weights[here].to(x.dtype)[:, :, None]
+        out = parts[:, 0]
+        for rank in range(1, top_k):
+            out += parts[:, rank]
+        return out
+
+    def _compute(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """rows [n, D]: this group's tokens, once for each expert chosen, in the experts' order."""
+        num_experts = len(self.load)
+        counts = torch.stack([
+            torch.bincount(chosen[part.start : part.stop].flatten(), minlength=num_experts)
+            for part in (
+                self._token_range(len(chosen), group) for group in range(self.coord.mesh.ep)
+            )
+        ]).cpu()  # fmt: skip
+        if self.owners is None:
+            return self._run(rows, counts)
+        experts = [self.coord.mesh.ep, num_experts]
+        sent = [int(counts[self.coord.ep_rank, own.start : own.stop].sum())
+                for own in _even_partitions(*experts)]  # fmt: skip
+        own = self.coord.experts(num_experts)
+        coming = counts[:, own.start : own.stop]
+        received: list[int] = coming.sum(1).tolist()
+        made = self._run(self.owners.all_to_all(rows, sent, received), coming)
+        return self.owners.all_to_all(made, received, sent)
+
+    def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n, D]: from each group in turn, sorted by this rank's experts, of which each has
+        counts [groups, e]."""
+        made = torch.empty_like(rows)
+        ends = counts.flatten().cumsum(0).view(counts.shape).tolist()
+        sizes = counts.tolist()
+        for number, expert in enumerate(self.experts):
+            spans = [
+                torch.arange(end[number] - size[number], end[number], device=rows.device)
+                for end, size in zip(ends, sizes, strict=True)
+            ]
+            places = torch.cat(spans)
+            if len(places):
+                made[places] = expert(rows[places])
+        return made
+
+    def _all_gather_sum(self, out: Tensor, num_tokens: int) -> Tensor:
+        """All groups' tokens [T, D], of each the sum of what its ranks have."""
+        place, most = self.coord, -(-num_tokens // self.coord.mesh.ep)
+        if place.mesh.ep == 1:
+            return self.stage.all_reduce(out)
+        padded = out.new_zeros(most, out.shape[1])
+        padded[: len(out)] = out
+        gathered = self.stage.all_gather(padded).view(place.mesh.ep, place.mesh.expert_tp, most, -1)
+        total = gathered[:, 0].to(torch.float32, copy=True)
+        for column in range(1, place.mesh.expert_tp):
+            total += gathered[:, column]
+        summed = total.to(out.dtype)
+        parts = [
+            part[: len(self._token_range(num_tokens, group))] for group, part in enumerate(summed)
+        ]
+        return torch.cat(parts)
+
+
+def _even_partitions(num_owners: int, num_items: int) -> Sequence[range]:
+    return [even_partition(num_items, num_owners, owner) for owner in range(num_owners)]

@@ -1,0 +1,30 @@
+"""Embeddings and the head, where the vocabulary is spread over ranks."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.workers.parallel.groups import ProcessGroup
+
+
+def vocab_parallel_embedding(
+    tokens: Tensor, weight: Tensor, first: int, group: ProcessGroup
+) -> Tensor:
+    """The embeddings [T, D] of tokens [T]; weight [n, D] has those from token `first` on."""
+    rows = tokens - first
+    elsewhere = (rows < 0) | (rows >= len(weight))
+    if len(weight):
+        part = functional.embedding(rows.masked_fill(elsewhere, 0), weight)
+        part.masked_fill_(elsewhere[:, None], 0)
+    else:
+        part = weight.new_zeros(len(tokens), weight.shape[1])
+    return group.all_reduce(part)
+
+
+def gather_logits(part: Tensor, vocab_size: int, group: ProcessGroup) -> Tensor:
+    """Logits [S, V] out of every rank's [S, its part of the vocabulary], as `MeshCoord.tokens`
+    cuts."""
+    size = -(-vocab_size // group.size)
+    padded = functional.pad(part, (0, size - part.shape[1]))
+    gathered = group.all_gather(padded)
+    return torch.cat(gathered.unbind(0), dim=1)[:, :vocab_size].contiguous()

@@ -1,0 +1,273 @@
+"""A decoder's step of single tokens as a program of a CPU, where its parts can be one.
+
+So it is for models of gated layers with RMS norms in float32 (Llama, Mistral, Qwen, Gemma and their
+kind), also with experts chosen by a plain softmax, of one rank. Whatever else there is computes
+operation by operation.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.activation.op import (
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_batch_invariant,
+    silu_and_mul,
+    silu_and_mul_batch_invariant,
+)
+from penstock.kernels.moe.routing import Routing
+from penstock.kernels.step_graph.builder import (
+    AttentionParams,
+    Buffer,
+    CpuStepGraph,
+    GraphBuilder,
+    UnsupportedGraph,
+    load_cpu_kernels,
+)
+from penstock.kernels.step_graph.layout import ExpertLayout
+from penstock.kernels.triton_common.launch import runs_kernels
+from penstock.workers.layers.attention import Attention
+from penstock.workers.layers.decoder_layer import DecoderLayer
+from penstock.workers.layers.linear import Linear, RowParallelLinear
+from penstock.workers.layers.mlp import Mlp
+from penstock.workers.layers.moe import MoE, SharedExpert
+from penstock.workers.layers.norm import GemmaRmsNorm, Norm, RmsNorm
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.protocols import Model
+from penstock.workers.parallel.parallel_groups import SINGLE_RANK
+from penstock.workers.rank.kv_cache import KvCache
+from penstock.workers.scheduling.sequence import Ints, StepPlan
+
+MAX_ROWS = 128
+"""Tokens of a step; of more the calls are a small part."""
+
+_GATES: dict[Callable[[Tensor], Tensor], str] = {
+    silu_and_mul: "silu",
+    silu_and_mul_batch_invariant: "silu",
+    gelu_tanh_and_mul: "gelu",
+    gelu_tanh_and_mul_batch_invariant: "gelu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStepGraph:
+    """Computes steps in which every sequence has one token."""
+
+    decoder: Decoder
+    graph: CpuStepGraph
+    hidden: Buffer
+    angles: tuple[Buffer, ...]  # of each rotary table
+    logits: Buffer | None  # None: the head is none of a program's products
+
+    def supports(self, plan: StepPlan) -> bool:
+        """Whether it computes this step."""
+        return len(plan.tokens) == len(plan.rows) <= MAX_ROWS
+
+    def run(self, plan: StepPlan, tokens: Ints, rotary: tuple[Tensor, ...]) -> Tensor:
+        """Logits [T, vocab_size] of tokens [T], there until the next run; rotary: all rows of each
+        table, [positions, 2, R]."""
+        decoder, program, num_rows = self.decoder, self.graph, len(tokens)
+        assert decoder.embeddings is not None
+        hidden = program.view(self.hidden, num_rows)
+        np.take(decoder.embeddings.numpy(), tokens, 0, hidden.numpy())
+        if decoder.embedding_scale != 1:
+            hidden *= decoder.embedding_scale
+        for place, table in zip(self.angles, rotary, strict=True):
+            rows = program.view(place, num_rows).numpy()
+            np.take(table.view(len(table), -1).numpy(), plan.positions, 0, rows)
+        program.run(plan.slots, plan.context_lens, plan.block_tables)
+        if self.logits is None:
+            return decoder.logits(hidden)
+        return decoder.cap_logits(program.view(self.logits, num_rows))
+
+
+def build_cpu_step_graph(decoder: Model, cache: KvCache) -> DecodeStepGraph | None:
+    """The program of this model over this cache; None if it cannot be one."""
+    device = cache.data.device
+    if not isinstance(decoder, Decoder) or decoder.ranks is not SINGLE_RANK or runs_kernels(device):
+        return None
+    if device.type != "cpu" or decoder.dtype != torch.float32 or decoder.embedding_norm:
+        return None
+    try:
+        written = _lower(decoder, cache.data)
+    except UnsupportedGraph:
+        return None
+    load_cpu_kernels(cache.data.dtype)
+    return written
+
+
+def _lower(decoder: Decoder, cache: Tensor) -> DecodeStepGraph:
+    writer = GraphBuilder(MAX_ROWS, cache)
+    hidden = writer.alloc(decoder.spec.hidden_size)
+    angles = tuple(writer.alloc(2 * 2 * len(each.frequencies)) for each in decoder.rotaries)
+    layers = _LayerLowering(
+        writer, hidden, writer.alloc(hidden.width), writer.alloc(hidden.width), angles
+    )
+    for number, block in enumerate(decoder.layers):
+        layers.lower_layer(number, block)
+    logits = layers.lower_head(decoder)
+    return DecodeStepGraph(decoder, writer.build(), hidden, angles, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerLowering:
+    """Writes one layer after another. What a layer's second half made is in `made`, which the next
+    one adds to the stream."""
+
+    builder: GraphBuilder
+    hidden: Buffer
+    normal: Buffer
+    made: Buffer
+    angles: tuple[Buffer, ...]
+    expert_layouts: dict[tuple[int, int], ExpertLayout] = field(default_factory=dict)
+
+    def lower_layer(self, number: int, block: DecoderLayer) -> None:
+        if block.parallel or block.attention_norm is None or block.mlp_norm is None:
+            raise UnsupportedGraph("another order of norms")
+        if not isinstance(block.attention, Attention):
+            raise UnsupportedGraph(f"{type(block.attention).__name__}")
+        self._norm(block.attention_norm, added=number > 0)
+        self._attention(block.attention, number)
+        self._norm_made(block.attention_post_norm)
+        self._norm(block.mlp_norm, added=True)
+        match block.mlp:
+            case Mlp():
+                self._mlp(block.mlp, self.made)
+            case MoE():
+                self._experts(block.mlp)
+            case _:
+                raise UnsupportedGraph(f"{type(block.mlp).__name__}")
+        self._norm_made(block.mlp_post_norm)
+
+    def lower_head(self, decoder: Decoder) -> Buffer | None:
+        """Where the logits are; None: the head fits no program, and the stream is complete."""
+        assert decoder.norm is not None
+        assert decoder.head is not None
+        logits = self.builder.alloc(decoder.spec.vocab_size)
+        if self.builder.supports_linear(self.normal, decoder.head.packed, logits):
+            self._norm(decoder.norm, added=True)
+            self.builder.linear(self.normal, decoder.head.packed, logits)
+            return logits
+        self.builder.add(self.hidden, self.made)
+        return None
+
+    def _norm(self, norm: Norm, added: bool) -> None:
+        weight, eps = _rms(norm)
+        more = self.made if added else None
+        self.builder.norm(self.hidden, weight, eps, self.normal, more)
+
+    def _norm_made(self, norm: Norm | None) -> None:
+        if norm is not None:
+            self.builder.norm(self.made, *_rms(norm), self.made)
+
+    def _attention(self, attention: Attention, number: int) -> None:
+        if attention.clip or attention.biases is not None:
+            raise UnsupportedGraph("clipped heads, or rounded biases")
+        writer, dim = self.builder, attention.head_dim
+        num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
+        heads = self.builder.scratch("heads", (num_heads + 2 * num_kv_heads) * dim)
+        writer.linear(self.normal, attention.qkv.packed, heads)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            self._norm_heads(attention.q_norm, heads, 0, num_heads * dim)
+            self._norm_heads(attention.k_norm, heads, num_heads * dim, num_kv_heads * dim)
+        angles = None if attention.rotary is None else self.angles[attention.rotary]
+        how = AttentionParams(
+            num_heads, num_kv_heads, dim, angles, attention.interleaved, attention.window,
+            attention.scores,
+        )  # fmt: skip
+        out = self.builder.scratch("attended", num_heads * dim)
+        writer.attend(heads, how, number, out)
+        writer.linear(out, _unsharded(attention.output).packed, self.made)
+
+    def _norm_heads(self, norm: Norm, heads: Buffer, first: int, size: int) -> None:
+        weight, eps = _rms(norm)
+        if first % len(weight):
+            raise UnsupportedGraph("a norm of all heads")
+        groups = slice(first // len(weight), (first + size) // len(weight))
+        self.builder.norm(heads, weight, eps, heads, groups=groups)
+
+    def _mlp(self, mlp: Mlp, out: Buffer) -> None:
+        writer, width, kind = self.builder, sum(mlp.gate_up.sizes), _gate_kind(mlp)
+        both, inner = (
+            self.builder.scratch("gate and up", width),
+            self.builder.scratch("gated", width // 2),
+        )
+        writer.linear(self.normal, mlp.gate_up.packed, both)
+        writer.gate(both, kind, inner)
+        writer.linear(inner, _unsharded(mlp.down).packed, out)
+
+    def _experts(self, experts: MoE) -> None:
+        routing, router, num_experts = experts.routing, experts.router, len(experts.experts)
+        if routing != Routing(routing.top_k, routing.normalise) or experts.bias is not None:
+            raise UnsupportedGraph(f"{routing}")
+        spread = self._expert_layout(num_experts, routing.top_k)
+        logits = self.builder.scratch("logits", num_experts)
+        weights = self.builder.scratch("weights of experts", routing.top_k)
+        self.builder.gemv(self.normal, _unpacked_weight(router), logits)
+        self.builder.topk_softmax(logits, spread, routing.normalise, weights)
+        # Here: whoever waits for the choice can ask for these weights, which all tokens need.
+        shared = gate = None
+        if experts.shared is not None:
+            shared, gate = self._shared(experts.shared)
+        made = self._routed_experts(experts.experts, spread)
+        self.builder.unpermute_sum(made, spread, weights, self.made, shared, gate)
+
+    def _expert_layout(self, num_experts: int, top_k: int) -> ExpertLayout:
+        if (num_experts, top_k) not in self.expert_layouts:
+            self.expert_layouts[num_experts, top_k] = self.builder.expert_layout(num_experts, top_k)
+        return self.expert_layouts[num_experts, top_k]
+
+    def _shared(self, shared: SharedExpert) -> tuple[Buffer, Buffer | None]:
+        """What it makes, and the gate of that."""
+        made, gate = self.builder.scratch("shared", self.made.width), None
+        if shared.gate is not None:
+            gate = self.builder.scratch("gate of the shared", 1)
+            self.builder.gemv(self.normal, _unpacked_weight(shared.gate), gate)
+        self._mlp(shared.mlp, made)
+        return made, gate
+
+    def _routed_experts(self, mlps: tuple[Mlp, ...], spread: ExpertLayout) -> Buffer:
+        """What each expert makes of its rows."""
+        writer, width = self.builder, sum(mlps[0].gate_up.sizes)
+        x, made = (
+            self.builder.scratch(name, self.made.width, spread) for name in ("normal", "made")
+        )
+        both = self.builder.scratch("gate and up", width, spread)
+        inner = self.builder.scratch("gated", width // 2, spread)
+        writer.permute(self.normal, spread, x)
+        writer.expert_linears(x, [mlp.gate_up.packed for mlp in mlps], both, spread)
+        writer.gate(both, _gate_kind(mlps[0]), inner, spread)
+        writer.expert_linears(inner, [_unsharded(mlp.down).packed for mlp in mlps], made, spread)
+        return made
+
+
+def _gate_kind(mlp: Mlp) -> str:
+    kind = _GATES.get(mlp.activation)
+    if kind is None:
+        raise UnsupportedGraph("another activation")
+    return kind
+
+
+def _unpacked_weight(linear: Linear) -> Tensor:
+    if linear.packed is not None or linear.bias is not None:
+        raise UnsupportedGraph("a router in another form, or with a bias")
+    return linear.weight
+
+
+def _rms(norm: Norm) -> tuple[Tensor, float]:
+    match norm:
+        case RmsNorm():
+            return norm.weight, norm.eps
+        case GemmaRmsNorm():
+            return 1.0 + norm.weight, norm.eps
+        case _:
+            raise UnsupportedGraph(f"a {type(norm).__name__}")
+
+
+def _unsharded(part: Linear | RowParallelLinear) -> Linear:
+    if isinstance(part, RowParallelLinear):
+        raise UnsupportedGraph("a product over several ranks")
+    return part

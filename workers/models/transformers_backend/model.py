@@ -1,0 +1,320 @@
+"""Models that we do not have ourselves, computed by `transformers` over our cache and batcher.
+
+Any decoder of `transformers` that uses its attention interface (see `interface`), once it has
+been looked over (see `survey`). Slower than our own: its layers are not fused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.workers.layers.attention import StepInputs
+from penstock.workers.models.config import BadCheckpoint, Fields
+from penstock.workers.models.deepseek import LatentSpec
+from penstock.workers.models.rope import RopeSpec
+from penstock.workers.models.rotary import Rotary
+from penstock.workers.models.spec import require_transformers, supported_architectures
+from penstock.workers.models.transformers_backend.attention import (
+    NAME,
+    PagedAttention,
+    register,
+    use_handler,
+)
+from penstock.workers.models.transformers_backend.probe import (
+    AttentionCall,
+    RecordingAttention,
+    Unsupported,
+    probe_model,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersModelInfo:
+    """What the engine needs to know of such a model; the fields are those of `ModelSpec`."""
+
+    family: str
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    eos_tokens: tuple[int, ...]
+    windows: tuple[int, ...]
+    rope: RopeSpec = RopeSpec(1.0)  # noqa: RUF009 (frozen); nothing is turned by us
+
+    latent: LatentSpec | None = None
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        return 2, self.num_kv_heads, self.head_dim
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+
+
+class _StubBody(nn.Module):
+    """Stands where the layers were, so that the model's own head can be run by itself."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.kind: type[Any] = dict  # of what the layers return; set by their first run
+        self.hidden: Tensor | None = None
+        self._body = [body]  # in a list, so that it is no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        """What others look for in the layers' part, such as its embeddings."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattribute__("_body")[0], name)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        if self.hidden is not None:
+            return self.kind(last_hidden_state=self.hidden[None])
+        found = self._body[0](*args, **options)
+        self.kind = type(found)
+        return found
+
+
+def _body_of(model: Any) -> tuple[str, Any]:
+    """The part from tokens to hidden states, and where it is in the model."""
+    from transformers import PreTrainedModel
+
+    said = model.get_decoder()
+    if said is model or not isinstance(said, PreTrainedModel):  # a head may be called a decoder
+        said = model.base_model
+    for name, part in model.named_modules():
+        found = part is not model if said is model else part is said
+        if found and isinstance(part, PreTrainedModel):
+            return name, part
+    raise Unsupported("its layers and its head are one")
+
+
+class TransformersModel:
+    """A model of `transformers`, called as `Decoder` is."""
+
+    rotaries: tuple[Rotary, ...] = ()
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        name, self._body = _body_of(model)
+        self._stub = _StubBody(self._body)
+        model.set_submodule(name, self._stub)
+        self.spec: TransformersModelInfo
+        parameter = next(self._body.parameters())
+        self.dtype: torch.dtype = parameter.dtype
+        self.device: torch.device = parameter.device
+
+    def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
+        """As `Decoder.__call__`, but returns [T, hidden_size] after the last norm."""
+        with use_handler(PagedAttention(step, cache, self.spec.windows)):
+            return self.hidden(tokens, step.positions)
+
+    def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        found = self._body(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True
+        )
+        hidden: Tensor = found.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden_size] to [S, vocab_size] float32."""
+        self._stub.hidden = hidden
+        tokens = torch.zeros(len(hidden), dtype=torch.int64, device=self.device)
+        try:
+            with use_handler(
+                RecordingAttention(0, check_masks=False)
+            ):  # masks may be made before the layers
+                return self.whole(tokens)
+        finally:
+            self._stub.hidden = None
+
+    def whole(self, tokens: Tensor, **options: Any) -> Tensor:
+        found = self._model(input_ids=tokens[None], use_cache=False, return_dict=True, **options)
+        logits: Tensor = found.logits[0]
+        return logits.to(torch.float32)
+
+
+def load_transformers_model(
+    config: Fields,
+    eos_tokens: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None,
+    num_bytes: int,
+    progress: Callable[[int, int], None],
+) -> tuple[TransformersModelInfo, TransformersModel]:
+    """Loads the folder of `config` with `transformers`, never with code from the checkpoint.
+
+    `num_bytes`: of its weights, for `progress`. Raises `BadCheckpoint` or `UnsupportedModel`.
+    """
+    require_transformers(config)
+    folder, architecture = config.path.parent, config.values["architectures"][0]
+    try:
+        theirs = _their_config(architecture, folder)
+        longest = _positions(theirs, max_model_len)
+        progress(0, num_bytes)
+        model = TransformersModel(_load(folder, dtype).to(device).eval())
+        progress(num_bytes, num_bytes)
+        with torch.inference_mode():
+            model.spec = _probe(model, theirs, longest, eos_tokens, architecture)
+    except Unsupported as reason:
+        raise config.unsupported(
+            f"{architecture} is not served: {reason}; {supported_architectures()}"
+        ) from None
+    return model.spec, model
+
+
+def _their_config(architecture: str, folder: Path) -> Any:
+    """Its configuration, if `transformers` has such a decoder, and it uses the interface."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        found = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        kind = transformers.AutoModelForCausalLM._model_mapping.get(type(found), None)
+    except Exception as error:  # whatever stands in a file can go wrong in any way there
+        raise Unsupported(
+            f"it is none of ours, and transformers says: {_first_line(error)}"
+        ) from None
+    if kind is None:
+        raise Unsupported(
+            f"transformers makes no causal language model of a {type(found).__name__}"
+        )
+    if kind.__name__ != architecture:
+        raise Unsupported(f"transformers makes {kind.__name__} of such a configuration")
+    if found.is_encoder_decoder:
+        raise Unsupported("it has an encoder")
+    if kind._is_stateful and not _only_attends(found):
+        raise Unsupported("it keeps other state than keys and values")
+    if not kind._supports_attention_backend:
+        raise Unsupported("its attention does not go through the interface of transformers")
+    return found.get_text_config(decoder=True)  # itself, where there is nothing but text
+
+
+def _only_attends(theirs: Any) -> bool:
+    """Whether a model that may keep other state has no layer that does."""
+    kinds = getattr(theirs, "layer_types", None) or [None]
+    return set(kinds) <= {"attention", "full_attention", "sliding_attention"}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _positions(theirs: Any, max_model_len: int | None) -> int:
+    """The positions that will be used; `Unsupported` where sequences would change each other's."""
+    longest = getattr(theirs, "max_position_embeddings", None)
+    if type(longest) is not int or longest < 4:
+        raise Unsupported("it does not say how many positions it has")
+    used = min(longest, max_model_len or longest)
+    ropes = getattr(theirs, "rope_parameters", None) or {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+        original = rope.get("original_max_position_embeddings") or longest
+        if rope.get("rope_type") == "longrope" and used > original:
+            raise Unsupported(
+                "its longrope changes with the longest sequence of a batch; with max_model_len "
+                f"{original} or less it does not"
+            )
+    return used
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
+    register()
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=NAME,
+            experts_implementation="eager",  # the grouped products take no odd shapes
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # see above
+        raise Unsupported(f"transformers cannot load it: {_first_line(error)}") from None
+    for kind in ("missing_keys", "mismatched_keys"):  # it would fill these in at random
+        if report[kind]:
+            name = sorted(map(str, report[kind]))[0]
+            raise BadCheckpoint(
+                f"{folder}: {kind.replace('_', ' ')} in the weights, such as {name}: the files do "
+                "not belong together or are incomplete"
+            )
+    return model
+
+
+def _probe(
+    model: TransformersModel, theirs: Any, longest: int, eos_tokens: tuple[int, ...], name: str
+) -> TransformersModelInfo:
+    try:
+        kept = _layers_kept(theirs)
+        calls = probe_model(model.hidden, theirs.num_hidden_layers, longest, model.device)
+        _check_windows(calls, kept, longest)
+        vocab_size = _check_head(model)
+    except Unsupported:
+        raise
+    except Exception as error:  # its code meets what it was not written for
+        raise Unsupported(f"it cannot do with our attention: {_first_line(error)}") from None
+    return _spec(calls, longest, eos_tokens, name, vocab_size)
+
+
+_CACHE_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+"""Layers of its cache: the last keeps nothing, where a layer attends with another's keys."""
+
+
+def _layers_kept(theirs: Any) -> list[Any]:
+    """The layers of its own cache; `Unsupported` where these hold other than keys and values."""
+    from transformers import DynamicCache
+
+    layers: list[Any] = DynamicCache(config=theirs).layers
+    for layer in layers:
+        if type(layer).__name__ not in _CACHE_LAYERS:
+            raise Unsupported(f"its cache has a {type(layer).__name__}")
+    return layers
+
+
+def _check_windows(calls: list[AttentionCall], kept: list[Any], longest: int) -> None:
+    """`Unsupported` where its own cache would forget other positions than its masks hide."""
+    for layer, call in zip(kept, calls, strict=True):
+        window = getattr(layer, "sliding_window", 0)
+        if window != call.window and 0 < window < longest:
+            raise Unsupported(f"its cache keeps {window} positions, and its masks tell otherwise")
+
+
+def _check_head(model: TransformersModel) -> int:
+    """The size of its vocabulary; `Unsupported` if its head cannot be run by itself."""
+    tokens = torch.arange(3, 6, device=model.device)
+    with use_handler(RecordingAttention(0, check_masks=False)):
+        expected = model.whole(tokens, position_ids=tokens[None])
+        found = model.logits(model.hidden(tokens, tokens))
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
+        raise Unsupported("its head needs more than the last hidden states")
+    return found.shape[1]
+
+
+def _spec(
+    calls: list[AttentionCall],
+    longest: int,
+    eos_tokens: tuple[int, ...],
+    name: str,
+    vocab_size: int,
+) -> TransformersModelInfo:
+    return TransformersModelInfo(
+        family=name,
+        vocab_size=vocab_size,
+        num_layers=len(calls),
+        num_kv_heads=max(call.num_kv_heads for call in calls),
+        head_dim=max(call.head_dim for call in calls),
+        max_model_len=longest,
+        eos_tokens=eos_tokens,
+        windows=tuple(call.window for call in calls),
+    )

@@ -1,0 +1,168 @@
+"""Where the ranks of a worker meet before they compute: a store that rank 0 keeps.
+
+Communicators find each other in it, and ranks agree in it on what they must have alike. Others read
+and write it by calls that carry the cluster's token; strangers get nothing.
+"""
+
+import hmac
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import grpc
+from torch._C._distributed_c10d import Store
+
+from penstock.protos import ranks_pb2 as wire
+from penstock.protos import ranks_pb2_grpc
+from penstock.workers.parallel.groups import RankLost
+
+MAX_BYTES = 1 << 16  # of a message
+MAX_ENTRIES = 1 << 14
+_POLL_SECONDS = 1.0  # the longest that a call for what is not there yet waits
+_WAIT_SECONDS = 3600.0  # for what another rank is to say: it may be loading weights
+
+
+class LocalStore(Store):
+    """The store itself, in rank 0. Its methods are those that communicators call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = ""
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        with self._changed:
+            if key not in self._values and len(self._values) >= MAX_ENTRIES:
+                raise ValueError(f"the ranks have said {MAX_ENTRIES} things: that is too much")
+            self._values[key] = data
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = _WAIT_SECONDS if timeout is None else timeout.total_seconds()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self.check(keys), seconds)
+            if not self.check(keys):
+                said = self._closed or f"another rank did not say {', '.join(keys)}"
+                raise RankLost(said)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def close(self, reason: str) -> None:
+        """Whoever waits gets `RankLost`, now and later."""
+        with self._changed:
+            self._closed = reason
+            self._changed.notify_all()
+
+
+class RendezvousServer(ranks_pb2_grpc.MeetingServicer):
+    """Serves the store of rank 0 at `address`. OSError if it cannot listen there."""
+
+    def __init__(self, host: str, token: str | None, num_ranks: int) -> None:
+        self.store = LocalStore()
+        self._token = token
+        # Each rank may wait in two of its threads.
+        threads = ThreadPoolExecutor(4 * num_ranks, thread_name_prefix="meeting")
+        self._server = grpc.server(threads, options=_OPTIONS)
+        ranks_pb2_grpc.add_MeetingServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            port = self._server.add_insecure_port(f"{shown}:0")
+        except RuntimeError:
+            raise OSError(f"the ranks cannot meet at {host}: not this machine's address") from None
+        self.address = f"{shown}:{port}"
+        self._server.start()
+
+    def Put(self, request: wire.Entry, context: grpc.ServicerContext) -> wire.Entry:
+        self._authorize(context)
+        try:
+            self.store.set(request.key, request.value)
+        except ValueError as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        return wire.Entry()
+
+    def Get(self, request: wire.Key, context: grpc.ServicerContext) -> wire.Entry:
+        self._authorize(context)
+        try:
+            self.store.wait([request.key], timedelta(seconds=_POLL_SECONDS))
+        except RankLost as error:
+            context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        return wire.Entry(key=request.key, value=self.store.get(request.key))
+
+    def _authorize(self, context: grpc.ServicerContext) -> None:
+        if self._token is None:
+            return
+        shown = dict(context.invocation_metadata()).get("authorization", "")
+        if not hmac.compare_digest(str(shown).encode(), f"Bearer {self._token}".encode()):
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "wrong or no cluster token: a rank must show it"
+            )
+
+    def close(self) -> None:
+        """Nobody is met here any more."""
+        self.store.close("rank 0 has ended")
+        self._server.stop(0)
+
+
+class RemoteStore(Store):
+    """The same store, from another rank. `RankLost` where rank 0 does not answer."""
+
+    def __init__(self, address: str, token: str | None) -> None:
+        super().__init__()
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._stub = ranks_pb2_grpc.MeetingStub(self._channel)  # type: ignore[no-untyped-call]
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._call(lambda: self._stub.Put(wire.Entry(key=key, value=data), metadata=self._metadata))
+
+    def get(self, key: str) -> bytes:
+        found = self._get(key, _WAIT_SECONDS)
+        if found is None:
+            raise RankLost(f"another rank did not say {key}")
+        return found
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = _WAIT_SECONDS if timeout is None else timeout.total_seconds()
+        for key in keys:
+            if self._get(key, seconds) is None:
+                raise RankLost(f"another rank did not say {key}")
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._get(key, 0.0) is not None for key in keys)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _get(self, key: str, seconds: float) -> bytes | None:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                entry = self._stub.Get(wire.Key(key=key), metadata=self._metadata, timeout=10.0)
+                return bytes(entry.value)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise RankLost(f"rank 0 says: {error.details()}") from None
+            if time.monotonic() >= deadline:
+                return None
+
+    def _call(self, call: "grpc.UnaryUnaryMultiCallable") -> None:
+        try:
+            call()
+        except grpc.RpcError as error:
+            raise RankLost(f"rank 0 says: {error.details()}") from None
+
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_BYTES),
+    ("grpc.max_send_message_length", MAX_BYTES),
+    ("grpc.so_reuseport", 0),
+)

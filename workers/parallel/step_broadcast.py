@@ -1,0 +1,166 @@
+"""How the step plans of the leading rank reach the others.
+
+Within a node they lie in shared memory; to other nodes they go by gloo, on the host, whatever the
+ranks compute on. An empty message is the end.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from penstock.workers.parallel.communicator import Communicator, connect, first_sentence
+from penstock.workers.parallel.groups import RankLost
+from penstock.workers.parallel.shm_ring import ShmRingReader, ShmRingWriter
+
+NUM_SLOTS = 32  # plans and orders that may wait: more plans than are in flight. A power of two
+_FOR_EVER = timedelta(days=365)  # an idle worker has no plans; a dead peer's connection breaks
+
+
+class PlanReader(Protocol):
+    def read(self) -> bytes:
+        """The next message; waits for it. `RankLost`."""
+        ...
+
+
+class PlanWriter:
+    """The leading rank's end."""
+
+    def __init__(self, ring: ShmRingWriter | None, remote: Sequence["RemoteWriter"]) -> None:
+        self._ring = ring
+        self._remote = remote
+        self._lock = threading.Lock()
+
+    def write(self, message: bytes) -> None:
+        """To all other ranks, from any thread. `RankLost`."""
+        with self._lock:
+            for one in self._remote:
+                one.write(message)
+            if self._ring is not None:
+                self._ring.write(message)
+
+    def end(self) -> None:
+        """There will be no more."""
+        self.write(b"")
+
+
+class RemoteWriter:
+    """To one rank on another node."""
+
+    def __init__(self, communicator: Communicator, rank: int, seconds: float) -> None:
+        self._communicator = communicator
+        self._rank = rank
+        self._timeout = timedelta(seconds=seconds)
+        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def write(self, message: bytes) -> None:
+        size = torch.tensor([len(message)])
+        parts = [size]
+        if message:
+            parts.append(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+        try:
+            for work, _ in self._sending:
+                work.wait(self._timeout)
+            self._sending = [
+                (self._communicator.send([part], self._rank, 0), part) for part in parts
+            ]
+        except RuntimeError as error:
+            raise RankLost(first_sentence(error)) from error
+
+
+class RemoteReader:
+    """From one rank, the leading one if none is named, on another node."""
+
+    def __init__(self, communicator: Communicator, rank: int = 0) -> None:
+        self._communicator = communicator
+        self._rank = rank
+
+    def read(self) -> bytes:
+        (size,) = self._receive(torch.zeros(1, dtype=torch.int64)).tolist()
+        if not size:
+            return b""
+        return self._receive(torch.empty(size, dtype=torch.uint8)).numpy().tobytes()
+
+    def _receive(self, into: torch.Tensor) -> torch.Tensor:
+        try:
+            self._communicator.recv([into], self._rank, 0).wait(_FOR_EVER)
+        except RuntimeError as error:
+            raise RankLost(first_sentence(error)) from error
+        return into
+
+
+def node_name() -> str:
+    """Equal in two processes only if they see each other's memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        return f"process {os.getpid()}"  # shared memory is for Linux
+    return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+
+
+def connect_plan_writer(
+    store: Store, num_ranks: int, max_bytes: int, node: str, host: str, seconds: float
+) -> PlanWriter:
+    """The leading rank's end, on that node; waits until the others have theirs."""
+    near = [rank for rank in range(1, num_ranks) if _get_text(store, f"node {rank}") == node]
+    far = [rank for rank in range(1, num_ranks) if rank not in near]
+    ring = ShmRingWriter(len(near), NUM_SLOTS, max_bytes, seconds) if near else None
+    told = {"readers": near, "pid": os.getpid()}
+    if ring is not None:
+        told |= {"path": ring.path, "shape": ring.shape}
+    store.set("plans", json.dumps(told))
+    communicator = connect_hosts(store, "plans", 0, num_ranks, host) if far else None
+    for rank in near:
+        _get_text(store, f"reads {rank}")
+    if ring is not None:
+        ring.close()
+    return PlanWriter(ring, [RemoteWriter(communicator, rank, seconds) for rank in far]
+                      if communicator else [])  # fmt: skip
+
+
+def connect_plan_reader(
+    store: Store, rank: int, num_ranks: int, node: str, host: str
+) -> PlanReader:
+    """Another rank's end, on that node."""
+    store.set(f"node {rank}", node)
+    told = json.loads(_get_text(store, "plans"))
+    far = len(told["readers"]) < num_ranks - 1
+    communicator = connect_hosts(store, "plans", rank, num_ranks, host) if far else None
+    if rank not in told["readers"]:
+        assert communicator is not None
+        return RemoteReader(communicator)
+    place = told["readers"].index(rank)
+    reader = ShmRingReader(told["path"], tuple(told["shape"]), place, _liveness_check(told["pid"]))
+    store.set(f"reads {rank}", "yes")
+    return reader
+
+
+def connect_hosts(store: Store, name: str, rank: int, num_ranks: int, host: str) -> Communicator:
+    """One of all ranks, between their hosts, that may be silent for as long as it likes."""
+    prefixed = PrefixStore(name, store)
+    return connect("gloo", prefixed, rank, num_ranks, host, _FOR_EVER.total_seconds())
+
+
+def _get_text(store: Store, key: str) -> str:
+    return store.get(key).decode()
+
+
+def _liveness_check(pid: int) -> Callable[[], bool]:
+    """Asks whether a process lives; one whose number was given anew counts as dead."""
+    import psutil  # not where one rank computes on a GPU, see docs/gpu.md
+
+    process = psutil.Process(pid)
+
+    def lives() -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    return lives

@@ -1,0 +1,72 @@
+"""A rank that leads nothing: it computes what rank 0 plans, on its share of the model."""
+
+import time
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from torch._C._distributed_c10d import Store
+
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.model_runner import ModelRunner
+from penstock.workers.engine.step_times import StepTimes
+from penstock.workers.engine.warm_up import warm_up_block_moves
+from penstock.workers.health.watchdog import ProgressTimer, Watchdog
+from penstock.workers.parallel.lazy_module import LazyModule
+from penstock.workers.parallel.step_codec import decode
+from penstock.workers.rank.rank_runtime import ProgressCallback, load_rank
+from penstock.workers.scheduling.sequence import StepPlan
+
+if TYPE_CHECKING:
+    from penstock.protos import ranks_pb2 as wire
+else:
+    wire = LazyModule("penstock.protos.ranks_pb2")
+
+
+class Follower:
+    """Loads, and is ready when rank 0 is. ValueError or `RankLost` as for an engine."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        store: Store,
+        progress: ProgressCallback,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        name = "an order of rank 0"
+        self._timer = ProgressTimer(name, inf) if watchdog is None else watchdog.timer(name)
+        self._times = StepTimes()
+        self._current_work: dict[str, Any] = {}
+        if watchdog is not None:
+            watchdog.state_source = self.debug_state
+        share = load_rank(config, progress, store)
+        self._runner = ModelRunner(share.decoder, share.cache, config.deterministic)
+        warm_up_block_moves(share.cache.data)
+        self._mover = share.mover()
+        self._mover.listen(share.reporter().report)
+        self._rank = config.rank
+        self._orders = share.connect_as_follower(store)
+
+    def run(self) -> None:
+        """Obey, one order after the other, until rank 0 ends; `RankLost` if it does not say so."""
+        try:
+            while message := self._orders.read():
+                self._timer.progressed(self._times.longest)
+                self._execute(message)
+                self._timer.idle()
+        finally:
+            self._mover.stop()
+
+    def _execute(self, message: bytes) -> None:
+        match decode(message):
+            case StepPlan() as plan:
+                self._current_work = {"step": plan.describe()}
+                began = time.perf_counter()
+                self._runner.run(plan)
+                self._times.add(time.perf_counter() - began, with_prompts=False)
+            case wire.Move() as move if move.rank == self._rank:
+                self._current_work = {"moves_blocks": move.WhichOneof("body"), "end": move.end}
+                self._mover.execute(move)
+
+    def debug_state(self) -> dict[str, Any]:
+        """What it works on, or did last."""
+        return {"rank": self._rank, **self._current_work}

@@ -1,0 +1,258 @@
+"""What one rank has of a worker: its share of the model, and of the cache, with the others' known.
+
+A worker of one rank has all of both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from penstock.kernels.cpu_compilation import CpuKernelLoader, KernelGroup, required_groups
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.model_runner import ModelRunner
+from penstock.workers.gpu.device_runner import DeviceRunner
+from penstock.workers.gpu.graph_buckets import GraphBuckets
+from penstock.workers.gpu.memory_profile import StepLimits, profile_step_bytes
+from penstock.workers.kv_transfer.rank_mover import Movers, RankMover
+from penstock.workers.kv_transfer.shards import LayerHeadRange
+from penstock.workers.kv_transfer.staging import KvStaging
+from penstock.workers.layers.expert_parallel import ExpertParallelMoE
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.protocols import Model, ModelInfo
+from penstock.workers.parallel.communicator import Communicator
+from penstock.workers.parallel.mesh import MeshCoord
+from penstock.workers.parallel.parallel_groups import SINGLE_RANK, all_reduce_min, connect_ranks
+from penstock.workers.parallel.remote_movers import OrderQueue, Reporter, make_remote_movers
+from penstock.workers.parallel.step_broadcast import (
+    PlanReader,
+    PlanWriter,
+    connect_hosts,
+    connect_plan_reader,
+    connect_plan_writer,
+    node_name,
+)
+from penstock.workers.parallel.step_codec import max_plan_bytes
+from penstock.workers.rank.fingerprint import layout_of
+from penstock.workers.rank.kv_cache import KvCache, choose_cache_dtype
+from penstock.workers.rank.kv_cache_size import choose_num_blocks
+from penstock.workers.scheduling.config import SchedulerConfig
+from penstock.workers.weights.loading import choose_dtype, load
+from penstock.workers.weights.sharding import kv_heads
+
+ProgressCallback = Callable[[int, int], None]
+"""Told how much is done, and of how much: bytes of weights read, or graphs captured."""
+
+COMPILING = "compiling CPU kernels, first start only"
+WARMING_UP = "warming up"
+"""Stages of a start that are told by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRuntime:
+    config: WorkerConfig
+    spec: ModelInfo  # of the whole model
+    decoder: Model
+    limits: SchedulerConfig
+    cache: KvCache
+    reports: Communicator | None  # between hosts of ranks, if there are others
+
+    def runner(self) -> ModelRunner:
+        """What computes steps on it. On a GPU, of a worker that has no other: without waiting."""
+        limits = self.limits
+        if not _runs_asynchronously(self.config, self.decoder):
+            return ModelRunner(self.decoder, self.cache, self.config.deterministic)
+        ladder = GraphBuckets(limits.max_sequences, limits.max_model_len)
+        return DeviceRunner(self.decoder, self.cache, ladder, self.config.deterministic)
+
+    def mover(self) -> RankMover:
+        """Of what this rank has of the KV blocks."""
+        config = self.config
+        staging = KvStaging(self.cache.data, _layer_heads(self.spec, config.coord))
+        return RankMover(staging, config.host, config.transfer_seconds)
+
+    def movers(self, plans: PlanWriter | None) -> Movers:
+        """Of the whole worker's KV blocks, for the rank that leads."""
+        if plans is None or self.reports is None:
+            return Movers(self.mover())
+        mesh = self.config.coord.mesh
+        rectangles = [_layer_heads(self.spec, mesh.coord(rank)) for rank in range(mesh.num_ranks)]
+        others = make_remote_movers(rectangles, OrderQueue(plans.write), self.reports)
+        return Movers(self.mover(), others)
+
+    def reporter(self) -> Reporter:
+        """How the leading rank is told of what came of its orders."""
+        assert self.reports is not None
+        return Reporter(self.reports, self.config.ranks_seconds)
+
+    def layout(self, model: str) -> str:
+        """Of the whole worker's KV blocks, with that fingerprint of its model."""
+        alone = self.limits.block_size if self.config.deterministic else None
+        dtypes = (self.decoder.dtype, self.cache.data.dtype)
+        return layout_of(model, self.spec, *dtypes, alone)
+
+    def expert_counts(self) -> list[Tensor]:
+        """How often each expert [E] of this rank's layers was chosen, where ranks share them."""
+        if not isinstance(self.decoder, Decoder):
+            return []
+        mlps = [block.mlp for block in self.decoder.layers]
+        return [mlp.load for mlp in mlps if isinstance(mlp, ExpertParallelMoE)]
+
+    def connect_as_leader(self, store: Store | None) -> PlanWriter | None:
+        """How to tell the others what to compute; waits until they listen."""
+        config = self.config
+        num_ranks, limits = config.coord.mesh.num_ranks, self.limits
+        if store is None or num_ranks == 1:
+            return None
+        num_columns = -(-limits.max_model_len // limits.block_size)
+        size = max_plan_bytes(limits.max_sequences, limits.max_batched_tokens, num_columns)
+        seconds = config.ranks_seconds
+        return connect_plan_writer(store, num_ranks, size, node_name(), config.host, seconds)
+
+    def connect_as_follower(self, store: Store) -> PlanReader:
+        """How to be told it."""
+        config = self.config
+        num_ranks = config.coord.mesh.num_ranks
+        return connect_plan_reader(store, config.rank, num_ranks, node_name(), config.host)
+
+
+def load_rank(
+    config: WorkerConfig,
+    progress: ProgressCallback,
+    store: Store | None,
+    decoder: Model | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> RankRuntime:
+    """Load it. If there are other ranks, they are met in `store` (`RankLost` if they do not come).
+
+    decoder: a whole model that is there already, with no other rank. tell: takes the name of the
+    stage while loops are compiled, and that of the stage that follows.
+    Where it cannot be, a ValueError says why in one line.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device, place = choose_device(config.device), config.coord
+    ranks, reports = SINGLE_RANK, None
+    if place.mesh.num_ranks > 1:
+        assert store is not None
+        ranks = connect_ranks(place, store, device, config.host, config.ranks_seconds)
+        num_ranks = place.mesh.num_ranks
+        reports = connect_hosts(store, "reports", place.rank, num_ranks, config.host)
+    groups = [] if decoder is not None else _loop_groups(config, device)
+    loops = CpuKernelLoader(groups, lambda: on_stage(COMPILING))
+
+    def told(done: int, total: int) -> None:
+        progress(done, total)
+        if done >= total and loops.compiles:
+            on_stage(COMPILING)
+
+    if decoder is not None:
+        spec = decoder.spec
+    else:
+        spec, decoder = load(
+            config.model,
+            config.dtype,
+            device,
+            told,
+            config.max_model_len,
+            config.quantization,
+            config.deterministic,
+            ranks,
+        )
+    names = config.kv_cache_dtype, config.quantization
+    cached = choose_cache_dtype(*names, decoder.dtype, decoder.device)
+    limits = _limits(config, spec, decoder, cached.itemsize, store)
+    loops.join()
+    if loops.has_compiled:
+        on_stage(WARMING_UP)
+    num_scratch = 1 if _runs_asynchronously(config, decoder) else 0
+    cache = _make_cache(limits, decoder, cached, num_scratch)
+    return RankRuntime(config, spec, decoder, limits, cache, reports)
+
+
+def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup]:
+    """The loops that a worker of this configuration needs; none where it cannot be."""
+    try:
+        dtype = choose_dtype(config.dtype, "float32", device)
+        cached = choose_cache_dtype(config.kv_cache_dtype, config.quantization, dtype, device)
+    except ValueError:
+        return []
+    alone = config.coord.mesh.num_ranks == 1
+    return required_groups(device, dtype, cached, config.quantization != "none", alone)
+
+
+def _runs_asynchronously(config: WorkerConfig, decoder: Model) -> bool:
+    """Whether a device computes while nobody waits: a GPU does, as long as no other rank is met."""
+    return decoder.device.type == "cuda" and config.coord.mesh.num_ranks == 1
+
+
+def _layer_heads(spec: ModelInfo, place: MeshCoord) -> LayerHeadRange:
+    """What a rank has of the model's keys and values."""
+    layers, heads = place.layers(spec.num_layers), kv_heads(spec, place)
+    return LayerHeadRange(layers.start, layers.stop, heads.start, heads.stop)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that "auto", "cpu" or "cuda" means here; ValueError if there is no GPU."""
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise ValueError("device is cuda, but torch sees no CUDA device here: use cpu or auto")
+    return torch.device("cuda" if there and name != "cpu" else "cpu")
+
+
+def _limits(
+    config: WorkerConfig,
+    spec: ModelInfo,
+    decoder: Model,
+    itemsize: int,
+    store: Store | None,
+) -> SchedulerConfig:
+    """itemsize: of the cache."""
+    max_model_len = config.max_model_len or spec.max_model_len
+    if max_model_len > spec.max_model_len:
+        raise ValueError(
+            f"max_model_len {max_model_len} is more than the {spec.max_model_len} positions that "
+            "the model has"
+        )
+    sizes = StepLimits(
+        config.max_sequences, config.max_batched_tokens, max_model_len, config.block_size
+    )
+    num_blocks = choose_num_blocks(
+        config,
+        decoder.spec,
+        max_model_len,
+        decoder.device,
+        itemsize,
+        partial(profile_step_bytes, decoder, sizes, config.deterministic)
+        if _runs_asynchronously(config, decoder)
+        else None,
+    )
+    if store is not None and config.coord.mesh.num_ranks > 1:
+        num_blocks = all_reduce_min(store, "blocks", config.coord, num_blocks)
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        max_sequences=config.max_sequences,
+        max_batched_tokens=config.max_batched_tokens,
+        max_queued=config.max_queued,
+        static=config.static_batching,
+        num_stages=config.pp,
+    )
+
+
+def _make_cache(
+    limits: SchedulerConfig, decoder: Model, dtype: torch.dtype, num_scratch: int
+) -> KvCache:
+    spec = decoder.spec
+    return KvCache(
+        num_layers=spec.num_layers,
+        num_blocks=limits.num_blocks + num_scratch,
+        block_size=limits.block_size,
+        kv_shape=spec.kv_shape,
+        dtype=dtype,
+        device=decoder.device,
+    )

@@ -1,0 +1,317 @@
+"""Draws the next tokens of a whole batch at once.
+
+In this order, each step only for the rows that want it: logit bias, penalties, allowed tokens, bad
+words, stop tokens held back until `min_tokens`; then the largest is taken (greedy), or the
+temperature, top-k, top-p, min-p and typical-p are applied and the largest is taken after noise is
+added. Of a beam the same changes are made to its log probabilities (as `transformers` does), and
+the likeliest tokens are its search's candidates.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.common.sampling_params import UINT64_MAX, SamplingParams
+from penstock.kernels.sampling.logprobs import logprobs
+from penstock.kernels.sampling.op import SamplingTensors, finite_rows, greedy, sample
+from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
+from penstock.kernels.triton_common.launch import runs_kernels
+from penstock.workers.gpu.pinned import put
+from penstock.workers.sampling.beam_search import Candidates
+from penstock.workers.sampling.token_filter import History, TokenFilter
+from penstock.workers.scheduling.sequence import Bools, Ints, Key
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below it are greedy: dividing by them would leave float32."""
+
+ROW = np.dtype(
+    [
+        ("temperature", np.float32),  # 0: greedy
+        ("top_p", np.float32),
+        ("top_k", np.int64),
+        ("min_p", np.float32),
+        ("typical_p", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("repetition", np.float32),
+        ("seed", np.uint64),
+        ("choice", np.int64),
+        ("min_tokens", np.int64),
+        ("logprobs", np.int64),  # -1: none
+        ("penalized", np.bool_),
+        ("biased", np.bool_),
+        ("has_token_filter", np.bool_),  # it has allowed tokens or bad words
+        ("modified", np.bool_),  # any of these three
+        ("stops", np.bool_),  # it has stop tokens
+        ("candidates", np.int64),  # of a beam: so many; 0: it is none
+    ]
+)
+
+
+NO_BEAMS = np.empty(0, np.intp)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own chances, before temperature, penalties and cuts."""
+
+    chosen: float
+    rank: int  # of the chosen token: 1 is the likeliest
+    tokens: list[int]  # the likeliest, in falling order
+    values: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of a prompt's tokens from `position` on."""
+
+    key: Key
+    position: int
+    entries: list[TokenLogprobs | None]  # every one is there
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One drawn token a row of the logits."""
+
+    tokens: Ints  # [S]; 0 where there was nothing to draw, and of beams until they took their turn
+    finite: Bools  # [S] whether the row's logits were, and some token may be drawn
+    logprobs: list[TokenLogprobs | None]  # of the rows that asked
+    prompts: list[PromptLogprobs] = field(default_factory=list)
+    beams: npt.NDArray[np.intp] = field(default_factory=NO_BEAMS.copy)  # [R] which rows are some
+    candidates: Candidates | None = None  # of these
+    parents: Ints | None = None  # [S] rows of the table, where there are beams
+    finished_searches: list[Key] = field(default_factory=list)  # searches
+
+
+class Sampler:
+    """Keeps every row's parameters; a draw depends on its row's logits and history alone."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._params = np.zeros(num_rows, ROW)
+        self._token_filter = TokenFilter(num_rows, vocab_size, device)
+        # Of each row, on the device: the tokens of its bias and their shares; of one without a bias
+        # whatever was there before.
+        self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
+        self._vocab_size = vocab_size
+        self._device = device
+
+    def admit(self, row: int, params: SamplingParams, choice: int) -> None:
+        """A sequence takes the row. All tokens but stop tokens are within the vocabulary."""
+        self._token_filter.admit(row, params)
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        bias = params.logit_bias
+        if bias:
+            self._biases[row] = (
+                self._put(np.array(list(bias), np.int64)),
+                self._put(np.array(list(bias.values()), np.float32)),
+            )
+        changes = (
+            penalties != (0, 0, 1),
+            bool(bias),
+            bool(params.allowed_token_ids or params.bad_words_token_ids),
+        )
+        self._params[row] = (
+            0 if params.temperature < GREEDY_BELOW else params.temperature,
+            params.top_p,
+            min(max(params.top_k, 0), self._vocab_size),
+            params.min_p,
+            params.typical_p,
+            *penalties,
+            (params.seed or 0) & UINT64_MAX,
+            choice,
+            params.min_tokens,
+            -1 if params.logprobs is None else params.logprobs,
+            *changes,
+            any(changes),
+            self._token_filter.can_stop(row),
+            # Enough that as many are left once the stop tokens have ended theirs.
+            params.num_sequences + len(params.stop_token_ids) if params.use_beam_search else 0,
+        )
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Ints, indices: Ints, history: History) -> Sampled:
+        """Draws a token a row.
+
+        logits: [S, V] float32, left as they are; rows: [S] rows of the table; indices: [S] of the
+        tokens to draw in their answers.
+        """
+        if not len(rows):
+            return Sampled(np.empty(0, np.int32), np.empty(0, np.bool_), [])
+        params = self._params[rows]
+        is_beam = params["candidates"] > 0
+        beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
+        scores = self._normalized(logits, beams) if len(beams) else logits
+        shaped = self._modified(scores, rows, params, indices, history)
+        tokens, finite = self._sample_rows(logits, shaped, params, indices, others)
+        asked = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
+        if not len(beams):
+            return Sampled(tokens, finite, asked)
+        candidates = self._candidates(_rows(shaped, beams), params["candidates"][beams])
+        return Sampled(tokens, finite, asked, beams=beams, candidates=candidates)
+
+    def can_sample_on_device(self, rows: Ints, indices: Ints) -> bool:
+        """Whether `launch` can draw these: nothing of it is done, or known, on the host."""
+        params = self._params[rows]
+        host = params["modified"] | (params["logprobs"] >= 0) | (params["candidates"] > 0)
+        host |= params["stops"] & (indices < params["min_tokens"])
+        return not host.any()
+
+    @torch.inference_mode()
+    def sample_on_device(self, logits: Tensor, rows: Ints, indices: Ints) -> tuple[Tensor, Tensor]:
+        """Draws as `sample`, for rows that are plain; waits for nothing.
+
+        Returns tokens [S] int32, and whether a row's logits were finite [S], on their device.
+        """
+        tokens, finite = sample(logits, self._sampling_tensors(self._params[rows], indices))
+        return tokens.to(torch.int32), finite
+
+    @torch.inference_mode()
+    def score(
+        self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
+    ) -> list[TokenLogprobs | None]:
+        """Logprobs of given tokens [P] under logits [P, V], with so many of the likeliest [P]."""
+        return self._logprobs(logits, wanted, tokens)
+
+    def _normalized(self, logits: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
+        """Log probabilities in place of the logits of the rows `at`; a new tensor."""
+        if len(at) == len(logits):
+            return logits.log_softmax(-1)
+        scores = logits.clone()
+        scores[self._put(at)] = _rows(logits, at).log_softmax(-1)
+        return scores
+
+    def _candidates(self, scores: Tensor, counts: npt.NDArray[np.int64]) -> Candidates:
+        """The likeliest so many [R] tokens of scores [R, V]; the rest is filled up with -inf."""
+        counts = counts.clip(max=self._vocab_size)
+        shape = len(counts), int(counts.max())
+        tokens, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
+        # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
+        for count in np.unique(counts).tolist():
+            at = np.flatnonzero(counts == count)
+            found = _rows(scores, at).topk(count)
+            tokens[at, :count] = found.indices.cpu().numpy()
+            logprobs[at, :count] = found.values.cpu().numpy()
+        return Candidates(tokens, logprobs)
+
+    def _modified(
+        self,
+        logits: Tensor,
+        rows: Ints,
+        params: npt.NDArray[np.void],
+        indices: Ints,
+        history: History,
+    ) -> Tensor:
+        """With bias and penalties, without the tokens that may not be drawn, ever or yet."""
+        held_back = np.flatnonzero(params["stops"] & (indices < params["min_tokens"]))
+        if not (len(held_back) or params["modified"].any()):
+            return logits
+        shaped = logits.clone()
+        biased = np.flatnonzero(params["biased"])
+        if len(biased):
+            tokens, values = zip(*(self._biases[row] for row in rows[biased]), strict=True)
+            owners = self._put(np.repeat(biased, [len(each) for each in tokens]))
+            add_logit_bias_(shaped, owners, torch.cat(tokens), torch.cat(values))
+        penalized, choosy = (
+            np.flatnonzero(params["penalized"]),
+            np.flatnonzero(params["has_token_filter"]),
+        )
+        if len(penalized):
+            self._penalize(shaped, rows, params, penalized, history)
+        if len(choosy):
+            self._token_filter.apply_(shaped, rows, choosy, history)
+        if len(held_back):
+            self._token_filter.mask_stop_tokens_(shaped, rows, held_back)
+        return shaped
+
+    def _penalize(
+        self,
+        shaped: Tensor,
+        rows: Ints,
+        params: npt.NDArray[np.void],
+        at: npt.NDArray[np.intp],
+        history: History,
+    ) -> None:
+        rows, params = rows[at], params[at]
+        num_tokens = history.num_tokens[rows]
+        tokens = history.tokens[rows, : num_tokens.max()].astype(np.int64)
+        said = self._put(tokens)
+        starts = self._put(history.num_prompt[rows].astype(np.int64))
+        ends = self._put(num_tokens.astype(np.int64))
+        penalties = Penalties(
+            *(self._put(params[name]) for name in ("repetition", "presence", "frequency"))
+        )
+        self._update_rows_(
+            shaped, at, lambda picked: apply_penalties_(picked, said, starts, ends, penalties)
+        )
+
+    def _sample_rows(
+        self,
+        logits: Tensor,
+        shaped: Tensor,
+        params: npt.NDArray[np.void],
+        indices: Ints,
+        at: npt.NDArray[np.intp],
+    ) -> tuple[Ints, Bools]:
+        """Tokens of the rows `at`; and of which rows all logits were finite."""
+        tokens, finite = np.zeros(len(logits), np.int32), np.ones(len(logits), np.bool_)
+        bans = shaped is not logits
+        if bans:
+            finite = finite_rows(logits).cpu().numpy()
+        if len(at):
+            picked = _rows(shaped, at)
+            if not runs_kernels(self._device) and not params["temperature"][at].any():
+                drawn, good = greedy(picked, bans)
+            else:
+                drawn, good = sample(picked, self._sampling_tensors(params[at], indices[at]), bans)
+            finite[at] &= good.cpu().numpy()
+            tokens[at] = drawn.cpu().numpy()
+        tokens[~finite] = 0
+        return tokens, finite
+
+    def _sampling_tensors(self, params: npt.NDArray[np.void], indices: Ints) -> SamplingTensors:
+        shares = np.stack([params[name] for name in ("temperature", "top_p", "min_p", "typical_p")])
+        seeds = params["seed"].view(np.int64)
+        numbers = np.stack([params["top_k"], seeds, indices.astype(np.int64), params["choice"]])
+        return SamplingTensors(*self._put(shares), *self._put(numbers))
+
+    def _logprobs(
+        self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
+    ) -> list[TokenLogprobs | None]:
+        found: list[TokenLogprobs | None] = [None] * len(tokens)
+        asking = np.flatnonzero(wanted >= 0)
+        if not len(asking):
+            return found
+        # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
+        for count in np.unique(wanted[asking]).tolist():
+            at = np.flatnonzero(wanted == count)
+            drawn = self._put(tokens[at].astype(np.int64))
+            best = logprobs(_rows(logits, at), drawn, count)
+            lists = (best.chosen, best.ranks, best.tokens, best.values)
+            columns = zip(at, *(column.tolist() for column in lists), strict=True)
+            for place, value, rank, names, values in columns:
+                found[place] = TokenLogprobs(value, rank, names, values)
+        return found
+
+    def _update_rows_(
+        self, tensor: Tensor, at: npt.NDArray[np.intp], change_: Callable[[Tensor], None]
+    ) -> None:
+        """Changes some rows of a tensor in place."""
+        picked = _rows(tensor, at)
+        change_(picked)
+        if picked is not tensor:
+            tensor[self._put(at)] = picked
+
+    def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return put(array.copy(), self._device)
+
+
+def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
+    """Rows of a tensor; the tensor itself if that is all of them."""
+    if len(at) == len(tensor):
+        return tensor
+    return tensor[put(at, tensor.device)]

@@ -1,0 +1,91 @@
+"""What the scheduler may take, and which sequence it could never run."""
+
+from dataclasses import dataclass
+
+from penstock.workers.scheduling.sequence import NeverFits, NewSequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How much the scheduler may take; ValueError for what could not work."""
+
+    num_blocks: int
+    max_model_len: int  # tokens of a sequence, answer included
+    block_size: int = 16  # tokens
+    max_sequences: int = 64  # that hold a row at a time
+    max_batched_tokens: int = 512  # of a step
+    max_queued: int = 1024  # sequences
+    lease_fraction: float = 0.5  # of the pool, that leases may keep from others
+    num_stages: int = 1  # of a pipeline: as many steps are in flight, of different sequences
+    watermark: int = 1  # blocks a seated sequence that stay free when another one is admitted
+    static: bool = False  # a batch comes in when the last one has ended: to measure against
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("num_blocks", "block_size", "max_sequences", "max_batched_tokens", "num_stages"),
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
+        if self.max_batched_tokens < self.max_sequences:
+            raise ValueError(
+                f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_sequences "
+                f"({self.max_sequences}): every sequence may need a token in a step"
+            )
+        if self.max_queued < 0 or self.watermark < 0 or not 0 <= self.lease_fraction <= 1:
+            raise ValueError("max_queued and watermark must be >= 0, lease_fraction within [0, 1]")
+
+
+def check_fits(new: NewSequence, limits: SchedulerConfig) -> None:
+    """NeverFits if it could not run to its end here even alone."""
+    num_choices = 1 + len(new.siblings)
+    if num_choices > limits.max_sequences:
+        raise NeverFits(
+            f"{num_choices} choices of one request, and at most {limits.max_sequences} sequences "
+            "run here at a time"
+        )
+    if new.params.use_beam_search:
+        _check_beams(new, num_choices, limits)
+    for tokens in (new.tokens, *(sibling.tokens for sibling in new.siblings)):
+        _check_lengths(new, len(tokens), limits)
+
+
+def _check_beams(new: NewSequence, width: int, limits: SchedulerConfig) -> None:
+    """Beams run together or not at all, and nothing is sure to be shared but their prompt."""
+    size = limits.block_size
+    longest = new.num_prompt + new.params.answer_limit(new.num_prompt, limits.max_model_len) - 1
+    shared = new.num_prompt // size
+    needed = shared + width * (-(-longest // size) - shared)
+    if needed > limits.num_blocks:
+        raise NeverFits(
+            f"{width} beams of {longest} tokens may need {needed} blocks of {size} tokens, the KV "
+            f"cache here has {limits.num_blocks}: ask for fewer beams or a lower max_tokens"
+        )
+
+
+def _check_lengths(new: NewSequence, num_tokens: int, limits: SchedulerConfig) -> None:
+    params = new.params
+    if not 1 <= new.num_prompt <= num_tokens:
+        raise NeverFits(
+            f"a prompt of {new.num_prompt} tokens in {num_tokens}: at least 1 is needed"
+        )
+    if num_tokens >= limits.max_model_len:
+        raise NeverFits(
+            f"{num_tokens} tokens leave no room for an answer: "
+            f"a sequence may have {limits.max_model_len} tokens, its answer included"
+        )
+    if params.max_tokens is not None and num_tokens - new.num_prompt >= params.max_tokens:
+        raise NeverFits(
+            f"the answer has {num_tokens - new.num_prompt} tokens already, "
+            f"and max_tokens is {params.max_tokens}"
+        )
+    if not 0 <= new.source_len < num_tokens:
+        raise NeverFits(f"{new.source_len} positions were offered for {num_tokens} tokens")
+    # The last token ends the sequence: its K and V are never computed.
+    longest = new.num_prompt + params.answer_limit(new.num_prompt, limits.max_model_len) - 1
+    if longest > limits.num_blocks * limits.block_size:
+        raise NeverFits(
+            f"prompt and answer may need room for {longest} tokens, the KV cache here holds "
+            f"{limits.num_blocks * limits.block_size}: ask for a lower max_tokens"
+        )

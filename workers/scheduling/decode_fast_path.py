@@ -1,0 +1,229 @@
+"""The next step while nothing changes: the same sequences, each a token further on.
+
+Most steps of a busy server are like the one before. Such a plan follows from the last one by a few
+additions, and does not need its tokens: it can be made while the last one still computes.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from penstock.workers.scheduling.kv_pool import BlockPool, State
+from penstock.workers.scheduling.sequence import Ints, StepOutput, StepPlan
+from penstock.workers.scheduling.table import SequenceTable
+
+
+class DecodeFastPath:
+    """Goes on from a plan in which every running sequence draws a token."""
+
+    def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
+        self._table = table
+        self._pool = pool
+        self._last: StepPlan | None = None  # the newest plan; None: it cannot be gone on from
+        self._has_snapshot = False  # whether what is below belongs to the rows of the last plan
+        self._first = 0  # number of the first plan made here
+        self._until = 0  # number of the plan whose tokens may reach a sequence's limit
+        self._next_boundary = 0  # number of the next plan in which a sequence enters a new block
+        self._filling: set[int] = set()  # numbers of plans that fill a block
+        self._keys: list[object] = []
+        self._choices: Ints = np.zeros(0, np.int32)  # [B]
+        self._num_prompt: Ints = np.zeros(0, np.int32)  # [B]
+        self._stops: Ints = np.zeros((0, 0), np.int32)  # [B, S]
+        self._no_finishes: Ints = np.zeros(0, np.int32)  # [B] of `Finish.NONE`
+
+    def invalidate(self) -> None:
+        """Something has changed that the rows do not show."""
+        self._last, self._has_snapshot = None, False
+
+    def start(self, plan: StepPlan, rows: Ints) -> None:
+        """`plan` was made from the tables, while `rows` run."""
+        self.invalidate()
+        if plan.rows is rows and len(plan.tokens) == len(rows) and plan.samples.all():
+            self._last = plan
+
+    def can_continue(self, rows: Ints) -> bool:
+        """Whether the last plan can be gone on from while `rows` run."""
+        return self._last is not None and self._last.rows is rows
+
+    def next(self, number: int, ahead: bool) -> StepPlan | None:
+        """The step after the last one; None if a limit or the blocks left forbid it.
+
+        `ahead`: the last one is in flight; this one's tokens are those that it draws, in order.
+        """
+        last = self._last
+        if last is None:
+            return None
+        if not self._has_snapshot:
+            self._snapshot_rows(last)
+        if last.number >= self._until:
+            return None
+        slots = last.slots + 1
+        tables = last.block_tables
+        if last.number + 1 == self._next_boundary:
+            (crossing,) = (slots % self._table.block_size == 0).nonzero()
+            if not self._grow(last.rows[crossing], last.context_lens[crossing]):
+                return None
+            tables = self._enter_block(last, crossing, slots)
+            self._find_block_boundary(number, slots)
+        self._last = StepPlan(
+            number=number,
+            rows=last.rows,
+            tokens=np.zeros_like(slots) if ahead else self._drawn(last),
+            positions=last.context_lens,
+            query_starts=last.query_starts,
+            context_lens=last.context_lens + 1,
+            block_tables=tables,
+            slots=slots,
+            samples=last.samples,
+            ahead=ahead,
+        )
+        return self._last
+
+    @property
+    def num_to_fill(self) -> int:
+        """Steps from the last one, itself included, until one may fill a block."""
+        last = self._last
+        return 0 if last is None else self._next_boundary - last.number
+
+    def num_skippable(self) -> int:
+        """How many steps from the last one, itself included, are sure to end or yield nobody and to
+        find their blocks. 0 where what is drawn may end a sequence."""
+        last = self._last
+        if last is None:
+            return 0
+        if not self._has_snapshot:
+            self._snapshot_rows(last)
+        if (self._stops >= 0).any():
+            return 0
+        num = self._until - last.number
+        while num > 1 and self._num_missing(last, num - 1) > self._pool.num_available:
+            num //= 2
+        return max(num, 0)
+
+    def skip(self, drawn: Ints, publish: Callable[[Ints, Ints], None]) -> None:
+        """Plan and commit the next steps at once, quiet ones that draw `drawn` [steps, B].
+
+        The last one is committed. `publish` is called with rows and lengths where a block may have
+        become full.
+        """
+        done = 0
+        while done < len(drawn):
+            last = self._last
+            if last is None or last.number + len(drawn) - done >= self._until:
+                raise ValueError("a step of a leap was not quiet")
+            num = min(self._next_boundary - 1 - last.number, len(drawn) - done)
+            plan = (
+                self._skip_within_blocks(last, drawn[done : done + num])
+                if num
+                else self._skip_one(drawn[done])
+            )
+            if self.fills(plan):
+                publish(plan.rows, plan.context_lens)
+            done += max(num, 1)
+
+    def _skip_within_blocks(self, last: StepPlan, drawn: Ints) -> StepPlan:
+        """Steps [n, B] in which nobody enters a new block; the last one of them."""
+        table, num = self._table, len(drawn)
+        lengths = last.context_lens + num
+        columns = last.context_lens[:, None] + np.arange(1, num + 1, dtype=np.int32)
+        table.tokens[last.rows[:, None], columns] = drawn.T
+        table.num_computed[last.rows] = lengths
+        table.num_tokens[last.rows] = lengths + 1
+        positions = lengths - 1
+        self._last = plan = StepPlan(
+            number=last.number + num,
+            rows=last.rows,
+            tokens=table.tokens[last.rows, positions],
+            positions=positions,
+            query_starts=last.query_starts,
+            context_lens=lengths,
+            block_tables=last.block_tables,
+            slots=last.slots + num,
+            samples=last.samples,
+        )
+        return plan
+
+    def _skip_one(self, drawn: Ints) -> StepPlan:
+        """The next step, planned and committed as if it were alone."""
+        assert self._last is not None
+        plan = self.next(self._last.number + 1, ahead=False)
+        if plan is None or self.commit(plan, drawn) is None:
+            raise ValueError("a step of a leap was not quiet")
+        return plan
+
+    def _num_missing(self, last: StepPlan, num: int) -> int:
+        """Blocks that so many steps after the last one take."""
+        return int(self._table.num_missing_blocks(last.rows, last.context_lens + num).sum())
+
+    def fills(self, plan: StepPlan) -> bool:
+        """Whether a plan made here may fill a block. To be asked once."""
+        if plan.number not in self._filling:
+            return False
+        self._filling.remove(plan.number)
+        return True
+
+    def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput | None:
+        """Book a plan made here; None, and nothing done, if a sequence may end by it."""
+        if not self._has_snapshot or not self._first <= plan.number < self._until:
+            return None
+        if (self._stops == drawn[:, None]).any():
+            return None
+        table, rows, lengths = self._table, plan.rows, plan.context_lens
+        table.num_computed[rows] = lengths
+        table.tokens[rows, lengths] = drawn
+        table.num_tokens[rows] = lengths + 1
+        indices = lengths - self._num_prompt
+        return StepOutput(self._keys, self._choices, rows, indices, drawn, self._no_finishes)
+
+    def _snapshot_rows(self, last: StepPlan) -> None:
+        table, rows = self._table, last.rows
+        limits = np.minimum(table.max_len[rows], table.yield_len[rows])
+        self._first = last.number + 1
+        self._until = last.number + int((limits - last.context_lens).min()) - 1
+        self._keys = table.keys[rows].tolist()
+        self._choices = table.choices[rows]
+        self._num_prompt = table.num_prompt[rows]
+        self._stops = table.stop_tokens[rows]
+        self._no_finishes = np.zeros_like(rows)
+        self._has_snapshot = True
+        self._filling = set()
+        self._find_block_boundary(last.number, last.slots)
+
+    def _find_block_boundary(self, number: int, slots: Ints) -> None:
+        """When it comes, if plan `number` writes these."""
+        size = self._table.block_size
+        self._next_boundary = number + size - int((slots % size).max())
+        self._filling.add(self._next_boundary - 1)
+
+    def _drawn(self, last: StepPlan) -> Ints:
+        drawn: Ints = self._table.tokens[last.rows, last.context_lens]
+        return drawn
+
+    def _grow(self, rows: Ints, positions: Ints) -> bool:
+        """Blocks for these positions, where they are not there yet; False: there are too few."""
+        table = self._table
+        columns = positions // table.block_size
+        missing = columns >= table.num_blocks[rows]
+        num = int(np.count_nonzero(missing))
+        if num > self._pool.num_available:
+            return False
+        if num:
+            rows, columns = rows[missing], columns[missing]
+            table.block_table[rows, columns] = self._pool.take(num, State.USED)
+            table.num_blocks[rows] = columns + 1
+        return True
+
+    def _enter_block(self, last: StepPlan, crossing: Ints, slots: Ints) -> Ints:
+        """Let those who enter a new block go on there; the block tables [B, M] with it.
+
+        They are the last step's own: it may still run, but does not read what it has not reached.
+        """
+        table = self._table
+        rows, columns = last.rows[crossing], last.context_lens[crossing] // table.block_size
+        blocks = table.block_table[rows, columns]
+        slots[crossing] = blocks * table.block_size
+        tables = last.block_tables
+        if columns.max() >= tables.shape[1]:
+            return table.block_table[last.rows, : int(columns.max()) + 1]
+        tables[crossing, columns] = blocks
+        return tables

@@ -1,0 +1,339 @@
+"""The sequences that hold a row of the table, and the blocks that those rows hold."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from operator import attrgetter
+
+import numpy as np
+
+from penstock.workers.scheduling.config import SchedulerConfig
+from penstock.workers.scheduling.kv_pool import BlockPool, State
+from penstock.workers.scheduling.sequence import NEVER, NO_PAIRS, NO_TOKENS, Ints, StepPlan
+from penstock.workers.scheduling.table import SequenceTable
+from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
+
+_order = attrgetter("order")
+
+
+def split_token_budget(remaining: Ints, budget: int) -> Ints:
+    """How many of its `remaining` [B] tokens each row computes in a step of `budget` tokens.
+
+    Rows with one token left (decodes) come first and all fit; the rest goes down the rows in order.
+    """
+    decodes = remaining == 1
+    if decodes.all():
+        return np.ones(len(remaining), np.int32)
+    wanted = np.where(decodes, 0, remaining)
+    before = np.cumsum(wanted) - wanted
+    left = budget - np.count_nonzero(decodes)
+    chunks = np.minimum(np.maximum(left - before, 0), wanted)
+    return np.where(decodes, 1, chunks).astype(np.int32)
+
+
+class RunningBatch:
+    """Who is seated, and who of them runs."""
+
+    def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
+        self._table = table
+        self._pool = pool
+        self._by_row: dict[int, SequenceState] = {}  # by row
+        self._running: list[SequenceState] = []  # in order
+        self._shared_rows: set[int] = set()  # rows whose last block may be another row's too
+        self.fork_parents: list[SequenceState] = []  # seated, with others who follow
+        self.beam_groups: list[
+            list[SequenceState]
+        ] = []  # seated, the beams of each; the first one leads
+        self._rows: Ints | None = None
+
+    @property
+    def rows(self) -> Ints:
+        """[running] rows in the order in which they are served; another array once they change."""
+        if self._rows is None:
+            self._rows = np.array([ticket.row for ticket in self._running], np.int32)
+        return self._rows
+
+    def __len__(self) -> int:
+        return len(self._by_row)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._by_row
+
+    def sequence(self, row: int) -> SequenceState:
+        return self._by_row[row]
+
+    # ------------------------------------------------------------ coming and going
+
+    def assign_row(self, ticket: SequenceState, matched: Ints) -> None:
+        """Give it a row that starts with `matched`, blocks found in the cache.
+
+        Those who follow it get theirs too, and wait in them.
+        """
+        table = self._table
+        for one in (ticket, *ticket.forks):
+            one.row = table.add(one.new, one.choice, one.tokens, one.yield_len)
+            table.prompt_known[one.row] = one.prompt_known
+            self._by_row[one.row] = one
+        if ticket.forks:
+            self.fork_parents.append(ticket)
+        if ticket.beams:
+            self.beam_groups.append(ticket.beams)
+        self._start_row(ticket, matched, len(matched) * table.block_size)
+
+    def fork_if_due(self, ticket: SequenceState) -> bool:
+        """Once it has computed the prompt, those who follow it go on from there."""
+        num_prompt = ticket.new.num_prompt
+        if self._table.num_computed[ticket.row] < num_prompt:
+            return False
+        blocks = self._table.blocks(ticket.row)[: -(-num_prompt // self._table.block_size)]
+        for follower in ticket.forks:
+            follower.hashes = ticket.hashes[: num_prompt // self._table.block_size]
+            self._start_row(follower, blocks, num_prompt)
+            self.run(follower)
+            self._shared_rows.add(follower.row)
+        self._shared_rows.add(ticket.row)
+        self.fork_parents.remove(ticket)
+        ticket.forks = []
+        if ticket.beams:  # what they write from here on belongs to no one of them for long
+            self._table.num_published[[one.row for one in ticket.beams]] = NEVER
+        return True
+
+    def plan_forks(self, plan: StepPlan) -> Ints:
+        """[F, 2] places among the plan's samples, and rows that draw their first token there."""
+        sampling, table = plan.rows[plan.samples].tolist(), self._table
+        return np.array(
+            [
+                (sampling.index(leader.row), follower.row)
+                for leader in self.fork_parents
+                if leader.row in sampling
+                for follower in leader.forks
+                if table.num_tokens[follower.row] == leader.new.num_prompt
+            ],
+            np.int32,
+        ).reshape(-1, 2)
+
+    def remove_fork(self, leader: SequenceState, follower: SequenceState) -> None:
+        """It will not need the prompt any more."""
+        leader.forks.remove(follower)
+        if not leader.forks and leader.row >= 0:
+            self.fork_parents.remove(leader)
+
+    def _start_row(self, ticket: SequenceState, blocks: Ints, num_computed: int) -> None:
+        """Its first positions are in these blocks, which others hold or the cache knows."""
+        table, row = self._table, ticket.row
+        self._pool.retain(blocks, State.USED)
+        table.set_blocks(row, blocks)
+        table.num_published[row] = num_computed // table.block_size
+        table.num_computed[row] = num_computed
+
+    def reserve(self, ticket: SequenceState) -> None:
+        """Blocks for what comes from elsewhere, beside those that it has."""
+        ticket.phase = SequencePhase.RECEIVING
+        rows = np.array([ticket.row], np.int32)
+        counts = self._table.num_missing_blocks(rows, np.array([ticket.source_len], np.int32))
+        blocks = self._pool.take(int(counts[0]), State.RESERVED)
+        self._table.add_blocks(rows, counts, blocks)
+
+    def reserved(self, ticket: SequenceState) -> Ints:
+        """The blocks of a receiving sequence that are still to be written."""
+        return self._table.blocks(ticket.row)[self._table.num_published[ticket.row] :]
+
+    def run(self, ticket: SequenceState) -> None:
+        """It may be scheduled from now on."""
+        if ticket.phase is SequencePhase.RECEIVING:
+            self._pool.move(self.reserved(ticket), State.RESERVED, State.USED)
+        ticket.phase = SequencePhase.RUNNING
+        ticket.source_len = 0
+        insort(self._running, ticket, key=_order)
+        self._rows = None
+
+    def release_row(self, ticket: SequenceState, num_kept: int = 0) -> Ints:
+        """Give up its row and all blocks but the first `num_kept`, which are returned, still held.
+
+        A receiving sequence's reserved blocks are not touched.
+        """
+        table = self._table
+        blocks = table.blocks(ticket.row)
+        if ticket.phase is SequencePhase.RECEIVING:
+            blocks = blocks[: int(table.num_published[ticket.row])]
+        elif ticket.phase is SequencePhase.RUNNING:
+            del self._running[bisect_left(self._running, ticket.order, key=_order)]
+            self._rows = None
+        self._pool.release(blocks[num_kept:], State.USED)
+        table.remove(ticket.row)
+        del self._by_row[ticket.row]
+        self._shared_rows.discard(ticket.row)
+        if ticket.forks:
+            self.fork_parents.remove(ticket)
+        if ticket.beams:
+            self.beam_groups = [beams for beams in self.beam_groups if beams is not ticket.beams]
+        ticket.row = -1
+        return blocks[:num_kept]
+
+    def preempt(self) -> SequenceState:
+        """Take row and blocks from the youngest that runs at the lowest priority.
+
+        Those who follow it wait with it; so do the other beams of its search, behind the first.
+        """
+        ticket = self._running[-1]
+        if ticket.beams:
+            ticket = self._preempt_beams(ticket.beams)
+        else:
+            self._save(ticket)
+            for follower in ticket.forks:
+                self.release_row(follower)
+            self.release_row(ticket)
+        ticket.phase = SequencePhase.WAITING
+        return ticket
+
+    def _preempt_beams(self, beams: list[SequenceState]) -> SequenceState:
+        """Take the rows of a whole search; the one that leads, with the others behind it."""
+        leader = beams[0]
+        for one in reversed(beams):  # the leader is needed until those who follow have left
+            self._save(one)
+            self.release_row(one)
+            one.phase = SequencePhase.AWAITING_FORK
+            # The answer that these hashes name may be another beam's by now.
+            del one.hashes[leader.new.num_prompt // self._table.block_size :]
+        leader.forks = beams[1:]
+        return leader
+
+    def _save(self, ticket: SequenceState) -> None:
+        table, row = self._table, ticket.row
+        ticket.prompt_known = int(table.prompt_known[row])
+        ticket.tokens = table.tokens[row, : table.num_tokens[row]].copy()
+
+    # ------------------------------------------------------------ a step
+
+    def split_budget(self, budget: int) -> Ints:
+        """[running] how many tokens of a step of `budget` each row of `rows` gets."""
+        rows = self.rows
+        remaining = self._table.num_tokens[rows] - self._table.num_computed[rows]
+        counts = split_token_budget(remaining, budget)
+        for beams in self.beam_groups:
+            self._align_beams(beams, remaining, counts)
+        return counts
+
+    def _align_beams(self, beams: list[SequenceState], remaining: Ints, counts: Ints) -> None:
+        """The beams of a search draw in the same step, or none of them does."""
+        leader = beams[0]
+        if leader.forks and len(leader.tokens) == leader.new.num_prompt:
+            return  # all of them draw from the end of the prompt
+        ours = np.isin(self.rows, [one.row for one in beams if one.phase is SequencePhase.RUNNING])
+        if leader.forks or (remaining[ours] > 1).any():
+            counts[ours] = np.minimum(counts[ours], remaining[ours] - 1)
+
+    def split_budget_over_idle(
+        self, in_flight: Sequence[StepPlan], limits: SchedulerConfig
+    ) -> tuple[Ints, Ints]:
+        """[n] rows that are in no step in flight, and [n] how many tokens each gets of the next.
+
+        No more rows than leave each stage of the pipeline its part of those who run.
+        """
+        busy = np.concatenate([plan.rows for plan in in_flight]) if in_flight else NO_TOKENS
+        rows = self.rows[~np.isin(self.rows, busy)]
+        remaining = self._table.num_tokens[rows] - self._table.num_computed[rows]
+        counts = split_token_budget(remaining, limits.max_batched_tokens)
+        scheduled = np.flatnonzero(counts)[: -(-len(self.rows) // limits.num_stages)]
+        return rows[scheduled], counts[scheduled]
+
+    def num_missing(self, rows: Ints, counts: Ints) -> int:
+        """Blocks that a step of the next `counts` tokens of these rows has to take."""
+        ends = self._table.num_computed[rows] + counts
+        missing = int(self._table.num_missing_blocks(rows, ends).sum())
+        return missing + (self._num_copies(rows[counts > 0]) if self._shared_rows else 0)
+
+    def num_still_needed(self) -> int:
+        """Blocks that all who are seated still need for the tokens that they have."""
+        rows = np.fromiter(self._by_row, np.int32, len(self._by_row))
+        missing = int(self._table.num_missing_blocks(rows, self._table.num_tokens[rows]).sum())
+        for leader in self.fork_parents:  # theirs will be shared
+            shared = leader.new.num_prompt // self._table.block_size
+            missing -= shared * len(leader.forks)
+        return missing + (self._num_copies(rows) if self._shared_rows else 0)
+
+    def num_unwritten(self) -> int:
+        """Slots of used blocks that hold nothing yet."""
+        rows, table = self.rows, self._table
+        return int((table.num_blocks[rows] * table.block_size - table.num_computed[rows]).sum())
+
+    def grow(self, rows: Ints, counts: Ints) -> Ints:
+        """Take the blocks for the next `counts` tokens of these rows.
+
+        Returns [C, 2] the blocks to copy first, from and to: those that a row is to write into and
+        that are not its alone.
+        """
+        copies = self._copy_on_write(rows) if self._shared_rows else NO_PAIRS
+        missing = self._table.num_missing_blocks(rows, self._table.num_computed[rows] + counts)
+        num = int(missing.sum())
+        if num:
+            self._table.add_blocks(rows, missing, self._pool.take(num, State.USED))
+        return copies
+
+    def _begun_shared_blocks(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Of these, the rows whose next token goes into a begun block that may be shared: [n] rows,
+        [n] the blocks' columns."""
+        rows = rows[np.isin(rows, np.fromiter(self._shared_rows, np.int32, len(self._shared_rows)))]
+        computed = self._table.num_computed[rows]
+        begun = computed % self._table.block_size > 0
+        return rows[begun], computed[begun] // self._table.block_size
+
+    def _num_copies(self, rows: Ints) -> int:
+        return self._pool.num_copies(self._table.block_table[self._begun_shared_blocks(rows)])
+
+    def _copy_on_write(self, rows: Ints) -> Ints:
+        copies = []
+        for row, column in zip(*self._begun_shared_blocks(rows), strict=True):
+            block = self._table.block_table[row, column]
+            if self._pool.is_shared(block):
+                (own,) = self._pool.take(1, State.USED)
+                self._table.block_table[row, column] = own
+                self._pool.release(block[None], State.USED)
+                copies.append((block, own))
+        return np.array(copies, np.int32).reshape(-1, 2)
+
+    def reorder_beams(self, rows: Ints, parents: Ints) -> None:
+        """Let each of these rows [n] go on from another one's [n] tokens and blocks, all at once.
+
+        The rows of a search, which are all as long; the blocks are shared until they part.
+        """
+        moved = rows != parents
+        if not moved.any():
+            return
+        rows, parents, table = rows[moved], parents[moved], self._table
+        counts = table.num_blocks[parents]
+        old, new = (table.block_table[each, : int(counts.max())] for each in (rows, parents))
+        others = (old != new) & (np.arange(old.shape[1]) < counts[:, None])
+        for blocks, differ in zip(new, others, strict=True):
+            self._pool.retain(blocks[differ], State.USED)
+        for blocks, differ in zip(old, others, strict=True):
+            self._pool.release(blocks[differ], State.USED)
+        table.copy_rows(rows, parents)
+        self._shared_rows.update(rows.tolist(), parents.tolist())
+
+    def publish(self, rows: Ints, lengths: Ints) -> None:
+        """Make the full blocks findable that these rows have, with `lengths` positions computed."""
+        table, size = self._table, self._table.block_size
+        full = lengths // size
+        (grown,) = (full > table.num_published[rows]).nonzero()
+        if not grown.size:
+            return
+        rows, full = rows[grown], full[grown]
+        blocks: list[int] = []
+        hashes: list[bytes] = []
+        firsts = table.num_published[rows].tolist()
+        for row, first, end in zip(rows.tolist(), firsts, full.tolist(), strict=True):
+            blocks += table.block_table[row, first:end].tolist()
+            hashes += self._by_row[row].chain(table.tokens[row], end, size)[first:]
+        self._pool.publish(blocks, hashes)
+        table.num_published[rows] = full
+
+    def holders(self) -> tuple[list[Ints], list[Ints]]:
+        """Used and reserved blocks, an array a row, for the ledger."""
+        used, reserved = [], []
+        for row, ticket in self._by_row.items():
+            blocks = self._table.blocks(row)
+            receiving = ticket.phase is SequencePhase.RECEIVING
+            num_used = int(self._table.num_published[row]) if receiving else len(blocks)
+            used.append(blocks[:num_used])
+            reserved.append(blocks[num_used:])
+        return used, reserved

@@ -1,0 +1,177 @@
+"""Everybody who is here: the choices of each sequence as one group, and how they leave."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.workers.scheduling.decode_fast_path import DecodeFastPath
+from penstock.workers.scheduling.in_flight import InFlightSteps
+from penstock.workers.scheduling.leases import Leases
+from penstock.workers.scheduling.running_batch import RunningBatch
+from penstock.workers.scheduling.sequence import Admitted, Finished, Key, SchedulerEvent, Yielded
+from penstock.workers.scheduling.table import SequenceTable
+from penstock.workers.scheduling.waiting import SequencePhase, SequenceState, WaitingQueue
+
+
+class SequenceGroups:
+    """The choices that wait, receive or run, by the key of their sequence.
+
+    Who leaves gives back what it holds: now, or with the commit of the last step that it is in.
+    `events` are those that nobody has been told of yet.
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        waiting: WaitingQueue,
+        batch: RunningBatch,
+        leases: Leases,
+        in_flight: InFlightSteps,
+        fast_path: DecodeFastPath,
+    ) -> None:
+        self.events: list[SchedulerEvent] = []
+        self._groups: dict[Key, list[SequenceState]] = {}
+        self._table = table
+        self._waiting = waiting
+        self._batch = batch
+        self._leases = leases
+        self._in_flight = in_flight
+        self._fast_path = fast_path
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._groups
+
+    def add(self, key: Key, group: list[SequenceState]) -> None:
+        self._groups[key] = group
+
+    def choices(self, key: Key) -> Sequence[SequenceState]:
+        """None for a key that is unknown."""
+        return self._groups.get(key, ())
+
+    def sequences(self) -> list[SequenceState]:
+        return [ticket for group in self._groups.values() for ticket in group]
+
+    def receiver(self, key: Key) -> SequenceState | None:
+        """The one whose blocks are on their way."""
+        return next(
+            (one for one in self.choices(key) if one.phase is SequencePhase.RECEIVING), None
+        )
+
+    # ------------------------------------------------------------ leaving
+
+    def drop(self, key: Key) -> None:
+        """Let all of it go, and never speak of it again; unknown: its lease, if there is one."""
+        self.events = [event for event in self.events if event.key != key]
+        if key not in self._groups:
+            self._leases.drop(key)
+        for ticket in self._groups.pop(key, ()):
+            self._release(ticket)
+
+    def drop_choice(self, key: Key, choice: int) -> None:
+        """Let one choice go; `Finished` if it was the last one. Unknown, or a beam: nothing."""
+        group = self.choices(key)
+        ticket = next((one for one in group if one.choice == choice), None)
+        if ticket is None or ticket.beams:
+            return
+        if ticket.forks:
+            ticket.is_cancelled = True  # until they have what they wait for
+            return
+        over = [ticket]
+        for leader in group:
+            if ticket in leader.forks:
+                self._batch.remove_fork(leader, ticket)
+                if leader.is_cancelled and not leader.forks:
+                    over.append(leader)
+        for ticket in over:
+            self._release(ticket)
+            self.choice_ended(ticket)
+
+    def finish(self, key: Key) -> None:
+        """Let all of it go. `Finished`; unknown: nothing."""
+        for ticket in list(self.choices(key)):
+            self._release(ticket)
+            self.choice_ended(ticket)
+
+    def finish_row(self, row: int) -> None:
+        """The choice that runs in that row is over."""
+        ticket = self._batch.sequence(row)
+        self._release_row(ticket)
+        self.choice_ended(ticket)
+
+    def forget_preempted(self, first: int) -> None:
+        """Remove `Admitted` events of choices that have lost their row again.
+
+        Args:
+            first: index of the first event to look at; the earlier ones are of earlier steps.
+        """
+        table = self._table
+        self.events[first:] = [
+            event
+            for event in self.events[first:]
+            if not isinstance(event, Admitted)
+            or (table.keys[event.row], table.choices[event.row]) == (event.key, event.choice)
+        ]
+
+    def choice_ended(self, ticket: SequenceState) -> None:
+        """One choice is over, and holds nothing any more."""
+        group = self._groups[ticket.key]
+        group.remove(ticket)
+        if not group:
+            del self._groups[ticket.key]
+            self.events.append(Finished(ticket.key))
+
+    def _release_row(self, ticket: SequenceState) -> None:
+        """Give up its row and blocks, now or with the commit of the last step that it is in."""
+        if not self._in_flight.release_row(ticket):
+            self._fast_path.invalidate()
+
+    def _release(self, ticket: SequenceState) -> None:
+        """Give back what it holds, now or with the commit of the step in flight."""
+        if ticket.phase is SequencePhase.WAITING:
+            self._waiting.remove(ticket)
+        elif ticket.row < 0:
+            return  # it follows one that waits
+        elif ticket.phase is SequencePhase.RECEIVING:
+            self._leases.abandon(ticket.key, self._batch.reserved(ticket))
+            self._batch.release_row(ticket)
+        else:
+            self._release_row(ticket)
+
+    # ------------------------------------------------------------ yielding
+
+    def request_yield(self, key: Key) -> None:
+        """Have it yield at its next boundary, which may be now; unknown: nothing."""
+        group = self.choices(key)
+        for ticket in group:
+            ticket.yield_len = 0
+            if ticket.row >= 0:
+                self._table.yield_len[ticket.row] = 0
+        self._fast_path.invalidate()
+        if group:
+            self.yield_if_due(key)
+
+    def yield_if_due(self, key: Key) -> None:
+        """Lease its blocks and let the rest go, if it is to yield and no step works on it."""
+        group, table = self._groups[key], self._table
+        seated = [ticket for ticket in group if ticket.row >= 0]
+        if any(
+            one.phase is SequencePhase.RECEIVING or self._in_flight.holds(one) for one in seated
+        ):
+            return
+        rows = np.array([ticket.row for ticket in seated], np.int32)
+        if seated and not (table.num_tokens[rows] >= table.yield_len[rows]).any():
+            return
+        running = [ticket for ticket in seated if ticket.phase is SequencePhase.RUNNING]
+        keeper = max(running, key=lambda one: int(table.num_computed[one.row]), default=None)
+        kv_len = int(table.num_computed[keeper.row]) if keeper else 0
+        if len(group) > 1:  # what all have, or will have, in common
+            new = group[0].new
+            kv_len = min(kv_len, new.num_prompt - new.params.use_beam_search)
+        if keeper and kv_len:
+            blocks = self._batch.release_row(keeper, num_kept=-(-kv_len // table.block_size))
+            self._leases.grant(key, blocks, kv_len)
+            group.remove(keeper)
+        for ticket in group:
+            self._release(ticket)
+        del self._groups[key]
+        self.events.append(Yielded(key, kv_len))

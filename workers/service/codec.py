@@ -1,0 +1,223 @@
+"""Between the messages of protos/worker.proto and the engine's records: checked once, here."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple, cast
+
+from penstock.common.sampling_params import (
+    InvalidParameterError,
+    SamplingLimits,
+    SamplingParams,
+    check_token_ids,
+)
+from penstock.protos import worker_pb2 as wire
+from penstock.protos.worker_codec import decode_sampling_params
+from penstock.workers.engine.engine import BeamResult, StepResult
+from penstock.workers.sampling.sampler import TokenLogprobs
+from penstock.workers.scheduling.sequence import (
+    FinishReason,
+    Key,
+    NewSequence,
+    Sibling,
+    StepOutput,
+    usable_source,
+)
+
+PROTOCOL = 1  # of protos/worker.proto
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_SALT_BYTES = 256
+MAX_COUNT = 1 << 30
+
+LIMITS = SamplingLimits(
+    max_choices=256,
+    max_beam_tokens=1 << 14,  # all answers are one message, with their logprobs
+    max_stop_tokens=1024,
+    max_logit_bias=1 << 14,
+    max_bad_words=512,
+    max_bad_word_tokens=128,
+    max_logprobs=64,
+)
+"""What a worker takes from a router, whose own limits are lower."""
+
+
+class SequenceKey(NamedTuple):
+    """A sequence's name in a worker: `session` numbers the router's streams."""
+
+    session: int
+    request: int
+    attempt: int
+
+
+def sequence_key(key: Key) -> SequenceKey:
+    """A key of the scheduler, as what it is here."""
+    return cast(SequenceKey, key)
+
+
+class BadSubmit(ValueError):
+    """A submission that no worker of this model could run: the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a submission's tokens are held against."""
+
+    size: int
+    eos_tokens: tuple[int, ...]
+
+    def check(self, name: str, tokens: Collection[int]) -> None:
+        """Raise BadSubmit if a token is not in the vocabulary."""
+        try:
+            check_token_ids(name, tokens, self.size)
+        except InvalidParameterError as error:
+            raise BadSubmit(str(error)) from error
+
+
+def new_sequence(
+    submit: wire.Submit, key: SequenceKey, vocabulary: Vocabulary, source_len: int
+) -> NewSequence:
+    """The sequence that a Submit asks for; BadSubmit."""
+    prompt = list(submit.prompt)
+    if not prompt:
+        raise BadSubmit("the prompt is empty")
+    vocabulary.check("the prompt", prompt)
+    params = _params(submit.params, vocabulary)
+    answers = _answers(submit, params)
+    for answer in answers.values():
+        vocabulary.check("the answer so far", answer)
+    if len(submit.salt) > MAX_SALT_BYTES:
+        raise BadSubmit(f"the salt is longer than {MAX_SALT_BYTES} bytes")
+    longest = max(map(len, answers.values()))
+    if params.max_tokens is not None and longest >= params.max_tokens:
+        raise BadSubmit(
+            f"max_tokens is {params.max_tokens}, and the answer has {longest} tokens already"
+        )
+    first, *others = [Sibling(choice, prompt + answer) for choice, answer in answers.items()]
+    known = max(submit.prompt_known, 1)
+    scored = params.prompt_logprobs is not None and known < len(prompt)
+    lengths = [len(prompt) + len(answer) for answer in answers.values()]
+    return NewSequence(
+        key=key,
+        tokens=first.tokens,
+        num_prompt=len(prompt),
+        params=params,
+        yield_after=min(submit.yield_after, MAX_COUNT),
+        priority=submit.priority,
+        salt=submit.salt,
+        source_len=0 if scored else usable_source(source_len, len(prompt), lengths),
+        prompt_known=known,
+        choice=first.choice,
+        siblings=tuple(others),
+    )
+
+
+def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]]:
+    """The answer so far of every choice that has not finished, or of every beam."""
+    if params.use_beam_search:
+        if submit.log:
+            raise BadSubmit("there is a log, but a beam search begins at its prompt")
+        return {beam: [] for beam in range(params.num_sequences)}
+    answers: dict[int, list[int]] = {choice: [] for choice in range(params.n)}
+    if len({entry.choice for entry in submit.log}) < len(submit.log):
+        raise BadSubmit("the log has a choice twice")
+    if any(entry.choice not in answers for entry in submit.log):
+        raise BadSubmit("the log has choices that the request does not")
+    for entry in submit.log:
+        answers[entry.choice] = list(entry.tokens)
+        if entry.finished:
+            del answers[entry.choice]
+    if not answers:
+        raise BadSubmit("every choice has finished already")
+    return answers
+
+
+def _params(message: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParams:
+    """Decode and validate sampling parameters; raises BadSubmit."""
+    params = decode_sampling_params(message)
+    try:
+        params.validate(LIMITS, vocabulary.size)
+    except InvalidParameterError as error:
+        raise BadSubmit(str(error)) from error
+    return params.with_end_tokens(vocabulary.eos_tokens)
+
+
+# ------------------------------------------------------------------ to the router
+
+
+def step_messages(
+    result: StepResult, is_held: Callable[[SequenceKey], bool]
+) -> dict[int, wire.Step]:
+    """A Step for each session that has something in it; loads are for the caller to set."""
+    steps: dict[int, wire.Step] = defaultdict(wire.Step)
+    output = result.output
+    if output is not None:
+        rows: dict[int, list[int]] = defaultdict(list)
+        for row, key in enumerate(map(sequence_key, output.keys)):
+            if is_held(key):
+                rows[key.session].append(row)
+        for session, taken in rows.items():
+            _add_tokens(steps[session], taken, output, result.logprobs)
+    for prompt in result.prompts:
+        key = sequence_key(prompt.key)
+        if is_held(key):
+            added = steps[key.session].prompts.add(
+                request=key.request, attempt=key.attempt, position=prompt.position
+            )
+            for entry in filter(None, prompt.entries):
+                added.entries.add(**asdict(entry))
+    for key in filter(is_held, map(sequence_key, result.failed)):
+        reason = (
+            "no next token: the model's output was not finite for this request, or its bad words "
+            "and allowed tokens left nothing to draw"
+        )
+        steps[key.session].ended.add(request=key.request, attempt=key.attempt, reason=reason)
+    return steps
+
+
+def beam_result_message(result: BeamResult) -> wire.Step:
+    """The answers of a search, as so many choices."""
+    key, step = sequence_key(result.key), wire.Step()
+    for choice, answer in enumerate(result.answers):
+        nodes = answer.last.path()
+        first = len(step.token)
+        step.token.extend([node.token for node in nodes])
+        step.position.extend(range(len(nodes)))
+        step.choice.extend([choice] * len(nodes))
+        by_stop = answer.finish is FinishReason.STOP
+        step.finish.extend([wire.FINISH_NONE] * (len(nodes) - 1))
+        step.finish.append(wire.FINISH_STOP if by_stop else wire.FINISH_LENGTH)
+        for row, node in enumerate(nodes, start=first):
+            if isinstance(node.logprobs, TokenLogprobs):
+                step.logprobs.add(row=row, **asdict(node.logprobs))
+    step.request.extend([key.request] * len(step.token))
+    step.attempt.extend([key.attempt] * len(step.token))
+    return step
+
+
+def _add_tokens(
+    step: wire.Step,
+    rows: list[int],
+    output: StepOutput,
+    logprobs: Sequence[TokenLogprobs | None],
+) -> None:
+    """Those rows of the output, a column at a time: this runs while the engine waits for Python."""
+    keys = [sequence_key(output.keys[row]) for row in rows]
+    step.request.extend([key.request for key in keys])
+    step.attempt.extend([key.attempt for key in keys])
+    step.choice.extend(output.choices[rows].tolist())
+    step.position.extend(output.indices[rows].tolist())
+    step.token.extend(output.tokens[rows].tolist())
+    step.finish.extend(output.finishes[rows].tolist())
+    for column, row in enumerate(rows):
+        entry = logprobs[row]
+        if entry is not None:
+            step.logprobs.add(row=column, **asdict(entry))
+
+
+def merge_steps(earlier: wire.Step, later: wire.Step) -> None:
+    """Append `later` to `earlier`; the load is the later one."""
+    first = len(earlier.token)
+    for logprobs in later.logprobs:
+        logprobs.row += first
+    earlier.MergeFrom(later)
+    earlier.load.CopyFrom(later.load)  # a merge would keep what has become 0

@@ -1,0 +1,94 @@
+"""One router's stream, as the worker keeps it: what is held for it, what is still to be said."""
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import grpc
+
+from penstock.protos import worker_pb2 as wire
+from penstock.workers.kv_transfer.sender import OutgoingTransfer
+from penstock.workers.service.codec import SequenceKey, merge_steps
+
+MAX_TOKENS_WAITING = 1 << 15  # in the Step that a slow reader has not taken
+MAX_MESSAGES_WAITING = 1 << 12
+
+
+@dataclass(slots=True)
+class HeldSequence:
+    """A sequence that is here for a router, in whatever form."""
+
+    source: tuple[str, str] | None = None  # the worker that has blocks for it, and its incarnation
+    epoch: int = 0  # of the transfer that brings them, once they are reserved
+    kv_len: int = 0  # of its lease, once it has yielded
+    sends: list[OutgoingTransfer] = field(default_factory=list)  # that read the lease
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """Why a stream ends from here."""
+
+    code: grpc.StatusCode
+    reason: str
+
+
+class Session:
+    """Belongs to the event loop."""
+
+    def __init__(self, session_id: int, hello: wire.Hello) -> None:
+        self.session_id = session_id
+        self.router = hello.router
+        self.held: dict[SequenceKey, HeldSequence] = {}
+        self.stream_end: StreamEnd | None = None
+        self.last_load: wire.Load | None = None  # the last load it was sent
+        self._waiting: deque[wire.ToRouter] = deque()
+        self._no_merge = False  # whether nothing may be added to the newest that waits
+        self._changed = asyncio.Event()
+        self._num_sent = 0
+
+    def key(self, request: int, attempt: int) -> SequenceKey:
+        return SequenceKey(self.session_id, request, attempt)
+
+    def put(self, message: wire.ToRouter, no_merge: bool = False) -> None:
+        """Say it, in order. Steps that wait become one; too much that waits ends the stream.
+
+        alone: a Step of many tokens, made at once: it stays as it is, and does not count.
+        """
+        if self.stream_end is not None:
+            return
+        last = self._waiting[-1] if self._waiting else None
+        joins = last is not None and last.HasField("step") and message.HasField("step")
+        if last is not None and joins and not (no_merge or self._no_merge):
+            merge_steps(last.step, message.step)
+        else:
+            self._waiting.append(message)
+        self._no_merge = no_merge
+        newest = wire.Step() if no_merge else self._waiting[-1].step
+        num_tokens = len(newest.token) + sum(len(prompt.entries) for prompt in newest.prompts)
+        if num_tokens > MAX_TOKENS_WAITING or len(self._waiting) > MAX_MESSAGES_WAITING:
+            self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router reads too slowly")
+        self._changed.set()
+
+    def end(self, code: grpc.StatusCode, reason: str) -> None:
+        """End the stream; the first reason counts."""
+        if self.stream_end is None:
+            self.stream_end = StreamEnd(code, reason)
+        self._changed.set()
+
+    async def next(self, seconds: float) -> wire.ToRouter | None:
+        """What to write now, numbered; None if that long there was nothing, or the stream ends."""
+        if not self._waiting and self.stream_end is None:
+            await self._wait(seconds)
+        if self.stream_end is not None or not self._waiting:
+            return None
+        message = self._waiting.popleft()
+        self._num_sent += 1
+        message.number = self._num_sent
+        return message
+
+    async def _wait(self, seconds: float) -> None:
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()

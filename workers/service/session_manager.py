@@ -1,0 +1,295 @@
+"""What routers ask of a worker, carried to the engine; what the engine gives, carried to routers.
+
+Belongs to the event loop, which sees commands and results in one order and never waits for a step.
+`docs/lifecycle.md` is the specification of the messages.
+"""
+
+import asyncio
+import logging
+import time
+from functools import partial
+
+import grpc
+
+from penstock.common.worker_load import WorkerLoad
+from penstock.protos import worker_pb2 as wire
+from penstock.protos.worker_codec import encode_worker_load
+from penstock.workers.engine.engine import Engine, StepResult
+from penstock.workers.engine.engine_thread import EngineThread
+from penstock.workers.health.canary import KEY as CANARY
+from penstock.workers.health.canary import LivenessMonitor
+from penstock.workers.health.watchdog import ProgressTimer
+from penstock.workers.kv_transfer.coordinator import KvTransfer
+from penstock.workers.kv_transfer.staging import WorkerIdentity
+from penstock.workers.scheduling.sequence import NeverFits
+from penstock.workers.service.codec import (
+    BadSubmit,
+    SequenceKey,
+    Vocabulary,
+    beam_result_message,
+    new_sequence,
+    sequence_key,
+    step_messages,
+)
+from penstock.workers.service.session import HeldSequence, Session
+
+log = logging.getLogger(__name__)
+
+
+_STEP_SECONDS = 10.0  # the longest wait for a last step
+
+
+class BadCommand(ValueError):
+    """A message that makes no sense on this stream: the text says why."""
+
+
+class SessionManager:
+    """The sessions of all routers over one engine, which runs from now on.
+
+    Args:
+        engine: nobody else calls it any more.
+        identity: of the worker, for hand-overs, and so are the next two.
+        address: of its service.
+        seconds: of silence that end a hand-over.
+        canary_seconds: without a step, after which `look` sends a canary.
+        pulse: of the engine's thread, for a watchdog.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        identity: WorkerIdentity,
+        address: str,
+        seconds: float,
+        canary_seconds: float,
+        timer: ProgressTimer | None = None,
+    ) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.draining = False
+        self._liveness = LivenessMonitor(canary_seconds, time.monotonic())
+        self._sessions: dict[int, Session] = {}
+        self._vocabulary = Vocabulary(engine.spec.vocab_size, engine.spec.eos_tokens)
+        self._engine = EngineThread(engine, self._deliver, self._fail, timer)
+        self.kv_transfer = KvTransfer(identity, address, engine.movers, self._engine, seconds)
+        self.load = self._load_message(engine.load())
+
+    # ------------------------------------------------------------ sessions
+
+    def open(self, session: Session) -> None:
+        """A router's stream begins; an earlier one of the same router ends first."""
+        for earlier in list(self._sessions.values()):
+            if earlier.router == session.router:
+                earlier.end(grpc.StatusCode.ABORTED, "the router has opened another stream")
+                self.close(earlier)
+        self._sessions[session.session_id] = session
+
+    def close(self, session: Session) -> None:
+        """Its stream has ended: everything that is here for it goes."""
+        self._sessions.pop(session.session_id, None)
+        self._release(session, list(session.held))
+
+    def drain(self) -> None:
+        """Take nothing new, and tell the routers."""
+        self.draining = True
+        for session in self._sessions.values():
+            session.put(wire.ToRouter(draining=wire.Draining()))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held for anybody."""
+        return not any(session.held for session in self._sessions.values())
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last step that went well."""
+        return self._liveness.silence(time.monotonic())
+
+    def maybe_send_canary(self) -> None:
+        """Send a canary if nothing was computed for long; to be called every now and then."""
+        if self._liveness.due(time.monotonic()):
+            answer = self._engine.call(lambda engine: engine.submit_canary())
+            answer.add_done_callback(self._sent_canary)
+
+    def _sent_canary(self, answer: asyncio.Future[None]) -> None:
+        if answer.exception() is not None:
+            self._liveness.ended(time.monotonic())
+
+    def stop(self, code: grpc.StatusCode, reason: str) -> None:
+        """End every stream and the engine."""
+        for session in list(self._sessions.values()):
+            session.end(code, reason)
+        self.kv_transfer.stop()
+        self._engine.stop()
+
+    async def stopped(self) -> None:
+        """Wait for the step in flight, if that ends."""
+        await asyncio.to_thread(self._engine.join, _STEP_SECONDS)
+
+    def send_heartbeat(self, session: Session) -> None:
+        """Say something: the load where it has changed."""
+        if session.last_load == self.load:
+            session.put(wire.ToRouter(beat=wire.Beat()))
+        else:
+            self._put_step(session, wire.Step())
+
+    # ------------------------------------------------------------ from the router
+
+    def handle(self, session: Session, message: wire.ToWorker) -> None:
+        """Carry out one message; BadCommand if it makes no sense here."""
+        match message.WhichOneof("body"):
+            case "submit":
+                self._submit(session, message.submit)
+            case "yield":
+                asked = getattr(message, "yield")  # a keyword of Python
+                key = session.key(asked.request, asked.attempt)
+                self._engine.post(lambda engine: engine.request_yield(key))
+            case "send":
+                self.kv_transfer.send(session, message.send)
+            case "drop":
+                self._drop(session, message.drop)
+            case "beat":
+                pass
+            case other:
+                raise BadCommand(f"{other or 'an empty message'} is not expected here")
+
+    def _submit(self, session: Session, submit: wire.Submit) -> None:
+        key = session.key(submit.request, submit.attempt)
+        reject = partial(self._reject, session, key)
+        others = [held for held in session.held if held.request == key.request]
+        if any(other.attempt >= key.attempt for other in others):
+            reject(f"attempt {key.attempt} of this request is here already, or a later one", True)
+            return
+        if self.draining:
+            reject("the worker is draining", False)
+            return
+        source_len = self.kv_transfer.source_len(submit.source)
+        try:
+            new = new_sequence(submit, key, self._vocabulary, source_len)
+        except BadSubmit as error:
+            reject(str(error), True)
+            return
+        log.info("sequence", extra={"fields": _log_fields(submit)})
+        # This attempt replaces what else runs here of the request; a lease may be its source.
+        self._release(session, [other for other in others if not session.held[other].kv_len])
+        source = (submit.source.worker, submit.source.incarnation)
+        session.held[key] = HeldSequence(source if new.source_len else None)
+        answer = self._engine.call(lambda engine: engine.submit(new))
+        answer.add_done_callback(partial(self._submitted, session, key))
+
+    def _submitted(self, session: Session, key: SequenceKey, answer: asyncio.Future[None]) -> None:
+        error = answer.exception()
+        if error is not None and session.held.pop(key, None) is not None:
+            self._reject(session, key, str(error), never=isinstance(error, NeverFits))
+
+    def _reject(self, session: Session, key: SequenceKey, reason: str, never: bool) -> None:
+        rejected = wire.Rejected(
+            request=key.request, attempt=key.attempt, reason=reason, never=never
+        )
+        session.put(wire.ToRouter(rejected=rejected))
+
+    def _drop(self, session: Session, drop: wire.Drop) -> None:
+        key = session.key(drop.request, drop.attempt)
+        if key not in session.held:
+            return
+        if drop.HasField("choice"):
+            self._engine.post(lambda engine: engine.drop_choice(key, drop.choice))
+        else:
+            self._release(session, [key])
+
+    def _release(self, session: Session, keys: list[SequenceKey]) -> None:
+        """Drop these, in whatever form they are held; what is being received or sent is cut."""
+        if not keys:
+            return
+        self._engine.post(partial(_drop_all, keys))
+        for key in keys:
+            held = session.held.pop(key)
+            if held.epoch:
+                self.kv_transfer.receiver.close(held.epoch)
+            for outgoing in held.sends:
+                outgoing.aborted = True
+
+    # ------------------------------------------------------------ from the engine
+
+    def _deliver(self, result: StepResult, load: WorkerLoad) -> None:
+        """Spread what a step gave; tokens come before what has become of their sequences."""
+        self._record_step(result, load)
+        steps = step_messages(result, self._is_held)
+        for number, step in steps.items():
+            self._put_step(self._sessions[number], step)
+        for found in result.beam_results:
+            key = sequence_key(found.key)
+            if self._is_held(key):
+                self._put_step(
+                    self._sessions[key.session], beam_result_message(found), no_merge=True
+                )
+        if result.output is None:
+            # No step will tell the load that the commands have changed.
+            for session in self._sessions.values():
+                self._put_step(session, wire.Step())
+        for key in map(sequence_key, (*result.failed, *result.finished)):
+            if self._is_held(key):
+                del self._sessions[key.session].held[key]
+        for yielded in result.yielded:
+            self._yielded(sequence_key(yielded.key), yielded.kv_len)
+        for receiving in result.reserved:
+            key = sequence_key(receiving.key)
+            self.kv_transfer.expect(self._sessions.get(key.session), receiving)
+
+    def _record_step(self, result: StepResult, load: WorkerLoad) -> None:
+        """Note the load, but not that of a canary alone, and whether a step went well."""
+        now = time.monotonic()
+        if result.output is not None and not result.failed:
+            self._liveness.computed(now)
+        is_over = CANARY in result.finished or CANARY in result.failed
+        if is_over:
+            self._liveness.ended(now)
+        if is_over or result.output is None or result.output.keys != [CANARY]:
+            self.load = self._load_message(load)
+
+    def _is_held(self, key: SequenceKey) -> bool:
+        session = self._sessions.get(key.session)
+        return session is not None and key in session.held
+
+    def _yielded(self, key: SequenceKey, kv_len: int) -> None:
+        if not self._is_held(key):
+            return
+        session = self._sessions[key.session]
+        if kv_len:
+            session.held[key].kv_len = kv_len
+        else:
+            del session.held[key]
+        message = wire.Yielded(request=key.request, attempt=key.attempt, kv_len=kv_len)
+        session.put(wire.ToRouter(yielded=message))
+
+    def _put_step(self, session: Session, step: wire.Step, no_merge: bool = False) -> None:
+        step.load.CopyFrom(self.load)
+        session.last_load = self.load
+        session.put(wire.ToRouter(step=step), no_merge)
+
+    def _load_message(self, load: WorkerLoad) -> wire.Load:
+        handover = self.kv_transfer
+        received, sent = handover.receiver.bytes_received, handover.sender.bytes_sent
+        return encode_worker_load(load._replace(bytes_received=received, bytes_sent=sent))
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine is gone, and with it whatever was here for anybody."""
+        reason = f"the engine failed: {type(error).__name__}: {error}"
+        self.stop(grpc.StatusCode.INTERNAL, reason)
+        if not self.failed.done():
+            self.failed.set_exception(RuntimeError(reason))
+
+
+def _log_fields(submit: wire.Submit) -> dict[str, str | int]:
+    """What is logged of a submission: none of its content."""
+    return {
+        "request": submit.trace,
+        "attempt": submit.attempt,
+        "prompt_tokens": len(submit.prompt),
+        "answer_tokens": sum(len(each.tokens) for each in submit.log),
+        "source": submit.source.worker,
+    }
+
+
+def _drop_all(keys: list[SequenceKey], engine: Engine) -> None:
+    for key in keys:
+        engine.drop(key)
