@@ -2,19 +2,19 @@
 
 from pathlib import Path
 
-from penstock.cluster.placement import WorkerPlace
-from penstock.cluster.spec import ClusterSpec, PoolSpec
+from penstock.cluster.placement.placement import WorkerPlacement
+from penstock.cluster.spec.spec import ClusterSpec, PoolSpec
 from penstock.router.config import RouterConfig
 from penstock.workers.config import WorkerConfig
 
 
-def router_config(spec: ClusterSpec, model: Path, token: str, number: int = 0) -> RouterConfig:
+def router_config(spec: ClusterSpec, model: Path, token: str, index: int = 0) -> RouterConfig:
     """What the router of that number is started with."""
-    http_port, grpc_port = spec.ports(number)
+    http_port, grpc_port = spec.ports(index)
     return RouterConfig(
         model=model,
         served_name=spec.model_name,
-        name=f"router-{number}",
+        name=f"router-{index}",
         host=spec.router.host,
         http_port=http_port,
         grpc_port=grpc_port,
@@ -31,23 +31,25 @@ def router_config(spec: ClusterSpec, model: Path, token: str, number: int = 0) -
     )
 
 
-def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace) -> WorkerConfig:
+def worker_config(
+    spec: ClusterSpec, model: Path, token: str, placement: WorkerPlacement
+) -> WorkerConfig:
     """What one worker of a cluster is started with; its host is known where it runs.
 
     Sizes are those of the pool that it is made for. It keeps them when its role changes later.
     """
-    pool: PoolSpec = getattr(spec.pools, where.role)
+    pool: PoolSpec = getattr(spec.pools, placement.role)
     return WorkerConfig(
-        name=where.name,
+        name=placement.name,
         model=model,
-        role=where.role,
+        role=placement.role,
         token=token,
         block_size=pool.block_size,
         kv_cache_mib=pool.kv_cache_mib,
         max_sequences=pool.max_sequences,
         max_batched_tokens=pool.max_batched_tokens,
         max_model_len=spec.model.max_model_len,
-        threads=where.threads,
+        threads=placement.threads,
         dtype=spec.model.dtype,
         quantization=spec.model.quantization,
         kv_cache_dtype=spec.model.kv_cache_dtype,
@@ -55,8 +57,8 @@ def worker_config(spec: ClusterSpec, model: Path, token: str, where: WorkerPlace
         canary_seconds=spec.engine.canary_seconds,
         hang_seconds=spec.engine.hang_seconds,
         bundles=None if spec.engine.bundles is None else Path(spec.engine.bundles),
-        device="cuda" if where.gpus else "cpu",
-        tp=where.tp,
-        pp=where.pp,
-        ep=where.ep,
+        device="cuda" if placement.gpus else "cpu",
+        tp=placement.tp,
+        pp=placement.pp,
+        ep=placement.ep,
     )

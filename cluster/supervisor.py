@@ -8,32 +8,37 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock.cluster.autoscaling.pool_changes import Phase
+from penstock.cluster.autoscaling.pool_sizer import (
+    Phases,
+    PoolSizer,
+    reassigned_workers,
+    worker_load,
+)
 from penstock.cluster.configs import router_config, worker_config
-from penstock.cluster.hosted import HostedRouter, HostedWorker
-from penstock.cluster.keeper import keep
-from penstock.cluster.member import StartFailed
-from penstock.cluster.notices import (
-    Decided,
+from penstock.cluster.placement.placement import WorkerPlacement, describe_locality, plan_placements
+from penstock.cluster.pools.managed import ManagedRouter, ManagedWorker
+from penstock.cluster.pools.router_set import RouterSet
+from penstock.cluster.pools.worker_pool import WorkerPool
+from penstock.cluster.processes.actor_handle import StartFailed
+from penstock.cluster.processes.backoff import PlaceBackoff
+from penstock.cluster.processes.restart_loop import keep_alive
+from penstock.cluster.ray_session import first_line, free_nodes
+from penstock.cluster.spec.spec import ROLES, ClusterSpec
+from penstock.cluster.status.progress_reminders import ProgressReminders
+from penstock.cluster.status.status_events import (
     GivenUp,
     LogLine,
+    PoolResized,
     Progress,
     Report,
     Serving,
 )
-from penstock.cluster.placement import WorkerPlace, nearness, place
-from penstock.cluster.restarts import Retries
-from penstock.cluster.routers import Routers
-from penstock.cluster.scaling import Phases, Sizes, busy_of, lent_of
-from penstock.cluster.session import first_line, free_nodes
-from penstock.cluster.slots import Phase
-from penstock.cluster.spec import ROLES, ClusterSpec
-from penstock.cluster.waits import Waits
-from penstock.cluster.workforce import Workforce
 from penstock.router.observability.role_registry import RoleRegistry
 from penstock.router.observability.snapshot import Scaling
 
 SECONDS_BETWEEN_DECISIONS = 2.0
-SECONDS_BETWEEN_LOOKS = 1.0  # for waits that have become long
+REMINDER_CHECK_SECONDS = 1.0  # for waits that have become long
 
 
 class Supervisor:
@@ -44,7 +49,7 @@ class Supervisor:
         model: the checkpoint folder, at the same path on every node.
         report: told of everything that happens, on the event loop.
 
-    Raises `CannotPlace` where the nodes have no room.
+    Raises `PlacementError` where the nodes have no room.
     """
 
     def __init__(self, spec: ClusterSpec, model: Path, report: Report) -> None:
@@ -53,19 +58,19 @@ class Supervisor:
         self._spec = spec
         self._model = model
         nodes = free_nodes()
-        places = place(spec, nodes)
-        self._places = places
-        self._nearness = nearness(spec, places, nodes)
-        self._lent: frozenset[str] = frozenset()  # workers that an operator gave another role
-        self._sizes = Sizes(spec, places, nodes)
+        places = plan_placements(spec, nodes)
+        self._placements = places
+        self._locality = describe_locality(spec, places, nodes)
+        self._reassigned: frozenset[str] = frozenset()  # workers that an operator gave another role
+        self._sizer = PoolSizer(spec, places, nodes)
         self._drain_seconds = spec.router.drain_seconds
-        self._waits = Waits(report, asyncio.get_running_loop().time)
-        report = self._report = self._waits
+        self._reminders = ProgressReminders(report, asyncio.get_running_loop().time)
+        report = self._report = self._reminders
         with_events = spec.log_format != "text"
         roles = RoleRegistry()
-        self._routers = Routers(
+        self._routers = RouterSet(
             [
-                HostedRouter(
+                ManagedRouter(
                     router_config(spec, model, self._token, number),
                     report,
                     spec.pool_nodes,
@@ -76,30 +81,30 @@ class Supervisor:
             ]
         )
         self._pools = {
-            role: Workforce(
+            role: WorkerPool(
                 [each for each in places if each.role == role],
-                self._make,
+                self._make_worker,
                 self._spawn,
                 self._drain_seconds,
                 report,
-                self._given_up,
+                self._on_given_up,
             )
-            for role in self._sizes.desired
+            for role in self._sizer.desired
         }
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = False
 
     @property
-    def router(self) -> HostedRouter:
+    def router(self) -> ManagedRouter:
         """The first one."""
         return self._routers.all[0]
 
     @property
-    def workers(self) -> list[HostedWorker]:
+    def workers(self) -> list[ManagedWorker]:
         """Those that there are, in whatever state."""
         there = [worker for pool in self._pools.values() for worker in pool.workers]
-        return [worker for worker in there if isinstance(worker, HostedWorker)]
+        return [worker for worker in there if isinstance(worker, ManagedWorker)]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then drain and end everything.
@@ -111,13 +116,13 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                if self._nearness:
-                    note = LogLine(self._nearness, "info", "near", {"message": self._nearness})
+                if self._locality:
+                    note = LogLine(self._locality, "info", "near", {"message": self._locality})
                     self._report("", note)
                 for router in self._routers.all:
                     self._spawn(self._keep_router(router))
-                for role in self._in_turn():
-                    self._pools[role].aim(self._sizes.desired[role], {})
+                for role in self._pools_by_labels():
+                    self._pools[role].scale_to(self._sizer.desired[role], {})
                 self._spawn(self._serve())
                 self._spawn(self._remind())
                 await stop.wait()
@@ -127,19 +132,19 @@ class Supervisor:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
-            await self._end()
+            await self._shut_down()
 
-    def _in_turn(self) -> list[str]:
+    def _pools_by_labels(self) -> list[str]:
         """Pools, those that ask for labels first: others have more nodes to choose from. Ray grants
         in the order in which it is asked."""
-        asked = {each.role: len(each.labels) for each in self._places}
+        asked = {each.role: len(each.labels) for each in self._placements}
         return sorted(self._pools, key=lambda role: -asked[role])
 
-    def _make(self, where: WorkerPlace) -> HostedWorker:
+    def _make_worker(self, placement: WorkerPlacement) -> ManagedWorker:
         # What comes later waits for its place: a cluster that serves does not fall for it.
-        where = replace(where, is_patient=where.is_patient or self._serving)
-        config = worker_config(self._spec, self._model, self._token, where)
-        return HostedWorker(where, config, self._routers, self._report)
+        placement = replace(placement, waits_for_node=placement.waits_for_node or self._serving)
+        config = worker_config(self._spec, self._model, self._token, placement)
+        return ManagedWorker(placement, config, self._routers, self._report)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._group is not None, "nothing is begun before it runs"
@@ -148,10 +153,10 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _keep_router(self, router: HostedRouter) -> None:
-        retries = Retries()
+    async def _keep_router(self, router: ManagedRouter) -> None:
+        retries = PlaceBackoff()
         while True:
-            failure = await keep(router, self._report)
+            failure = await keep_alive(router, self._report)
             router.given_up = True
             if not self._serving or self._routers.is_lost:
                 raise failure
@@ -160,7 +165,7 @@ class Supervisor:
             await asyncio.sleep(seconds)
             router.given_up = False
 
-    def _given_up(self, title: str, failure: StartFailed, seconds: float) -> None:
+    def _on_given_up(self, title: str, failure: StartFailed, seconds: float) -> None:
         # Before the first answer it is the person at the terminal who must act.
         if not self._serving:
             raise failure
@@ -172,62 +177,66 @@ class Supervisor:
         await self._routers.ready()
         for worker in first:
             await worker.ready.wait()
-        await self._routers.have_workers(len(first))
+        await self._routers.wait_for_workers(len(first))
         self._serving = True
-        (http, grpc), *others = self._routers.listening
+        (http, grpc), *others = self._routers.addresses
         self._report("", Serving(http, grpc, others))
         wrong = ""
         while True:
             try:
-                await self._size()
+                await self._resize_pools()
             except Exception as error:  # a running cluster does not fall for a mistake in sizing it
                 if wrong != (wrong := f"sizing the pools failed: {first_line(error)}"):
                     self._report("", LogLine(wrong))
             await asyncio.sleep(SECONDS_BETWEEN_DECISIONS)
 
-    async def _size(self) -> None:
-        state = await self._routers.look()
+    async def _resize_pools(self) -> None:
+        state = await self._routers.snapshot()
         if state is None:
             return
-        self._lent = lent_of(state, self._places)
-        decisions = self._sizes.decide(state, self._phases(), asyncio.get_running_loop().time())
-        busy = busy_of(state)
+        self._reassigned = reassigned_workers(state, self._placements)
+        decisions = self._sizer.decide(state, self._phases(), asyncio.get_running_loop().time())
+        busy = worker_load(state)
         for decision in decisions:
-            self._pools[decision.pool].aim(decision.desired, busy, self._lent)
-        for note in self._sizes.note(decisions, time.time()):
-            self._report("", Decided(note.pool, note.text))
+            self._pools[decision.pool].scale_to(decision.desired, busy, self._reassigned)
+        for note in self._sizer.record(decisions, time.time()):
+            self._report("", PoolResized(note.pool, note.text))
         phases = self._phases()
-        for each in self._places:
-            if phases[each.role][each.name] is Phase.LEAVING:
+        for each in self._placements:
+            if phases[each.role][each.name] is Phase.DRAINING:
                 left = busy.get(each.name, 0.0)
-                self._waits.note(each.title, f"{left:.0f} sequences are there still")
-        await self._routers.tell(self._with_waits(self._sizes.told(decisions, phases)))
+                self._reminders.set_detail(each.title, f"{left:.0f} sequences are there still")
+        await self._routers.show_cluster(
+            self._with_reminders(self._sizer.scaling(decisions, phases))
+        )
 
-    def _with_waits(self, scaling: Scaling) -> Scaling:
+    def _with_reminders(self, scaling: Scaling) -> Scaling:
         titles = {
-            role: [each.title for each in self._places if each.role == role] for role in ROLES
+            role: [each.title for each in self._placements if each.role == role] for role in ROLES
         }
-        pools = [replace(each, waits=self._waits.of(titles[each.pool])) for each in scaling.pools]
+        pools = [
+            replace(each, waits=self._reminders.lines(titles[each.pool])) for each in scaling.pools
+        ]
         return replace(scaling, pools=pools)
 
     def _phases(self) -> Phases:
-        return {role: pool.phases(self._lent) for role, pool in self._pools.items()}
+        return {role: pool.phases(self._reassigned) for role, pool in self._pools.items()}
 
     async def _drain(self) -> None:
-        if any(router.member is not None and router.member.up for router in self._routers.all):
+        if any(router.actor is not None and router.actor.up for router in self._routers.all):
             await self._routers.drain(self._drain_seconds, self._report)
 
     async def _remind(self) -> None:
         while True:
-            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            await asyncio.sleep(REMINDER_CHECK_SECONDS)
             for router in self._routers.all:
-                if router.waits_for:
-                    self._waits.note(router.title, router.waits_for)
-            self._waits.remind()
+                if router.waiting_for:
+                    self._reminders.set_detail(router.title, router.waiting_for)
+            self._reminders.remind()
 
-    async def _end(self) -> None:
+    async def _shut_down(self) -> None:
         self._report("cluster", Progress("ending its processes"))
         # The routers first: their workers then see their streams end in order.
         await self._routers.stop()
         workers = [worker for pool in self._pools.values() for worker in pool.workers]
-        await asyncio.gather(*(worker.leave() for worker in workers))
+        await asyncio.gather(*(worker.shut_down() for worker in workers))

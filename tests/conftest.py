@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from penstock.cluster.descriptors import reserve_descriptors
+from penstock.cluster.processes.descriptors import reserve_descriptors
 
 # Workers and routers serve in the tests' own process too.
 reserve_descriptors()

@@ -23,8 +23,8 @@ from penstock import __version__
 from penstock.cli import checkpoint, fetch, flags, main, serve
 from penstock.cli.chat import ChatFailed, Conversation, show
 from penstock.cli.view import Bars, Lines
-from penstock.cluster import notices
-from penstock.cluster.spec import parse
+from penstock.cluster.spec.spec import parse
+from penstock.cluster.status import status_events
 from penstock.protos import inference_pb2, inference_pb2_grpc
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
 from tests.support.serving import PATIENCE
@@ -287,7 +287,7 @@ def test_refusals_come_before_ray_and_without_a_traceback() -> None:
 
 def test_the_greeting_can_be_pasted() -> None:
     spec = parse({"models": {"demo-small": {}}, "router": {"host": "0.0.0.0", "api_keys": ["k"]}})
-    lines = serve.greeting(spec, SMALL, notices.Serving("0.0.0.0:80", "0.0.0.0:90"), 1.25)
+    lines = serve.greeting(spec, SMALL, status_events.Serving("0.0.0.0:80", "0.0.0.0:90"), 1.25)
     text = "\n".join(lines)
     assert "demo-small is served after 1.2 s" in text
     assert "curl http://127.0.0.1:80/v1/chat/completions -H 'Authorization: Bearer" in text
@@ -297,30 +297,32 @@ def test_the_greeting_can_be_pasted() -> None:
 def test_the_greeting_tells_of_all_routers() -> None:
     spec = flags.read_spec(["--routers", "2"])
     assert spec.routers == 2
-    serving = notices.Serving("a:80", "a:90", [("a:81", "a:91")])
+    serving = status_events.Serving("a:80", "a:90", [("a:81", "a:91")])
     assert "and on http://a:81 and a:91" in serve.greeting(spec, SMALL, serving, 1.0)
 
 
 def test_a_model_without_a_chat_template_is_greeted_with_a_completion(model: Path) -> None:
     (model / "tokenizer_config.json").unlink()
-    lines = serve.greeting(parse({}), model, notices.Serving("127.0.0.1:80", "127.0.0.1:90"), 1.0)
+    lines = serve.greeting(
+        parse({}), model, status_events.Serving("127.0.0.1:80", "127.0.0.1:90"), 1.0
+    )
     assert any("http://127.0.0.1:80/v1/completions" in line for line in lines)
 
 
-STORY: list[tuple[str, notices.Notice]] = [
-    ("Ray", notices.Progress("starting")),
-    ("Ray", notices.Ready(5.0)),
-    ("decode worker 0", notices.Progress("weights", 0, 2_000_000)),
-    ("decode worker 0", notices.Progress("weights", 1_000_000, 2_000_000)),
-    ("decode worker 0", notices.Progress("warming up", 2_000_000, 2_000_000)),
-    ("decode worker 0", notices.Ready(3.0)),
-    ("decode worker 0", notices.LogLine("something [bold]odd")),
-    ("", notices.Serving("a", "b")),
-    ("decode worker 0", notices.Died("its process died", 0.5)),
-    ("decode worker 0", notices.GivenUp("no such folder", 60.0)),
-    ("decode worker 0", notices.Waiting("weights", 20.4, "1.0 of 2.0 MB")),
-    ("", notices.Draining(30.0)),
-    ("", notices.Draining(25.0, 3)),
+STORY: list[tuple[str, status_events.StatusEvent]] = [
+    ("Ray", status_events.Progress("starting")),
+    ("Ray", status_events.Ready(5.0)),
+    ("decode worker 0", status_events.Progress("weights", 0, 2_000_000)),
+    ("decode worker 0", status_events.Progress("weights", 1_000_000, 2_000_000)),
+    ("decode worker 0", status_events.Progress("warming up", 2_000_000, 2_000_000)),
+    ("decode worker 0", status_events.Ready(3.0)),
+    ("decode worker 0", status_events.LogLine("something [bold]odd")),
+    ("", status_events.Serving("a", "b")),
+    ("decode worker 0", status_events.Died("its process died", 0.5)),
+    ("decode worker 0", status_events.GivenUp("no such folder", 60.0)),
+    ("decode worker 0", status_events.Waiting("weights", 20.4, "1.0 of 2.0 MB")),
+    ("", status_events.Draining(30.0)),
+    ("", status_events.Draining(25.0, 3)),
 ]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import checkpoint, flags
-from penstock.cluster.records import SpecError
-from penstock.cluster.spec import parse
+from penstock.cluster.spec.records import SpecError
+from penstock.cluster.spec.spec import parse
 
 
 def test_pool_nodes_and_a_file_of_keys_as_flags(tmp_path: Path) -> None:

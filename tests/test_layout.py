@@ -37,22 +37,37 @@ DECIDING = {
     "penstock.common.worker_load": set(),
     "penstock.workers.scheduling": {"numpy", *SHARED_RECORDS},
     "penstock.router.routing": {"numpy", *SHARED_RECORDS},
-    "penstock.cluster.labels": set(),
-    "penstock.cluster.records": set(),
-    "penstock.cluster.spec": {"yaml", "penstock.cluster.labels", "penstock.cluster.records"},
-    "penstock.cluster.packing": {"penstock.cluster.labels", "penstock.cluster.spec"},
-    "penstock.cluster.placement": {
-        *("penstock.cluster.labels", "penstock.cluster.packing", "penstock.cluster.spec"),
+    "penstock.cluster.spec.labels": set(),
+    "penstock.cluster.spec.records": set(),
+    "penstock.cluster.spec.spec": {
+        "yaml",
+        "penstock.cluster.spec.labels",
+        "penstock.cluster.spec.records",
     },
-    "penstock.cluster.restarts": set(),
-    "penstock.cluster.autoscaler": {
-        *("penstock.cluster.bursts", "penstock.cluster.shortfall", *SHARED_RECORDS),
+    "penstock.cluster.placement.packing": {
+        "penstock.cluster.spec.labels",
+        "penstock.cluster.spec.spec",
     },
-    "penstock.cluster.bursts": set(),
-    "penstock.cluster.shortfall": set(),
-    "penstock.cluster.slots": set(),
-    "penstock.cluster.starts": {"penstock.cluster.slots"},
-    "penstock.cluster.notices": set(),
+    "penstock.cluster.placement.placement": {
+        *(
+            "penstock.cluster.spec.labels",
+            "penstock.cluster.placement.packing",
+            "penstock.cluster.spec.spec",
+        ),
+    },
+    "penstock.cluster.processes.backoff": set(),
+    "penstock.cluster.autoscaling.autoscaler": {
+        *(
+            "penstock.cluster.autoscaling.arrival_rate",
+            "penstock.cluster.autoscaling.late_work",
+            *SHARED_RECORDS,
+        ),
+    },
+    "penstock.cluster.autoscaling.arrival_rate": set(),
+    "penstock.cluster.autoscaling.late_work": set(),
+    "penstock.cluster.autoscaling.pool_changes": set(),
+    "penstock.cluster.autoscaling.cold_start": {"penstock.cluster.autoscaling.pool_changes"},
+    "penstock.cluster.status.status_events": set(),
 }
 """What deciding code may import beside the standard library and itself."""
 
@@ -212,7 +227,7 @@ def test_no_code_comes_from_data() -> None:
         ("penstock.router.routing.dispatcher", ("torch", "ray", "grpc")),
         ("penstock.workers.models.spec", ("torch", "ray", "numpy")),
         ("penstock.cluster.supervisor", ("torch",)),
-        ("penstock.cluster.placement", ("torch", "ray")),
+        ("penstock.cluster.placement.placement", ("torch", "ray")),
         ("penstock.cli", ("torch", "ray", "grpc", "rich", "yaml")),
         ("penstock.cli.serve", ("torch", "ray", "grpc", "huggingface_hub")),
         ("penstock.cli.chat", ("torch", "ray")),

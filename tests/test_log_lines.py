@@ -8,24 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli.log_lines import Events, json_line, keys_line
-from penstock.cluster import notices
+from penstock.cluster.status import status_events
 
 AT = 1_700_000_000.25
-STORY: list[tuple[str, notices.Notice]] = [
-    ("router 0", notices.Progress("starting its process")),
-    ("decode worker 0", notices.Progress("weights", 1_000, 5_000)),
-    ("decode worker 0", notices.Progress("weights", 2_000, 5_000)),
-    ("decode worker 0", notices.Ready(2.5)),
-    ("", notices.Serving("127.0.0.1:1", "127.0.0.1:2")),
-    ("decode worker 0", notices.Died("its process died (killed)", 0.5)),
-    ("decode worker 0", notices.GivenUp("no memory", 60.0)),
-    ("", notices.Decided("decode", "decode: 1 to 2: KV is full")),
-    ("router 0", notices.LogLine("x", "info", "request", {"request": "r-1", "seconds": 0.5}, AT)),
-    ("router 0", notices.LogLine("WARNING: mind the gap")),
-    ("", notices.Draining(30.0)),
-    ("decode worker 0", notices.Waiting("weights", 20.0, "1.0 of 2.0 MB")),
-    ("", notices.Draining(25.0, 3)),
-    ("router 0", notices.RoleGiven("decode-0", "mixed", AT)),
+STORY: list[tuple[str, status_events.StatusEvent]] = [
+    ("router 0", status_events.Progress("starting its process")),
+    ("decode worker 0", status_events.Progress("weights", 1_000, 5_000)),
+    ("decode worker 0", status_events.Progress("weights", 2_000, 5_000)),
+    ("decode worker 0", status_events.Ready(2.5)),
+    ("", status_events.Serving("127.0.0.1:1", "127.0.0.1:2")),
+    ("decode worker 0", status_events.Died("its process died (killed)", 0.5)),
+    ("decode worker 0", status_events.GivenUp("no memory", 60.0)),
+    ("", status_events.PoolResized("decode", "decode: 1 to 2: KV is full")),
+    (
+        "router 0",
+        status_events.LogLine("x", "info", "request", {"request": "r-1", "seconds": 0.5}, AT),
+    ),
+    ("router 0", status_events.LogLine("WARNING: mind the gap")),
+    ("", status_events.Draining(30.0)),
+    ("decode worker 0", status_events.Waiting("weights", 20.0, "1.0 of 2.0 MB")),
+    ("", status_events.Draining(25.0, 3)),
+    ("router 0", status_events.RoleAssigned("decode-0", "mixed", AT)),
 ]
 
 
@@ -77,7 +80,7 @@ def test_lines_of_keys() -> None:
 
 def test_all_routers_are_told() -> None:
     lines: list[str] = []
-    Events("json", lines.append)("", notices.Serving("a:1", "a:2", [("a:3", "a:4")]))
+    Events("json", lines.append)("", status_events.Serving("a:1", "a:2", [("a:3", "a:4")]))
     told = json.loads(lines[0])
     assert (told["http"], told["grpc"]) == ("a:1,a:3", "a:2,a:4")
 
@@ -87,11 +90,11 @@ FIELDS = st.dictionaries(st.from_regex("[a-z_]{1,9}", fullmatch=True), VALUES)
 
 
 @given(FIELDS)
-def test_an_event_is_a_line_whatever_it_holds(fields: dict[str, notices.Scalar]) -> None:
+def test_an_event_is_a_line_whatever_it_holds(fields: dict[str, status_events.Scalar]) -> None:
     for form in ("json", "keys"):
         lines: list[str] = []
         events = Events(form, lines.append)
-        events("who", notices.LogLine("x", "info", "it", fields, AT))
+        events("who", status_events.LogLine("x", "info", "it", fields, AT))
         (line,) = lines
         assert len(line.splitlines()) == 1
         if form == "json":
@@ -100,7 +103,7 @@ def test_an_event_is_a_line_whatever_it_holds(fields: dict[str, notices.Scalar])
 
 
 @given(FIELDS)
-def test_words_can_be_read_back(fields: dict[str, notices.Scalar]) -> None:
+def test_words_can_be_read_back(fields: dict[str, status_events.Scalar]) -> None:
     found = re.findall(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|\S+)', keys_line(fields))
     said = {key: json.loads(word) if word.startswith('"') else word for key, word in found}
     assert said == {key: str(value) for key, value in fields.items() if value is not None}

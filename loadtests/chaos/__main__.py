@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 
 from penstock.cli.checkpoint import SHIPPED
-from penstock.cluster.placement import CannotPlace
-from penstock.cluster.session import RayFailed, RaySession
-from penstock.cluster.spec import (
+from penstock.cluster.placement.placement import PlacementError
+from penstock.cluster.ray_session import RayFailed, RaySession
+from penstock.cluster.spec.spec import (
     ClusterSpec,
     EngineSpec,
     ModelSpec,
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with RaySession(None):
             found = asyncio.run(_run(options, served))
-    except (ClusterFailed, RayFailed, CannotPlace, TimeoutError) as error:
+    except (ClusterFailed, RayFailed, PlacementError, TimeoutError) as error:
         print(f"{program}: {error or 'streams did not end'}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -5,8 +5,8 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from penstock.cluster.hosted import HostedWorker
-from penstock.cluster.notices import Ready
+from penstock.cluster.pools.managed import ManagedWorker
+from penstock.cluster.status.status_events import Ready
 from penstock.loadtests.chaos import strikes
 from penstock.loadtests.chaos.cluster import LOOK_SECONDS, Cluster, pids_of
 from penstock.loadtests.chaos.faults import Fault, Strike
@@ -96,7 +96,7 @@ class Attack:
 
     # ------------------------------------------------------------ whom, and when
 
-    async def _choose(self, fault: Fault) -> tuple[HostedWorker, str]:
+    async def _choose(self, fault: Fault) -> tuple[ManagedWorker, str]:
         """Who is at that moment; whoever is busy, or is there, where nobody is for too long."""
         began = time.monotonic()
         while True:
@@ -112,7 +112,7 @@ class Attack:
                 return there[int(fault.lot * len(there))], "any"
             await asyncio.sleep(LOOK_SECONDS if there else 0.1)
 
-    def _fits(self, worker: HostedWorker, states: dict[str, WorkerState], moment: str) -> bool:
+    def _fits(self, worker: ManagedWorker, states: dict[str, WorkerState], moment: str) -> bool:
         state = states.get(worker.name)
         if state is None or not state.up or not SIGNS[moment](state):
             return False
@@ -127,7 +127,7 @@ class Attack:
         ]
         return len(ready) > 1 and time.time() - ready[-1] < BACK_SECONDS
 
-    def _spare(self) -> list[HostedWorker]:
+    def _spare(self) -> list[ManagedWorker]:
         """Those that serve and of whose pool others do, if it ever had others."""
         there = [each for each in self._cluster.serving if not self._is_stopped(each)]
         roles = [each.config.role for each in self._cluster.workers]
@@ -138,7 +138,7 @@ class Attack:
             or sum(each.config.role == worker.config.role for each in there) > 1
         ]
 
-    def _is_stopped(self, worker: HostedWorker) -> bool:
+    def _is_stopped(self, worker: ManagedWorker) -> bool:
         since = self._stopped.get(worker.name)
         if since is None:
             return False
@@ -151,7 +151,7 @@ class Attack:
 
     # ------------------------------------------------------------ how
 
-    def _strike(self, fault: Fault, worker: HostedWorker, moment: str) -> Strike | None:
+    def _strike(self, fault: Fault, worker: ManagedWorker, moment: str) -> Strike | None:
         pids = pids_of(worker)
         rank = int(fault.lot * 7919) % len(pids)
         now = time.time()
@@ -160,8 +160,8 @@ class Attack:
             case "kill":
                 done = strikes.send(pids[rank], signal.SIGKILL)
             case "ray kill":
-                assert worker.member is not None
-                worker.member.members[rank].kill_by_ray()
+                assert worker.rank_group is not None
+                worker.rank_group.ranks[rank].kill_by_ray()
             case "freeze":
                 done = strikes.send(pids[rank], signal.SIGSTOP)
             case "pause":

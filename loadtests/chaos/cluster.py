@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cli.view import sentence
-from penstock.cluster import notices
-from penstock.cluster.hosted import HostedWorker
-from penstock.cluster.spec import ClusterSpec
+from penstock.cluster.pools.managed import ManagedWorker
+from penstock.cluster.spec.spec import ClusterSpec
+from penstock.cluster.status import status_events
 from penstock.cluster.supervisor import Supervisor
 from penstock.loadtests.chaos.outcome import Placed
 from penstock.router.observability.snapshot import ClusterState, WorkerState
@@ -29,7 +29,7 @@ class Told:
 
     at: float
     title: str
-    notice: notices.Ready | notices.Died
+    notice: status_events.Ready | status_events.Died
 
 
 class Cluster:
@@ -77,37 +77,37 @@ class Cluster:
         error = None if self._task.cancelled() else self._task.exception()
         return f"the cluster ended: {error}"
 
-    def _report(self, title: str, notice: notices.Notice) -> None:
+    def _report(self, title: str, notice: status_events.StatusEvent) -> None:
         match notice:
-            case notices.Serving(_, grpc):
+            case status_events.Serving(_, grpc):
                 self.grpc = grpc
                 self._serving.set()
-            case notices.Ready() | notices.Died():
+            case status_events.Ready() | status_events.Died():
                 self._say(f"    {sentence(title, notice)}")
                 self.told.append(Told(time.time(), title, notice))
-            case notices.LogLine(event="placed", fields=fields, at=at):
+            case status_events.LogLine(event="placed", fields=fields, at=at):
                 said = (str(fields[name] or "") for name in ("worker", "request", "source"))
                 self.placed.append(Placed(at or time.time(), *said))
 
     # ------------------------------------------------------------ who is there
 
     @property
-    def workers(self) -> Sequence[HostedWorker]:
+    def workers(self) -> Sequence[ManagedWorker]:
         return self._supervisor.workers
 
     @property
-    def serving(self) -> list[HostedWorker]:
+    def serving(self) -> list[ManagedWorker]:
         """The workers that serve, whose processes are known."""
         return [worker for worker in self.workers if worker.serves and pids_of(worker)]
 
     @property
     def router_pid(self) -> int | None:
-        member = self._supervisor.router.member
+        member = self._supervisor.router.actor
         return None if member is None or member.process is None else member.process.pid
 
     async def look(self) -> ClusterState | None:
         """As the router sees it; None while there is none."""
-        return await self._supervisor.router.look()
+        return await self._supervisor.router.snapshot()
 
     async def states(self) -> dict[str, WorkerState]:
         """The workers as the router sees them, by name."""
@@ -129,8 +129,8 @@ class Cluster:
         return False
 
 
-def pids_of(worker: HostedWorker) -> list[int]:
+def pids_of(worker: ManagedWorker) -> list[int]:
     """Of its ranks; none while one of them is not known."""
-    crew = worker.member
-    processes = [] if crew is None else [member.process for member in crew.members]
+    crew = worker.rank_group
+    processes = [] if crew is None else [member.process for member in crew.ranks]
     return [each.pid for each in processes if each is not None] if all(processes) else []

@@ -7,7 +7,7 @@ after its cold start, and one too many drains before it goes.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.cluster.autoscaler import PoolState, ServingWorker
+from penstock.cluster.autoscaling.autoscaler import PoolInputs, ServingWorker
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulate.clock import Clock, rare_collections
@@ -278,7 +278,7 @@ class Cluster:
         # As `router/state` and `cluster/scaling` tell it.
         first = "prefill" if "prefill" in self._pools else "mixed"
         waits = name in (set(dispatcher.short_of) & self._pools.keys() or {first})
-        state = PoolState(
+        state = PoolInputs(
             workers=[_serving(worker, now) for worker in pool.serving],
             pending=pool.pending,
             draining=len(pool.draining),

@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from penstock.cluster.autoscaler import PROMISED_BUSY, PROMISED_PACE, PROMISED_WAIT, PoolLimits
+from penstock.cluster.autoscaling.autoscaler import (
+    TTFT_SLO_POLICY,
+    TTFT_SLO_UTILIZATION,
+    TTFT_SLO_WAIT_SECONDS,
+    PoolLimits,
+)
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.traces import BadTrace
 from penstock.loadtests.bench.workload import Lengths, Planned
@@ -193,10 +198,10 @@ def _product(limits: Mapping[str, PoolLimits], plan: ClusterPlan) -> Product:
     if not plan.promised_seconds:
         return Product(limits)
     aims = {
-        name: replace(one, wait_seconds=PROMISED_WAIT, busy=PROMISED_BUSY)
+        name: replace(one, wait_seconds=TTFT_SLO_WAIT_SECONDS, busy=TTFT_SLO_UTILIZATION)
         for name, one in limits.items()
     }
-    return Product(aims, PROMISED_PACE)
+    return Product(aims, TTFT_SLO_POLICY)
 
 
 def clairvoyant_of(

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
-from penstock.cluster.autoscaler import Autoscaler, Pace, PoolLimits, PoolState
+from penstock.cluster.autoscaling.autoscaler import (
+    Autoscaler,
+    PoolInputs,
+    PoolLimits,
+    ScalingPolicy,
+)
 
 INTERVAL_SECONDS = 5.0
 """From one decision to the next."""
@@ -16,7 +21,7 @@ INTERVAL_SECONDS = 5.0
 class PoolSight:
     """A pool as a scaler sees it."""
 
-    state: PoolState
+    state: PoolInputs
     busy: float  # share of the time since the last look in which its workers computed
 
 
@@ -39,8 +44,8 @@ class Static:
 class Product:
     """The autoscaler that ships."""
 
-    def __init__(self, limits: Mapping[str, PoolLimits], pace: Pace | None = None) -> None:
-        self._autoscaler = Autoscaler(limits, pace=pace)
+    def __init__(self, limits: Mapping[str, PoolLimits], pace: ScalingPolicy | None = None) -> None:
+        self._autoscaler = Autoscaler(limits, policy=pace)
 
     def decide(self, pools: Mapping[str, PoolSight], now: float) -> Mapping[str, int]:
         states = {name: sight.state for name, sight in pools.items()}

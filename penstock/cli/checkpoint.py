@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from penstock.cluster.spec import BUNDLED
+from penstock.cluster.spec.spec import BUNDLED
 from penstock.workers.models.config import BadCheckpoint, read_json
 from penstock.workers.models.spec import check_config
 

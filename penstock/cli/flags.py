@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from penstock.cli import checkpoint
-from penstock.cluster.records import knobs, merged
-from penstock.cluster.spec import (
+from penstock.cluster.spec.records import knobs, merged
+from penstock.cluster.spec.spec import (
     BUNDLED,
     DEFAULT_POOLS,
     ROLES,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Literal
 
-from penstock.cluster import notices
-from penstock.cluster.notices import Scalar
+from penstock.cluster.status import status_events
+from penstock.cluster.status.status_events import Scalar
 
 Fields = Mapping[str, Scalar]
 
@@ -48,13 +48,13 @@ class Events:
         self._now = now
         self._stages: dict[str, str] = {}
 
-    def __call__(self, title: str, notice: notices.Notice) -> None:
-        if isinstance(notice, notices.Progress):
+    def __call__(self, title: str, notice: status_events.StatusEvent) -> None:
+        if isinstance(notice, status_events.Progress):
             # Bytes come many times a second: one line a stage is enough.
             if self._stages.get(title) == notice.stage:
                 return
             self._stages[title] = notice.stage
-        at = notice.at if isinstance(notice, notices.LogLine) else None
+        at = notice.at if isinstance(notice, status_events.LogLine) else None
         level, event, fields = facts(notice)
         self._put(at, level, title, event, fields)
 
@@ -78,40 +78,43 @@ class Events:
         self._write(self._form({**head, **rest}))
 
 
-def facts(notice: notices.Notice) -> tuple[str, str, Fields]:
+def facts(notice: status_events.StatusEvent) -> tuple[str, str, Fields]:
     """A notice as a level, the name of its event and what there is to say of it."""
     match notice:
-        case notices.Progress(stage, _, total):
+        case status_events.Progress(stage, _, total):
             return "info", "progress", {"stage": stage, "bytes": total or None}
-        case notices.Waiting(stage, seconds, detail):
+        case status_events.Waiting(stage, seconds, detail):
             return "info", "waiting", {"stage": stage, "seconds": seconds, "left": detail or None}
-        case notices.Ready(seconds):
+        case status_events.Ready(seconds):
             return "info", "ready", {"seconds": seconds}
-        case notices.Serving(http, grpc, others):
+        case status_events.Serving(http, grpc, others):
             https, grpcs = zip((http, grpc), *others, strict=True)
             return "info", "serving", {"http": ",".join(https), "grpc": ",".join(grpcs)}
-        case notices.Draining(seconds, requests):
+        case status_events.Draining(seconds, requests):
             return "info", "draining", {"seconds": seconds, "requests": requests}
-        case notices.RoleGiven(worker, role):
+        case status_events.RoleAssigned(worker, role):
             return "info", "role", {"worker": worker, "role": role}
-        case notices.Decided(pool, text):
+        case status_events.PoolResized(pool, text):
             return "info", "decision", {"pool": pool, "decision": text}
         case _:
             return _trouble(notice)
 
 
 def _trouble(
-    notice: notices.Died | notices.GivenUp | notices.Stuck | notices.LogLine,
+    notice: status_events.Died
+    | status_events.GivenUp
+    | status_events.Stuck
+    | status_events.LogLine,
 ) -> tuple[str, str, Fields]:
     """The same of what may need attention."""
     match notice:
-        case notices.Died(reason, delay):
+        case status_events.Died(reason, delay):
             return "warning", "died", {"reason": reason, "restart_seconds": delay}
-        case notices.GivenUp(reason, delay):
+        case status_events.GivenUp(reason, delay):
             return "error", "given_up", {"reason": reason, "retry_seconds": delay}
-        case notices.Stuck(worker, _, reason):
+        case status_events.Stuck(worker, _, reason):
             return "warning", "stuck", {"worker": worker, "reason": reason}
-        case notices.LogLine(text, level, event, fields, _):
+        case status_events.LogLine(text, level, event, fields, _):
             return level, event, fields or {"message": text}
 
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 from penstock.cli import checkpoint, flags
 from penstock.cli.view import View, make_view
-from penstock.cluster import notices
-from penstock.cluster.records import SpecError
-from penstock.cluster.spec import ROLES, ClusterSpec
+from penstock.cluster.spec.records import SpecError
+from penstock.cluster.spec.spec import ROLES, ClusterSpec
+from penstock.cluster.status import status_events
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.parallel.mesh import BadShape, Mesh
 from penstock.workers.weights.sharding import check_folder
 
 if TYPE_CHECKING:
-    from penstock.cluster.session import RaySession
+    from penstock.cluster.ray_session import RaySession
 
 QUESTION = "What is 17 plus 25?"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -154,9 +154,9 @@ def serve(spec: ClusterSpec, folder: Path, view: View) -> int:
     interrupts = Interrupts()
     interrupts.install()
     # Here, not above: Ray takes a second to import, and mistakes should be told before it.
-    from penstock.cluster.member import StartFailed
-    from penstock.cluster.placement import CannotPlace
-    from penstock.cluster.session import RayFailed, RaySession
+    from penstock.cluster.placement.placement import PlacementError
+    from penstock.cluster.processes.actor_handle import StartFailed
+    from penstock.cluster.ray_session import RayFailed, RaySession
     from penstock.cluster.supervisor import Supervisor
 
     run = _Run(spec, folder, view, RaySession(spec.ray_address), interrupts)
@@ -164,7 +164,7 @@ def serve(spec: ClusterSpec, folder: Path, view: View) -> int:
         run.start_ray()
         with run.session:
             run.supervise(lambda stop: Supervisor(spec, folder, run.show).run(stop))
-    except (RayFailed, CannotPlace, StartFailed) as error:
+    except (RayFailed, PlacementError, StartFailed) as error:
         view.close()
         print(f"penstock serve: {error}", file=sys.stderr)
         return 1
@@ -202,12 +202,14 @@ class _Run:
 
     def start_ray(self) -> None:
         """What comes before the session is entered."""
-        self._view("Ray", notices.Progress("connecting" if self._spec.ray_address else "starting"))
+        self._view(
+            "Ray", status_events.Progress("connecting" if self._spec.ray_address else "starting")
+        )
 
     def supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         """Do the work, which ends in order once the event that it is given is set."""
         self._interrupts.install()  # Ray has put a handler of its own in
-        self._view("Ray", notices.Ready(self._seconds))
+        self._view("Ray", status_events.Ready(self._seconds))
         asyncio.run(self._supervise(work))
 
     async def _supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
@@ -231,16 +233,16 @@ class _Run:
         self.session.abandon()
         os._exit(1)
 
-    def show(self, title: str, notice: notices.Notice) -> None:
+    def show(self, title: str, notice: status_events.StatusEvent) -> None:
         """To the person at the terminal."""
         self._view(title, notice)
-        if isinstance(notice, notices.Serving) and self._spec.log_format == "text":
+        if isinstance(notice, status_events.Serving) and self._spec.log_format == "text":
             for line in greeting(self._spec, self._folder, notice, self._seconds):
                 self._view.say(line)
 
 
 def greeting(
-    spec: ClusterSpec, folder: Path, serving: notices.Serving, seconds: float
+    spec: ClusterSpec, folder: Path, serving: status_events.Serving, seconds: float
 ) -> list[str]:
     """What to do with a cluster that is ready: addresses, and lines to paste."""
     name = spec.model_name

@@ -8,32 +8,32 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.text import Text
 
 from penstock.cli.log_lines import Events
-from penstock.cluster import notices
+from penstock.cluster.status import status_events
 
 MB = 1e6
 
 
-def sentence(title: str, notice: notices.Notice) -> str:
+def sentence(title: str, notice: status_events.StatusEvent) -> str:
     """A notice in words; empty where there is nothing to say."""
     match notice:
-        case notices.Progress(stage, _, total):
+        case status_events.Progress(stage, _, total):
             return f"{title}: {stage}" + (f" ({total / MB:.1f} MB)" if total else "")
-        case notices.Ready(seconds):
+        case status_events.Ready(seconds):
             return f"{title}: ready after {seconds:.1f} s"
-        case notices.Died(reason, delay):
+        case status_events.Died(reason, delay):
             when = f"in {delay:.1f} s" if delay else "at once"
             return f"{title}: {reason}; it is started again {when}"
-        case notices.GivenUp(reason, delay):
+        case status_events.GivenUp(reason, delay):
             return f"{title}: {reason}; it is given up for {delay:g} s, the others go on"
-        case notices.Waiting():
+        case status_events.Waiting():
             return f"{title}: {notice}"
-        case notices.Draining() | notices.RoleGiven():
+        case status_events.Draining() | status_events.RoleAssigned():
             return str(notice)
-        case notices.Decided(_, text):
+        case status_events.PoolResized(_, text):
             return f"pool {text}"
-        case notices.Stuck(worker, _, reason):
+        case status_events.Stuck(worker, _, reason):
             return f"{title}: worker {worker} is stuck: {reason}"
-        case notices.LogLine(text):
+        case status_events.LogLine(text):
             return text
     return ""
 
@@ -49,8 +49,8 @@ class Lines:
         self.say = say
         self._stages: dict[str, str] = {}
 
-    def __call__(self, title: str, notice: notices.Notice) -> None:
-        if isinstance(notice, notices.Progress):
+    def __call__(self, title: str, notice: status_events.StatusEvent) -> None:
+        if isinstance(notice, status_events.Progress):
             # Bytes come many times a second: one line a stage is enough.
             if self._stages.get(title) == notice.stage:
                 return
@@ -100,13 +100,13 @@ class Bars:
     def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
-    def __call__(self, title: str, notice: notices.Notice) -> None:
-        if self._open and isinstance(notice, notices.Progress | notices.Ready):
+    def __call__(self, title: str, notice: status_events.StatusEvent) -> None:
+        if self._open and isinstance(notice, status_events.Progress | status_events.Ready):
             self._move(title, notice)
             return
-        if self._open and isinstance(notice, notices.Waiting):
+        if self._open and isinstance(notice, status_events.Waiting):
             return  # the bar tells its seconds
-        if isinstance(notice, notices.Serving | notices.Draining):
+        if isinstance(notice, status_events.Serving | status_events.Draining):
             self.close()
         self._lines(title, notice)
 
@@ -120,11 +120,11 @@ class Bars:
             self._open = False
             self._progress.stop()
 
-    def _move(self, title: str, notice: notices.Progress | notices.Ready) -> None:
+    def _move(self, title: str, notice: status_events.Progress | status_events.Ready) -> None:
         if title not in self._tasks:
             self._tasks[title] = self._progress.add_task(title, total=None, stage="", weights=False)
         task = self._progress.tasks[self._tasks[title]]
-        if isinstance(notice, notices.Ready):
+        if isinstance(notice, status_events.Ready):
             total = task.total or 1
             self._progress.update(task.id, total=total, completed=total, stage="ready")
         elif notice.total and notice.done < notice.total:

@@ -2,7 +2,7 @@
 
 `Dispatcher.handle` is the one door of the deciding part of the router. What workers say goes to
 `WorkerEventHandler`, what waits or has to move is the `Placer`'s, and each request's own state is
-its `Life`.
+its `ProcessHandle`.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """The life of one request, as `docs/lifecycle.md` has it: what each event does to it.
 
-A `Life` knows nothing of other requests, of queues or of time. It is told where to run and answers
-with commands, appended to the list that its methods are handed.
+A `ProcessHandle` knows nothing of other requests, of queues or of time. It is told where to run and
+answers with commands, appended to the list that its methods are handed.
 """
 
 from enum import Enum

@@ -11,9 +11,14 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from penstock.cluster.placement import CannotPlace, Node, WorkerPlace, place
-from penstock.cluster.session import free_nodes
-from penstock.cluster.spec import ClusterSpec, Pools, PoolSpec
+from penstock.cluster.placement.placement import (
+    Node,
+    PlacementError,
+    WorkerPlacement,
+    plan_placements,
+)
+from penstock.cluster.ray_session import free_nodes
+from penstock.cluster.spec.spec import ClusterSpec, Pools, PoolSpec
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -42,7 +47,7 @@ def asked(pool: PoolSpec) -> ClusterSpec:
     return ClusterSpec(pools=Pools(prefill=none, decode=none, mixed=pool))
 
 
-def nodes_of(one: WorkerPlace) -> list[str]:
+def nodes_of(one: WorkerPlacement) -> list[str]:
     """Where Ray lays the stages; none are left behind."""
     group = placement_group(list(one.bundles), one.strategy)
     try:
@@ -66,20 +71,22 @@ def settled(num_gpus: int) -> list[Node]:
 
 
 def test_ray_lays_stages_as_planned(cluster: Any) -> None:
-    (packed,) = place(asked(PoolSpec(tp=2, gpus=1, cpus=0.5)), settled(4))
+    (packed,) = plan_placements(asked(PoolSpec(tp=2, gpus=1, cpus=0.5)), settled(4))
     assert len(nodes_of(packed)) == 1
-    (spread,) = place(asked(PoolSpec(tp=2, pp=2, gpus=1, cpus=0.5, stages="spread")), settled(4))
+    (spread,) = plan_placements(
+        asked(PoolSpec(tp=2, pp=2, gpus=1, cpus=0.5, stages="spread")), settled(4)
+    )
     assert len(set(nodes_of(spread))) == 2
-    (near,) = place(asked(PoolSpec(pp=2, gpus=1, cpus=0.5)), settled(4))
+    (near,) = plan_placements(asked(PoolSpec(pp=2, gpus=1, cpus=0.5)), settled(4))
     assert len(set(nodes_of(near))) == 1
 
 
 def test_what_cannot_be_placed_is_said_and_a_node_more_makes_room(cluster: Any) -> None:
     wide = asked(PoolSpec(tp=3, gpus=1, cpus=0.1))
-    with pytest.raises(CannotPlace, match=r"asks 3 times \(0.1 CPUs, 1 GPU\) on one node"):
-        place(wide, settled(4))
+    with pytest.raises(PlacementError, match=r"asks 3 times \(0.1 CPUs, 1 GPU\) on one node"):
+        plan_placements(wide, settled(4))
     node = cluster.add_node(num_cpus=2, num_gpus=3)
-    (one,) = place(wide, settled(7))
+    (one,) = plan_placements(wide, settled(7))
     assert len(nodes_of(one)) == 1
     cluster.remove_node(node)
     settled(4)

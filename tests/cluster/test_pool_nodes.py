@@ -15,7 +15,7 @@ import pytest
 
 from penstock.cli.checkpoint import SHIPPED
 from penstock.cli.status import fetch
-from penstock.cluster import leave, ready
+from penstock.cluster.kubernetes import node_drain, readiness_probe
 from penstock.loadtests.server import free_ports
 from tests.support.ray_nodes import Nodes, ray_folder
 from tests.support.serving import PATIENCE, Serving, serving, wait_for
@@ -124,9 +124,11 @@ def test_it_waits_for_its_nodes_serves_there_and_drains_where_one_leaves(folder:
         running.wait_until_said("is served after")
         assert ask(running, "another").status_code == 401
         assert ask(running, KEY).status_code == 200
-        assert len(list(nodes.leaving.glob(f"*{leave.HOSTED}"))) == 3
-        assert ready.reason_not(nodes.leaving, PATIENCE, time.time()) == "", "a token was decoded"
-        assert leave.leave(nodes.leaving, PATIENCE)
+        assert len(list(nodes.leaving.glob(f"*{node_drain.PROCESS_SUFFIX}"))) == 3
+        assert readiness_probe.not_ready_reason(nodes.leaving, PATIENCE, time.time()) == "", (
+            "a token was decoded"
+        )
+        assert node_drain.drain_node(nodes.leaving, PATIENCE)
         assert ask(running, KEY).status_code == 503, "the router of that node has drained too"
         running.interrupt(signal.SIGTERM)
         assert running.wait() == 0

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from penstock.cli.checkpoint import SHIPPED
-from penstock.cluster import ready
+from penstock.cluster.kubernetes import readiness_probe
 from penstock.loadtests.server import free_ports
 from tests.support.ray_nodes import Nodes, ray_folder
 from tests.support.serving import PATIENCE, Serving, serving, wait_for
@@ -130,12 +130,15 @@ def test_a_pool_and_its_nodes_follow_what_is_asked_and_no_stream_drops(
         for each in asking:
             each.result()
     wait_for(lambda: num_nodes(running) == 1, "the end of the emptied node")
-    assert ready.reason_not(nodes.leaving, PATIENCE, time.time()) == ""
+    assert readiness_probe.not_ready_reason(nodes.leaving, PATIENCE, time.time()) == ""
     running.wait_until_said('"decision": "mixed: 1 to 0: ')
     wait_for(lambda: size(running) == (0, 0), "no worker")
     wait_for(lambda: num_nodes(running) == 0, "the end of the last worker's node")
     nobody = "no worker serves here"
-    wait_for(lambda: ready.reason_not(nodes.leaving, PATIENCE, time.time()) == nobody, nobody)
+    wait_for(
+        lambda: readiness_probe.not_ready_reason(nodes.leaving, PATIENCE, time.time()) == nobody,
+        nobody,
+    )
     assert httpx.get(f"http://127.0.0.1:{running.http}/health").status_code == 200
     assert streamed(running, PROMPTS[0]) == undisturbed[PROMPTS[0]], "woken"
     told = status(running)

@@ -12,11 +12,11 @@ import ray
 from ray.cluster_utils import Cluster
 
 from penstock.cli.checkpoint import SHIPPED
-from penstock.cluster import reservation
-from penstock.cluster.labels import ZONE
-from penstock.cluster.notices import LogLine, Notice, Progress
-from penstock.cluster.notices import Serving as Serves
-from penstock.cluster.spec import ClusterSpec, Pools, PoolSpec, RouterSpec
+from penstock.cluster.placement import placement_group
+from penstock.cluster.spec.labels import ZONE
+from penstock.cluster.spec.spec import ClusterSpec, Pools, PoolSpec, RouterSpec
+from penstock.cluster.status.status_events import LogLine, Progress, StatusEvent
+from penstock.cluster.status.status_events import Serving as Serves
 from penstock.cluster.supervisor import Supervisor
 from penstock.loadtests.server import free_ports
 from tests.support.serving import PATIENCE, serving
@@ -52,8 +52,8 @@ class Zones:
         names = {node["NodeID"]: node["Labels"].get("name", "") for node in ray.nodes()}
         found = {}
         for worker in supervisor.workers:
-            if worker.serves and worker.member is not None:
-                process = worker.member.members[0].process
+            if worker.serves and worker.rank_group is not None:
+                process = worker.rank_group.ranks[0].process
                 found[worker.name] = "" if process is None else names[process.node]
         return found
 
@@ -102,7 +102,7 @@ async def until(happened: Callable[[], bool], running: asyncio.Task[None]) -> No
 async def test_pools_share_a_zone_and_leave_it_where_it_has_no_room(
     zones: Zones, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservation, "SECONDS_NEAR", 2)
+    monkeypatch.setattr(placement_group, "SECONDS_NEAR", 2)
     http, grpc = free_ports(2)
     pool = PoolSpec(cpus=1.5, gpus=0, kv_cache_mib=64)
     on_hdd = PoolSpec(cpus=1.5, gpus=0, kv_cache_mib=64, labels=("disk=hdd",))
@@ -111,7 +111,7 @@ async def test_pools_share_a_zone_and_leave_it_where_it_has_no_room(
         router=RouterSpec(http_port=http, grpc_port=grpc),
         pools=Pools(prefill=pool, decode=on_hdd),
     )
-    told: list[Notice] = []
+    told: list[StatusEvent] = []
     supervisor = Supervisor(spec, MODEL, lambda title, notice: told.append(notice))
     stop = asyncio.Event()
     running = asyncio.create_task(supervisor.run(stop))

@@ -13,10 +13,10 @@ import yaml
 pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
 
 from penstock.cli import fetch, flags
-from penstock.cluster import leave, ready
-from penstock.cluster.placement import place
-from penstock.cluster.records import knobs
-from penstock.cluster.spec import ROLES, ClusterSpec, EngineSpec, ModelSpec, PoolSpec, parse
+from penstock.cluster.kubernetes import node_drain, readiness_probe
+from penstock.cluster.placement.placement import plan_placements
+from penstock.cluster.spec.records import knobs
+from penstock.cluster.spec.spec import ROLES, ClusterSpec, EngineSpec, ModelSpec, PoolSpec, parse
 from tests.support import chart
 
 CASES = [(name, mode) for name in chart.EXAMPLES for mode in chart.MODES]
@@ -60,7 +60,7 @@ def test_the_driver_reads_its_configuration(name: str, mode: str, tmp_path: Path
     assert spec.router.host == "0.0.0.0"
     grace = driver(found)["terminationGracePeriodSeconds"]
     assert grace > spec.router.drain_seconds
-    for worker in place(spec, []):
+    for worker in plan_placements(spec, []):
         # What one of the pool's nodes has: its place for each rank of a stage.
         assert all(bundle[worker.role] == worker.tp for bundle in worker.bundles)
 
@@ -230,19 +230,19 @@ def test_hooks_are_read_by_who_runs_them(
             continue
         main = pod["spec"]["containers"][0]
         command = main["lifecycle"]["preStop"]["exec"]["command"]
-        assert command[:3] == ["python", "-m", leave.__name__]
+        assert command[:3] == ["python", "-m", node_drain.__name__]
         env = {each["name"]: each.get("value") for each in main["env"]}
         mounts = {mount["mountPath"] for mount in main["volumeMounts"]}
-        assert env[leave.FOLDER] in mounts
-        monkeypatch.setenv(leave.FOLDER, str(tmp_path))
-        assert leave.main(command[3:]) == 0
+        assert env[node_drain.FOLDER_VARIABLE] in mounts
+        monkeypatch.setenv(node_drain.FOLDER_VARIABLE, str(tmp_path))
+        assert node_drain.main(command[3:]) == 0
         if role in ROLES:
             asked = main["readinessProbe"]["exec"]["command"]
-            assert asked[:3] == ["python", "-m", ready.__name__]
-            mark = tmp_path / f"{os.getpid()}{ready.COMPUTED}"
-            assert ready.main(asked[3:]) == 1
+            assert asked[:3] == ["python", "-m", readiness_probe.__name__]
+            mark = tmp_path / f"{os.getpid()}{readiness_probe.READINESS_SUFFIX}"
+            assert readiness_probe.main(asked[3:]) == 1
             mark.touch()
-            assert ready.main(asked[3:]) == 0
+            assert readiness_probe.main(asked[3:]) == 0
             mark.unlink()
 
 

@@ -176,7 +176,12 @@ MUTATIONS = [
     ("kuberay", "_pods.tpl", "{name: RAY_AUTH_MODE, value: token}", "{name: A, value: b}"),
     ("kuberay", "_pods.tpl", "readinessProbe:", "readinessProb:"),
     ("standalone", "_pods.tpl", "preStop:", "postStart:"),
-    ("kuberay", "_pods.tpl", "penstock.cluster.ready", "penstock.cluster.leave"),
+    (
+        "kuberay",
+        "_pods.tpl",
+        "penstock.cluster.kubernetes.readiness_probe",
+        "penstock.cluster.kubernetes.node_drain",
+    ),
     ("standalone", "_pods.tpl", "httpGet: {path: /health", "httpGet: {path: /"),
     ("kuberay", "_pods.tpl", "limits: {{- toYaml", "limit: {{- toYaml"),
     (

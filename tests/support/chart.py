@@ -266,7 +266,10 @@ def _readiness_problems(role: str, probe: Object) -> Iterator[str]:
     asked = " ".join(probe.get("exec", {}).get("command", []))
     if role == "router" and probe.get("httpGet", {}).get("path") != "/health":
         yield "is ready whether it can queue or not"
-    if role in ("prefill", "decode", "mixed") and "penstock.cluster.ready" not in asked:
+    if (
+        role in ("prefill", "decode", "mixed")
+        and "penstock.cluster.kubernetes.readiness_probe" not in asked
+    ):
         yield "is ready whether it decodes or not"
     if not probe:
         yield "has no readinessProbe"

@@ -15,9 +15,9 @@ from types import ModuleType
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements-router.txt"
 MODULES = (
-    "penstock.cluster.actors",
-    "penstock.cluster.leave",
-    "penstock.cluster.ready",
+    "penstock.cluster.processes.actors",
+    "penstock.cluster.kubernetes.node_drain",
+    "penstock.cluster.kubernetes.readiness_probe",
     "penstock.cli.chat",
     "penstock.cli.fetch",
     "penstock.cli.role",

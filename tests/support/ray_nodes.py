@@ -16,7 +16,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
     FakeMultiNodeProvider,
 )
 
-from penstock.cluster import leave
+from penstock.cluster.kubernetes import node_drain
 from penstock.loadtests.server import free_ports
 
 OBJECT_STORE = 83886080
@@ -60,7 +60,11 @@ class Nodes:
         # Any that are free: Ray's own range for its workers may hold the ports chosen here.
         common += ["--min-worker-port=0", "--max-worker-port=0"]
         command = [str(bin_folder / "ray"), "start", *arguments, *common]
-        more = {"TMPDIR": str(self._folder / "t"), leave.FOLDER: str(self.leaving), **(env or {})}
+        more = {
+            "TMPDIR": str(self._folder / "t"),
+            node_drain.FOLDER_VARIABLE: str(self.leaving),
+            **(env or {}),
+        }
         for _ in range(3):  # Ray gives a node 30 s to start, which on a busy machine may be little
             done = subprocess.run(
                 command, env={**os.environ, **more}, capture_output=True, text=True, check=False

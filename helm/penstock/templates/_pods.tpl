@@ -162,7 +162,7 @@ spec:
     grpc: {port: 6380}
     {{- else }}
     # A token was decoded lately; where nothing is asked, a canary's.
-    exec: {command: [python, -m, penstock.cluster.ready, {{ $root.Values.probes.tokenSeconds | quote }}]}
+    exec: {command: [python, -m, penstock.cluster.kubernetes.readiness_probe, {{ $root.Values.probes.tokenSeconds | quote }}]}
     {{- end }}
     periodSeconds: {{ has $node.component (list "router" "head") | ternary 5 10 }}
     timeoutSeconds: {{ has $node.component (list "router" "head") | ternary 5 10 }}
@@ -173,7 +173,7 @@ spec:
         # Without it nothing serves: the others go first.
         command: [sleep, {{ include "penstock.leaveSeconds" $root | quote }}]
         {{- else }}
-        command: [python, -m, penstock.cluster.leave, {{ include "penstock.leaveSeconds" $root | quote }}]
+        command: [python, -m, penstock.cluster.kubernetes.node_drain, {{ include "penstock.leaveSeconds" $root | quote }}]
         {{- end }}
   securityContext: {{- include "penstock.containerSecurity" $node.readOnlyRootFilesystem | nindent 4 }}
   volumeMounts:

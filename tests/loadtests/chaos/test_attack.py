@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.cluster.hosted import HostedWorker
+from penstock.cluster.pools.managed import ManagedWorker
 from penstock.loadtests.chaos import attack
 from penstock.loadtests.chaos.attack import Attack
 from penstock.loadtests.chaos.cluster import Cluster
@@ -19,10 +19,10 @@ class Sparing(Attack):
     tries = 0
     found_at = 0
 
-    async def _choose(self, fault: Fault) -> tuple[HostedWorker, str]:
-        return cast(HostedWorker, None), "any"
+    async def _choose(self, fault: Fault) -> tuple[ManagedWorker, str]:
+        return cast(ManagedWorker, None), "any"
 
-    def _strike(self, fault: Fault, worker: HostedWorker, moment: str) -> Strike | None:
+    def _strike(self, fault: Fault, worker: ManagedWorker, moment: str) -> Strike | None:
         self.tries += 1
         if self.tries != self.found_at:
             return None

@@ -55,7 +55,10 @@ def test_a_test_that_takes_no_kernel_on_a_device_fails() -> None:
     path = ROOT / "tests/kernels/interpreted/test_activation.py"
     run = kernel_tests.run_file(path, "meta", time.monotonic() + 200)
     assert run.code == 1
-    assert "KernelFallbackError: what is on meta would not be computed by a kernel on meta" in run.words
+    assert (
+        "KernelFallbackError: what is on meta would not be computed by a kernel on meta"
+        in run.words
+    )
     assert " passed" not in run.summary
 
 

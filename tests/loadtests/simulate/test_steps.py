@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.cluster.autoscaler import PoolLimits
+from penstock.cluster.autoscaling.autoscaler import PoolLimits
 from penstock.loadtests.bench.workload import Lengths, Planned
 from penstock.loadtests.simulate.cluster import Cluster, ClusterPlan
 from penstock.loadtests.simulate.goals import figures

@@ -1,0 +1,235 @@
+"""Between the autoscaler and a cluster: its limits, what it is to see, what is told of it. Pure.
+
+What it sees comes from two who know different things: the supervisor knows which workers there are
+to be, the router what they and the queue last said.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+
+from penstock.cluster.autoscaling.autoscaler import (
+    TTFT_SLO_POLICY,
+    TTFT_SLO_UTILIZATION,
+    TTFT_SLO_WAIT_SECONDS,
+    Autoscaler,
+    Decision,
+    PoolInputs,
+    PoolLimits,
+    ScalingPolicy,
+    ServingWorker,
+)
+from penstock.cluster.autoscaling.cold_start import ColdStartTimes
+from penstock.cluster.autoscaling.pool_changes import Phase
+from penstock.cluster.placement.placement import Node, PlacementError, WorkerPlacement
+from penstock.cluster.spec.spec import ROLES, ClusterSpec
+from penstock.router.observability import snapshot
+
+MAX_NOTES = 10
+"""Decisions that are told, the last ones."""
+
+Phases = Mapping[str, Mapping[str, Phase]]
+"""Pool to worker to what it does; in the order of the workers' numbers."""
+
+
+def pool_limits(spec: ClusterSpec, placements: Sequence[WorkerPlacement]) -> dict[str, PoolLimits]:
+    """Of the pools that may have workers."""
+    gpus = {each.role: _gpus_of(each) for each in placements}
+    pools = {role: getattr(spec.pools, role) for role in ROLES if role in gpus}
+    limits = {role: PoolLimits(pool.least, pool.most, gpus[role]) for role, pool in pools.items()}
+    if not spec.engine.promised_seconds:
+        return limits
+    return {
+        role: replace(one, wait_seconds=TTFT_SLO_WAIT_SECONDS, busy=TTFT_SLO_UTILIZATION)
+        for role, one in limits.items()
+    }
+
+
+def scaling_policy(spec: ClusterSpec) -> ScalingPolicy:
+    """How fast pools follow; where nothing else is said, as the simulator plays it."""
+    pace = TTFT_SLO_POLICY if spec.engine.promised_seconds else ScalingPolicy()
+    down = spec.scaling.scale_down_seconds
+    return pace if down is None else replace(pace, down=down, down_step=min(pace.down_step, down))
+
+
+def gpu_budget(
+    spec: ClusterSpec, placements: Sequence[WorkerPlacement], nodes: Sequence[Node]
+) -> int | None:
+    """GPUs that all pools may hold together; None: no bound, more nodes may come.
+
+    `PlacementError` where the pools' first workers hold more.
+    """
+    budget = spec.scaling.max_gpus
+    if budget is None:
+        return None if spec.pool_nodes else sum(node.gpus for node in nodes)
+    first = [each for each in placements if each.index < getattr(spec.pools, each.role).replicas]
+    asked = sum(map(_gpus_of, first))
+    if asked > budget:
+        raise PlacementError(
+            f"scaling.max_gpus: {budget}, but the pools begin with workers that hold {asked}: "
+            "ask for fewer replicas, or allow more GPUs"
+        )
+    return budget
+
+
+def _gpus_of(place: WorkerPlacement) -> int:
+    """Of all its ranks."""
+    return int(sum(bundle.get("GPU", 0.0) for bundle in place.bundles))
+
+
+class AutoscalerInputs:
+    """What the autoscaler sees. Remembers what the router has counted before."""
+
+    def __init__(self) -> None:
+        self._counted = 0  # prompt tokens, when the router was last looked at
+        self._uncached = 0.0  # of all that arrived
+        self._cold_starts = ColdStartTimes()
+
+    def pools(
+        self, state: snapshot.ClusterState, phases: Phases, now: float
+    ) -> dict[str, PoolInputs]:
+        """The pools as they are at `now`, on any clock that never goes back."""
+        numbers = {each.worker: each.numbers for each in state.workers}
+        queues = {each.pool: each for each in state.pools}
+        self._count_arrivals(state)
+        self._cold_starts.observe(phases, now)
+        return {
+            pool: PoolInputs(
+                workers=[
+                    _serving(name, numbers.get(name), pool, now)
+                    for name, phase in of.items()
+                    if phase is Phase.SERVING
+                ],
+                pending=_count(of.values(), Phase.PENDING),
+                # What is lent holds its GPUs, and is of no use here.
+                draining=_count(of.values(), Phase.DRAINING, Phase.REASSIGNED),
+                waiting=queues[pool].queued if pool in queues else state.waiting,
+                waiting_tokens=queues[pool].queued_tokens if pool in queues else 0,
+                arrived_tokens=int(self._uncached) if _takes_prompts(pool, phases) else 0,
+                cold_start=self._cold_starts.median_seconds(pool),
+            )
+            for pool, of in phases.items()
+        }
+
+    def _count_arrivals(self, state: snapshot.ClusterState) -> None:
+        """As many of the new tokens need computing as did of those before."""
+        new = state.prompt_tokens - self._counted
+        self._counted = state.prompt_tokens
+        heard = [each.numbers for each in state.workers if each.numbers is not None]
+        taken = sum(each.prompt_tokens for each in heard)
+        hits = sum(each.load.prompt_tokens_cached for each in heard) / taken if taken else 0.0
+        self._uncached += max(new, 0) * (1 - hits)  # a router that began anew counts from 0
+
+
+class PoolSizer:
+    """How large the pools are to be, and what was decided of late.
+
+    `PlacementError` where the pools begin with more GPUs than they may hold.
+    """
+
+    def __init__(
+        self, spec: ClusterSpec, places: Sequence[WorkerPlacement], nodes: Sequence[Node]
+    ) -> None:
+        self._limits = pool_limits(spec, places)
+        self._scaler = Autoscaler(
+            self._limits, gpu_budget(spec, places, nodes), scaling_policy(spec)
+        )
+        self._inputs = AutoscalerInputs()
+        self._desired = {role: getattr(spec.pools, role).replicas for role in self._limits}
+        self._notes: deque[snapshot.ScalingDecision] = deque(maxlen=MAX_NOTES)
+
+    @property
+    def desired(self) -> Mapping[str, int]:
+        """Workers that each pool is to have now."""
+        return self._desired
+
+    def decide(
+        self, state: snapshot.ClusterState, phases: Phases, now: float
+    ) -> Sequence[Decision]:
+        """Of every pool; `now` is any clock that never goes back."""
+        return self._scaler.decide(self._inputs.pools(state, phases, now), now)
+
+    def record(
+        self, decisions: Sequence[Decision], at: float
+    ) -> Sequence[snapshot.ScalingDecision]:
+        """Those that are news; `at` is seconds since 1970."""
+        news = [
+            snapshot.ScalingDecision(at, each.pool, str(each))
+            for each in decisions
+            if each.desired != self._desired[each.pool]
+        ]
+        self._desired = self._desired | {each.pool: each.desired for each in decisions}
+        self._notes.extend(news)
+        return news
+
+    def scaling(self, decisions: Sequence[Decision], phases: Phases) -> snapshot.Scaling:
+        """What is told of the pools' sizes, once what was decided has begun."""
+        return scaling_status(decisions, self._limits, phases, tuple(self._notes))
+
+
+def reassigned_workers(
+    state: snapshot.ClusterState, placements: Sequence[WorkerPlacement]
+) -> frozenset[str]:
+    """The workers that an operator gave another role than their place has."""
+    own = {each.name: each.role for each in placements}
+    given = {name: each.role for name, each in state.roles.items() if name in own}
+    return frozenset(name for name, role in given.items() if role != own[name])
+
+
+def worker_load(state: snapshot.ClusterState) -> dict[str, float]:
+    """How much each worker has to do."""
+    return {
+        each.worker: float(each.numbers.load.running + each.numbers.load.queued)
+        for each in state.workers
+        if each.numbers is not None
+    }
+
+
+def scaling_status(
+    decisions: Sequence[Decision],
+    limits: Mapping[str, PoolLimits],
+    phases: Phases,
+    notes: Sequence[snapshot.ScalingDecision],
+) -> snapshot.Scaling:
+    """What is told of the pools' sizes."""
+
+    def lent(pool: str) -> int:
+        return _count(phases[pool].values(), Phase.REASSIGNED)
+
+    pools = [
+        snapshot.PoolScaling(
+            pool=each.pool,
+            least=limits[each.pool].least,
+            most=limits[each.pool].most,
+            desired=min(each.desired, len(phases[each.pool]) - lent(each.pool)),
+            pending=_count(phases[each.pool].values(), Phase.PENDING),
+            draining=_count(phases[each.pool].values(), Phase.DRAINING),
+            reason=each.reason,
+            held_by=each.blocked_by,
+            given_up=_count(phases[each.pool].values(), Phase.FAILED),
+            terms={"queue": each.queue_term, "occupancy": each.occupancy_term},
+        )
+        for each in decisions
+    ]
+    return snapshot.Scaling(pools, notes)
+
+
+def _serving(
+    name: str, numbers: snapshot.WorkerStats | None, pool: str, now: float
+) -> ServingWorker:
+    if numbers is None:
+        return ServingWorker(name, reported_at=-inf)
+    load = numbers.load
+    # At a decoding worker one that waits there for room waits for a place too.
+    sequences = load.running + (load.queued if pool == "decode" else 0)
+    return ServingWorker(name, now, load, sequences, max(numbers.max_sequences, 1))
+
+
+def _count(phases: Collection[Phase], *counted: Phase) -> int:
+    return sum(each in counted for each in phases)
+
+
+def _takes_prompts(pool: str, phases: Phases) -> bool:
+    """What arrives is counted once: for the prefilling pool where there is one."""
+    return pool == "prefill" or (pool == "mixed" and "prefill" not in phases)

@@ -1,0 +1,110 @@
+"""All routers of a cluster: told the same, looked at together, ended together."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from penstock.cluster.pools.aggregate import ClusterAggregator, router_states
+from penstock.cluster.pools.managed import ManagedRouter
+from penstock.cluster.status.status_events import Draining, Report
+from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
+
+CALL_TIMEOUT_SECONDS = 5.0  # one that is stuck must not hold up what the others are told
+DRAIN_REPORT_SECONDS = 5.0  # of a drain
+
+T = TypeVar("T")
+
+
+class RouterSet:
+    """To be made on the event loop."""
+
+    def __init__(self, routers: Sequence[ManagedRouter]) -> None:
+        self.all = routers
+        self.declare_dead: dict[str, Callable[[str], None]] = {}
+        for router in routers:
+            router.declare_dead = self.declare_dead  # whoever finds a worker stuck ends it
+        self._aggregator = ClusterAggregator()
+        self._router_states: Sequence[RouterState] = ()
+
+    @property
+    def with_events(self) -> bool:
+        return self.all[0].with_events
+
+    @property
+    def addresses(self) -> list[tuple[str, str]]:
+        """Addresses of HTTP and of gRPC, of each."""
+        return [router.addresses for router in self.all]
+
+    @property
+    def is_lost(self) -> bool:
+        """None is left that could be started."""
+        return all(router.given_up for router in self.all)
+
+    async def ready(self) -> None:
+        """Wait until all listen."""
+        for router in self.all:
+            await router.ready.wait()
+
+    async def wait_for_workers(self, count: int) -> None:
+        """Wait until each has so many workers."""
+        members = [router.actor for router in self.all if router.actor is not None]
+        await asyncio.gather(*(member.call("wait_for_workers", count) for member in members))
+
+    async def on_worker_ready(self, name: str, address: str) -> None:
+        await _gather_bounded(router.on_worker_ready(name, address) for router in self.all)
+
+    async def on_worker_drained(self, name: str) -> None:
+        """It has drained, and goes."""
+        await _gather_bounded(router.on_worker_drained(name) for router in self.all)
+
+    async def on_worker_exit(self, name: str) -> None:
+        """It is dead."""
+        await _gather_bounded(router.on_worker_exit(name) for router in self.all)
+
+    async def snapshot(self) -> ClusterState | None:
+        """The cluster as all routers together see it; None while none answers."""
+        names = [router.config.name for router in self.all]
+        states = await _gather_bounded(router.snapshot() for router in self.all)
+        by_name = dict(zip(names, states, strict=True))
+        self._router_states = router_states(by_name, dict(zip(names, self.addresses, strict=True)))
+        return self._aggregator.sum(by_name)
+
+    async def show_cluster(self, scaling: Scaling) -> None:
+        """What is done about the pools' sizes, and how all routers were when last looked at."""
+        await _gather_bounded(
+            router.show_cluster(scaling, self._router_states) for router in self.all
+        )
+
+    async def drain(self, seconds: float, report: Report) -> None:
+        """Take nothing new; what runs has so many seconds. `report` is told how far it has come."""
+        report("", Draining(seconds))
+        telling = asyncio.create_task(self._report_drain(seconds, report))
+        try:
+            await asyncio.gather(*(router.drain(seconds) for router in self.all))
+        finally:
+            telling.cancel()
+
+    async def _report_drain(self, seconds: float, report: Report) -> None:
+        end = asyncio.get_running_loop().time() + seconds
+        while True:
+            await asyncio.sleep(DRAIN_REPORT_SECONDS)
+            state = await self.snapshot()
+            if state is not None:
+                left = max(end - asyncio.get_running_loop().time(), 0.0)
+                report("", Draining(left, state.streams))
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(router.stop() for router in self.all))
+
+
+async def _gather_bounded(calls: Iterable[Awaitable[T]]) -> list[T | None]:
+    """What each gives; None of one that does not within the bound, which may still hear of it."""
+    return await asyncio.gather(*map(_bounded, calls))
+
+
+async def _bounded(call: Awaitable[T]) -> T | None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
+            return await call
+    return None

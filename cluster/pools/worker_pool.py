@@ -1,0 +1,154 @@
+"""The workers of one pool: made, kept alive, and let go once they have drained."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.cluster.autoscaling.pool_changes import Phase, plan_changes
+from penstock.cluster.placement.placement import WorkerPlacement
+from penstock.cluster.processes.actor_handle import StartFailed
+from penstock.cluster.processes.backoff import PlaceBackoff
+from penstock.cluster.processes.restart_loop import Managed, keep_alive
+from penstock.cluster.status.status_events import Progress, Report
+
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+class Worker(Managed, Protocol):
+    """What fills a place; `ManagedWorker` is the real one."""
+
+    @property
+    def ready(self) -> asyncio.Event:
+        """Set once it has served."""
+        ...
+
+    @property
+    def serves(self) -> bool: ...
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new; what runs there goes on elsewhere, or ends, within so many seconds."""
+        ...
+
+    async def shut_down(self) -> None:
+        """End it, and give back what it took."""
+        ...
+
+    def release(self) -> None:
+        """Give back what it took."""
+        ...
+
+
+@dataclass(slots=True)
+class _WorkerEntry:
+    """A place that is taken."""
+
+    worker: Worker
+    task: asyncio.Task[None] | None = None  # keeps it alive
+    is_draining: bool = False
+    has_failed: bool = False
+
+    @property
+    def phase(self) -> Phase:
+        if self.has_failed:
+            return Phase.FAILED
+        if self.is_draining:
+            return Phase.DRAINING
+        return Phase.SERVING if self.worker.serves else Phase.PENDING
+
+
+class WorkerPool:
+    """One pool.
+
+    Args:
+        places: for as many workers as it may have.
+        make: makes the worker for a place.
+        spawn: runs what goes on beside; an exception there ends everything.
+        drain_seconds: for a worker that is to leave.
+        report: told what happens.
+        given_up: told the title of a worker that cannot be started, why, and in how many seconds
+            its place may be filled again; what it raises ends everything.
+        pause: waits those seconds.
+    """
+
+    def __init__(
+        self,
+        placements: Sequence[WorkerPlacement],
+        make: Callable[[WorkerPlacement], Worker],
+        spawn: Spawn,
+        drain_seconds: float,
+        report: Report,
+        on_given_up: Callable[[str, StartFailed, float], None],
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._placements = placements
+        self._make = make
+        self._spawn = spawn
+        self._drain_seconds = drain_seconds
+        self._report = report
+        self._on_given_up = on_given_up
+        self._pause = pause
+        self._entries: dict[str, _WorkerEntry] = {}
+        self._backoffs = {place.name: PlaceBackoff() for place in placements}
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """Those that there are, in whatever state."""
+        return [post.worker for post in self._entries.values()]
+
+    def phases(self, reassigned: Collection[str] = ()) -> dict[str, Phase]:
+        """Of each place, by the name of the worker that it is for.
+
+        `lent`: names of workers that have another role for now.
+        """
+        posts = ((place.name, self._entries.get(place.name)) for place in self._placements)
+        phases = {name: Phase.EMPTY if post is None else post.phase for name, post in posts}
+        useful = (Phase.PENDING, Phase.SERVING)
+        return {
+            name: Phase.REASSIGNED if name in reassigned and phase in useful else phase
+            for name, phase in phases.items()
+        }
+
+    def scale_to(
+        self, wanted: int, busy: Mapping[str, float], reassigned: Collection[str] = ()
+    ) -> None:
+        """Begin what brings it to so many workers.
+
+        Args:
+            wanted: those that leave already, and those lent, not counted.
+            busy: how much each has to do, by name.
+            lent: names of workers that have another role for now: they stay.
+        """
+        numbered = {at: busy.get(place.name, 0.0) for at, place in enumerate(self._placements)}
+        asked = plan_changes(list(self.phases(reassigned).values()), wanted, numbered)
+        for at in asked.fill:
+            self._fill(self._placements[at])
+        for at in asked.drain:
+            name = self._placements[at].name
+            self._entries[name].is_draining = True
+            self._spawn(self._drain_and_remove(name))
+
+    def _fill(self, placement: WorkerPlacement) -> None:
+        post = self._entries[placement.name] = _WorkerEntry(self._make(placement))
+        post.task = self._spawn(self._keep_alive(placement.name, post))
+
+    async def _keep_alive(self, name: str, entry: _WorkerEntry) -> None:
+        failure = await keep_alive(entry.worker, self._report)
+        entry.has_failed = True
+        entry.worker.release()
+        seconds = self._backoffs[name].after_giving_up(served=entry.worker.ready.is_set())
+        self._on_given_up(entry.worker.title, failure, seconds)
+        await self._pause(seconds)
+        del self._entries[name]  # free: whoever aims next may fill it
+
+    async def _drain_and_remove(self, name: str) -> None:
+        post = self._entries[name]
+        assert post.task is not None
+        post.task.cancel()  # one that dies now is not to come back
+        await asyncio.wait((post.task,))
+        if post.worker.serves:
+            self._report(post.worker.title, Progress("draining: fewer workers are enough"))
+            await post.worker.drain(self._drain_seconds)
+        await post.worker.shut_down()
+        del self._entries[name]
+        self._report(post.worker.title, Progress("gone"))

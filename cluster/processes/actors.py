@@ -1,0 +1,361 @@
+"""What Ray hosts: a router or a worker in a process of its own, on that process's one event loop.
+
+Plain classes, made remote by the supervisor. Ray carries control only: start, stop, news. One call
+of `news` is always under way, and its failure is the notice of death.
+"""
+
+import asyncio
+import gc
+import logging
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import ray.util
+
+# Ray's own: another copy of that library would not find the title that Ray has moved.
+from ray._raylet import setproctitle  # type: ignore[attr-defined]
+
+from penstock.cluster.kubernetes import node_drain, readiness_probe
+from penstock.cluster.processes import process_id
+from penstock.cluster.processes.descriptors import reserve_descriptors
+from penstock.cluster.processes.process_id import ProcessId
+from penstock.cluster.status.status_events import (
+    LogLine,
+    ProcessEvent,
+    Progress,
+    RoleAssigned,
+    Stuck,
+)
+
+if TYPE_CHECKING:
+    from penstock.router.config import RouterConfig
+    from penstock.router.observability.role_registry import Assignment
+    from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
+    from penstock.router.server import RunningRouter
+    from penstock.workers.config import WorkerConfig
+    from penstock.workers.health.watchdog import Watchdog
+    from penstock.workers.parallel.rendezvous import RendezvousServer
+    from penstock.workers.rank.follower import Follower
+    from penstock.workers.service.grpc_service import RunningWorker
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_EVENTS = 4096  # what waits for the driver; the oldest is dropped first
+
+
+def freeze_heap() -> None:
+    """What a process has when it serves lives as long as it does. To look through all of it for
+    cycles, as Python does now and then, holds every stream up: 0.3 s in a worker's process."""
+    gc.collect()
+    gc.freeze()
+
+
+class ActorFailed(RuntimeError):
+    """What a process was to host did not start; one line, and nothing that cannot be pickled."""
+
+
+class EventQueue:
+    """What a process has to tell its driver. `add` and `fail` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pending: deque[ProcessEvent] = deque(maxlen=MAX_QUEUED_EVENTS)
+        self._has_events = asyncio.Event()
+        self._num_dropped = 0
+        self._failure: ActorFailed | None = None
+
+    def add(self, item: ProcessEvent) -> None:
+        self._loop.call_soon_threadsafe(self._append, item)
+
+    def fail(self, reason: str) -> None:
+        """The last news there will be: what is hosted here is broken."""
+        self._failure = ActorFailed(reason)
+        self._loop.call_soon_threadsafe(self._has_events.set)
+
+    async def next(self) -> list[ProcessEvent]:
+        """Everything since the last call; waits until there is something. `ActorFailed`."""
+        await self._has_events.wait()
+        if not self._pending and self._failure is not None:
+            raise self._failure
+        news = list(self._pending)
+        self._pending.clear()
+        if self._num_dropped:
+            news.insert(0, LogLine(f"{self._num_dropped} lines before this one were dropped"))
+            self._num_dropped = 0
+        if self._failure is None:
+            self._has_events.clear()
+        return news
+
+    def _append(self, item: ProcessEvent) -> None:
+        # Of a stage's progress only the latest matters.
+        last = self._pending[-1] if self._pending else None
+        if isinstance(item, Progress) and isinstance(last, Progress) and last.stage == item.stage:
+            self._pending.pop()
+        self._num_dropped += len(self._pending) == MAX_QUEUED_EVENTS
+        self._pending.append(item)
+        self._has_events.set()
+
+
+class _EventLogHandler(logging.Handler):
+    """What is logged on its way to the driver, with its process's name on it.
+
+    A record with `fields` is an event: its message is the event's name.
+    """
+
+    def __init__(self, title: str, events: EventQueue, level: int) -> None:
+        super().__init__(level)
+        self._events = events
+        self.setFormatter(logging.Formatter(f"{title}: %(levelname)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING and not record.name.startswith("penstock."):
+            return
+        text, event = self.format(record), record.getMessage()
+        fields = getattr(record, "fields", None)
+        if fields is None:
+            event, fields = "log", {"message": event, "exception": record.exc_text}
+        self._events.add(LogLine(text, record.levelname.lower(), event, fields, record.created))
+
+
+class _ProcessActor:
+    """What both kinds of process have in common: a name and news.
+
+    Args:
+        title: who it is.
+        with_events: tell single requests and the like too, not only what needs attention.
+    """
+
+    def __init__(self, title: str, with_events: bool = False) -> None:
+        self._title = f"penstock: {title}"
+        self._level = logging.INFO if with_events else logging.WARNING
+        setproctitle(self._title)
+        reserve_descriptors()
+        self._events: EventQueue | None = None
+        self._title_task: asyncio.Task[None] | None = None
+
+    async def identify(self) -> ProcessId:
+        """What to end, should it answer no more."""
+        return process_id.own_id()
+
+    async def ping(self) -> None:
+        """A sign of life of its event loop."""
+
+    async def next_events(self) -> list[ProcessEvent]:
+        """Waits for news; never returns without any, and fails when the process dies."""
+        return await self._open_events().next()
+
+    def _open_events(self) -> EventQueue:
+        # Not in __init__, which does not run on the event loop.
+        if self._events is None:
+            self._events = EventQueue()
+            logging.getLogger("penstock").setLevel(self._level)
+            handler = _EventLogHandler(self._title, self._events, self._level)
+            logging.getLogger().addHandler(handler)
+            self._title_task = asyncio.create_task(self._keep_title())
+        return self._events
+
+    async def _keep_title(self) -> None:
+        # Ray renames the process at every call that it runs.
+        while True:
+            setproctitle(self._title)
+            await asyncio.sleep(0.5)
+
+
+class WorkerActor(_ProcessActor):
+    """Hosts one rank of a worker."""
+
+    def __init__(self, title: str, with_events: bool = False) -> None:
+        super().__init__(title, with_events)
+        self._worker: RunningWorker | None = None
+        self._rendezvous: RendezvousServer | None = None
+        self._watchdog: Watchdog | None = None
+        self._watch_task: asyncio.Task[None] | None = None
+        self._drain_task: asyncio.Task[None] | None = None
+        self._readiness_task: asyncio.Task[None] | None = None
+
+    async def open_rendezvous(self, config: "WorkerConfig") -> str:
+        """Open the place where the other ranks are met; returns its address. `ActorFailed`.
+
+        For a rank 0 that has others; `start` follows.
+        """
+        await self._load_libraries()
+        from penstock.workers.parallel.rendezvous import RendezvousServer
+
+        try:
+            host, num_ranks = ray.util.get_node_ip_address(), config.coord.mesh.num_ranks
+            self._rendezvous = RendezvousServer(host, config.token, num_ranks)
+        except Exception as error:
+            raise ActorFailed(_reason(error)) from None
+        return self._rendezvous.address
+
+    async def start(self, config: "WorkerConfig") -> str:
+        """Load and serve on this node; returns the address, host:port. `ActorFailed`."""
+        newsroom = await self._load_libraries()
+        from penstock.workers.service.grpc_service import serve_worker
+
+        store = None if self._rendezvous is None else self._rendezvous.store
+        watchdog = self._make_watchdog(config, newsroom)
+        try:
+            config = replace(config, host=ray.util.get_node_ip_address())
+            self._worker = await serve_worker(
+                config, self._on_weights, self._on_graphs, store, watchdog, self._on_stage
+            )
+        except Exception as error:
+            raise ActorFailed(_reason(error)) from None
+        freeze_heap()
+        watchdog.start()
+        self._watch_task = asyncio.create_task(self._watch(self._worker, newsroom))
+        self._drain_task = asyncio.create_task(node_drain.drain_on_request(self._worker.drain))
+        worker = self._worker
+        self._readiness_task = asyncio.create_task(
+            readiness_probe.keep_readiness_file(lambda: worker.silence)
+        )
+        return self._worker.address
+
+    async def follow(self, config: "WorkerConfig", rendezvous: str) -> None:
+        """Load, and compute from now on what rank 0 plans, who is met there. `ActorFailed`."""
+        newsroom = await self._load_libraries()
+        watchdog = self._make_watchdog(config, newsroom)
+        from penstock.workers.parallel.rendezvous import RemoteStore
+        from penstock.workers.rank.follower import Follower
+
+        try:
+            config = replace(config, host=ray.util.get_node_ip_address())
+            store = RemoteStore(rendezvous, config.token)
+            follower = await asyncio.to_thread(Follower, config, store, self._on_weights, watchdog)
+        except Exception as error:
+            raise ActorFailed(_reason(error)) from None
+        freeze_heap()
+        watchdog.start()
+        self._watch_task = asyncio.create_task(self._follow(follower, newsroom))
+
+    def _make_watchdog(self, config: "WorkerConfig", events: EventQueue) -> "Watchdog":
+        from penstock.workers.health.watchdog import Watchdog
+
+        name = f"{config.name}, rank {config.rank}"
+        self._watchdog = Watchdog(name, config.hang_seconds, config.bundles, events.fail)
+        return self._watchdog
+
+    async def _load_libraries(self) -> EventQueue:
+        newsroom = self._open_events()
+        newsroom.add(Progress("loading libraries"))
+        await asyncio.sleep(0.01)  # let that out before the import holds everything up
+        # Here, not above: the driver knows this class too, and must not load torch.
+        from penstock.workers.rank.process_tuning import tune_process
+
+        tune_process()
+        return newsroom
+
+    def _on_weights(self, done: int, total: int) -> None:
+        self._open_events().add(Progress("weights" if done < total else "warming up", done, total))
+
+    def _on_stage(self, name: str) -> None:
+        self._open_events().add(Progress(name))
+
+    def _on_graphs(self, done: int, total: int) -> None:
+        self._open_events().add(Progress(f"graphs, {done} of {total}"))
+
+    async def _follow(self, follower: "Follower", events: EventQueue) -> None:
+        try:
+            await asyncio.to_thread(follower.run)
+        except Exception as error:
+            events.fail(_reason(error))
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, and wait so long for what is here to end or to move on."""
+        if self._worker is not None:
+            await self._worker.drain(seconds)
+
+    async def stop(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if self._worker is not None:
+            await self._worker.stop()
+        if self._rendezvous is not None:  # not before: NCCL asks there as long as it lives
+            self._rendezvous.close()
+
+    async def _watch(self, worker: "RunningWorker", events: EventQueue) -> None:
+        try:
+            await worker.wait()
+        except Exception as error:
+            events.fail(_reason(error))
+
+
+class RouterActor(_ProcessActor):
+    """Hosts a router."""
+
+    def __init__(self, title: str, with_events: bool = False) -> None:
+        super().__init__(title, with_events)
+        self._router: RunningRouter | None = None
+        self._drain_task: asyncio.Task[None] | None = None
+
+    async def start(self, config: "RouterConfig") -> tuple[str, str]:
+        """Listen; returns the addresses of HTTP and of gRPC, host:port. `ActorFailed`."""
+        self._open_events().add(Progress("loading libraries"))
+        await asyncio.sleep(0.01)  # send it before the import blocks the event loop
+        # Here as in `WorkerActor.start`: the driver needs nothing of it.
+        from penstock.router.server import serve_router
+
+        try:
+            self._router = await serve_router(config)
+        except Exception as error:
+            raise ActorFailed(_reason(error)) from None
+        freeze_heap()
+        self._router.frontend.on_stuck_worker = self._report_stuck
+        self._router.frontend.roles.send = self._report_role
+        self._drain_task = asyncio.create_task(node_drain.drain_on_request(self._router.drain))
+        return self._router.http_address, self._router.grpc_address
+
+    async def set_workers(self, addresses: dict[str, str]) -> None:
+        """The workers that there are now: name to host:port."""
+        await self._running.set_workers(addresses)
+
+    async def wait_for_workers(self, count: int) -> None:
+        """Waits until so many workers are connected."""
+        while self._running.frontend.num_workers < count:
+            await asyncio.sleep(0.02)
+
+    def _report_stuck(self, worker: str, address: str, reason: str) -> None:
+        self._open_events().add(Stuck(worker, address, reason))
+
+    def _report_role(self, worker: str, given: "Assignment") -> None:
+        self._open_events().add(RoleAssigned(worker, given.role, given.at))
+
+    async def worker_died(self, name: str) -> None:
+        self._running.worker_died(name)
+
+    async def snapshot(self) -> "ClusterState":
+        """The cluster as this router sees it."""
+        return self._running.frontend.take_snapshot()
+
+    async def set_roles(self, assignments: "dict[str, Assignment]") -> None:
+        """Apply all roles that the supervisor holds; confirms those that this router sent it."""
+        self._running.frontend.set_roles(assignments)
+
+    async def show_cluster(self, scaling: "Scaling", routers: "list[RouterState]") -> None:
+        """What is done about the pools' sizes, and how the other routers are: to be shown."""
+        self._running.frontend.scaling = scaling
+        self._running.frontend.routers = routers
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, and wait so long for what runs."""
+        await self._running.drain(seconds)
+
+    async def stop(self) -> None:
+        if self._router is not None:
+            await self._router.stop()
+
+    @property
+    def _running(self) -> "RunningRouter":
+        if self._router is None:
+            raise RuntimeError("the router has not been started")
+        return self._router
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line; one that nobody foresaw goes to the log whole."""
+    if isinstance(error, ValueError | OSError | MemoryError):
+        return " ".join(str(error).split()) or type(error).__name__
+    log.exception("not started")
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,390 @@
+"""The specification: what is taken, and that everything else is refused by name."""
+
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cluster.configs import router_config, worker_config
+from penstock.cluster.placement.placement import Node, plan_placements
+from penstock.cluster.spec.records import SpecError, knobs, merged, records_of
+from penstock.cluster.spec.spec import (
+    BUNDLED,
+    MOVED,
+    ROLES,
+    ClusterSpec,
+    EngineSpec,
+    ModelSpec,
+    Pools,
+    PoolSpec,
+    parse,
+    read_file,
+    read_keys,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+RECORDS = set(records_of(ClusterSpec))
+WHOLE = """
+models:
+  llama: {path: some/where, max_model_len: 4096, dtype: bfloat16}
+ray_address: 10.0.0.1:6379
+router: {host: 0.0.0.0, http_port: 80, grpc_port: 90, api_keys: [a, b], drain_seconds: 5}
+engine: {hang_seconds: 9}
+pools:
+  prefill: {replicas: 2, gpus: 1, block_size: 32, kv_cache_mib: 100, max_batched_tokens: 2048}
+  decode: {replicas: 3, cpus: 1.5, threads: 4, labels: [disk=ssd], accelerator: H100}
+topology_key: rack
+"""
+
+
+def test_a_whole_file() -> None:
+    spec = parse(yaml.safe_load(WHOLE))
+    assert (spec.model_name, spec.checkpoint) == ("llama", "some/where")
+    assert spec.model == ModelSpec(path="some/where", max_model_len=4096, dtype="bfloat16")
+    assert spec.router.api_keys == ("a", "b")
+    assert (spec.router.drain_seconds, type(spec.router.drain_seconds)) == (5.0, float)
+    assert spec.engine == EngineSpec(hang_seconds=9.0)
+    assert spec.pools.prefill == PoolSpec(
+        replicas=2, gpus=1, block_size=32, kv_cache_mib=100, max_batched_tokens=2048
+    )
+    assert spec.pools.decode == PoolSpec(
+        replicas=3, cpus=1.5, threads=4, labels=("disk=ssd",), accelerator="H100"
+    )
+    assert spec.topology_key == "rack"
+    assert spec.pools.mixed.replicas == 0
+
+
+def test_an_empty_file_is_one_prefill_and_one_decode_worker() -> None:
+    spec = parse({})
+    assert spec == ClusterSpec()
+    assert [getattr(spec.pools, role).replicas for role in ROLES] == [1, 1, 0]
+
+
+def test_naming_a_pool_leaves_the_others_empty() -> None:
+    pools = parse({"pools": {"mixed": {}}}).pools
+    assert [getattr(pools, role).replicas for role in ROLES] == [0, 0, 1]
+
+
+def mixed(**pool: Any) -> dict[str, Any]:
+    """A file with one mixed pool."""
+    return {"pools": {"mixed": pool}}
+
+
+def model(**settings: Any) -> dict[str, Any]:
+    """A file with one model, m."""
+    return {"models": {"m": settings}}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"modle": "x"}, "modle: unknown key; known here: models, ray_address, router, engine"),
+        ({"engine": {"hang": 1}}, "engine.hang: unknown key; known here: promised_seconds"),
+        ({"pools": {"decoder": {}}}, "pools.decoder: unknown key; known here: prefill, decode"),
+        (mixed(block_sise=1), "pools.mixed.block_sise: unknown key; known here: replicas"),
+        (mixed(block_size="16"), "pools.mixed.block_size: expected a whole number, not '16'"),
+        (mixed(block_size=1.5), "pools.mixed.block_size: expected a whole number, not 1.5"),
+        (mixed(block_size=True), "pools.mixed.block_size: expected a whole number, not True"),
+        (mixed(block_size=None), "pools.mixed.block_size: expected a whole number, not None"),
+        (mixed(block_size=0), "pools.mixed.block_size: expected from 1 to 1024, not 0"),
+        (mixed(max_sequences=0), "pools.mixed.max_sequences: expected 1 or more, not 0"),
+        (model(dtype="int4"), "models.m.dtype: expected one of auto, float32, bfloat16"),
+        (model(block_size=16), "models.m.block_size: unknown key; known here: path, dtype"),
+        (model(path=3), "models.m.path: expected a string, not 3"),
+        (model(max_model_len=0), "models.m.max_model_len: expected 1 or more, not 0"),
+        (model(deterministic="yes"), "models.m.deterministic: expected true or false, not 'yes'"),
+        ({"models": "m"}, "models: expected names, each with its keys, not 'm'"),
+        ({"models": ["m"]}, "models: expected names, each with its keys, not ['m']"),
+        ({"models": {}}, "models: no model is named; leave it out to serve demo"),
+        ({"models": {"m": None}}, "models.m: expected keys, not None"),
+        ({"models": {"m": "/models/m"}}, "models.m: expected keys, not '/models/m'"),
+        ({"models": {7: {}}}, "models: expected a string as name, not 7: put it in quotes"),
+        ({"models": {"": {}}}, "models: '' cannot be a name"),
+        ({"models": {" a": {}}}, "models: ' a' cannot be a name"),
+        ({"models": {"a\nb": {}}}, "models: 'a\\nb' cannot be a name"),
+        ({"models": {"a": {}, "b": {}}}, "models: this version serves one model; found a, b"),
+        (
+            model(deterministic=True) | {"pools": {"prefill": {"block_size": 8}, "decode": {}}},
+            "models.m.deterministic: all pools need the same block_size, found prefill 8, decode "
+            "16: deterministic",
+        ),
+        ({"router": {"\n": 1}}, "router.'\\n': unknown key"),
+        ({"engine": 3}, "engine: expected keys, not 3"),
+        ({"engine": None}, "engine: expected keys, not None"),
+        ({"router": {"api_keys": "a"}}, "router.api_keys: expected a list of strings, not 'a'"),
+        ({"router": {"api_keys": [1]}}, "router.api_keys: expected a list of strings, not [1]"),
+        ({"router": {"http_port": 65536}}, "router.http_port: expected from 0 to 65535, not 65536"),
+        ({"router": {"drain_seconds": float("nan")}}, "router.drain_seconds: expected from 0"),
+        ({"router": {"drain_seconds": float("inf")}}, "router.drain_seconds: expected from 0"),
+        ({"router": {"http_port": 9000}}, "router: HTTP and gRPC cannot share port 9000"),
+        ({"routers": 0}, "routers: expected from 1 to 64, not 0"),
+        (
+            {"routers": 3, "router": {"http_port": 8998}},
+            "routers: 3 take as many ports from 8998 on for HTTP and from 9000 on for gRPC",
+        ),
+        (
+            {"routers": 3, "router": {"grpc_port": 65534}},
+            "routers: the last of 3 would have port 65536",
+        ),
+        ({"pools": {}}, "pools: no worker prefills: give prefill or mixed one replica or more"),
+        ({"pools": {"decode": {"replicas": 1}}}, "pools: no worker prefills"),
+        ({"pools": {"prefill": {"replicas": 1}}}, "pools: no worker decodes"),
+        ({"pools": {"mixed": {"replicas": 0}}}, "pools: no worker prefills"),
+        ({"pools": {"mixed": {"replicas": -1}}}, "pools.mixed.replicas: expected from 0 to 1024"),
+        ({"pools": {"mixed": {"ep": 2}}}, "pools.mixed: ep: 2 does not divide tp (1): experts are"),
+        ({"pools": {"mixed": {"gpus": 2}}}, "pools.mixed: gpus: a rank computes on one GPU"),
+        ({1: 2}, "1: unknown key"),
+        ({"pools": {"mixed": {"labels": "a=b"}}}, "pools.mixed.labels: expected a list of strings"),
+        ({"pools": {"mixed": {"labels": ["a"]}}}, "pools.mixed: labels: 'a' is no KEY=VALUE"),
+        (
+            {"pools": {"mixed": {"labels": ["a=b", "a=c"]}}},
+            "pools.mixed: labels: a is asked for twice",
+        ),
+        ({"pools": {"mixed": {"accelerator": "H 100"}}}, "pools.mixed: accelerator: 'H 100' is no"),
+        (
+            {"pools": {"mixed": {"accelerator": "H100", "gpus": 0}}},
+            "pools.mixed: accelerator: H100 is asked for, but with gpus: 0",
+        ),
+        ({"topology_key": "a b"}, "topology_key: 'a b' is no key of a label"),
+        (
+            {"pools": {"mixed": {"min_replicas": 3, "max_replicas": 2}}},
+            "pools.mixed: min_replicas, 3, is more than max_replicas, 2",
+        ),
+        (
+            {"pools": {"mixed": {"replicas": 3, "max_replicas": 2, "min_replicas": 1}}},
+            "pools.mixed: replicas: 3 is not from min_replicas, 1, to max_replicas, 2",
+        ),
+        (
+            {"pools": {"mixed": {"min_replicas": 2, "max_replicas": 3}}},
+            "pools.mixed: replicas: 1 is not from min_replicas, 2, to max_replicas, 3",
+        ),
+        ({"pools": {"mixed": {"min_replicas": -1}}}, "pools.mixed.min_replicas: expected from 0"),
+        (
+            {"pools": {"prefill": {"replicas": 0, "max_replicas": 0}, "decode": {}}},
+            "pools: no worker prefills",
+        ),
+        ({"scaling": {"max_gpus": 0}}, "scaling.max_gpus: expected 1 or more, not 0"),
+        (
+            {"scaling": {"scale_down_seconds": 0}},
+            "scaling.scale_down_seconds: expected from 1 to 86400, not 0",
+        ),
+    ],
+)
+def test_refused_by_name(content: dict[Any, Any], said: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        parse(content)
+    assert str(refusal.value).startswith(said)
+    assert "\n" not in str(refusal.value)
+
+
+def test_each_router_has_ports_of_its_own_where_it_needs_them() -> None:
+    spec = parse({"routers": 3, "router": {"http_port": 8997}})
+    assert [spec.ports(number) for number in range(3)] == [(8997, 9000), (8998, 9001), (8999, 9002)]
+    assert parse({"routers": 3, "router": {"http_port": 0}}).ports(2) == (0, 9002)
+    pools = {"mixed": {"cpus": 1, "gpus": 0}}
+    apart = parse({"routers": 3, "router": {"http_port": 8999}, "pool_nodes": True, "pools": pools})
+    assert {apart.ports(number) for number in range(3)} == {(8999, 9000)}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "is not YAML"),
+        ("- a\n- b", "holds no keys"),
+        ("just words", "holds no keys"),
+        ("!!python/object/apply:os.system ['true']", "is not YAML"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ],
+)
+def test_files_that_are_none(tmp_path: Path, text: str | bytes, said: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SpecError) as refusal:
+        read_file(path)
+    assert said in str(refusal.value)
+    assert str(refusal.value).startswith(str(path))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_file_and_an_empty_one(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="cannot be read"):
+        read_file(tmp_path / "none.yaml")
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert read_file(tmp_path / "empty.yaml") == {}
+
+
+def test_how_far_a_pool_may_go() -> None:
+    pools = parse({"pools": {"mixed": {}, "decode": {"min_replicas": 0, "max_replicas": 4}}}).pools
+    assert (pools.mixed.least, pools.mixed.most) == (1, 1)
+    assert (pools.decode.least, pools.decode.most) == (0, 4)
+    assert not pools.may_be_empty
+
+
+def test_a_cluster_may_begin_with_nobody_where_somebody_may_come() -> None:
+    pools = parse({"pools": {"mixed": {"replicas": 0, "max_replicas": 2}}}).pools
+    assert pools.may_be_empty
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+KEYS = st.sampled_from([f.name for record in RECORDS for f in fields(record)] + list(ROLES))
+NEARLY = st.recursive(JUNK, lambda inner: st.dictionaries(KEYS, inner, max_size=4), max_leaves=12)
+
+
+def parsed_or_refused(content: dict[str, Any]) -> ClusterSpec | str:
+    try:
+        return parse(content)
+    except SpecError as refusal:
+        return str(refusal)
+
+
+@given(st.dictionaries(KEYS, NEARLY, max_size=4))
+def test_nonsense_is_refused_in_one_line_or_makes_sense(content: dict[str, Any]) -> None:
+    spec = parsed_or_refused(content)
+    if isinstance(spec, str):
+        assert "\n" not in spec
+        return
+    for record in (
+        spec.router,
+        spec.engine,
+        spec.model,
+        spec.scaling,
+        *(getattr(spec.pools, role) for role in ROLES),
+    ):
+        for name, (field, _) in knobs(type(record)).items():
+            value = getattr(record, name)
+            if isinstance(value, int | float) and field.metadata["least"] is not None:
+                assert value >= field.metadata["least"]
+
+
+@given(NEARLY, NEARLY)
+def test_merging_keeps_what_only_one_side_says(base: Any, over: Any) -> None:
+    base, over = ({"a": base}, {"b": over})
+    assert merged(base, over) == {**base, **over}
+    assert merged(base, {}) == base
+    assert merged(over, over) == over
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cache_wider_than_what_is_computed_is_refused(dtype: str) -> None:
+    message = rf"models\.m: kv_cache_dtype: float32 .* with dtype {dtype}"
+    with pytest.raises(SpecError, match=message):
+        parse(model(dtype=dtype, kv_cache_dtype="float32"))
+    assert parse(model(dtype="bfloat16", kv_cache_dtype="bfloat16"))
+
+
+def test_at_most_40_knobs_outside_models_and_pools() -> None:
+    per_model, per_pool = set(records_of(ModelSpec)), set(records_of(Pools))
+    assert {ModelSpec, PoolSpec} < RECORDS
+    assert sum(len(knobs(record)) for record in RECORDS - per_model - per_pool) <= 40
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_key_of_an_older_file_is_refused_with_its_new_place(old: str) -> None:
+    content: Any = "x"
+    for key in reversed(old.split(".")):
+        content = {key: content}
+    with pytest.raises(SpecError) as refusal:
+        parse(content)
+    assert str(refusal.value) == f"{old}: has moved: write {MOVED[old]}"
+
+
+def test_new_places_of_moved_keys_exist() -> None:
+    model_keys = {f"models.NAME.{name}" for name in knobs(ModelSpec)}
+    pool_keys = {f"pools.POOL.{name}, for each pool" for name in knobs(PoolSpec)}
+    moved = {new for old, new in MOVED.items() if old.startswith("engine.")}
+    assert moved <= model_keys | pool_keys
+    assert len(moved) == 9
+
+
+def test_path_of_a_model_is_its_name_by_default() -> None:
+    assert parse({"models": {"meta-llama/L": {}}}).checkpoint == "meta-llama/L"
+    assert parse({"models": {"short": {"path": "meta-llama/L"}}}).checkpoint == "meta-llama/L"
+    spec = parse({})
+    assert (spec.model_name, spec.checkpoint) == (BUNDLED, BUNDLED)
+
+
+def test_deterministic_compares_block_sizes_of_pools_with_workers_only() -> None:
+    assert parse(model(deterministic=True) | {"pools": {"mixed": {"block_size": 8}}})
+    pools = {"prefill": {"block_size": 8}, "decode": {"block_size": 16}}
+    assert parse(model() | {"pools": pools})
+
+
+def test_workers_have_the_settings_of_their_pool_and_of_the_model() -> None:
+    sizes = {
+        "prefill": {"block_size": 32, "max_sequences": 4, "max_batched_tokens": 2048},
+        "decode": {"block_size": 8, "max_sequences": 256, "kv_cache_mib": 100},
+    }
+    shared = {"dtype": "float32", "max_model_len": 99, "deterministic": False}
+    spec = parse({"models": {"m": shared}, "pools": sizes})
+    config = {
+        worker.role: asdict(worker_config(spec, Path("folder"), "token", worker))
+        for worker in plan_placements(spec, [Node("here", 4.0)])
+    }
+    assert set(config) == set(sizes)
+    for role, found in config.items():
+        expected = asdict(getattr(spec.pools, role)) | shared
+        assert {key: found[key] for key in (*MOVES_TO_POOL, *shared)} == {
+            key: expected[key] for key in (*MOVES_TO_POOL, *shared)
+        }
+    router = router_config(spec, Path("folder"), "token")
+    assert (router.served_name, router.max_model_len) == ("m", 99)
+
+
+@pytest.mark.parametrize(
+    ("pools", "waits"),
+    [
+        ({"prefill": {}, "decode": {}}, True),
+        ({"prefill": {"min_replicas": 0}, "decode": {}}, False),
+        ({"mixed": {"replicas": 2}}, False),
+    ],
+)
+def test_router_waits_for_both_kinds_of_workers_if_neither_pool_may_be_empty(
+    pools: dict[str, Any], waits: bool
+) -> None:
+    assert router_config(parse({"pools": pools}), Path("f"), "token").waits_for_both is waits
+
+
+MOVES_TO_POOL = ("block_size", "kv_cache_mib", "max_sequences", "max_batched_tokens")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
+def test_cluster_files_of_the_docs_are_taken(page: str) -> None:
+    text = (ROOT / page).read_text()
+    files = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.S) if "pools:" in block]
+    assert files
+    for file in files:
+        parse(yaml.safe_load(file))
+
+
+POOL_NODES = {"pool_nodes": True, "pools": {"mixed": {"cpus": 2, "gpus": 0}}}
+
+
+def test_pools_with_nodes_of_their_own_say_what_a_rank_has() -> None:
+    assert parse(POOL_NODES).pool_nodes
+    for missing in ("cpus", "gpus"):
+        pool = {"cpus": 2, "gpus": 0}
+        del pool[missing]
+        with pytest.raises(SpecError, match=rf"^pools\.mixed\.{missing}: say how many a rank has"):
+            parse({"pool_nodes": True, "pools": {"mixed": pool}})
+    with pytest.raises(SpecError, match=r"^pool_nodes: expected true or false, not 'yes'"):
+        parse({"pool_nodes": "yes"})
+
+
+def test_keys_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\n\n  two \n")
+    assert read_keys(str(path)) == ("one", "two")
+    path.write_text("\n \n")
+    with pytest.raises(SpecError, match="holds no key, and anyone might call"):
+        read_keys(str(path))
+    with pytest.raises(SpecError, match=r"router\.api_keys_file: cannot be read"):
+        read_keys(str(tmp_path / "none"))
