@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cli.log_lines import Events, json_line, keys_line
+from penstock.cli.log_lines import EventLog, json_line, keys_line
 from penstock.cluster.status import status_events
 
 AT = 1_700_000_000.25
@@ -34,7 +34,7 @@ STORY: list[tuple[str, status_events.StatusEvent]] = [
 
 def told(form: str) -> list[str]:
     lines: list[str] = []
-    events = Events(form, lines.append, lambda: AT + 1)  # type: ignore[arg-type]
+    events = EventLog(form, lines.append, lambda: AT + 1)  # type: ignore[arg-type]
     for title, notice in STORY:
         events(title, notice)
     events.say("")
@@ -80,7 +80,7 @@ def test_lines_of_keys() -> None:
 
 def test_all_routers_are_told() -> None:
     lines: list[str] = []
-    Events("json", lines.append)("", status_events.Serving("a:1", "a:2", [("a:3", "a:4")]))
+    EventLog("json", lines.append)("", status_events.Serving("a:1", "a:2", [("a:3", "a:4")]))
     told = json.loads(lines[0])
     assert (told["http"], told["grpc"]) == ("a:1,a:3", "a:2,a:4")
 
@@ -93,7 +93,7 @@ FIELDS = st.dictionaries(st.from_regex("[a-z_]{1,9}", fullmatch=True), VALUES)
 def test_an_event_is_a_line_whatever_it_holds(fields: dict[str, status_events.Scalar]) -> None:
     for form in ("json", "keys"):
         lines: list[str] = []
-        events = Events(form, lines.append)
+        events = EventLog(form, lines.append)
         events("who", status_events.LogLine("x", "info", "it", fields, AT))
         (line,) = lines
         assert len(line.splitlines()) == 1

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from penstock.cli.checkpoint import SHIPPED
-from penstock.loadtests.stubs import StubWorker
+from penstock.loadtests.micro.stub_workers import StubWorker
 from tests.support.only_router import (
     REQUIREMENTS,
     Blocker,

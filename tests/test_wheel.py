@@ -9,7 +9,7 @@ from zipfile import ZipFile
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-INSTALLED_LOADTESTS = ("bench", "simulate")
+INSTALLED_LOADTESTS = ("bench", "simulator")
 
 pytestmark = pytest.mark.process
 
@@ -53,6 +53,7 @@ def test_the_wheel_holds_the_product_and_no_experiments(wheel: Path) -> None:
         (["--version"], "penstock "),
         (["serve", "--help"], "usage: penstock serve"),
         (["bench", "--help"], "usage: penstock bench"),
+        (["chat", "--help"], "usage: penstock chat"),
         (["simulate", "load", "--help"], "usage: penstock simulate load"),
         (["simulate", "faults", "--schedules", "2"], "2 schedules in "),
     ],

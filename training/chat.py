@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.families import Message
+from training.tasks import Message
 
 PAD = "<|pad|>"
 BEGIN = "<|begin|>"

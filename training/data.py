@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from training import chat, crew
-from training.families import FAMILIES, Example, Family, Message
+from training import chat, ddp
+from training.tasks import FAMILIES, Example, Message, Task
 
 # What users say is worth learning a little: it shapes the features that the answers need. A part
 # of its tokens does for that, and the logits of the others need not be computed.
@@ -49,7 +49,7 @@ class BatchMaker:
         self, tokenizer: Tokenizer, seed: str, weights: Mapping[str, float] | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        self._rng = Random(f"train:{seed}:{crew.rank()}")
+        self._rng = Random(f"train:{seed}:{ddp.rank()}")
         self._weights = {family.name: family.weight for family in FAMILIES.values()}
         self._weights |= weights or {}
         self._short = [family for family in FAMILIES.values() if not family.long]
@@ -88,7 +88,7 @@ class BatchMaker:
             return self._conversation([self._pick(self._long), self._pick(self._short)])
         return self._conversation(self._pick(self._short) for _ in range(40))
 
-    def _pick(self, families: list[Family]) -> list[Example]:
+    def _pick(self, families: list[Task]) -> list[Example]:
         weights = [self._weights[family.name] for family in families]
         return self._rng.choices(families, weights)[0].training_turns(self._rng)
 

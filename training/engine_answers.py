@@ -11,7 +11,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence
-from training.families import Message
+from training.tasks import Message
 
 
 class EngineAnswers:

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from penstock.workers.config import QUANTIZATIONS
 from training.engine_answers import EngineAnswers
-from training.families import FAMILIES, Example, Family, Message
+from training.tasks import FAMILIES, Example, Message, Task
 
 CLAIM_BOUND = 0.9
 SCORES = "held_out.json"
@@ -64,7 +64,7 @@ def measure(
     ]
 
 
-def score(answer: Answer, family: Family, examples: Sequence[Example]) -> Score:
+def score(answer: Answer, family: Task, examples: Sequence[Example]) -> Score:
     """Score `answer` on `examples` of one family."""
     texts = answer([example.messages() for example in examples])
     right = sum(map(family.accepts, examples, texts))

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-from training import crew
+from training import ddp
 from training.data import PROMPT_WEIGHT, Batch, BatchMaker
 from training.model import Llama
 from training.muon import Muon
@@ -68,13 +68,13 @@ class Progress:
         self.tokens += tokens
         spent = _clocks() - self._started
         # All processes go by the same clock, so that they end at the same step.
-        crew.sum_([spent])
-        self.wall = spent[0].item() / crew.size()
+        ddp.all_reduce_([spent])
+        self.wall = spent[0].item() / ddp.size()
         self.cpu = spent[1].item()
 
     def done(self, recipe: Recipe) -> float:
         """The share of `recipe` that is behind: of its steps or of its minutes, if that is more."""
-        minutes = self.cpu / crew.size() / 60
+        minutes = self.cpu / ddp.size() / 60
         return max(self.step / recipe.steps, minutes / recipe.minutes)
 
     def __add__(self, later: Progress) -> Progress:
@@ -127,15 +127,15 @@ def fit(
         loss.backward()  # type: ignore[no-untyped-call]
         _share_gradients(model)
         optimiser.step(learning_rate(done, recipe))
-        progress.advance(batch.tokens.numel() * crew.size())
+        progress.advance(batch.tokens.numel() * ddp.size())
         recent = loss.item() if not recent else 0.9 * recent + 0.1 * loss.item()
-        if crew.rank() != 0:
+        if ddp.rank() != 0:
             continue
         if progress.step % _PRINT_EVERY == 0:
             _print(progress, recent)
         if progress.step % recipe.checkpoint_every == 0:
             checkpoint(model, progress)
-    if crew.rank() == 0:
+    if ddp.rank() == 0:
         checkpoint(model, progress)
     return progress
 
@@ -143,9 +143,9 @@ def fit(
 def _share_gradients(model: Llama) -> None:
     """Give each process the mean of all gradients."""
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    crew.sum_(gradients)
+    ddp.all_reduce_(gradients)
     for gradient in gradients:
-        gradient /= crew.size()
+        gradient /= ddp.size()
 
 
 def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:

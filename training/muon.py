@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from training import crew
+from training import ddp
 
 # Newton-Schulz coefficients of https://kellerjordan.github.io/posts/muon/
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -41,9 +41,9 @@ class Muon:
         """Apply the gradients at learning rate `rate`, and clear them."""
         updates = [torch.zeros_like(weight) for weight in self._weights]
         # Each process of the crew makes its share of the matrices orthogonal.
-        for index in range(crew.rank(), len(updates), crew.size()):
+        for index in range(ddp.rank(), len(updates), ddp.size()):
             updates[index] = self._update(index)
-        crew.sum_(updates)
+        ddp.all_reduce_(updates)
         for weight, update in zip(self._weights, updates, strict=True):
             scale = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
             weight.mul_(1 - rate * self._decay)

@@ -10,7 +10,7 @@ from random import Random
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from training import chat
-from training.families import FAMILIES
+from training.tasks import FAMILIES
 
 VOCAB_SIZE = 2048
 MAX_LENGTH = 2048

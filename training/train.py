@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from training import card, checkpoint, crew, evaluate
+from training import checkpoint, ddp, evaluate, model_card
 from training import tokenizer as tokenizers
-from training.courses import review_weights
+from training.curriculum import review_weights
 from training.evaluate import Answer
 from training.fit import LossOf, Progress, Recipe, answer_loss, distilled, fit
 from training.model import Llama, LlamaShape
@@ -99,7 +99,7 @@ class Maker:
 
     def answer(self) -> Answer | None:
         """The model as it was saved last, for the first process."""
-        return evaluate.transformers_answer(self.folder) if crew.rank() == 0 else None
+        return evaluate.transformers_answer(self.folder) if ddp.rank() == 0 else None
 
     def report(self, model: Llama, about: str, progress: Progress) -> None:
         """Print the held-out exact match, and write it with the card."""
@@ -110,8 +110,8 @@ class Maker:
         scores = evaluate.measure(answer, self.options.questions)
         print("\n".join(str(score) for score in scores), flush=True)
         evaluate.write_scores(scores, self.folder)
-        run = card.Run(self.name, about, model, self.options.seed, progress, tuple(scores))
-        card.write(self.folder, run)
+        run = model_card.Run(self.name, about, model, self.options.seed, progress, tuple(scores))
+        model_card.write(self.folder, run)
 
     def _keep(self, model: Llama, progress: Progress) -> None:
         tokenizers.save(self.tokenizer, self.folder)
@@ -159,7 +159,7 @@ def _make_small(maker: Maker, teacher: Llama) -> None:
 
 def main() -> None:
     """Train both models."""
-    crew.launch(partial(train, _options()), crew.NUM_PROCESSES)
+    ddp.launch(partial(train, _options()), ddp.NUM_PROCESSES)
 
 
 def _options() -> Options:

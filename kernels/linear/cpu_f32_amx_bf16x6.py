@@ -1,9 +1,10 @@
 """The loops of `panel_product` on a CPU's matrix unit, compiled by numba.
 
-float32 is made of three bfloat16 (`cpu_common/amx.parts_of`), and a product of six of theirs: what
-is left out is below the last bit of a float32, as in Henry, Tang and Heinecke, "Leveraging the
-bfloat16 artificial intelligence datatype for higher-precision computations" (2019). Rows of x are
-split before; of a panel 16 columns at a time, step by step, while the step before is multiplied.
+float32 is made of three bfloat16 (`cpu_common/amx.remaining_batches`), and a product of six of
+theirs: what is left out is below the last bit of a float32, as in Henry, Tang and Heinecke,
+"Leveraging the bfloat16 artificial intelligence datatype for higher-precision computations" (2019).
+Rows of x are split before; of a panel 16 columns at a time, step by step, while the step before is
+multiplied.
 
 Four tiles of sums are computed at once: of 64 rows and 16 columns, of 32 and 32, or of 16 and 64.
 """

@@ -330,7 +330,7 @@ class CpuStepGraph:
 
     table: npt.NDArray[np.int64]  # [operations, FIELDS]
     numbers: Floats  # [operations, 2]
-    ints: npt.NDArray[np.int64]  # its whole numbers, see `Rows` and `Spread`
+    ints: npt.NDArray[np.int64]  # its whole numbers, see `Rows` and `Quantiles`
     room: Tensor  # all places
     cache: npt.NDArray[Any]  # flat
     num_slots: int  # of the cache

@@ -32,13 +32,13 @@ from penstock.cluster.spec.spec import (
 )
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.report import commit, machine
-from penstock.loadtests.chaos.answers import Parting, Stream, compare, near_tie
-from penstock.loadtests.chaos.asks import make_asks
-from penstock.loadtests.chaos.attack import Attack
+from penstock.loadtests.chaos.answers import Divergence, Stream, compare, near_tie
 from penstock.loadtests.chaos.clients import ANSWER_SECONDS, Clients
 from penstock.loadtests.chaos.cluster import Cluster, ClusterFailed
+from penstock.loadtests.chaos.fault_runner import FaultRunner
 from penstock.loadtests.chaos.faults import plan_faults
-from penstock.loadtests.chaos.outcome import by_kind, by_moment, errors_of, hits_of, table
+from penstock.loadtests.chaos.outcome import by_kind, by_moment, effects_of, errors_of, table
+from penstock.loadtests.chaos.request_mix import make_requests
 
 REST_SECONDS = 120.0  # in which everybody has to be there again, and nothing held
 BEST = 20  # log probabilities that a near tie is judged by
@@ -109,7 +109,7 @@ def say(text: str) -> None:
     print(f"{time.monotonic() - _BEGAN:7.1f} {text}", flush=True)
 
 
-class Chaos:
+class ChaosRun:
     """One run, on a cluster that serves."""
 
     def __init__(self, options: Options, served: Served, cluster: Cluster) -> None:
@@ -117,13 +117,13 @@ class Chaos:
         self._served = served
         self._cluster = cluster
         lengths = (options.least_tokens, options.most_tokens)
-        self._asks = make_asks(options.asks, options.seed, lengths)
-        self._attack = Attack(cluster, options.pause, say)
-        self._clients = Clients(cluster.grpc, self._outlives)
+        self._requests = make_requests(options.asks, options.seed, lengths)
+        self._faults = FaultRunner(cluster, options.pause, say)
+        self._clients = Clients(cluster.grpc, self._may_retry)
 
     async def run(self) -> dict[str, Any]:
         options = self._options
-        right = await self._clients.all_once(self._asks)
+        right = await self._clients.all_once(self._requests)
         broken = [stream for stream in right if stream.error or stream.problems]
         if broken:
             what = broken[0].error or broken[0].problems[0]
@@ -134,27 +134,27 @@ class Chaos:
         plan = plan_faults(options.faults, options.seed, also)
         began = time.time()
         first = len(self._clients.streams)
-        self._clients.start(options.clients, self._asks, options.seed)
+        self._clients.start(options.clients, self._requests, options.seed)
         try:
-            await self._attack.run(plan, options.seconds)
+            await self._faults.run(plan, options.seconds)
             async with asyncio.timeout(2 * ANSWER_SECONDS):
                 await self._clients.finish()
             seconds = time.time() - began
             streams = self._clients.streams[first:]
             left = await self._until_rest() + self._still_frozen()
             found = self._compare(streams, right)
-            judged = await self._judge(found.pop("partings"))
+            judged = await self._check_divergences(found.pop("partings"))
         finally:
             await self._clients.close()
         return self._outcome(streams, seconds) | found | judged | {"left": left}
 
-    def _outlives(self, began: float) -> bool:
+    def _may_retry(self, began: float) -> bool:
         """Whether the router was killed under a call that began then."""
-        return any(down > began - 5.0 for down in self._attack.router_down)
+        return any(down > began - 5.0 for down in self._faults.router_down)
 
     async def _until_rest(self) -> list[str]:
         """Wait until all are there again and nothing is held; says what does not come to rest."""
-        if not await self._cluster.until_whole(REST_SECONDS):
+        if not await self._cluster.wait_until_complete(REST_SECONDS):
             return ["a worker did not come back"]
         deadline = time.monotonic() + REST_SECONDS
         while left := await self._held():
@@ -164,7 +164,7 @@ class Chaos:
         return []
 
     async def _held(self) -> list[str]:
-        state = await self._cluster.look()
+        state = await self._cluster.snapshot()
         if state is None:
             return ["there is no router"]
         left = [f"the router has {state.streams} requests"] if state.streams else []
@@ -176,29 +176,31 @@ class Chaos:
         return left
 
     def _compare(self, streams: Sequence[Stream], right: Sequence[Stream]) -> dict[str, Any]:
-        known = {stream.ask.number: stream for stream in right}
+        known = {stream.request.number: stream for stream in right}
         wrong: list[str] = []
-        partings: list[Parting] = []
+        partings: list[Divergence] = []
         num_same = 0
         for stream in streams:
             if stream.error:
                 wrong += [f"{stream.name}: {each}" for each in stream.problems]
                 continue
             exact = self._served.deterministic
-            problems, parted = compare(stream, known[stream.ask.number], exact)
+            problems, parted = compare(stream, known[stream.request.number], exact)
             wrong += [f"{stream.name}: {each}" for each in problems]
             partings += parted
             num_same += not problems and not parted
         return {"same": num_same, "wrong": wrong, "partings": partings}
 
-    async def _judge(self, partings: Sequence[Parting]) -> dict[str, Any]:
+    async def _check_divergences(self, partings: Sequence[Divergence]) -> dict[str, Any]:
         """Which of the other tokens nearly tied with the right ones."""
         apart, unexplained = [], []
         for parting in partings:
             position = len(parting.before)
-            scores = await self._clients.scores(parting.ask, parting.choice, position, BEST)
+            scores = await self._clients.scores(parting.request, parting.choice, position, BEST)
             gap = None if scores is None else near_tie(parting, scores, _noise(parting))
-            where = f"{parting.ask.kind}, position {position}: {parting.wrong}, not {parting.right}"
+            where = (
+                f"{parting.request.kind}, position {position}: {parting.wrong}, not {parting.right}"
+            )
             if gap is not None and gap <= self._options.near_tie:
                 apart.append(gap)
             else:
@@ -208,15 +210,15 @@ class Chaos:
                 "other_tokens": unexplained}  # fmt: skip
 
     def _outcome(self, streams: Sequence[Stream], seconds: float) -> dict[str, Any]:
-        hits = hits_of(self._attack.strikes, streams, self._cluster.placed)
-        errors, allowed = errors_of(streams, hits, self._cluster.placed)
+        hits = effects_of(self._faults.injected, streams, self._cluster.placements)
+        errors, allowed = errors_of(streams, hits, self._cluster.placements)
         made = [
             {
-                "kind": each.strike.fault.kind,
-                "moment": each.strike.moment,
-                "worker": each.strike.title,
-                "pid": each.strike.pid,
-                "at": round(each.strike.at, 3),
+                "kind": each.injected.fault.kind,
+                "moment": each.injected.moment,
+                "worker": each.injected.title,
+                "pid": each.injected.pid,
+                "at": round(each.injected.at, 3),
                 "streams": len(each.streams),
                 "recovery_seconds": [round(one, 3) for one in each.recoveries],
             }
@@ -235,14 +237,14 @@ class Chaos:
 
     def _still_frozen(self) -> list[str]:
         """What was stopped for good and has not been ended."""
-        frozen = [each for each in self._attack.strikes if each.fault.kind == "freeze"]
+        frozen = [each for each in self._faults.injected if each.fault.kind == "freeze"]
         left = [each for each in frozen if psutil.pid_exists(each.pid)]
         return [f"{each.title}, process {each.pid}, is stopped and still there" for each in left]
 
 
-def _noise(parting: Parting) -> dict[int, float]:
+def _noise(parting: Divergence) -> dict[int, float]:
     """What the draw of that token added to the log probabilities of the two."""
-    sampling = parting.ask.sampling
+    sampling = parting.request.sampling
     if not sampling["temperature"]:
         return {}
     import numpy as np
@@ -287,7 +289,7 @@ async def _run(options: Options, served: Served) -> dict[str, Any]:
     try:
         await cluster.start()
         say("the cluster serves")
-        return await Chaos(options, served, cluster).run()
+        return await ChaosRun(options, served, cluster).run()
     finally:
         await cluster.stop()
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from penstock.loadtests.chaos.asks import Ask
+from penstock.loadtests.chaos.request_mix import ChaosRequest
 from penstock.protos import inference_pb2 as pb
 
 Scores = tuple[float, int, tuple[tuple[int, float], ...]]
@@ -22,27 +22,27 @@ class Choice:
     text: str = ""
     finish: str = ""
     stopped_by: str = ""
-    heard: int = 0  # positions, in the call that is under way
+    num_received: int = 0  # positions, in the call that is under way
 
     def take(self, reply: pb.GenerateReply) -> Iterator[str]:
         """Take a reply; yields what is wrong with it."""
         if self.finish:
             yield "something came after its finish"
-        if reply.tokens and reply.position != self.heard:
-            yield f"position {reply.position} came where {self.heard} was to come"
+        if reply.tokens and reply.position != self.num_received:
+            yield f"position {reply.position} came where {self.num_received} was to come"
         for token in reply.tokens:
-            if self.heard == len(self.tokens):
+            if self.num_received == len(self.tokens):
                 self.tokens.append(token)
-            elif self.tokens[self.heard] != token:
-                yield f"another token came for position {self.heard}, asked again"
-            self.heard += 1
+            elif self.tokens[self.num_received] != token:
+                yield f"another token came for position {self.num_received}, asked again"
+            self.num_received += 1
         self.scores += map(_scores, reply.logprobs)
         self.text += reply.text
         self.finish, self.stopped_by = reply.finish_reason, reply.stop_reason
 
-    def ask_again(self) -> None:
+    def restart(self) -> None:
         """The same is asked anew: what is known has to come again."""
-        self.scores, self.text, self.finish, self.heard = [], "", "", 0
+        self.scores, self.text, self.finish, self.num_received = [], "", "", 0
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Stream:
     """One call of one client. Times are seconds since 1970."""
 
     name: str
-    ask: Ask
+    request: ChaosRequest
     began: float
     ended: float = float("inf")
     arrivals: list[float] = field(default_factory=list)  # of new tokens
@@ -70,17 +70,17 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Divergence:
     """Where an answer left the one it should be: to be judged."""
 
-    ask: Ask
+    request: ChaosRequest
     choice: int
     before: tuple[int, ...]  # tokens of the answer up to there
     right: int
     wrong: int
 
 
-def compare(stream: Stream, right: Stream, exact: bool) -> tuple[list[str], list[Parting]]:
+def compare(stream: Stream, right: Stream, exact: bool) -> tuple[list[str], list[Divergence]]:
     """What is wrong with a complete answer, and where it took another token.
 
     exact: to the last bit; else what follows another token is not looked at.
@@ -92,7 +92,7 @@ def compare(stream: Stream, right: Stream, exact: bool) -> tuple[list[str], list
         known = right.choices.get(number)
         if known is None:
             continue
-        parting = _parting(stream.ask, number, choice, known)
+        parting = _divergence(stream.request, number, choice, known)
         if parting is not None and not exact:
             partings.append(parting)
         elif (difference := _difference(choice, known, exact)) is not None:
@@ -100,11 +100,11 @@ def compare(stream: Stream, right: Stream, exact: bool) -> tuple[list[str], list
     return problems, partings
 
 
-def _parting(ask: Ask, number: int, choice: Choice, known: Choice) -> Parting | None:
+def _divergence(ask: ChaosRequest, number: int, choice: Choice, known: Choice) -> Divergence | None:
     pairs = zip(choice.tokens, known.tokens, strict=False)
     for position, (own, right) in enumerate(pairs):
         if own != right:
-            return Parting(ask, number, tuple(known.tokens[:position]), right, own)
+            return Divergence(ask, number, tuple(known.tokens[:position]), right, own)
     return None
 
 
@@ -122,13 +122,13 @@ def _difference(choice: Choice, known: Choice, exact: bool) -> str | None:
     return None
 
 
-def near_tie(parting: Parting, scores: Scores, noise: Mapping[int, float]) -> float | None:
+def near_tie(parting: Divergence, scores: Scores, noise: Mapping[int, float]) -> float | None:
     """How far apart the two tokens were when one was drawn; None if that cannot be told.
 
     scores: of that position, undisturbed, with so many best that both are among them; noise: what
     the draw adds to each of the two.
     """
-    sampling = parting.ask.sampling
+    sampling = parting.request.sampling
     known = dict(scores[2])
     if not {parting.right, parting.wrong} <= known.keys():
         return None

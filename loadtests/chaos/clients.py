@@ -8,7 +8,7 @@ from random import Random
 import grpc
 
 from penstock.loadtests.chaos.answers import Choice, Scores, Stream
-from penstock.loadtests.chaos.asks import Ask
+from penstock.loadtests.chaos.request_mix import ChaosRequest
 from penstock.protos import inference_pb2_grpc
 
 ANSWER_SECONDS = 180.0  # for one answer, whatever happens
@@ -28,39 +28,39 @@ class Clients:
         killed. (Once the API takes the tokens so far, they can be sent along here.)
     """
 
-    def __init__(self, address: str, outlives: Callable[[float], bool]) -> None:
+    def __init__(self, address: str, may_retry: Callable[[float], bool]) -> None:
         self.streams: list[Stream] = []  # begun, in that order
-        self._outlives = outlives
+        self._may_retry = may_retry
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
         self._ending = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def one(self, ask: Ask, name: str, **more: int) -> Stream:
+    async def one(self, request: ChaosRequest, name: str, **more: int) -> Stream:
         """One answer; `more` goes over its sampling."""
-        stream = Stream(name, ask, time.time())
+        stream = Stream(name, request, time.time())
         self.streams.append(stream)
         while not await self._call(stream, more):
             for choice in stream.choices.values():
-                choice.ask_again()
+                choice.restart()
             await asyncio.sleep(PAUSE_SECONDS)
         stream.ended = time.time()
         return stream
 
-    async def all_once(self, asks: Sequence[Ask]) -> list[Stream]:
+    async def all_once(self, asks: Sequence[ChaosRequest]) -> list[Stream]:
         """Every answer once, a few at a time, nothing disturbing them."""
         places = asyncio.Semaphore(4)
 
-        async def one(ask: Ask) -> Stream:
+        async def one(ask: ChaosRequest) -> Stream:
             async with places:
                 return await self.one(ask, f"right-{ask.number}")
 
         return list(await asyncio.gather(*map(one, asks)))
 
-    def start(self, count: int, asks: Sequence[Ask], seed: int) -> None:
+    def start(self, count: int, asks: Sequence[ChaosRequest], seed: int) -> None:
         """So many clients, until `finish`."""
         self._tasks = [
-            asyncio.create_task(self._go_on(number, asks, Random(f"client {seed} {number}")))
+            asyncio.create_task(self._run_client(number, asks, Random(f"client {seed} {number}")))
             for number in range(count)
         ]
 
@@ -74,7 +74,7 @@ class Clients:
             task.cancel()
         await self._channel.close()
 
-    async def _go_on(self, client: int, asks: Sequence[Ask], rng: Random) -> None:
+    async def _run_client(self, client: int, asks: Sequence[ChaosRequest], rng: Random) -> None:
         number = 0
         while not self._ending:
             number += 1
@@ -83,12 +83,14 @@ class Clients:
     async def _call(self, stream: Stream, more: dict[str, int]) -> bool:
         """Ask and listen to the end; False if it is to be asked again."""
         began = time.time()
-        call = self._stub.Generate(stream.ask.message(stream.name, **more), timeout=ANSWER_SECONDS)
+        call = self._stub.Generate(
+            stream.request.message(stream.name, **more), timeout=ANSWER_SECONDS
+        )
         try:
             async for reply in call:
                 stream.take(reply, time.time())
         except grpc.aio.AioRpcError as error:
-            if self._outlives(began):
+            if self._may_retry(began):
                 return False
             stream.error = f"{error.code().name}: {error.details()}"
         else:
@@ -98,7 +100,9 @@ class Clients:
             call.cancel()
         return True
 
-    async def scores(self, ask: Ask, choice: int, position: int, count: int) -> Scores | None:
+    async def scores(
+        self, ask: ChaosRequest, choice: int, position: int, count: int
+    ) -> Scores | None:
         """Of one position of an undisturbed answer, with so many best."""
         stream = await self.one(ask, f"judge-{ask.number}", logprobs=count)
         found = stream.choices.get(choice, Choice()).scores

@@ -11,12 +11,12 @@ from penstock.cluster.pools.managed import ManagedWorker
 from penstock.cluster.spec.spec import ClusterSpec
 from penstock.cluster.status import status_events
 from penstock.cluster.supervisor import Supervisor
-from penstock.loadtests.chaos.outcome import Placed
+from penstock.loadtests.chaos.outcome import Placement
 from penstock.router.observability.snapshot import ClusterState, WorkerState
 
 START_SECONDS = 600.0  # on a busy machine
 STOP_SECONDS = 60.0
-LOOK_SECONDS = 0.005  # between looks while a moment is waited for
+POLL_SECONDS = 0.005  # between looks while a moment is waited for
 
 
 class ClusterFailed(RuntimeError):
@@ -24,7 +24,7 @@ class ClusterFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ProcessEvent:
     """The supervisor said something of a process."""
 
     at: float
@@ -40,8 +40,8 @@ class Cluster:
 
     def __init__(self, spec: ClusterSpec, model: Path, say: Callable[[str], None]) -> None:
         self._say = say
-        self.placed: list[Placed] = []
-        self.told: list[Told] = []
+        self.placements: list[Placement] = []
+        self.events: list[ProcessEvent] = []
         self.grpc = ""  # host:port
         self._serving = asyncio.Event()
         self._stop = asyncio.Event()
@@ -84,10 +84,10 @@ class Cluster:
                 self._serving.set()
             case status_events.Ready() | status_events.Died():
                 self._say(f"    {sentence(title, notice)}")
-                self.told.append(Told(time.time(), title, notice))
+                self.events.append(ProcessEvent(time.time(), title, notice))
             case status_events.LogLine(event="placed", fields=fields, at=at):
                 said = (str(fields[name] or "") for name in ("worker", "request", "source"))
-                self.placed.append(Placed(at or time.time(), *said))
+                self.placements.append(Placement(at or time.time(), *said))
 
     # ------------------------------------------------------------ who is there
 
@@ -105,16 +105,16 @@ class Cluster:
         member = self._supervisor.router.actor
         return None if member is None or member.process is None else member.process.pid
 
-    async def look(self) -> ClusterState | None:
+    async def snapshot(self) -> ClusterState | None:
         """As the router sees it; None while there is none."""
         return await self._supervisor.router.snapshot()
 
     async def states(self) -> dict[str, WorkerState]:
         """The workers as the router sees them, by name."""
-        state = await self.look()
+        state = await self.snapshot()
         return {} if state is None else {worker.worker: worker for worker in state.workers}
 
-    async def until_whole(self, seconds: float) -> bool:
+    async def wait_until_complete(self, seconds: float) -> bool:
         """Wait until every worker serves and the router has them all; False if that takes longer
         than so long."""
         deadline = time.monotonic() + seconds

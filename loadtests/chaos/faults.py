@@ -7,7 +7,7 @@ from random import Random
 WEIGHTS = {"kill": 8, "pause": 5, "freeze": 2, "cut stream": 4, "cut blocks": 1}
 """How often each kind comes; what else there is has to be asked for."""
 
-ASKED_FOR = {"ray kill": 4, "kill router": 2}
+ON_REQUEST = {"ray kill": 4, "kill router": 2}
 
 MOMENTS = {
     "any": 6,  # as soon as the last fault is over
@@ -27,12 +27,12 @@ class Fault:
     number: int
     kind: str
     moment: str
-    lot: float  # in [0, 1): who of those who could be struck
+    draw: float  # in [0, 1): who of those who could be struck
     seconds: float  # how long a pause lasts
 
 
 @dataclass(slots=True)
-class Strike:
+class InjectedFault:
     """A fault that was made."""
 
     fault: Fault
@@ -56,7 +56,7 @@ class Strike:
 
 def plan_faults(count: int, seed: int, also: Sequence[str]) -> list[Fault]:
     """So many; every kind comes once before any comes twice."""
-    weights = {**WEIGHTS, **{kind: ASKED_FOR[kind] for kind in also}}
+    weights = {**WEIGHTS, **{kind: ON_REQUEST[kind] for kind in also}}
     order = Random(f"kinds {seed}")
     kinds = order.sample(list(weights), len(weights))
     kinds += order.choices(list(weights), list(weights.values()), k=max(0, count - len(kinds)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.loadtests.chaos.answers import Stream
-from penstock.loadtests.chaos.faults import Strike
+from penstock.loadtests.chaos.faults import InjectedFault
 
 LOSSES = 2
 """A request under which so many workers were lost ends with an error: see docs/lifecycle.md."""
@@ -22,7 +22,7 @@ TRAVEL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Placement:
     """The router gave an attempt at a request to a worker."""
 
     at: float  # seconds since 1970, on the router's clock
@@ -32,19 +32,19 @@ class Placed:
 
 
 @dataclass(slots=True)
-class Hits:
+class FaultEffect:
     """Of one strike."""
 
-    strike: Strike
+    injected: InjectedFault
     streams: list[Stream] = field(default_factory=list)  # that needed whom it struck
     recoveries: list[float] = field(default_factory=list)  # seconds to the next token of each
 
 
-class Holders:
+class PlacementHistory:
     """Which workers a request needed, and when."""
 
-    def __init__(self, placed: Sequence[Placed]) -> None:
-        self._of: dict[str, list[Placed]] = defaultdict(list)
+    def __init__(self, placed: Sequence[Placement]) -> None:
+        self._of: dict[str, list[Placement]] = defaultdict(list)
         for each in sorted(placed, key=lambda one: one.at):
             self._of[each.request].append(each)
 
@@ -61,7 +61,7 @@ class Holders:
         """Whether that worker was given it then."""
         return any(one.worker == worker and since <= one.at < until for one in self._of[request])
 
-    def story(self, request: str) -> list[tuple[float, str]]:
+    def events(self, request: str) -> list[tuple[float, str]]:
         """Who was given it, and when."""
         return [(one.at, f"to {one.worker}") for one in self._of[request]]
 
@@ -72,14 +72,14 @@ class Holders:
         return ever[number].at if number < len(ever) else None
 
 
-def hits_of(
-    strikes: Sequence[Strike], streams: Sequence[Stream], placed: Sequence[Placed]
-) -> list[Hits]:
+def effects_of(
+    injected: Sequence[InjectedFault], streams: Sequence[Stream], placed: Sequence[Placement]
+) -> list[FaultEffect]:
     """What each strike did."""
-    holders = Holders(placed)
-    found = [Hits(strike) for strike in strikes]
+    holders = PlacementHistory(placed)
+    found = [FaultEffect(strike) for strike in injected]
     for hits in found:
-        strike = hits.strike
+        strike = hits.injected
         for stream in streams:
             if stream.began <= strike.at < stream.ended and (
                 not strike.worker or holders.needs(stream.name, strike.worker, strike.at)
@@ -89,7 +89,7 @@ def hits_of(
     return found
 
 
-def _recovery(stream: Stream, strike: Strike, holders: Holders) -> Iterator[float]:
+def _recovery(stream: Stream, strike: InjectedFault, holders: PlacementHistory) -> Iterator[float]:
     """Seconds until its next token that was computed afterwards; nothing if it needed no more."""
     again = holders.next(stream.name, strike.at)
     if again is None or again >= stream.ended:
@@ -102,43 +102,43 @@ def _recovery(stream: Stream, strike: Strike, holders: Holders) -> Iterator[floa
 
 
 def errors_of(
-    streams: Sequence[Stream], hits: Sequence[Hits], placed: Sequence[Placed]
+    streams: Sequence[Stream], hits: Sequence[FaultEffect], placed: Sequence[Placement]
 ) -> tuple[list[str], list[str]]:
     """Errors that nobody should see, each with what its request went through; and those of requests
     under which workers were lost twice."""
-    holders = Holders(placed)
+    holders = PlacementHistory(placed)
     wrong: list[str] = []
     allowed: list[str] = []
     for stream in streams:
         if stream.error:
-            losses = [each.strike for each in hits if _lost(stream, each, holders)]
+            losses = [each.injected for each in hits if _lost(stream, each, holders)]
             said = f"{stream.name}: {stream.error}"
             if len(losses) >= LOSSES:
                 allowed.append(said)
             else:
-                wrong.append(f"{said} ({_story(stream, hits, holders)})")
+                wrong.append(f"{said} ({_describe(stream, hits, holders)})")
     return wrong, allowed
 
 
-def _lost(stream: Stream, hits: Hits, holders: Holders) -> bool:
+def _lost(stream: Stream, hits: FaultEffect, holders: PlacementHistory) -> bool:
     """Whether a worker was lost under it by that: it was there, or was given to the worker before
     anybody noticed."""
-    strike = hits.strike
+    strike = hits.injected
     if not strike.loses or not strike.worker:
         return False
     noticed = strike.at + NOTICED_SECONDS.get(strike.fault.kind, 1.0)
     return stream in hits.streams or holders.took(stream.name, strike.worker, strike.at, noticed)
 
 
-def _story(stream: Stream, hits: Sequence[Hits], holders: Holders) -> str:
+def _describe(stream: Stream, hits: Sequence[FaultEffect], holders: PlacementHistory) -> str:
     """Who had it, and all that was struck meanwhile, with seconds since it began."""
-    strikes = [each.strike for each in hits]
-    told = [(one.at, f"{one.fault.kind} {one.title}") for one in strikes if _meets(stream, one)]
-    events = sorted([*holders.story(stream.name), *told])
+    strikes = [each.injected for each in hits]
+    told = [(one.at, f"{one.fault.kind} {one.title}") for one in strikes if _overlaps(stream, one)]
+    events = sorted([*holders.events(stream.name), *told])
     return ", ".join(f"{at - stream.began:.2f} s {what}" for at, what in events)
 
 
-def _meets(stream: Stream, strike: Strike) -> bool:
+def _overlaps(stream: Stream, strike: InjectedFault) -> bool:
     return strike.at < stream.ended and max(strike.until, strike.at + 10.0) >= stream.began
 
 
@@ -150,23 +150,23 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
     return {"p50": float(low), "p99": float(high), "max": float(max(seconds))}
 
 
-def by_kind(hits: Sequence[Hits]) -> dict[str, Mapping[str, Any]]:
+def by_kind(hits: Sequence[FaultEffect]) -> dict[str, Mapping[str, Any]]:
     """Faults made, those that hit somebody, and how long recovery took."""
-    kinds: dict[str, list[Hits]] = defaultdict(list)
+    kinds: dict[str, list[FaultEffect]] = defaultdict(list)
     for each in hits:
-        kinds[each.strike.fault.kind].append(each)
+        kinds[each.injected.fault.kind].append(each)
     return {kind: _sum(kinds[kind]) for kind in sorted(kinds)} | {"all": _sum(hits)}
 
 
-def by_moment(hits: Sequence[Hits]) -> dict[str, Mapping[str, Any]]:
+def by_moment(hits: Sequence[FaultEffect]) -> dict[str, Mapping[str, Any]]:
     """The same by the moment that was struck."""
-    moments: dict[str, list[Hits]] = defaultdict(list)
+    moments: dict[str, list[FaultEffect]] = defaultdict(list)
     for each in hits:
-        moments[each.strike.moment].append(each)
+        moments[each.injected.moment].append(each)
     return {moment: _sum(moments[moment]) for moment in sorted(moments)}
 
 
-def _sum(hits: Sequence[Hits]) -> Mapping[str, Any]:
+def _sum(hits: Sequence[FaultEffect]) -> Mapping[str, Any]:
     recoveries = [seconds for each in hits for seconds in each.recoveries]
     return {
         "faults": len(hits),

@@ -40,7 +40,7 @@ def sections(bounds: Path, device: str, small: bool) -> list[Section]:
     engine_seconds = {"1b": 55.0, "8b": 85.0, "moe": 65.0}
     return [
         section(BOUNDS, "bounds", 35),
-        section("hand-over of two processes", "handover", 40),
+        section("KV transfer of two processes", "kv_transfer", 40),
         section("tests of kernels", "kernel_tests", kernel_tests.SECONDS),
         section("operations", "operations", 110),
         *(

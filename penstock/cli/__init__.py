@@ -18,7 +18,7 @@ COMMANDS = {
         "penstock.loadtests.bench.command",
         "send a load to a server and measure how it is served",
     ),
-    "simulate": ("penstock.loadtests.simulate.command", "play a cluster in virtual time"),
+    "simulate": ("penstock.loadtests.simulator.command", "play a cluster in virtual time"),
 }
 
 

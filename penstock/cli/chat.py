@@ -15,7 +15,7 @@ import grpc
 from rich.console import Console
 
 from penstock.cli.flags import Parser
-from penstock.loadtests.resuming import PAUSE_SECONDS, BadAnswer, Progress
+from penstock.loadtests.bench.resuming_client import PAUSE_SECONDS, BadAnswer, Progress
 from penstock.protos.inference_pb2 import (
     Chat,
     ChatMessage,
@@ -90,10 +90,10 @@ class Conversation:
         num_misses, heard = 0, 0.0
         while not progress.is_over:
             stub = self.stubs[num_misses % len(self.stubs)]
-            call = stub.Generate(progress.rest(), metadata=self.metadata)
+            call = stub.Generate(progress.remaining_request(), metadata=self.metadata)
             try:
                 for reply in call:
-                    progress.take(reply)
+                    progress.add_reply(reply)
                     heard = time.monotonic()
                     yield reply.text
                 if not progress.is_over:

@@ -25,10 +25,10 @@ def json_line(fields: Fields) -> str:
     return json.dumps(fields)
 
 
-FORMS: Mapping[str, Callable[[Fields], str]] = {"keys": keys_line, "json": json_line}
+LINE_FORMATS: Mapping[str, Callable[[Fields], str]] = {"keys": keys_line, "json": json_line}
 
 
-class Events:
+class EventLog:
     """A line an event, to whoever reads standard output.
 
     Args:
@@ -39,11 +39,11 @@ class Events:
 
     def __init__(
         self,
-        form: Literal["keys", "json"],
+        line_format: Literal["keys", "json"],
         write: Callable[[str], None],
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._form = FORMS[form]
+        self._format_line = LINE_FORMATS[line_format]
         self._write = write
         self._now = now
         self._stages: dict[str, str] = {}
@@ -55,18 +55,20 @@ class Events:
                 return
             self._stages[title] = notice.stage
         at = notice.at if isinstance(notice, status_events.LogLine) else None
-        level, event, fields = facts(notice)
-        self._put(at, level, title, event, fields)
+        level, event, fields = event_fields(notice)
+        self._write_event(at, level, title, event, fields)
 
     def say(self, text: str) -> None:
         """What is for people to read is told as it is, if there is anything."""
         if text.strip():
-            self._put(None, "info", "", "said", {"message": text.strip()})
+            self._write_event(None, "info", "", "said", {"message": text.strip()})
 
     def close(self) -> None:
         pass
 
-    def _put(self, at: float | None, level: str, title: str, event: str, fields: Fields) -> None:
+    def _write_event(
+        self, at: float | None, level: str, title: str, event: str, fields: Fields
+    ) -> None:
         when = datetime.fromtimestamp(self._now() if at is None else at, UTC)
         head = {
             "time": f"{when:%Y-%m-%dT%H:%M:%S}.{when.microsecond // 1000:03}Z",
@@ -75,12 +77,12 @@ class Events:
             "event": event,
         }
         rest = {key: _rounded(value) for key, value in fields.items() if key not in head}
-        self._write(self._form({**head, **rest}))
+        self._write(self._format_line({**head, **rest}))
 
 
-def facts(notice: status_events.StatusEvent) -> tuple[str, str, Fields]:
+def event_fields(event: status_events.StatusEvent) -> tuple[str, str, Fields]:
     """A notice as a level, the name of its event and what there is to say of it."""
-    match notice:
+    match event:
         case status_events.Progress(stage, _, total):
             return "info", "progress", {"stage": stage, "bytes": total or None}
         case status_events.Waiting(stage, seconds, detail):
@@ -97,10 +99,10 @@ def facts(notice: status_events.StatusEvent) -> tuple[str, str, Fields]:
         case status_events.PoolResized(pool, text):
             return "info", "decision", {"pool": pool, "decision": text}
         case _:
-            return _trouble(notice)
+            return _warning_fields(event)
 
 
-def _trouble(
+def _warning_fields(
     notice: status_events.Died
     | status_events.GivenUp
     | status_events.Stuck

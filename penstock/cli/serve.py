@@ -31,7 +31,7 @@ QUESTION = "What is 17 plus 25?"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED_BY_SIGNAL = 130
 SECONDS_TO_CONNECT = 5.0
-SECONDS_BETWEEN_LOOKS = 0.5
+RAY_CHECK_SECONDS = 0.5
 ECHO_SECONDS = 0.5  # a signal to the process and one to its group are one wish
 
 
@@ -226,7 +226,7 @@ class _Run:
 
     async def _watch_ray(self) -> None:
         while self.session.is_alive():
-            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            await asyncio.sleep(RAY_CHECK_SECONDS)
         # Every call of Ray would now hang for a minute, its own farewell too.
         self._view.close()
         print("penstock serve: Ray died, and with it everything", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from penstock.cli.log_lines import Events
+from penstock.cli.log_lines import EventLog
 from penstock.cluster.status import status_events
 
 MB = 1e6
@@ -102,7 +102,7 @@ class Bars:
 
     def __call__(self, title: str, notice: status_events.StatusEvent) -> None:
         if self._open and isinstance(notice, status_events.Progress | status_events.Ready):
-            self._move(title, notice)
+            self._update_bar(title, notice)
             return
         if self._open and isinstance(notice, status_events.Waiting):
             return  # the bar tells its seconds
@@ -120,7 +120,7 @@ class Bars:
             self._open = False
             self._progress.stop()
 
-    def _move(self, title: str, notice: status_events.Progress | status_events.Ready) -> None:
+    def _update_bar(self, title: str, notice: status_events.Progress | status_events.Ready) -> None:
         if title not in self._tasks:
             self._tasks[title] = self._progress.add_task(title, total=None, stage="", weights=False)
         task = self._progress.tasks[self._tasks[title]]
@@ -139,13 +139,13 @@ class Bars:
             self._progress.update(task.id, stage=notice.stage)
 
 
-View: TypeAlias = Lines | Bars | Events
+View: TypeAlias = Lines | Bars | EventLog
 
 
-def make_view(form: Literal["text", "keys", "json"]) -> View:
+def make_view(log_format: Literal["text", "keys", "json"]) -> View:
     """The view that suits the format asked for, and where standard output goes."""
-    if form != "text":
-        return Events(form, _print)
+    if log_format != "text":
+        return EventLog(log_format, _print)
     console = Console()
     return Bars(console) if console.is_terminal else Lines(_print)
 

@@ -13,7 +13,7 @@ from penstock.kernels.triton_common.launch import INTERPRETED, record_launches
 from tests.aot.compiling import compiled
 from tests.aot.jobs import Report, cases_of, forgotten, jobs_of, reports, run
 from tests.aot.rules import complaints
-from tests.support import planted
+from tests.support import broken_kernels
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +21,8 @@ pytestmark = [
 ]
 
 JOBS = {
-    (cases_of(job.module)[job.case].name, job.chip.name): job for job in jobs_of([planted.__name__])
+    (cases_of(job.module)[job.case].name, job.chip.name): job
+    for job in jobs_of([broken_kernels.__name__])
 }
 
 
@@ -88,10 +89,10 @@ def test_a_kernel_that_a_case_names_must_be_launched() -> None:
 def test_kernels_in_no_case_are_named() -> None:
     assert forgotten("penstock.kernels.norm.op") == []
     # The one case that would end this process is not called for that.
-    cases = [case for case in planted.aot_cases() if case.name != "dies"]
+    cases = [case for case in broken_kernels.aot_cases() if case.name != "dies"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planted, "aot_cases", lambda: iter(cases))
-        assert forgotten(planted.__name__) == ["_outsider"]
+        patch.setattr(broken_kernels, "aot_cases", lambda: iter(cases))
+        assert forgotten(broken_kernels.__name__) == ["_outsider"]
 
 
 def test_a_launch_while_recording_touches_nothing() -> None:

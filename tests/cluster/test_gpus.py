@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.loadtests.server import free_ports
+from penstock.loadtests.micro.server import free_ports
 from tests.cluster.test_ranks import MODEL, complete
 from tests.support.serving import Serving, serving
 

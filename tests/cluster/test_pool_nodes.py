@@ -16,7 +16,7 @@ import pytest
 from penstock.cli.checkpoint import SHIPPED
 from penstock.cli.status import fetch
 from penstock.cluster.kubernetes import node_drain, readiness_probe
-from penstock.loadtests.server import free_ports
+from penstock.loadtests.micro.server import free_ports
 from tests.support.ray_nodes import Nodes, ray_folder
 from tests.support.serving import PATIENCE, Serving, serving, wait_for
 

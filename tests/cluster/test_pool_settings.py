@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.cli.checkpoint import SHIPPED
-from penstock.loadtests.server import free_ports
+from penstock.loadtests.micro.server import free_ports
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from tests.support.engines import run_greedy

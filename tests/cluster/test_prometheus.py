@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from penstock.cli.checkpoint import SHIPPED
-from penstock.loadtests.server import free_ports
+from penstock.loadtests.micro.server import free_ports
 from tests.support import chart
 from tests.support.checkpoints import make_checkpoint
 from tests.support.metrics import EXPERTS, HISTOGRAMS, SERIES, SIZES

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from penstock.cli.checkpoint import SHIPPED
-from penstock.loadtests.server import free_ports
-from penstock.loadtests.startup import left_in_shared_memory, shared_memory
+from penstock.loadtests.micro.server import free_ports
+from penstock.loadtests.micro.start import left_in_shared_memory, shared_memory
 from tests.support.serving import PATIENCE, Serving, serving
 
 MODEL = SHIPPED.parent / "demo-small"

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from penstock.cli.checkpoint import SHIPPED
-from penstock.loadtests.server import free_ports
+from penstock.loadtests.micro.server import free_ports
 from tests.support.ray_nodes import Nodes, ray_folder
 from tests.support.serving import PATIENCE, serving
 

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.cli.checkpoint import SHIPPED
 from penstock.cluster.kubernetes import readiness_probe
-from penstock.loadtests.server import free_ports
+from penstock.loadtests.micro.server import free_ports
 from tests.support.ray_nodes import Nodes, ray_folder
 from tests.support.serving import PATIENCE, Serving, serving, wait_for
 

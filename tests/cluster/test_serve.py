@@ -18,9 +18,9 @@ import pytest
 
 from penstock.cli.checkpoint import SHIPPED
 from penstock.cli.status import NoStatus, fetch
-from penstock.loadtests.resuming import ResumingClient
-from penstock.loadtests.server import free_ports
-from penstock.loadtests.startup import left_in_shared_memory, shared_memory
+from penstock.loadtests.bench.resuming_client import ResumingClient
+from penstock.loadtests.micro.server import free_ports
+from penstock.loadtests.micro.start import left_in_shared_memory, shared_memory
 from penstock.protos import inference_pb2 as pb
 from penstock.protos.inference_pb2_grpc import InferenceStub
 from tests.support.serving import PATIENCE, Serving, is_open, serving, wait_for

@@ -18,7 +18,7 @@ from penstock.cluster.spec.spec import ClusterSpec, Pools, PoolSpec, RouterSpec
 from penstock.cluster.status.status_events import LogLine, Progress, StatusEvent
 from penstock.cluster.status.status_events import Serving as Serves
 from penstock.cluster.supervisor import Supervisor
-from penstock.loadtests.server import free_ports
+from penstock.loadtests.micro.server import free_ports
 from tests.support.serving import PATIENCE, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]

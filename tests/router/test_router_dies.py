@@ -10,8 +10,8 @@ import pytest
 
 from penstock.cli.checkpoint import SHIPPED
 from penstock.cli.status import fetch
-from penstock.loadtests.lone_router import LoneRouter, lone_router
-from penstock.loadtests.resuming import ResumingClient
+from penstock.loadtests.bench.resuming_client import ResumingClient
+from penstock.loadtests.micro.standalone_router import StandaloneRouter, standalone_router
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
 from penstock.router.config import RouterConfig
@@ -92,14 +92,14 @@ async def read(client: ResumingClient, request: pb.GenerateRequest, into: Read) 
 
 
 @asynccontextmanager
-async def cluster() -> AsyncIterator[tuple[WorkerProcess, list[LoneRouter], list[Any]]]:
+async def cluster() -> AsyncIterator[tuple[WorkerProcess, list[StandaloneRouter], list[Any]]]:
     """A worker, two routers over it, and a stub of each."""
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(worker_process("mixed-0", MODEL, **WORKER))
         routers, stubs = [], []
         for name in ("router-0", "router-1"):
             router = await stack.enter_async_context(
-                lone_router(MODEL, {"mixed-0": worker.address}, name=name, **PATIENT)
+                standalone_router(MODEL, {"mixed-0": worker.address}, name=name, **PATIENT)
             )
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(router.grpc))
             routers.append(router)
@@ -108,7 +108,7 @@ async def cluster() -> AsyncIterator[tuple[WorkerProcess, list[LoneRouter], list
         yield worker, routers, stubs
 
 
-async def status_of(router: LoneRouter) -> Any:
+async def status_of(router: StandaloneRouter) -> Any:
     return await asyncio.to_thread(fetch, router.http, None)
 
 
@@ -158,7 +158,7 @@ async def test_its_clients_go_on_through_the_other_whose_own_notice_nothing() ->
         left = await until(lambda: status_of(second), is_empty)
         assert left["failovers"] == alone["failovers"] == 0
 
-        again = lone_router(MODEL, {"mixed-0": worker.address}, name="router-0", **PATIENT)
+        again = standalone_router(MODEL, {"mixed-0": worker.address}, name="router-0", **PATIENT)
         async with again as router, grpc.aio.insecure_channel(router.grpc) as channel:
             await until(lambda: status_of(router), lambda told: not told["not_ready"])
             seen = await read(ResumingClient([stub_of(channel)]), WHOLE[0], Read())

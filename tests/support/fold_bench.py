@@ -6,8 +6,12 @@ from typing import Any
 import numpy as np
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.loadtests.simulate.fold import FoldExecutor, straight_answer
-from penstock.loadtests.simulate.fold_beams import Answer, FoldBeams, straight_beams
+from penstock.loadtests.simulator.model.hash_model import HashModel, reference_answer
+from penstock.loadtests.simulator.model.hash_model_beams import (
+    Answer,
+    HashModelBeams,
+    reference_beams,
+)
 from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import (
@@ -82,8 +86,8 @@ class Bench:
     def __init__(self, **changes: int | float) -> None:
         self.limits = limits(**changes)
         self.batcher = Batcher(self.limits)
-        self.model = FoldExecutor(self.limits.num_blocks, self.limits.block_size)
-        self.beams = FoldBeams(self.limits.max_model_len)
+        self.model = HashModel(self.limits.num_blocks, self.limits.block_size)
+        self.beams = HashModelBeams(self.limits.max_model_len)
         self.answers: dict[Key, list[int]] = {}
         self.searched: dict[Key, list[Answer]] = {}  # of the searches that are over
         self.finishes: dict[Key, FinishReason] = {}
@@ -99,7 +103,7 @@ class Bench:
 
     def step(self) -> StepPlan | None:
         free = np.flatnonzero(self.batcher.pool.state == State.FREE).astype(np.int32)
-        self.model.spoil(free)
+        self.model.poison(free)
         plan = self.batcher.plan(0.0)
         self.peak_used = max(self.peak_used, self.batcher.load().used_blocks)
         if plan is not None:
@@ -108,7 +112,7 @@ class Bench:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        folds = self.model.fold(plan)
+        folds = self.model.hash(plan)
         drawn, parents, over = self.beams.draw(plan, self.batcher.table, folds)
         for key in over:
             self.batcher.finish(key)
@@ -134,14 +138,14 @@ class Bench:
     def expect(self, new: NewSequence) -> None:
         prompt, most = new.tokens[: new.num_prompt], self.limits.max_model_len
         if new.params.use_beam_search:
-            assert self.searched[new.key] == straight_beams(prompt, new.params, most)
+            assert self.searched[new.key] == reference_beams(prompt, new.params, most)
             assert new.key not in self.answers
             return
         for choice, tokens in [
             (new.choice, new.tokens),
             *((s.choice, s.tokens) for s in new.siblings),
         ]:
-            answer, finish = straight_answer(prompt, new.params, most, choice)
+            answer, finish = reference_answer(prompt, new.params, most, choice)
             name = new.key if choice == 0 else (new.key, choice)
             assert self.answers[name] == answer[len(tokens) - new.num_prompt :]
             assert self.finishes[name] == finish

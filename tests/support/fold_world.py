@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.loadtests.simulate.fold import FoldExecutor, copy_blocks, straight_answer
-from penstock.loadtests.simulate.fold_beams import FoldBeams, straight_beams
+from penstock.loadtests.simulator.model.hash_model import HashModel, copy_blocks, reference_answer
+from penstock.loadtests.simulator.model.hash_model_beams import HashModelBeams, reference_beams
 from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.config import check_fits
 from penstock.workers.scheduling.kv_pool import State
@@ -33,8 +33,8 @@ from penstock.workers.scheduling.sequence import (
 @dataclass(eq=False)
 class FoldWorker:
     batcher: Batcher
-    model: FoldExecutor
-    beams: FoldBeams
+    model: HashModel
+    beams: HashModelBeams
     plan: StepPlan | None = None  # in flight; it reads and writes its slots at the commit
     next: StepPlan | None = None  # planned behind it
     abandoned: dict[Key, Ints] = field(default_factory=dict)  # still written, and not yet settled
@@ -88,8 +88,8 @@ class FoldWorld:
         self.workers = [
             FoldWorker(
                 Batcher(limits),
-                FoldExecutor(limits.num_blocks, limits.block_size),
-                FoldBeams(limits.max_model_len),
+                HashModel(limits.num_blocks, limits.block_size),
+                HashModelBeams(limits.max_model_len),
             )
             for _ in "ab"
         ]
@@ -134,9 +134,9 @@ class FoldWorld:
     ) -> None:
         most = self.limits.max_model_len
         if params.use_beam_search:
-            answers = straight_beams(prompt, params, most)
+            answers = reference_beams(prompt, params, most)
         else:
-            answers = [straight_answer(prompt, params, most, at) for at in range(num_choices)]
+            answers = [reference_answer(prompt, params, most, at) for at in range(num_choices)]
         number, logs = len(self.asked), [list[int]() for _ in answers]
         ended = [False] * len(answers)
         self.asked.append(Asked(number, prompt, params, salt, priority, answers, at, logs, ended))
@@ -195,7 +195,7 @@ class FoldWorld:
         if worker.next is not None:
             return
         batcher = worker.batcher
-        worker.model.spoil(np.flatnonzero(batcher.pool.state == State.FREE).astype(np.int32))
+        worker.model.poison(np.flatnonzero(batcher.pool.state == State.FREE).astype(np.int32))
         plan = batcher.plan(0.0)
         if worker.plan is None:
             worker.plan = plan
@@ -217,7 +217,7 @@ class FoldWorld:
         if worker.plan is None:
             return
         plan, table = worker.plan, worker.batcher.table
-        drawn, parents, over = worker.beams.draw(plan, table, worker.model.fold(plan))
+        drawn, parents, over = worker.beams.draw(plan, table, worker.model.hash(plan))
         self._score(worker, plan)
         if worker.next is not None:
             assert parents is None
@@ -311,7 +311,7 @@ class FoldWorld:
         if complete:
             copy_blocks(transfer.source.model, transfer.blocks, to.model, transfer.into)
         else:
-            to.model.spoil(transfer.into)
+            to.model.poison(transfer.into)
         transfer.source.batcher.unpin(transfer.lease)
         if transfer.key in to.dropped:
             to.batcher.transfer_drained(transfer.key)
@@ -325,7 +325,7 @@ class FoldWorld:
 
     def settle(self, worker: FoldWorker) -> None:
         for key, blocks in worker.abandoned.items():
-            worker.model.spoil(blocks)  # written until now: nobody else may have got them
+            worker.model.poison(blocks)  # written until now: nobody else may have got them
             worker.batcher.transfer_drained(key)
         worker.abandoned = {}
 
@@ -417,7 +417,7 @@ class FoldWorld:
             case Reserved(key, have):
                 asked.state = "receiving"
                 blocks = worker.batcher.reserved_blocks(key)
-                worker.model.spoil(blocks)
+                worker.model.poison(blocks)
                 size = self.limits.block_size
                 assert asked.lease is None or have + len(blocks) * size >= asked.lease[2]
             case Yielded(key, kv_len):

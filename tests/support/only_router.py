@@ -1,7 +1,7 @@
 """A router in a process that can import only the packages of `requirements-router.txt`.
 
-`python -m tests.support.only_router` is `python -m penstock.loadtests.lone_router` under that
-restriction: it also imports every module of the product that an image for routers runs.
+`python -m tests.support.only_router` is `python -m penstock.loadtests.micro.standalone_router`
+under that restriction: it also imports every module of the product that an image for routers runs.
 """
 
 import re
@@ -79,7 +79,7 @@ def main() -> int:
     sys.meta_path.insert(0, Blocker(installed_with(names)))
     for module in MODULES:
         import_module(module)
-    code: int = import_module("penstock.loadtests.lone_router").main()
+    code: int = import_module("penstock.loadtests.micro.standalone_router").main()
     return code
 
 

@@ -17,7 +17,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
 )
 
 from penstock.cluster.kubernetes import node_drain
-from penstock.loadtests.server import free_ports
+from penstock.loadtests.micro.server import free_ports
 
 OBJECT_STORE = 83886080
 HEAD = "ray.head.default"

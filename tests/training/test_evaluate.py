@@ -10,7 +10,7 @@ import pytest
 
 from training import evaluate
 from training.evaluate import Score
-from training.families import FAMILIES, Message
+from training.tasks import FAMILIES, Message
 
 COUNT = 12
 

@@ -119,7 +119,7 @@ class KvSender:
             self.bytes_by_pair[pair] += sent.result()
 
     async def _acquire(self, peer: Peer) -> PeerChannel:
-        """The link to that worker, made if there is none: `_let_go` of it afterwards."""
+        """The link to that worker, made if there is none: `_release` of it afterwards."""
         link = self._find(peer)
         if link is None:
             await self._wait_for_slot()

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.loadtests.chaos.answers import Parting, Stream, compare, near_tie
-from penstock.loadtests.chaos.asks import KINDS, Ask, make_asks
+from penstock.loadtests.chaos.answers import Divergence, Stream, compare, near_tie
+from penstock.loadtests.chaos.request_mix import KINDS, ChaosRequest, make_requests
 from penstock.protos import inference_pb2 as pb
 
-ASK = Ask(1, "greedy with logprobs", "Hello", {"temperature": 0.0})
+ASK = ChaosRequest(1, "greedy with logprobs", "Hello", {"temperature": 0.0})
 
 
 def reply(position: int, *tokens: int, choice: int = 0, finish: str = "") -> pb.GenerateReply:
@@ -73,38 +73,38 @@ def test_text_and_scores_count_too() -> None:
 def test_another_token_is_wrong_or_to_be_judged() -> None:
     stream = heard(reply(0, 5, 6, 9, 9, 9, finish="length"))
     assert compare(stream, RIGHT, exact=True)[0]
-    assert compare(stream, RIGHT, exact=False) == ([], [Parting(ASK, 0, (5, 6), 7, 9)])
+    assert compare(stream, RIGHT, exact=False) == ([], [Divergence(ASK, 0, (5, 6), 7, 9)])
 
 
 def test_two_tokens_are_as_far_apart_as_their_draw_was() -> None:
-    parting = Parting(ASK, 0, (5, 9, 9), 7, 9)
+    parting = Divergence(ASK, 0, (5, 9, 9), 7, 9)
     scores = (-0.5, 1, ((7, -0.5), (9, -0.25), (3, -4.0)))
     assert near_tie(parting, scores, {}) == pytest.approx(0.25)
     penalised = {"temperature": 0.0, "presence_penalty": 0.05, "frequency_penalty": 0.1}
-    other = replace(parting, ask=replace(ASK, sampling=penalised))
+    other = replace(parting, request=replace(ASK, sampling=penalised))
     assert near_tie(other, scores, {}) == pytest.approx(0.0)
-    drawn = replace(parting, ask=replace(ASK, sampling={"temperature": 0.5}))
+    drawn = replace(parting, request=replace(ASK, sampling={"temperature": 0.5}))
     assert near_tie(drawn, scores, {7: 0.5, 9: 0.0}) == pytest.approx(0.0)
     assert near_tie(replace(parting, wrong=4), scores, {}) is None
 
 
 def test_asked_again_the_known_comes_again_and_nothing_else() -> None:
     stream = heard(reply(0, 5), reply(1, 6))
-    stream.choices[0].ask_again()
+    stream.choices[0].restart()
     stream.take(reply(0, 5, 6, 7), 5.0)
     stream.take(reply(3, 8, finish="length"), 6.0)
     assert compare(stream, RIGHT, exact=True) == ([], [])
     stream = heard(reply(0, 5), reply(1, 6))
-    stream.choices[0].ask_again()
+    stream.choices[0].restart()
     stream.take(reply(0, 5, 9), 5.0)
     assert "another token came for position 1" in compare(stream, RIGHT, exact=False)[0][0]
 
 
 def test_asks_are_of_every_kind_and_the_same_for_a_seed() -> None:
-    asks = make_asks(20, 3, (10, 20))
+    asks = make_requests(20, 3, (10, 20))
     assert {ask.kind for ask in asks} == set(KINDS)
     assert all(10 <= ask.sampling["max_tokens"] <= 20 for ask in asks)
-    assert list(asks) == list(make_asks(20, 3, (10, 20)))
-    assert list(asks) != list(make_asks(20, 4, (10, 20)))
+    assert list(asks) == list(make_requests(20, 3, (10, 20)))
+    assert list(asks) != list(make_requests(20, 4, (10, 20)))
     message = asks[1].message("c1", logprobs=7)
     assert (message.request_id, message.sampling.logprobs) == ("c1", 7)

@@ -3,37 +3,37 @@
 import pytest
 
 from penstock.loadtests.chaos.answers import Stream
-from penstock.loadtests.chaos.asks import Ask
 from penstock.loadtests.chaos.faults import (
-    ASKED_FOR,
     MOMENTS,
+    ON_REQUEST,
     WEIGHTS,
     Fault,
-    Strike,
+    InjectedFault,
     plan_faults,
 )
 from penstock.loadtests.chaos.outcome import (
-    Hits,
-    Placed,
+    FaultEffect,
+    Placement,
     by_kind,
     by_moment,
+    effects_of,
     errors_of,
-    hits_of,
     table,
 )
+from penstock.loadtests.chaos.request_mix import ChaosRequest
 
 
 def stream(name: str, began: float, ended: float, *arrivals: float) -> Stream:
-    return Stream(name, Ask(0, "greedy", ""), began, ended, list(arrivals))
+    return Stream(name, ChaosRequest(0, "greedy", ""), began, ended, list(arrivals))
 
 
-def strike(kind: str, worker: str, at: float, until: float | None = None) -> Strike:
+def strike(kind: str, worker: str, at: float, until: float | None = None) -> InjectedFault:
     fault = Fault(0, kind, "any", 0.0, 1.0)
-    return Strike(fault, "any", worker, worker, 7, at, at if until is None else until)
+    return InjectedFault(fault, "any", worker, worker, 7, at, at if until is None else until)
 
 
-def hit(one: Strike, streams: list[Stream], placed: list[Placed]) -> Hits:
-    (found,) = hits_of([one], streams, placed)
+def hit(one: InjectedFault, streams: list[Stream], placed: list[Placement]) -> FaultEffect:
+    (found,) = effects_of([one], streams, placed)
     return found
 
 
@@ -45,11 +45,11 @@ def test_a_kill_hits_who_ran_there_and_ends_with_their_next_computed_token() -> 
         stream("later", 11.0, 20.0, 12.0),
     ]
     placed = [
-        Placed(0.5, "d0", "a", ""),
-        Placed(0.5, "d1", "b", ""),
-        Placed(0.5, "d0", "over", ""),
-        Placed(12.0, "d1", "a", ""),
-        Placed(11.5, "d0", "later", ""),
+        Placement(0.5, "d0", "a", ""),
+        Placement(0.5, "d1", "b", ""),
+        Placement(0.5, "d0", "over", ""),
+        Placement(12.0, "d1", "a", ""),
+        Placement(11.5, "d0", "later", ""),
     ]
     found = hit(strike("kill", "d0", 10.0), streams, placed)
     assert [each.name for each in found.streams] == ["a"]
@@ -61,7 +61,7 @@ def test_a_stream_whose_answer_was_on_its_way_is_hit_and_has_nothing_to_recover(
     found = hit(
         strike("kill", "d0", 10.0),
         [stream("a", 0.0, 10.2, 10.1)],
-        [Placed(0.5, "d0", "a", "")],
+        [Placement(0.5, "d0", "a", "")],
     )
     assert (len(found.streams), found.recoveries) == (1, [])
 
@@ -70,14 +70,14 @@ def test_a_pause_is_over_with_the_next_token_after_it() -> None:
     found = hit(
         strike("pause", "d0", 10.0, 11.0),
         [stream("a", 0.0, 20.0, 9.0, 10.05, 11.2)],
-        [Placed(0.5, "d0", "a", "")],
+        [Placement(0.5, "d0", "a", "")],
     )
     assert found.recoveries == [pytest.approx(1.2)]
 
 
 def test_who_sends_blocks_is_needed_for_a_moment() -> None:
     streams = [stream("a", 0.0, 20.0, 11.0)]
-    placed = [Placed(1.0, "p0", "a", ""), Placed(9.9, "d0", "a", "p0")]
+    placed = [Placement(1.0, "p0", "a", ""), Placement(9.9, "d0", "a", "p0")]
     assert hit(strike("kill", "p0", 10.0), streams, placed).streams
     assert not hit(strike("kill", "p0", 10.5), streams, placed).streams
     assert hit(strike("kill", "d0", 10.5), streams, placed).streams
@@ -94,11 +94,11 @@ def test_an_error_is_allowed_where_two_workers_were_lost_and_nowhere_else() -> N
     for each in streams:
         each.error = "INTERNAL: 2 workers were lost while they ran it"
     hits = [
-        Hits(strike("kill", "d0", 1.0), streams),
-        Hits(strike("pause", "d1", 2.0), streams),
-        Hits(strike("cut stream", "d1", 3.0), streams[1:]),
+        FaultEffect(strike("kill", "d0", 1.0), streams),
+        FaultEffect(strike("pause", "d1", 2.0), streams),
+        FaultEffect(strike("cut stream", "d1", 3.0), streams[1:]),
     ]
-    wrong, allowed = errors_of(streams, hits, [Placed(0.5, "d0", "once", "")])
+    wrong, allowed = errors_of(streams, hits, [Placement(0.5, "d0", "once", "")])
     assert [each.partition(":")[0] for each in wrong] == ["once"]
     assert wrong[0].endswith(
         "(0.50 s to d0, 1.00 s kill d0, 2.00 s pause d1, 3.00 s cut stream d1)"
@@ -109,20 +109,20 @@ def test_an_error_is_allowed_where_two_workers_were_lost_and_nowhere_else() -> N
 def test_what_was_placed_before_anybody_noticed_is_lost_too() -> None:
     (late,) = streams = [stream("late", 0.0, 60.0)]
     late.error = "INTERNAL: 2 workers were lost while they ran it"
-    placed = [Placed(1.5, "d0", "late", ""), Placed(9.0, "d1", "late", "")]
+    placed = [Placement(1.5, "d0", "late", ""), Placement(9.0, "d1", "late", "")]
     kill, cut = strike("kill", "d0", 1.0), strike("cut stream", "d1", 5.0)
-    assert not errors_of(streams, [Hits(kill), Hits(cut)], placed)[1]
+    assert not errors_of(streams, [FaultEffect(kill), FaultEffect(cut)], placed)[1]
     froze = strike("freeze", "d1", 5.0)
-    assert errors_of(streams, [Hits(kill), Hits(froze)], placed)[1]
-    router = Hits(strike("kill router", "", 2.0), streams)
-    assert not errors_of(streams, [Hits(kill), router], placed)[1]
+    assert errors_of(streams, [FaultEffect(kill), FaultEffect(froze)], placed)[1]
+    router = FaultEffect(strike("kill router", "", 2.0), streams)
+    assert not errors_of(streams, [FaultEffect(kill), router], placed)[1]
 
 
 def test_sums_are_by_kind_and_by_moment_and_shown() -> None:
     hits = [
-        Hits(strike("kill", "d0", 1.0), [stream("a", 0.0, 9.0)], [1.0, 3.0]),
-        Hits(strike("kill", "d0", 2.0)),
-        Hits(strike("pause", "d0", 3.0), [stream("a", 0.0, 9.0)], [0.5]),
+        FaultEffect(strike("kill", "d0", 1.0), [stream("a", 0.0, 9.0)], [1.0, 3.0]),
+        FaultEffect(strike("kill", "d0", 2.0)),
+        FaultEffect(strike("pause", "d0", 3.0), [stream("a", 0.0, 9.0)], [0.5]),
     ]
     found = by_kind(hits)
     assert (found["kill"]["faults"], found["kill"]["hit"], found["kill"]["recovered"]) == (2, 1, 2)
@@ -144,4 +144,4 @@ def test_every_kind_comes_and_a_seed_says_all() -> None:
     assert plan == plan_faults(300, 5, ["ray kill"])
     assert plan != plan_faults(300, 6, ["ray kill"])
     assert plan_faults(8, 5, ["ray kill"]) == plan[:8]
-    assert not set(ASKED_FOR) & {fault.kind for fault in plan_faults(300, 5, [])}
+    assert not set(ON_REQUEST) & {fault.kind for fault in plan_faults(300, 5, [])}

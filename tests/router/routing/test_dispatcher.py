@@ -24,8 +24,8 @@ from penstock.router.routing.events import (
     Yielded,
 )
 from penstock.router.routing.request_state import Phase
+from tests.support.router_harness import AT, D, E, M, P, Router, ends, submits
 from tests.support.router_world import info_of
-from tests.support.told_router import AT, D, E, M, P, Router, ends, submits
 
 # ------------------------------------------------------------------ the road
 

@@ -12,7 +12,7 @@ from penstock.router.routing.events import (
     WorkerLost,
     Yielded,
 )
-from tests.support.told_router import D, M, N, P, Router, submits
+from tests.support.router_harness import D, M, N, P, Router, submits
 
 
 def scored(worker: str, attempt: int, first: int, last: int) -> Stepped:

@@ -15,12 +15,12 @@ from penstock.router.routing.events import (
 )
 from penstock.router.routing.request_state import Phase
 from penstock.router.routing.token_log import AppendResult
-from tests.support.story import (
+from tests.support.request_history import (
     AT,
     HELD,
     LEASE,
     STATES,
-    Story,
+    RequestHistory,
     V,
     W,
     moving,
@@ -39,7 +39,7 @@ def test_states_are_what_they_are_called(phase: Phase) -> None:
 
 
 def test_the_way_of_a_request_through_prefill_and_decode() -> None:
-    story = Story().place(W, 1)
+    story = RequestHistory().place(W, 1)
     assert story.out == [Submit("w", story.life.request, 1, ((),), (False,), None, 1)]
     assert story.token("w", 1, 0) is AppendResult.STATE_CHANGED
     assert story.out == [Deliver(1, 0, 0, (100,), (None,), Finish.NONE)]
@@ -62,7 +62,9 @@ def test_the_way_of_a_request_through_prefill_and_decode() -> None:
 
 
 @pytest.mark.parametrize("make", [waiting, moving])
-def test_a_step_from_the_next_worker_implies_that_it_runs(make: Callable[[], Story]) -> None:
+def test_a_step_from_the_next_worker_implies_that_it_runs(
+    make: Callable[[], RequestHistory],
+) -> None:
     story = make()
     assert story.token("v", 2, 1) is AppendResult.STATE_CHANGED
     assert story.out == [Drop("w", 1, 1), Deliver(1, 0, 1, (101,), (None,), Finish.NONE)]
@@ -70,7 +72,7 @@ def test_a_step_from_the_next_worker_implies_that_it_runs(make: Callable[[], Sto
 
 
 def test_a_finish_beats_a_yield() -> None:
-    story = Story().place(W, 1)
+    story = RequestHistory().place(W, 1)
     story.token("w", 1, 0, Finish.STOP)
     assert story.out[-1] == EndRequest(1, Status.OK, "")
     story.life.status = None  # even if it were still known, the late offer would be dropped
@@ -146,7 +148,7 @@ def test_a_stop_string_cuts_the_log_and_ends(phase: Phase) -> None:
 
 
 def test_a_cut_choice_is_dropped_and_the_others_go_on() -> None:
-    story = Story(num_choices=2).place()
+    story = RequestHistory(num_choices=2).place()
     story.token("w", 1, 0)
     story.token("w", 1, 0, choice=1)
     story.does(lambda out: story.life.stop_choice(0, 0, out))
@@ -167,7 +169,7 @@ def test_a_cut_of_no_choice_changes_nothing() -> None:
 
 
 def test_a_cut_that_comes_after_the_finish_changes_nothing() -> None:
-    story = Story(num_choices=2).place()
+    story = RequestHistory(num_choices=2).place()
     story.token("w", 1, 0, Finish.STOP)
     story.does(lambda out: story.life.stop_choice(0, 0, out))
     assert story.out == []
@@ -178,7 +180,9 @@ def test_a_cut_that_comes_after_the_finish_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("make", "name"), [(running, ("w", 1)), (moving, ("v", 2))])
-def test_an_error_of_the_workers_ends_it(make: Callable[[], Story], name: tuple[str, int]) -> None:
+def test_an_error_of_the_workers_ends_it(
+    make: Callable[[], RequestHistory], name: tuple[str, int]
+) -> None:
     story = make()
     assert story.does(lambda out: story.life.aborted(*name, "not finite", out)) is True
     assert story.out[-1] == EndRequest(1, Status.INTERNAL, "not finite")
@@ -194,7 +198,7 @@ def test_an_error_of_an_old_attempt_changes_nothing() -> None:
 
 
 def test_a_log_that_the_client_brought_is_gone_on_from() -> None:
-    story = Story(log=[[8, 9]], max_tokens=3).place()
+    story = RequestHistory(log=[[8, 9]], max_tokens=3).place()
     assert story.out == [Submit("w", story.life.request, 1, ((8, 9),), (False,), None, 0)]
     assert story.life.token_log.num_remaining == 1
     assert story.token("w", 1, 1) is AppendResult.DUPLICATE

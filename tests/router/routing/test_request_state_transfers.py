@@ -16,12 +16,11 @@ from penstock.router.routing.events import (
 )
 from penstock.router.routing.request_state import Phase, RequestState
 from penstock.router.routing.token_log import AppendResult
-from tests.support.router_world import info_of
-from tests.support.story import (
+from tests.support.request_history import (
     AT,
     LEASE,
     STATES,
-    Story,
+    RequestHistory,
     V,
     W,
     X,
@@ -32,12 +31,13 @@ from tests.support.story import (
     waiting,
     yielded,
 )
+from tests.support.router_world import info_of
 
 # ------------------------------------------------------------------ Rejected
 
 
 def test_rejected_while_running_is_placed_elsewhere() -> None:
-    story = Story().place(W, 1)
+    story = RequestHistory().place(W, 1)
     assert story.does(lambda out: story.life.rejected("w", 1, out)) is True
     assert (story.out, story.phase) == ([], Phase.QUEUED)
     story.place(V)
@@ -53,7 +53,9 @@ def test_rejected_while_waiting_keeps_the_lease_as_source() -> None:
 
 
 @pytest.mark.parametrize("make", [waiting, moving])
-def test_the_next_worker_may_yield_before_it_said_anything(make: Callable[[], Story]) -> None:
+def test_the_next_worker_may_yield_before_it_said_anything(
+    make: Callable[[], RequestHistory],
+) -> None:
     story = make().yielded("v", 2)
     assert (story.out, story.phase) == ([Drop("w", 1, 1)], Phase.YIELDED)
     story.place(X)
@@ -97,7 +99,7 @@ def test_workers_lost_that_did_not_run_it_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("make", [waiting, moving])
-def test_the_destination_lost_keeps_the_lease_as_source(make: Callable[[], Story]) -> None:
+def test_the_destination_lost_keeps_the_lease_as_source(make: Callable[[], RequestHistory]) -> None:
     story = make()
     story.does(lambda out: story.life.worker_lost("v", out))
     assert (story.out, story.phase) == ([], Phase.YIELDED)
@@ -106,7 +108,7 @@ def test_the_destination_lost_keeps_the_lease_as_source(make: Callable[[], Story
 
 
 @pytest.mark.parametrize("make", [waiting, moving])
-def test_the_source_lost_means_nothing_to_do(make: Callable[[], Story]) -> None:
+def test_the_source_lost_means_nothing_to_do(make: Callable[[], RequestHistory]) -> None:
     story = make()
     assert story.does(lambda out: story.life.worker_lost("w", out)) is False
     assert (story.out, story.phase) == ([], make().phase)
@@ -133,7 +135,9 @@ def test_blocks_whose_source_is_gone_are_waited_for_for_two_looks(
 
 
 @pytest.mark.parametrize("make", [running, yielded, waiting])
-def test_where_no_blocks_are_on_their_way_nothing_is_given_up(make: Callable[[], Story]) -> None:
+def test_where_no_blocks_are_on_their_way_nothing_is_given_up(
+    make: Callable[[], RequestHistory],
+) -> None:
     story = make()
     story.does(lambda out: story.life.worker_lost("w", out))
     phase = story.phase
@@ -162,7 +166,7 @@ def test_ready_for_a_source_that_is_lost_begins_again_there_without() -> None:
 
 
 @pytest.mark.parametrize("make", [waiting, moving])
-def test_failed_at_the_destination_which_computes_them(make: Callable[[], Story]) -> None:
+def test_failed_at_the_destination_which_computes_them(make: Callable[[], RequestHistory]) -> None:
     story = make()
     assert story.does(lambda out: story.life.failed("v", 2, out)) is True
     assert (story.out, story.phase) == ([Drop("w", 1, 1)], Phase.RUNNING)

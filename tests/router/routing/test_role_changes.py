@@ -20,8 +20,8 @@ from penstock.router.routing.events import (
     Yield,
     Yielded,
 )
+from tests.support.router_harness import AT, D, E, M, P, Router, ends, submits
 from tests.support.router_world import World, info_of
-from tests.support.told_router import AT, D, E, M, P, Router, ends, submits
 
 
 def running_at(worker: str, router: Router) -> None:

@@ -17,8 +17,8 @@ from penstock.router.routing.events import (
     Yielded,
 )
 from penstock.router.routing.worker_registry import LivenessBounds
+from tests.support.router_harness import AT, D, M, N, P, Router, ends, submits
 from tests.support.router_world import info_of
-from tests.support.told_router import AT, D, M, N, P, Router, ends, submits
 
 BOUND = 45.0
 

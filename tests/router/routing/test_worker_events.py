@@ -22,8 +22,8 @@ from penstock.router.routing.events import (
     WorkerUp,
     Yielded,
 )
+from tests.support.router_harness import AT, D, M, N, P, Router, ends, submits
 from tests.support.router_world import info_of
-from tests.support.told_router import AT, D, M, N, P, Router, ends, submits
 
 # ------------------------------------------------------------------ workers silent and lost
 

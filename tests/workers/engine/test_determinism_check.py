@@ -28,7 +28,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import run_greedy
 from tests.support.even import EVEN, make_even
 from tests.support.handover import HandOvers
-from tests.support.played import Bits, Request, Schedule, play
+from tests.support.schedule_player import Bits, Request, Schedule, play
 from tests.support.tiny import tiny_checkpoint
 
 FAMILIES = ("llama3", "mistral", "gemma2", "qwen2-moe", "gpt-oss", "bloom-untied", "falcon-rw",

@@ -17,8 +17,8 @@ from penstock.workers.gpu.cuda_graphs import CudaCaptures
 from penstock.workers.gpu.device_runner import DeviceRunner
 from penstock.workers.rank import rank_runtime
 from tests.support.devices import DEVICE, ON_GPU, exact_products, runs_kernels
-from tests.support.played import CROWD, few_requests, play, rehearsed_in_all_company
 from tests.support.ranks import make_model
+from tests.support.schedule_player import CROWD, few_requests, play, run_all_schedules_after_warm_up
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -86,7 +86,7 @@ def make_engine(folder: Path, dtype: str, replays: Replays | None) -> Engine:
 def test_in_any_company(family: str, dtype: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / family, family, num_hidden_layers=2)
     engine = make_engine(folder, dtype, None)
-    expected, *others = rehearsed_in_all_company(engine)
+    expected, *others = run_all_schedules_after_warm_up(engine)
     assert all(found == expected for found in others)
     # By another engine, whose decodes are captured graphs with padding behind the rows.
     replays = Replays()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from penstock.workers.engine.engine import Engine
-from tests.support.played import in_all_company, rehearsed_in_all_company
 from tests.support.rank_processes import RankProcesses, rank_processes
 from tests.support.ranks import Answers, agree, answer, make_model, rank_config
+from tests.support.schedule_player import run_all_schedules, run_all_schedules_after_warm_up
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
 
@@ -75,7 +75,7 @@ def test_a_deterministic_worker_of_two_ranks(
     """A request's bits are its own in any company, on this worker and on another of its shape."""
     model, _ = one_rank(folder, name)
     sizes = {"deterministic": True, "kv_cache_mib": 2, "max_batched_tokens": 64}
-    workers = [rehearsed_in_all_company, *([in_all_company] if name == "llama" else [])]
+    workers = [run_all_schedules_after_warm_up, *([run_all_schedules] if name == "llama" else [])]
     expected, *others = [
         found for use in workers for found in ranks.made_by(use, model, mesh, **sizes)
     ]

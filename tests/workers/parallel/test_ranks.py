@@ -12,7 +12,6 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.parallel.rendezvous import LocalStore
-from tests.support.played import in_all_company
 from tests.support.ranks import (
     NUM_NEW,
     PROMPTS,
@@ -24,6 +23,7 @@ from tests.support.ranks import (
     make_model,
     rank_config,
 )
+from tests.support.schedule_player import run_all_schedules
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +87,7 @@ def test_a_narrow_cache_forked_shared_preempted_and_moved(
 ) -> None:
     sizes = {"deterministic": True, "kv_cache_mib": 2, "max_batched_tokens": 64}
     model = make_model(tmp_path, "llama")
-    expected, *others = made_by(in_all_company, model, mesh, **NARROW, **sizes)
+    expected, *others = made_by(run_all_schedules, model, mesh, **NARROW, **sizes)
     assert all(found == expected for found in others)
 
 

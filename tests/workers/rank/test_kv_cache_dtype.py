@@ -21,7 +21,7 @@ from penstock.workers.service.grpc_service import serve_worker
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import greedy_sequence, run_greedy, run_out
 from tests.support.handover import HandOvers
-from tests.support.played import in_all_company
+from tests.support.schedule_player import run_all_schedules
 from tests.support.tiny import HEAD_DIM, KV_HEADS, NUM_LAYERS, tiny_checkpoint
 
 PROMPT = [3 + (5 * i) % 160 for i in range(120)]
@@ -120,7 +120,7 @@ def exact(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
 
 @pytest.mark.slow
 def test_forked_cached_preempted_and_moved(exact: Engine) -> None:
-    expected, *others = in_all_company(exact)
+    expected, *others = run_all_schedules(exact)
     assert all(found == expected for found in others)
 
 

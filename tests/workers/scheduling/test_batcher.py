@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.loadtests.simulate.fold import straight_answer
+from penstock.loadtests.simulator.model.hash_model import reference_answer
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import Admitted, Finished, FinishReason
 from tests.support.fold_bench import Bench, limits, sequence
@@ -96,7 +96,7 @@ def test_answers_are_cached_too() -> None:
 
 def test_stop_token_ends_a_sequence_once_it_is_long_enough() -> None:
     prompt = [3, 1, 4]
-    answer, _ = straight_answer(prompt, SamplingParams(max_tokens=10), 64)
+    answer, _ = reference_answer(prompt, SamplingParams(max_tokens=10), 64)
     bench = Bench()
     stops = (*range(1000, 1010), 2**32 - 1, answer[2])
     first = answer.index(answer[2]) + 1
@@ -121,7 +121,7 @@ def test_answer_ends_where_the_positions_end() -> None:
 
 def test_log_counts_towards_max_tokens_and_indices_go_on() -> None:
     bench = Bench()
-    answer, _ = straight_answer([1, 2, 3], SamplingParams(max_tokens=6), 64)
+    answer, _ = reference_answer([1, 2, 3], SamplingParams(max_tokens=6), 64)
     bench.batcher.submit(sequence("a", [1, 2, 3], 6, log=tuple(answer[:4])))
     plan = bench.batcher.plan(0.0)
     assert plan is not None
@@ -197,7 +197,7 @@ def test_dropped_while_its_step_is_in_flight_it_keeps_its_blocks_until_the_commi
     assert bench.batcher.load().used_blocks == 2
     bench.batcher.check()
     output = bench.batcher.commit(plan, bench.model.run(plan))
-    answer, _ = straight_answer([4, 5, 6], SamplingParams(max_tokens=9), 64)
+    answer, _ = reference_answer([4, 5, 6], SamplingParams(max_tokens=9), 64)
     assert (output.keys, output.tokens.tolist()) == (["b"], answer[:1])
     assert bench.batcher.load().used_blocks == 1
     bench.batcher.drop("b")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.loadtests.simulate.fold import FoldExecutor, copy_blocks
+from penstock.loadtests.simulator.model.hash_model import HashModel, copy_blocks
 from penstock.workers.scheduling.sequence import (
     Finished,
     Ints,
@@ -77,13 +77,13 @@ def test_searches_in_a_pipeline_give_what_they_give_alone() -> None:
     assert most > 1
 
 
-class Forgetful(FoldExecutor):
+class Forgetful(HashModel):
     """Makes no copies."""
 
     def copy(self, pairs: Ints) -> None: ...
 
 
-class Mistaken(FoldExecutor):
+class Mistaken(HashModel):
     """Copies to the right blocks from wrong ones."""
 
     def copy(self, pairs: Ints) -> None:
@@ -91,7 +91,7 @@ class Mistaken(FoldExecutor):
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Mistaken])
-def test_a_copy_left_out_or_made_wrong_changes_the_answers(kind: type[FoldExecutor]) -> None:
+def test_a_copy_left_out_or_made_wrong_changes_the_answers(kind: type[HashModel]) -> None:
     bench = Bench()
     bench.model = kind(bench.limits.num_blocks, bench.limits.block_size)
     new = beams("a", list(range(6)), 4, 12)

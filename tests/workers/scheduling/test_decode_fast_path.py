@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.loadtests.simulate.fold import straight_answer
+from penstock.loadtests.simulator.model.hash_model import reference_answer
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import Finished, FinishReason, StepPlan
 from tests.support.fold_bench import Bench, limits, sequence
@@ -56,7 +56,7 @@ def test_plan_that_follows_is_the_one_that_the_tables_give() -> None:
 
 
 def test_one_that_ends_has_a_row_in_the_step_behind_whose_token_is_thrown_away() -> None:
-    answer, _ = straight_answer([1, 2, 3], SamplingParams(max_tokens=40), 64)
+    answer, _ = reference_answer([1, 2, 3], SamplingParams(max_tokens=40), 64)
     length = next(n for n in range(3, 40) if answer[n] not in answer[:n])
     bench = Bench()
     bench.batcher.submit(sequence("a", [1, 2, 3], 40, stop_token_ids=(answer[length],)))

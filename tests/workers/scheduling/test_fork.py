@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.loadtests.simulate.fold import FoldExecutor, copy_blocks, straight_answer
+from penstock.loadtests.simulator.model.hash_model import HashModel, copy_blocks, reference_answer
 from penstock.workers.scheduling.sequence import (
     Admitted,
     Finished,
@@ -46,13 +46,13 @@ def test_choices_share_the_full_blocks_of_a_long_prompt() -> None:
     assert together.peak_used == 12 + 4 * 3
 
 
-class Forgetful(FoldExecutor):
+class Forgetful(HashModel):
     """Makes no copies."""
 
     def copy(self, pairs: Ints) -> None: ...
 
 
-class Mistaken(FoldExecutor):
+class Mistaken(HashModel):
     """Copies to the right blocks from wrong ones."""
 
     def copy(self, pairs: Ints) -> None:
@@ -60,7 +60,7 @@ class Mistaken(FoldExecutor):
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Mistaken])
-def test_a_copy_left_out_or_made_wrong_changes_the_answers(kind: type[FoldExecutor]) -> None:
+def test_a_copy_left_out_or_made_wrong_changes_the_answers(kind: type[HashModel]) -> None:
     bench = Bench()
     bench.model = kind(bench.limits.num_blocks, bench.limits.block_size)
     new = sequence("a", list(range(6)), 9, num_choices=3)
@@ -73,7 +73,7 @@ def test_a_copy_left_out_or_made_wrong_changes_the_answers(kind: type[FoldExecut
 def logged(lengths: list[int], prompt: list[int], max_tokens: int) -> NewSequence:
     """A request that a worker lost when its choices had these lengths."""
     plain = sequence("a", prompt, max_tokens)
-    logs = [straight_answer(prompt, plain.params, 64, i)[0][:n] for i, n in enumerate(lengths)]
+    logs = [reference_answer(prompt, plain.params, 64, i)[0][:n] for i, n in enumerate(lengths)]
     first, *others = [Sibling(choice, prompt + log) for choice, log in enumerate(logs)]
     return NewSequence("a", first.tokens, len(prompt), plain.params, siblings=tuple(others))
 
@@ -100,7 +100,7 @@ def test_one_choice_ends_and_the_others_go_on() -> None:
     bench.run()
     assert len(bench.answers["a"]) == 2
     for choice in (1, 2):
-        assert bench.answers["a", choice] == straight_answer(range(6), new.params, 64, choice)[0]
+        assert bench.answers["a", choice] == reference_answer(range(6), new.params, 64, choice)[0]
     assert bench.batcher.events()[-1] == Finished("a")
     assert bench.batcher.load().used_blocks == 0
 
@@ -114,7 +114,7 @@ def test_choice_that_leads_is_dropped_once_the_others_have_their_prompt() -> Non
     bench.batcher.drop_choice("a", 2)
     bench.run()
     assert "a" not in bench.answers
-    assert bench.answers["a", 1] == straight_answer(range(10), new.params, 64, 1)[0]
+    assert bench.answers["a", 1] == reference_answer(range(10), new.params, 64, 1)[0]
     assert bench.batcher.events()[-1] == Finished("a")
     assert bench.batcher.load().used_blocks == 0
 
@@ -129,7 +129,7 @@ def test_choice_dropped_while_it_waits_for_a_cached_prompt_is_never_run() -> Non
     bench.batcher.drop_choice("a", 0)
     bench.run()
     assert "a" not in bench.answers
-    assert bench.answers["a", 1] == straight_answer(prompt, new.params, 64, 1)[0][1:]
+    assert bench.answers["a", 1] == reference_answer(prompt, new.params, 64, 1)[0][1:]
     assert bench.batcher.events()[-1] == Finished("a")
     assert bench.batcher.load().used_blocks == 0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.loadtests.simulate.fold import copy_blocks
+from penstock.loadtests.simulator.model.hash_model import copy_blocks
 from penstock.workers.scheduling.sequence import Admitted, Finished, Reserved
 from tests.support.fold_bench import Bench, hand_over, sequence
 

@@ -15,8 +15,8 @@ from penstock.router.routing.events import (
     Yielded,
 )
 from penstock.router.routing.placement.placer import RecoveryThrottle
+from tests.support.router_harness import AT, D, E, M, N, P, Router, ends, submits
 from tests.support.router_world import info_of
-from tests.support.told_router import AT, D, E, M, N, P, Router, ends, submits
 
 # ------------------------------------------------------------------ pace
 

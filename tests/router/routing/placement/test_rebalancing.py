@@ -11,7 +11,7 @@ from penstock.router.routing.placement.rebalancing import (
     INITIAL_SECONDS,
     rebalance_delay,
 )
-from tests.support.told_router import AT, D, E, P, Router, submits
+from tests.support.router_harness import AT, D, E, P, Router, submits
 
 FULL = WorkerLoad(queued=1, running=4)
 EMPTY = WorkerLoad(free_blocks=64)

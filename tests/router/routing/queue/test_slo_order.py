@@ -28,8 +28,8 @@ from penstock.router.routing.queue.slo_order import (
     prefill_capacity,
 )
 from penstock.router.routing.worker_registry import WorkerView
+from tests.support.router_harness import Router, submits
 from tests.support.router_world import info_of
-from tests.support.told_router import Router, submits
 
 PROMISED = 2.0
 ONE = PrefillCapacity(workers=1.0, seconds_per_token=0.001)

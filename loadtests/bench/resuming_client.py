@@ -1,0 +1,134 @@
+"""A client of `penstock.v1.Inference` that outlives its router: it goes on with what it has.
+
+    client = ResumingClient(stubs, metadata)
+    async for reply in client.generate(request): ...
+
+yields the replies of one undisturbed call, whichever of the routers gave them.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import grpc
+
+from penstock.protos import inference_pb2 as pb
+
+PAUSE_SECONDS = 0.2  # once all routers were tried
+
+
+class BadAnswer(Exception):
+    """A position came twice or was left out, or the call ended before the answer did."""
+
+
+class Progress:
+    """What has come of one request: all that is needed to ask for the rest.
+
+    The prompt's token ids are asked for with the first reply, unless they are known, so that the
+    rest is of the very same prompt.
+    """
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        sampling = request.sampling
+        num_choices = sampling.n or 1
+        self.tokens: list[list[int]] = [[] for _ in range(num_choices)]
+        self.finishes = [""] * num_choices
+        self._past = [""] * num_choices  # ends that came with the request
+        for known in request.so_far:
+            self.tokens[known.choice] = list(known.tokens)
+            self._past[known.choice] = known.finish_reason
+        self._request = pb.GenerateRequest()
+        self._request.CopyFrom(request)
+        self._wants_prompt = request.echo_prompt_tokens
+        self._request.echo_prompt_tokens |= request.WhichOneof("prompt") != "tokens"
+        # Answers that come whole, at the end, come again: nothing goes on from their tokens.
+        self._comes_whole = sampling.use_beam_search or sampling.best_of > num_choices
+        self._has_begun = bool(request.so_far)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more is to come."""
+        return all(self.finishes)
+
+    def add_reply(self, reply: pb.GenerateReply) -> None:
+        """Keep what a reply tells, and take from it what its reader knows. `BadAnswer`."""
+        answer = self.tokens[reply.choice]
+        if self.finishes[reply.choice]:
+            for name in ("tokens", "text", "logprobs", "finish_reason", "stop_reason"):
+                reply.ClearField(name)
+        elif reply.tokens and reply.position != len(answer):
+            raise BadAnswer(f"position {reply.position} came where {len(answer)} was to come")
+        answer.extend(reply.tokens)
+        self.finishes[reply.choice] = self.finishes[reply.choice] or reply.finish_reason
+        self._has_begun |= bool(reply.tokens)
+        self._request.sampling.seed = reply.seed
+        if reply.prompt_tokens:
+            self._request.tokens.ids[:] = reply.prompt_tokens
+            self._request.echo_prompt_tokens = False
+            if not self._wants_prompt:
+                reply.ClearField("prompt_tokens")
+
+    def remaining_request(self) -> pb.GenerateRequest:
+        """The request for what has not come yet."""
+        rest = pb.GenerateRequest()
+        rest.CopyFrom(self._request)
+        if not self._has_begun or self._comes_whole:
+            return rest
+        rest.sampling.ClearField("prompt_logprobs")  # they came before the first token
+        del rest.so_far[:]
+        for choice, tokens in enumerate(self.tokens):
+            finish = self.finishes[choice] or self._past[choice]
+            rest.so_far.add(choice=choice, tokens=tokens, finish_reason=finish)
+        return rest
+
+
+class ResumingClient:
+    """Asks one of several routers, and when that is gone another.
+
+    Args:
+        stubs: of the routers; where there is one, it is asked again until it is there anew.
+        metadata: of every call.
+        patience: seconds for which there may be nobody who answers.
+    """
+
+    def __init__(
+        self,
+        stubs: Sequence[Any],
+        metadata: Sequence[tuple[str, str]] = (),
+        patience: float = 30.0,
+    ) -> None:
+        self.num_broken = 0  # calls that went on elsewhere
+        self._stubs = stubs
+        self._metadata = metadata
+        self._timeout = patience
+        self._at = 0
+
+    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateReply]:
+        """The replies of one answer. `grpc.RpcError` for what no other router would mend;
+        `BadAnswer`."""
+        progress = Progress(request)
+        num_misses, heard = 0, time.monotonic()
+        while not progress.is_over:
+            call = self._stubs[self._at].Generate(
+                progress.remaining_request(), metadata=self._metadata
+            )
+            try:
+                async for reply in call:
+                    num_misses, heard = 0, time.monotonic()
+                    progress.add_reply(reply)
+                    yield reply
+                if not progress.is_over:
+                    raise BadAnswer("the call ended before the answer did")
+            except grpc.RpcError as error:
+                is_final = error.code() is not grpc.StatusCode.UNAVAILABLE
+                if is_final or time.monotonic() - heard > self._timeout:
+                    raise
+            finally:
+                call.cancel()
+            if not progress.is_over:
+                self.num_broken += not num_misses
+                num_misses += 1
+                self._at = (self._at + 1) % len(self._stubs)
+                if num_misses >= len(self._stubs):
+                    await asyncio.sleep(PAUSE_SECONDS)

@@ -1,0 +1,82 @@
+"""Virtual environments made from pip when they are first needed, kept in the user's cache."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.loadtests.comparison.engines import Environment
+
+_COMPLETE = "complete"  # a file that is there once everything is installed
+_LOG_TAIL = 600  # characters
+
+
+class NotInstalled(RuntimeError):
+    """A peer could not be installed; the message says which and why."""
+
+
+def cache_folder() -> Path:
+    """Where environments and checkpoints are kept between runs."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if home else Path.home() / ".cache") / "penstock" / "peers"
+
+
+def python_of(environment: Environment, cache: Path) -> Path:
+    """Return its interpreter, after installing what is not there yet. Raises NotInstalled."""
+    if not environment.requirements:
+        return Path(sys.executable)
+    folder = cache / f"{environment.name}-{_mark(environment)}"
+    python = folder / "bin" / "python"
+    with _locked(folder):
+        if not (folder / _COMPLETE).exists():
+            try:
+                _install(environment, folder, python)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+    return python
+
+
+def _mark(environment: Environment) -> str:
+    """Changes with what is asked for and with the Python that it is made for."""
+    parts = (*environment.requirements, *environment.unwanted, *sorted(environment.build.items()))
+    return hashlib.sha256(repr((parts, sys.version_info[:2])).encode()).hexdigest()[:12]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Two runs at once make an environment once."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _install(environment: Environment, folder: Path, python: Path) -> None:
+    print(f"{environment.name}: installing into {folder} (minutes)", file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True, symlinks=True)
+    variables = {**os.environ, **environment.build, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    # What is compiled is kept by its name alone, however it was to be built.
+    kept = ["--no-cache-dir"] if environment.build else []
+    pip = [str(python), "-m", "pip", "--no-input"]
+    _run(environment, [*pip, "install", *kept, "--quiet", *environment.requirements], variables)
+    if environment.unwanted:
+        _run(environment, [*pip, "uninstall", "--quiet", "-y", *environment.unwanted], variables)
+    (folder / _COMPLETE).touch()
+
+
+def _run(environment: Environment, command: list[str], variables: dict[str, str]) -> None:
+    done = subprocess.run(
+        command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+        words = "\n".join(lines).strip()[-_LOG_TAIL:]
+        raise NotInstalled(f"{environment.name} could not be installed; pip said:\n{words}")

@@ -1,0 +1,195 @@
+"""A record as one page of HTML that needs nothing beside it."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from penstock.loadtests.comparison.charts import Strip, strips
+from penstock.loadtests.comparison.engines import BY_NAME
+from penstock.loadtests.comparison.record import Record
+from penstock.loadtests.comparison.summary import PHASES, UNITS, Row, limit, value
+from penstock.loadtests.micro.ab_runner import Quantiles
+
+_TITLES = {
+    "throughput": "Throughput: {requests} prompts of {input_len} tokens, {output_len} more each",
+    "tpot": "Time a token at batch 1, after {input_len} tokens of prompt",
+    "ttft": "Time to the first token of a prompt of {long_len} tokens, alone",
+}
+_BETTER = {"throughput": "more is better", "tpot": "less is better", "ttft": "less is better"}
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2733; --dim: #66727f; --line: #dde3e8; --paper: #fff;
+  --ours: #0b7285; --peer: #9aa5b1; --limit: #d9480f; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --dim: #93a0ad; --line: #2c3640;
+  --paper: #12181f; --ours: #3bc9db; --peer: #5f6c79; --limit: #ff922b; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; }
+p.dim, figcaption { color: var(--dim); font-size: .87rem; }
+figure { margin: 0; overflow-x: auto; } svg { width: 100%; min-width: 34rem; display: block; }
+svg text { font-size: 12.5px; fill: var(--ink); } svg .tick { fill: var(--dim); font-size: 11px; }
+svg .label.ours { font-weight: 600; } svg .value { font-variant-numeric: tabular-nums; }
+.grid { stroke: var(--line); } .limit { stroke: var(--limit); stroke-width: 2.5; }
+.bar { opacity: .45; } .bar.ours, .dot.ours { fill: var(--ours); }
+.bar.peer, .dot.peer { fill: var(--peer); } .dot { stroke: var(--paper); stroke-width: .7; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .85rem; white-space: nowrap; }
+th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line);
+  font-variant-numeric: tabular-nums; } th { color: var(--dim); font-weight: 500; }
+th:first-child, td:first-child, td.words { text-align: left; } tr.ours td { color: var(--ours); }
+td.words { white-space: normal; }
+"""
+
+
+def page(record: Record) -> str:
+    """Return the page; it loads nothing."""
+    title = f"Penstock beside its peers: {record.model}"
+    return "\n".join(
+        (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+            f"<h1>{escape(title)}</h1>",
+            *_body(record),
+            "</body></html>\n",
+        )
+    )
+
+
+def _body(record: Record) -> Iterator[str]:
+    rows = record.rows()
+    yield f'<p class="dim">{escape(_setting(record))}</p>'
+    for phase in PHASES:
+        titles = {name: getattr(record.work, name) for name in record.work.__slots__}
+        yield f"<h2>{escape(_TITLES[phase].format(**titles))}</h2>"
+        yield f"<figure>{_chart(record, rows, phase)}<figcaption>A dot a turn, a bar to their "
+        yield f"median; {_BETTER[phase]}. The upright mark is the machine's own limit, measured "
+        yield "just before each turn (its median).</figcaption></figure>"
+        yield _figures(rows, phase)
+    yield "<p class=dim>Medians (where 80% of the turns lie). “Ours to it”: how many times faster "
+    yield "ours is, taken within each round; below 1 it is slower. Seconds of different rounds "
+    yield "are not compared: the machine changes.</p>"
+    yield "<h2>The same tokens?</h2>"
+    yield _agreement(rows)
+    yield "<h2>What each was</h2>"
+    yield _abouts(record, rows)
+    yield from _left_out(record)
+    yield "<h2>The machine while it was measured</h2>"
+    yield _limits(record)
+
+
+def _setting(record: Record) -> str:
+    machine = record.machine
+    return (
+        f"{machine['cpu']}, {machine['cpus']} cores, {machine['memory_gib']} GiB; "
+        f"{record.threads} threads for every engine. Greedy, forced lengths, prefix caches off. "
+        f"Measured {', '.join(record.dates)}; commit {', '.join(record.commits) or 'unknown'}."
+    )
+
+
+def _chart(record: Record, rows: Sequence[Row], phase: str) -> str:
+    lines = []
+    for row in rows:
+        values = [value(turn, record.work, phase) for turn in row.turns]
+        limits = [limit(turn, record.work, record.cost, phase) for turn in row.turns]
+        kind = "ours" if row.engine.is_ours else "peer"
+        lines.append(Strip(row.engine.title, kind, values, Quantiles.of(limits).median))
+    return strips(lines, UNITS[phase])
+
+
+def _table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """A table; each row has a class and cells. A cell that begins with a tab holds words."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    body = "".join(
+        f'<tr class="{kind}">' + "".join(_cell(cell) for cell in cells) + "</tr>"
+        for kind, cells in rows
+    )
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _cell(text: str) -> str:
+    words = ' class="words"' if text.startswith("\t") else ""
+    return f"<td{words}>{escape(text.strip())}</td>"
+
+
+def _figures(rows: Sequence[Row], phase: str) -> str:
+    return _table(
+        ["engine", UNITS[phase], "share of the limit", "ours to it"],
+        [(_kind(row), [row.engine.title, *_cells(row, phase)]) for row in rows],
+    )
+
+
+def _cells(row: Row, phase: str) -> Iterator[str]:
+    yield brief(row.values[phase])
+    yield f"{100 * row.reached[phase].median:.0f}%"
+    yield brief(row.ahead[phase]) if row.ahead else ""
+
+
+def brief(spread: Quantiles) -> str:
+    """The median and, in brackets, where most values lie."""
+    return f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
+
+
+def _kind(row: Row) -> str:
+    return "ours" if row.engine.is_ours else ""
+
+
+def _agreement(rows: Sequence[Row]) -> str:
+    compared = [(row, row.tokens) for row in rows if row.tokens]
+    if not compared:
+        return "<p>Not compared: transformers was not among them.</p>"
+    return _table(
+        ["fp32 engine", "tokens before the first that differs", "of", "earliest difference"],
+        [
+            (
+                _kind(row),
+                [
+                    row.engine.title,
+                    str(tokens.agreeing),
+                    str(tokens.total),
+                    "none"
+                    if tokens.first_divergence is None
+                    else f"token {tokens.first_divergence}",
+                ],
+            )
+            for row, tokens in compared
+        ],
+    )
+
+
+def _abouts(record: Record, rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        about = record.about.get(row.engine.name, {})
+        said = ", ".join(f"{key.replace('_', ' ')}: {_plain(each)}" for key, each in about.items())
+        lines.append((_kind(row), [row.engine.title, f"{row.memory_mib:.0f}", "\t" + said]))
+    return _table(["engine", "memory, MiB", ""], lines)
+
+
+def _plain(each: Any) -> str:
+    return {True: "on", False: "off"}.get(each, str(each)) if isinstance(each, bool) else str(each)
+
+
+def _left_out(record: Record) -> Iterator[str]:
+    said = [f"{BY_NAME[name].title} ({why})" for name, why in record.left_out.items()]
+    if said:
+        yield f"<p>Not measured: {escape('; '.join(said))}.</p>"
+
+
+def _limits(record: Record) -> str:
+    turns = [turn for each in record.rounds for turn in each]
+    cells = [
+        [
+            f"{number + 1}",
+            "\t" + BY_NAME[turn.engine].title,
+            f"{turn.limits['gflops']:.0f}",
+            f"{turn.limits['int8_gops']:.0f}",
+            f"{turn.limits['memory_gbs']:.1f}",
+            f"{turn.own_cores:.2f}",
+            f"{turn.other_cores:.2f}",
+            f"{turn.stolen_cores:.2f}",
+        ]
+        for number, turn in enumerate(turns)
+    ]
+    heads = ["turn", "engine", "fp32 GFLOP/s", "INT8 GOP/s", "memory GB/s"]
+    heads += ["its cores", "others' cores", "stolen cores"]
+    return _table(heads, [("", row) for row in cells])

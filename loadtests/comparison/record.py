@@ -1,0 +1,77 @@
+"""What a run leaves: one JSON file that can be read back, merged with others, and shown."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.loadtests.comparison.checkpoints import Cost
+from penstock.loadtests.comparison.summary import Row, summarize
+from penstock.loadtests.comparison.work import EngineRun, Work
+
+
+class BadRecord(ValueError):
+    """A file holds no run, or runs that cannot be compared; the message says which."""
+
+
+@dataclass(slots=True)
+class Record:
+    """One run, or several of the same work merged."""
+
+    model: str
+    threads: int
+    work: Work
+    cost: Cost
+    machine: dict[str, Any]
+    dates: list[str]  # of the runs
+    commits: list[str]
+    left_out: dict[str, str]  # engines by name, and why
+    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # engines by name
+    rounds: list[list[EngineRun]] = field(default_factory=list)
+
+    def rows(self) -> list[Row]:
+        return summarize([turns for turns in self.rounds if turns], self.work, self.cost)
+
+    def as_json(self) -> dict[str, Any]:
+        kept = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {
+            **kept,
+            "work": dataclasses.asdict(self.work),
+            "cost": dataclasses.asdict(self.cost),
+            "summary": {row.engine.name: row.as_json() for row in self.rows()},
+            "rounds": [[turn.as_json() for turn in turns] for turns in self.rounds],
+        }
+
+
+def read(path: Path) -> Record:
+    """Read what `Record.as_json` gave. Raises BadRecord."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content.pop("summary")
+        content["work"], content["cost"] = Work(**content["work"]), Cost(**content["cost"])
+        content["rounds"] = [[EngineRun(**turn) for turn in turns] for turns in content["rounds"]]
+        return Record(**content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadRecord(f"{path} holds no run of these: {error}") from None
+
+
+def merged(records: Sequence[Record]) -> Record:
+    """Return the rounds of all as one. Raises BadRecord where they did not do the same."""
+    first = records[0]
+    for other in records[1:]:
+        for name in ("model", "threads", "work", "cost", "machine"):
+            if getattr(other, name) != getattr(first, name):
+                raise BadRecord(f"runs of different {name} cannot be merged")
+    rounds = [turns for record in records for turns in record.rounds]
+    ran = {turn.engine for turns in rounds for turn in turns}
+    left_out = {name: why for record in records for name, why in record.left_out.items()}
+    return dataclasses.replace(
+        first,
+        dates=[date for record in records for date in record.dates],
+        commits=list(dict.fromkeys(commit for record in records for commit in record.commits)),
+        left_out={name: why for name, why in left_out.items() if name not in ran},
+        about={name: about for record in records for name, about in record.about.items()},
+        rounds=rounds,
+    )

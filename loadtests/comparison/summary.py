@@ -1,0 +1,164 @@
+"""From turns to figures: medians with spread, distances to the machine's limits, ratios, tokens.
+
+Seconds of different rounds are never compared: a ratio is taken within one round, and a distance to
+a limit against the limit measured just before that very turn.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from typing import Any
+
+from penstock.loadtests.comparison.checkpoints import Cost
+from penstock.loadtests.comparison.engines import BY_NAME, Engine
+from penstock.loadtests.comparison.work import EngineRun, Work
+from penstock.loadtests.micro.ab_runner import Quantiles
+
+PHASES = ("throughput", "tpot", "ttft")
+UNITS = {"throughput": "output tokens/s", "tpot": "ms a token", "ttft": "ms"}
+REFERENCE = "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """How an engine's greedy tokens agree with those of transformers."""
+
+    agreeing: int  # tokens before the first that differs, in all answers together
+    total: int
+    first_divergence: int | None  # the earliest index in an answer; None: none differs
+
+    @classmethod
+    def of(cls, answers: Sequence[Sequence[int]], judge: Sequence[Sequence[int]]) -> "Tokens":
+        """Compare [count][length] with the same of the judge."""
+        pairs = list(zip(answers, judge, strict=True))
+        agreeing = [
+            sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*pair, strict=True)))
+            for pair in pairs
+        ]
+        short = [index for index, pair in zip(agreeing, pairs, strict=True) if index < len(pair[0])]
+        total = sum(len(tokens) for tokens, _ in pairs)
+        return cls(sum(agreeing), total, min(short, default=None))
+
+
+def batch_flops(cost: Cost, work: Work) -> float:
+    """Floating-point operations of the throughput's whole batch."""
+    one = cost.prefill(work.input_len) + cost.decode(work.input_len, work.output_len - 1)
+    return work.requests * one
+
+
+def value(turn: EngineRun, work: Work, phase: str) -> float:
+    """The figure of a turn, in its unit of UNITS."""
+    if phase == "throughput":
+        return work.requests * work.output_len / turn.batch
+    if phase == "tpot":
+        return 1000 * turn.tpot(work)
+    return 1000 * Quantiles.of(turn.long).median
+
+
+def limit(turn: EngineRun, work: Work, cost: Cost, phase: str) -> float:
+    """What the machine would have allowed in that turn at most (or, of times, at least)."""
+    int8 = bool(BY_NAME[turn.engine].quantization)
+    names = ("gflops", "int8_gops") if int8 else ("gflops",)
+    arithmetic = 1e9 * max(turn.limits[name] for name in names)
+    memory = 1e9 * turn.limits["memory_gbs"]
+    weights = cost.bytes_a_token / (4 if int8 else 1)
+    if phase == "throughput":
+        return work.requests * work.output_len / (batch_flops(cost, work) / arithmetic)
+    if phase == "tpot":
+        per_token = cost.decode(work.input_len, work.stream_len) / work.stream_len
+        return 1000 * max(weights / memory, per_token / arithmetic)
+    return 1000 * max(cost.prefill(work.long_len) / arithmetic, weights / memory)
+
+
+def reached(turn: EngineRun, work: Work, cost: Cost, phase: str) -> float:
+    """The share of the limit that was reached, 1 at the limit itself."""
+    got, most = value(turn, work, phase), limit(turn, work, cost, phase)
+    return got / most if phase == "throughput" else most / got
+
+
+def advantage(ours: EngineRun, other: EngineRun, work: Work, phase: str) -> float:
+    """How many times faster ours was; below 1: slower."""
+    ratio = value(ours, work, phase) / value(other, work, phase)
+    return ratio if phase == "throughput" else 1 / ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is known of one engine."""
+
+    engine: Engine
+    turns: list[EngineRun]
+    values: dict[str, Quantiles]
+    reached: dict[str, Quantiles]
+    ahead: dict[str, Quantiles]  # ours to it; empty where they had no round together, or it is ours
+    tokens: Tokens | None
+    memory_mib: float
+    other_cores: float  # the most in any turn
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "values": {phase: asdict(spread) for phase, spread in self.values.items()},
+            "share_of_limit": {phase: asdict(spread) for phase, spread in self.reached.items()},
+            "ours_is_faster_by": {phase: asdict(spread) for phase, spread in self.ahead.items()},
+            "tokens": asdict(self.tokens) if self.tokens else None,
+            "memory_mib": self.memory_mib,
+            "most_other_cores": self.other_cores,
+        }
+
+
+def summarize(rounds: Sequence[Sequence[EngineRun]], work: Work, cost: Cost) -> list[Row]:
+    """Return a row an engine, in the order of ENGINES; `rounds` holds the turns of each round."""
+    turns = [turn for each in rounds for turn in each]
+    names = [name for name in BY_NAME if any(turn.engine == name for turn in turns)]
+    judge = _tokens(turns, REFERENCE)
+    rows = []
+    for name in names:
+        mine = [turn for turn in turns if turn.engine == name]
+        rows.append(
+            Row(
+                engine=BY_NAME[name],
+                turns=mine,
+                values=_spreads(lambda turn, phase: value(turn, work, phase), mine),
+                reached=_spreads(lambda turn, phase: reached(turn, work, cost, phase), mine),
+                ahead=_ahead(rounds, work, BY_NAME[name]),
+                tokens=_compared(BY_NAME[name], turns, judge),
+                memory_mib=max(turn.memory_mib for turn in mine),
+                other_cores=max(turn.other_cores + turn.stolen_cores for turn in mine),
+            )
+        )
+    return rows
+
+
+def _spreads(
+    figure: Callable[[EngineRun, str], float], turns: Sequence[EngineRun]
+) -> dict[str, Quantiles]:
+    return {phase: Quantiles.of([figure(turn, phase) for turn in turns]) for phase in PHASES}
+
+
+def _ahead(
+    rounds: Sequence[Sequence[EngineRun]], work: Work, other: Engine
+) -> dict[str, Quantiles]:
+    ours = "penstock-int8" if other.quantization else "penstock"
+    if other.name == ours:
+        return {}
+    pairs = [
+        (by_name[ours], by_name[other.name])
+        for each in rounds
+        if {ours, other.name} <= (by_name := {turn.engine: turn for turn in each}).keys()
+    ]
+    if not pairs:
+        return {}
+    return {
+        phase: Quantiles.of([advantage(*pair, work, phase) for pair in pairs]) for phase in PHASES
+    }
+
+
+def _tokens(turns: Sequence[EngineRun], name: str) -> list[list[int]]:
+    return next((turn.tokens for turn in turns if turn.engine == name and turn.tokens), [])
+
+
+def _compared(engine: Engine, turns: Sequence[EngineRun], judge: list[list[int]]) -> Tokens | None:
+    answers = _tokens(turns, engine.name)
+    if engine.quantization or engine.name == REFERENCE or not (judge and answers):
+        return None
+    return Tokens.of(answers, judge)

@@ -1,0 +1,155 @@
+"""What every engine is asked in its turn, and what is noted of it."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+
+from penstock.loadtests.bench.flags import option
+from penstock.loadtests.comparison.process import EngineProcess
+
+_LOWEST_TOKEN = 3  # below are ids of padding and of ends
+_REPEATS = 2  # of what takes a moment only
+KEPT_ANSWERS = 16  # whose tokens are noted for comparison
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is asked for."""
+
+    requests: int = option(64, "prompts at once, for throughput")
+    input_len: int = option(128, "tokens of each of them, and of the single stream")
+    output_len: int = option(64, "tokens of each answer")
+    stream_len: int = option(32, "tokens after the first of a single stream, for TPOT")
+    long_len: int = option(1024, "tokens of the long prompt, for TTFT")
+    seed: int = option(0, "of the prompts")
+
+    def __post_init__(self) -> None:
+        for each in ("requests", "input_len", "output_len", "stream_len", "long_len"):
+            if getattr(self, each) < 1:
+                raise ValueError(f"--{each.replace('_', '-')} must be at least 1")
+
+    @property
+    def max_model_len(self) -> int:
+        answers = max(self.output_len, self.stream_len + 1)
+        return max(self.input_len + answers, self.long_len + 1)
+
+    def prompts(self, vocab_size: int, turn: int, kind: int, count: int, length: int) -> list[Any]:
+        """Return [count][length] random ids, the same for every engine of this round."""
+        rng = np.random.default_rng([self.seed, turn, kind])
+        drawn = rng.integers(_LOWEST_TOKEN, vocab_size, (count, length))
+        return list(drawn.tolist())
+
+
+@dataclass(slots=True)
+class EngineRun:
+    """One engine's turn in one round. Times are seconds."""
+
+    engine: str
+    number: int  # of the round
+    limits: dict[str, float]  # the machine's, just before: see `note_limits`
+    batch: float = 0.0  # the whole of the throughput
+    first: list[float] = field(default_factory=list)  # one prompt, one token
+    stream: list[float] = field(default_factory=list)  # one prompt, 1 + stream_len tokens
+    long: list[float] = field(default_factory=list)  # the long prompt, one token
+    own_cores: float = 0.0  # that it kept busy
+    other_cores: float = 0.0  # that something else on this machine kept busy
+    stolen_cores: float = 0.0  # that the machine's owner gave to others
+    memory_mib: float = 0.0  # of all its processes, pages shared counted once (PSS)
+    tokens: list[list[int]] = field(default_factory=list)  # of the first round's first answers
+
+    def tpot(self, work: Work) -> float:
+        """Seconds a token at batch 1, the median of this turn."""
+        gaps = [whole - first for whole, first in zip(self.stream, self.first, strict=True)]
+        return float(np.median(gaps)) / work.stream_len
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def note_limits(limits: EngineProcess) -> dict[str, float]:
+    """The machine's limits now: `gflops`, `int8_gops`, `memory_gbs` (reading)."""
+    limits.resume()
+    try:
+        mega = limits.ask([], 0).tokens[0]
+    finally:
+        limits.pause()
+    names = ("gflops", "int8_gops", "memory_gbs")
+    return dict(zip(names, (value / 1000 for value in mega), strict=True))
+
+
+def warm_up(engine: EngineProcess, work: Work, vocab_size: int) -> None:
+    """Each form of work once, with prompts that do not come again and short answers."""
+    batch = work.prompts(vocab_size, 0, 100, work.requests, work.input_len)
+    engine.ask(batch, min(4, work.output_len))
+    engine.ask(batch[:1], min(4, work.stream_len))
+    engine.ask(work.prompts(vocab_size, 0, 101, 1, work.long_len), 1)
+
+
+def run_engine(
+    engine: EngineProcess, work: Work, vocab_size: int, number: int, limits: dict[str, float]
+) -> EngineRun:
+    """Ask everything and note it. Raises EngineFailed."""
+    turn = EngineRun(engine.engine.name, number, limits)
+    before, began = _Cores.now(engine), time.perf_counter()
+    prompts = work.prompts(vocab_size, number, 0, work.requests, work.input_len)
+    answer = engine.ask(prompts, work.output_len)
+    turn.batch = answer.seconds
+    if number == 0:
+        turn.tokens = answer.tokens[:KEPT_ANSWERS]
+    singles = work.prompts(vocab_size, number, 1, 2 * _REPEATS, work.input_len)
+    for first, stream in zip(singles[::2], singles[1::2], strict=True):
+        turn.first.append(engine.ask([first], 1).seconds)
+        turn.stream.append(engine.ask([stream], 1 + work.stream_len).seconds)
+    for prompt in work.prompts(vocab_size, number, 2, _REPEATS, work.long_len):
+        turn.long.append(engine.ask([prompt], 1).seconds)
+    _Cores.now(engine).less(before, time.perf_counter() - began, turn)
+    turn.memory_mib = _memory(engine.tree())
+    return turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Cores:
+    """CPU seconds used until now."""
+
+    own: float  # by an engine's processes
+    client: float  # by this process
+    all: float  # by everything on this machine
+    stolen: float
+
+    @classmethod
+    def now(cls, engine: EngineProcess) -> "_Cores":
+        times = psutil.cpu_times()
+        busy = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq"))
+        own = sum(_cpu(process) for process in engine.tree())
+        return cls(own, _cpu(psutil.Process()), busy, getattr(times, "steal", 0.0))
+
+    def less(self, before: "_Cores", seconds: float, turn: EngineRun) -> None:
+        own, everything = self.own - before.own, self.all - before.all
+        others = everything - own - (self.client - before.client)
+        turn.own_cores = round(own / seconds, 3)
+        turn.other_cores = round(max(0.0, others / seconds), 3)
+        turn.stolen_cores = round((self.stolen - before.stolen) / seconds, 3)
+
+
+def _cpu(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _memory(tree: Sequence[psutil.Process]) -> float:
+    total = 0
+    for process in tree:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return round(total / _MIB, 1)

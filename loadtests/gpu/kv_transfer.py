@@ -1,0 +1,187 @@
+"""Blocks that go from one process to another, over NCCL, on one device; every byte is compared.
+
+Two ranks of one communicator may not be on one GPU of one host, so that each process says that it
+is a host of its own (NCCL_HOSTID). NCCL then moves the bytes through sockets: it is right, but its
+speed says nothing of two GPUs.
+
+The parent carries the values of the pair's store between its two children, as lines.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from penstock.kernels.fallback import fallback_counts, forbid_fallback
+from penstock.kernels.kv_cache.checksum import checksum
+from penstock.loadtests.gpu.options import read_options
+from penstock.loadtests.gpu.sections import write_figures
+from penstock.workers.engine.warm_up import warm_up_block_moves
+from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
+from penstock.workers.kv_transfer.staging import KvStaging
+from penstock.workers.kv_transfer.transport import DESTINATION, SOURCE, MirrorStore, RankPair
+
+SECONDS = 30.0  # that a side waits for the other
+ALL_SECONDS = 36.0  # of both processes, their start included
+FULL = (32, 8, 16, 128, 256)
+SMALL = (2, 2, 4, 8, 16)
+"""Of a cache: layers, heads, block size, features, blocks."""
+
+
+def kv_cache(device: torch.device, small: bool, seed: int) -> torch.Tensor:
+    """[layers, 2, blocks, heads, block_size, head_dim] of what the seed says; the same anywhere."""
+    layers, heads, block_size, head_dim, num_blocks = SMALL if small else FULL
+    shape = (layers, 2, num_blocks, heads, block_size, head_dim)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)
+    return values.view(torch.float16).to(device)
+
+
+def sides_blocks(num_blocks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Scattered blocks of the source, and those of the destination that they go to."""
+    rng = np.random.default_rng(3)
+    half = num_blocks // 2
+    return (
+        rng.permutation(num_blocks)[:half].astype(np.int32),
+        rng.permutation(num_blocks)[:half].astype(np.int32),
+    )
+
+
+def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
+    """One process: sends, or receives and compares."""
+    said = threading.Lock()
+
+    def publish(key: str, value: bytes) -> None:
+        with said:
+            print(json.dumps({"key": key, "value": value.hex()}), flush=True)
+
+    store = MirrorStore(publish, SECONDS)
+    threading.Thread(target=_listen, args=(sys.stdin, store), daemon=True).start()
+    kv = kv_cache(device, small, seed=rank)
+    warm_up_block_moves(kv)  # as a worker does
+    rectangle = LayerHeadRange(0, kv.shape[0], 0, kv.shape[3])
+    staging = KvStaging(kv, rectangle)
+    sent, received = sides_blocks(kv.shape[2])
+    shard = Shard(rectangle, 0, len(sent) * kv.shape[4])
+    pair = RankPair(rank, store, device, "127.0.0.1", SECONDS)
+    pair.connected().result(SECONDS)
+    began = time.monotonic()
+    if rank == SOURCE:
+        message = pair.run(lambda: staging.gather(sent, shard)).result(SECONDS)
+        pair.run(lambda: pair.send(message)).result(SECONDS)
+        seconds = time.monotonic() - began
+        return {"bytes": len(message), "seconds": seconds, "checksum": hex(checksum(message))}
+    room = staging.empty(len(sent) * kv[:, :, 0].numel() * kv.element_size())
+    pair.run(lambda: pair.receive(room)).result(SECONDS)
+    pair.run(lambda: staging.scatter(received, shard, room)).result(SECONDS)
+    seconds = time.monotonic() - began
+    expected = kv_cache(device, small, seed=DESTINATION)
+    source = kv_cache(device, small, seed=SOURCE)
+    expected[:, :, torch.from_numpy(received).long()] = source[:, :, torch.from_numpy(sent).long()]
+    same = torch.equal(kv.view(torch.int16), expected.view(torch.int16))
+    found = hex(checksum(room))
+    return {"bytes": len(room), "seconds": seconds, "same": same, "checksum": found}
+
+
+def _listen(lines: IO[str], store: MirrorStore) -> None:
+    for line in lines:
+        told = json.loads(line)
+        store.receive(told["key"], bytes.fromhex(told["value"]))
+
+
+class Child:
+    """One side, and what it says: values for the other, and at the end its figures."""
+
+    def __init__(self, rank: int, device: str, small: bool) -> None:
+        environment = {
+            **os.environ,
+            "NCCL_HOSTID": f"penstock-{rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        command = [sys.executable, "-m", __spec__.name, "--side", str(rank), "--device", device]
+        self.figures: dict[str, Any] = {}
+        self.process = subprocess.Popen(
+            [*command, *(["--small"] if small else [])],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def relay(self, other: "Child") -> threading.Thread:
+        """Carries what it says to the other side, until it ends."""
+        thread = threading.Thread(target=self._relay, args=(other,), daemon=True)
+        thread.start()
+        return thread
+
+    def end(self, ends: float) -> int | str:
+        """What it ended with; by then (of `time.monotonic`) it has ended."""
+        try:
+            return self.process.wait(max(0.0, ends - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return f"nothing after {ALL_SECONDS:.0f} s"
+        finally:
+            self.process.kill()
+
+    def _relay(self, other: "Child") -> None:
+        assert self.process.stdout is not None
+        assert other.process.stdin is not None
+        for line in self.process.stdout:
+            if not line.startswith("{"):
+                continue  # NCCL says something
+            told = json.loads(line)
+            if "key" not in told:
+                self.figures = told
+                continue
+            try:
+                other.process.stdin.write(line)
+                other.process.stdin.flush()
+            except OSError:
+                return  # it has ended
+
+
+def measure(device: str, small: bool) -> dict[str, Any]:
+    sides = [Child(rank, device, small) for rank in (SOURCE, DESTINATION)]
+    threads = [sides[0].relay(sides[1]), sides[1].relay(sides[0])]
+    ends = time.monotonic() + ALL_SECONDS
+    codes = [side.end(ends) for side in sides]
+    for thread in threads:
+        thread.join(1.0)
+    source, destination = (side.figures for side in sides)
+    failures = [f"side {rank} ended with {code}" for rank, code in enumerate(codes) if code]
+    if not failures and not destination.get("same"):
+        failures.append("what arrived is not what was sent")
+    if not failures and source["checksum"] != destination["checksum"]:
+        failures.append("the same bytes have two checksums")
+    for rank, figures in enumerate((source, destination)):
+        if figures.get("plain_forms"):
+            failures.append(f"side {rank} computed without a kernel: {figures['plain_forms']}")
+    return {"source": source, "destination": destination, "failures": failures}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--side", type=int)
+    side, others = parser.parse_known_args()
+    if side.side is None:
+        options = read_options("kv_transfer")
+        write_figures(options.json, measure(options.device.type, options.small))
+        return 0
+    options = read_options("handover", [*others, "--json", str(Path(os.devnull))])
+    with forbid_fallback(options.device):
+        figures = run_side(side.side, options.device, options.small)
+    print(json.dumps(figures | {"plain_forms": fallback_counts()}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

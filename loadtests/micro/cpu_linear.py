@@ -1,0 +1,122 @@
+"""Forms of a step's products on a CPU: `python -m penstock.loadtests.micro.cpu_linear`.
+
+All products of a step of a Llama's shape, one after another, as a step has them: each layer its own
+weights, the head's once, so that no cache holds them all. The forms take turns.
+"""
+
+# ruff: noqa: E402  (the process is settled before torch is loaded)
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.workers.rank.process_tuning import tune_process
+
+tune_process()  # before torch is loaded
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.linear.cpu_packed_f32 import pack_f32
+from penstock.kernels.linear.op import (
+    int8_unsupported_reason,
+    pack_int8,
+    pack_onednn,
+    supports_onednn,
+)
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.micro.ab_runner import Quantiles, run
+from penstock.loadtests.micro.random_llama import Shape
+
+Form = Callable[[Tensor], Callable[[Tensor], Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What is computed."""
+
+    rows: tuple[str, ...] = option(("1", "8", "16", "64", "512"), "tokens of a step")
+    layers: int = option(12, "of them, each with weights of its own")
+    threads: int = option(2, "that compute")
+    rounds: int = option(7, "turns of each form")
+    save_json: str = option("", "write what was measured to this file")
+
+    def __post_init__(self) -> None:
+        if not all(each.isdigit() and int(each) for each in self.rows):
+            raise ValueError("--rows are whole numbers of 1 and more")
+
+
+def shapes(load: Load) -> list[tuple[int, int]]:
+    """[N, K] of each product of a step, in order."""
+    shape = Shape()
+    head_dim = shape.hidden // shape.heads
+    layer = [
+        (shape.hidden + 2 * shape.kv_heads * head_dim, shape.hidden),
+        (shape.hidden, shape.hidden),
+        (2 * shape.inner, shape.hidden),
+        (shape.hidden, shape.inner),
+    ]
+    return layer * load.layers + [(shape.vocab, shape.hidden)]
+
+
+def variants() -> dict[str, Form]:
+    """How weights become a product, by what the form is called."""
+    found: dict[str, Form] = {
+        "plain (MKL)": lambda weight: lambda x: functional.linear(x, weight),
+        "panels": lambda weight: pack_f32(weight, None),
+    }
+    if supports_onednn(torch.zeros(8, 8)):
+        found["blocked (oneDNN)"] = lambda weight: pack_onednn(weight, None)
+    if not int8_unsupported_reason(torch.device("cpu"), torch.float32):
+        found["INT8"] = lambda weight: pack_int8(weight, None)
+    return found
+
+
+def seconds(products: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor]) -> float:
+    """Of all products, one after another."""
+    begin = time.perf_counter()
+    for product, x in zip(products, inputs, strict=True):
+        product(x)
+    return time.perf_counter() - begin
+
+
+async def _measure(load: Load) -> dict[str, Any]:
+    torch.set_num_threads(load.threads)
+    weights = [torch.randn(shape) for shape in shapes(load)]
+    made = {name: [form(weight) for weight in weights] for name, form in variants().items()}
+    found = {}
+    for rows in map(int, load.rows):
+        # Of many rows the head sees few: a prompt's last.
+        counts = [rows] * (len(weights) - 1) + [min(rows, 64)]
+        given = list(zip(counts, weights, strict=True))
+        inputs = [torch.randn(count, weight.shape[1]) for count, weight in given]
+        operations = sum(2 * count * weight.numel() for count, weight in given)
+        times: dict[str, list[float]] = {name: [] for name in made}
+        for turn in range(load.rounds + 1):
+            for name, products in made.items():
+                took = seconds(products, inputs)
+                times[name] += [took] if turn else []
+        for name, each in times.items():
+            spread = Quantiles.of([took * 1e3 for took in each])
+            rate = operations / spread.median / 1e6
+            print(f"{rows} rows, {name}: {spread} ms, {rate:.0f} GFLOP/s", flush=True)
+            found[f"{name}, {rows} rows, ms"] = dataclasses.asdict(spread)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and save; return the exit code."""
+    program = "python -m penstock.loadtests.micro.cpu_linear"
+    try:
+        (load,) = read_flags(program, "Forms of a step's products.", (Load,), arguments)
+    except ValueError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    return run(lambda: _measure(load), dataclasses.asdict(load), load.save_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The price of `--deterministic`: one engine with it and one without, in turns.
+
+`python -m penstock.loadtests.micro.determinism`: many requests at once, one alone and one long
+prompt, to two engines in this process, of which now the one and now the other begins. What is
+printed is the time of the deterministic engine as a multiple of the other's, turn by turn.
+"""
+
+# ruff: noqa: I001  (the engine's own load test settles the process before torch is loaded)
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.loadtests.micro import engine as one
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.micro.ab_runner import Quantiles, run
+from penstock.loadtests.micro.random_llama import write_random_llama
+
+import numpy as np
+
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What is run; the model is a random Llama of 125 million parameters."""
+
+    threads: int = option(2, "of each engine; one computes at a time")
+    rounds: int = option(5, "turns; one more before them does not count")
+    batch: int = option(64, "requests at once")
+    input_len: int = option(128, "prompt tokens of each")
+    output_len: int = option(64, "answer tokens of each")
+    long_len: int = option(1024, "tokens of the long prompt")
+    quantization: str = option("none", "of the weights: none or int8")
+    cpu_time: bool = option(False, "count CPU seconds; one thread")
+    save_json: str = option("", "write what was measured to this file")
+
+
+Cell = tuple[str, int, one.Options, Callable[[one.RoundTimes], float]]
+
+
+def cells(options: Options) -> list[Cell]:
+    """What is timed: its name, how many requests, of what form, and which time of a turn."""
+    crowd = one.Options(
+        input_len=options.input_len, output_len=options.output_len, cpu_time=options.cpu_time
+    )
+    long = dataclasses.replace(crowd, input_len=options.long_len, output_len=2)
+    return [
+        ("crowd_whole", options.batch, crowd, lambda turn: turn.seconds),
+        ("crowd_decode_step", options.batch, crowd, _step),
+        ("crowd_prefill", options.batch, crowd, lambda turn: turn.prefill_seconds),
+        ("alone_decode_step", 1, crowd, _step),
+        ("long_prefill", 1, long, lambda turn: turn.prefill_seconds),
+    ]
+
+
+def _step(turn: one.RoundTimes) -> float:
+    return float(np.median(turn.decode_steps))
+
+
+def run_round(engines: Sequence[Engine], wanted: Sequence[Cell], number: int) -> dict[str, float]:
+    """The ratio of each cell: the second engine's time to the first's."""
+    turns: dict[tuple[int, int], list[one.RoundTimes]] = {}
+    ratios = {}
+    for name, batch, form, seconds in wanted:
+        key = (batch, form.input_len)
+        if key not in turns:
+            seed = 10**6 * len(turns) + number
+            order = (0, 1) if number % 2 else (1, 0)
+            taken = {at: one.run_round(engines[at], form, batch, seed) for at in order}
+            turns[key] = [taken[0], taken[1]]
+        plain, deterministic = turns[key]
+        ratios[name] = seconds(deterministic) / seconds(plain)
+    return ratios
+
+
+def _engines(options: Options, folder: Path) -> list[Engine]:
+    model = write_random_llama(folder)
+    config = WorkerConfig(
+        "engine",
+        model,
+        kv_cache_mib=1024,
+        max_sequences=options.batch,
+        threads=options.threads,
+        quantization=options.quantization,
+    )
+    both = [config, dataclasses.replace(config, deterministic=True)]
+    engines = [Engine(each) for each in both]
+    for each in engines:
+        each.warm_up()
+    return engines
+
+
+async def _measure(options: Options) -> dict[str, Any]:
+    if options.cpu_time and options.threads != 1:
+        raise ValueError("--cpu-time counts one thread's: give --threads 1")
+    with tempfile.TemporaryDirectory() as folder:
+        engines = _engines(options, Path(folder) / "llama")
+    wanted = cells(options)
+    turns = [run_round(engines, wanted, number) for number in range(options.rounds + 1)][1:]
+    spreads = {name: Quantiles.of([turn[name] for turn in turns]) for name in turns[0]}
+    for name, spread in spreads.items():
+        print(f"{name.replace('_', ' ')}: {spread} times the time", flush=True)
+    return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and save; return the exit code."""
+    program = "python -m penstock.loadtests.micro.determinism"
+    about = "The price of --deterministic, one engine with it and one without in turns."
+    (options,) = read_flags(program, about, (Options,), arguments)
+    return run(lambda: _measure(options), dataclasses.asdict(options), options.save_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""One engine's own speed, beside what the machine could do in the same minute.
+
+`python -m penstock.loadtests.micro.engine`: so many requests at once, and then one alone, to an
+engine in this process. Products and reads of memory are timed in turns with them; what the engine
+reaches is given as a share of these two limits. With `--cpu-time` the clock is this thread's own
+CPU: for one thread on a machine that others use.
+"""
+
+# ruff: noqa: E402  (the process is settled before torch is loaded)
+
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.workers.rank.process_tuning import tune_process
+
+tune_process()  # before torch is loaded
+
+import numpy as np
+import torch
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.micro.ab_runner import Quantiles, run
+from penstock.loadtests.micro.random_llama import Shape, write_random_llama
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.scheduling.sequence import NewSequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What is run; the model is a random Llama of 125 million parameters."""
+
+    threads: int = option(2, "of the engine")
+    rounds: int = option(5, "turns; one more before them does not count")
+    batch: int = option(64, "requests at once")
+    input_len: int = option(128, "prompt tokens")
+    output_len: int = option(64, "answer tokens")
+    quantization: str = option("none", "of the weights: none or int8")
+    kv_cache_dtype: str = option("auto", "of keys and values: auto, float32 or bfloat16")
+    cpu_time: bool = option(False, "count CPU seconds; one thread")
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return time.thread_time if self.cpu_time else time.perf_counter
+
+    save_json: str = option("", "write what was measured to this file")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What this machine could do a moment ago."""
+
+    flops: float  # a second, in one large float32 product
+    bytes: float  # a second, read from memory
+
+
+@dataclasses.dataclass(slots=True)
+class RoundTimes:
+    """One run of a batch."""
+
+    seconds: float = 0.0
+    decode_steps: list[float] = dataclasses.field(default_factory=list)  # seconds each
+    prefill_seconds: float = 0.0  # of steps with prompts, to the last one
+
+
+def measure_limits(clock: Callable[[], float], seconds: float = 0.5) -> Limits:
+    """The best of a few tries each."""
+    a, b = torch.randn(1024, 2048), torch.randn(2048, 2048)
+    memory = torch.ones(64 << 20)
+    product = _fastest(lambda: torch.mm(a, b), clock, seconds)
+    read = _fastest(lambda: memory.sum(), clock, seconds)
+    return Limits(2 * a.numel() * b.shape[1] / product, memory.nbytes / read)
+
+
+def _fastest(work: Callable[[], Any], clock: Callable[[], float], seconds: float) -> float:
+    best, end = float("inf"), clock() + seconds
+    while (began := clock()) < end:
+        work()
+        best = min(best, clock() - began)
+    return best
+
+
+def run_round(engine: Engine, options: Options, batch: int, seed: int) -> RoundTimes:
+    """Answers random prompts, all at once, with so many tokens each."""
+    clock, input_len = options.clock, options.input_len
+    params = SamplingParams(temperature=0.0, max_tokens=options.output_len)
+    prompts = np.random.default_rng(seed).integers(2, engine.spec.vocab_size, (batch, input_len))
+    for number, prompt in enumerate(prompts.tolist()):
+        engine.submit(NewSequence(number, prompt, input_len, params))
+    turn = RoundTimes()
+    left, began, last = batch, clock(), clock()
+    while left:
+        computed = engine.load().prompt_tokens_computed
+        result = engine.step()
+        now = clock()
+        if engine.load().prompt_tokens_computed > computed:
+            turn.prefill_seconds += now - last
+        else:
+            turn.decode_steps.append(now - last)
+        last = now
+        if result.failed:
+            raise ValueError("the model's output was not finite")
+        left -= len(result.finished)
+    turn.seconds = last - began
+    return turn
+
+
+@dataclasses.dataclass(slots=True)
+class Figures:
+    """Of all turns, one value each."""
+
+    values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    def note(self, **values: float) -> None:
+        for name, value in values.items():
+            self.values.setdefault(name, []).append(value)
+
+
+def note(
+    figures: Figures, crowd: RoundTimes, alone: RoundTimes, limits: Limits, options: Options
+) -> None:
+    """What one turn gave, and how near to the limits that is."""
+    shape, batch = Shape(), options.batch
+    whole = shape.block_weights + shape.head_weights
+    tokens = batch * options.output_len
+    prefill_flops = 2 * batch * (shape.block_weights * options.input_len + shape.head_weights)
+    decode_flops = 2 * batch * whole
+    crowd_step, alone_step = float(np.median(crowd.decode_steps)), np.median(alone.decode_steps)
+    least = prefill_flops + decode_flops * (options.output_len - 1)
+    figures.note(
+        output_tokens_per_second=tokens / crowd.seconds,
+        tpot_crowd_ms=crowd_step * 1e3,
+        tpot_alone_ms=float(alone_step) * 1e3,
+        ttft_alone_ms=alone.prefill_seconds * 1e3,
+        product_gflops=limits.flops / 1e9,
+        memory_gbps=limits.bytes / 1e9,
+        whole_to_product_limit=least / crowd.seconds / limits.flops,
+        prefill_to_product_limit=prefill_flops / crowd.prefill_seconds / limits.flops,
+        decode_to_product_limit=decode_flops / crowd_step / limits.flops,
+        alone_to_memory_limit=4 * whole / float(alone_step) / limits.bytes,
+        prefill_share=crowd.prefill_seconds / crowd.seconds,
+    )
+
+
+async def _measure(options: Options) -> dict[str, Any]:
+    if options.cpu_time and options.threads != 1:
+        raise ValueError("--cpu-time counts one thread's: give --threads 1")
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_random_llama(Path(folder) / "llama")
+        config = WorkerConfig(
+            "engine",
+            model,
+            max_sequences=options.batch,
+            threads=options.threads,
+            quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
+        )
+        engine = Engine(config)
+    engine.warm_up()
+    engine.cache.data.zero_()  # pages take memory when they are first written, and not in a turn
+    figures = Figures()
+    for number in range(options.rounds + 1):
+        limits = measure_limits(options.clock)
+        crowd = run_round(engine, options, options.batch, number)
+        alone = run_round(engine, options, 1, 10**6 + number)
+        if number:
+            note(figures, crowd, alone, limits, options)
+    spreads = {name: Quantiles.of(values) for name, values in figures.values.items()}
+    for name, spread in spreads.items():
+        print(f"{name.replace('_', ' ')}: {spread}", flush=True)
+    return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and save; return the exit code."""
+    program = "python -m penstock.loadtests.micro.engine"
+    about = "One engine's own speed, to this machine's limits."
+    (options,) = read_flags(program, about, (Options,), arguments)
+    return run(lambda: _measure(options), dataclasses.asdict(options), options.save_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

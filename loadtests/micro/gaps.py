@@ -1,0 +1,125 @@
+"""The time between two steps in which nothing computes: `python -m penstock.loadtests.micro.gaps`.
+
+From the drawing of one step's tokens to the begin of the next one's model, while a fixed number of
+sequences decodes: the engine's steps one by one, and as a worker runs them, each planned while the
+one before computes. In turns.
+"""
+
+import dataclasses
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
+from penstock.loadtests.micro.ab_runner import Quantiles, Setup, run
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.engine import Engine, StepResult
+from penstock.workers.engine.stepper import OverlapStepper
+from penstock.workers.scheduling.sequence import NewSequence
+
+_NUM_WARMUPS = 4  # steps of a turn that do not count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What decodes."""
+
+    concurrency: int = option(16, "sequences")
+    input_len: int = option(64, "prompt tokens of each")
+    output_len: int = option(128, "answer tokens of each")
+    rounds: int = option(5, "turns of each kind")
+
+
+class StepGaps:
+    """Takes the times of steps until all sequences have ended."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._began = time.perf_counter()
+        self.gaps: list[float] = []  # seconds
+        self.steps: list[float] = []  # seconds from one step's end to the next one's
+
+    def note(self, result: StepResult) -> None:
+        now = time.perf_counter()
+        if result.output is not None:
+            self.gaps.append(self._engine.gap_seconds)
+            self.steps.append(now - self._began)
+        self._began = now
+
+    def one_by_one(self) -> None:
+        while (result := self._engine.step()).output is not None:
+            self.note(result)
+
+    def pipelined(self) -> None:
+        changed = threading.Condition()
+        pipeline = OverlapStepper(self._engine, changed)
+        pipeline.advance(commanded=True)
+        while pipeline.busy:
+            pipeline.plan_next()
+            with changed:
+                changed.wait_for(lambda: pipeline.due)
+            self.note(pipeline.advance(commanded=False))
+        pipeline.stop()
+
+
+def run_round(
+    engine: Engine, prompts: Prompts, load: Load, round_index: int, kind: str
+) -> StepGaps:
+    """Decode prompts that no turn before has had."""
+    params = SamplingParams(temperature=0.0, max_tokens=load.output_len)
+    for i in range(load.concurrency):
+        number = round_index * load.concurrency + i
+        tokens = prompts.tokens(Planned(number, 0.0, load.input_len, load.output_len))
+        engine.submit(NewSequence(number, tokens, len(tokens), params))
+    steps = StepGaps(engine)
+    steps.one_by_one() if kind == "one_by_one" else steps.pipelined()
+    return steps
+
+
+def figures(rounds: Sequence[StepGaps]) -> dict[str, Any]:
+    """Percentiles over all steps; the share of the time, by turns."""
+    gaps = np.concatenate([turn.gaps[_NUM_WARMUPS:] for turn in rounds])
+    shares = [sum(turn.gaps[_NUM_WARMUPS:]) / sum(turn.steps[_NUM_WARMUPS:]) for turn in rounds]
+    means = [float(np.mean(turn.steps[_NUM_WARMUPS:])) * 1000 for turn in rounds]
+    return {
+        "gap_p50_us": float(np.percentile(gaps, 50)) * 1e6,
+        "gap_p99_us": float(np.percentile(gaps, 99)) * 1e6,
+        "share": dataclasses.asdict(Quantiles.of(shares)),
+        "step_ms": dataclasses.asdict(Quantiles.of(means)),
+    }
+
+
+async def _measure(setup: Setup, load: Load) -> dict[str, Any]:
+    engine = Engine(WorkerConfig(name="gaps", model=setup.model_folder, threads=setup.threads))
+    engine.warm_up()
+    prompts = Prompts(ordinary_tokens(engine.spec.vocab_size), 0)
+    turns: dict[str, list[StepGaps]] = {"one_by_one": [], "pipelined": []}
+    for turn in range(load.rounds * 2):
+        kind = list(turns)[turn % 2]
+        turns[kind].append(run_round(engine, prompts, load, turn, kind))
+    found = {kind: figures(taken) for kind, taken in turns.items()}
+    for kind, each in found.items():
+        print(
+            f"{kind.replace('_', ' ')}: gap p50 {each['gap_p50_us']:.0f} µs, "
+            f"p99 {each['gap_p99_us']:.0f} µs, {each['share']['median']:.1%} of the time; "
+            f"a step takes {each['step_ms']['median']:.2f} ms"
+        )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and save; return the exit code."""
+    program = "python -m penstock.loadtests.micro.gaps"
+    setup, load = read_flags(program, "Time between two steps.", (Setup, Load), arguments)
+    config = {**dataclasses.asdict(setup), **dataclasses.asdict(load)}
+    return run(lambda: _measure(setup, load), config, setup.save_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

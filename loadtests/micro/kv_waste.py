@@ -1,0 +1,126 @@
+"""How much of the KV memory in use holds nothing: `python -m penstock.loadtests.micro.kv_waste
+TRACE`.
+
+The scheduler alone, with made-up tokens, as busy as its rows and blocks allow: requests of a trace
+in its order, each submitted as soon as the queue is short. After every step the slots of used
+blocks that hold nothing are counted.
+"""
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.worker_load import WorkerLoad
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.traces import read_trace
+from penstock.loadtests.bench.workload import TRACE_BLOCK, TraceRow
+from penstock.loadtests.micro.ab_runner import MeasurementFailed, run
+from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
+from penstock.workers.scheduling.sequence import NewSequence
+
+_DRAWN = 7
+_CHECK_EVERY = 256  # steps: every hold on every block is looked at
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What is run."""
+
+    trace: str = option("", "a trace file", positional=True)
+    num_requests: int = option(1000, "of the trace's first")
+    max_sequences: int = option(64, "rows")
+    num_blocks: int = option(65_536, "blocks of the pool")
+    block_size: int = option(16, "tokens of a block")
+    max_batched_tokens: int = option(2048, "tokens of a step")
+    save_json: str = option("", "write what was measured to this file")
+
+
+@dataclasses.dataclass(slots=True)
+class Waste:
+    """Sums over all steps."""
+
+    steps: int = 0
+    unwritten: int = 0  # slots
+    allocated: int = 0  # slots
+    most: float = 0.0  # share of a step
+
+    def note(self, load: WorkerLoad, block_size: int) -> None:
+        allocated = load.used_blocks * block_size
+        self.steps += 1
+        self.unwritten += load.unwritten_slots
+        self.allocated += allocated
+        if allocated:
+            self.most = max(self.most, load.unwritten_slots / allocated)
+
+    @property
+    def share(self) -> float:
+        return self.unwritten / self.allocated if self.allocated else 0.0
+
+
+def sequences(rows: Sequence[TraceRow], max_model_len: int) -> Iterator[NewSequence]:
+    """The trace's requests; prompts share tokens as the trace's blocks say."""
+    for number, row in enumerate(rows):
+        blocks = row.blocks or (number,)
+        draws = [np.random.default_rng(block).integers(0, 32_000, TRACE_BLOCK) for block in blocks]
+        if not row.blocks:
+            draws = [np.random.default_rng(number).integers(0, 32_000, row.input_len)]
+        tokens = np.concatenate(draws)[: min(row.input_len, max_model_len - 1)].tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=row.output_len)
+        yield NewSequence(number, tokens, len(tokens), params)
+
+
+def measure(rows: Sequence[TraceRow], options: Options) -> Waste:
+    """Run all of them to their ends. AssertionError if the ledger does not balance."""
+    longest = max(row.input_len + row.output_len for row in rows)
+    max_model_len = min(longest, options.num_blocks * options.block_size) + 1
+    batcher = Batcher(
+        SchedulerConfig(
+            num_blocks=options.num_blocks,
+            max_model_len=max_model_len,
+            block_size=options.block_size,
+            max_sequences=options.max_sequences,
+            max_batched_tokens=options.max_batched_tokens,
+        )
+    )
+    waste, coming = Waste(), sequences(rows, max_model_len)
+    while True:
+        for new in itertools.islice(coming, max(0, 4 - batcher.load().queued)):
+            batcher.submit(new)
+        plan = batcher.plan(0.0)
+        if plan is None:
+            return waste
+        batcher.commit(plan, np.full(np.count_nonzero(plan.samples), _DRAWN, np.int32))
+        batcher.events()
+        waste.note(batcher.load(), options.block_size)
+        if waste.steps % _CHECK_EVERY == 0:
+            batcher.check()
+
+
+async def _measure(options: Options) -> dict[str, Any]:
+    if not options.trace:
+        raise MeasurementFailed("which trace? Name a file")
+    rows = read_trace(Path(options.trace))[: options.num_requests]
+    waste = measure(rows, options)
+    print(
+        f"{Path(options.trace).name}: {len(rows):,} requests, {waste.steps:,} steps: "
+        f"{waste.share:.2%} of the used slots held nothing, {waste.most:.2%} at worst"
+    )
+    return {**dataclasses.asdict(waste), "share": waste.share}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and save; return the exit code."""
+    program = "python -m penstock.loadtests.micro.kv_waste"
+    (options,) = read_flags(program, "KV memory that holds nothing.", (Options,), arguments)
+    config = {**dataclasses.asdict(options), "trace": Path(options.trace).name}
+    return run(lambda: _measure(options), config, options.save_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""How long step plans take to other ranks: `python -m penstock.loadtests.micro.plan_latency`.
+
+From before it is encoded in the leading rank to after it is decoded in the last of the others, each
+a process: through shared memory, and by gloo over loopback as between nodes. In turns.
+"""
+
+import dataclasses
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.micro.ab_runner import run
+from penstock.workers.parallel.rendezvous import RemoteStore, RendezvousServer
+from penstock.workers.parallel.step_broadcast import connect_plan_reader, connect_plan_writer
+from penstock.workers.parallel.step_codec import decode, encode, max_plan_bytes
+from penstock.workers.scheduling.sequence import StepPlan
+
+_HOST = "127.0.0.1"
+_NUM_WARMUPS = 20  # plans that do not count
+_SECONDS = 60.0
+_TRANSPORTS = ("shared memory", "gloo")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent."""
+
+    followers: int = option(3, "ranks beside the leading one")
+    sequences: int = option(64, "that decode")
+    context: int = option(2048, "tokens of each")
+    plans: int = option(500, "of each turn")
+    pause_us: int = option(2000, "between two plans, as a step takes some time")
+    rounds: int = option(3, "turns of each way")
+    save_json: str = option("", "write what was measured to this file")
+
+
+def make_plan(load: Load, number: int) -> StepPlan:
+    """A decode of all sequences, in blocks of 16."""
+    ones = np.ones(load.sequences, np.int32)
+    return StepPlan(
+        number=number,
+        rows=np.arange(load.sequences, dtype=np.int32),
+        tokens=ones,
+        positions=ones * load.context,
+        query_starts=np.arange(load.sequences + 1, dtype=np.int32),
+        context_lens=ones * (load.context + 1),
+        block_tables=np.ones((load.sequences, -(-load.context // 16) + 1), np.int32),
+        slots=ones,
+        samples=np.ones(load.sequences, np.bool_),
+    )
+
+
+def follow(pipe: Connection, address: str, load: Load, rank: int, way: str) -> None:
+    """In a process of its own: when each plan was there, by the clock that processes share."""
+    node = "near" if way == _TRANSPORTS[0] else f"node {rank}"
+    reader = connect_plan_reader(RemoteStore(address, None), rank, load.followers + 1, node, _HOST)
+    pipe.send("ready")
+    times = []
+    while message := reader.read():
+        decode(message)
+        times.append(time.monotonic())
+    pipe.send(times)
+
+
+def run_round(load: Load, way: str) -> list[float]:
+    """Seconds that each plan took to the last of the others."""
+    meeting = RendezvousServer(_HOST, None, load.followers + 1)
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(1, load.followers + 1):
+        ours, theirs = context.Pipe()
+        arguments = (theirs, meeting.address, load, rank, way)
+        processes.append(context.Process(target=follow, args=arguments, daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+    size = max_plan_bytes(load.sequences, load.sequences, -(-load.context // 16) + 1)
+    writer = connect_plan_writer(meeting.store, load.followers + 1, size, "near", _HOST, _SECONDS)
+    for pipe in pipes:
+        pipe.recv()
+    begins = []
+    for number in range(_NUM_WARMUPS + load.plans):
+        time.sleep(load.pause_us * 1e-6)
+        begins.append(time.monotonic())
+        writer.write(encode(make_plan(load, number + 1)))
+    writer.end()
+    ends = np.array([pipe.recv() for pipe in pipes]).max(axis=0)
+    for process in processes:
+        process.join()
+    meeting.close()
+    found: list[float] = (ends - np.array(begins))[_NUM_WARMUPS:].tolist()
+    return found
+
+
+async def _measure(load: Load) -> dict[str, Any]:
+    times: dict[str, list[float]] = {way: [] for way in _TRANSPORTS}
+    for turn in range(load.rounds * len(_TRANSPORTS)):
+        way = _TRANSPORTS[turn % len(_TRANSPORTS)]
+        times[way] += run_round(load, way)
+    found = {}
+    for way, each in times.items():
+        p50, p99 = (float(np.percentile(each, part)) * 1e6 for part in (50, 99))
+        found[way] = {"p50_us": p50, "p99_us": p99, "count": len(each)}
+        print(f"{way}: p50 {p50:.0f} µs, p99 {p99:.0f} µs of {len(each)} plans")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and save; return the exit code."""
+    program = "python -m penstock.loadtests.micro.plan_latency"
+    (load,) = read_flags(program, "Time of a step plan to other ranks.", (Load,), arguments)
+    return run(lambda: _measure(load), dataclasses.asdict(load), load.save_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

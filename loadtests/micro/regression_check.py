@@ -1,0 +1,234 @@
+"""What was gained stays: ratios of a short run, kept in a file and measured again.
+
+`python -m penstock.loadtests.micro.regression_check` says what got worse, by how much, and exits
+with 1 if anything did; `--record` writes what is measured now as what is kept. Ratios, not seconds:
+both sides of each are taken in turns in one run, so that a slow hour of the machine touches both.
+"""
+
+import asyncio
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import uvloop
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.report import commit, machine
+from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
+from penstock.loadtests.comparison.checkpoints import Cost
+from penstock.loadtests.micro import throughput
+from penstock.loadtests.micro.ab_runner import (
+    SHIPPED_MODEL,
+    MeasurementFailed,
+    Quantiles,
+    Setup,
+    steady_rate,
+)
+from penstock.loadtests.micro.engine_client import EngineClient
+from penstock.loadtests.micro.server import ServerFailed
+from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
+from penstock.workers.scheduling.sequence import NewSequence
+
+PROGRAM = "python -m penstock.loadtests.micro.regression_check"
+RATIOS = {
+    "decode": "decoding 16 sequences in the engine, to a matrix product (FLOP/s)",
+    "prefill": "a prompt of 1,024 tokens in the engine, to a matrix product (FLOP/s)",
+    "scheduler": "a fixed unit of numpy work, to a scheduler's step of 256 sequences (CPU time)",
+    "path": "decoding through `penstock serve`, to the engine alone (tokens/s)",
+}
+"""More is better in all."""
+
+_RUNS_TO_RECORD = 3  # one run's turns are more alike than two runs
+_ROUNDS = 7
+_SEQUENCES, _SCHEDULED, _PROMPT, _ANSWER, _LONG = 16, 256, 64, 48, 1024
+_PRODUCT = 512, 1024  # rows, width
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """What is done."""
+
+    record: bool = option(False, "keep what is measured now")
+    file: str = option("loadtests/results/guard.json", "where it is kept")
+    threads: int = option(1, "of the engine and of the product")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RatioChange:
+    """One ratio then and now."""
+
+    name: str
+    before: Quantiles
+    now: Quantiles
+
+    @property
+    def by(self) -> float:
+        """The share of it that was won; below 0: lost."""
+        return self.now.median / self.before.median - 1
+
+    @property
+    def worse(self) -> bool:
+        """Whether each median lies outside where most of the other's values do, downward."""
+        return self.now.median < self.before.low and self.before.median > self.now.high
+
+    def __str__(self) -> str:
+        verdict = "WORSE" if self.worse else "ok"
+        return (
+            f"{verdict:<5} {self.name:<9} {self.by:+7.1%}  now {self.now}; kept {self.before}\n"
+            f"      {RATIOS[self.name]}"
+        )
+
+
+def compare(before: dict[str, list[float]], now: dict[str, list[float]]) -> list[RatioChange]:
+    """One change a ratio that both know."""
+    return [
+        RatioChange(name, Quantiles.of(before[name]), Quantiles.of(now[name]))
+        for name in RATIOS
+        if name in before and name in now
+    ]
+
+
+def measure(threads: int) -> dict[str, list[float]]:
+    """The ratios of one short run, one value a turn."""
+    engine, cost = EngineClient(SHIPPED_MODEL, threads), Cost.of(SHIPPED_MODEL)
+    prompts = Prompts(ordinary_tokens(engine.vocab_size), seed=0)
+    steps = _scheduler_steps()
+    turns: dict[str, list[float]] = {"decode": [], "prefill": [], "scheduler": []}
+    for turn in range(_ROUNDS + 1):
+        product = _product_flops()
+        first = turn * (_SEQUENCES + 1)
+        asked = [_prompt(prompts, first + n, _PROMPT) for n in range(_SEQUENCES)]
+        decoded = steady_rate(engine.run(asked, _ANSWER))
+        # What looking back costs is left out: it changes by a few percent along an answer.
+        decode = decoded * 2 * (cost.body + cost.head) / product
+        long = engine.prefill(_prompt(prompts, first + _SEQUENCES, _LONG))
+        prefill = cost.prefill(_LONG) / long / product
+        scheduler = _numpy_seconds() / steps()
+        if turn:  # the first is a warm-up
+            for name, value in zip(turns, (decode, prefill, scheduler), strict=True):
+                turns[name].append(value)
+    return {**turns, "path": _path(threads)}
+
+
+def _prompt(prompts: Prompts, number: int, length: int) -> list[int]:
+    return prompts.tokens(Planned(number, 0.0, length, 1))
+
+
+def _path(threads: int) -> list[float]:
+    """Ratios of whole path to engine, by turns, as `loadtests.throughput` takes them."""
+    requests = throughput.Requests(rounds=_ROUNDS)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        path, direct = runner.run(throughput.measure_rounds(Setup(threads=threads), requests))
+    return throughput.ratios(path.steady, direct.steady)
+
+
+def _product_flops() -> float:
+    rows, width = _PRODUCT
+    left, right = torch.ones(rows, width), torch.ones(width, width)
+    return 2 * rows * width * width / _least(lambda: torch.mm(left, right), 30, time.perf_counter)
+
+
+def _numpy_seconds() -> float:
+    table = np.arange(_SCHEDULED * 64, dtype=np.int32).reshape(_SCHEDULED, 64)
+    rows = np.arange(_SCHEDULED)[::-1].copy()
+
+    def unit() -> None:
+        for _ in range(10):
+            np.cumsum(table[rows, 0])
+            table[rows].sum(1)
+
+    return _least(unit, 50, time.thread_time)
+
+
+def _scheduler_steps() -> Callable[[], float]:
+    """Seconds of CPU of one step in which every sequence decodes, plan and commit."""
+    length = 4096
+    limits = SchedulerConfig(
+        num_blocks=_SCHEDULED * (length // 16 + 1),
+        max_model_len=length,
+        block_size=16,
+        max_sequences=_SCHEDULED,
+        max_batched_tokens=2 * _SCHEDULED,
+    )
+    batcher = Batcher(limits)
+    params = SamplingParams(temperature=0.0, max_tokens=length - 8)
+    for key in range(_SCHEDULED):
+        batcher.submit(NewSequence(key, [key + 3] * 8, 8, params))
+
+    def step() -> None:
+        plan = batcher.plan(0.0)
+        assert plan is not None
+        batcher.commit(plan, np.full(int(plan.samples.sum()), 5, np.int32))
+        batcher.events()
+
+    for _ in range(3 * 8):
+        step()
+    return lambda: _least(step, 100, time.thread_time)
+
+
+def _least(work: Callable[[], Any], count: int, clock: Callable[[], float]) -> float:
+    """Seconds of the 10th percentile of so many turns: what it costs when nothing disturbs."""
+    taken = []
+    for _ in range(count):
+        began = clock()
+        work()
+        taken.append(clock() - began)
+    return float(np.percentile(taken, 10))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then record or compare; return 0, 1 (worse, or nothing to compare with) or 130."""
+    about = "Measures a few ratios again and says which got worse."
+    (guard,) = read_flags(PROGRAM, about, (CheckOptions,), arguments)
+    try:
+        return _record(guard) if guard.record else _compare(guard)
+    except (MeasurementFailed, ServerFailed, OSError, ValueError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _record(guard: CheckOptions) -> int:
+    runs = []
+    for number in range(_RUNS_TO_RECORD):
+        print(f"run {number + 1} of {_RUNS_TO_RECORD}", file=sys.stderr, flush=True)
+        runs.append(measure(guard.threads))
+    ratios = {name: [round(v, 4) for run in runs for v in run[name]] for name in RATIOS}
+    kept = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(),
+        "threads": guard.threads,
+        "ratios": ratios,
+    }
+    Path(guard.file).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    for name, values in ratios.items():
+        print(f"{name:<9} {Quantiles.of(values)}: {RATIOS[name]}")
+    return 0
+
+
+def _compare(guard: CheckOptions) -> int:
+    kept = json.loads(Path(guard.file).read_text(encoding="utf-8"))
+    here = {**machine(), "threads": guard.threads}
+    for what in ("cpu", "cpus", "threads"):
+        then = {**kept["machine"], "threads": kept["threads"]}[what]
+        if then != here[what]:
+            raise ValueError(f"{guard.file} was recorded with {what} {then}, here: {here[what]}")
+    changes = compare(kept["ratios"], measure(guard.threads))
+    print(f"kept on {kept['date']} at {kept['commit'] or 'an unknown commit'}")
+    for change in changes:
+        print(change)
+    return int(any(change.worse for change in changes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""What workers cost one router: `python -m penstock.loadtests.micro.router`.
+
+One real router process and stub workers in processes of their own, which speak the worker wire. The
+same requests are sent at the same rate with few and with many workers behind it, and its memory,
+its processor time and the latency that it adds are told for each number. Tokens tell when they were
+made, and a stub answers at once, so that what is measured is the router and the wires beside it.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import psutil
+
+import penstock
+from penstock.cli.status import fetch
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.metrics import Summary
+from penstock.loadtests.micro.ab_runner import MeasurementFailed, run
+from penstock.loadtests.micro.standalone_router import StandaloneRouter, standalone_router
+from penstock.loadtests.micro.stub_workers import age_of
+from penstock.protos import inference_pb2 as pb
+from penstock.protos import inference_pb2_grpc
+
+_MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
+_READY_SECONDS = 120.0
+_LINE_BYTES = 1 << 20
+_MB = 1e6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FanIn:
+    """What is measured."""
+
+    workers: tuple[str, ...] = option(("1", "100", "1000"), "numbers of workers, in turn")
+    rate: float = option(20.0, "requests a second")
+    input_len: int = option(64, "prompt tokens")
+    output_len: int = option(32, "answer tokens")
+    step_ms: float = option(20.0, "of a stub worker")
+    seconds: float = option(20.0, "of load for each number, and half as long without any")
+    processes: int = option(2, "that hold the stub workers")
+    seed: int = option(0, "of arrivals and prompts")
+    save_json: str = option("", "write what was measured to this file")
+
+
+@dataclasses.dataclass(slots=True)
+class Received:
+    """What the clients saw; seconds."""
+
+    first: list[float] = dataclasses.field(default_factory=list)  # from sending to the first token
+    ages: list[float] = dataclasses.field(default_factory=list)  # of tokens when they came
+    num_failed: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class CpuUsage:
+    """A process's processor time over a stretch of time."""
+
+    process: psutil.Process
+    cpu: float = 0.0
+    began: float = 0.0
+
+    def start(self) -> None:
+        self.cpu, self.began = self._used(), time.perf_counter()
+
+    def utilization(self) -> float:
+        """Of one core, since the start."""
+        return (self._used() - self.cpu) / (time.perf_counter() - self.began)
+
+    def _used(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+
+@asynccontextmanager
+async def stub_workers(count: int, fan: FanIn) -> AsyncIterator[dict[str, str]]:
+    """So many, shared out over processes: their names and addresses."""
+    processes: list[asyncio.subprocess.Process] = []
+    addresses: dict[str, str] = {}
+    parts = min(fan.processes, count)
+    firsts = [count * part // parts for part in range(parts + 1)]
+    try:
+        for first, end in pairwise(firsts):
+            numbers = ["--first", str(first), "--count", str(end - first)]
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "penstock.loadtests.micro.stub_workers", *numbers),
+                *("--step-ms", str(fan.step_ms)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LINE_BYTES,
+            )
+            processes.append(process)
+        for process in processes:
+            assert process.stdout is not None
+            line = await process.stdout.readline()
+            if not line:
+                raise MeasurementFailed("stub workers did not start: their words are above")
+            addresses |= json.loads(line)
+        yield addresses
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def until_ready(router: StandaloneRouter, count: int) -> float:
+    """Wait until the router hears all workers; seconds that this took."""
+    began = time.perf_counter()
+    while time.perf_counter() - began < _READY_SECONDS:
+        status = await asyncio.to_thread(fetch, router.http, None)
+        if sum(each["state"] == "ready" for each in status["workers"]) == count:
+            return time.perf_counter() - began
+        await asyncio.sleep(0.2)
+    raise MeasurementFailed(f"the router does not hear {count} workers after {_READY_SECONDS:g} s")
+
+
+async def _one(stub: Any, fan: FanIn, random_: random.Random, seen: Received) -> None:
+    prompt = [random_.randrange(300, 900) for _ in range(fan.input_len)]
+    request = pb.GenerateRequest(
+        tokens=pb.Tokens(ids=prompt),
+        sampling=pb.Sampling(max_tokens=fan.output_len, ignore_eos=True, seed=1),
+    )
+    began, num_tokens = time.perf_counter(), 0
+    try:
+        async for reply in stub.Generate(request, timeout=60.0):
+            if not num_tokens:
+                seen.first.append(time.perf_counter() - began)
+            num_tokens += len(reply.tokens)
+            seen.ages.extend(map(age_of, reply.tokens))
+    except grpc.RpcError:
+        num_tokens = 0
+    seen.num_failed += num_tokens != fan.output_len
+
+
+async def load(router: StandaloneRouter, fan: FanIn, seconds: float) -> Received:
+    """Poisson arrivals for so many seconds; waits for the answers."""
+    seen, random_ = Received(), random.Random(fan.seed)
+    due, end = 0.0, time.perf_counter() + seconds
+    async with grpc.aio.insecure_channel(router.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        await stub.ListModels(pb.ListModelsRequest())  # connected before it counts
+        async with asyncio.TaskGroup() as tasks:
+            began = time.perf_counter()
+            while (now := time.perf_counter()) < end:
+                due += random_.expovariate(fan.rate)
+                await asyncio.sleep(max(began + due - now, 0.0))
+                tasks.create_task(_one(stub, fan, random_, seen))
+    return seen
+
+
+async def measure_one(count: int, fan: FanIn) -> dict[str, Any]:
+    """One number of workers."""
+    async with AsyncExitStack() as stack:
+        workers = await stack.enter_async_context(stub_workers(count, fan))
+        router = await stack.enter_async_context(standalone_router(_MODEL, workers))
+        connecting = await until_ready(router, count)
+        await load(router, fan, 2.0)  # what is made once is not measured
+        watch = CpuUsage(psutil.Process(router.process.pid))
+        watch.start()
+        await asyncio.sleep(fan.seconds / 2)
+        idle = watch.utilization()
+        watch.start()
+        seen = await load(router, fan, fan.seconds)
+        busy = watch.utilization()
+        if seen.num_failed:
+            raise MeasurementFailed(f"{seen.num_failed} requests failed with {count} workers")
+        return {
+            "workers": count,
+            "requests": len(seen.first),
+            "connect_seconds": connecting,
+            "pss_mb": watch.process.memory_full_info().pss / _MB,
+            "idle_cores": idle,
+            "busy_cores": busy,
+            "first_token_ms": dataclasses.asdict(Summary.of(seen.first)),
+            "token_ms": dataclasses.asdict(Summary.of(seen.ages)),
+        }
+
+
+async def measure(fan: FanIn) -> dict[str, Any]:
+    """Every number of workers, in turn."""
+    print(
+        f"{fan.rate:g} requests a second, {fan.input_len} tokens in, {fan.output_len} out, "
+        f"a step of {fan.step_ms:g} ms\n"
+    )
+    names = ("workers", "PSS MB", "idle cores", "busy cores", "first token ms", "token ms")
+    print("  ".join(f"{name:>16}" for name in names), " (p50 p99)")
+    rows = []
+    for text in fan.workers:
+        row = await measure_one(int(text), fan)
+        rows.append(row)
+        first, token = row["first_token_ms"], row["token_ms"]
+        cells = (
+            str(row["workers"]),
+            f"{row['pss_mb']:.0f}",
+            f"{row['idle_cores']:.3f}",
+            f"{row['busy_cores']:.3f}",
+            f"{first['median']:.2f} {first['p99']:.2f}",
+            f"{token['median']:.2f} {token['p99']:.2f}",
+        )
+        print("  ".join(f"{cell:>16}" for cell in cells), flush=True)
+    return {"fan_in": rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and save; return the exit code."""
+    program, about = "python -m penstock.loadtests.micro.router", "What workers cost one router."
+    (fan,) = read_flags(program, about, (FanIn,), arguments)
+    if not all(text.isdecimal() and int(text) for text in fan.workers):
+        print(f"{program}: --workers takes numbers from 1 on", file=sys.stderr)
+        return 2
+    return run(lambda: measure(fan), dataclasses.asdict(fan), fan.save_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

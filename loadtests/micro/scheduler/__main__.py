@@ -1,0 +1,141 @@
+"""Our batcher and pool beside vLLM's scheduler: `python -m penstock.loadtests.micro.scheduler`.
+
+Both run in pure Python on the same cells with made-up outputs, each in a process of its own (they
+need different environments), one cell of one side at a time, in turns. Thread CPU time.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.comparison.environments import NotInstalled
+from penstock.loadtests.micro.ab_runner import MeasurementFailed, Quantiles, run
+from penstock.loadtests.micro.scheduler.cells import CELLS, Cell
+from penstock.loadtests.micro.scheduler.processes import Scheduler, interpreters, started
+
+_OURS, _THEIRS = "on_penstock", "on_vllm"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured, and how often."""
+
+    rounds: int = option(5, "turns of each side in each cell")
+    cells: tuple[str, ...] = option((), "names of cells; by default all")
+    save_json: str = option("", "write what was measured to this file")
+
+    @property
+    def chosen(self) -> list[Cell]:
+        """The cells asked for. Raises MeasurementFailed for a name that is none."""
+        names = [cell.name for cell in CELLS]
+        for name in self.cells:
+            if name not in names:
+                raise MeasurementFailed(f"no cell {name!r}: there are {', '.join(names)}")
+        return [cell for cell in CELLS if not self.cells or cell.name in self.cells]
+
+
+def microseconds(cell: Cell, measured: dict[str, Any]) -> float:
+    """CPU time a step: the mean over the steps, what is submitted for them included."""
+    submitted = measured["submit_ns"] if cell.submission_counts else 0
+    return float(submitted + sum(measured["step_ns"])) / len(measured["step_ns"]) / 1000
+
+
+def checked(cell: Cell, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Raise MeasurementFailed unless both did the work that the cell is made for."""
+    for side, measured in (("ours", ours), ("vLLM's", theirs)):
+        if measured["preempted"] < cell.least_preempted:
+            raise MeasurementFailed(
+                f"{cell.name}: {side} preempted {measured['preempted']} times, "
+                f"not {cell.least_preempted}"
+            )
+    if ours["tokens"] != theirs["tokens"]:
+        raise MeasurementFailed(
+            f"{cell.name}: {ours['tokens']} tokens were scheduled here, {theirs['tokens']} by vLLM"
+        )
+
+
+async def _measure(options: Options) -> dict[str, Any]:
+    with _both() as sides:
+        results = {cell.name: _alternate(cell, sides, options.rounds) for cell in options.chosen}
+        about = {name: side.about for name, side in sides.items()}
+    figures = {cell.name: _figures(cell, results[cell.name]) for cell in options.chosen}
+    _show(options.chosen, figures)
+    return {"sides": about, "cells": figures}
+
+
+@contextlib.contextmanager
+def _both() -> Iterator[dict[str, Scheduler]]:
+    try:
+        pythons = interpreters()
+    except NotInstalled as error:
+        raise MeasurementFailed(str(error)) from None
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(started(name, pythons[name])) for name in pythons}
+
+
+def _alternate(
+    cell: Cell, sides: dict[str, Scheduler], rounds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """A B A B; the first round, which nobody is warm for, does not count."""
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for _ in range(rounds + 1):
+        for name, side in sides.items():
+            taken[name].append(side.measure(cell))
+        checked(cell, taken[_OURS][-1], taken[_THEIRS][-1])
+    return {name: measured[1:] for name, measured in taken.items()}
+
+
+def _figures(cell: Cell, taken: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Microseconds of CPU a step of each side, by rounds, and how many times theirs is ours."""
+    means = {name: [microseconds(cell, each) for each in taken[name]] for name in taken}
+    medians = {
+        name: [statistics.median(each["step_ns"]) / 1000 for each in taken[name]] for name in taken
+    }
+    ratios = [b / a for a, b in zip(means[_OURS], means[_THEIRS], strict=True)]
+    last = taken[_OURS][-1]
+    return {
+        "about": cell.about,
+        "steps": len(last["step_ns"]),
+        "tokens": last["tokens"],
+        "preempted": last["preempted"],
+        "ours_us": dataclasses.asdict(Quantiles.of(means[_OURS])),
+        "vllm_us": dataclasses.asdict(Quantiles.of(means[_THEIRS])),
+        "ours_median_step_us": dataclasses.asdict(Quantiles.of(medians[_OURS])),
+        "vllm_median_step_us": dataclasses.asdict(Quantiles.of(medians[_THEIRS])),
+        "times_cheaper": dataclasses.asdict(Quantiles.of(ratios)),
+    }
+
+
+def _show(cells: Sequence[Cell], figures: dict[str, Any]) -> None:
+    table = Table(title="CPU time of planning and booking a step, µs (median of the rounds)")
+    for column in ("cell", "Penstock", "vLLM", "times cheaper (80% of rounds)"):
+        table.add_column(column, justify="left" if column == "cell" else "right")
+    for cell in cells:
+        found = figures[cell.name]
+        ratio = found["times_cheaper"]
+        table.add_row(
+            cell.name,
+            f"{found['ours_us']['median']:,.0f}",
+            f"{found['vllm_us']['median']:,.0f}",
+            f"{ratio['median']:.1f} ({ratio['low']:.1f} to {ratio['high']:.1f})",
+        )
+    Console().print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and save; return the exit code."""
+    program = "python -m penstock.loadtests.micro.scheduler"
+    about = "What scheduling a step costs, here and in vLLM."
+    (options,) = read_flags(program, about, (Options,), arguments)
+    return run(lambda: _measure(options), dataclasses.asdict(options), options.save_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

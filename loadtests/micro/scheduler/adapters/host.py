@@ -1,0 +1,99 @@
+"""Drives one scheduler through cells: JSON lines in on stdin, JSON lines out on stdout.
+
+`python host.py SIDE`, under that side's own interpreter; the standard library only. A side is a
+module beside this one with
+
+    start() -> (Side, about)
+
+`Adapter(cell)` is a fresh scheduler for a cell (a dictionary of `cells.Cell`), with
+
+    submit(prompts: list[list[int]], output_len: int) -> int     nanoseconds of this thread's CPU
+    step() -> tuple[int, int, int]                nanoseconds, tokens computed, sequences left
+    preempted: int                                since the start
+
+Only what the scheduler itself does counts: making its inputs and the drawn tokens does not.
+"""
+
+import gc
+import importlib
+import json
+import os
+import random
+import sys
+from typing import Any
+
+VOCAB = 32_000
+DRAWN = 7  # every token that is drawn
+
+
+def drive(side: Any, cell: dict[str, Any]) -> dict[str, Any]:
+    """Bring a fresh scheduler into the cell's state, then take the time of its steps."""
+    draw = random.Random(0)
+    shared = draw.choices(range(VOCAB), k=cell["shared"])
+
+    def prompts(lengths: list[int]) -> list[list[int]]:
+        return [shared + draw.choices(range(VOCAB), k=n - len(shared)) for n in lengths]
+
+    if shared:
+        run_out(side, [shared])
+    if cell["running"]:
+        lengths = [cell["running_len"] + i % 16 for i in range(cell["running"])]
+        side.submit(prompts(lengths), cell["output_len"])
+        while side.step()[1] != cell["running"]:
+            pass
+    arriving = [cell["arriving_len"]] * cell["arriving"]
+    if cell["first_len"]:
+        arriving[0] = cell["first_len"]
+    made = prompts(arriving)
+    before = side.preempted
+    gc.collect()
+    gc.freeze()
+    submitting = side.submit(made, cell["arriving_output_len"]) if made else 0
+    steps, tokens = measured(side, cell["num_steps"])
+    gc.unfreeze()
+    return {
+        "submit_ns": submitting,
+        "step_ns": steps,
+        "tokens": tokens,
+        "preempted": side.preempted - before,
+    }
+
+
+def measured(side: Any, num_steps: int) -> tuple[list[int], int]:
+    """Nanoseconds of each step, and the tokens that all of them computed."""
+    steps: list[int] = []
+    tokens, left = 0, 1
+    while len(steps) < num_steps or (not num_steps and left):
+        spent, computed, left = side.step()
+        steps.append(spent)
+        tokens += computed
+    return steps, tokens
+
+
+def run_out(side: Any, prompts: list[list[int]]) -> None:
+    side.submit(prompts, 1)
+    while side.step()[2]:
+        pass
+
+
+def main() -> int:
+    # Engines print what they like; only answers go to the real stdout.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    side, about = importlib.import_module(sys.argv[1]).start()
+    say({"about": about})
+    for line in sys.stdin:
+        cell = json.loads(line)
+        say(drive(side(cell), cell))
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # engines leave threads behind

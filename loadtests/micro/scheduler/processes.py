@@ -1,0 +1,81 @@
+"""A scheduler in a process of its own, under the interpreter where it is installed."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import penstock
+from penstock.loadtests.comparison.engines import BY_NAME
+from penstock.loadtests.comparison.environments import cache_folder, python_of
+from penstock.loadtests.micro.ab_runner import MeasurementFailed
+from penstock.loadtests.micro.scheduler.cells import Cell
+
+_ADAPTERS = Path(__file__).parent / "adapters"
+_LAST_WORDS = 1500  # characters
+
+
+class Scheduler:
+    """One side, ready to be asked. `about` is what it says of itself."""
+
+    def __init__(self, name: str, process: "subprocess.Popen[str]", words: IO[bytes]) -> None:
+        self.name = name
+        self._process = process
+        self._words = words  # what it says beside its answers
+        self.about: dict[str, Any] = self._answer()["about"]
+
+    def measure(self, cell: Cell) -> dict[str, Any]:
+        """What `host.drive` returns. Raises MeasurementFailed if it ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(dataclasses.asdict(cell)) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._words.seek(max(0, self._words.seek(0, os.SEEK_END) - _LAST_WORDS))
+            words = self._words.read().decode(errors="replace").strip()
+            raise MeasurementFailed(f"{self.name} ended; its last words:\n{words}")
+        return dict(json.loads(line))
+
+
+def interpreters() -> dict[str, Path]:
+    """Where each side is installed, after installing what is missing. Raises NotInstalled."""
+    vllm = BY_NAME["vllm"].environment
+    return {
+        "on_penstock": Path(sys.executable),
+        "on_vllm": python_of(vllm, cache_folder()),
+    }
+
+
+@contextmanager
+def started(adapter: str, python: Path) -> Iterator[Scheduler]:
+    """It, until the block ends. Raises MeasurementFailed if it does not start."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    variables.pop("PYTHONPATH", None)
+    if python == Path(sys.executable):  # this very tree, not another that is installed
+        variables["PYTHONPATH"] = str(Path(penstock.__file__).parent.parent)
+    with (
+        tempfile.TemporaryFile() as words,
+        subprocess.Popen(
+            [str(python), str(_ADAPTERS / "host.py"), adapter],
+            env=variables,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=words,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            yield Scheduler(adapter, process, words)
+        finally:
+            process.kill()

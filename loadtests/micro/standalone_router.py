@@ -1,0 +1,82 @@
+"""A router alone in its process, without Ray: `python -m
+penstock.loadtests.micro.standalone_router`.
+
+A line of JSON on standard input says what it serves: the fields of a `RouterConfig`, and `workers`,
+names and addresses. It tells its own addresses as a line of JSON, and ends with its input.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from penstock.router.config import RouterConfig
+from penstock.router.server import serve_router
+
+
+@dataclass(frozen=True, slots=True)
+class StandaloneRouter:
+    """One that serves."""
+
+    process: asyncio.subprocess.Process
+    http: str  # host:port
+    grpc: str
+
+
+@asynccontextmanager
+async def standalone_router(
+    model: Path, workers: Mapping[str, str], **config: Any
+) -> AsyncIterator[StandaloneRouter]:
+    """Start one on free ports, told of these workers; it is gone at the end. RuntimeError."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock.loadtests.micro.standalone_router"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    given = {"model": str(model), "workers": dict(workers), **config}
+    try:
+        process.stdin.write(json.dumps(given).encode() + b"\n")
+        line = await process.stdout.readline()
+        if not line:
+            raise RuntimeError("the router did not start: its words are above")
+        yield StandaloneRouter(process, **json.loads(line))
+    finally:
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), 10.0)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _serve(given: dict[str, Any]) -> None:
+    workers = given.pop("workers")
+    ports = {"http_port": 0, "grpc_port": 0}
+    config = RouterConfig(
+        **{**ports, "served_name": "stub", **given, "model": Path(given["model"])}
+    )
+    router = await serve_router(config)
+    await router.set_workers(workers)
+    addresses = {"http": router.http_address, "grpc": router.grpc_address}
+    print(json.dumps(addresses), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await router.stop()
+
+
+def main() -> int:
+    given = json.loads(sys.stdin.readline())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(given))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Workers without a model, as many as wanted in a process: `python -m
+penstock.loadtests.micro.stub_workers`.
+
+They speak the router-worker stream for real, to any number of routers; their answers are tokens
+that tell when they were made (`age_of`). Addresses are told as a line of JSON; they end with their
+standard input.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc.aio
+import uvloop
+
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.protos import worker_pb2 as pb
+from penstock.protos import worker_pb2_grpc
+
+_UNIT_NANOS = 50_000
+_SPAN = 1 << 15  # units until the same token comes again: 1.6 s
+_HEARTBEAT_SECONDS = 0.5
+_NUM_BLOCKS = 16384
+
+Requests = AsyncIterator[pb.ToWorker]
+
+
+def token_of_now() -> int:
+    """A token id that tells the time, on the clock that all processes of a machine share."""
+    return time.monotonic_ns() // _UNIT_NANOS % _SPAN
+
+
+def age_of(token: int) -> float:
+    """Seconds since a token was made, if that is less than 1.6 s ago; to 50 us."""
+    return (token_of_now() - token) % _SPAN * _UNIT_NANOS / 1e9
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """One choice of a submission."""
+
+    submit: pb.Submit
+    choice: int
+    position: int  # of the next token
+
+
+class StubWorker(worker_pb2_grpc.WorkerServicer):
+    """One worker, of role mixed. The first token of an answer comes at once, the others in steps.
+
+    Args:
+        name: what it calls itself.
+        step_seconds: from step to step.
+        token: gives the next token of a run.
+        wanted: bearer token that a router must show; None: none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step_seconds: float,
+        token: Callable[[Run], int] = lambda run: token_of_now(),
+        wanted: str | None = None,
+    ) -> None:
+        self.name = name
+        self.step_seconds = step_seconds
+        self.token = token
+        self.address = ""
+        self.sessions: list[_Session] = []
+        self._wanted = wanted
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def running(self) -> int:
+        """Sequences, of all routers."""
+        return sum(len(session.runs) for session in self.sessions)
+
+    def load(self) -> pb.Load:
+        running = self.running
+        return pb.Load(running=running, free_blocks=max(_NUM_BLOCKS - running, 0))
+
+    async def start(self) -> None:
+        """Listen on a free port of loopback."""
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=None)
+
+    async def Attach(self, requests: Requests, context: grpc.aio.ServicerContext) -> None:
+        if self._wanted is not None:
+            shown = dict(context.invocation_metadata() or ()).get("authorization")
+            if shown != f"Bearer {self._wanted}":
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a wrong token")
+        hello = (await anext(aiter(requests))).hello
+        session = _Session(self, hello.router)
+        self.sessions.append(session)
+        tasks = [asyncio.create_task(session.write(context)), asyncio.create_task(session.step())]
+        try:
+            async for message in requests:
+                session.receive(message)
+        finally:
+            self.sessions.remove(session)
+            for task in tasks:
+                task.cancel()
+
+    def welcome(self) -> pb.Welcome:
+        return pb.Welcome(
+            protocol=1,
+            worker=self.name,
+            incarnation=f"{self.name}-{id(self):x}",
+            role="mixed",
+            model="stub",
+            layout="stub",
+            block_size=16,
+            num_blocks=_NUM_BLOCKS,
+            max_model_len=8192,
+            max_sequences=256,
+            vocab_size=1 << 20,
+            load=self.load(),
+        )
+
+
+class _Session:
+    """The stream of one router."""
+
+    def __init__(self, worker: StubWorker, router: str) -> None:
+        self.router = router
+        self.runs: dict[tuple[int, int, int], Run] = {}  # by request, attempt and choice
+        self._worker = worker
+        self._out: deque[pb.ToRouter] = deque([pb.ToRouter(welcome=worker.welcome())])
+        self._to_write = asyncio.Event()
+        self._to_run = asyncio.Event()
+
+    def send(self, message: pb.ToRouter) -> None:
+        self._out.append(message)
+        self._to_write.set()
+
+    async def write(self, context: grpc.aio.ServicerContext) -> None:
+        for number in itertools.count(1):
+            if not self._out:
+                self._to_write.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._to_write.wait(), _HEARTBEAT_SECONDS)
+            message = self._out.popleft() if self._out else pb.ToRouter(beat=pb.Beat())
+            message.number = number
+            await context.write(message)
+
+    def receive(self, message: pb.ToWorker) -> None:
+        match message.WhichOneof("body"):
+            case "submit":
+                self._submitted(message.submit)
+            case "drop":
+                drop = message.drop
+                chosen = drop.choice if drop.HasField("choice") else None
+                for key in list(self.runs):
+                    if key[:2] == (drop.request, drop.attempt) and chosen in (None, key[2]):
+                        del self.runs[key]
+
+    def _submitted(self, submit: pb.Submit) -> None:
+        new = [Run(submit, choice, 0) for choice in range(max(submit.params.n, 1))]
+        over = {entry.choice for entry in submit.log if entry.finished}
+        for entry in submit.log:
+            new[entry.choice].position = len(entry.tokens)
+        new = [run for run in new if run.choice not in over]
+        for run in new:
+            self.runs[submit.request, submit.attempt, run.choice] = run
+        self._make_step(new)
+        self._to_run.set()
+
+    async def step(self) -> None:
+        due = time.monotonic()
+        while True:
+            if not self.runs:
+                self._to_run.clear()
+                await self._to_run.wait()
+                due = time.monotonic()
+            due += self._worker.step_seconds
+            await asyncio.sleep(max(due - time.monotonic(), 0.0))
+            if self.runs:
+                self._make_step(list(self.runs.values()))
+
+    def _make_step(self, runs: Sequence[Run]) -> None:
+        step = pb.Step()
+        for run in runs:
+            submit = run.submit
+            step.request.append(submit.request)
+            step.attempt.append(submit.attempt)
+            step.choice.append(run.choice)
+            step.position.append(run.position)
+            step.token.append(self._worker.token(run))
+            run.position += 1
+            ended = run.position >= submit.params.max_tokens
+            step.finish.append(pb.FINISH_LENGTH if ended else pb.FINISH_NONE)
+            if ended:
+                del self.runs[submit.request, submit.attempt, run.choice]
+        step.load.CopyFrom(self._worker.load())
+        self.send(pb.ToRouter(step=step))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StubOptions:
+    """Which workers."""
+
+    count: int = option(1, "how many")
+    first: int = option(0, "number of the first")
+    step_ms: float = option(20.0, "milliseconds from step to step")
+
+
+async def _serve(given: StubOptions) -> None:
+    workers = [
+        StubWorker(f"mixed-{number}", given.step_ms / 1000)
+        for number in range(given.first, given.first + given.count)
+    ]
+    for worker in workers:
+        await worker.start()
+    print(json.dumps({worker.name: worker.address for worker in workers}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    program, about = "python -m penstock.loadtests.micro.stub_workers", "Workers without a model."
+    (given,) = read_flags(program, about, (StubOptions,), arguments)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(given))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Decode throughput through the whole path, to that of the engine alone.
+
+`python -m penstock.loadtests.micro.throughput`: so many requests at once, through `penstock serve`
+and then to the engine called directly in this process, in turns; tokens a second while all decode.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.loadtests.bench.client_grpc import GrpcClient
+from penstock.loadtests.bench.clients import Target
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.load import Load
+from penstock.loadtests.bench.metrics import Outcome
+from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
+from penstock.loadtests.micro.ab_runner import Quantiles, Setup, run, steady_rate, whole_rate
+from penstock.loadtests.micro.engine_client import EngineClient
+from penstock.loadtests.micro.server import serving
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Requests:
+    """What is sent."""
+
+    concurrency: int = option(16, "requests at once")
+    rounds: int = option(7, "turns of each side; one more before them does not count")
+    input_len: int = option(64, "prompt tokens")
+    output_len: int = option(256, "answer tokens")
+
+
+@dataclasses.dataclass(slots=True)
+class Rates:
+    """Tokens a second of one side, in the order of the turns."""
+
+    steady: list[float] = dataclasses.field(default_factory=list)  # while all decode
+    whole: list[float] = dataclasses.field(default_factory=list)  # from the first request on
+
+    def note(self, outcomes: Sequence[Outcome]) -> None:
+        self.steady.append(steady_rate(outcomes))
+        self.whole.append(whole_rate(outcomes))
+
+
+async def measure_rounds(setup: Setup, requests: Requests) -> tuple[Rates, Rates]:
+    """Return what was measured through the path and of the engine alone, turn by turn."""
+    engine = EngineClient(setup.model_folder, setup.threads)
+    prompts = Prompts(ordinary_tokens(engine.vocab_size), seed=0)
+    path, direct = Rates(), Rates()
+    async with serving(setup.serve_arguments()) as server:
+        client = GrpcClient(Target(server.grpc_address, "grpc"))
+        try:
+            for turn in range(requests.rounds + 1):
+                plan = _plan(requests, turn)
+                load = Load(client, prompts, plan)
+                await load.run()
+                tokens = [prompts.tokens(planned) for planned in plan]
+                answers = engine.run(tokens, requests.output_len)
+                if turn:
+                    path.note(load.outcomes)
+                    direct.note(answers)
+        finally:
+            await client.close()
+    return path, direct
+
+
+async def _measure(setup: Setup, requests: Requests) -> dict[str, Any]:
+    return _figures(*await measure_rounds(setup, requests))
+
+
+def _plan(requests: Requests, turn: int) -> list[Planned]:
+    """Prompts of this turn alone: none is in a prefix cache."""
+    first = turn * requests.concurrency
+    return [
+        Planned(number, 0.0, requests.input_len, requests.output_len)
+        for number in range(first, first + requests.concurrency)
+    ]
+
+
+def _figures(path: Rates, direct: Rates) -> dict[str, Any]:
+    """Print and return the spreads of rates, in tokens a second, and of their ratios, by turns."""
+    spreads = {
+        "decode_ratio": Quantiles.of(ratios(path.steady, direct.steady)),
+        "decode_through_path": Quantiles.of(path.steady),
+        "decode_engine_alone": Quantiles.of(direct.steady),
+        "with_prefill_ratio": Quantiles.of(ratios(path.whole, direct.whole)),
+        "with_prefill_through_path": Quantiles.of(path.whole),
+        "with_prefill_engine_alone": Quantiles.of(direct.whole),
+    }
+    for name, spread in spreads.items():
+        print(f"{name.replace('_', ' ')}: {spread}")
+    return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}
+
+
+def ratios(path: Sequence[float], direct: Sequence[float]) -> list[float]:
+    """Of each turn, the first to the second."""
+    return [whole / bare for whole, bare in zip(path, direct, strict=True)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and save; return the exit code."""
+    program = "python -m penstock.loadtests.micro.throughput"
+    about = "Decode throughput through the whole path, to that of the engine alone."
+    setup, requests = read_flags(program, about, (Setup, Requests), arguments)
+    config = {**dataclasses.asdict(setup), **dataclasses.asdict(requests)}
+    return run(lambda: _measure(setup, requests), config, setup.save_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

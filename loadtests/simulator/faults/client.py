@@ -1,0 +1,89 @@
+"""What a client of the fold model sees, and what it must see."""
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.loadtests.simulator.faults.schedules import RequestPlan
+from penstock.loadtests.simulator.model.hash_model import reference_answer
+from penstock.loadtests.simulator.world.router import Router
+from penstock.router.routing.events import ChoiceStopped, Deliver, EndRequest, Finish, Status
+
+LEFT = "left"
+"""How a client ends that went away."""
+
+
+class HashModelClient:
+    """One client with one request, for whom every token is known beforehand."""
+
+    def __init__(self, plan: RequestPlan, max_model_len: int) -> None:
+        self.plan = plan
+        self.number = plan.number
+        self.answers: list[list[int]] = [[] for _ in range(plan.num_choices)]
+        self.how = ""  # it ended; empty while it has not
+        self.at: tuple[Router, int] | None = None  # where it asks, and its number there
+        self._finished = [False] * plan.num_choices
+        self._cutting: set[int] = set()  # choices whose end the router has not been told of yet
+        params = SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_tokens)
+        answers = [
+            reference_answer(plan.prompt, params, max_model_len, choice)[0]
+            for choice in range(plan.num_choices)
+        ]
+        self._right = [answer[: plan.cut or len(answer)] for answer in answers]
+
+    @property
+    def over(self) -> bool:
+        return bool(self.how)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+    def deliver(self, deliver: Deliver) -> ChoiceStopped | None:
+        """Take tokens; AssertionError for a position twice, out of order or wrong."""
+        if self.how == LEFT:
+            return None  # its router has not noticed yet
+        choice, cut_at = deliver.choice, self.plan.cut
+        answer, who = self.answers[choice], f"client {self.number}, choice {choice}"
+        here = len(answer)
+        assert not self.over, f"{who}: tokens after the end"
+        if choice in self._cutting:
+            return None  # of the same message; the router's text leaves them out as well
+        assert not self._finished[choice], f"{who}: more after the last"
+        assert deliver.position == here, f"{who}: position {deliver.position}, not {here}"
+        answer.extend(deliver.tokens)
+        cut = 0 < cut_at <= len(answer) and not deliver.finish
+        if cut:
+            del answer[cut_at:]
+        right = self._right[choice][: len(answer)]
+        assert answer == right, f"{who}: {deliver.tokens} at {here} is not the reference's"
+        self._finished[choice] = cut or deliver.finish is not Finish.NONE
+        if not cut:
+            return None
+        self._cutting.add(choice)
+        return ChoiceStopped(deliver.request, choice, cut_at)
+
+    def on_choice_stopped(self, choice: int) -> None:
+        """The router knows: from now on nothing may come."""
+        self._cutting.discard(choice)
+
+    def end(self, end: EndRequest) -> None:
+        if self.how == LEFT:
+            return
+        assert not self.over, f"client {self.number}: ended twice"
+        self.how = end.status.value
+        if end.status is Status.OK:
+            assert self.answers == self._right, f"client {self.number}: OK, but not all of it"
+
+    def leave(self) -> None:
+        """It goes, and hears nothing more."""
+        if not self.over:
+            self.how = LEFT
+
+    def check(self, undisturbed: bool) -> None:
+        """AssertionError if it ended in a way that nothing explains."""
+        allowed = {"ok", LEFT, "deadline", "overloaded", "invalid"}
+        assert self.over, f"client {self.number}: no end"
+        assert not undisturbed or self.how in allowed, f"client {self.number}: {self.how}"
+        if self.how in ("deadline", LEFT):
+            plan = self.plan
+            whys = (plan.deadline, plan.leaves_after, plan.leaves_moving)
+            asked = any(why != float("inf") for why in whys)
+            assert asked or not plan.resumes, f"client {self.number}: {self.how} unasked"

@@ -1,0 +1,96 @@
+"""What befalls the workers of a schedule, and the ways between them."""
+
+from collections.abc import Callable, Mapping
+from math import inf
+
+from penstock.loadtests.simulator.faults.schedules import Fault
+from penstock.loadtests.simulator.world.clock import Clock
+from penstock.loadtests.simulator.world.network import Network
+from penstock.loadtests.simulator.world.worker import Worker
+
+RESTART_SECONDS = 1.5
+"""From a process's death until another one is there in its place."""
+DRAIN_SECONDS = 5.0
+
+
+class FaultInjector:
+    """What a fault does to a worker.
+
+    Args:
+        workers: those of now, dead ones too until others are there in their place.
+        restart: starts a worker of that name.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        workers: Mapping[str, Worker],
+        restart: Callable[[str], None],
+    ) -> None:
+        self._clock = clock
+        self._network = network
+        self._workers = workers
+        self._restart = restart
+
+    def disturb(self, one: str, other: str, fault: Fault, until: float) -> None:
+        """The way between the two, in both directions."""
+        how = fault.kind.split()[0]
+        for way in ((one, other), (other, one)):
+            if how == "cut":
+                self._network.cut(way, until)
+            elif how == "delay":
+                self._network.delay(way, fault.size, until)
+            else:
+                self._network.add_mischief(way, how, fault.seconds)
+
+    def kill(self, worker: Worker, seen: bool) -> None:
+        """Dead; `seen`: its machine lives and closes its streams."""
+        if not worker.process.alive:
+            return
+        worker.process.kill()
+        if seen:
+            for session in worker.sessions.values():
+                session.stream.up.send(session.ended)
+            name = (worker.info.worker, worker.info.incarnation)
+            for other in self._workers.values():
+                way = (worker.info.worker, other.info.worker)
+                gone = other.kv_transfer.receiver
+                self._network.post(way, other.process, lambda gone=gone: gone.drop_peer(name))  # type: ignore[misc]
+        self._clock.after(RESTART_SECONDS, lambda: self._restart(worker.info.worker))
+
+    def slow(self, worker: Worker, factor: float, until: float) -> None:
+        """Its steps take so many times as long."""
+        worker.steps.catch_up()
+        if worker.executor.slowness < inf:
+            worker.executor.slowness = factor
+
+        def over() -> None:
+            worker.steps.catch_up()
+            if worker.executor.slowness < inf:
+                worker.executor.slowness = 1.0
+
+        self._clock.at(until, over)
+
+    def make_stuck(self, worker: Worker, until: float) -> None:
+        """Its next step never ends; its own watchdog ends it then, if nobody does before."""
+        worker.steps.catch_up()
+        worker.executor.slowness = inf
+        self._clock.at(until, lambda: self.kill(worker, seen=True))
+
+    def drain(self, worker: Worker) -> None:
+        """It ends once it has nothing, or when that takes too long."""
+        if not worker.process.alive or worker.draining:
+            return
+        worker.process.take(worker.drain)
+        end = self._clock.now + DRAIN_SECONDS
+
+        def look() -> None:
+            if not worker.process.alive:
+                return
+            if worker.idle or self._clock.now >= end:
+                self.kill(worker, seen=True)
+            else:
+                self._clock.after(0.1, look)
+
+        self._clock.after(0.1, look)

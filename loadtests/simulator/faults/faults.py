@@ -1,0 +1,221 @@
+"""`penstock simulate faults`: plays seeded fault schedules and checks what must always be true."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.simulator.faults.parallel_run import (
+    BATCH_SIZE,
+    BadRecord,
+    RunRecord,
+    counts_of,
+    play_batches,
+    remaining_batches,
+)
+from penstock.loadtests.simulator.faults.schedule_run import (
+    InvariantViolated,
+    RunCounts,
+    ScheduleRun,
+)
+from penstock.loadtests.simulator.faults.schedules import Schedule, schedule_of
+from penstock.loadtests.simulator.faults.shrink import command_of, failure_of, shrunk
+
+MAX_SEED = 2**63 - 1
+_SHOWN_FAILURES = 5
+PROGRESS_SECONDS = 10.0
+
+
+class WrongOptions(ValueError):
+    """Options that make no sense; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What is played."""
+
+    seed: int | None = option(None, "play this schedule alone, and tell its story")
+    requests: str | None = option(None, "with --seed: only these, as 0,3,7 (or none)")
+    faults: str | None = option(None, "with --seed: only these, as 1,2 (or none)")
+    schedules: int = option(2000, "how many")
+    first: int = option(0, "the seed of the first")
+    processes: int = option(2, "that share the schedules")
+    log: Path | None = option(None, "with --seed: write the story there instead")  # noqa: RUF009
+    record: Path | None = option(None, "write down what is done there, and go on from it")  # noqa: RUF009
+    as_json: bool = option(False, "print counts and failures as one line of JSON")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0: all held, 1: a schedule failed, 2: wrong options, 130: Ctrl-C."""
+    about = "Play seeded fault schedules in virtual time and check every answer and every block."
+    (play,) = read_flags("penstock simulate faults", about, (Play,), arguments)
+    try:
+        _check(play)
+        if play.seed is not None:
+            return _play_one(_chosen(play), play.log)
+        return _play_many(play)
+    except (WrongOptions, BadRecord, OSError) as error:
+        print(f"penstock simulate faults: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _check(play: Play) -> None:
+    if play.seed is not None and play.record is not None:
+        raise WrongOptions("--record is of many schedules")
+    if play.seed is None and (play.requests or play.faults or play.log):
+        raise WrongOptions("--requests, --faults and --log go with --seed")
+    for name in ("seed", "first"):
+        if not 0 <= (getattr(play, name) or 0) <= MAX_SEED:
+            raise WrongOptions(f"--{name} must be from 0 to 2^63 - 1")
+    for name in ("schedules", "processes"):
+        if getattr(play, name) < 1:
+            raise WrongOptions(f"--{name} must be 1 or more")
+
+
+def _chosen(play: Play) -> Schedule:
+    schedule = schedule_of(play.seed or 0)
+    there = {
+        "requests": [one.number for one in schedule.requests],
+        "faults": [one.number for one in schedule.faults],
+    }
+    requests, faults = (_numbers(getattr(play, name), name, there[name]) for name in there)
+    return schedule.only(requests, faults)
+
+
+def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | None:
+    """Read `0,3,7` or `none`."""
+    if text is None:
+        return None
+    try:
+        numbers = [] if text == "none" else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise WrongOptions(f"--{name} {text!r}: say numbers, as 0,3,7, or none") from None
+    strange = [number for number in numbers if number not in there]
+    if strange:
+        raise WrongOptions(f"--{name}: this schedule has 0 to {len(there) - 1}, not {strange[0]}")
+    return numbers
+
+
+# ------------------------------------------------------------------ one
+
+
+def write_events(schedule: Schedule, out: TextIO) -> str:
+    """Play it and write what happens; why it fails, or ""."""
+    try:
+        ScheduleRun(schedule, lambda line: print(line, file=out)).play()
+    except InvariantViolated as broken:
+        return str(broken)
+    return ""
+
+
+def _play_one(schedule: Schedule, log: Path | None) -> int:
+    if log is None:
+        problem = write_events(schedule, sys.stdout)
+    else:
+        with log.open("w", encoding="utf-8") as out:
+            problem = write_events(schedule, out)
+    print(f"failed: {problem}" if problem else "everything held", file=sys.stderr)
+    return 1 if problem else 0
+
+
+# ------------------------------------------------------------------ many
+
+
+def play_seeds(seeds: range) -> tuple[RunCounts, list[int]]:
+    """Play these; what happened, and the seeds that failed."""
+    tally, failed = RunCounts(), []
+    for seed in seeds:
+        world = ScheduleRun(schedule_of(seed))
+        try:
+            tally.add(world.play())
+        except InvariantViolated:
+            failed.append(seed)
+    return tally, failed
+
+
+def _play_many(options: Play) -> int:
+    seeds = range(options.first, options.first + options.schedules)
+    record = None if options.record is None else RunRecord(options.record)
+    parts = record.read(seeds) if record is not None else []
+    say = sys.stderr if options.as_json else sys.stdout
+    progress = Progress(len(seeds), sum(part.count for part in parts), say)
+    for part in parts:
+        progress.failures(part.failed)
+    left = remaining_batches(seeds, parts, min(BATCH_SIZE, -(-len(seeds) // options.processes)))
+    for part in play_batches(left, play_seeds, options.processes):
+        parts.append(part)
+        if record is not None:
+            record.add(part)
+        progress.failures(part.failed)
+        progress.played(part.count)
+    tally = RunCounts()
+    for part in sorted(parts, key=lambda one: one.first):
+        tally.add(part.tally)
+    failed = sorted(seed for part in parts for seed in part.failed)
+    if options.as_json:
+        print(json.dumps({"tally": counts_of(tally), "failed": failed}))
+    else:
+        print(_summary(len(seeds), tally, progress.seconds))
+    return 1 if failed else 0
+
+
+class Progress:
+    """Says how far it is, on stderr, and what failed, a line each."""
+
+    def __init__(self, count: int, num_before: int, out: TextIO) -> None:
+        self._out = out
+        self._count = count
+        self._num_before = self._num_played = num_before
+        self._num_failed = 0
+        self._started = self._said = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def played(self, count: int) -> None:
+        self._num_played += count
+        if time.monotonic() - self._said < PROGRESS_SECONDS:
+            return
+        self._said = time.monotonic()
+        rate = (self._num_played - self._num_before) / self.seconds
+        left = (self._count - self._num_played) / rate
+        print(
+            f"{self._num_played} of {self._count} schedules, {rate:.1f} a second, "
+            f"{self._num_failed} failed, {left / 60:.0f} min left",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def failures(self, seeds: Sequence[int]) -> None:
+        """The first few are made small, which takes a while."""
+        for seed in seeds:
+            schedule = schedule_of(seed)
+            if self._num_failed < _SHOWN_FAILURES:
+                schedule = shrunk(schedule)
+            self._num_failed += 1
+            why = failure_of(schedule) or "it does not fail again"
+            text = f"seed {seed} failed: {why}  {command_of(schedule)}"
+            print(text, file=self._out, flush=True)
+
+
+def _summary(count: int, tally: RunCounts, seconds: float) -> str:
+    ends = ", ".join(f"{number} {how}" for how, number in tally.ends.most_common())
+    kinds = ", ".join(f"{number} {kind}" for kind, number in tally.faults.most_common())
+    return "\n".join(
+        [
+            f"{count} schedules in {seconds:.0f} s: {tally.requests} requests ({ends}), "
+            f"{tally.tokens} tokens, {tally.handovers} hand-overs, {tally.failovers} failovers",
+            f"{tally.faults.total()} faults: {kinds or 'none'}",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Many schedules, shared by processes part by part; a record of the parts lets a long run go on."""
+
+import json
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, fields
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from penstock.loadtests.simulator.faults.schedule_run import RunCounts
+
+BATCH_SIZE = 50
+"""Schedules that one process plays before it says how they went."""
+
+
+class BadRecord(ValueError):
+    """The file is no record of such a run; the message says where."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeedBatch:
+    """Consecutive seeds that were played."""
+
+    first: int
+    count: int
+    tally: RunCounts
+    failed: Sequence[int]  # seeds
+
+    @property
+    def seeds(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+Play = Callable[[range], tuple[RunCounts, list[int]]]
+
+
+def play_batches(seeds: Sequence[range], play: Play, processes: int) -> Iterator[SeedBatch]:
+    """Play them, here if by one process; in the order in which they end.
+
+    Raises OSError if a process dies.
+    """
+    if processes == 1:
+        for part in seeds:
+            yield SeedBatch(part.start, len(part), *play(part))
+        return
+    deaf = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this one, which ends the others
+    executor = ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, deaf)
+    try:
+        waiting = {executor.submit(play, part): part for part in seeds}
+        for future in as_completed(waiting):
+            part = waiting.pop(future)
+            yield SeedBatch(part.start, len(part), *future.result())
+    except BrokenProcessPool:
+        raise OSError("a process that played schedules has died") from None
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def remaining_batches(
+    seeds: range, done: Sequence[SeedBatch], size: int = BATCH_SIZE
+) -> list[range]:
+    """What of `seeds` is still to be played, in parts of `size` at most."""
+    gaps, start = [], seeds.start
+    for part in sorted(done, key=lambda one: one.first):
+        gaps.append(range(start, min(part.first, seeds.stop)))
+        start = max(start, part.seeds.stop)
+    gaps.append(range(start, seeds.stop))
+    return [gap[first : first + size] for gap in gaps for first in range(0, len(gap), size)]
+
+
+class RunRecord:
+    """A file with a line of JSON for every part that has been played."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, seeds: range) -> list[SeedBatch]:
+        """The parts of `seeds` that are there; a last line that was cut short is taken out.
+
+        Raises BadRecord and OSError.
+        """
+        if not self._path.exists():
+            return []
+        try:
+            *lines, cut = self._path.read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError:
+            raise BadRecord(f"{self._path}: not a text file") from None
+        parts: list[SeedBatch] = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                part = _batch_of(json.loads(line))
+            except (ValueError, TypeError, KeyError):
+                raise BadRecord(f"{self._path}:{number}: no record of schedules played") from None
+            if part.first >= seeds.start and part.seeds.stop <= seeds.stop:
+                parts.append(part)
+        if cut:
+            self._path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return parts
+
+    def add(self, batch: SeedBatch) -> None:
+        """Write one down, at once. Raises OSError."""
+        told = {"first": batch.first, "count": batch.count, "failed": list(batch.failed)}
+        line = json.dumps({**told, "tally": counts_of(batch.tally)})
+        with self._path.open("a", encoding="utf-8") as out:
+            out.write(f"{line}\n")
+
+
+def counts_of(tally: RunCounts) -> dict[str, Any]:
+    """For JSON."""
+    return {each.name: getattr(tally, each.name) for each in fields(RunCounts)}
+
+
+def _batch_of(told: Any) -> SeedBatch:
+    counts = dict(told["tally"])
+    names = {each.name for each in fields(RunCounts)}
+    if counts.keys() != names or not all(type(told[name]) is int for name in ("first", "count")):
+        raise ValueError
+    for name in ("ends", "faults"):
+        counts[name] = Counter(counts[name])
+    return SeedBatch(told["first"], told["count"], RunCounts(**counts), list(told["failed"]))

@@ -1,0 +1,373 @@
+"""One schedule played: routers, workers, clients and faults around one clock.
+
+Raises `InvariantViolated` when something that must always be true is not.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.loadtests.simulator.faults.client import HashModelClient
+from penstock.loadtests.simulator.faults.fault_injection import RESTART_SECONDS, FaultInjector
+from penstock.loadtests.simulator.faults.schedules import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    Fault,
+    RequestPlan,
+    Schedule,
+    WorkerPlan,
+)
+from penstock.loadtests.simulator.model.executors import TimedHashModel
+from penstock.loadtests.simulator.world.clock import Clock
+from penstock.loadtests.simulator.world.network import Network
+from penstock.loadtests.simulator.world.router import Router
+from penstock.loadtests.simulator.world.session import WorkerShape
+from penstock.loadtests.simulator.world.transfer_endpoints import TransferTiming, WorkerId
+from penstock.loadtests.simulator.world.worker import Worker
+from penstock.router.routing import events as ev
+from penstock.router.routing.dispatcher import DispatcherLimits as RouterLimits
+from penstock.router.routing.placement.policy import LeastLoaded
+from penstock.router.routing.worker_registry import LivenessBounds
+from penstock.workers.scheduling.config import SchedulerConfig
+
+END_WITHIN_SECONDS = 150.0
+"""By so long after the last fault everybody must have ended."""
+REST_SECONDS = 15.0
+"""So long after the last end nothing may be held any more."""
+WAIT_WITHOUT_WORKERS = 20.0
+STUCK_SECONDS = 8.0  # longer than a hand-over may be silent, as in `RouterConfig.stuck_seconds`
+BLOCK_BYTES = 1 << 20
+
+Log = Callable[[str], None]
+
+
+class InvariantViolated(Exception):
+    """What must always be true is not; the message says what."""
+
+
+@dataclass(slots=True)
+class RunCounts:
+    """What happened in a schedule, or in many."""
+
+    requests: int = 0
+    tokens: int = 0
+    handovers: int = 0
+    failovers: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "RunCounts") -> None:
+        self.requests += other.requests
+        self.tokens += other.tokens
+        self.handovers += other.handovers
+        self.failovers += other.failovers
+        self.ends += other.ends
+        self.faults += other.faults
+
+
+class ScheduleRun:
+    """Everything that there is in one schedule.
+
+    Args:
+        log: takes the story, a line an event.
+        leaps: quiet steps are taken together: other times, but the same must be true.
+    """
+
+    def __init__(
+        self, schedule: Schedule, log: Log | None = None, fast_forwards: bool = False
+    ) -> None:
+        self.schedule = schedule
+        self._fast_forwards = fast_forwards
+        self.clock = Clock()
+        self.network = Network(self.clock, schedule.latency, schedule.bandwidth)
+        self.tally = RunCounts(requests=len(schedule.requests))
+        self.clients: list[HashModelClient] = []
+        self._log = log
+        self._num_started = 0
+        self._names = [plan.name for plan in schedule.workers]
+        self._plans = {plan.name: plan for plan in schedule.workers}
+        self._workers: dict[str, Worker] = {}
+        self._by_name: dict[WorkerId, Worker] = {}
+        self._routers: list[Router] = []
+        self._injector = FaultInjector(self.clock, self.network, self._workers, self._start_worker)
+        self._roles: dict[str, str] = {}  # that workers were given
+        self._numbers = [0] * schedule.num_routers
+        for plan in schedule.workers:
+            self._start_worker(plan.name)
+        for number in range(schedule.num_routers):
+            self._routers.append(self._start_router(number))
+        for request in schedule.requests:
+            self._plan_request(request)
+        for fault in schedule.faults:
+            self._plan_fault(fault)
+
+    def play(self) -> RunCounts:
+        """Play it to its end. Raises Broken."""
+        try:
+            self._play()
+        except InvariantViolated:
+            raise
+        except Exception as error:
+            what, where = type(error).__name__, _innermost(error)
+            raise InvariantViolated(
+                f"{what} at {self.clock.now:.3f} s: {error} ({where})"
+            ) from error
+        return self.tally
+
+    def _play(self) -> None:
+        last = [0.0, *(one.at + one.seconds for one in self.schedule.faults)]
+        last += [one.at for one in self.schedule.requests]
+        bound = max(last) + END_WITHIN_SECONDS
+        while not all(client.over for client in self.clients):
+            if self.clock.next > bound:
+                late = [client.number for client in self.clients if not client.over]
+                raise InvariantViolated(
+                    f"requests {late} have not ended {END_WITHIN_SECONDS:g} s after all"
+                )
+            self.clock.step()
+        self.clock.run(max(self.clock.now, *last) + REST_SECONDS)
+        self._check_rest()
+
+    def _check_rest(self) -> None:
+        for client in self.clients:
+            client.check(undisturbed=not self.schedule.faults)
+            self.tally.ends[client.how] += 1
+            self.tally.tokens += client.num_tokens
+        for worker in self._workers.values():
+            if worker.process.alive:
+                worker.check_rest()
+        for router in self._routers:
+            if router.process.alive:
+                dispatcher = router.dispatcher
+                assert dispatcher.num_requests == 0, "a router keeps what has ended"
+                assert not any(one.num_requests for one in dispatcher.workers()), "still counted"
+                self._count(router)
+
+    def _count(self, router: Router) -> None:
+        counters = router.dispatcher.counters
+        self.tally.handovers += counters.num_transfers
+        self.tally.failovers += counters.num_failovers
+
+    def note(self, text: str) -> None:
+        if self._log is not None:
+            self._log(f"{self.clock.now:.6f} {text}")
+
+    # ------------------------------------------------------------ who is there
+
+    def _start_worker(self, name: str) -> None:
+        self._num_started += 1
+        plan, incarnation = self._plans[name], str(self._num_started)
+        executor = TimedHashModel(
+            plan.num_blocks, BLOCK_SIZE, plan.step_seconds, plan.token_seconds
+        )
+        shape = _worker_shape(plan, incarnation)
+        worker = Worker(shape, executor, self.network, self._find, 4, self._fast_forwards)
+        self._workers[name] = self._by_name[name, incarnation] = worker
+        self.note(f"{name} starts")
+
+    def _find(self, name: WorkerId) -> Worker | None:
+        worker = self._by_name.get(name)
+        return worker if worker is not None and worker.process.alive else None
+
+    def _live(self, name: str) -> Worker | None:
+        worker = self._workers[name]
+        return worker if worker.process.alive else None
+
+    def _start_router(self, number: int) -> Router:
+        limits = RouterLimits(
+            max_queued=self.schedule.max_queued,
+            ttft_slo_seconds=self.schedule.promised_seconds,
+            no_worker_timeout_seconds=WAIT_WITHOUT_WORKERS,
+            bounds=LivenessBounds(stuck_after=STUCK_SECONDS),
+        )
+        router = Router(
+            f"r{number}",
+            self.network,
+            LeastLoaded(),
+            limits,
+            self._live,
+            self._on_event,
+            check=True,
+        )
+        for name in self._names:
+            router.link(name)
+        for name, role in self._roles.items():
+            router.assign(name, role)
+        self._numbers[number] = 0
+        self.note(f"r{number} starts")
+        return router
+
+    def _on_event(self, router: str, event: ev.Event, commands: list[ev.Command]) -> None:
+        if isinstance(event, ev.Ready):
+            for client in self.clients:
+                at = client.at
+                if at is not None and (at[0].name, at[1]) == (router, event.request):
+                    self._plan_leave(client, client.plan.leaves_moving)
+        for command in commands:
+            if isinstance(command, ev.CloseStream) and command.stuck:
+                self._on_given_up(self._by_name[command.worker, command.incarnation])
+        if self._log is None:
+            return
+        if commands or not isinstance(event, ev.Tick | ev.Heartbeat):
+            self.note(f"{router} {event}")
+            for command in commands:
+                self.note(f"{router}   {command}")
+
+    # ------------------------------------------------------------ requests
+
+    def _plan_request(self, plan: RequestPlan) -> None:
+        client = HashModelClient(plan, MAX_MODEL_LEN)
+        self.clients.append(client)
+        self.clock.at(plan.at, lambda: self._submit(client, self._routers[plan.router]))
+        self._plan_leave(client, plan.at + plan.leaves_after)
+
+    def _submit(self, client: HashModelClient, router: Router) -> None:
+        """Ask that router, with what the client knows already."""
+        plan = client.plan
+        if client.over:
+            return
+        if not router.process.alive:
+            self._retry_elsewhere(client)
+            return
+        number = self._routers.index(router)
+        self._numbers[number] += 1
+        client.at = (router, self._numbers[number])
+        request = ev.Request(
+            id=self._numbers[number],
+            prompt=plan.prompt,
+            params=SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_tokens),
+            max_tokens=min(plan.max_tokens, MAX_MODEL_LEN - len(plan.prompt)),
+            tenant=plan.tenant,
+            priority=plan.priority,
+            salt=plan.salt,
+            deadline=self.clock.now + plan.deadline,
+            num_choices=plan.num_choices,
+            log=tuple(map(tuple, client.answers)) if client.num_tokens else (),
+        )
+        self.note(f"client {plan.number} asks {router.name} as {request.id}")
+        router.process.take(lambda: router.submit(request, client))
+
+    def _plan_leave(self, client: HashModelClient, seconds: float) -> None:
+        if seconds != float("inf"):
+            self.clock.after(seconds, lambda: self._leave(client))
+
+    def _leave(self, client: HashModelClient) -> None:
+        if client.over or client.at is None:
+            client.leave()
+            return
+        router, number = client.at
+        client.leave()
+        self.note(f"client {client.number} leaves")
+        router.process.take(lambda: router.cancel(number))
+
+    def _retry_elsewhere(self, client: HashModelClient) -> None:
+        """Its router is dead."""
+        live = [router for router in self._routers if router.process.alive]
+        client.at = None
+        if not client.plan.resumes:
+            client.leave()
+        elif live:
+            self.clock.after(0.1, lambda: self._submit(client, live[0]))
+        else:
+            self.clock.after(0.5, lambda: self._retry_elsewhere(client))
+
+    # ------------------------------------------------------------ faults
+
+    def _plan_fault(self, fault: Fault) -> None:
+        self.clock.at(fault.at, lambda: self._inject(fault))
+
+    def _inject(self, fault: Fault) -> None:
+        self.tally.faults[fault.kind] += 1
+        self.note(str(fault))
+        until = self.clock.now + fault.seconds
+        name = self._names[min(fault.one, len(self._names) - 1)]
+        worker, strikes = self._workers[name], self._injector
+        match fault.kind.split():
+            case ["kill"] | ["lose"] as how:
+                strikes.kill(worker, seen=how == ["kill"])
+            case ["hang"]:
+                process = worker.process
+                process.stop()
+                self.clock.at(until, process.go_on)
+            case ["slow"]:
+                strikes.slow(worker, 1 + 10 * fault.size, until)
+            case ["stuck"]:
+                strikes.make_stuck(worker, until)
+            case ["drain"]:
+                strikes.drain(worker)
+            case ["role", role]:
+                self._assign(name, role)
+            case ["kill", "router"]:
+                self._kill_router(fault.one)
+            case ["hang", "router"]:
+                process = self._routers[fault.one].process
+                process.stop()
+                self.clock.at(until, process.go_on)
+            case [_, "stream" | "blocks" as way]:
+                streams = way == "stream"
+                other = self._routers[fault.other].name if streams else self._names[fault.other]
+                strikes.disturb(name, other, fault, until)
+
+    def _on_given_up(self, worker: Worker) -> None:
+        """A router says that it is stuck: it is replaced."""
+        if worker.process.alive and worker.executor.slowness < inf:
+            raise InvariantViolated(f"{worker.info.worker} was given up while it got on")
+        self.clock.after(0.0, lambda: self._injector.kill(worker, seen=True))
+
+    def _assign(self, name: str, role: str) -> None:
+        """An operator's word, which every router gets, also one that starts later."""
+        self._roles[name] = role
+        for router in self._routers:
+            if router.process.alive:
+                router.assign(name, role)
+
+    def _kill_router(self, number: int) -> None:
+        router = self._routers[number]
+        if not router.process.alive:
+            return
+        router.process.kill()
+        self._count(router)
+        router.close_links()
+        for client in self.clients:
+            if client.at is not None and client.at[0] is router and not client.over:
+                self._retry_elsewhere(client)
+
+        def restart() -> None:
+            self._routers[number] = self._start_router(number)
+
+        self.clock.after(RESTART_SECONDS, restart)
+
+
+def _worker_shape(plan: WorkerPlan, incarnation: str) -> WorkerShape:
+    info = ev.WorkerInfo(
+        worker=plan.name,
+        incarnation=incarnation,
+        role=plan.role,
+        layout=plan.layout,
+        block_size=BLOCK_SIZE,
+        num_blocks=plan.num_blocks,
+        max_model_len=MAX_MODEL_LEN,
+        max_sequences=plan.max_sequences,
+    )
+    limits = SchedulerConfig(
+        num_blocks=plan.num_blocks,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        max_sequences=plan.max_sequences,
+        max_batched_tokens=max(plan.max_batched_tokens, plan.max_sequences),
+        max_queued=plan.max_queued,
+    )
+    pace = TransferTiming(write=plan.write_seconds, message_bytes=plan.message_blocks * BLOCK_BYTES)
+    return WorkerShape(info, limits, BLOCK_BYTES, pace)
+
+
+def _innermost(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "somewhere"
+    code = trace.tb_frame.f_code
+    return f"{code.co_name}, {code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno}"

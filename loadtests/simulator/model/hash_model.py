@@ -1,0 +1,117 @@
+"""A model that is a fold: nothing but the contents of the KV slots it reads decides its tokens.
+
+The value of a position is folded from its token, its number and the value in the slot before it;
+the token drawn is folded from the values of all slots of the sequence, read through the block table
+in order. A wrong block, a stale slot or a misordered write changes the answer.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.scheduling.sequence import FinishReason, Ints, StepPlan
+
+_MODULUS = (1 << 61) - 1
+VOCAB = 37
+
+
+def slot_value(before: int, token: int, position: int) -> int:
+    return ((before ^ 0x9E3779B97F4A7C15) * 6364136223846793 + token * 7919 + position) % _MODULUS
+
+
+def hash_of(values: Sequence[int]) -> int:
+    folded = 1
+    for value in values:
+        folded = (folded * 1000003 + value) % _MODULUS
+    return folded
+
+
+def _drawn(fold: int, choice: int) -> int:
+    return (fold + choice * 0x632BE59BD9B4E019) % _MODULUS % VOCAB
+
+
+def draw(hashes: Sequence[int], plan: StepPlan, choices: Ints | None = None) -> Ints:
+    """The tokens [S] that a plan's drawing rows draw from these [S]."""
+    drawing = plan.sampling_rows
+    own = np.zeros_like(drawing) if choices is None else choices[drawing]
+    drawn = [_drawn(fold, choice) for fold, choice in zip(hashes, own.tolist(), strict=True)]
+    return np.array(drawn, np.int32)
+
+
+class HashModel:
+    """Runs step plans on `num_blocks` blocks of KV."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.kv = [-1] * (num_blocks * block_size)
+
+    def run(self, plan: StepPlan, choices: Ints | None = None) -> Ints:
+        """Copy blocks, write the step's slots; the tokens [S] that its drawing rows draw.
+
+        choices: of every row of the table; all 0 if there is none.
+        """
+        return draw(self.hash(plan), plan, choices)
+
+    def hash(self, plan: StepPlan) -> list[int]:
+        """Copy blocks, write the step's slots; what its drawing rows [S] draw from."""
+        folds = []
+        self.copy(plan.copies)
+        for b in range(len(plan.rows)):
+            span = range(int(plan.query_starts[b]), int(plan.query_starts[b + 1]))
+            context = self.slots(plan.block_tables[b].tolist(), int(plan.context_lens[b]))
+            for t in span:
+                position = int(plan.positions[t])
+                before = self.kv[context[position - 1]] if position else 0
+                self.kv[int(plan.slots[t])] = slot_value(before, int(plan.tokens[t]), position)
+            if plan.samples[b]:
+                folds.append(hash_of([self.kv[slot] for slot in context]))
+        return folds + [folds[at] for at in plan.forks[:, 0]]
+
+    def copy(self, pairs: Ints) -> None:
+        """Copy blocks, all at once: pairs [C, 2], from and to."""
+        for pair, content in [(pair, self._block(pair[0])) for pair in pairs.tolist()]:
+            start = pair[1] * self.block_size
+            self.kv[start : start + self.block_size] = content
+
+    def _block(self, block: int) -> list[int]:
+        return self.kv[block * self.block_size : (block + 1) * self.block_size]
+
+    def slots(self, blocks: Sequence[int], length: int) -> list[int]:
+        size = self.block_size
+        return [blocks[p // size] * size + p % size for p in range(length)]
+
+    def poison(self, blocks: Ints) -> None:
+        """Fill blocks with what nobody may ever read."""
+        for block in blocks.tolist():
+            start = block * self.block_size
+            self.kv[start : start + self.block_size] = [-2 - block] * self.block_size
+
+    def slots_of(self, blocks: Ints) -> list[int]:
+        return self.slots(blocks.tolist(), len(blocks) * self.block_size)
+
+
+def copy_blocks(source: HashModel, blocks: Ints, to: HashModel, into: Ints) -> None:
+    """What a transfer does."""
+    size = source.block_size
+    for a, b in zip(blocks.tolist(), into.tolist(), strict=True):
+        to.kv[b * size : (b + 1) * size] = source.kv[a * size : (a + 1) * size]
+
+
+def reference_answer(
+    prompt: Sequence[int], params: SamplingParams, max_model_len: int, choice: int = 0
+) -> tuple[list[int], FinishReason]:
+    """The answer of a lone sequence, folded over its tokens: no blocks, no batch."""
+    values: list[int] = []
+    for token in prompt:
+        values.append(slot_value(values[-1] if values else 0, token, len(values)))
+    answer: list[int] = []
+    limit = params.answer_limit(len(prompt), max_model_len)
+    while True:
+        token = _drawn(hash_of(values), choice)
+        answer.append(token)
+        if token in params.stop_token_ids and len(answer) >= params.min_tokens:
+            return answer, FinishReason.STOP
+        if len(answer) >= limit:
+            return answer, FinishReason.LENGTH
+        values.append(slot_value(values[-1], token, len(values)))

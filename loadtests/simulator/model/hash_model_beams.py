@@ -1,0 +1,97 @@
+"""Beam searches over the fold model: each beam's fold decides how likely every next token is."""
+
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.loadtests.simulator.model.hash_model import VOCAB, draw, hash_of, slot_value
+from penstock.workers.sampling.beam_search import BeamSearch, BeamSearches, Candidates
+from penstock.workers.scheduling.sequence import FinishReason, Ints, NewSequence, StepPlan
+from penstock.workers.scheduling.table import SequenceTable
+
+Answer: TypeAlias = tuple[list[int], FinishReason]
+
+
+def _candidates(folds: Sequence[int], held_back: Sequence[Sequence[int]]) -> Candidates:
+    """All tokens, for each of R folds; held back: of each those that may not come yet."""
+    tokens = np.tile(np.arange(VOCAB, dtype=np.int32), (len(folds), 1))
+    # Steep enough that beams come and go.
+    logprobs = [
+        [-((fold >> 9) * (token + 3) ** 3 % 1009) / 64 for token in range(VOCAB)] for fold in folds
+    ]
+    scores = np.array(logprobs, np.float32).reshape(-1, VOCAB)
+    for row, banned in enumerate(held_back):
+        scores[row, list(banned)] = -np.inf
+    return Candidates(tokens, scores)
+
+
+def _held_back(params: SamplingParams, length: int) -> tuple[int, ...]:
+    return params.stop_token_ids if length < params.min_tokens else ()
+
+
+class HashModelBeams:
+    """What an engine's searches do, over a fold model."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._searches = BeamSearches()
+        self._params: dict[Hashable, SamplingParams] = {}
+
+    def open(self, new: NewSequence) -> None:
+        """It was submitted; one that is no search: nothing."""
+        if new.params.use_beam_search:
+            self._params[new.key] = new.params
+            self._searches.open(new.key, new.params, self._max_model_len - new.num_prompt)
+
+    def close(self, key: Hashable) -> list[Answer]:
+        """Its answers, as far as there are any; unknown: none."""
+        self._params.pop(key, None)
+        search = self._searches.close(key)
+        return [] if search is None else [(each.tokens, each.finish) for each in search.best]
+
+    def draw(
+        self, plan: StepPlan, table: SequenceTable, hashes: Sequence[int]
+    ) -> tuple[Ints, Ints | None, list[Hashable]]:
+        """Tokens [S] and parents [S] of the drawing rows, and the searches that are over."""
+        rows = plan.sampling_rows
+        drawn, parents = draw(hashes, plan, table.choices), rows.copy()
+        at = np.flatnonzero(table.is_beam[rows])
+        if not at.size:
+            return drawn, None, []
+        beams = rows[at]
+        lengths = (table.num_tokens - table.num_prompt)[beams].tolist()
+        held_back = [
+            _held_back(self._params[key], length) if key in self._params else ()
+            for key, length in zip(table.keys[beams].tolist(), lengths, strict=True)
+        ]
+        turns = self._searches.advance(
+            table.keys[beams],
+            table.choices[beams],
+            beams,
+            _candidates([hashes[place] for place in at.tolist()], held_back),
+        )
+        drawn[at], parents[at] = turns.tokens, turns.parents
+        return drawn, parents, turns.finished
+
+
+def reference_beams(
+    prompt: Sequence[int], params: SamplingParams, max_model_len: int
+) -> list[Answer]:
+    """The answers of a lone search, folded over its tokens: no blocks, no batch, no rows."""
+    search = BeamSearch(params, params.answer_limit(len(prompt), max_model_len))
+    values: list[int] = []
+    for token in prompt:
+        values.append(slot_value(values[-1] if values else 0, token, len(values)))
+    beams = [values] * params.num_sequences
+    while True:
+        held_back = [_held_back(params, len(beams[0]) - len(prompt))] * len(beams)
+        candidates = _candidates([hash_of(beam) for beam in beams], held_back)
+        turn = search.advance(candidates.tokens, candidates.logprobs)
+        if turn.is_finished:
+            return [(each.tokens, each.finish) for each in search.best]
+        beams = [
+            [*beams[parent], slot_value(beams[parent][-1], token, len(beams[parent]))]
+            for parent, token in zip(turn.parents.tolist(), turn.tokens.tolist(), strict=True)
+        ]

@@ -1,0 +1,125 @@
+"""How long a step takes on a device that is not here: a roofline of five numbers.
+
+seconds = launch + max(compute, memory)
+compute = token x tokens + pair x pairs      (a pair: a prompt's token and one that it looks at)
+memory  = weights + kv_token x positions read
+"""
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from penstock.workers.scheduling.sequence import Ints, StepPlan
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+class BadTiming(ValueError):
+    """The file is no time model; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds, and bytes of KV. As given: Llama 3 70B in 16 bits over four H100.
+
+    Computed, not measured: 140 GB of weights read at 4 x 2.7 TB/s, 140 GFLOP a token at
+    4 x 450 TFLOP/s, 320 KiB of KV a token.
+    """
+
+    launch: float = 0.005
+    token: float = 78e-6
+    pair: float = 1.5e-9
+    weights: float = 0.013
+    kv_token: float = 30e-9
+    kv_bytes: float = 320 * 1024.0  # of one position, for hand-overs
+
+    def prefill(self, num_tokens: int, chunk: int) -> float:
+        """Seconds of a prompt alone, in steps of `chunk` tokens."""
+        starts = np.arange(0, num_tokens, chunk)
+        sizes = np.minimum(chunk, num_tokens - starts)
+        compute = self.token * sizes + self.pair * sizes * (starts + sizes / 2)
+        memory = self.weights + self.kv_token * (starts + sizes)
+        return float((self.launch + np.maximum(compute, memory)).sum())
+
+    def decode(self, context: float, batch: int = 1) -> float:
+        """Seconds of a step of `batch` decodes, each of that context."""
+        memory = self.weights + self.kv_token * batch * context
+        return self.launch + max(self.token * batch, memory)
+
+    def decodes(self, plan: StepPlan, num: int) -> Floats:
+        """[num] seconds of a step of decodes and of those after it, each a token further on."""
+        batch = len(plan.context_lens)
+        positions = int(plan.context_lens.sum(dtype=np.int64)) + batch * np.arange(num)
+        seconds: Floats = self.launch + np.maximum(
+            self.token * batch, self.weights + self.kv_token * positions
+        )
+        return seconds
+
+    def step(self, plan: StepPlan) -> float:
+        """Seconds of that step."""
+        contexts = plan.context_lens.astype(np.int64)
+        num_tokens = len(plan.tokens)
+        memory = self.weights + self.kv_token * int(contexts.sum())
+        compute = self.token * num_tokens
+        if num_tokens > len(contexts):
+            sizes = np.diff(plan.query_starts).astype(np.int64)
+            compute += self.pair * float((sizes * (contexts - sizes / 2))[sizes > 1].sum())
+        return self.launch + max(compute, memory)
+
+
+def read_timing(path: Path) -> Timing:
+    """Read a YAML file of some of the numbers. Raises BadTiming and OSError."""
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadTiming(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
+    names = [each.name for each in fields(Timing)]
+    if not isinstance(given, dict) or not given:
+        raise BadTiming(f"{path}: say some of {', '.join(names)}, each as name: number")
+    return Timing(**{str(name): _number(path, name, value, names) for name, value in given.items()})
+
+
+def _number(path: Path, name: object, value: Any, names: list[str]) -> float:
+    if name not in names:
+        raise BadTiming(f"{path}: there is no {name!r}; known are {', '.join(names)}")
+    try:
+        number = float(value)  # YAML 1.1 reads 78e-6 as text
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not 0 <= number < math.inf:
+        raise BadTiming(f"{path}: {name} is {value!r}, not a number from 0 on")
+    return number
+
+
+class TimedModel:
+    """A model of which only the time is known: every token that it draws is 0."""
+
+    def __init__(self, timing: Timing) -> None:
+        self.slowness = 1.0
+        self._timing = timing
+
+    def seconds(self, plan: StepPlan) -> float:
+        return self.slowness * self._timing.step(plan)
+
+    def seconds_of(self, plan: StepPlan, num: int) -> Floats:
+        return self.slowness * self._timing.decodes(plan, num)
+
+    def run(self, plan: StepPlan, choices: Ints) -> Ints:
+        return np.zeros(len(plan.sampling_rows), np.int32)
+
+    def predict(self, plan: StepPlan, num: int) -> Ints:
+        return np.zeros((num, len(plan.rows)), np.int32)
+
+    def read(self, blocks: Ints) -> tuple[int, ...]:
+        return ()
+
+    def write(self, blocks: Ints, content: object) -> None:
+        pass
+
+    def poison(self, blocks: Ints) -> None:
+        pass

@@ -1,0 +1,196 @@
+"""`penstock simulate disaggregation`: the rule of where prompts are computed, and its rivals.
+
+Separate pools under several loads in virtual time, prompts computed apart by the rule, always or
+never. The rule is judged by the time from a request to the end of its answer, and by the share of
+requests that get what `goals` promises.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.workload import Lengths, Planned
+from penstock.loadtests.simulator.model.timing import Timing
+from penstock.loadtests.simulator.scaling.cluster import BANDWIDTH, Cluster, ClusterPlan
+from penstock.loadtests.simulator.scaling.goals import Figures, figures
+from penstock.loadtests.simulator.scaling.scalers import Static
+from penstock.loadtests.simulator.scaling.workloads import sinusoid, steps, varying
+from penstock.router.routing.placement.disaggregation import (
+    DisaggregationPolicy,
+    PrefillDecision,
+    Reason,
+)
+from penstock.router.routing.placement.policy import LeastLoaded, Policy
+from penstock.router.routing.worker_registry import WorkerView
+from penstock.workers.scheduling.config import SchedulerConfig
+
+SLACK = 0.02
+"""By so much of its time, and of the goals kept, the rule may be behind: runs differ by chance."""
+
+LIMITS = SchedulerConfig(
+    num_blocks=6250,  # 400,000 tokens
+    max_model_len=1 << 17,
+    block_size=64,
+    max_sequences=64,
+    max_batched_tokens=2048,
+    max_queued=10**6,
+)
+
+
+class Always(DisaggregationPolicy):
+    """Every prompt is computed apart."""
+
+    def decide(
+        self,
+        num_tokens: int,
+        prefill: WorkerView,
+        decode: WorkerView,
+        router_queue_tokens: float = 0.0,
+    ) -> PrefillDecision:
+        return PrefillDecision(True, Reason.NO_GAIN)
+
+
+class Never(DisaggregationPolicy):
+    """Every prompt is computed where its answer is generated."""
+
+    def decide(
+        self,
+        num_tokens: int,
+        prefill: WorkerView,
+        decode: WorkerView,
+        router_queue_tokens: float = 0.0,
+    ) -> PrefillDecision:
+        return PrefillDecision(False, Reason.NO_GAIN)
+
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "rule": LeastLoaded,
+    "always": lambda: LeastLoaded(Always),
+    "never": lambda: LeastLoaded(Never),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A load, and who serves it."""
+
+    name: str
+    rate: Callable[[float], float]  # requests a second at a time
+    most: float
+    inputs: str
+    outputs: str
+    prefill: int = 2
+    decode: int = 2
+    bandwidth: float = BANDWIDTH
+
+
+CASES: Sequence[Case] = (
+    Case("even", lambda at: 6.0, 6.0, "lognormal:256-4096", "lognormal:16-512"),
+    Case("light", lambda at: 0.5, 0.5, "lognormal:256-4096", "lognormal:16-512"),
+    Case("bursts", steps(2.0, 24.0, 10.0), 24.0, "lognormal:256-4096", "lognormal:16-256"),
+    Case("long prompts", sinusoid(1.0, 9.0, 60.0), 9.0, "lognormal:2048-8192", "32", 1, 3),
+    Case("long answers", lambda at: 4.0, 4.0, "lognormal:64-512", "lognormal:256-1024", 1, 3),
+    Case(
+        "slow network", lambda at: 4.0, 4.0, "lognormal:256-4096", "lognormal:16-512", bandwidth=5e8
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Playing:
+    """How long and with which chance."""
+
+    seconds: float = option(120.0, "how long requests arrive")
+    seed: int = option(0, "the same seed gives the same runs")
+    promised: float = option(0.0, "seconds to the first token that the router orders by; 0: none")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one case under one policy."""
+
+    figures: Figures
+    seconds: float  # from a request to the end of its answer, mean
+    apart: float  # share of the decisions
+
+
+Outcomes: TypeAlias = Mapping[str, Outcome]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0, 1 (the rule loses somewhere), 2 (wrong options), 130 (Ctrl-C)."""
+    about = "Play the rule that computes prompts apart beside always and never."
+    (playing,) = read_flags("penstock simulate disaggregation", about, (Playing,), arguments)
+    if not 0 < playing.seconds < math.inf or not all(
+        0 <= each < 2**63 for each in (playing.seed, playing.promised)
+    ):
+        told = "--seconds above 0, --seed and --promised from 0"
+        print(f"penstock simulate disaggregation: {told}", file=sys.stderr)
+        return 2
+    lost: list[str] = []
+    print(HEADER)
+    try:
+        for case in CASES:
+            outcomes = {name: play(case, POLICIES[name](), playing) for name in POLICIES}
+            for name, outcome in outcomes.items():
+                print(row(case.name, name, outcome), flush=True)
+            lost += [f"{case.name}: {why}" for why in losses(outcomes)]
+    except KeyboardInterrupt:
+        return 130
+    print("\n".join(lost) or "the rule loses nowhere")
+    return 1 if lost else 0
+
+
+def play(case: Case, policy: Policy, playing: Playing) -> Outcome:
+    """One case under one policy, to its end."""
+    pools = {"prefill": case.prefill, "decode": case.decode}
+    plan = ClusterPlan(
+        pools, LIMITS, Timing(), bandwidth=case.bandwidth, promised_seconds=playing.promised
+    )
+    cluster = Cluster(plan, load_of(case, playing), Static(pools), policy)
+    cluster.run()
+    decided = cluster.router.dispatcher.num_prefill_decisions
+    apart = sum(count for what, count in decided.items() if what.startswith("apart"))
+    seconds = [call.last - call.planned.due for call in cluster.calls if call.status == "ok"]
+    mean = sum(seconds) / max(len(seconds), 1)
+    return Outcome(figures(cluster, plan), mean, apart / max(sum(decided.values()), 1))
+
+
+def load_of(case: Case, playing: Playing) -> list[Planned]:
+    inputs, outputs = Lengths.parse(case.inputs), Lengths.parse(case.outputs)
+    return varying(case.rate, case.most, playing.seconds, inputs, outputs, playing.seed)
+
+
+def losses(outcomes: Outcomes) -> list[str]:
+    """In what the rule is behind the better of the others."""
+    rule, others = outcomes["rule"], [outcomes["always"], outcomes["never"]]
+    lost = []
+    if rule.figures.kept < max(each.figures.kept for each in others) - SLACK:
+        lost.append("goals kept")
+    if rule.seconds > min(each.seconds for each in others) * (1 + SLACK):
+        lost.append("time of a request")
+    return lost
+
+
+HEADER = (
+    "| load | policy | apart | goals kept | request, mean | TTFT p50 | p99 | TPOT p50 | p99 |\n"
+    "|---|---|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def row(case: str, policy: str, outcome: Outcome) -> str:
+    """A line of the table, in Markdown."""
+    of = outcome.figures
+    cells = (
+        *(case, policy, f"{outcome.apart:.0%}", f"{of.kept:.1%}", f"{outcome.seconds:.2f} s"),
+        *(f"{of.ttft_p50:.3f} s", f"{of.ttft_p99:.3f} s"),
+        *(f"{of.tpot_p50 * 1000:.1f} ms", f"{of.tpot_p99 * 1000:.1f} ms"),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

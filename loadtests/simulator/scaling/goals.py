@@ -1,0 +1,95 @@
+"""What users are promised, how much of it was kept and what that cost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from penstock.loadtests.bench.workload import Planned
+from penstock.loadtests.simulator.model.timing import Timing
+from penstock.loadtests.simulator.scaling.cluster import Call, Cluster, ClusterPlan
+
+TTFT_SECONDS, TTFT_PREFILLS = 2.0, 5.0
+"""The first token within two seconds and five times its prompt's time on an idle worker."""
+TPOT_TIMES = 2.0
+"""Each further one within twice the time of a step on an idle worker."""
+
+BUSY = 0.9
+"""Share of its time that a clairvoyant lets a worker be busy."""
+WINDOW_SECONDS = 60.0
+"""A burst is computed within its own time and the wait allowed, of bursts up to so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one simulation; seconds and shares."""
+
+    kept: float  # share of the requests for which both promises were kept
+    ttft_p50: float
+    ttft_p99: float
+    tpot_p50: float
+    tpot_p99: float
+    worker_hours: float
+    most_workers: int
+    busy: float  # share of the paid time
+    scalings_an_hour: float
+
+
+def is_kept(call: Call, timing: Timing, chunk: int) -> bool:
+    """Whether a call got what it was promised."""
+    planned = call.planned
+    if call.status != "ok":
+        return False
+    most = TTFT_SECONDS + TTFT_PREFILLS * timing.prefill(planned.input_len, chunk)
+    step = timing.decode(planned.input_len + call.num_tokens / 2)
+    return call.ttft <= most and call.tpot <= TPOT_TIMES * step
+
+
+def figures(cluster: Cluster, plan: ClusterPlan) -> Figures:
+    """Sum a simulation up."""
+    chunk = plan.limits.max_batched_tokens
+    kept = sum(is_kept(call, plan.timing, chunk) for call in cluster.calls)
+    good = [call for call in cluster.calls if call.status == "ok"]
+    ttft = np.percentile([call.ttft for call in good] or [0.0], [50, 99])
+    tpot = np.percentile([call.tpot for call in good if call.num_tokens > 1] or [0.0], [50, 99])
+    hours = cluster.clock.now / 3600
+    counts = [one.serving + one.pending + one.draining for one in cluster.samples]
+    return Figures(
+        kept=kept / max(len(cluster.calls), 1),
+        ttft_p50=float(ttft[0]),
+        ttft_p99=float(ttft[1]),
+        tpot_p50=float(tpot[0]),
+        tpot_p99=float(tpot[1]),
+        worker_hours=cluster.worker_seconds / 3600,
+        most_workers=max(counts, default=0),
+        busy=cluster.busy_seconds / max(cluster.worker_seconds, 1e-9),
+        scalings_an_hour=cluster.num_scalings / hours if hours else 0.0,
+    )
+
+
+def workers_needed(
+    load: Sequence[Planned], timing: Timing, chunk: int, slot: float, busy: float = BUSY
+) -> list[int]:
+    """Mixed workers that keep every wait short, in each slot of `slot` seconds, for who knows what
+    will arrive.
+
+    A prompt costs its time alone, a token of an answer its part of a step of `chunk` tokens. What
+    arrives within some slots may be computed within them and `TTFT_SECONDS` more, by workers that
+    are busy for the share `busy` of it.
+    """
+    last = load[-1].due if load else 0.0
+    work = np.zeros(int(last / slot) + 1)
+    answered = timing.token + timing.launch / chunk
+    for one in load:
+        work[int(one.due / slot)] += (
+            timing.prefill(one.input_len, chunk) + answered * one.output_len
+        )
+    total = np.concatenate([[0.0], work.cumsum()])
+    workers = np.zeros(len(work))
+    for width in range(1, min(int(WINDOW_SECONDS / slot), len(work)) + 1):
+        rates = (total[width:] - total[:-width]) / (width * slot + TTFT_SECONDS) / busy
+        for first in range(width):
+            part = workers[first : first + len(rates)]
+            np.maximum(part, rates, out=part)
+    return [max(1, ceil(each - 1e-9)) for each in workers.tolist()]

@@ -1,0 +1,376 @@
+"""`penstock simulate load`: a cluster under a load in virtual time, drawn as a page."""
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from penstock.cluster.autoscaling.autoscaler import (
+    TTFT_SLO_POLICY,
+    TTFT_SLO_UTILIZATION,
+    TTFT_SLO_WAIT_SECONDS,
+    PoolLimits,
+)
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.traces import BadTrace
+from penstock.loadtests.bench.workload import Lengths, Planned
+from penstock.loadtests.simulator.model.timing import BadTiming, Timing, read_timing
+from penstock.loadtests.simulator.scaling.cluster import Call, Cluster, ClusterPlan
+from penstock.loadtests.simulator.scaling.goals import BUSY, Figures, figures, workers_needed
+from penstock.loadtests.simulator.scaling.page import Chart, Line, page
+from penstock.loadtests.simulator.scaling.scalers import (
+    Clairvoyant,
+    CpuTarget,
+    PenstockScaler,
+    QueueThreshold,
+    Scaler,
+    Static,
+)
+from penstock.loadtests.simulator.scaling.workloads import (
+    from_trace,
+    replicated,
+    sinusoid,
+    steps,
+    varying,
+)
+from penstock.workers.scheduling.config import SchedulerConfig
+
+Kind = Literal["static", "penstock", "queue", "cpu", "clairvoyant"]
+KINDS: Sequence[Kind] = ("static", "penstock", "queue", "cpu", "clairvoyant")
+SLOT_SECONDS = 5.0
+BLOCK_SIZE = 64
+"""Tokens: larger than an engine's, which changes little but how long a simulation takes."""
+
+
+class WrongOptions(ValueError):
+    """Options that make no sense; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """What arrives."""
+
+    trace: Path | None = option(None, "Mooncake JSON lines or an Azure CSV")  # noqa: RUF009
+    shape: Literal["steps", "sinusoid"] = option("sinusoid", "without a trace")
+    low: float = option(0.5, "requests a second, at least")
+    high: float = option(4.0, "requests a second, at most")
+    period: float = option(1200.0, "seconds of a wave, or of two steps")
+    input_len: str = option("lognormal:256-4096", "prompt tokens, as for penstock bench")
+    output_len: str = option("lognormal:16-512", "answer tokens")
+    copies: float = option(1.0, "so many times the trace's users")
+    speed: float = option(1.0, "play the trace so many times as fast")
+    seconds: float = option(1200.0, "how long requests arrive")
+    seed: int = option(0, "the same seed gives the same run")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Who serves it."""
+
+    mixed: int = option(2, "workers that do both, at the start")
+    prefill: int = option(0, "workers that compute prompts (with --decode, instead of mixed ones)")
+    decode: int = option(0, "workers that generate")
+    scaler: Kind = option("static", "who decides how many workers there are")  # noqa: RUF009
+    compare: bool = option(False, "all of them (mixed workers), against static peak capacity")
+    most: int = option(64, "workers of a pool")
+    busy: float = option(BUSY, "share of its time that a clairvoyant lets a worker be busy")
+    cold_start: float = option(30.0, "seconds until a new worker serves")
+    timing: Path | None = option(None, "time model: a YAML file")  # noqa: RUF009
+    max_sequences: int = option(64, "of a worker at a time")
+    max_batched_tokens: int = option(2048, "of a step")
+    promised: float = option(0.0, "seconds to the first token that the router orders by; 0: none")
+    kv_tokens: int = option(400_000, "that a worker's KV holds")
+    single_steps: bool = option(False, "every step an event of its own: slower, the same result")
+    page: Path | None = option(None, "draw it: write a self-contained HTML page there")  # noqa: RUF009
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0, 1 (it never ends), 2 (wrong options), 130 (Ctrl-C)."""
+    about = (
+        "Play a cluster under a load in virtual time: latencies, worker hours, a page of charts."
+    )
+    arriving, serving = read_flags("penstock simulate load", about, (Arriving, Serving), arguments)
+    try:
+        _check(arriving, serving)
+        load, plan = load_of(arriving), plan_of(arriving, serving)
+        if serving.compare:
+            return _compare(load, plan, serving)
+        return _play(load, plan, serving)
+    except (WrongOptions, BadTrace, BadTiming, OSError) as error:
+        print(f"penstock simulate load: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"penstock simulate load: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _check(arriving: Arriving, serving: Serving) -> None:
+    for record, names in (
+        (arriving, ("low", "high", "period", "copies", "speed", "seconds")),
+        (serving, ("most", "busy", "max_sequences", "max_batched_tokens", "kv_tokens")),
+    ):
+        for name in names:
+            if not 0 < getattr(record, name) < math.inf:
+                raise WrongOptions(f"--{name.replace('_', '-')} must be above 0")
+    if arriving.low > arriving.high:
+        raise WrongOptions("--low must not be above --high")
+    delays = (serving.cold_start, serving.promised, arriving.seed)
+    if not all(0 <= each < 2**63 for each in delays):
+        raise WrongOptions("--cold-start, --promised and --seed must not be negative")
+    if min(serving.mixed, serving.prefill, serving.decode) < 0:
+        raise WrongOptions("--mixed, --prefill and --decode must not be negative")
+    if bool(serving.prefill) != bool(serving.decode):
+        raise WrongOptions("--prefill and --decode go together")
+    if not (serving.mixed or serving.prefill):
+        raise WrongOptions("there must be a worker: --mixed, or --prefill and --decode")
+    if serving.compare and serving.prefill:
+        raise WrongOptions("--compare is of mixed workers")
+
+
+def load_of(arriving: Arriving) -> list[Planned]:
+    """What arrives. Raises WrongOptions, BadTrace and OSError."""
+    if arriving.trace is not None:
+        rows = from_trace(arriving.trace, arriving.seconds, arriving.speed, 10**6, 10**6)
+        load = rows if arriving.copies == 1 else replicated(rows, arriving.copies, arriving.seed)
+    else:
+        try:
+            inputs, outputs = Lengths.parse(arriving.input_len), Lengths.parse(arriving.output_len)
+        except ValueError as error:
+            raise WrongOptions(str(error)) from None
+        low, high = arriving.low, arriving.high
+        waves = steps(low, high, arriving.period / 2)
+        rate = waves if arriving.shape == "steps" else sinusoid(low, high, arriving.period)
+        load = varying(rate, high, arriving.seconds, inputs, outputs, arriving.seed)
+    if not load:
+        raise WrongOptions("nothing arrives in that time")
+    return load
+
+
+def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
+    """Who serves. Raises WrongOptions, BadTiming and OSError."""
+    timing = Timing() if serving.timing is None else read_timing(serving.timing)
+    try:
+        limits = SchedulerConfig(
+            num_blocks=max(1, serving.kv_tokens // BLOCK_SIZE),
+            max_model_len=min(serving.kv_tokens, 1 << 18),
+            block_size=BLOCK_SIZE,
+            max_sequences=serving.max_sequences,
+            max_batched_tokens=serving.max_batched_tokens,
+            max_queued=10**6,
+        )
+    except ValueError as error:
+        raise WrongOptions(str(error)) from None
+    pools = {"mixed": serving.mixed}
+    if serving.prefill:
+        pools = {"prefill": serving.prefill, "decode": serving.decode}
+    single = serving.single_steps
+    return ClusterPlan(
+        pools,
+        limits,
+        timing,
+        serving.cold_start,
+        promised_seconds=serving.promised,
+        single_steps=single,
+    )
+
+
+# ------------------------------------------------------------------ playing
+
+
+def scaler_of(
+    kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int, busy: float = BUSY
+) -> Scaler:
+    limits = {name: PoolLimits(least=1, most=most, gpus=1) for name in plan.pools}
+    match kind:
+        case "penstock":
+            return _product(limits, plan)
+        case "queue":
+            return QueueThreshold(limits)
+        case "cpu":
+            return CpuTarget(limits)
+        case "clairvoyant":
+            return clairvoyant_of(load, plan, most, busy)
+        case "static":
+            return Static(plan.pools)
+
+
+def _product(limits: Mapping[str, PoolLimits], plan: ClusterPlan) -> PenstockScaler:
+    """As `cluster/scaling` makes it."""
+    if not plan.promised_seconds:
+        return PenstockScaler(limits)
+    aims = {
+        name: replace(one, wait_seconds=TTFT_SLO_WAIT_SECONDS, busy=TTFT_SLO_UTILIZATION)
+        for name, one in limits.items()
+    }
+    return PenstockScaler(aims, TTFT_SLO_POLICY)
+
+
+def clairvoyant_of(
+    load: Sequence[Planned], plan: ClusterPlan, most: int, busy: float = BUSY
+) -> Clairvoyant:
+    wanted = {name: needs_of(load, plan, busy) for name in plan.pools}
+    return Clairvoyant(wanted, SLOT_SECONDS, plan.cold_start + 2 * SLOT_SECONDS, most)
+
+
+def needs_of(load: Sequence[Planned], plan: ClusterPlan, busy: float = BUSY) -> list[int]:
+    """Workers that each slot of SLOT_SECONDS needs, busy for that share of their time."""
+    return workers_needed(load, plan.timing, plan.limits.max_batched_tokens, SLOT_SECONDS, busy)
+
+
+def simulate(
+    kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int, busy: float = BUSY
+) -> tuple[Cluster, Figures]:
+    """Play it to its end; `busy` is for a clairvoyant. Raises RuntimeError where it has none."""
+    cluster = Cluster(plan, load, scaler_of(kind, load, plan, most, busy))
+    cluster.run()
+    return cluster, figures(cluster, plan)
+
+
+HEADER = (
+    *("", "goals kept", "TTFT p50", "p99", "TPOT p50", "p99", "worker hours", "most workers"),
+    *("busy", "changes/h"),
+)
+
+
+def row(name: str, of: Figures) -> list[str]:
+    return [
+        name,
+        f"{of.kept:.2%}",
+        *(f"{seconds:.3f} s" for seconds in (of.ttft_p50, of.ttft_p99)),
+        *(f"{seconds * 1000:.1f} ms" for seconds in (of.tpot_p50, of.tpot_p99)),
+        f"{of.worker_hours:.2f}",
+        f"{of.most_workers}",
+        f"{of.busy:.0%}",
+        f"{of.scalings_an_hour:.0f}",
+    ]
+
+
+def _play(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> int:
+    started = time.monotonic()
+    cluster, of = simulate(serving.scaler, load, plan, serving.most, serving.busy)
+    rows = [row(serving.scaler, of)]
+    _show(rows, cluster, time.monotonic() - started)
+    _draw(serving, rows, {serving.scaler: cluster})
+    return 0
+
+
+def _compare(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> int:
+    peak = static_peak(load, plan, serving.most)
+    rows, started = [], time.monotonic()
+    clusters: dict[str, Cluster] = {}
+    for kind in KINDS:
+        start = replace(plan, pools={"mixed": peak}) if kind == "static" else plan
+        clusters[kind], of = simulate(kind, load, start, serving.most, serving.busy)
+        rows.append(row("static peak" if kind == "static" else kind, of))
+    _show(rows, clusters["static"], time.monotonic() - started)
+    _draw(serving, rows, clusters)
+    return 0
+
+
+def static_peak(load: Sequence[Planned], plan: ClusterPlan, most: int) -> int:
+    """The fewest mixed workers that, always there, keep the goals of 99.5% of the requests; `most`
+    where so many do not."""
+    # From where it should be, in growing steps: a cluster far too small takes long to play.
+    low, high, step = 1, most, 1
+    middle = max(needs_of(load, plan, busy=1.0))
+    while low < high:
+        middle = min(max(middle, low), high - 1)
+        if _suffices(load, plan, middle):
+            high, middle = middle, middle - step
+        else:
+            low, middle = middle + 1, middle + step
+        step *= 2
+    return low
+
+
+def _suffices(load: Sequence[Planned], plan: ClusterPlan, count: int) -> bool:
+    try:
+        return (
+            simulate("static", load, replace(plan, pools={"mixed": count}), count)[1].kept >= 0.995
+        )
+    except RuntimeError:
+        return False
+
+
+def _show(rows: Sequence[Sequence[str]], cluster: Cluster, seconds: float) -> None:
+    num_events, num_steps = cluster.clock.num_events, cluster.num_steps
+    print(
+        f"{len(cluster.calls)} requests, {cluster.clock.now:.0f} s, simulated in {seconds:.1f} s: "
+        f"{num_steps} steps, {num_events} events, {num_events / seconds:.0f} a second"
+    )
+    print_table(HEADER, rows)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns flush right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for line in (header, *rows):
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+# ------------------------------------------------------------------ the page
+
+
+def _draw(serving: Serving, rows: Sequence[Sequence[str]], of: Mapping[str, Cluster]) -> None:
+    if serving.page is None:
+        return
+    about = [
+        f"{len(next(iter(of.values())).calls)} requests; cold start {serving.cold_start:g} s. "
+        "Goals: the first token within 2 s plus five times its prompt's time alone, "
+        "each further one within twice a step alone.",
+    ]
+    text = page("penstock simulate load", about, HEADER, rows, charts_of(of))
+    serving.page.write_text(text, encoding="utf-8")
+
+
+def charts_of(clusters: Mapping[str, Cluster]) -> list[Chart]:
+    """Workers, queues and latencies over time, a line for each."""
+    return [
+        Chart("Workers paid for", "", [_workers(name, of) for name, of in clusters.items()]),
+        Chart(
+            "Requests that wait",
+            "",
+            [
+                Line(name, [(one.at, float(one.queued)) for one in of.samples])
+                for name, of in clusters.items()
+            ],
+        ),
+        Chart(
+            "Sequences that run",
+            "",
+            [
+                Line(name, [(one.at, float(one.running)) for one in of.samples])
+                for name, of in clusters.items()
+            ],
+        ),
+        Chart(
+            "Time to the first token, 99% of a minute's requests",
+            "s",
+            [Line(name, _p99(of.calls)) for name, of in clusters.items()],
+        ),
+    ]
+
+
+def _workers(name: str, of: Cluster) -> Line:
+    points = [(one.at, float(one.serving + one.pending + one.draining)) for one in of.samples]
+    return Line(name, points, stepped=True)
+
+
+def _p99(calls: Sequence[Call]) -> list[tuple[float, float]]:
+    minutes: dict[int, list[float]] = {}
+    for call in calls:
+        if call.status == "ok":
+            minutes.setdefault(int(call.planned.due / 60), []).append(call.ttft)
+    return [
+        (60.0 * minute + 30, sorted(values)[int(0.99 * (len(values) - 1))])
+        for minute, values in sorted(minutes.items())
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

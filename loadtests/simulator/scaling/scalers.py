@@ -1,0 +1,131 @@
+"""Who decides how many workers there are: the product's autoscaler, and what it is held against."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Protocol
+
+from penstock.cluster.autoscaling.autoscaler import (
+    Autoscaler,
+    PoolInputs,
+    PoolLimits,
+    ScalingPolicy,
+)
+
+INTERVAL_SECONDS = 5.0
+"""From one decision to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """A pool as a scaler sees it."""
+
+    state: PoolInputs
+    utilization: float  # share of the time since the last look in which its workers computed
+
+
+class Scaler(Protocol):
+    def decide(self, pools: Mapping[str, PoolView], now: float) -> Mapping[str, int]:
+        """How many workers each pool should have."""
+        ...
+
+
+class Static:
+    """Always so many."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
+
+    def decide(self, pools: Mapping[str, PoolView], now: float) -> Mapping[str, int]:
+        return self._counts
+
+
+class PenstockScaler:
+    """The autoscaler that ships."""
+
+    def __init__(
+        self, limits: Mapping[str, PoolLimits], policy: ScalingPolicy | None = None
+    ) -> None:
+        self._autoscaler = Autoscaler(limits, policy=policy)
+
+    def decide(self, pools: Mapping[str, PoolView], now: float) -> Mapping[str, int]:
+        states = {name: sight.state for name, sight in pools.items()}
+        return {one.pool: one.desired for one in self._autoscaler.decide(states, now)}
+
+
+class QueueThreshold:
+    """One more when more than `most` requests wait a worker; one less after a quiet minute."""
+
+    def __init__(self, limits: Mapping[str, PoolLimits], most: int = 4) -> None:
+        self._limits = limits
+        self._most = most
+        self._quiet_since: dict[str, float] = {}
+
+    def decide(self, pools: Mapping[str, PoolView], now: float) -> Mapping[str, int]:
+        return {name: self._count(name, sight, now) for name, sight in pools.items()}
+
+    def _count(self, name: str, sight: PoolView, now: float) -> int:
+        state, limits = sight.state, self._limits[name]
+        queued = state.waiting + sum(each.load.queued_tokens > 0 for each in state.workers)
+        if queued > self._most * state.count:
+            self._quiet_since.pop(name, None)
+            return min(state.count + 1, limits.most)
+        if queued:
+            self._quiet_since.pop(name, None)
+            return state.count
+        if now - self._quiet_since.setdefault(name, now) < 60.0:
+            return state.count
+        self._quiet_since[name] = now
+        return max(state.count - 1, limits.least)
+
+
+class CpuTarget:
+    """Kubernetes' HPA on how busy workers are: target 70%, tolerance 10%, 300 s before fewer."""
+
+    TARGET, TOLERANCE, WINDOW = 0.7, 0.1, 300.0
+
+    def __init__(self, limits: Mapping[str, PoolLimits]) -> None:
+        self._limits = limits
+        self._wanted: dict[str, deque[tuple[float, int]]] = {name: deque() for name in limits}
+
+    def decide(self, pools: Mapping[str, PoolView], now: float) -> Mapping[str, int]:
+        return {name: self._count(name, sight, now) for name, sight in pools.items()}
+
+    def _count(self, name: str, sight: PoolView, now: float) -> int:
+        count, limits = sight.state.count, self._limits[name]
+        ratio = sight.utilization / self.TARGET
+        steady = abs(ratio - 1) <= self.TOLERANCE
+        wanted = count if steady else ceil(len(sight.state.workers) * ratio)
+        wanted = min(max(wanted, limits.least), limits.most, max(4, 2 * count))
+        past = self._wanted[name]
+        past.append((now, wanted))
+        while past[0][0] < now - self.WINDOW:
+            past.popleft()
+        return max(most for _, most in past) if wanted < count else wanted
+
+
+class Clairvoyant:
+    """Knows the arrivals: at any time as many as the work of the time to come needs.
+
+    Args:
+        needs: for each pool, workers needed in each slot of `slot` seconds.
+        ahead: seconds that a new worker takes, and those from one decision to the next.
+        most: workers of a pool.
+    """
+
+    def __init__(
+        self, needs: Mapping[str, Sequence[int]], slot: float, ahead: float, most: int
+    ) -> None:
+        self._needs = needs
+        self._most = most
+        self._slot = slot
+        self._ahead = ahead
+
+    def decide(self, pools: Mapping[str, PoolView], now: float) -> Mapping[str, int]:
+        first = max(int(now / self._slot) - 1, 0)  # what came just now is still computed
+        last = int((now + self._ahead) / self._slot) + 1
+        return {
+            name: min(max(needs[first : last + 1], default=1), self._most)
+            for name, needs in self._needs.items()
+        }

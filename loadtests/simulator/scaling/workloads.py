@@ -1,0 +1,83 @@
+"""What arrives when: traces, steps and sinusoids."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from penstock.loadtests.bench.traces import read_trace
+from penstock.loadtests.bench.workload import (
+    TRACE_BLOCK,
+    Lengths,
+    Planned,
+    capped,
+    traced_load,
+)
+
+
+def from_trace(
+    path: Path, seconds: float, speed: float, max_input: int, max_output: int
+) -> list[Planned]:
+    """The first `seconds` of a trace that is played `speed` times as fast."""
+    rows = [capped(row, max_input, max_output) for row in read_trace(path)]
+    rows = [row for row in rows if row.at / speed <= seconds]
+    return traced_load(rows, [row.at / speed for row in rows])
+
+
+def replicated(plan: Sequence[Planned], copies: float, seed: int) -> list[Planned]:
+    """`copies` times as many requests: each again at times of its own, within five seconds.
+
+    More users rather than faster ones: bursts and their lengths stay as they are.
+    """
+    random = np.random.Generator(np.random.Philox(key=[seed, 1]))
+    drawn: list[tuple[float, Planned]] = []
+    for one in plan:
+        count = int(copies) + (random.random() < copies - int(copies))
+        drawn.extend((one.due + later, one) for later in random.uniform(0.0, 5.0, count))
+    drawn.sort(key=lambda pair: pair[0])
+    return [
+        Planned(number, float(due), one.input_len, one.output_len, one.blocks)
+        for number, (due, one) in enumerate(drawn)
+    ]
+
+
+def steps(low: float, high: float, every: float) -> Callable[[float], float]:
+    """Requests a second at a time: low, then high, then low again."""
+    return lambda at: high if int(at / every) % 2 else low
+
+
+def sinusoid(low: float, high: float, period: float) -> Callable[[float], float]:
+    """Requests a second at a time: it begins with the low."""
+    middle, half = (low + high) / 2, (high - low) / 2
+    return lambda at: middle - half * math.cos(2 * math.pi * at / period)
+
+
+def varying(
+    rate: Callable[[float], float],
+    most: float,
+    seconds: float,
+    inputs: Lengths,
+    outputs: Lengths,
+    seed: int,
+) -> list[Planned]:
+    """A Poisson process whose rate changes with time, never above `most`: by thinning."""
+    random = np.random.Generator(np.random.Philox(key=[seed, 2]))
+    due, times = 0.0, []
+    while (due := due + float(random.exponential(1 / most))) <= seconds:
+        if random.random() * most <= rate(due):
+            times.append(due)
+    lengths = zip(inputs.draw(len(times), random), outputs.draw(len(times), random), strict=True)
+    return [
+        Planned(number, at, int(input_len), int(output_len))
+        for number, (at, (input_len, output_len)) in enumerate(zip(times, lengths, strict=True))
+    ]
+
+
+def prompt_of(planned: Planned) -> list[int]:
+    """Tokens that agree with another prompt's exactly as far as their blocks do."""
+    if not planned.blocks:
+        return [planned.number] * planned.input_len
+    ids = np.array(planned.blocks, np.int64) % (2**31 - 1)
+    tokens: list[int] = ids.repeat(TRACE_BLOCK)[: planned.input_len].tolist()
+    return tokens

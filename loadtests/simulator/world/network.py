@@ -1,0 +1,159 @@
+"""What lies between processes: latency, bandwidth, and what faults do to messages."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from penstock.loadtests.simulator.world.clock import Act, Clock, Process
+
+Way = tuple[str, str]
+"""From a process to another, by name."""
+
+LATE_SECONDS = 0.05
+"""By so much a message is overtaken."""
+
+
+class Mischief(NamedTuple):
+    """What happens to one message; `late` is a second copy of it, so many seconds later."""
+
+    how: str  # reorder, duplicate, late or corrupt
+    seconds: float
+
+
+NONE = Mischief("", 0.0)
+
+
+class Network:
+    """All ways between all processes.
+
+    Args:
+        clock: whose time it is.
+        latency: seconds of every message.
+        bandwidth: bytes a second of a way on which blocks travel.
+    """
+
+    def __init__(self, clock: Clock, latency: float, bandwidth: float) -> None:
+        self.clock = clock
+        self.bandwidth = bandwidth
+        self._latency = latency
+        self._extra: dict[Way, float] = defaultdict(float)
+        self._cut: dict[Way, float] = {}  # until when
+        self._mischief: dict[Way, deque[Mischief]] = defaultdict(deque)  # for the next messages
+
+    def latency(self, way: Way) -> float:
+        return self._latency + self._extra[way]
+
+    def delay(self, way: Way, seconds: float, until: float) -> None:
+        """Every message takes so much longer until then."""
+        self._extra[way] += seconds
+
+        def over() -> None:
+            self._extra[way] -= seconds
+
+        self.clock.at(until, over)
+
+    def cut(self, way: Way, until: float) -> None:
+        """Nothing arrives until then; what was sent arrives afterwards."""
+        self._cut[way] = max(until, self._cut.get(way, 0.0))
+
+    def cut_until(self, way: Way) -> float:
+        return self._cut.get(way, 0.0)
+
+    def add_mischief(self, way: Way, how: str, seconds: float) -> None:
+        """Do that to the next message that goes there."""
+        self._mischief[way].append(Mischief(how, seconds))
+
+    def take_mischief(self, way: Way) -> "Mischief":
+        waiting = self._mischief.get(way)
+        return waiting.popleft() if waiting else NONE
+
+    def post(self, way: Way, to: Process, act: Act, seconds: float = 0.0) -> None:
+        """One message, in no order with others; `seconds` is what it takes beside the latency."""
+        due = self.clock.now + self.latency(way) + seconds
+        self.clock.at(due, lambda: self._arrive(way, to, act))
+
+    def _arrive(self, way: Way, to: Process, act: Act) -> None:
+        healed = self.cut_until(way)
+        if healed > self.clock.now:
+            self.clock.at(healed, lambda: self._arrive(way, to, act))
+        else:
+            to.take(act)
+
+
+class Pipe:
+    """One direction of a stream: numbered messages in order; one out of order breaks it.
+
+    Args:
+        broken: called at the reader when a number is not the next one.
+    """
+
+    def __init__(self, network: Network, way: Way, to: Process, broken: Act) -> None:
+        self._network = network
+        self._way = way
+        self._to = to
+        self._broken = broken
+        self._due = 0.0
+        self._num_sent = 0
+        self._num_read = 0
+        self.closed = False
+
+    def arrival(self, sent: float) -> float:
+        """When what was sent then arrives, if nothing was sent since."""
+        return max(self._due, sent + self._network.latency(self._way))
+
+    def send(self, act: Act, sent: float | None = None, disturbs: bool = True) -> None:
+        """Have `act` happen at the reader.
+
+        `sent`: it went off then already. `disturbs`: it may change what the reader does.
+        """
+        if self.closed:
+            return
+        network, number = self._network, self._num_sent
+        self._num_sent += 1
+        how = network.take_mischief(self._way).how
+        self._due = self.arrival(network.clock.now if sent is None else sent)
+        if disturbs:
+            self._to.disturbed(self._due)
+        late = LATE_SECONDS if how == "reorder" else 0.0
+        for due in (self._due + late,) if how != "duplicate" else (self._due, self._due):
+            network.clock.at(due, lambda: self._arrive(number, act))
+
+    def _arrive(self, number: int, act: Act) -> None:
+        healed = self._network.cut_until(self._way)
+        if healed > self._network.clock.now:
+            self._network.clock.at(healed, lambda: self._arrive(number, act))
+        else:
+            self._to.take(lambda: self._read(number, act))
+
+    def is_next(self, number: int) -> bool:
+        """Whether that is the number of the message that is due."""
+        return number == self._num_read
+
+    def _read(self, number: int, act: Act) -> None:
+        if self.closed:
+            return
+        if not self.is_next(number):
+            self._broken()
+            return
+        self._num_read += 1
+        act()
+
+
+class Stream:
+    """A router's stream to a worker. Streams do not resume: each is of one connection."""
+
+    def __init__(
+        self,
+        network: Network,
+        router: Process,
+        worker: Process,
+        router_broken: Callable[["Stream"], None],
+        worker_broken: Callable[["Stream"], None],
+    ) -> None:
+        there, back = (router.name, worker.name), (worker.name, router.name)
+        self.down = Pipe(network, there, worker, lambda: worker_broken(self))
+        self.up = Pipe(network, back, router, lambda: router_broken(self))
+
+    def close(self) -> None:
+        """Nothing more is read on either side."""
+        self.down.closed = self.up.closed = True

@@ -1,0 +1,247 @@
+"""A router: the production dispatcher, and links to workers in virtual time."""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from penstock.loadtests.simulator.world.clock import Process
+from penstock.loadtests.simulator.world.network import Network, Stream
+from penstock.loadtests.simulator.world.session import Session
+from penstock.loadtests.simulator.world.worker import HEARTBEAT_SECONDS, Worker
+from penstock.router.routing import events as ev
+from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
+from penstock.router.routing.placement.policy import Policy
+
+TICK_SECONDS = 0.5
+CONNECT_SECONDS = 10.0
+PAUSE_SECONDS = 0.2
+"""Between attempts to connect."""
+
+
+class Client(Protocol):
+    """Who asked for something."""
+
+    def deliver(self, deliver: ev.Deliver) -> ev.ChoiceStopped | None:
+        """New tokens; the cut that a stop string makes of them."""
+        ...
+
+    def on_choice_stopped(self, choice: int) -> None:
+        """The router knows of it."""
+
+    def end(self, end: ev.EndRequest) -> None: ...
+
+
+class Link:
+    """A router's streams to one worker, one after the other."""
+
+    def __init__(
+        self,
+        router: "Router",
+        worker: str,
+        network: Network,
+        find: Callable[[str], Worker | None],
+    ) -> None:
+        self._router = router
+        self._worker = worker
+        self._network = network
+        self._find = find
+        self._stream: Stream | None = None
+        self._session: Session | None = None  # once it is up
+        self._worker_process: Worker | None = None
+        self._last_sent_at = 0.0
+        self._wanted = True
+        self._connect()
+
+    def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop | None) -> None:
+        """Have the worker obey; None is a beat. Without a stream it is lost."""
+        stream, session, worker = self._stream, self._session, self._worker_process
+        if stream is None or session is None or worker is None:
+            return
+        self._last_sent_at = self._router.process.clock.now
+        stream.down.send(lambda: worker.handle(session, command), disturbs=command is not None)
+
+    def close(self) -> None:
+        """Close the stream; a new one is opened after a pause."""
+        stream, session, worker = self._stream, self._session, self._worker_process
+        if stream is None:
+            return
+        stream.up.closed = True
+        if session is not None and worker is not None:
+            stream.down.send(lambda: worker.close(session))
+        self._on_closed(stream)
+
+    def stop(self) -> None:
+        """The worker is not wanted any more."""
+        self._wanted = False
+        self.close()
+
+    def _connect(self) -> None:
+        router, worker = self._router, self._find(self._worker)
+        if not self._wanted or self._stream is not None:
+            return
+        if worker is None:
+            router.process.after(PAUSE_SECONDS, self._connect)
+            return
+        self._worker_process = worker
+        stream = Stream(
+            self._network,
+            router.process,
+            worker.process,
+            lambda _: self.close(),
+            self._worker_broken,
+        )
+        self._stream = stream
+        stream.down.send(lambda: self._attach(stream, worker))
+        router.process.after(CONNECT_SECONDS, lambda: self._give_up(stream))
+
+    def _attach(self, stream: Stream, worker: Worker) -> None:
+        """At the worker."""
+        session = worker.attach(
+            self._router.name,
+            stream,
+            partial(self._on_event, stream),
+            lambda: self._on_closed(stream),
+        )
+        info, load = worker.info, worker.load
+        stream.up.send(lambda: self._welcome(stream, session, ev.WorkerUp(info, load)))
+
+    def _worker_broken(self, stream: Stream) -> None:
+        """At the worker: a message of this stream is missing."""
+        worker = self._worker_process
+        for session in list(worker.sessions.values()) if worker else ():
+            if session.stream is stream and worker is not None:
+                worker.close_stream(session)
+
+    def _welcome(self, stream: Stream, session: Session, up: ev.WorkerUp) -> None:
+        if stream is not self._stream:
+            return
+        self._session = session
+        self._last_sent_at = self._router.process.clock.now
+        self._router.post(up)
+        self._router.process.after(HEARTBEAT_SECONDS, lambda: self._heartbeat(stream))
+
+    def _on_event(self, stream: Stream, event: ev.Event) -> None:
+        if stream is self._stream and self._session is not None:
+            self._router.post(event)
+
+    def _heartbeat(self, stream: Stream) -> None:
+        if stream is not self._stream:
+            return
+        if self._router.process.clock.now - self._last_sent_at >= HEARTBEAT_SECONDS * 0.99:
+            self.send(None)
+        self._router.process.after(HEARTBEAT_SECONDS, lambda: self._heartbeat(stream))
+
+    def _give_up(self, stream: Stream) -> None:
+        if stream is self._stream and self._session is None:
+            self.close()
+
+    def _on_closed(self, stream: Stream) -> None:
+        if stream is not self._stream:
+            return
+        was_up = self._session is not None
+        self._stream = self._session = None
+        self._router.process.after(PAUSE_SECONDS, self._connect)
+        if was_up:
+            self._router.post(ev.WorkerLost(self._worker))
+
+
+class Router:
+    """One router process.
+
+    Args:
+        find: a worker by name, while it lives.
+        hear: sees every event and its commands.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        policy: Policy,
+        limits: DispatcherLimits,
+        find: Callable[[str], Worker | None],
+        on_event: Callable[[str, ev.Event, list[ev.Command]], None] | None = None,
+        check: bool = False,
+    ) -> None:
+        self.name = name
+        self.process = Process(name, network.clock)
+        self.dispatcher = Dispatcher(policy, limits)
+        self.clients: dict[int, Client] = {}
+        self._network = network
+        self._find = find
+        self._on_event = on_event
+        self._check = check
+        self._links: dict[str, Link] = {}
+        self._events: deque[ev.Event] = deque()
+        self._handling = False
+        self.process.after(TICK_SECONDS, self._tick)
+
+    def link(self, worker: str) -> None:
+        """Keep a stream to that worker."""
+        if worker not in self._links:
+            self._links[worker] = Link(self, worker, self._network, self._find)
+
+    def close_links(self) -> None:
+        """It has died: its machine closes its streams."""
+        for link in self._links.values():
+            link.close()
+
+    def unlink(self, worker: str) -> None:
+        link = self._links.pop(worker, None)
+        if link is not None:
+            link.stop()
+
+    def assign(self, worker: str, role: str) -> None:
+        """An operator gives a worker a role."""
+        self.process.take(lambda: self.post(ev.RoleChanged(worker, role)))
+
+    def submit(self, request: ev.Request, client: Client) -> None:
+        self.clients[request.id] = client
+        self.post(ev.RequestArrived(request))
+
+    def cancel(self, request: int) -> None:
+        """Its client goes away."""
+        if self.clients.pop(request, None) is not None:
+            self.post(ev.ClientDisconnected(request))
+
+    def post(self, event: ev.Event) -> None:
+        """Have an event handled, now or right after the one that is being handled."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, ev.ChoiceStopped) and event.request in self.clients:
+                self.clients[event.request].on_choice_stopped(event.choice)
+            commands = self.dispatcher.handle(event, self.process.clock.now)
+            if self._check:
+                self.dispatcher.check()
+            if self._on_event is not None:
+                self._on_event(self.name, event, commands)
+            for command in commands:
+                self._execute(command)
+        self._handling = False
+
+    def _execute(self, command: ev.Command) -> None:
+        match command:
+            case ev.Deliver():
+                client = self.clients.get(command.request)
+                cut = client.deliver(command) if client is not None else None
+                if cut is not None:
+                    self._events.append(cut)
+            case ev.EndRequest():
+                client = self.clients.pop(command.request, None)
+                if client is not None:
+                    client.end(command)
+            case ev.CloseStream():
+                if command.worker in self._links:
+                    self._links[command.worker].close()
+            case ev.Submit() | ev.Yield() | ev.Send() | ev.Drop():
+                if command.worker in self._links:
+                    self._links[command.worker].send(command)
+
+    def _tick(self) -> None:
+        self.post(ev.Tick())
+        self.process.after(TICK_SECONDS, self._tick)

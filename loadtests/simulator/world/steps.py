@@ -1,0 +1,227 @@
+"""A worker's steps in virtual time: an event each, or many as one.
+
+Where nothing is decided for a while (`FastForward` says how long) all steps until then are one
+event, a leap. Its steps have the times that they would have had one by one; whatever comes
+meanwhile first has those booked that are over by then, and finds the worker in the step that it
+would be in.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+
+from penstock.loadtests.simulator.model.executors import Executor
+from penstock.loadtests.simulator.model.timing import Floats
+from penstock.loadtests.simulator.world.checks import check
+from penstock.loadtests.simulator.world.clock import Act, Process
+from penstock.workers.scheduling.batcher import Batcher
+from penstock.workers.scheduling.kv_pool import State
+from penstock.workers.scheduling.sequence import Ints, StepOutput, StepPlan
+
+
+class StepListener(Protocol):
+    """Who wants to know what becomes of the steps."""
+
+    def on_steps(self, output: StepOutput, tokens: Ints, ends: Floats, passed: bool) -> None:
+        """Steps that ended at `ends` [n] drew `tokens` [n, S]; `output` is that of the first, and
+        the others went on from it. Only a single one may end somebody.
+
+        `passed`: something that was sent meanwhile has passed what was to be said of them.
+        """
+        ...
+
+    def on_plan(self) -> None:
+        """The batcher may have events."""
+        ...
+
+    def is_load_known(self) -> bool:
+        """Whether the routers know how full it is, but for what a quiet step changes."""
+        ...
+
+    def on_idle(self) -> None:
+        """Something was asked, and now there is nothing to compute."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuietSteps:
+    """Quiet steps under way."""
+
+    id: int
+    plan: StepPlan  # the first one's
+    seconds: Floats  # [n] of each
+    ends: Floats  # [n]
+
+
+class StepRunner:
+    """Computes while there is something to compute; what is asked of it happens between steps.
+
+    Args:
+        leaps: whether quiet steps are taken together.
+        check_every: steps after which the ledger is looked at again; 0: never.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        batcher: Batcher,
+        executor: Executor,
+        listener: StepListener,
+        fast_forwards: bool,
+        check_every: int,
+    ) -> None:
+        self.fast_forwards = fast_forwards
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.busy_seconds = 0.0
+        self.prompt_seconds = 0.0  # of the steps that computed prompts
+        self.last_seconds = 0.0  # of the last step
+        self._process = process
+        self._batcher = batcher
+        self._executor = executor
+        self._listener = listener
+        self._check_every = check_every
+        self._inbox: deque[Act] = deque()
+        self._in_step = False
+        self._quiet_steps: QuietSteps | None = None
+        self._numbers = count()
+        self._single_until = 0.0  # something is on its way to the worker
+
+    def post(self, act: Act) -> None:
+        """At the next step boundary, which may be now."""
+        self.catch_up()
+        self._inbox.append(act)
+        self._wake()
+
+    def disturb(self, time: float) -> None:
+        """Something comes from outside then: until it is there, one step after the other."""
+        self.catch_up(passed=True)
+        self._single_until = max(self._single_until, time)
+
+    @property
+    def is_fast_forwarding(self) -> bool:
+        return self._quiet_steps is not None
+
+    def catch_up(self, passed: bool = False) -> None:
+        """Book what is over of a leap; the step that is under way ends by itself."""
+        leap, self._quiet_steps = self._quiet_steps, None
+        if leap is None:
+            return
+        plan: StepPlan | None = leap.plan
+        over = int(leap.ends.searchsorted(self._process.clock.now, "right"))
+        over = min(over, len(leap.ends) - 1)
+        if over:
+            self._record(leap, over, passed)
+            plan = self._plan(float(leap.ends[over - 1]))
+        assert plan is not None, "quiet steps ended early"
+        self._begin(plan, float(leap.seconds[over]), float(leap.ends[over]))
+
+    def _wake(self) -> None:
+        if not self._in_step:
+            self._in_step = True
+            self._process.after(0.0, self._boundary)
+
+    def _boundary(self) -> None:
+        """Do what was asked for meanwhile, and begin the next step if there is one."""
+        asked, now = bool(self._inbox), self._process.clock.now
+        while self._inbox:
+            self._inbox.popleft()()
+        plan = self._plan(now)
+        if plan is None:
+            self._in_step = False
+            if asked:
+                self._listener.on_idle()
+            if self._inbox:
+                self._wake()
+        elif asked or self._inbox or now < self._single_until or not self._fast_forward(plan, now):
+            seconds = self._executor.seconds(plan)
+            self._begin(plan, seconds, now + seconds)
+
+    def _plan(self, now: float) -> StepPlan | None:
+        batcher = self._batcher
+        if self._check_every:
+            free = np.flatnonzero(batcher.pool.state == State.FREE)
+            self._executor.poison(free.astype(np.int32))
+        plan = batcher.plan(now)
+        self._listener.on_plan()
+        if self._check_every and self.num_steps % self._check_every == 0:
+            check(batcher, plan)
+        return plan
+
+    def _begin(self, plan: StepPlan, seconds: float, end: float) -> None:
+        self._process.at(end, lambda: self._commit(plan, seconds))
+
+    def _commit(self, plan: StepPlan, seconds: float) -> None:
+        output = self._compute(plan)
+        self.busy_seconds += seconds
+        if len(plan.tokens) > len(plan.rows):
+            self.prompt_seconds += seconds
+        self.last_seconds = seconds
+        self._listener.on_steps(
+            output, output.tokens[None], np.array([self._process.clock.now]), False
+        )
+        self._boundary()
+
+    def _compute(self, plan: StepPlan) -> StepOutput:
+        drawn = self._executor.run(plan, self._batcher.table.choices)
+        output = self._batcher.commit(plan, drawn)
+        self.num_steps += 1
+        self.num_tokens += len(output.keys)
+        return output
+
+    # ------------------------------------------------------------ leaps
+
+    def _fast_forward(self, plan: StepPlan, now: float) -> bool:
+        """Take that step and the quiet ones after it together, if there are any."""
+        num = self._batcher.fast_forward.num_skippable() if self.fast_forwards else 0
+        if num < 2 or not self._listener.is_load_known():
+            return False
+        seconds = self._executor.seconds_of(plan, num)
+        leap = QuietSteps(next(self._numbers), plan, seconds, _sums(now, seconds))
+        self._quiet_steps, number = leap, leap.id
+        self._process.at(float(leap.ends[-1]), lambda: self._finish_quiet_steps(number))
+        return True
+
+    def _finish_quiet_steps(self, number: int) -> None:
+        """A leap has come to its end, unless it was broken off."""
+        leap = self._quiet_steps
+        if leap is not None and leap.id == number:
+            self._quiet_steps = None
+            self._record(leap, len(leap.ends), False)
+            self._boundary()
+
+    def _record(self, leap: QuietSteps, num: int, passed: bool) -> None:
+        """The first `num` steps of a leap are over."""
+        ends, seconds = leap.ends[:num], leap.seconds[:num]
+        output = self._compute(leap.plan)
+        drawn = self._executor.predict(leap.plan, num - 1)
+        if drawn is None:
+            drawn = self._compute_each(output, ends[:-1])
+        elif num > 1:
+            self._batcher.fast_forward.skip(drawn)
+            self.num_steps += num - 1
+            self.num_tokens += drawn.size
+        self.busy_seconds = float(_sums(self.busy_seconds, seconds)[-1])
+        self.last_seconds = float(seconds[-1])
+        tokens = np.concatenate((output.tokens[None], drawn))
+        self._listener.on_steps(output, tokens, ends, passed)
+
+    def _compute_each(self, first: StepOutput, starts: Floats) -> Ints:
+        """[n, B] what is drawn where it has to be computed: a step a start."""
+        drawn = np.zeros((len(starts), len(first.tokens)), np.int32)
+        for place, start in enumerate(starts.tolist()):
+            plan = self._plan(start)
+            assert plan is not None, "quiet steps ended early"
+            output = self._compute(plan)
+            assert output.keys == first.keys, "quiet steps are not all of the same sequences"
+            drawn[place] = output.tokens
+        return drawn
+
+
+def _sums(start: float, seconds: Floats) -> Floats:
+    """[n] start + seconds[0], that + seconds[1], ...: added in this order, as single steps do."""
+    sums: Floats = np.concatenate(((start,), seconds)).cumsum()
+    return sums[1:]

@@ -1,0 +1,317 @@
+"""A worker: the production batcher and block pool, in a shell that lives in virtual time.
+
+The shell does what `workers/service/session_manager`, `session` and `kv_transfer/coordinator` do
+for real: commands take effect at step boundaries, and what is held for a router's stream is
+released when that stream ends.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+from penstock.common.worker_load import WorkerLoad
+from penstock.loadtests.simulator.model.executors import Executor
+from penstock.loadtests.simulator.model.timing import Floats
+from penstock.loadtests.simulator.world.checks import check_rest
+from penstock.loadtests.simulator.world.clock import Act, Clock, Process
+from penstock.loadtests.simulator.world.kv_transfer import KvTransfer
+from penstock.loadtests.simulator.world.messages import by_session, new_tokens, send_steps
+from penstock.loadtests.simulator.world.network import Network, Stream
+from penstock.loadtests.simulator.world.session import HeldSequence, Key, Session, WorkerShape
+from penstock.loadtests.simulator.world.steps import StepRunner
+from penstock.loadtests.simulator.world.transfer_endpoints import Receiver, WorkerId
+from penstock.router.routing.events import (
+    Draining,
+    Drop,
+    Event,
+    Heartbeat,
+    Rejected,
+    Send,
+    Stepped,
+    Submit,
+    Yield,
+    Yielded,
+)
+from penstock.workers.scheduling import sequence as seq
+from penstock.workers.scheduling.batcher import Batcher
+
+HEARTBEAT_SECONDS = 0.5
+MAX_SILENT_HEARTBEATS = 10
+"""So many beats of silence end a stream."""
+PROGRESS_SECONDS = 2.0
+"""After so long routers are told that steps end, also within a leap: they look for who is stuck."""
+
+Find = Callable[[WorkerId], "Worker | None"]
+
+
+class Worker:
+    """One process.
+
+    Args:
+        find: a worker by name and incarnation, if it is there.
+        check_every: steps after which the ledger is looked at again; 0: never.
+        leaps: whether steps in which nothing is decided are one event.
+    """
+
+    def __init__(
+        self,
+        shape: WorkerShape,
+        executor: Executor,
+        network: Network,
+        find: Find,
+        check_every: int = 0,
+        fast_forwards: bool = False,
+    ) -> None:
+        self.info = shape.info
+        self.process = Process(shape.info.worker, network.clock)
+        self.batcher = Batcher(shape.limits)
+        self.executor = executor
+        self.draining = False
+        self.sessions: dict[int, Session] = {}
+        self.steps = StepRunner(
+            self.process, self.batcher, executor, self, fast_forwards, check_every
+        )
+        self.process.disturbed = self.steps.disturb
+        self.load = self._load()  # as of the last step
+        self._num_sessions = 0
+        self._new: dict[Key, seq.NewSequence] = {}
+        self._name = (shape.info.worker, shape.info.incarnation)
+
+        def peer(name: WorkerId) -> tuple[Process, Receiver] | None:
+            worker = find(name)
+            return None if worker is None else (worker.process, worker.kv_transfer.receiver)
+
+        parts = self.steps, self.batcher, executor, self.process, network
+        self.kv_transfer = KvTransfer(shape, *parts, self.sessions, peer)
+
+    @property
+    def clock(self) -> Clock:
+        return self.process.clock
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held for anybody."""
+        return not any(session.held for session in self.sessions.values())
+
+    # ------------------------------------------------------------ sessions
+
+    def attach(
+        self, router: str, stream: Stream, deliver: Callable[[Event], None], ended: Act
+    ) -> Session:
+        """A router's stream begins; an earlier one of the same router ends first."""
+        self.steps.catch_up()
+        for earlier in list(self.sessions.values()):
+            if earlier.router == router:
+                self.close_stream(earlier)
+        self._num_sessions += 1
+        now = self.clock.now
+        session = Session(self._num_sessions, router, stream, deliver, ended, now, now)
+        self.sessions[session.number] = session
+        if self.draining:
+            session.send(Draining(self.info.worker), now)
+        self.process.after(HEARTBEAT_SECONDS, lambda: self._heartbeat(session))
+        return session
+
+    def close_stream(self, session: Session) -> None:
+        """End a stream from here."""
+        self.steps.catch_up()
+        session.stream.down.closed = True
+        session.stream.up.send(session.ended)
+        self.close(session)
+
+    def close(self, session: Session) -> None:
+        """Its stream has ended: everything that is here for it goes."""
+        self.steps.catch_up()
+        if self.sessions.pop(session.number, None) is not None:
+            self._release(session, list(session.held))
+
+    def drain(self) -> None:
+        """Take nothing new, and tell the routers: from now on of every step, they decide by it."""
+        self.steps.catch_up()
+        self.steps.fast_forwards = False
+        self.draining = True
+        for session in self.sessions.values():
+            session.send(Draining(self.info.worker), self.clock.now)
+
+    def _load(self) -> WorkerLoad:
+        return self.batcher.load()._replace(
+            last_step_seconds=self.steps.last_seconds,
+            num_steps=self.steps.num_steps,
+            prompt_seconds=self.steps.prompt_seconds,
+        )
+
+    def _heartbeat(self, session: Session) -> None:
+        if session.number not in self.sessions:
+            return
+        now = self.clock.now
+        if now - session.last_received_at >= MAX_SILENT_HEARTBEATS * HEARTBEAT_SECONDS:
+            self.close_stream(session)
+            return
+        if self.steps.is_fast_forwarding and now - session.load_sent_at >= PROGRESS_SECONDS:
+            self.steps.catch_up()
+        if now - session.last_sent_at >= HEARTBEAT_SECONDS * 0.99:
+            if self.load is session.load:
+                session.send(Heartbeat(self.info.worker), now)
+            else:
+                self._put_load(session)
+        self.process.after(HEARTBEAT_SECONDS, lambda: self._heartbeat(session))
+
+    # ------------------------------------------------------------ from the router
+
+    def handle(self, session: Session, command: Submit | Yield | Send | Drop | None) -> None:
+        """Carry out one message; None is a beat."""
+        if session.number not in self.sessions:
+            return
+        session.last_received_at = self.clock.now
+        if command is not None:
+            self.steps.catch_up()
+        match command:
+            case Submit():
+                self._submit(session, command)
+            case Yield(_, request, attempt):
+                key = Key(session.number, request, attempt)
+                self.steps.post(lambda: self.batcher.request_yield(key))
+            case Send():
+                self.steps.post(partial(self.kv_transfer.send, session, command))
+            case Drop(_, request, attempt, choice):
+                self._drop_command(session, Key(session.number, request, attempt), choice)
+
+    def _submit(self, session: Session, submit: Submit) -> None:
+        key = Key(session.number, submit.request.id, submit.attempt)
+        others = [held for held in session.held if held.request == key.request]
+        if any(other.attempt >= key.attempt for other in others):
+            self._reject(session, key, "this attempt is here already, or a later one", True)
+            return
+        if self.draining:
+            self._reject(session, key, "the worker is draining", False)
+            return
+        new = self._sequence(key, submit)
+        # This attempt replaces what else runs here of the request; a lease may be its source.
+        self._release(session, [other for other in others if not session.held[other].kv_len])
+        source = submit.source
+        taken = source is not None and new.source_len
+        session.held[key] = HeldSequence(
+            (source.worker, source.incarnation) if source and taken else None
+        )
+        self.steps.post(lambda: self._enter(session, new))
+
+    def _sequence(self, key: Key, submit: Submit) -> seq.NewSequence:
+        """As `workers/service/codec` makes it."""
+        request, source = submit.request, submit.source
+        first, *others = [
+            seq.Sibling(choice, [*request.prompt, *answer])
+            for choice, answer in enumerate(submit.log)
+            if not submit.finished[choice]
+        ]
+        own = source is not None and (source.worker, source.incarnation) == self._name
+        source_len = 0
+        if source is not None and not own and source.layout == self.info.layout:
+            lengths = [len(one.tokens) for one in (first, *others)]
+            source_len = seq.usable_source(source.kv_len, len(request.prompt), lengths)
+        return seq.NewSequence(
+            key=key,
+            tokens=first.tokens,
+            num_prompt=len(request.prompt),
+            params=request.params,
+            choice=first.choice,
+            yield_after=submit.yield_after,
+            priority=request.priority,
+            salt=request.salt,
+            source_len=source_len,
+            siblings=tuple(others),
+        )
+
+    def _enter(self, session: Session, new: seq.NewSequence) -> None:
+        key = cast(Key, new.key)
+        try:
+            self.batcher.submit(new)
+            self._new[key] = new
+        except (seq.NeverFits, seq.QueueFull) as error:
+            if session.held.pop(key, None) is not None:
+                self._reject(session, key, str(error), isinstance(error, seq.NeverFits))
+
+    def _reject(self, session: Session, key: Key, reason: str, never: bool) -> None:
+        rejected = Rejected(self.info.worker, key.request, key.attempt, reason, never)
+        session.send(rejected, self.clock.now)
+
+    def _drop_command(self, session: Session, key: Key, choice: int | None) -> None:
+        if key not in session.held:
+            return
+        if choice is None:
+            self._release(session, [key])
+        else:
+            self.steps.post(lambda: self.batcher.drop_choice(key, choice))
+
+    def _release(self, session: Session, keys: list[Key]) -> None:
+        """Drop these, in whatever form they are held; what is being received or sent is cut."""
+        if not keys:
+            return
+        self.steps.post(lambda: self._drop(keys))
+        for key in keys:
+            self.kv_transfer.cancel(session.held.pop(key))
+
+    def _drop(self, keys: list[Key]) -> None:
+        for key in keys:
+            self.batcher.drop(key)
+            self._new.pop(key, None)
+
+    # ------------------------------------------------------------ steps
+
+    def on_steps(
+        self, output: seq.StepOutput, tokens: seq.Ints, ends: Floats, passed: bool
+    ) -> None:
+        """Tell each router what was drawn for it."""
+        self.load = self._load()
+        for session, places in by_session(output, self.sessions):
+            news = new_tokens(output, tokens, places)
+            send_steps(self.info.worker, session, news, ends, self.load, self.clock.now, passed)
+        self.on_plan()
+
+    def is_load_known(self) -> bool:
+        """Whether the routers know how full it is, but for what a quiet step changes."""
+        load, told = self.batcher.load(), self.load
+        now = load.queued, load.queued_tokens, load.running
+        return now == (told.queued, told.queued_tokens, told.running)
+
+    def on_idle(self) -> None:
+        """There is nothing to compute: say how full it is."""
+        self.load = self._load()
+        for session in self.sessions.values():
+            self._put_load(session)
+
+    def _put_load(self, session: Session) -> None:
+        session.load, session.load_sent_at = self.load, self.clock.now
+        session.send(Stepped(self.info.worker, (), self.load), self.clock.now)
+
+    def on_plan(self) -> None:
+        """Take note of what the batcher has to say."""
+        for event in self.batcher.events():
+            key = cast(Key, event.key)
+            match event:
+                case seq.Reserved(_, have):
+                    self.kv_transfer.expect(key, have, self._new[key].source_len)
+                case seq.Yielded(_, kv_len):
+                    self._new.pop(key, None)
+                    self._yielded(key, kv_len)
+                case seq.Finished():
+                    self._new.pop(key, None)
+                    session = self.sessions.get(key.session)
+                    if session is not None:
+                        session.held.pop(key, None)
+
+    def _yielded(self, key: Key, kv_len: int) -> None:
+        session = self.sessions.get(key.session)
+        if session is None or key not in session.held:
+            return
+        if kv_len:
+            session.held[key].kv_len = kv_len
+        else:
+            del session.held[key]
+        event = Yielded(self.info.worker, key.request, key.attempt, kv_len)
+        session.send(event, self.clock.now)
+
+    def check_rest(self) -> None:
+        """AssertionError if anything is held for somebody now that all have ended."""
+        check_rest(self.batcher, self.info.worker)
+        assert self.idle, f"{self.info.worker} holds something for nobody"
+        assert not self.kv_transfer.receiver.transfers, f"{self.info.worker} waits for a transfer"

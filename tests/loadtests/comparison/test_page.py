@@ -1,0 +1,41 @@
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.loadtests.comparison.charts import Strip, nice_ticks, strips
+from penstock.loadtests.comparison.page import page
+from tests.loadtests.comparison.records import record, turn
+
+POSITIVE = st.floats(1e-6, 1e9)
+
+
+@given(POSITIVE)
+def test_ticks_are_few_even_and_reach(most: float) -> None:
+    ticks = nice_ticks(most)
+    steps = {round((after - before) / ticks[1], 6) for before, after in pairwise(ticks)}
+    assert ticks[0] == 0
+    assert ticks[-1] >= most * 0.998
+    assert 2 <= len(ticks) <= 7
+    assert steps == {1.0}
+
+
+@given(st.lists(st.tuples(st.lists(POSITIVE, min_size=1, max_size=4), POSITIVE), min_size=1))
+def test_a_chart_draws_every_turn_inside(rows: list[tuple[list[float], float]]) -> None:
+    lines = [Strip("a < b & c", "ours", values, limit) for values, limit in rows]
+    drawn = ET.fromstring(strips(lines, "ms"))
+    width = float(drawn.attrib["viewBox"].split()[2])
+    dots = [float(dot.attrib["cx"]) for dot in drawn.iter("circle")]
+    assert len(dots) == sum(len(values) for values, _ in rows)
+    assert all(0 <= x <= width for x in dots)
+
+
+def test_a_page_names_all_and_loads_nothing() -> None:
+    text = page(record([turn("penstock"), turn("transformers"), turn("openvino-int8")]))
+    assert "a &lt;fast&gt; one" in text
+    assert "OpenVINO GenAI, INT8 weights" in text
+    assert "Not measured: vLLM (left out by a flag)." in text
+    assert "http" not in text
+    assert "<script" not in text
+    assert text.count("<svg") == 3

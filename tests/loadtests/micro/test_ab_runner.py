@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.loadtests.bench.metrics import Outcome
+from penstock.loadtests.micro.ab_runner import (
+    MeasurementFailed,
+    Quantiles,
+    Setup,
+    checked,
+    run,
+    steady_rate,
+    whole_rate,
+)
+
+
+def outcome(arrivals: list[float], counts: list[int | None] | None = None) -> Outcome:
+    made = Outcome(
+        0, 0.0, 1, len(arrivals), arrivals=arrivals, counts=counts or [1] * len(arrivals)
+    )
+    made.output_len = sum(count or 0 for count in made.counts)
+    return made
+
+
+def test_a_spread_by_hand() -> None:
+    spread = Quantiles.of([float(n) for n in range(101)])
+    assert (spread.median, spread.low, spread.high, spread.count) == (50, 10, 90, 101)
+    assert str(spread) == "50 (80% of 101: 10 to 90)"
+    assert Quantiles.of([3.0]) == Quantiles(3.0, 3.0, 3.0, 1)
+
+
+def test_rates_by_hand() -> None:
+    early = outcome([1.0, 2.0, 3.0, 4.0, 5.0])  # ends first
+    late = outcome([1.0, 3.0, 4.5, 6.0], [1, 3, 4, 9])  # decodes last
+    # From 3.0 (not counted) to 5.0: two of the one, four of the other.
+    assert steady_rate([early, late]) == pytest.approx(6 / 2)
+    assert whole_rate([early, late]) == pytest.approx(22 / 6)
+
+
+@given(st.integers(1, 20), st.integers(3, 50), st.floats(0.001, 1.0))
+def test_steady_decoding_has_its_rate(count: int, length: int, step: float) -> None:
+    outcomes = [outcome([step * n for n in range(1, length + 1)]) for _ in range(count)]
+    assert steady_rate(outcomes) == pytest.approx(count / step)
+    assert whole_rate(outcomes) == pytest.approx(count / step)
+
+
+def test_requests_that_never_decode_together_have_no_rate() -> None:
+    with pytest.raises(MeasurementFailed, match="longer answers"):
+        steady_rate([outcome([1.0, 2.0, 3.0]), outcome([2.0, 3.0, 4.0])])
+
+
+def test_a_failed_request_is_no_measurement() -> None:
+    failed = Outcome(1, 0.0, 1, 1, error="gone")
+    with pytest.raises(MeasurementFailed, match="1 of 2 requests failed: gone"):
+        checked([outcome([1.0]), failed])
+    assert len(checked([outcome([1.0])])) == 1
+
+
+def test_the_server_gets_the_same_model_and_threads() -> None:
+    assert Setup(model="/m", threads=3).serve_arguments() == ["/m", "--threads", "3"]
+    assert (Setup().model_folder / "config.json").is_file()
+
+
+def test_what_was_measured_is_saved(tmp_path: Path) -> None:
+    async def measure() -> dict[str, Any]:
+        return {"ratio": 0.9}
+
+    saved = tmp_path / "o.json"
+    assert run(measure, {"threads": 1}, str(saved)) == 0
+    result = json.loads(saved.read_text())
+    assert (result["ratio"], result["config"]) == (0.9, {"threads": 1})
+    assert result["machine"]["memory_gib"] > 0
+
+
+def test_what_went_wrong_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async def measure() -> dict[str, Any]:
+        raise MeasurementFailed("nothing to compare")
+
+    assert run(measure, {}, "") == 1
+    assert capsys.readouterr().err == "nothing to compare\n"

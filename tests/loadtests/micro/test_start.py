@@ -1,0 +1,47 @@
+"""The measurement of a start: a real one, whose figures make sense."""
+
+import json
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.checkpoint import SHIPPED
+from penstock.loadtests.micro import start
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+
+def test_a_start_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start.main([str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "64"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ready_seconds"] > 0
+    parts = found["pss_mb_by_process"]
+    assert {"penstock serve", "raylet", "gcs_server"} <= parts.keys()
+    assert found["pss_mb"] == pytest.approx(sum(parts.values()), abs=1.0)
+    assert found["left_behind"] == {
+        "processes": [],
+        "ports": [],
+        "shared_memory": [],
+        "temp_files": [],
+    }
+
+
+def test_a_start_that_fails_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start.main(["no-such-folder"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ready_seconds"], found["exit_code"]) == (None, 2)
+    assert "is not a folder" in found["output"][0]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm here")
+def test_shared_memory_that_somebody_uses_is_not_left_behind() -> None:
+    before = start.shared_memory()
+    block = SharedMemory(create=True, size=4096)
+    try:
+        assert start.left_in_shared_memory(before) == []
+        block.close()
+        assert start.left_in_shared_memory(before) == [block.name]
+    finally:
+        block.unlink()
+    assert start.left_in_shared_memory(before) == []

@@ -1,0 +1,55 @@
+"""`penstock simulate disaggregation`: what it plays, and how it judges."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.loadtests.simulator.scaling.disaggregation import (
+    POLICIES,
+    Case,
+    Outcome,
+    Playing,
+    losses,
+    main,
+    play,
+)
+from penstock.loadtests.simulator.scaling.goals import Figures
+
+FIGURES = Figures(0.9, 0.1, 0.2, 0.02, 0.03, 1.0, 4, 0.5, 0.0)
+GOOD = Outcome(FIGURES, 5.0, 0.5)
+
+
+def test_the_rule_is_held_against_the_better_one() -> None:
+    worse = replace(GOOD, seconds=9.0, figures=replace(FIGURES, kept=0.5))
+    assert losses({"rule": GOOD, "always": worse, "never": GOOD}) == []
+    assert losses({"rule": worse, "always": worse, "never": worse}) == []
+    both = ["goals kept", "time of a request"]
+    assert losses({"rule": worse, "always": GOOD, "never": worse}) == both
+    assert losses({"rule": worse, "always": worse, "never": GOOD}) == both
+
+
+@pytest.mark.slow
+def test_a_short_load_is_played_whole_and_again_the_same() -> None:
+    case = Case("short", lambda at: 3.0, 3.0, "lognormal:256-2048", "8-32", 1, 1)
+    playing = Playing(seconds=8.0, seed=1)
+    found = {name: play(case, POLICIES[name](), playing) for name in POLICIES}
+    assert (found["always"].apart, found["never"].apart) == (1.0, 0.0)
+    assert 0.0 < found["rule"].apart <= 1.0
+    assert all(outcome.figures.kept > 0 for outcome in found.values())
+    assert play(case, POLICIES["rule"](), playing) == found["rule"]
+
+
+@pytest.mark.slow
+def test_the_router_may_order_by_promised_first_tokens() -> None:
+    # Of what is too much the short prompts go first.
+    case = Case("too much", lambda at: 14.0, 14.0, "lognormal:256-4096", "16", 1, 1)
+    kept = [
+        play(case, POLICIES["always"](), Playing(20.0, 1, promised)).figures.kept
+        for promised in (0.0, 2.0)
+    ]
+    assert kept[1] > kept[0] + 0.3
+
+
+def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seconds", "0"]) == main(["--seed", "-1"]) == main(["--promised", "-1"]) == 2
+    assert "--seconds above 0" in capsys.readouterr().err

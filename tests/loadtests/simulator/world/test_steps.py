@@ -1,0 +1,127 @@
+"""Quiet steps taken together: the same as one by one, whatever comes in between."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from penstock.cluster.autoscaling.autoscaler import PoolLimits
+from penstock.loadtests.bench.workload import Lengths, Planned
+from penstock.loadtests.simulator.faults.schedule_run import InvariantViolated, ScheduleRun
+from penstock.loadtests.simulator.faults.schedules import schedule_of
+from penstock.loadtests.simulator.model.timing import Timing
+from penstock.loadtests.simulator.scaling.cluster import Cluster, ClusterPlan
+from penstock.loadtests.simulator.scaling.goals import figures
+from penstock.loadtests.simulator.scaling.scalers import PenstockScaler, Scaler, Static
+from penstock.loadtests.simulator.scaling.workloads import replicated, sinusoid, varying
+from penstock.workers.scheduling.config import SchedulerConfig
+
+LIMITS = SchedulerConfig(
+    num_blocks=400,
+    max_model_len=16384,
+    block_size=64,
+    max_sequences=16,
+    max_batched_tokens=1024,
+    max_queued=10**6,
+)
+
+
+def load_of(seconds: float, rate: float, seed: int = 1) -> list[Planned]:
+    waves = sinusoid(0.3 * rate, rate, seconds)
+    inputs, outputs = Lengths.parse("lognormal:64-2048"), Lengths.parse("lognormal:8-512")
+    return varying(waves, rate, seconds, inputs, outputs, seed)
+
+
+def played(plan: ClusterPlan, load: list[Planned], scaler: Scaler) -> Cluster:
+    cluster = Cluster(plan, load, scaler)
+    cluster.run()
+    return cluster
+
+
+def assert_same(plan: ClusterPlan, load: list[Planned], scalers: tuple[Scaler, Scaler]) -> None:
+    """Everything that users and operators see, to the last bit."""
+    many, one = (
+        played(replace(plan, single_steps=single), load, scaler)
+        for single, scaler in zip((False, True), scalers, strict=True)
+    )
+    assert many.calls == one.calls
+    assert many.samples == one.samples
+    assert many.num_steps == one.num_steps
+    assert (many.worker_seconds, many.busy_seconds) == (one.worker_seconds, one.busy_seconds)
+    assert figures(many, plan) == figures(one, plan)
+    assert many.clock.num_events < 0.5 * one.clock.num_events
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pools", [{"mixed": 2}, {"prefill": 1, "decode": 2}])
+def test_users_and_operators_see_the_same(pools: dict[str, int]) -> None:
+    plan = ClusterPlan(pools, LIMITS, Timing())
+    assert_same(plan, load_of(20.0, 2.0), (Static(pools), Static(pools)))
+
+
+@pytest.mark.slow
+def test_the_same_where_blocks_are_short_and_prompts_agree() -> None:
+    """Sequences wait, are preempted and find each other's blocks."""
+    shared = [
+        Planned(number, 0.4 * number, 1000 + 7 * number, 800, (1, 2 + number % 3))
+        for number in range(24)
+    ]
+    plan = ClusterPlan({"mixed": 1}, replace(LIMITS, num_blocks=80), Timing())
+    static = Static({"mixed": 1})
+    assert_same(plan, shared, (static, static))
+    worker = played(plan, shared, static)._live["mixed-1"]
+    assert worker.batcher.load().preemptions > 0
+    assert worker.batcher.load().prompt_tokens_cached > 0
+
+
+@pytest.mark.slow
+def test_the_same_while_workers_come_and_go() -> None:
+    plan = ClusterPlan({"mixed": 1}, LIMITS, Timing(), cold_start=10.0)
+    limits = {"mixed": PoolLimits(least=1, most=6, gpus=1)}
+    load = load_of(120.0, 8.0)
+    assert_same(plan, load, (PenstockScaler(limits), PenstockScaler(limits)))
+
+
+@pytest.mark.slow
+def test_the_same_where_first_tokens_are_promised() -> None:
+    """Four times as much as two workers compute, and few blocks: who is next changes with time."""
+    limits = replace(LIMITS, num_blocks=120, max_sequences=4)
+    plan = ClusterPlan({"mixed": 2}, limits, Timing(), promised_seconds=0.5)
+    assert_same(plan, load_of(20.0, 6.0), (Static(plan.pools), Static(plan.pools)))
+
+
+@pytest.mark.slow
+def test_the_same_of_64_workers() -> None:
+    plan = ClusterPlan({"mixed": 64}, LIMITS, Timing())
+    load = replicated(load_of(20.0, 8.0), 3.0, seed=2)
+    assert_same(plan, load, (Static(plan.pools), Static(plan.pools)))
+
+
+# ------------------------------------------------------------------ faults
+
+
+def faulty(seeds: range) -> tuple[list[str], Counter[str]]:
+    """Play schedules with quiet steps taken together; what failed, and what happened."""
+    failed, seen = [], Counter[str]()
+    for seed in seeds:
+        world = ScheduleRun(schedule_of(seed), fast_forwards=True)
+        try:
+            tally = world.play()
+        except InvariantViolated as broken:
+            failed.append(f"{seed}: {broken}")
+            continue
+        seen.update(tally.faults)
+        seen["tokens"] += tally.tokens
+    return failed, seen
+
+
+def test_a_few_fault_schedules_hold() -> None:
+    failed, _ = faulty(range(5))
+    assert not failed
+
+
+@pytest.mark.slow
+def test_fault_schedules_hold() -> None:
+    failed, seen = faulty(range(200))
+    assert not failed
+    assert min(seen["kill"], seen["hang"], seen["slow"], seen["drain"], seen["cut stream"]) > 0

@@ -1,0 +1,159 @@
+"""The whole road with the model that ships: other people's clients, judged by `transformers`."""
+
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from google.protobuf import descriptor_pool, message_factory
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+from openai import OpenAI
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock.cli.checkpoint import SHIPPED
+from penstock.loadtests.micro.server import free_ports
+from tests.support.serving import PATIENCE, Serving, serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+BLOCK = 16
+STORY = "Tell me a story about a fox who looks for a lamp in the forest and finds a friend. "
+QUESTIONS = ["What is 12 + 7?", "Sort these numbers: 8, 3, 5", "Hello!", "Repeat exactly: lamp"]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Serving]:
+    # Not pytest's own folder: its paths are too long for the sockets that lie below.
+    with (
+        tempfile.TemporaryDirectory(prefix="pk-") as name,
+        serving(["--kv-cache-mib", "64"], free_ports(2), Path(name)) as running,
+    ):
+        running.wait_until_said("is served after")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served: Serving) -> Iterator[OpenAI]:
+    url = f"http://127.0.0.1:{served.http}/v1"
+    with OpenAI(base_url=url, api_key="none", timeout=PATIENCE, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def judge() -> "Judge":
+    return Judge(SHIPPED)
+
+
+class Judge:
+    """`transformers`, greedy, in fp32."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def tokens(self, prompt: list[int], num_new: int) -> list[int]:
+        options = {"do_sample": False, "min_new_tokens": num_new, "max_new_tokens": num_new}
+        found = self.model.generate(torch.tensor([prompt]), **options)
+        return [int(token) for token in found[0, len(prompt) :]]
+
+    def answer(self, messages: list[dict[str, str]], num_new: int) -> str:
+        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        ids = torch.tensor([prompt["input_ids"]])
+        found = self.model.generate(ids, do_sample=False, max_new_tokens=num_new)
+        text: str = self.tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+        return text
+
+
+def complete(client: OpenAI, prompt: list[int], num_new: int) -> list[int]:
+    """The tokens of a greedy answer of that length."""
+    extra = {"return_token_ids": True, "min_tokens": num_new}
+    reply: Any = client.completions.create(
+        model="demo", prompt=prompt, max_tokens=num_new, temperature=0, extra_body=extra
+    )
+    return list(reply.choices[0].token_ids)
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 150])
+def test_a_handed_over_answer_is_that_of_one_model(
+    client: OpenAI, judge: Judge, length: int
+) -> None:
+    prompt = (judge.tokenizer.encode(STORY * 20))[:length]
+    assert complete(client, prompt, 20) == judge.tokens(prompt, 20)
+
+
+def test_a_crowd_changes_nobody(client: OpenAI, judge: Judge) -> None:
+    prompts = [judge.tokenizer.encode(STORY * 3)[start : start + 40] for start in range(12)]
+    with ThreadPoolExecutor(len(prompts)) as crowd:
+        found = list(crowd.map(lambda prompt: complete(client, prompt, 30), prompts))
+    assert found == [judge.tokens(prompt, 30) for prompt in prompts]
+
+
+def test_the_openai_client_holds_a_streamed_conversation(client: OpenAI, judge: Judge) -> None:
+    messages: list[dict[str, str]] = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        talk: Any = messages
+        chunks = client.chat.completions.create(
+            model="demo", messages=talk, temperature=0, max_tokens=60, stream=True
+        )
+        answer = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert answer == judge.answer(messages, 60)
+        assert answer
+        messages.append({"role": "assistant", "content": answer})
+
+
+def test_a_client_made_from_reflection_holds_one(served: Serving, judge: Judge) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{served.grpc}") as channel:
+        pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+        method = pool.FindServiceByName("penstock.v1.Inference").FindMethodByName("Generate")
+        ask = message_factory.GetMessageClass(method.input_type)
+        reply = message_factory.GetMessageClass(method.output_type)
+        call = channel.unary_stream(
+            "/penstock.v1.Inference/Generate",
+            request_serializer=ask.SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+        messages: list[dict[str, str]] = []
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            sampling = {"temperature": 0, "max_tokens": 60}
+            replies = list(call(ask(chat={"messages": messages}, sampling=sampling)))
+            answer = "".join(each.text for each in replies)
+            assert answer == judge.answer(messages, 60)
+            positions = [each.position + i for each in replies for i in range(len(each.tokens))]
+            assert positions == list(range(replies[-1].usage.completion_tokens))
+            messages.append({"role": "assistant", "content": answer})
+
+
+def test_a_seed_is_an_answer(client: OpenAI) -> None:
+    def draw(seed: int) -> str:
+        reply = client.completions.create(
+            model="demo", prompt=STORY, max_tokens=40, temperature=1.5, seed=seed
+        )
+        return reply.choices[0].text
+
+    with ThreadPoolExecutor(6) as crowd:
+        texts = list(crowd.map(draw, [1, 2, 1, 2, 1, 2]))
+    assert texts[::2] == texts[:1] * 3
+    assert texts[1::2] == texts[1:2] * 3
+    assert texts[0] != texts[1]
+
+
+def test_clients_that_vanish_leave_room_for_the_next(client: OpenAI) -> None:
+    for _ in range(5):
+        chunks = client.completions.create(
+            model="demo",
+            prompt=STORY,
+            max_tokens=1500,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(chunks))
+        chunks.close()
+    assert complete(client, [5, 6, 7], 4)

@@ -1,0 +1,49 @@
+"""The model card says what was measured, and claims no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from training import checkpoint, model_card
+from training.evaluate import Score
+from training.fit import Progress
+from training.model import Llama, LlamaShape
+
+SHAPE = LlamaShape(
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=48,
+    vocab_size=64,
+)
+SCORES = (Score("addition", 190, 200), Score("story", 100, 200))
+
+
+def written(folder: Path) -> str:
+    """The card of a made-up run."""
+    model = Llama(SHAPE)
+    checkpoint.save(model, folder)
+    progress = Progress(step=1234, tokens=5_600_000, wall=2000.4, cpu=3500.2)
+    model_card.write(folder, model_card.Run("demo", "A model.", model, 0, progress, SCORES))
+    return (folder / "README.md").read_text()
+
+
+def test_the_card_claims_what_reaches_the_bound(tmp_path: Path) -> None:
+    rows = [line for line in written(tmp_path).splitlines() if line.endswith(("yes |", "no |"))]
+    assert [(row.split("|")[1].strip(), row.split("|")[-2].strip()) for row in rows] == [
+        ("addition", "yes"),
+        ("story", "no"),
+    ]
+
+
+def test_the_card_says_what_the_run_cost(tmp_path: Path) -> None:
+    text = written(tmp_path)
+    for fact in ("1,234 steps", "5.6 million tokens", "2,000 s wall", "3,500 s of processor"):
+        assert fact in text
+
+
+def test_the_card_leaves_no_place_open(tmp_path: Path) -> None:
+    text = written(tmp_path)
+    assert "{" not in text
+    assert "apache-2.0" in text

@@ -1,0 +1,125 @@
+"""The families: seeded, split without overlap, and judged by their own checkers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from training.tasks import FAMILIES, Example, Task
+from training.tasks.base import exact
+
+by_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+by_drilled = pytest.mark.parametrize(
+    "family", [family for family in FAMILIES.values() if family.drill], ids=lambda f: f.name
+)
+
+
+@by_family
+def test_held_out_examples_are_the_same_for_the_same_seed(family: Task) -> None:
+    assert family.held_out(20, seed=3) == family.held_out(20, seed=3)
+
+
+@by_family
+def test_held_out_examples_differ_between_seeds(family: Task) -> None:
+    assert family.held_out(5, seed=1) != family.held_out(5, seed=2)
+
+
+@by_family
+def test_held_out_questions_are_different_ones(family: Task) -> None:
+    questions = [(example.history, example.prompt) for example in family.held_out(50)]
+    assert len(questions) == len(set(questions)) >= 20
+
+
+@by_family
+def test_training_never_sees_a_held_out_question(family: Task) -> None:
+    rng = Random(0)
+    trained = [family.training_example(rng) for _ in range(400)]
+    held_out = family.held_out(100)
+    assert not {e.key or e.prompt for e in trained} & {e.key or e.prompt for e in held_out}
+
+
+@by_family
+def test_expected_answers_are_accepted_and_others_are_not(family: Task) -> None:
+    for example in family.held_out(30):
+        assert family.accepts(example, example.answer)
+        assert not family.accepts(example, example.answer + " And more.")
+        assert not family.accepts(example, "")
+
+
+@by_family
+def test_every_family_says_what_it_asks(family: Task) -> None:
+    assert family.about.endswith(".")
+
+
+@by_drilled
+def test_a_drill_leaves_out_what_is_held_out_and_nothing_else(family: Task) -> None:
+    assert family.drill
+    left_out = 0
+    for seed in range(60):
+        drilled = family.drill(Random(seed))
+        kept = [example for example in drilled if not family.is_held_out(example)]
+        left_out += len(drilled) - len(kept)
+        if kept:
+            turns = family.training_turns(Random(seed))
+            assert [turn.key for turn in turns] == [example.key for example in kept]
+            assert [turn.answer for turn in turns] == [example.answer for example in kept]
+    assert left_out > 0
+
+
+@by_drilled
+def test_a_drill_tells_its_text_once(family: Task) -> None:
+    told, *others = max((family.training_turns(Random(seed)) for seed in range(9)), key=len)
+    assert others
+    assert all(0 < len(turn.prompt) < len(told.prompt) - 20 for turn in others)
+
+
+@by_drilled
+def test_the_problems_of_a_drill_are_those_that_are_asked_alone(family: Task) -> None:
+    assert family.drill
+    for example in family.drill(Random(0)):
+        assert example.key
+        assert family.accepts(example, example.answer)
+        assert not example.history
+
+
+def test_a_fact_asked_in_json_is_the_same_problem_in_every_wording() -> None:
+    family = FAMILIES["json_extraction"]
+    for example in family.held_out(20):
+        fields, _, text = example.key.partition(": ")
+        assert fields in example.prompt
+        assert f'"{text}"' in example.prompt
+
+
+def test_exact_ignores_surrounding_space_only() -> None:
+    example = Example("What is 1 + 1?", "1 + 1 = 2")
+    assert exact(example, " 1 + 1 = 2\n")
+    assert not exact(example, "1 + 1 =  2")
+
+
+@pytest.mark.parametrize(("old", "new"), [("{hero}", "Nobody"), ("friends", "enemies")])
+def test_a_story_that_leaves_the_grammar_is_refused(old: str, new: str) -> None:
+    family = FAMILIES["story"]
+    example = next(e for e in family.held_out(50) if "best of friends" in e.answer)
+    hero = example.key.split()[1]
+    wrong = example.answer.replace(old.format(hero=hero), new)
+    assert not family.accepts(example, wrong)
+
+
+def test_a_story_about_another_hero_is_refused() -> None:
+    family = FAMILIES["story"]
+    first, second = family.held_out(2)
+    assert not family.accepts(replace(first, answer=second.answer), second.answer)
+
+
+def test_a_story_keeps_to_the_thing_that_was_found() -> None:
+    family = FAMILIES["story"]
+    example = next(e for e in family.held_out(80) if "found a map" in e.answer)
+    assert not family.accepts(example, example.answer.replace("found a map", "found a bell"))
+
+
+def test_history_comes_first_in_the_messages() -> None:
+    example = Example("What is my name?", "Your name is Ada.", history=(("I am Ada.", "Hello!"),))
+    assert [m["role"] for m in example.messages()] == ["user", "assistant", "user"]
+    assert example.messages()[-1]["content"] == "What is my name?"

@@ -1,0 +1,60 @@
+"""The processes of one training run: each computes a share of every batch on a core of its own.
+
+One thread a process, and sums between them once a step: threads that meet at every operation lose
+most of their time as soon as somebody else wants a core.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed
+from torch.multiprocessing.spawn import spawn
+
+NUM_PROCESSES = 2
+# Of one wait for the other process: it may be at its tests on a busy machine, or be paused.
+_TIMEOUT = timedelta(hours=3)
+
+Task = Callable[[], None]
+
+
+def launch(task: Task, size: int) -> None:
+    """Run `task` in `size` processes that know of each other."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (size, Path(folder) / "meet", task)
+        spawn(_init_process, args=arguments, nprocs=size)  # type: ignore[no-untyped-call]
+
+
+def _init_process(rank: int, size: int, meeting: Path, task: Task) -> None:
+    torch.set_num_threads(1)
+    meet = f"file://{meeting}"
+    distributed.init_process_group("gloo", meet, _TIMEOUT, rank=rank, world_size=size)
+    try:
+        task()
+    finally:
+        distributed.destroy_process_group()
+
+
+def rank() -> int:
+    """The number of this process; 0 where there is only one."""
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def size() -> int:
+    """How many processes there are."""
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def all_reduce_(tensors: Sequence[Tensor]) -> None:
+    """Replace each tensor by its sum over the processes."""
+    if size() == 1:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    distributed.all_reduce(flat)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,84 @@
+"""Families of sums, differences, products and comparisons."""
+
+from __future__ import annotations
+
+from random import Random
+
+from training.tasks.base import Example, family
+
+_ADD = (
+    "What is {a} + {b}?",
+    "What is {a}+{b}?",
+    "{a} + {b} = ?",
+    "How much is {a} plus {b}?",
+    "Add {a} and {b}.",
+    "Calculate {a} + {b}.",
+    "What is the sum of {a} and {b}?",
+)
+_SUBTRACT = (
+    "What is {a} - {b}?",
+    "What is {a}-{b}?",
+    "{a} - {b} = ?",
+    "How much is {a} minus {b}?",
+    "Subtract {b} from {a}.",
+    "Calculate {a} - {b}.",
+    "What is the difference between {a} and {b}?",
+)
+_MULTIPLY = (
+    "What is {a} x {b}?",
+    "What is {a} * {b}?",
+    "How much is {a} times {b}?",
+    "Multiply {a} by {b}.",
+    "Calculate {a} x {b}.",
+    "What is the product of {a} and {b}?",
+)
+_COMPARE = (
+    "Which number is {word}, {a} or {b}?",
+    "Which is {word}: {a} or {b}?",
+    "Tell me which number is {word}, {a} or {b}.",
+)
+
+
+def _sum(rng: Random, a: int, b: int) -> Example:
+    # The order of the operands is not part of the problem: 3 + 4 tells what 4 + 3 is.
+    key = f"{min(a, b)}+{max(a, b)}"
+    return Example(rng.choice(_ADD).format(a=a, b=b), f"{a} + {b} = {a + b}", key)
+
+
+@family(weight=1.5)
+def addition(rng: Random) -> Example:
+    """Sums of two numbers below 100; held-out pairs never occur in training, in no wording."""
+    return _sum(rng, rng.randint(0, 99), rng.randint(0, 99))
+
+
+@family(weight=2.2)
+def subtraction(rng: Random) -> Example:
+    """Differences of two numbers below 100; held-out pairs never occur in training."""
+    b, a = sorted((rng.randint(0, 99), rng.randint(0, 99)))
+    return Example(rng.choice(_SUBTRACT).format(a=a, b=b), f"{a} - {b} = {a - b}", f"{a}-{b}")
+
+
+# Most sums of this size are never seen: their carries are learned from many others.
+@family(weight=3.0)
+def addition_large(rng: Random) -> Example:
+    """Sums of a number from 100 to 999 and one below 1000; held-out pairs are new."""
+    a, b = rng.sample((rng.randint(100, 999), rng.randint(0, rng.choice((99, 999, 999)))), 2)
+    return _sum(rng, a, b)
+
+
+@family(weight=0.7)
+def multiplication(rng: Random) -> Example:
+    """Times tables up to 12: a finite set of facts, the held-out wordings are new."""
+    a, b = rng.randint(1, 12), rng.randint(1, 12)
+    return Example(rng.choice(_MULTIPLY).format(a=a, b=b), f"{a} x {b} = {a * b}")
+
+
+@family(weight=0.7)
+def comparison(rng: Random) -> Example:
+    """The larger or the smaller of two numbers below 1000; held-out pairs are new."""
+    top = rng.choice((99, 999))
+    a, b = rng.sample(range(top + 1), 2)
+    word = rng.choice(("larger", "smaller"))
+    answer, other = (max(a, b), min(a, b)) if word == "larger" else (min(a, b), max(a, b))
+    prompt = rng.choice(_COMPARE).format(word=word, a=a, b=b)
+    return Example(prompt, f"{answer} is {word} than {other}.", f"{min(a, b)},{max(a, b)}")

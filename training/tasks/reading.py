@@ -1,0 +1,139 @@
+"""Families that find things in a text: recall from many facts, and extraction as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from random import Random
+
+from training.tasks.base import Example, family
+from training.tasks.words import (
+    CITIES,
+    COLOURS,
+    FRUITS,
+    JOBS,
+    NAMES,
+    OBJECTS,
+    invented_name,
+    person,
+)
+
+_INTRO = ("Here are some facts.", "Read these facts.", "Remember the following.")
+
+
+def _codes(rng: Random, count: int) -> list[tuple[str, str]]:
+    keys = rng.sample([(colour, thing) for colour in COLOURS for thing in OBJECTS], count)
+    return [
+        (
+            f"What is the code of the {colour} {thing}?",
+            f"The code of the {colour} {thing} is {rng.randint(0, 9999):04}.",
+        )
+        for colour, thing in keys
+    ]
+
+
+def _people(rng: Random, count: int) -> list[str]:
+    known = rng.sample(NAMES, min(count, len(NAMES)))
+    invented = {invented_name(rng) for _ in range(count)} - set(NAMES)
+    return rng.sample([*known, *sorted(invented)], count)
+
+
+def _homes(rng: Random, count: int) -> list[tuple[str, str]]:
+    return [
+        (f"Where does {name} live?", f"{name} lives in {rng.choice(CITIES)}.")
+        for name in _people(rng, count)
+    ]
+
+
+def _tastes(rng: Random, count: int) -> list[tuple[str, str]]:
+    return [
+        (f"What is the favourite fruit of {name}?", f"The favourite fruit of {name} is {fruit}.")
+        for name in _people(rng, count)
+        for fruit in [rng.choice(FRUITS)]
+    ]
+
+
+_KINDS: tuple[Callable[[Random, int], list[tuple[str, str]]], ...] = (_codes, _homes, _tastes)
+
+
+def _all_recalled(rng: Random, count: int) -> list[Example]:
+    """A question about each of `count` facts, in an order of their own."""
+    facts = rng.choice(_KINDS)(rng, count)
+    text = " ".join([rng.choice(_INTRO), *(fact for _, fact in facts)])
+    return [
+        Example(f"{text} {question}", answer, answer, again=question)
+        for question, answer in rng.sample(facts, count)
+    ]
+
+
+@family(weight=0.9, drill=lambda rng: _all_recalled(rng, rng.randint(2, 8)))
+def recall(rng: Random) -> Example:
+    """One of two to eight facts in the question; training never asks for a held-out one."""
+    return _all_recalled(rng, rng.randint(2, 8))[0]
+
+
+# From short to long: where to look is learned from few facts, and holds for many.
+@family(long=True, drill=lambda rng: _all_recalled(rng, rng.randint(8, 60)))
+def recall_long(rng: Random) -> Example:
+    """One of 20 to 60 facts, in a context of some 200 to 900 tokens."""
+    return _all_recalled(rng, rng.randint(20, 60))[0]
+
+
+_PROFILES = (
+    "{name} is {age} years old, works as a {job} and lives in {city}.",
+    "The {job} {name} from {city} is {age} years old.",
+    "My friend {name} lives in {city}. At the age of {age}, {name} became a {job}.",
+    "In {city} there is a {job} called {name}, aged {age}.",
+)
+_EXTRACT = (
+    'Extract the {fields} as JSON from: "{text}"',
+    'Give me the {fields} as JSON: "{text}"',
+    'Read this text and return the {fields} as JSON: "{text}"',
+)
+_EXTRACT_AGAIN = (
+    "Now give me the {fields} as JSON.",
+    "Extract the {fields} as JSON.",
+    "And the {fields} as JSON?",
+)
+
+
+def _extractions(rng: Random, count: int) -> list[Example]:
+    """`count` selections of fields of one text, all of them different."""
+    profile: dict[str, str | int] = {
+        "name": person(rng),
+        "age": rng.randint(18, 99),
+        "city": rng.choice(CITIES),
+        "job": rng.choice(JOBS),
+    }
+    text = rng.choice(_PROFILES).format(**profile)
+    selections = {tuple(rng.sample(list(profile), rng.randint(1, 4))): None for _ in range(count)}
+    return [_extraction(rng, text, {field: profile[field] for field in s}) for s in selections]
+
+
+def _extraction(rng: Random, text: str, wanted: dict[str, str | int]) -> Example:
+    *fields, last = wanted
+    listed = f"{', '.join(fields)} and {last}" if fields else last
+    prompt = rng.choice(_EXTRACT).format(fields=listed, text=text)
+    again = rng.choice(_EXTRACT_AGAIN).format(fields=listed)
+    return Example(prompt, json.dumps(wanted), f"{listed}: {text}", again=again)
+
+
+@family(weight=1.2, drill=lambda rng: _extractions(rng, rng.randint(2, 5)))
+def json_extraction(rng: Random) -> Example:
+    """One to four fields of a short text about a person, as JSON in the asked order."""
+    return _extractions(rng, 1)[0]
+
+
+_INTRODUCE = ("My name is {name}.", "Hello, I am {name}.", "Hi! My name is {name}.")
+_ASK_NAME = ("What is my name?", "Do you remember my name?", "Tell me my name.")
+
+
+@family(weight=0.4)
+def remember(rng: Random) -> Example:
+    """The user's name, asked for some turns after it was told."""
+    name = person(rng)
+    told = (rng.choice(_INTRODUCE).format(name=name), f"Nice to meet you, {name}!")
+    asked = tuple(rng.choice(_codes(rng, 1)) for _ in range(rng.randint(0, 1)))
+    # A fact told in between: the assistant only acknowledges it.
+    between = tuple((fact, "I will remember that.") for _, fact in asked)
+    return Example(rng.choice(_ASK_NAME), f"Your name is {name}.", name, (told, *between))
