@@ -22,12 +22,12 @@ def router_config(spec: ClusterSpec, model: Path, token: str, index: int = 0) ->
         worker_token=token,
         max_model_len=spec.model.max_model_len,
         max_queued_requests=spec.router.max_queued,
-        promised_seconds=spec.engine.promised_seconds,
+        ttft_slo_seconds=spec.engine.ttft_slo_seconds,
         vllm_metrics=spec.router.vllm_metrics,
         waits_for_both=bool(spec.pools.prefill.least and spec.pools.decode.least),
         wakes_workers=spec.pools.may_be_empty,
-        lost_seconds=spec.router.lost_seconds,
-        hang_seconds=spec.engine.hang_seconds,
+        worker_timeout_seconds=spec.router.worker_timeout_seconds,
+        step_timeout_seconds=spec.engine.step_timeout_seconds,
     )
 
 
@@ -55,8 +55,10 @@ def worker_config(
         kv_cache_dtype=spec.model.kv_cache_dtype,
         deterministic=spec.model.deterministic,
         canary_seconds=spec.engine.canary_seconds,
-        hang_seconds=spec.engine.hang_seconds,
-        bundles=None if spec.engine.bundles is None else Path(spec.engine.bundles),
+        step_timeout_seconds=spec.engine.step_timeout_seconds,
+        crash_dump_dir=(
+            None if spec.engine.crash_dump_dir is None else Path(spec.engine.crash_dump_dir)
+        ),
         device="cuda" if placement.gpus else "cpu",
         tp=placement.tp,
         pp=placement.pp,

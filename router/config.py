@@ -38,19 +38,19 @@ class RouterConfig:
     timeout: float = 600.0  # seconds
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 << 20
-    promised_seconds: float = 0.0  # to first tokens: who waits is ordered by it; 0: by arrival
+    ttft_slo_seconds: float = 0.0  # to first tokens: who waits is ordered by it; 0: by arrival
     vllm_metrics: bool = False  # tell the metrics under vLLM's names too
     waits_for_both: bool = False  # prefill and decode pools are never empty: see `readiness`
     wakes_workers: bool = False  # none may be there: they come when something waits for them
-    lost_seconds: float = 10.0  # a worker silent for longer is lost
-    hang_seconds: float = 30.0  # of a step: see `queue.timeouts`
+    worker_timeout_seconds: float = 10.0  # a worker silent for longer is lost
+    step_timeout_seconds: float = 30.0  # of a step: see `queue.timeouts`
     bounds: RequestBounds = field(default_factory=RequestBounds)
 
     @property
     def stuck_seconds(self) -> float:
         """So long a worker may not get on. Its own watchdog goes first: it knows where it hangs.
 
-        Longer than a hand-over may be silent, 5 s: what another router's sequence receives there,
+        Longer than a KV transfer may be silent, 5 s: what another router's sequence receives there,
         with what waits behind it, is not seen from here.
         """
-        return max(1.5 * self.hang_seconds, 8.0)
+        return max(1.5 * self.step_timeout_seconds, 8.0)

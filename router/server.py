@@ -98,13 +98,13 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
             DispatcherLimits(
                 max_queued=config.max_queued_requests,
                 max_queued_tokens=config.max_queued_tokens,
-                ttft_slo_seconds=config.promised_seconds,
+                ttft_slo_seconds=config.ttft_slo_seconds,
                 # Where workers are made for what waits, its own deadline is its patience.
                 no_worker_timeout_seconds=inf
                 if config.wakes_workers
                 else NO_WORKER_TIMEOUT_SECONDS,
                 bounds=LivenessBounds(
-                    lost_after=config.lost_seconds, stuck_after=config.stuck_seconds
+                    lost_after=config.worker_timeout_seconds, stuck_after=config.stuck_seconds
                 ),
             ),
         )

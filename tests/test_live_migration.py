@@ -130,8 +130,8 @@ async def test_under_changing_roles_every_stream_is_whole(cluster: Cluster) -> N
     await frontend.assign("d1", "decode")
     after = frontend.take_snapshot()
     assert {one.worker: one.role for one in after.workers} == ROLES
-    assert after.handovers - before.handovers > NUM_PROMPTS
-    assert after.handovers_failed == after.failovers == 0
+    assert after.kv_transfers - before.kv_transfers > NUM_PROMPTS
+    assert after.kv_transfers_failed == after.failovers == 0
     assert {reason for reason, count in after.finished.items() if count} == {"length"}
     assert found == await cluster.answers([*asked, *others])
 
@@ -145,9 +145,9 @@ async def test_a_drain_moves_blocks_and_takes_no_answer_s_time(cluster: Cluster)
     await cluster.workers["d0"].drained()
     assert not any(len(stream.tokens) == NUM_TOKENS for stream in streams), "it did not wait"
     after = frontend.take_snapshot()
-    assert after.handovers - before.handovers >= moving
-    assert after.handovers_failed == after.failovers == 0
-    moved = after.handover_bytes - before.handover_bytes
+    assert after.kv_transfers - before.kv_transfers >= moving
+    assert after.kv_transfers_failed == after.failovers == 0
+    moved = after.kv_transfer_bytes - before.kv_transfer_bytes
     assert moved >= moving * PROMPT_LENGTH * BYTES_PER_TOKEN, "whole prompts"
     again = sum(map(cluster.computed, staying)) - computed
     assert again < moving * PROMPT_LENGTH / 4, "not computed again"

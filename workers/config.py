@@ -42,14 +42,14 @@ class WorkerConfig:
     plan_ahead: bool | None = None  # the next step while one computes; None: on a GPU
     beat_seconds: float = 0.5  # the longest silence of a stream; ten of them end it
     canary_seconds: float = 10.0  # without a step, then a token is decoded to see that it can be
-    transfer_seconds: float = 5.0  # the longest silence of a hand-over before it is given up
+    transfer_seconds: float = 5.0  # the longest silence of a KV transfer before it is given up
     tp: int = 1  # ranks that share each layer; see `parallel.mesh` for this and the next three
     pp: int = 1  # stages of layers
     ep: int = 1  # groups of ranks that experts are spread over
     rank: int = 0  # this process's, of tp x pp
     ranks_seconds: float = 60.0  # the longest that ranks wait for each other within a step
-    hang_seconds: float = 30.0  # a step, or anything else, may take so long: see `watchdog`
-    bundles: Path | None = None  # folder for what is left of a process that hung
+    step_timeout_seconds: float = 30.0  # a step, or anything else, may take so long: see `watchdog`
+    crash_dump_dir: Path | None = None  # folder for what is left of a process that hung
 
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES)
@@ -71,7 +71,7 @@ class WorkerConfig:
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be 0 to 65535, not {self.port}")
         seconds = ("beat_seconds", "canary_seconds", "transfer_seconds", "ranks_seconds")
-        for name in (*seconds, "hang_seconds"):
+        for name in (*seconds, "step_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
 

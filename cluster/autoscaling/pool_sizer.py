@@ -38,7 +38,7 @@ def pool_limits(spec: ClusterSpec, placements: Sequence[WorkerPlacement]) -> dic
     gpus = {each.role: _gpus_of(each) for each in placements}
     pools = {role: getattr(spec.pools, role) for role in ROLES if role in gpus}
     limits = {role: PoolLimits(pool.least, pool.most, gpus[role]) for role, pool in pools.items()}
-    if not spec.engine.promised_seconds:
+    if not spec.engine.ttft_slo_seconds:
         return limits
     return {
         role: replace(one, wait_seconds=TTFT_SLO_WAIT_SECONDS, busy=TTFT_SLO_UTILIZATION)
@@ -48,7 +48,7 @@ def pool_limits(spec: ClusterSpec, placements: Sequence[WorkerPlacement]) -> dic
 
 def scaling_policy(spec: ClusterSpec) -> ScalingPolicy:
     """How fast pools follow; where nothing else is said, as the simulator plays it."""
-    pace = TTFT_SLO_POLICY if spec.engine.promised_seconds else ScalingPolicy()
+    pace = TTFT_SLO_POLICY if spec.engine.ttft_slo_seconds else ScalingPolicy()
     down = spec.scaling.scale_down_seconds
     return pace if down is None else replace(pace, down=down, down_step=min(pace.down_step, down))
 

@@ -87,7 +87,9 @@ class ManagedRouter:
             RouterActor
         )
         actor = remote.remote(self.title, self.with_events)
-        self.actor = ActorHandle(self.title, actor, self._on_event, self.config.hang_seconds)
+        self.actor = ActorHandle(
+            self.title, actor, self._on_event, self.config.step_timeout_seconds
+        )
         return self.actor
 
     @property
@@ -252,7 +254,7 @@ class ManagedWorker:
         # What the others tell of their start is what the first one tells.
         report = self._report if rank == 0 else _without_progress(self._report)
         actor = remote.remote(title, self._listener.with_events)
-        return ActorHandle(self.title, actor, report, self.config.hang_seconds)
+        return ActorHandle(self.title, actor, report, self.config.step_timeout_seconds)
 
     async def on_ready(self, address: str) -> None:
         self._stop_watching()

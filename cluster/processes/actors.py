@@ -234,7 +234,9 @@ class WorkerActor(_ProcessActor):
         from penstock.workers.health.watchdog import Watchdog
 
         name = f"{config.name}, rank {config.rank}"
-        self._watchdog = Watchdog(name, config.hang_seconds, config.bundles, events.fail)
+        self._watchdog = Watchdog(
+            name, config.step_timeout_seconds, config.crash_dump_dir, events.fail
+        )
         return self._watchdog
 
     async def _load_libraries(self) -> EventQueue:

@@ -31,7 +31,7 @@ class RouterSpec:
     )
     api_keys_file: str | None = knob(None, "file with more keys, one a line")
     max_queued: int = knob(1024, "requests that may wait", 1)
-    lost_seconds: float = knob(
+    worker_timeout_seconds: float = knob(
         10.0, "a worker that says nothing for so long is lost, and its streams go on elsewhere", 3
     )
     drain_seconds: float = knob(30.0, "time for running requests when asked to stop", 0, 86400)
@@ -70,7 +70,7 @@ class ModelSpec:
 class EngineSpec:
     """Settings of all workers of all pools."""
 
-    promised_seconds: float = knob(
+    ttft_slo_seconds: float = knob(
         0.0,
         "the first token within so long and five times its prompt's own time: who waits is ordered "
         "so that most requests have that; 0: by arrival",
@@ -80,10 +80,10 @@ class EngineSpec:
     canary_seconds: float = knob(
         10.0, "an idle worker decodes a token of its own so often, to show that it can", 0.1, 3600
     )
-    hang_seconds: float = knob(
+    step_timeout_seconds: float = knob(
         30.0, "a step, or an answer to the supervisor, may take so long; then it is replaced", 1
     )
-    bundles: str | None = knob(
+    crash_dump_dir: str | None = knob(
         None, "folder for what is left of a worker that hung; by default among temporary files"
     )
 

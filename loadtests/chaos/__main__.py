@@ -72,8 +72,8 @@ class Served:
     mixed: int = option(0, "workers")
     tp: int = option(1, "ranks of each worker")
     deterministic: bool = option(False, "answers have to be the same bit by bit")
-    lost_seconds: float = option(4.0, "a worker silent for so long is lost")
-    hang_seconds: float = option(6.0, "one that answers nobody for so long is replaced")
+    worker_timeout_seconds: float = option(4.0, "a worker silent for so long is lost")
+    step_timeout_seconds: float = option(6.0, "one that answers nobody for so long is replaced")
     kv_cache_mib: int = option(64, "of each worker")
 
     @property
@@ -93,9 +93,12 @@ class Served:
         return ClusterSpec(
             models={self.folder.name: ModelSpec(deterministic=self.deterministic)},
             router=RouterSpec(
-                http_port=0, grpc_port=0, lost_seconds=self.lost_seconds, drain_seconds=5.0
+                http_port=0,
+                grpc_port=0,
+                worker_timeout_seconds=self.worker_timeout_seconds,
+                drain_seconds=5.0,
             ),
-            engine=EngineSpec(hang_seconds=self.hang_seconds),
+            engine=EngineSpec(step_timeout_seconds=self.step_timeout_seconds),
             pools=Pools(**pools),
             log_format="keys",
         )

@@ -38,7 +38,7 @@ def _busy(state: WorkerState) -> bool:
 
 MOMENT_CHECKS: dict[str, Callable[[WorkerState], bool]] = {
     "prompt": _busy_with_prompt,
-    "hand-over": _transferring,
+    "KV transfer": _transferring,
     "decoding": _decoding,
     "back": _busy,
     "any": _busy,

@@ -12,7 +12,7 @@ ON_REQUEST = {"ray kill": 4, "kill router": 2}
 MOMENTS = {
     "any": 6,  # as soon as the last fault is over
     "prompt": 2,  # a worker computes a prompt
-    "hand-over": 3,  # blocks are kept for another worker, or reserved for what comes
+    "KV transfer": 3,  # blocks are kept for another worker, or reserved for what comes
     "decoding": 3,  # a worker that only decodes has something to
     "back": 2,  # a worker that was replaced has its first request
     "at once": 2,  # no time after the fault before
@@ -67,7 +67,7 @@ def _fault(seed: int, number: int, kind: str) -> Fault:
     rng = Random(f"fault {seed} {number}")
     (moment,) = rng.choices(list(MOMENTS), list(MOMENTS.values()))
     if kind == "cut blocks":
-        moment = "hand-over"
+        moment = "KV transfer"
     elif number == 0 and moment == "at once":
         moment = "any"
     return Fault(number, kind, moment, rng.random(), rng.uniform(0.1, 1.5))

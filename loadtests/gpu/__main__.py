@@ -1,6 +1,6 @@
 """Kernels and engine on a GPU: `make gpu`, or `python -m penstock.loadtests.gpu`.
 
-One command of less than ten minutes: the tests of kernels on the device, a hand-over between two
+One command of less than ten minutes: the tests of kernels on the device, a KV transfer between two
 processes, what the device can do, every operation beside its peers, decode steps of the engine, and
 what determinism costs.
 It needs no ray. It fails where a section fails, and where anything was computed without its kernel;

@@ -176,7 +176,7 @@ def main() -> int:
         options = read_options("kv_transfer")
         write_figures(options.json, measure(options.device.type, options.small))
         return 0
-    options = read_options("handover", [*others, "--json", str(Path(os.devnull))])
+    options = read_options("kv_transfer", [*others, "--json", str(Path(os.devnull))])
     with forbid_fallback(options.device):
         figures = run_side(side.side, options.device, options.small)
     print(json.dumps(figures | {"plain_forms": fallback_counts()}), flush=True)

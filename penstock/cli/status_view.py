@@ -143,7 +143,7 @@ def _numbers(numbers: Json | None) -> list[str | Text]:
 
 
 def _kv(blocks: Mapping[str, int]) -> Text:
-    """Blocks that nobody else can have: used, and leased or reserved for a hand-over."""
+    """Blocks that nobody else can have: used, and leased or reserved for a KV transfer."""
     total = sum(blocks.values())
     held = blocks["leased"] + blocks["reserved"]
     share = (blocks["used"] + held) / total if total else 0.0
@@ -187,8 +187,9 @@ def _totals(status: Json) -> Text:
     text.append(
         f"{number(sum(status['generated'].values()))} tokens; "
         f"ended: {', '.join(ended) or 'nothing'}; "
-        f"{number(status['handovers'])} hand-overs of {status['handover_bytes'] / 1e6:.1f} MB "
-        f"({number(status['handovers_failed'])} failed), {number(status['failovers'])} failovers"
+        f"{number(status['kv_transfers'])} KV transfers of "
+        f"{status['kv_transfer_bytes'] / 1e6:.1f} MB "
+        f"({number(status['kv_transfers_failed'])} failed), {number(status['failovers'])} failovers"
     )
     placed = status.get("placed") or {}
     if placed:

@@ -84,7 +84,7 @@ def scaling_metrics(pools: Sequence[PoolScaling]) -> Iterator[Metric]:
         (([each.pool], each.given_up) for each in pools),
     )
     yield gauge(
-        "penstock_workers_wanted",
+        "penstock_workers_required",
         "Workers that the pool's load asks for, by what asks: desired follows the larger, within "
         "bounds.",
         ["pool", "term"],
@@ -182,39 +182,42 @@ def router_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Met
         ("decode_seconds", "From its first token to its last.", metrics.decode),
         ("prompt_length_tokens", "Length of prompts that were answered.", metrics.prompt_lengths),
         ("answer_length_tokens", "Length of answers.", metrics.answer_lengths),
-        ("handover_seconds", "From asking for KV blocks to their arrival.", metrics.kv_transfer),
+        ("kv_transfer_seconds", "From asking for KV blocks to their arrival.", metrics.kv_transfer),
     )
     for name, about, each in histograms:
         yield histogram(
             f"penstock_{name}", about, [], [([], (each.bounds, each.counts, each.total))]
         )
     yield counter(
-        "penstock_handover_bytes", "Bytes of KV handed over.", [], [([], metrics.kv_transfer_bytes)]
-    )
-    yield counter(
-        "penstock_handovers_failed",
-        "Hand-overs that did not arrive; their prompts were computed again.",
+        "penstock_kv_transfer_bytes",
+        "Bytes of KV handed over.",
         [],
-        [([], state.handovers_failed)],
+        [([], metrics.kv_transfer_bytes)],
     )
     yield counter(
-        "penstock_prompts_placed",
+        "penstock_kv_transfers_failed",
+        "KV transfers that did not arrive; their prompts were computed again.",
+        [],
+        [([], state.kv_transfers_failed)],
+    )
+    yield counter(
+        "penstock_prefill_placements",
         "Prompts by where they were to be computed, apart on a prefill worker or together with "
         "their answer, and what weighed most.",
         ["where", "reason"],
         ((str(each).split(": "), state.placed.get(str(each), 0)) for each in ALL_DECISIONS),
     )
     yield gauge(
-        "penstock_handover_fixed_seconds",
-        "What any hand-over of KV is expected to take, beside its bytes.",
+        "penstock_kv_transfer_fixed_seconds",
+        "What any KV transfer of KV is expected to take, beside its bytes.",
         [],
-        [([], state.handover.fixed_seconds)],
+        [([], state.kv_transfer_cost.fixed_seconds)],
     )
     yield gauge(
-        "penstock_handover_bytes_per_second",
-        "Bandwidth of hand-overs of KV, as it is expected.",
+        "penstock_kv_transfer_bytes_per_second",
+        "Bandwidth of KV transfers of KV, as it is expected.",
         [],
-        [([], state.handover.bytes_per_second)],
+        [([], state.kv_transfer_cost.bytes_per_second)],
     )
     yield counter(
         "penstock_failovers",
@@ -235,7 +238,7 @@ def router_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Met
         (([name], count) for name, count in state.generated.items()),
     )
     yield counter(
-        "penstock_asked_tokens",
+        "penstock_prompt_tokens_by_tenant",
         "Prompt tokens of requests that were taken, by whose key asked.",
         ["tenant"],
         (([name], count) for name, count in state.asked.items()),

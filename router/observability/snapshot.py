@@ -134,7 +134,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """What a hand-over is expected to cost, from those of late; all 0 before the first."""
+    """What a KV transfer is expected to cost, from those of late; all 0 before the first."""
 
     fixed_seconds: float = 0.0  # of any
     bytes_per_second: float = 0.0
@@ -171,15 +171,15 @@ class ClusterState:
     finished: Mapping[str, int]  # requests by reason
     generated: Mapping[str, int]  # tokens of answers by tenant
     failovers: int
-    handovers: int
-    handovers_failed: int
-    handover_bytes: int
+    kv_transfers: int
+    kv_transfers_failed: int
+    kv_transfer_bytes: int
     prompt_tokens: int  # of all requests that were taken
     scaling: Scaling
     asked: Mapping[str, int] = field(default_factory=dict)  # the same by tenant
     roles: Mapping[str, Assignment] = field(default_factory=dict)  # given by operators, by worker
     placed: Mapping[str, int] = field(default_factory=dict)  # prompts, by where and why
-    handover: TransferCost = TransferCost()
+    kv_transfer_cost: TransferCost = TransferCost()
     # Itself, and the others as the supervisor last told of them.
     routers: Sequence[RouterState] = ()
 
@@ -212,15 +212,15 @@ def snapshot_cluster(
         finished=dict(metrics.finished),
         generated=metrics.generated_by_tenant(),
         failovers=counters.num_failovers,
-        handovers=counters.num_transfers,
-        handovers_failed=counters.num_transfers_failed,
-        handover_bytes=metrics.kv_transfer_bytes,
+        kv_transfers=counters.num_transfers,
+        kv_transfers_failed=counters.num_transfers_failed,
+        kv_transfer_bytes=metrics.kv_transfer_bytes,
         prompt_tokens=metrics.prompt_tokens,
         scaling=scaling,
         asked=dict(metrics.prompt_tokens_by_tenant),
         roles=dict(roles),
         placed=dict(dispatcher.num_prefill_decisions),
-        handover=_transfer_cost(dispatcher.transfer_costs),
+        kv_transfer_cost=_transfer_cost(dispatcher.transfer_costs),
         routers=_routers(own, dispatcher, pools, routers),
     )
 

@@ -200,7 +200,7 @@ class Dispatcher:
 
     @property
     def transfer_costs(self) -> TransferCostModel:
-        """What hand-overs took, of late."""
+        """What KV transfers took, of late."""
         return self._registry.transfer_costs
 
     @property

@@ -194,7 +194,7 @@ class WorkerEventHandler:
             self._placer.reconcile(life, out, now)
 
     def _note_transfer(self, state: RequestState, event: Ready, now: float) -> None:
-        """Note what is on its way, and since when: what a hand-over costs is learned from it."""
+        """Note what is on its way, and since when: what a KV transfer costs is learned from it."""
         asked, view = state.pending, self._registry.get(event.worker)
         if asked is None or asked.epoch != event.epoch or state.lease is None or view is None:
             return

@@ -89,8 +89,8 @@ def test_pools_of_unequal_blocks_and_sizes_answer_as_one_engine(
     served: Serving, plain: Engine
 ) -> None:
     check_answers(served, plain, 0)
-    assert counted(served, "penstock_handover_bytes_total") > 0
-    assert counted(served, "penstock_handovers_failed_total") == 0
+    assert counted(served, "penstock_kv_transfer_bytes_total") > 0
+    assert counted(served, "penstock_kv_transfers_failed_total") == 0
     places = {name: each["numbers"]["places"] for name, each in workers(served).items()}
     assert places == {"prefill-0": 3, "decode-0": 2}
 
@@ -109,7 +109,7 @@ def test_worker_keeps_the_settings_of_its_pool_when_its_role_changes(
 
     wait_for(all_have, "the roles to be told")
     check_answers(served, plain, 100)
-    assert counted(served, "penstock_handovers_failed_total") == 0
+    assert counted(served, "penstock_kv_transfers_failed_total") == 0
     found = workers(served)
     assert found["prefill-0"]["numbers"]["places"] == PREFILL["max_sequences"]
     assert found["decode-0"]["numbers"]["places"] == DECODE["max_sequences"]

@@ -42,7 +42,7 @@ scrape_configs:
 RATES = [
     *(f"histogram_quantile(0.95, rate(penstock_{name}_bucket[1m])) >= 0" for name in HISTOGRAMS),
     "sum(rate(penstock_generated_tokens_total[1m])) > 0",
-    "sum(rate(penstock_handover_bytes_total[1m])) > 0",
+    "sum(rate(penstock_kv_transfer_bytes_total[1m])) > 0",
     'sum(rate(penstock_requests_finished_total{reason="length"}[1m])) > 0',
     "sum(rate(penstock_prompt_tokens_total[1m])) > 0",
     'sum by (worker) (penstock_kv_blocks{state=~"used|leased|reserved"})',

@@ -34,8 +34,8 @@ def test_a_worker_of_two_ranks() -> None:
     before = shared_memory()
     with tempfile.TemporaryDirectory(prefix="pk-") as name:  # a short path
         folder = Path(name)
-        arguments = [str(MODEL), "--tp", "2", "--kv-cache-mib", "64", "--hang-seconds", "8"]
-        arguments += ["--bundles", str(folder / "bundles")]
+        arguments = [str(MODEL), "--tp", "2", "--kv-cache-mib", "64", "--step-timeout-seconds", "8"]
+        arguments += ["--crash-dump-dir", str(folder / "bundles")]
         with serving(arguments, free_ports(2), folder) as running:
             running.wait_until_said("is served after")
             answer = complete(running)

@@ -123,7 +123,7 @@ FIRING: dict[str, list[dict[str, str]]] = {
         series("requests_finished_total", "0+1x60", 'reason="error"'),
         series("requests_finished_total", "0+9x60", 'reason="stop"'),
     ],
-    "PenstockHandoversSlow": slow("handover_seconds"),
+    "PenstockKvTransfersSlow": slow("kv_transfer_seconds"),
 }
 """What each alert wakes somebody for."""
 
@@ -144,8 +144,8 @@ WELL = [
         for name in ("time_to_first_token_seconds", "time_per_output_token_seconds")
         for bound in ("0.05", "+Inf")
     ],
-    series("handover_seconds_bucket", "0+1x60", 'le="0.1"'),
-    series("handover_seconds_bucket", "0+1x60", 'le="+Inf"'),
+    series("kv_transfer_seconds_bucket", "0+1x60", 'le="0.1"'),
+    series("kv_transfer_seconds_bucket", "0+1x60", 'le="+Inf"'),
 ]
 
 
@@ -182,11 +182,11 @@ def test_each_alert_fires_for_what_it_is_for_and_none_while_all_is_well(tmp_path
 LABELLED = {
     "penstock_kv_blocks": ({"state": "used"}, {"state": "free"}),
     "penstock_requests_running": ({"role": "decode"},),
-    "penstock_workers_wanted": ({"term": "queue"}, {"term": "occupancy"}),
+    "penstock_workers_required": ({"term": "queue"}, {"term": "occupancy"}),
     "penstock_requests_finished_total": ({"reason": "error"}, {"reason": "stop"}),
     "penstock_generated_tokens_total": ({"tenant": "key-1"},),
-    "penstock_asked_tokens_total": ({"tenant": "key-1"},),
-    "penstock_prompts_placed_total": ({"where": "apart", "reason": "even"},),
+    "penstock_prompt_tokens_by_tenant_total": ({"tenant": "key-1"},),
+    "penstock_prefill_placements_total": ({"where": "apart", "reason": "even"},),
 }
 """Labels of a metric besides the worker or the pool."""
 OF_POOLS = ("requests_waiting", "tokens_waiting", *(f"workers_{name}" for name in POOL_COUNTS))

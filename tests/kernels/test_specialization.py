@@ -68,7 +68,7 @@ def penalized(num_rows: int) -> None:
 
 
 def moved(count: int, kv: Tensor, heads: slice) -> None:
-    """A hand-over of so many blocks."""
+    """A KV transfer of so many blocks."""
     blocks, layers = ints(count, dtype=torch.int32), slice(1, 2)
     staged = gather_blocks(kv, blocks, layers, heads)
     scatter_blocks(kv, blocks, layers, heads, staged)
@@ -81,7 +81,7 @@ CALLS: dict[str, Callable[[int], object]] = {
     "penalties": penalized,
     "biases": lambda n: add_logit_bias_(floats(n, 1000), ints(3 * n), ints(3 * n), floats(3 * n)),
     "logprobs": lambda n: logprobs(floats(n, 1000), ints(n), n),
-    "hand-over": lambda n: moved(n, meta(4, 2, 99, 8, 16, 128), slice(4, 8)),
+    "KV transfer": lambda n: moved(n, meta(4, 2, 99, 8, 16, 128), slice(4, 8)),
 }
 
 

@@ -30,7 +30,10 @@ WORKER: dict[str, Any] = {
     "deterministic": True,
     "role": "mixed",
 }
-PATIENT: dict[str, Any] = {"worker_token": TOKEN, "lost_seconds": 120.0}  # on a busy machine
+PATIENT: dict[str, Any] = {
+    "worker_token": TOKEN,
+    "worker_timeout_seconds": 120.0,
+}  # on a busy machine
 
 WHOLE = [
     pb.GenerateRequest(
@@ -171,7 +174,7 @@ async def test_one_that_drains_ends_its_streams_and_what_is_new_goes_to_the_othe
         routers, stubs = [], []
         for name in ("router-0", "router-1"):
             config = RouterConfig(
-                MODEL, "m", name=name, http_port=0, grpc_port=0, lost_seconds=120.0,
+                MODEL, "m", name=name, http_port=0, grpc_port=0, worker_timeout_seconds=120.0,
                 worker_token=TOKEN,
             )  # fmt: skip
             routers.append(router := await serve_router(config))

@@ -25,7 +25,7 @@ async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: Rout
             stuck.say(pb.ToRouter(beat=pb.Beat()))
             await asyncio.sleep(0.2)
 
-    async with serving(replace(config, hang_seconds=2.0), stuck, other) as served:
+    async with serving(replace(config, step_timeout_seconds=2.0), stuck, other) as served:
         served.router.frontend.on_stuck_worker = lambda *what: told.append(what)
         beating = asyncio.create_task(beat())
         async with httpx.AsyncClient(timeout=60) as client:
@@ -45,10 +45,10 @@ async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: Rout
     assert why.startswith("it answers, but no step of it has ended for ")
 
 
-@pytest.mark.parametrize("hang_seconds", [1.0, 4.0, 30.0])
+@pytest.mark.parametrize("step_timeout_seconds", [1.0, 4.0, 30.0])
 def test_what_another_router_receives_there_is_waited_for(
-    config: RouterConfig, hang_seconds: float
+    config: RouterConfig, step_timeout_seconds: float
 ) -> None:
-    bound = replace(config, hang_seconds=hang_seconds).stuck_seconds
-    assert bound >= 1.5 * hang_seconds
+    bound = replace(config, step_timeout_seconds=step_timeout_seconds).stuck_seconds
+    assert bound >= 1.5 * step_timeout_seconds
     assert bound > 1.5 * WorkerConfig("w0", Path("m")).transfer_seconds

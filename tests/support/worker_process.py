@@ -1,7 +1,7 @@
 """A worker in a process of its own: `python -m tests.support.worker_process CONFIG`.
 
-CONFIG is a WorkerConfig as JSON, and `slow_gather`: seconds that each message of a hand-over takes,
-`hang_after`: steps after which one never ends, under a watchdog.
+CONFIG is a WorkerConfig as JSON, and `slow_gather`: seconds that each message of a KV transfer
+takes, `hang_after`: steps after which one never ends, under a watchdog.
 Says its address on stdout; ends when its stdin does, or once it has drained after a SIGTERM, which
 it says too. Other ranks are processes that it starts; `meeting` says to one of them where.
 """
@@ -85,7 +85,7 @@ async def worker_process(
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    paths = {name: Path(given[name]) for name in ("model", "bundles") if name in given}
+    paths = {name: Path(given[name]) for name in ("model", "crash_dump_dir") if name in given}
     sizes = {**given, **paths}
     seconds, meeting = sizes.pop("slow_gather", 0.0), sizes.pop("meeting", "")
     num_steps = sizes.pop("hang_after", None)
@@ -108,7 +108,7 @@ async def lead(config: WorkerConfig, given: dict[str, Any], num_steps: int | Non
             command = (sys.executable, "-m", "tests.support.worker_process", told)
             others.append(await asyncio.create_subprocess_exec(*command, cwd=ROOT))
     if num_steps is not None:
-        watchdog = Watchdog(config.name, config.hang_seconds, config.bundles)
+        watchdog = Watchdog(config.name, config.step_timeout_seconds, config.crash_dump_dir)
     running = await serve_worker(config, store=store, watchdog=watchdog)
     if watchdog is not None and num_steps is not None:
         hang(num_steps)

@@ -335,7 +335,8 @@ class Engine:
         return {"load": self.load()._asdict(), "scheduler": self.batcher.debug_state()}
 
     def warm_up(self, captured: ProgressCallback = lambda done, total: None) -> None:
-        """Run what `warm_up` has, so that no request, and no hand-over, pays for what is made once.
+        """Run what `warm_up` has, so that no request, and no KV transfer, pays for what is made
+        once.
 
         On a GPU, capture the decodes first; `captured` is told how many are, and of how many.
         Only before the first submission: the scheduler starts afresh.

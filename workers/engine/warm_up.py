@@ -55,7 +55,7 @@ def _prompt(length: int, params: SamplingParams) -> NewSequence:
 
 
 def warm_up_block_moves(kv: Tensor) -> None:
-    """What a hand-over and a fork launch, once: block 0 goes where it is already.
+    """What a KV transfer and a fork launch, once: block 0 goes where it is already.
 
     kv: this rank's whole cache, see `kernels.blocks`; nothing else may write to its first block
     meanwhile. Parts of heads or layers take the same kernels, where a head has a multiple of 128

@@ -36,7 +36,7 @@ class CudaCaptures:
         with torch.cuda.stream(self._stream):
             compute()  # kernels are compiled and libraries set up by the first call
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use CUDA meanwhile: a hand-over's do.
+        # Other threads may use CUDA meanwhile: a KV transfer's do.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 MAX_DUMPS = 16
-"""Bundles in a folder; older ones are removed when a new one is written."""
+"""Dumps in a folder; older ones are removed when a new one is written."""
 
 PREFIX = "hung-"
 STACKS, STATE = "stacks.txt", "state.json"
 
 
 def default_folder() -> Path:
-    """Where bundles go if nobody says: they outlive the cluster, whose own files do not."""
-    return Path(tempfile.gettempdir()) / f"penstock-bundles-{os.getuid()}"
+    """The folder of crash dumps by default. It outlives the cluster, whose own files do not."""
+    return Path(tempfile.gettempdir()) / f"penstock-crash-dumps-{os.getuid()}"
 
 
 def write_crash_dump(
@@ -33,7 +33,7 @@ def write_crash_dump(
     facts: Mapping[str, Any],
     state_source: Callable[[], Mapping[str, Any]],
 ) -> Path:
-    """Write one and return its folder; OSError where that cannot be.
+    """Write a crash dump and return its folder. Raises OSError if that fails.
 
     `about` may fail or find things in disorder: whoever works on them hangs in the midst of it.
     """

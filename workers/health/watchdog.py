@@ -82,7 +82,7 @@ class Watchdog:
     Args:
         name: of whom it watches, for the bundle.
         seconds: that anything may take.
-        folder: of the bundles; None: one of its own in the folder for temporary files.
+        folder: of the crash dumps; None: one of its own in the folder for temporary files.
         tell: told why, in one line, just before the end; called in the watchdog's thread.
         end: ends the process; given the exit code.
     """

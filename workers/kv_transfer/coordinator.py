@@ -1,4 +1,4 @@
-"""Hand-overs as a worker takes part in them: between routers' messages, the engine and the pairs.
+"""KV transfers as a worker takes part in them: between routers' messages, the engine and the pairs.
 
 As destination: blocks are reserved, so an epoch is minted and the router told (Ready); the verdict
 of the transfer goes to the scheduler and to the router (Received, or Failed and computed here). As
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class KvTransfer:
-    """Both sides of this worker's hand-overs; `address` is where sources find it."""
+    """Both sides of this worker's KV transfers; `address` is where sources find it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One rank's part in hand-overs: it moves what it has of the blocks, as it is told.
+"""One rank's part in KV transfers: it moves what it has of the blocks, as it is told.
 
 The leading rank decides, and tells each rank what to do with which end of a pair; the ranks tell
 it what has come of it. Bytes land in staging, are verified here, and only then copied into blocks:

@@ -1,4 +1,4 @@
-"""The destination's side of hand-overs: epochs, and the pairs of ranks that lead here.
+"""The destination's side of KV transfers: epochs, and the pairs of ranks that lead here.
 
 All of it lives on the event loop, so that commands and arrivals are seen in one order; only bytes
 are moved elsewhere, by the ranks that they belong to (`mover`). What one rank fails to get fails

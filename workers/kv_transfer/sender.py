@@ -1,4 +1,4 @@
-"""The source's side of hand-overs: the sending of a lease's blocks, over links to destinations.
+"""The source's side of KV transfers: the sending of a lease's blocks, over links to destinations.
 
 A header announces each message; the destination's credit lets its bytes go. A credit is an
 obligation: whatever becomes of the transfer, the bytes that were announced are sent, or the pair

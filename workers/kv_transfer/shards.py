@@ -1,4 +1,4 @@
-"""What moves in a hand-over, as plain geometry: no tensors, no I/O.
+"""What moves in a KV transfer, as plain geometry: no tensors, no I/O.
 
 What a rank holds of a sequence's KV is a rectangle, layers x KV heads, over positions; what latent
 attention keeps is one head, as wide as its rows are. The plan of a transfer is the list of

@@ -109,7 +109,7 @@ class Batcher:
         """
         self._groups.request_yield(key)
 
-    # ------------------------------------------------------------ hand-over
+    # ------------------------------------------------------------ KV transfer
 
     def pin(self, key: Key, have: int) -> Ints:
         """A lease's blocks of positions [have, kv_len), to be read until `unpin`; LeaseGone."""

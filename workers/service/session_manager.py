@@ -48,9 +48,9 @@ class SessionManager:
 
     Args:
         engine: nobody else calls it any more.
-        identity: of the worker, for hand-overs, and so are the next two.
+        identity: of the worker, for KV transfers, and so are the next two.
         address: of its service.
-        seconds: of silence that end a hand-over.
+        seconds: of silence that end a KV transfer.
         canary_seconds: without a step, after which `look` sends a canary.
         pulse: of the engine's thread, for a watchdog.
     """

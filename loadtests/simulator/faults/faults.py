@@ -211,7 +211,8 @@ def _summary(count: int, tally: RunCounts, seconds: float) -> str:
     return "\n".join(
         [
             f"{count} schedules in {seconds:.0f} s: {tally.requests} requests ({ends}), "
-            f"{tally.tokens} tokens, {tally.handovers} hand-overs, {tally.failovers} failovers",
+            f"{tally.tokens} tokens, {tally.kv_transfers} KV transfers, "
+            f"{tally.failovers} failovers",
             f"{tally.faults.total()} faults: {kinds or 'none'}",
         ]
     )

@@ -37,7 +37,7 @@ END_WITHIN_SECONDS = 150.0
 REST_SECONDS = 15.0
 """So long after the last end nothing may be held any more."""
 WAIT_WITHOUT_WORKERS = 20.0
-STUCK_SECONDS = 8.0  # longer than a hand-over may be silent, as in `RouterConfig.stuck_seconds`
+STUCK_SECONDS = 8.0  # longer than a KV transfer may be silent, as in `RouterConfig.stuck_seconds`
 BLOCK_BYTES = 1 << 20
 
 Log = Callable[[str], None]
@@ -53,7 +53,7 @@ class RunCounts:
 
     requests: int = 0
     tokens: int = 0
-    handovers: int = 0
+    kv_transfers: int = 0
     failovers: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
@@ -61,7 +61,7 @@ class RunCounts:
     def add(self, other: "RunCounts") -> None:
         self.requests += other.requests
         self.tokens += other.tokens
-        self.handovers += other.handovers
+        self.kv_transfers += other.kv_transfers
         self.failovers += other.failovers
         self.ends += other.ends
         self.faults += other.faults
@@ -147,7 +147,7 @@ class ScheduleRun:
 
     def _count(self, router: Router) -> None:
         counters = router.dispatcher.counters
-        self.tally.handovers += counters.num_transfers
+        self.tally.kv_transfers += counters.num_transfers
         self.tally.failovers += counters.num_failovers
 
     def note(self, text: str) -> None:
@@ -178,7 +178,7 @@ class ScheduleRun:
     def _start_router(self, number: int) -> Router:
         limits = RouterLimits(
             max_queued=self.schedule.max_queued,
-            ttft_slo_seconds=self.schedule.promised_seconds,
+            ttft_slo_seconds=self.schedule.ttft_slo_seconds,
             no_worker_timeout_seconds=WAIT_WITHOUT_WORKERS,
             bounds=LivenessBounds(stuck_after=STUCK_SECONDS),
         )

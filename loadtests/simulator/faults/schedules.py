@@ -91,7 +91,7 @@ class Schedule:
     latency: float
     bandwidth: float
     max_queued: int  # requests of a router
-    promised_seconds: float  # to first tokens; 0: it orders by arrival
+    ttft_slo_seconds: float  # to first tokens; 0: it orders by arrival
     workers: tuple[WorkerPlan, ...]
     requests: tuple[RequestPlan, ...]
     faults: tuple[Fault, ...]
@@ -117,7 +117,7 @@ def schedule_of(seed: int) -> Schedule:
         latency=rng.choice((0.0002, 0.001, 0.01)),
         bandwidth=rng.choice((1e7, 1e8, 1e10)),
         max_queued=rng.choice((4, 100)),
-        promised_seconds=0.5 * (seed % 2),
+        ttft_slo_seconds=0.5 * (seed % 2),
         workers=tuple(_worker(rng, i, role, tight) for i, role in enumerate(roles)),
         requests=tuple(_request(seed, i, num_routers) for i in range(num_requests)),
         faults=tuple(_fault(seed, i, len(roles), num_routers) for i in range(num_faults)),

@@ -36,7 +36,7 @@ class Timing:
     pair: float = 1.5e-9
     weights: float = 0.013
     kv_token: float = 30e-9
-    kv_bytes: float = 320 * 1024.0  # of one position, for hand-overs
+    kv_bytes: float = 320 * 1024.0  # of one position, for KV transfers
 
     def prefill(self, num_tokens: int, chunk: int) -> float:
         """Seconds of a prompt alone, in steps of `chunk` tokens."""

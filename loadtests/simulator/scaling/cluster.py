@@ -41,7 +41,7 @@ class ClusterPlan:
     timing: Timing
     cold_start: float = 30.0  # seconds
     bandwidth: float = BANDWIDTH
-    promised_seconds: float = 0.0  # to first tokens, which the router orders by; 0: by arrival
+    ttft_slo_seconds: float = 0.0  # to first tokens, which the router orders by; 0: by arrival
     single_steps: bool = False  # an event each, also where nothing is decided in them
 
 
@@ -140,7 +140,7 @@ class Cluster:
         self._arrived_tokens = 0
         self._decided_at = 0.0
         self._costs_since = 0.0
-        limits = RouterLimits(10**6, 10**12, plan.promised_seconds)
+        limits = RouterLimits(10**6, 10**12, plan.ttft_slo_seconds)
         policy = LeastLoaded() if policy is None else policy
         self.router = Router("router", self._network, policy, limits, self._live.get)
         self._pools = {name: _Pool() for name in plan.pools}

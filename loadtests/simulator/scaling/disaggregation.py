@@ -148,7 +148,7 @@ def play(case: Case, policy: Policy, playing: Playing) -> Outcome:
     """One case under one policy, to its end."""
     pools = {"prefill": case.prefill, "decode": case.decode}
     plan = ClusterPlan(
-        pools, LIMITS, Timing(), bandwidth=case.bandwidth, promised_seconds=playing.promised
+        pools, LIMITS, Timing(), bandwidth=case.bandwidth, ttft_slo_seconds=playing.promised
     )
     cluster = Cluster(plan, load_of(case, playing), Static(pools), policy)
     cluster.run()

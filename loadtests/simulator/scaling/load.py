@@ -174,7 +174,7 @@ def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
         limits,
         timing,
         serving.cold_start,
-        promised_seconds=serving.promised,
+        ttft_slo_seconds=serving.promised,
         single_steps=single,
     )
 
@@ -201,7 +201,7 @@ def scaler_of(
 
 def _product(limits: Mapping[str, PoolLimits], plan: ClusterPlan) -> PenstockScaler:
     """As `cluster/scaling` makes it."""
-    if not plan.promised_seconds:
+    if not plan.ttft_slo_seconds:
         return PenstockScaler(limits)
     aims = {
         name: replace(one, wait_seconds=TTFT_SLO_WAIT_SECONDS, busy=TTFT_SLO_UTILIZATION)

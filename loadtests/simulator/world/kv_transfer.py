@@ -1,4 +1,4 @@
-"""A worker's part in hand-overs: the leases that it sends, the blocks that it takes in."""
+"""A worker's part in KV transfers: the leases that it sends, the blocks that it takes in."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

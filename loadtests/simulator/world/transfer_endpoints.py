@@ -1,4 +1,4 @@
-"""Hand-overs between simulated workers: epochs, messages of blocks, verdicts.
+"""KV transfers between simulated workers: epochs, messages of blocks, verdicts.
 
 What `workers/kv_transfer` does with streams, pairs and threads, told in virtual time. Geometry and
 coverage are the production ones; a message's bytes arrive some time after its header, and are

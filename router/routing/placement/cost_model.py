@@ -1,4 +1,4 @@
-"""What moving a prompt's work costs, learned from what workers and hand-overs took."""
+"""What moving a prompt's work costs, learned from what workers and KV transfers took."""
 
 from math import exp
 
@@ -9,7 +9,7 @@ MEMORY_SECONDS = 20.0
 CALIBRATED_SECONDS = 0.5
 """Of computing prompts, before a worker's speed is believed."""
 DECAY = 0.98
-"""What a hand-over still counts for when the next one has arrived: some fifty are remembered."""
+"""What a KV transfer still counts for when the next one has arrived: some fifty are remembered."""
 CALIBRATED_TRANSFERS = 3.0
 
 
@@ -53,9 +53,9 @@ class PrefillRate:
 
 
 class TransferCostModel:
-    """Seconds that a hand-over takes, as a line over its tokens: fitted by least squares.
+    """Seconds that a KV transfer takes, as a line over its tokens: fitted by least squares.
 
-    The height of the line is what every hand-over costs, its slope the bandwidth. Where all were
+    The height of the line is what every KV transfer costs, its slope the bandwidth. Where all were
     of one length, nothing tells the two apart: then all of it is bandwidth.
     """
 
@@ -107,5 +107,5 @@ class TransferCostModel:
         return self.bytes_per_token / slope if slope else 0.0
 
     def seconds(self, num_tokens: float) -> float:
-        """That a hand-over of so many tokens is expected to take."""
+        """That a KV transfer of so many tokens is expected to take."""
         return self.fixed_seconds + self.seconds_per_token * num_tokens

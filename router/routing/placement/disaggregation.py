@@ -2,7 +2,7 @@
 
 Both ways are priced in seconds that clients wait, all of them together:
 
-    apart     what waits for the prefill worker + computing the prompt there + the hand-over
+    apart     what waits for the prefill worker + computing the prompt there + the KV transfer
     together  what waits at the decode worker + computing the prompt there, once for the request
               and once for each sequence that stands still meanwhile
 
@@ -24,12 +24,12 @@ MAX_COST_RATIO = 0.9
 class Reason(Enum):
     """What weighed most."""
 
-    UNMEASURED = "unmeasured"  # apart: a speed or the price of hand-overs is not known
+    UNMEASURED = "unmeasured"  # apart: a speed or the price of KV transfers is not known
     INTERFERENCE = "harm"  # apart: running sequences would stand still
     DECODE_QUEUE = "decode queue"  # apart: other prompts wait where the answer would be generated
     NO_GAIN = "even"  # apart: together would save too little
     PREFILL_QUEUE = "prefill queue"  # together: too much waits at the prefill workers
-    TRANSFER = "transfer"  # together: the hand-over costs more than it spares
+    TRANSFER = "transfer"  # together: the KV transfer costs more than it spares
     PROMPT = "prompt"  # together: it is cheaper to compute there, where more of it is cached
 
 
@@ -67,7 +67,7 @@ class DisaggregationPolicy:
     Args:
         workers: all that may be looked at; one that has computed no prompts of late is taken to be
             as fast as those that have.
-        handover: what hand-overs took.
+        handover: what KV transfers took.
     """
 
     def __init__(self, workers: Sequence[WorkerView], transfer_costs: TransferCostModel) -> None:

@@ -75,9 +75,9 @@ def told(
         finished={},
         generated={},
         failovers=0,
-        handovers=0,
-        handovers_failed=0,
-        handover_bytes=0,
+        kv_transfers=0,
+        kv_transfers_failed=0,
+        kv_transfer_bytes=0,
         prompt_tokens=prompt_tokens,
         scaling=Scaling(),
     )
@@ -179,7 +179,7 @@ def test_limits_are_those_of_the_pools() -> None:
 
 def test_where_first_tokens_are_promised_a_burst_is_not_provided_for_in_full() -> None:
     given = spec(mixed=PoolSpec(2, 1, 4))
-    promising = replace(given, engine=EngineSpec(promised_seconds=2.0))
+    promising = replace(given, engine=EngineSpec(ttft_slo_seconds=2.0))
     places = plan_placements(given, [Node("here", 8.0, 8)])
     plain, promised = (pool_limits(each, places)["mixed"] for each in (given, promising))
     assert replace(promised, busy=plain.busy, wait_seconds=plain.wait_seconds) == plain

@@ -34,7 +34,7 @@ models:
   llama: {path: some/where, max_model_len: 4096, dtype: bfloat16}
 ray_address: 10.0.0.1:6379
 router: {host: 0.0.0.0, http_port: 80, grpc_port: 90, api_keys: [a, b], drain_seconds: 5}
-engine: {hang_seconds: 9}
+engine: {step_timeout_seconds: 9}
 pools:
   prefill: {replicas: 2, gpus: 1, block_size: 32, kv_cache_mib: 100, max_batched_tokens: 2048}
   decode: {replicas: 3, cpus: 1.5, threads: 4, labels: [disk=ssd], accelerator: H100}
@@ -48,7 +48,7 @@ def test_a_whole_file() -> None:
     assert spec.model == ModelSpec(path="some/where", max_model_len=4096, dtype="bfloat16")
     assert spec.router.api_keys == ("a", "b")
     assert (spec.router.drain_seconds, type(spec.router.drain_seconds)) == (5.0, float)
-    assert spec.engine == EngineSpec(hang_seconds=9.0)
+    assert spec.engine == EngineSpec(step_timeout_seconds=9.0)
     assert spec.pools.prefill == PoolSpec(
         replicas=2, gpus=1, block_size=32, kv_cache_mib=100, max_batched_tokens=2048
     )
@@ -84,7 +84,7 @@ def model(**settings: Any) -> dict[str, Any]:
     ("content", "said"),
     [
         ({"modle": "x"}, "modle: unknown key; known here: models, ray_address, router, engine"),
-        ({"engine": {"hang": 1}}, "engine.hang: unknown key; known here: promised_seconds"),
+        ({"engine": {"hang": 1}}, "engine.hang: unknown key; known here: ttft_slo_seconds"),
         ({"pools": {"decoder": {}}}, "pools.decoder: unknown key; known here: prefill, decode"),
         (mixed(block_sise=1), "pools.mixed.block_sise: unknown key; known here: replicas"),
         (mixed(block_size="16"), "pools.mixed.block_size: expected a whole number, not '16'"),

@@ -1,4 +1,4 @@
-"""The hand-over between two processes, here over gloo: every byte arrives in its place."""
+"""The KV transfer between two processes, here over gloo: every byte arrives in its place."""
 
 import numpy as np
 import pytest

@@ -106,7 +106,7 @@ async def test_a_cluster_in_one_scrape(config: RouterConfig) -> None:
     assert steps == [4, 6]
     assert told(values, "step_seconds_count", worker="d0") == 7
     assert told(values, "step_seconds_sum", worker="d0") == 0.5
-    assert told(values, "handover_seconds_count") == 1
+    assert told(values, "kv_transfer_seconds_count") == 1
     assert told(values, "time_to_first_token_seconds_count") == 1
     assert told(values, "inter_token_seconds_count") == 2
     assert not [name for name in names(values) if not name.startswith("penstock_")]
@@ -247,8 +247,8 @@ async def test_what_is_done_about_sizes_is_told(served: Served) -> None:
     assert told(values, "workers_desired", pool="mixed") == 3
     assert told(values, "workers_pending", pool="mixed") == 2
     assert told(values, "workers_given_up", pool="mixed") == 1
-    assert told(values, "workers_wanted", pool="mixed", term="queue") == 6.5
-    assert told(values, "workers_wanted", pool="mixed", term="occupancy") == 0.25
+    assert told(values, "workers_required", pool="mixed", term="queue") == 6.5
+    assert told(values, "workers_required", pool="mixed", term="occupancy") == 0.25
     assert status["scaling"]["pools"][0]["reason"] == "12 requests wait"
     assert status["scaling"]["decisions"][0]["text"] == "mixed: 1 to 3: 12 requests wait"
 
@@ -275,9 +275,9 @@ async def test_tenants_are_told_by_the_place_of_their_key(config: RouterConfig) 
         values = values_of(text_string_to_metric_families(text))
         assert told(values, "generated_tokens_total", tenant="key-2") == 3
         assert told(values, "generated_tokens_total", tenant="key-1") == 0
-        prompt = told(values, "asked_tokens_total", tenant="key-2")
+        prompt = told(values, "prompt_tokens_by_tenant_total", tenant="key-2")
         assert prompt == told(values, "prompt_length_tokens_sum") > 0
-        assert told(values, "asked_tokens_total", tenant="key-1") == 0
+        assert told(values, "prompt_tokens_by_tenant_total", tenant="key-1") == 0
         secrets = {"first-key", "second-key", *served.router.frontend.metrics._tenant_names}
         assert not [secret for secret in secrets if secret in text]
         assert not [secret for secret in secrets if secret in (await http.get("/status")).text]
@@ -336,8 +336,8 @@ async def test_names_tell_their_units(served: Served) -> None:
         text = (await http.get("/metrics")).text
     units = ("seconds", "tokens", "bytes", "ratio", "blocks", "bytes_per_second")
     ups = ("worker_up", "router_up")
-    counted = ("requests", "workers", "preemptions", "failovers", "tokens_waiting")
-    events = ("handovers_failed", "prompts_placed")
+    counted = ("requests", "workers", "preemptions", "failovers", "tokens_waiting", "prompt_tokens")
+    events = ("kv_transfers_failed", "prefill_placements")
     for family in text_string_to_metric_families(text):
         name = family.name.removeprefix("penstock_")
         assert name.endswith(units) or name.startswith(counted + events + ups), name

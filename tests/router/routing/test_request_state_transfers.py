@@ -1,4 +1,5 @@
-"""One test, or more, for each row of the table in docs/lifecycle.md: hand-overs, losses, drains."""
+"""One test, or more, for each row of the table in docs/lifecycle.md: KV transfers, losses,
+drains."""
 
 from collections.abc import Callable
 

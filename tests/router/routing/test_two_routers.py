@@ -49,9 +49,9 @@ class Shared:
     """Workers of role mixed that several routers use; a worker tells each its own, and its load."""
 
     def __init__(
-        self, infos: list[WorkerInfo], num_routers: int, promised_seconds: float = 0.0
+        self, infos: list[WorkerInfo], num_routers: int, ttft_slo_seconds: float = 0.0
     ) -> None:
-        limits = DispatcherLimits(ttft_slo_seconds=promised_seconds)
+        limits = DispatcherLimits(ttft_slo_seconds=ttft_slo_seconds)
         self.workers = {info.worker: FakeWorker(info) for info in infos}
         self.routers = [
             Router(number, Dispatcher(LeastLoaded(), limits)) for number in range(num_routers)

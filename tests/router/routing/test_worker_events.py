@@ -174,7 +174,7 @@ def test_an_error_of_the_workers_ends_only_that_request() -> None:
     assert router.dispatcher.num_requests == 1
 
 
-# ------------------------------------------------------------------ hand-overs that fail
+# ------------------------------------------------------------------ KV transfers that fail
 
 
 def test_a_failed_hand_over_is_counted_and_costs_nothing_else() -> None:

@@ -21,8 +21,8 @@ STEPS = 6
 
 
 async def test_a_step_that_never_ends(tmp_path: Path) -> None:
-    checkpoint, bundles = tiny_checkpoint(tmp_path / "tiny"), tmp_path / "bundles"
-    settings = {"hang_after": STEPS, "hang_seconds": 4.0, "bundles": str(bundles)}
+    checkpoint, dumps = tiny_checkpoint(tmp_path / "tiny"), tmp_path / "dumps"
+    settings = {"hang_after": STEPS, "step_timeout_seconds": 4.0, "crash_dump_dir": str(dumps)}
     async with worker_process("w0", checkpoint, **settings) as worker:
         router = await Attached(worker.address).open()
         await router.submit(1, PROMPT, greedy(max_tokens=50))
@@ -31,7 +31,7 @@ async def test_a_step_that_never_ends(tmp_path: Path) -> None:
         async with asyncio.timeout(PATIENCE):
             assert await worker.process.wait() == EXIT_HUNG
         await router.close()
-    (path,) = bundles.iterdir()
+    (path,) = dumps.iterdir()
     assert "stand_still" in (path / STACKS).read_text()
     state = json.loads((path / STATE).read_text())
     assert state["why"].startswith("the engine has not moved for ")

@@ -42,7 +42,7 @@ class Ends:
 
 @pytest.fixture
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ends:
-    return Ends(tmp_path / "bundles", monkeypatch)
+    return Ends(tmp_path / "dumps", monkeypatch)
 
 
 def test_a_pulse_waits_only_while_something_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_what_a_step_may_take_follows_the_longest_of_late() -> None:
 @pytest.mark.slow
 async def test_whoever_moves_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = 2.0  # more than this test may be kept from a core
-    ends = Ends(tmp_path / "bundles", monkeypatch, seconds)
+    ends = Ends(tmp_path / "dumps", monkeypatch, seconds)
     pulse = ends.dog.timer("the engine")
     ends.dog.start()
     for _ in range(8):
@@ -127,7 +127,7 @@ async def test_without_a_folder_to_write_to_it_is_ended_all_the_same(
     assert "no bundle could be written" in ends.told[0]
 
 
-# ------------------------------------------------------------------ bundles
+# ------------------------------------------------------------------ crash dumps
 
 
 def nothing() -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Hand-overs between two workers on one loop: what moves, what is computed, what can go wrong."""
+"""KV transfers between two workers on one loop: what moves, what is computed, what can go wrong."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Hand-overs of a model with latent attention: compressed rows travel, and serve as well."""
+"""KV transfers of a model with latent attention: compressed rows travel, and serve as well."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hand-overs between processes, and the deaths of either."""
+"""KV transfers between processes, and the deaths of either."""
 
 from pathlib import Path
 

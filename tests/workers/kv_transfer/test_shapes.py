@@ -1,4 +1,4 @@
-"""Hand-overs between workers of any shapes and block sizes, whose ranks are threads here."""
+"""KV transfers between workers of any shapes and block sizes, whose ranks are threads here."""
 
 import threading
 from collections.abc import AsyncIterator

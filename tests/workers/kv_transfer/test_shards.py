@@ -1,4 +1,4 @@
-"""The geometry of hand-overs: every position, layer and head travels exactly once."""
+"""The geometry of KV transfers: every position, layer and head travels exactly once."""
 
 from collections import Counter
 from itertools import pairwise

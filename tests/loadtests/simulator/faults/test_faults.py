@@ -32,7 +32,7 @@ NUM_QUICK = 60
 def test_some_schedules_hold() -> None:
     tally, failed = faults.play_seeds(range(NUM_QUICK))
     assert not failed
-    assert tally.handovers > NUM_QUICK
+    assert tally.kv_transfers > NUM_QUICK
     assert tally.failovers > 0
     assert tally.ends["ok"] > 0.7 * tally.requests
 

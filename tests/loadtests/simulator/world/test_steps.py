@@ -86,7 +86,7 @@ def test_the_same_while_workers_come_and_go() -> None:
 def test_the_same_where_first_tokens_are_promised() -> None:
     """Four times as much as two workers compute, and few blocks: who is next changes with time."""
     limits = replace(LIMITS, num_blocks=120, max_sequences=4)
-    plan = ClusterPlan({"mixed": 2}, limits, Timing(), promised_seconds=0.5)
+    plan = ClusterPlan({"mixed": 2}, limits, Timing(), ttft_slo_seconds=0.5)
     assert_same(plan, load_of(20.0, 6.0), (Static(plan.pools), Static(plan.pools)))
 
 

@@ -1,4 +1,4 @@
-"""What work and hand-overs cost, learned from measurements."""
+"""What work and KV transfers cost, learned from measurements."""
 
 import pytest
 from hypothesis import given

@@ -334,7 +334,7 @@ def test_an_idle_worker_whose_only_prompt_is_gone_has_time(trouble: str) -> None
 
 
 def test_a_decode_worker_does_not_wait_for_what_it_need_not_compute() -> None:
-    """A hand-over goes to a worker that has prompts to compute."""
+    """A KV transfer goes to a worker that has prompts to compute."""
     router = router_of(M, N)
     router.arrive(1, 400)
     router.step("m", 1, 0)
