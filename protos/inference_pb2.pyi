@@ -17,7 +17,7 @@ EARLY_STOPPING_TRUE: EarlyStopping
 EARLY_STOPPING_NEVER: EarlyStopping
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "tokens", "chat", "sampling", "stop", "include_stop", "request_id", "timeout_seconds", "echo_prompt_tokens", "keep_special_tokens", "so_far")
+    __slots__ = ("model", "text", "tokens", "chat", "sampling", "stop", "include_stop", "request_id", "timeout_seconds", "echo_prompt_tokens", "keep_special_tokens", "resume_from")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -29,7 +29,7 @@ class GenerateRequest(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ECHO_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SO_FAR_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     tokens: Tokens
@@ -41,10 +41,10 @@ class GenerateRequest(_message.Message):
     timeout_seconds: float
     echo_prompt_tokens: bool
     keep_special_tokens: bool
-    so_far: _containers.RepeatedCompositeFieldContainer[SoFar]
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: _Optional[bool] = ..., request_id: _Optional[str] = ..., timeout_seconds: _Optional[float] = ..., echo_prompt_tokens: _Optional[bool] = ..., keep_special_tokens: _Optional[bool] = ..., so_far: _Optional[_Iterable[_Union[SoFar, _Mapping]]] = ...) -> None: ...
+    resume_from: _containers.RepeatedCompositeFieldContainer[ResumeState]
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: _Optional[bool] = ..., request_id: _Optional[str] = ..., timeout_seconds: _Optional[float] = ..., echo_prompt_tokens: _Optional[bool] = ..., keep_special_tokens: _Optional[bool] = ..., resume_from: _Optional[_Iterable[_Union[ResumeState, _Mapping]]] = ...) -> None: ...
 
-class SoFar(_message.Message):
+class ResumeState(_message.Message):
     __slots__ = ("choice", "tokens", "finish_reason")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]

@@ -28,13 +28,13 @@ class Order(_message.Message):
     def __init__(self, plan: _Optional[_Union[Plan, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ...) -> None: ...
 
 class Move(_message.Message):
-    __slots__ = ("rank", "end", "open", "value", "send", "take", "close", "settle")
+    __slots__ = ("rank", "end", "open", "value", "send", "receive", "close", "settle")
     RANK_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
-    TAKE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     SETTLE_FIELD_NUMBER: _ClassVar[int]
     rank: int
@@ -42,16 +42,16 @@ class Move(_message.Message):
     open: Open
     value: Value
     send: Piece
-    take: Piece
+    receive: Piece
     close: Close
     settle: int
-    def __init__(self, rank: _Optional[int] = ..., end: _Optional[int] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., value: _Optional[_Union[Value, _Mapping]] = ..., send: _Optional[_Union[Piece, _Mapping]] = ..., take: _Optional[_Union[Piece, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., settle: _Optional[int] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., end: _Optional[int] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., value: _Optional[_Union[Value, _Mapping]] = ..., send: _Optional[_Union[Piece, _Mapping]] = ..., receive: _Optional[_Union[Piece, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., settle: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("takes",)
-    TAKES_FIELD_NUMBER: _ClassVar[int]
-    takes: bool
-    def __init__(self, takes: _Optional[bool] = ...) -> None: ...
+    __slots__ = ("receives",)
+    RECEIVES_FIELD_NUMBER: _ClassVar[int]
+    receives: bool
+    def __init__(self, receives: _Optional[bool] = ...) -> None: ...
 
 class Value(_message.Message):
     __slots__ = ("key", "value")

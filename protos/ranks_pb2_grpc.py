@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class MeetingStub:
+class RendezvousStub:
     """Served by rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
     """
 
@@ -36,18 +36,18 @@ class MeetingStub:
             channel: A grpc.Channel.
         """
         self.Put = channel.unary_unary(
-                '/penstock.ranks.v1.Meeting/Put',
+                '/penstock.ranks.v1.Rendezvous/Put',
                 request_serializer=penstock_dot_protos_dot_ranks__pb2.Entry.SerializeToString,
                 response_deserializer=penstock_dot_protos_dot_ranks__pb2.Entry.FromString,
                 _registered_method=True)
         self.Get = channel.unary_unary(
-                '/penstock.ranks.v1.Meeting/Get',
+                '/penstock.ranks.v1.Rendezvous/Get',
                 request_serializer=penstock_dot_protos_dot_ranks__pb2.Key.SerializeToString,
                 response_deserializer=penstock_dot_protos_dot_ranks__pb2.Entry.FromString,
                 _registered_method=True)
 
 
-class MeetingServicer:
+class RendezvousServicer:
     """Served by rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
     """
 
@@ -66,7 +66,7 @@ class MeetingServicer:
         raise NotImplementedError('Method not implemented!')
 
 
-def add_MeetingServicer_to_server(servicer, server):
+def add_RendezvousServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Put': grpc.unary_unary_rpc_method_handler(
                     servicer.Put,
@@ -80,13 +80,13 @@ def add_MeetingServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'penstock.ranks.v1.Meeting', rpc_method_handlers)
+            'penstock.ranks.v1.Rendezvous', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('penstock.ranks.v1.Meeting', rpc_method_handlers)
+    server.add_registered_method_handlers('penstock.ranks.v1.Rendezvous', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Meeting:
+class Rendezvous:
     """Served by rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
     """
 
@@ -104,7 +104,7 @@ class Meeting:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/penstock.ranks.v1.Meeting/Put',
+            '/penstock.ranks.v1.Rendezvous/Put',
             penstock_dot_protos_dot_ranks__pb2.Entry.SerializeToString,
             penstock_dot_protos_dot_ranks__pb2.Entry.FromString,
             options,
@@ -131,7 +131,7 @@ class Meeting:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/penstock.ranks.v1.Meeting/Get',
+            '/penstock.ranks.v1.Rendezvous/Get',
             penstock_dot_protos_dot_ranks__pb2.Key.SerializeToString,
             penstock_dot_protos_dot_ranks__pb2.Entry.FromString,
             options,

@@ -26,21 +26,21 @@ FINISH_STOP: Finish
 FINISH_LENGTH: Finish
 
 class ToWorker(_message.Message):
-    __slots__ = ("number", "hello", "submit", "send", "drop", "beat")
+    __slots__ = ("number", "hello", "submit", "send", "drop", "heartbeat")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     YIELD_FIELD_NUMBER: _ClassVar[int]
     SEND_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     number: int
     hello: Hello
     submit: Submit
     send: Send
     drop: Drop
-    beat: Beat
-    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., **kwargs) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., **kwargs) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "router", "incarnation")
@@ -53,7 +53,7 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., router: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "attempt", "prompt", "log", "params", "source", "yield_after", "priority", "salt", "trace", "prompt_known")
+    __slots__ = ("request", "attempt", "prompt", "log", "params", "source", "yield_after", "priority", "salt", "request_id", "prompt_known")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -63,7 +63,7 @@ class Submit(_message.Message):
     YIELD_AFTER_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
-    TRACE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_KNOWN_FIELD_NUMBER: _ClassVar[int]
     request: int
     attempt: int
@@ -74,9 +74,9 @@ class Submit(_message.Message):
     yield_after: int
     priority: int
     salt: bytes
-    trace: str
+    request_id: str
     prompt_known: int
-    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., log: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., yield_after: _Optional[int] = ..., priority: _Optional[int] = ..., salt: _Optional[bytes] = ..., trace: _Optional[str] = ..., prompt_known: _Optional[int] = ...) -> None: ...
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., log: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., yield_after: _Optional[int] = ..., priority: _Optional[int] = ..., salt: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_known: _Optional[int] = ...) -> None: ...
 
 class ChoiceLog(_message.Message):
     __slots__ = ("choice", "tokens", "finished")
@@ -120,13 +120,13 @@ class Send(_message.Message):
     TO_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     request: int
     attempt: int
-    to: Meeting
+    to: TransferEndpoint
     epoch: int
     have: int
     to_attempt: int
-    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., to: _Optional[_Union[Meeting, _Mapping]] = ..., epoch: _Optional[int] = ..., have: _Optional[int] = ..., to_attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., to: _Optional[_Union[TransferEndpoint, _Mapping]] = ..., epoch: _Optional[int] = ..., have: _Optional[int] = ..., to_attempt: _Optional[int] = ...) -> None: ...
 
-class Meeting(_message.Message):
+class TransferEndpoint(_message.Message):
     __slots__ = ("worker", "incarnation", "address", "secret")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -148,7 +148,7 @@ class Drop(_message.Message):
     choice: int
     def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
-class Beat(_message.Message):
+class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -220,7 +220,7 @@ class BadWord(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ToRouter(_message.Message):
-    __slots__ = ("number", "welcome", "step", "yielded", "ready", "received", "failed", "rejected", "draining", "stored", "evicted", "beat")
+    __slots__ = ("number", "welcome", "step", "yielded", "ready", "received", "failed", "rejected", "draining", "stored", "evicted", "heartbeat")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -232,7 +232,7 @@ class ToRouter(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     number: int
     welcome: Welcome
     step: Step
@@ -244,8 +244,8 @@ class ToRouter(_message.Message):
     draining: Draining
     stored: Stored
     evicted: Evicted
-    beat: Beat
-    def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., yielded: _Optional[_Union[Yielded, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., yielded: _Optional[_Union[Yielded, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load", "step_bounds")
@@ -404,8 +404,8 @@ class Ready(_message.Message):
     attempt: int
     epoch: int
     have: int
-    at: Meeting
-    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., have: _Optional[int] = ..., at: _Optional[_Union[Meeting, _Mapping]] = ...) -> None: ...
+    at: TransferEndpoint
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., have: _Optional[int] = ..., at: _Optional[_Union[TransferEndpoint, _Mapping]] = ...) -> None: ...
 
 class Received(_message.Message):
     __slots__ = ("request", "attempt", "epoch", "bytes")

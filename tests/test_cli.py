@@ -588,7 +588,7 @@ def test_chat_goes_on_at_another_router(
     assert capsys.readouterr().out == "half 1 heard\n"
     assert len(dying.requests) == 1
     (rest,) = servicer.requests
-    assert [list(each.tokens) for each in rest.so_far] == [[5, 6]]
+    assert [list(each.tokens) for each in rest.resume_from] == [[5, 6]]
     assert rest.sampling.seed == 77
 
 

@@ -19,6 +19,9 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+KERNELS = Path(__file__).parent.parent
+"""The folder of all kernels: any of its files may decide the code of a loop."""
+
 _CODE_OPTIONS = (
     "OPT",
     "LOOP_VECTORIZE",
@@ -146,7 +149,7 @@ def cache_folder() -> Path:
     or can write is refused: a temporary folder of this process then takes its place.
     """
     try:
-        folder = _make_private(_cache_root(), source_digest(Path(__file__).parent))
+        folder = _make_private(_cache_root(), source_digest(KERNELS))
     except (OSError, RuntimeError) as error:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

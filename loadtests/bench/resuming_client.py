@@ -35,7 +35,7 @@ class Progress:
         self.tokens: list[list[int]] = [[] for _ in range(num_choices)]
         self.finishes = [""] * num_choices
         self._past = [""] * num_choices  # ends that came with the request
-        for known in request.so_far:
+        for known in request.resume_from:
             self.tokens[known.choice] = list(known.tokens)
             self._past[known.choice] = known.finish_reason
         self._request = pb.GenerateRequest()
@@ -44,7 +44,7 @@ class Progress:
         self._request.echo_prompt_tokens |= request.WhichOneof("prompt") != "tokens"
         # Answers that come whole, at the end, come again: nothing goes on from their tokens.
         self._comes_whole = sampling.use_beam_search or sampling.best_of > num_choices
-        self._has_begun = bool(request.so_far)
+        self._has_begun = bool(request.resume_from)
 
     @property
     def is_over(self) -> bool:
@@ -76,10 +76,10 @@ class Progress:
         if not self._has_begun or self._comes_whole:
             return rest
         rest.sampling.ClearField("prompt_logprobs")  # they came before the first token
-        del rest.so_far[:]
+        del rest.resume_from[:]
         for choice, tokens in enumerate(self.tokens):
             finish = self.finishes[choice] or self._past[choice]
-            rest.so_far.add(choice=choice, tokens=tokens, finish_reason=finish)
+            rest.resume_from.add(choice=choice, tokens=tokens, finish_reason=finish)
         return rest
 
 

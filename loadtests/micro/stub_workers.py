@@ -150,7 +150,7 @@ class _Session:
                 self._to_write.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._to_write.wait(), _HEARTBEAT_SECONDS)
-            message = self._out.popleft() if self._out else pb.ToRouter(beat=pb.Beat())
+            message = self._out.popleft() if self._out else pb.ToRouter(heartbeat=pb.Heartbeat())
             message.number = number
             await context.write(message)
 

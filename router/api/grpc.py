@@ -361,14 +361,14 @@ def to_generation_request(
         timeout=min(bounds) if bounds else None,
         tenant=tenant,
         request_id=safe_request_id(request.request_id) or f"gen-{time.time_ns():x}",
-        resume_from=_resume_states(request.so_far),
+        resume_from=_resume_states(request.resume_from),
     )
 
 
-def _resume_states(entries: Sequence[pb.SoFar]) -> dict[int, ResumeState]:
+def _resume_states(entries: Sequence[pb.ResumeState]) -> dict[int, ResumeState]:
     known = {each.choice: ResumeState(list(each.tokens), each.finish_reason) for each in entries}
     if len(known) < len(entries):
-        raise invalid("so_far has a choice twice", "so_far")
+        raise invalid("resume_from has a choice twice", "resume_from")
     return known
 
 

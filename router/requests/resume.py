@@ -39,21 +39,23 @@ def check_resume_state(
         what = "a beam search" if sampling.use_beam_search else "best_of above n"
         raise invalid(
             f"{what} tells its answers whole, at the end, and cannot go on from tokens: "
-            "leave out so_far",
-            "so_far",
+            "leave out resume_from",
+            "resume_from",
         )
     max_tokens = params.answer_limit(len(request.prompt), model.max_model_len)
     for choice, known in request.resume_from.items():
         if choice >= params.n:
-            raise invalid(f"so_far has choice {choice}, but n is {params.n}", "so_far")
+            raise invalid(f"resume_from has choice {choice}, but n is {params.n}", "resume_from")
         if known.finish not in FINISHES:
-            raise invalid("finish_reason in so_far must be stop, length or empty", "so_far")
-        check_vocabulary(known.tokens, model, "so_far")
+            raise invalid(
+                "finish_reason in resume_from must be stop, length or empty", "resume_from"
+            )
+        check_vocabulary(known.tokens, model, "resume_from")
         if len(known.tokens) > max_tokens:
             raise invalid(
-                f"so_far has {len(known.tokens)} tokens of choice {choice}, and max_tokens is "
+                f"resume_from has {len(known.tokens)} tokens of choice {choice}, and max_tokens is "
                 f"{max_tokens}",
-                "so_far",
+                "resume_from",
             )
     is_begun = any(known.tokens for known in request.resume_from.values())
     if is_begun and sampling.temperature > 0 and sampling.seed is None:
@@ -94,9 +96,9 @@ def _resume(
     told = text.feed(tokens, ended, stopped)
     if told.num_tokens < len(tokens):
         raise invalid(
-            f"so_far goes on behind the stop string that ends choice {choice} after "
+            f"resume_from goes on behind the stop string that ends choice {choice} after "
             f"{told.num_tokens} tokens",
-            "so_far",
+            "resume_from",
         )
     if told.stop is not None:
         return FinishedChoice(len(tokens), "stop", told.stop)

@@ -95,7 +95,7 @@ DECODERS: Mapping[str, Callable[[str, Any], ev.Event]] = {
     # What is stored where is for a prefix index to know; until there is one it is a sign of life.
     "stored": _decode_heartbeat,
     "evicted": _decode_heartbeat,
-    "beat": _decode_heartbeat,
+    "heartbeat": _decode_heartbeat,
 }
 
 
@@ -120,7 +120,7 @@ def encode_submit(command: ev.Submit) -> pb.ToWorker:
         yield_after=command.yield_after,
         priority=request.priority,
         salt=request.salt,
-        trace=request.external_id,
+        request_id=request.external_id,
         prompt_known=command.prompt_known,
     )
     for choice, (tokens, finished) in enumerate(zip(command.log, command.finished, strict=True)):
@@ -149,7 +149,7 @@ def _encode_send(command: ev.Send) -> pb.ToWorker:
         send=pb.Send(
             request=command.request,
             attempt=command.attempt,
-            to=pb.Meeting(
+            to=pb.TransferEndpoint(
                 worker=to.worker, incarnation=to.incarnation, address=to.address, secret=to.secret
             ),
             epoch=command.epoch,

@@ -228,7 +228,7 @@ class WorkerLink:
                     await self._wake.wait()
             except TimeoutError:
                 self._has_sent = False
-                self._unsent.append(pb.ToWorker(beat=pb.Beat()))
+                self._unsent.append(pb.ToWorker(heartbeat=pb.Heartbeat()))
 
     def _heartbeat_interval(self) -> float:
         """Seconds until the next beat. Of a thousand workers most may be idle, and every beat takes

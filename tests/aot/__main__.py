@@ -25,8 +25,11 @@ COLUMNS = ("kernel", "case", "chip", "regs", "spill", "shared", "warps", "tensor
 
 def modules(names: list[str]) -> list[str]:
     """The files of kernels that have cases, or those named."""
-    files = sorted((ROOT / "kernels").glob("*.py"))
-    found = [path.stem for path in files if "def aot_cases(" in path.read_text()]
+    files = sorted((ROOT / "kernels").rglob("*.py"))
+    paths = [path for path in files if "def aot_cases(" in path.read_text()]
+    found = [".".join(path.relative_to(ROOT / "kernels").with_suffix("").parts) for path in paths]
+    if not found:
+        raise SystemExit("no kernels with cases were found")
     if unknown := set(names) - set(found):
         raise SystemExit(f"no kernels with cases: {', '.join(sorted(unknown))}")
     return [f"penstock.kernels.{name}" for name in names or found]

@@ -22,7 +22,7 @@ async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: Rout
 
     async def beat() -> None:
         while True:
-            stuck.say(pb.ToRouter(beat=pb.Beat()))
+            stuck.say(pb.ToRouter(heartbeat=pb.Heartbeat()))
             await asyncio.sleep(0.2)
 
     async with serving(replace(config, step_timeout_seconds=2.0), stuck, other) as served:

@@ -115,7 +115,7 @@ class Attached:
         with suppress(asyncio.InvalidStateError):  # the worker has ended the stream
             while True:
                 await asyncio.sleep(seconds)
-                await self.say(beat=wire.Beat())
+                await self.say(heartbeat=wire.Heartbeat())
 
     async def _listen(self) -> None:
         try:

@@ -173,7 +173,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _write(self, context: grpc.aio.ServicerContext) -> None:
         for number in itertools.count(self.first_number):
-            message = pb.ToRouter(beat=pb.Beat())
+            message = pb.ToRouter(heartbeat=pb.Heartbeat())
             with contextlib.suppress(TimeoutError):
                 message = await asyncio.wait_for(self._out.get(), 0.5)
             message.number = number
@@ -189,7 +189,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
                 self._yield(getattr(message, "yield"))
             case "send":
                 self._send(message.send)
-            case "beat":
+            case "heartbeat":
                 self.num_beats += 1
 
     def _dropped(self, drop: pb.Drop) -> None:
@@ -220,7 +220,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             run.is_running = False
             epoch = next(self._next_epoch)
             self._epochs[epoch] = key
-            at = pb.Meeting(worker=self.name, incarnation=self.welcome.incarnation)
+            at = pb.TransferEndpoint(worker=self.name, incarnation=self.welcome.incarnation)
             ready = pb.Ready(request=key[0], attempt=key[1], epoch=epoch, at=at)
             self.say(pb.ToRouter(ready=ready))
 

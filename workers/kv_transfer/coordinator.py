@@ -43,7 +43,7 @@ class KvTransfer:
         self.receiver = KvReceiver(identity, ends, seconds)
         self.sender = KvSender(identity, ends, seconds)
         self._identity = identity
-        self._endpoint = wire.Meeting(
+        self._endpoint = wire.TransferEndpoint(
             worker=identity.worker,
             incarnation=identity.incarnation,
             address=address,

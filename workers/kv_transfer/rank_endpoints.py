@@ -46,7 +46,7 @@ class RankEndpoint:
         self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, send=piece))
 
     def receive(self, piece: wire.Piece) -> None:
-        self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, take=piece))
+        self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, receive=piece))
 
     def close(self) -> None:
         """Break it off: each piece still gets its report."""
@@ -80,7 +80,7 @@ class RankEndpoints:
         """
         end = RankEndpoint(rank, next(self._ids), self._movers[rank])
         self._listeners[end.endpoint_id] = on_report
-        end.mover.execute(wire.Move(rank=rank, end=end.endpoint_id, open=wire.Open(takes=takes)))
+        end.mover.execute(wire.Move(rank=rank, end=end.endpoint_id, open=wire.Open(receives=takes)))
         return end
 
     def drain(self, rank: int, epoch: int) -> None:

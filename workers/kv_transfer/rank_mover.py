@@ -119,14 +119,16 @@ class RankMover:
     def execute(self, move: wire.Move) -> None:
         match move.WhichOneof("body"):
             case "open":
-                self._open(move.end, move.open.takes)
+                self._open(move.end, move.open.receives)
             case "value" if move.end in self._pairs:
                 self._pairs[move.end].store.receive(move.value.key, move.value.value)
             case "send":
                 self._run(move.end, move.send, self._send)
-            case "take":
-                gate = self._gates.setdefault(move.take.epoch, WriteGate())
-                self._run(move.end, move.take, lambda pair, piece: self._receive(pair, piece, gate))
+            case "receive":
+                gate = self._gates.setdefault(move.receive.epoch, WriteGate())
+                self._run(
+                    move.end, move.receive, lambda pair, piece: self._receive(pair, piece, gate)
+                )
             case "close":
                 self._close(move.end)
             case "settle":

@@ -62,7 +62,7 @@ class LocalStore(Store):
             self._changed.notify_all()
 
 
-class RendezvousServer(ranks_pb2_grpc.MeetingServicer):
+class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
     """Serves the store of rank 0 at `address`. OSError if it cannot listen there."""
 
     def __init__(self, host: str, token: str | None, num_ranks: int) -> None:
@@ -71,7 +71,7 @@ class RendezvousServer(ranks_pb2_grpc.MeetingServicer):
         # Each rank may wait in two of its threads.
         threads = ThreadPoolExecutor(4 * num_ranks, thread_name_prefix="meeting")
         self._server = grpc.server(threads, options=_OPTIONS)
-        ranks_pb2_grpc.add_MeetingServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        ranks_pb2_grpc.add_RendezvousServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         shown = f"[{host}]" if ":" in host else host
         try:
             port = self._server.add_insecure_port(f"{shown}:0")
@@ -117,7 +117,7 @@ class RemoteStore(Store):
     def __init__(self, address: str, token: str | None) -> None:
         super().__init__()
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
-        self._stub = ranks_pb2_grpc.MeetingStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = ranks_pb2_grpc.RendezvousStub(self._channel)  # type: ignore[no-untyped-call]
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
 
     def set(self, key: str, value: bytes | str) -> None:

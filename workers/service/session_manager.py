@@ -128,7 +128,7 @@ class SessionManager:
     def send_heartbeat(self, session: Session) -> None:
         """Say something: the load where it has changed."""
         if session.last_load == self.load:
-            session.put(wire.ToRouter(beat=wire.Beat()))
+            session.put(wire.ToRouter(heartbeat=wire.Heartbeat()))
         else:
             self._put_step(session, wire.Step())
 
@@ -147,7 +147,7 @@ class SessionManager:
                 self.kv_transfer.send(session, message.send)
             case "drop":
                 self._drop(session, message.drop)
-            case "beat":
+            case "heartbeat":
                 pass
             case other:
                 raise BadCommand(f"{other or 'an empty message'} is not expected here")
@@ -282,7 +282,7 @@ class SessionManager:
 def _log_fields(submit: wire.Submit) -> dict[str, str | int]:
     """What is logged of a submission: none of its content."""
     return {
-        "request": submit.trace,
+        "request": submit.request_id,
         "attempt": submit.attempt,
         "prompt_tokens": len(submit.prompt),
         "answer_tokens": sum(len(each.tokens) for each in submit.log),

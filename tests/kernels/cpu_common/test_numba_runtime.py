@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock.kernels.cpu_common import numba_runtime
 
 pytestmark = pytest.mark.skipif(not numba_runtime.has_numba(), reason="numba is not installed")
 
-SOURCES = Path(numba_runtime.__file__).parent
+SOURCES = Path(penstock.__file__).parent / "kernels"
 
 
 @pytest.fixture
@@ -32,13 +33,20 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "changed", ["program_table.py", "tile_plan.py", "lanes.py", "attention_tiles.py"]
+    "changed",
+    [
+        "step_graph/opcodes.py",
+        "cpu_common/amx_schedule.py",
+        "cpu_common/simd.py",
+        "attention/triton_launch.py",
+    ],
 )
 def test_every_source_counts(tmp_path: Path, changed: str) -> None:
     copy = tmp_path / "kernels"
     shutil.copytree(SOURCES, copy)
     before = numba_runtime.source_digest(copy)
     assert before == numba_runtime.source_digest(SOURCES)
+    assert (copy / changed).is_file()
     with (copy / changed).open("a") as file:
         file.write("\n# a change\n")
     assert numba_runtime.source_digest(copy) != before

@@ -26,11 +26,11 @@ def broken(code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> grpc.aio.AioR
 
 def answer_to(request: pb.GenerateRequest) -> list[pb.GenerateReply]:
     """As a router answers: a token a reply, the choices in turn."""
-    known = {each.choice: each for each in request.so_far}
+    known = {each.choice: each for each in request.resume_from}
     replies: list[pb.GenerateReply] = []
     left: list[list[pb.GenerateReply]] = []
     for choice, answer in enumerate(ANSWERS):
-        past = known.get(choice, pb.SoFar())
+        past = known.get(choice, pb.ResumeState())
         assert list(past.tokens) == answer[: len(past.tokens)]
         if past.finish_reason:
             assert len(past.tokens) == len(answer)
@@ -119,7 +119,7 @@ def test_whatever_breaks_the_answer_is_whole(breaks: list[list[int]]) -> None:
     assert [reply.usage.completion_tokens for reply in replies if reply.HasField("usage")] == [8]
     assert not any(reply.prompt_tokens for reply in replies), "nobody asked for them"
     for request in itertools.chain(*(router.requests for router in routers)):
-        if request.so_far:
+        if request.resume_from:
             assert request.sampling.seed == SEED
             assert list(request.tokens.ids) == PROMPT
 
@@ -158,7 +158,7 @@ def test_what_comes_whole_is_asked_for_again() -> None:
     reply = pb.GenerateReply(choice=0, tokens=[5, 6], seed=4, finish_reason="stop")
     progress.add_reply(reply)
     rest = progress.remaining_request()
-    assert not rest.so_far
+    assert not rest.resume_from
     assert rest.sampling.seed == 4
     again = pb.GenerateReply(choice=0, tokens=[5, 6], seed=4, finish_reason="stop", text="x")
     progress.add_reply(again)

@@ -50,8 +50,8 @@ def text_in(replies: list[pb.GenerateReply]) -> str:
     return "".join(reply.text for reply in replies)
 
 
-def so_far(tokens: list[int], finish: str = "", choice: int = 0) -> pb.SoFar:
-    return pb.SoFar(choice=choice, tokens=tokens, finish_reason=finish)
+def resume_from(tokens: list[int], finish: str = "", choice: int = 0) -> pb.ResumeState:
+    return pb.ResumeState(choice=choice, tokens=tokens, finish_reason=finish)
 
 
 @pytest.mark.parametrize("stop", [[], ["ve 😀"], ["dog", "zebra"]])
@@ -63,7 +63,9 @@ async def test_cut_anywhere_it_goes_on(channel: grpc.aio.Channel, stop: list[str
     cuts = [reply.position for reply in whole]  # several tokens may have come in one reply
     assert len(cuts) > 1
     for cut in cuts:
-        rest = await generate(channel, sampling=sampling, stop=stop, so_far=[so_far(tokens[:cut])])
+        rest = await generate(
+            channel, sampling=sampling, stop=stop, resume_from=[resume_from(tokens[:cut])]
+        )
         assert tokens_in(rest) == tokens[cut:]
         assert rest[0].position == cut
         assert {reply.seed for reply in rest} == {2**64 - 1}
@@ -81,7 +83,7 @@ async def test_cut_anywhere_it_goes_on(channel: grpc.aio.Channel, stop: list[str
 async def test_the_worker_is_told_all_of_it(channel: grpc.aio.Channel, talking: Served) -> None:
     tokens = tokens_of(SENTENCE)
     sampling = pb.Sampling(seed=7, min_tokens=3, max_tokens=9, presence_penalty=1.0)
-    await generate(channel, sampling=sampling, so_far=[so_far(tokens[:5])])
+    await generate(channel, sampling=sampling, resume_from=[resume_from(tokens[:5])])
     (submit,) = talking.worker.submits
     assert [(entry.choice, list(entry.tokens)) for entry in submit.log] == [(0, tokens[:5])]
     assert (submit.params.min_tokens, submit.params.max_tokens, submit.params.seed) == (3, 9, 7)
@@ -95,8 +97,8 @@ async def test_choices_go_on_each_from_its_own_place(
     answers = [tokens_in(whole, choice) for choice in range(3)]
     assert all(answer[-1] == END for answer in answers)
     talking.worker.submits.clear()
-    known = [so_far(answers[2], "stop", 2), so_far(answers[0][:4])]
-    rest = await generate(channel, sampling=sampling, so_far=known)
+    known = [resume_from(answers[2], "stop", 2), resume_from(answers[0][:4])]
+    rest = await generate(channel, sampling=sampling, resume_from=known)
     assert tokens_in(rest, 0) == answers[0][4:]
     assert tokens_in(rest, 1) == answers[1]
     (past,) = (reply for reply in rest if reply.choice == 2)
@@ -113,12 +115,12 @@ async def test_what_has_ended_is_answered_at_once(
     channel: grpc.aio.Channel, talking: Served, finish: str
 ) -> None:
     tokens = [*tokens_of(SENTENCE), END]
-    known = [so_far(tokens, finish), so_far(tokens[:4], choice=1)]
+    known = [resume_from(tokens, finish), resume_from(tokens[:4], choice=1)]
     sampling = pb.Sampling(n=2, seed=1, max_tokens=len(tokens))
-    await generate(channel, sampling=sampling, so_far=known)
+    await generate(channel, sampling=sampling, resume_from=known)
     talking.worker.submits.clear()
-    known[1] = so_far(tokens, finish, 1)
-    replies = await generate(channel, sampling=sampling, so_far=known)
+    known[1] = resume_from(tokens, finish, 1)
+    replies = await generate(channel, sampling=sampling, resume_from=known)
     assert [(reply.choice, reply.finish_reason) for reply in replies] == [(0, "stop"), (1, "stop")]
     assert tokens_in(replies) == []
     assert replies[-1].usage.completion_tokens == 2 * len(tokens)
@@ -132,21 +134,39 @@ async def test_what_a_client_brings_is_not_counted_as_made_here(
     before = sum(tally.generated_by_tenant().values())
     tokens = tokens_of(SENTENCE)
     sampling = pb.Sampling(seed=7, max_tokens=len(tokens))
-    await generate(channel, sampling=sampling, so_far=[so_far(tokens[:-2])])
+    await generate(channel, sampling=sampling, resume_from=[resume_from(tokens[:-2])])
     assert sum(tally.generated_by_tenant().values()) == before + 2
 
 
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        ({"so_far": [so_far([2**32 - 1])], "sampling": pb.Sampling(seed=1)}, "vocabulary"),
-        ({"so_far": [so_far([5, 6])], "sampling": pb.Sampling(seed=1, max_tokens=1)}, "max_tokens"),
-        ({"so_far": [so_far([5])]}, "give the seed"),
-        ({"so_far": [so_far([5]), so_far([6])], "sampling": pb.Sampling(seed=1)}, "twice"),
-        ({"so_far": [so_far([5], choice=10**9)], "sampling": pb.Sampling(seed=1)}, "but n is 1"),
-        ({"so_far": [so_far([5], "gone")], "sampling": pb.Sampling(seed=1)}, "finish_reason"),
-        ({"so_far": [so_far([])], "sampling": pb.Sampling(n=1, best_of=2)}, "best_of"),
-        ({"so_far": [so_far([])], "sampling": pb.Sampling(n=2, use_beam_search=True)}, "beam"),
+        (
+            {"resume_from": [resume_from([2**32 - 1])], "sampling": pb.Sampling(seed=1)},
+            "vocabulary",
+        ),
+        (
+            {"resume_from": [resume_from([5, 6])], "sampling": pb.Sampling(seed=1, max_tokens=1)},
+            "max_tokens",
+        ),
+        ({"resume_from": [resume_from([5])]}, "give the seed"),
+        (
+            {"resume_from": [resume_from([5]), resume_from([6])], "sampling": pb.Sampling(seed=1)},
+            "twice",
+        ),
+        (
+            {"resume_from": [resume_from([5], choice=10**9)], "sampling": pb.Sampling(seed=1)},
+            "but n is 1",
+        ),
+        (
+            {"resume_from": [resume_from([5], "gone")], "sampling": pb.Sampling(seed=1)},
+            "finish_reason",
+        ),
+        ({"resume_from": [resume_from([])], "sampling": pb.Sampling(n=1, best_of=2)}, "best_of"),
+        (
+            {"resume_from": [resume_from([])], "sampling": pb.Sampling(n=2, use_beam_search=True)},
+            "beam",
+        ),
     ],
 )
 async def test_what_cannot_go_on_is_refused(

@@ -156,4 +156,4 @@ async def test_a_request_keeps_its_own_name(served: Served) -> None:
             "/v1/completions", json=BODY, headers={"x-request-id": "order-66"}
         )
         assert response.headers["x-request-id"] == "order-66"
-        assert served.worker.submits[0].trace == "order-66"
+        assert served.worker.submits[0].request_id == "order-66"

@@ -23,7 +23,7 @@ def test_submit_is_complete() -> None:
     assert (submit.request, submit.attempt, submit.yield_after) == (9, 2, 1)
     assert list(submit.prompt) == [1, 2, 3]
     assert decode_sampling_params(submit.params) == PARAMS
-    assert (submit.priority, submit.salt, submit.trace) == (-1, b"tenant", "order-66")
+    assert (submit.priority, submit.salt, submit.request_id) == (-1, b"tenant", "order-66")
     logs = [(log.choice, list(log.tokens), log.finished) for log in submit.log]
     assert logs == [(0, [4, 5], False), (1, [], True)]
     assert submit.source == pb.Source(
@@ -44,7 +44,7 @@ def test_the_other_commands() -> None:
     assert asked.WhichOneof("body") == "yield"
     assert getattr(asked, "yield") == pb.Yield(request=9, attempt=2)
     send = codec.encode_command(ev.Send("p0", 9, 1, MEETING, 2, 77, 16)).send
-    assert send.to == pb.Meeting(
+    assert send.to == pb.TransferEndpoint(
         worker="d0", incarnation="d0-1", address="10.0.0.1:7", secret="secret"
     )
     assert (send.request, send.attempt, send.to_attempt, send.epoch, send.have) == (9, 1, 2, 77, 16)
@@ -98,7 +98,7 @@ MESSAGES = [
                 attempt=2,
                 epoch=7,
                 have=16,
-                at=pb.Meeting(
+                at=pb.TransferEndpoint(
                     worker="d0", incarnation="d0-1", address="10.0.0.1:7", secret="secret"
                 ),
             )
@@ -120,7 +120,7 @@ MESSAGES = [
     (pb.ToRouter(draining=pb.Draining()), ev.Draining("w")),
     (pb.ToRouter(stored=pb.Stored(blocks=[1])), ev.Heartbeat("w")),
     (pb.ToRouter(evicted=pb.Evicted(blocks=[1])), ev.Heartbeat("w")),
-    (pb.ToRouter(beat=pb.Beat()), ev.Heartbeat("w")),
+    (pb.ToRouter(heartbeat=pb.Heartbeat()), ev.Heartbeat("w")),
 ]
 
 

@@ -303,9 +303,9 @@ async def test_a_source_that_cannot_reach_the_destination_says_so(
     moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
     await moving.submit()
     ready = await moving.ready()
-    to = wire.Meeting()
+    to = wire.TransferEndpoint()
     to.CopyFrom(ready.at)
-    to.MergeFrom(wire.Meeting(**meeting))
+    to.MergeFrom(wire.TransferEndpoint(**meeting))
     await moving.send(to=to)
     assert reason in await failed(pools.prefill, moving)
     # The pair that had been there was given up for the new address: the destination knows.

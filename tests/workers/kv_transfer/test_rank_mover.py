@@ -227,7 +227,7 @@ class Two:
         self._open = threading.Event()
         for side, mover in enumerate(self.movers):
             mover.listen(lambda report, side=side: self._hear(side, report))  # type: ignore[misc]
-            mover.execute(wire.Move(end=1, open=wire.Open(takes=side == 1)))
+            mover.execute(wire.Move(end=1, open=wire.Open(receives=side == 1)))
         self._open.set()
 
     def _hear(self, side: int, report: wire.Report) -> None:
@@ -255,7 +255,7 @@ class Two:
 async def test_a_message_that_is_not_due_is_written_nowhere() -> None:
     two = Two()
     two.movers[0].execute(wire.Move(end=1, send=two.piece(5, 0, [1, 2])))
-    two.movers[1].execute(wire.Move(end=1, take=two.piece(5, 1, [3, 4])))
+    two.movers[1].execute(wire.Move(end=1, receive=two.piece(5, 1, [3, 4])))
     (report,) = await two.report(1, "moved")
     assert report.moved.broken == "a message came that was not due"
     assert (report.moved.epoch, report.moved.index) == (5, 1)
@@ -265,7 +265,7 @@ async def test_a_message_that_is_not_due_is_written_nowhere() -> None:
 
 async def test_what_is_settled_is_read_and_thrown_away() -> None:
     two = Two()
-    two.movers[1].execute(wire.Move(end=1, take=two.piece(5, 0, [3, 4])))
+    two.movers[1].execute(wire.Move(end=1, receive=two.piece(5, 0, [3, 4])))
     two.movers[1].execute(wire.Move(settle=5))
     (report,) = await two.report(1, "settled")
     assert report.settled == 5
@@ -274,7 +274,7 @@ async def test_what_is_settled_is_read_and_thrown_away() -> None:
     assert not report.moved.broken
     assert torch.equal(two.caches[1], two.before)
     two.movers[0].execute(wire.Move(end=1, send=two.piece(6, 0, [1, 2])))
-    two.movers[1].execute(wire.Move(end=1, take=two.piece(6, 0, [3, 4])))
+    two.movers[1].execute(wire.Move(end=1, receive=two.piece(6, 0, [3, 4])))
     await two.report(1, "moved", 2)
     two.before[:, :, [3, 4]] = two.caches[0][:, :, [1, 2]]
     assert torch.equal(two.caches[1], two.before)
@@ -286,9 +286,9 @@ async def test_every_order_is_answered_once_whatever_becomes_of_the_end() -> Non
     await two.report(0, "met")
     await two.report(1, "met")
     for index in range(3):
-        two.movers[1].execute(wire.Move(end=1, take=two.piece(5, index, [1])))
+        two.movers[1].execute(wire.Move(end=1, receive=two.piece(5, index, [1])))
     two.movers[1].execute(wire.Move(end=1, close=wire.Close()))
-    two.movers[1].execute(wire.Move(end=1, take=two.piece(5, 3, [1])))
+    two.movers[1].execute(wire.Move(end=1, receive=two.piece(5, 3, [1])))
     await two.report(1, "closed")
     reports = await two.report(1, "moved", 4)
     assert sorted(each.moved.index for each in reports) == [0, 1, 2, 3]

@@ -65,7 +65,7 @@ def test_strangers_get_nothing(meeting: RendezvousServer, token: str | None) -> 
 
 def test_a_message_that_is_too_large_is_refused(meeting: RendezvousServer) -> None:
     with grpc.insecure_channel(meeting.address) as channel:
-        stub = ranks_pb2_grpc.MeetingStub(channel)  # type: ignore[no-untyped-call]
+        stub = ranks_pb2_grpc.RendezvousStub(channel)  # type: ignore[no-untyped-call]
         with pytest.raises(grpc.RpcError) as refusal:
             stub.Put(wire.Entry(key="a", value=bytes(MAX_BYTES)))
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

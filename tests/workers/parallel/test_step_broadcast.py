@@ -131,8 +131,8 @@ def test_a_message_that_is_too_long_is_refused() -> None:
 def test_a_reader_in_another_process_and_the_writer_s_death() -> None:
     code = (
         "import sys\n"
-        "from penstock.workers.parallel.shm_ring import RingWriter\n"
-        "writer = RingWriter(1, 4, 64, 20.0)\n"
+        "from penstock.workers.parallel.shm_ring import ShmRingWriter\n"
+        "writer = ShmRingWriter(1, 4, 64, 20.0)\n"
         "print(writer.path, flush=True)\n"
         "sys.stdin.readline()\n"
         "writer.write(b'a plan')\n"

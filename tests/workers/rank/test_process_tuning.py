@@ -12,8 +12,8 @@ from penstock.workers.rank.process_tuning import SPINS
 
 SCRIPT = """
 import os, sys, resource
-from penstock.workers.rank.process_tuning import settle
-settle()
+from penstock.workers.rank.process_tuning import tune_process
+tune_process()
 assert not {"torch", "numpy"} & sys.modules.keys()
 print(os.environ.get("GOMP_SPINCOUNT"))
 import torch
@@ -55,12 +55,12 @@ def test_a_users_own_settings_stay() -> None:
 
 
 POOLS = """
-from penstock.workers.rank.process_tuning import settle
-settle()
+from penstock.workers.rank.process_tuning import tune_process
+tune_process()
 import torch
-from penstock.kernels.linear.cpu_packed_f32 import panel_product
+from penstock.kernels.linear.cpu_packed_f32 import pack_f32
 torch.set_num_threads(2)
-panel_product(torch.randn(4096, 64), None)(torch.randn(64, 64))
+pack_f32(torch.randn(4096, 64), None)(torch.randn(64, 64))
 import numba
 assert numba.threading_layer() == "omp"
 print({line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line})

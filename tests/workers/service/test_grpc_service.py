@@ -171,7 +171,7 @@ async def test_both_sides_beat_and_silence_ends_the_stream(checkpoint: Path) -> 
     error = await silent.until_closed()
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "nothing was heard" in error.details()
-    await talking.message("beat")
+    await talking.message("heartbeat")
     await talking.until(lambda: talking.load.running == 0)
     assert talking.closed is None
     for attached in (talking, silent):

@@ -28,9 +28,9 @@ async def taken(session: Session) -> list[wire.ToRouter]:
 async def test_messages_are_numbered_in_order() -> None:
     session = make_session()
     session.put(wire.ToRouter(welcome=wire.Welcome()))
-    session.put(wire.ToRouter(beat=wire.Beat()))
+    session.put(wire.ToRouter(heartbeat=wire.Heartbeat()))
     first = await taken(session)
-    session.put(wire.ToRouter(beat=wire.Beat()))
+    session.put(wire.ToRouter(heartbeat=wire.Heartbeat()))
     assert [message.number for message in first + await taken(session)] == [1, 2, 3]
 
 
