@@ -47,8 +47,8 @@ def attend(
     file: ModuleType = sound,
 ) -> Tensor:
     """file: `latent_attention`, or what stands for it."""
-    plan = file.plan_latent_attention(*batch, layer, up.shape[2], up.shape[1], one_path)
-    found: Tensor = file.latent_attention(query, layer, up, plan, 0.3)
+    plan = file.plan_mla(*batch, layer, up.shape[2], up.shape[1], one_path)
+    found: Tensor = file.mla_attention(query, layer, up, plan, 0.3)
     return found
 
 
@@ -61,7 +61,7 @@ def check(
 ) -> None:
     """absorbs: chunks are absorbed in the kernel, or expanded beside it."""
     case = make_case(lengths, sizes, dtype)
-    with small_tiles(), mock.patch.object(file, "_absorbed_is_less", return_value=absorbs):
+    with small_tiles(), mock.patch.object(file, "_absorbed_is_cheaper", return_value=absorbs):
         check_exact(*case, attend(*case, file=file))
 
 

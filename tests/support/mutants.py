@@ -79,5 +79,5 @@ def noticed() -> Iterator[None]:
 def under_kernel(compare: Callable[[], None], change: Change, folder: Path) -> None:
     """Compares with the changed kernels of attention in the place of the sound ones."""
     mutant = mutant_of(triton_kernels, change, folder)
-    with swapped(triton_launch, mutant, "attend_tiles", "merge_parts"):
+    with swapped(triton_launch, mutant, "attend_tiles", "merge_partitions"):
         compare()

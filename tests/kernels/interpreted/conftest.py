@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.devices import DEVICE, ON_GPU, runs_kernels
 
-INTERPRETED_ONLY = {"test_model", "test_attention_mutants", "test_latent_mutants"}
+INTERPRETED_ONLY = {"test_model", "test_attention_mutants", "test_mla_mutants"}
 """They hold interpreted kernels to what a CPU computes, or change the kernels' sources."""
 
 

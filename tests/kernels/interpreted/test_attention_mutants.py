@@ -97,7 +97,7 @@ PREFIX_FOUND: dict[str, Change] = {
     "first that differs": ("else same.argmin()", "else same.argmin() + 1"),
     "a window": ("not (one_path or window)", "not one_path"),
     "one path": ("not (one_path or window)", "not window"),
-    "few": (">= SHARING_TOKENS", ">= SHARING_TOKENS - 1"),
+    "few": (">= MIN_SHARED_TOKENS", ">= MIN_SHARED_TOKENS - 1"),
 }
 
 
