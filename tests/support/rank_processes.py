@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from penstock.cluster.processes.descriptors import reserve_descriptors
 from penstock.workers.engine.engine import Engine
 from tests.support.ranks import Answers, answer
 
@@ -97,6 +98,7 @@ def rank_processes(count: int) -> Iterator[RankProcesses]:
 def _serve(pipe: Connection) -> None:
     import torch
 
+    reserve_descriptors()
     torch.set_num_threads(1)
     while True:
         try:

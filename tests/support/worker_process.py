@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from penstock.cluster.processes.descriptors import reserve_descriptors
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.health.watchdog import Watchdog
@@ -84,6 +85,7 @@ async def worker_process(
 
 
 def main() -> None:
+    reserve_descriptors()
     given = json.loads(sys.argv[1])
     paths = {name: Path(given[name]) for name in ("model", "crash_dump_dir") if name in given}
     sizes = {**given, **paths}
