@@ -35,7 +35,7 @@ PLAIN = (
     "worker_up",
     "router_up",
 )
-POOL_COUNTS = ("ready", "desired", "pending", "given_up", "wanted")
+POOL_COUNTS = ("ready", "desired", "pending", "given_up", "required")
 SIZES = {f"penstock_workers_{name}" for name in POOL_COUNTS[1:]}
 """What a router tells once a supervisor sizes its pools."""
 EXPERTS = {"penstock_expert_imbalance_ratio"}
