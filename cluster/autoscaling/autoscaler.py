@@ -10,7 +10,7 @@ TokenScale, arXiv 2512.03416). Bursts are over before a new worker serves: so ma
 as came in the largest of late, and some more, are provided for, the longer the longer a worker
 takes to start. The more evenly tokens arrive the less is provided for nothing. Or, where first
 tokens are promised, so that a burst costs few of them: as many workers as would have been late for
-few of the prompts of late (`shortfall`), and of what the pool began with a share that fades.
+few of the prompts of late (`late_work`), and of what the pool began with a share that fades.
 Decode is an occupancy: KV in use over the share wanted in use, and sequences, those that wait for a
 place included, over a worker's places. A mixed pool wants the most of these.
 """

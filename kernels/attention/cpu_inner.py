@@ -1,4 +1,4 @@
-"""The loops of `paged_tiles`: scores, shares and sums of values, for a few rows and for many.
+"""The loops of `cpu_paged`: scores, shares and sums of values, for a few rows and for many.
 
 Each number has one order of sums, whichever of the two forms makes it:
 

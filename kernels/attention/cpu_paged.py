@@ -1,10 +1,10 @@
 """Paged attention on a CPU that reads the cache's blocks where they lie.
 
 See `attention` for what is computed. Compiled by numba, in float32, over a cache of float32 or of
-bfloat16 (`widened`). A tile is some consecutive query tokens of one sequence; a tile and KV head is
-one piece of work, computed by one thread. Each token is computed in an order that depends on its
-own position alone, whatever else is in its tile and in the batch (`attention/cpu_inner`). The first
-use on a machine compiles for some seconds; the result is kept on disk.
+bfloat16 (`cpu_common/bf16`). A tile is some consecutive query tokens of one sequence; a tile and KV
+head is one piece of work, computed by one thread. Each token is computed in an order that depends
+on its own position alone, whatever else is in its tile and in the batch (`attention/cpu_inner`).
+The first use on a machine compiles for some seconds; the result is kept on disk.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
 """Attention that reads blocks in place, on a CPU: the way to its kernel.
 
-The kernel (`paged_tiles`) computes in float32, over a cache of float32 or bfloat16. It is compiled
+The kernel (`cpu_paged`) computes in float32, over a cache of float32 or bfloat16. It is compiled
 when it is first asked for, of one of these: by `prepare`, while something else is waited for, or by
 the first call.
 """
@@ -56,7 +56,7 @@ class CpuPagedPlan:
         return cls(np.ascontiguousarray(tables, np.int32), spans, window)
 
     def _tiles(self, tokens: int) -> npt.NDArray[np.int32]:
-        """[P, 4] as `paged_tiles` has them, of at most so many tokens."""
+        """[P, 4] as `cpu_paged` has them, of at most so many tokens."""
         if tokens not in self.tiles:
             lengths = self.spans[:, 2]
             num_tiles = -(-lengths // tokens)

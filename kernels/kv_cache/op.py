@@ -1,7 +1,7 @@
 """Writing keys and values into paged blocks, turned and narrowed on their way.
 
 One layer's cache is [2, N, H, S, D]: keys and values, N blocks, H KV heads, S slots a block, D
-features. Of latent attention it is [1, N, 1, S, D]: one row a token (see `latent_attention`). A
+features. Of latent attention it is [1, N, 1, S, D]: one row a token (see `mla_attention`). A
 slot number is block * S + offset. The whole cache has the layers in front: [L, 2, N, H, S, D].
 
 On a CPU a cache may be of bfloat16 where float32 is written: it holds the nearest.

@@ -151,7 +151,7 @@ def batch_invariant_bmm(x: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariantLinear:
-    """`invariant_product` of one weight."""
+    """`batch_invariant_matmul` of one weight."""
 
     weight: Tensor
     bias: Tensor | None
@@ -242,7 +242,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def batch_invariant_matmul_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What `invariant_product` means, in float64."""
+    """What `batch_invariant_matmul` means, in float64."""
     y = x.double() @ weight.double().T
     return y if bias is None else y + bias.double()
 

@@ -1,6 +1,6 @@
-"""The loops of `panel_product` on a CPU's matrix unit, compiled by numba.
+"""The loops of `cpu_packed_f32` on a CPU's matrix unit, compiled by numba.
 
-float32 is made of three bfloat16 (`cpu_common/amx.remaining_batches`), and a product of six of
+float32 is made of three bfloat16 (`cpu_common/amx.split_bf16x3`), and a product of six of
 theirs: what is left out is below the last bit of a float32, as in Henry, Tang and Heinecke,
 "Leveraging the bfloat16 artificial intelligence datatype for higher-precision computations" (2019).
 Rows of x are split before; of a panel 16 columns at a time, step by step, while the step before is

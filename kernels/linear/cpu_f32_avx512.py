@@ -1,4 +1,4 @@
-"""The loops of `panel_product`, compiled by numba."""
+"""The loops of `cpu_packed_f32`, compiled by numba."""
 
 # mypy: disable-error-code="no-untyped-call"
 

@@ -1,4 +1,4 @@
-"""The loops of `level_product`, compiled by numba.
+"""The loops of `cpu_packed_int8`, compiled by numba.
 
 Up to 16 rows go with 64 columns at once, more of them 32 with 32. Weights are read from first to
 last, and asked for a while before.

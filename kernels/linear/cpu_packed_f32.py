@@ -101,7 +101,7 @@ def pack_f32(weight: Tensor, bias: Tensor | None, batch_invariant: bool = False)
 
 
 def packed_f32_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What `panel_product` means, in float64."""
+    """What `pack_f32` means, in float64."""
     y = x.double() @ weight.double().T
     return y if bias is None else y + bias.double()
 

@@ -1,6 +1,6 @@
 """Products of eight bits on a CPU with a matrix unit (AMX): y = s_x s_w (L_x - 128) L_wᵀ + b.
 
-Levels of activations are made row by row as they come (`row_levels`), those of weights once, a
+Levels of activations are made row by row as they come (`quantize_rows`), those of weights once, a
 scale a row of W. Sums are of 32 bits and exact, so that nothing of a row depends on the others, and
 in y they are multiplied by the weights' scale first, as oneDNN does, then by the row's.
 

@@ -1,4 +1,4 @@
-"""The loops of `row_levels`, compiled by numba."""
+"""The loops of `quantize_rows`, compiled by numba."""
 
 import numba
 import numpy as np

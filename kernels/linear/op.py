@@ -2,18 +2,18 @@
 
 x [T, K] and W [N, K] give [T, N]. Weights are packed once, as a CPU's fast forms read them:
 
-- float32, in panels (`panel_product`), on CPUs with wide vectors;
+- float32, in panels (`cpu_packed_f32`), on CPUs with wide vectors;
 - float32, blocked for oneDNN, on others: up to twice as fast as unpacked for 2 to 32 rows, and
   equal for more.
   An element's sum has then the same order for any number of rows and threads, as far as has been
   seen (docs/performance.md); `pack_batch_invariant`, which promises it, tries it, and else pads;
 - INT8: a row of weights has one scale, and so has a row of activations, found as it comes:
   y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, summed in 32 bits. Nothing of a row depends on the others.
-  By a matrix unit where there is one (`level_product`), else by oneDNN with VNNI instructions; by
+  By a matrix unit where there is one (`cpu_packed_int8`), else by oneDNN with VNNI instructions; by
   FBGEMM without, where products of 8 by 8 bits saturate, so that activations then have 7.
 
 On a GPU only `pack_batch_invariant` is made here, of a kernel that promises it
-(`invariant_product`).
+(`batch_invariant`).
 """
 
 import platform

@@ -28,7 +28,7 @@ def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_per_token_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What `row_levels` means."""
+    """What `quantize_per_token` means."""
     largest = x.abs().amax(-1, keepdim=True).clamp_min(MIN_SCALE)
     levels = (x * (QMAX / largest)).round() + ZERO_POINT
     return levels.to(torch.uint8), largest / QMAX

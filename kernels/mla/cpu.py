@@ -1,6 +1,6 @@
 """Latent attention in which every token is computed alike, however its prompt is cut; on a CPU.
 
-See `latent_attention`, of which this is the absorbed form: the cached rows are the keys and values
+See `mla_attention`, of which this is the absorbed form: the cached rows are the keys and values
 of one KV head, which all query heads share.
 """
 

@@ -80,7 +80,7 @@ def plan_mla(
     query_starts: [B + 1], context_lens: [B] (this step's tokens included), block_tables: [B, M]
     (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
     dtype and device; rank: R; head_dim: Q + V; one_path: see `MlaPlan` (ValueError where kernels
-    do not compute: `latent_in_place` is a CPU's). ValueError where these cannot be.
+    do not compute: `mla_attention_cpu` is a CPU's). ValueError where these cannot be.
     """
     _check_layer(layer, rank)
     block_size, width = layer.shape[3:]
@@ -322,7 +322,7 @@ def mla_attention_reference(
     block_tables: Ints,
     scale: float,
 ) -> Tensor:
-    """What `plan_mla` and `latent_attention` mean, sequence and head by themselves."""
+    """What `plan_mla` and `mla_attention` mean, sequence and head by themselves."""
     num_heads, height, rank = up.shape
     query_dim = query.shape[2] - (layer.shape[4] - rank)
     out = query.new_empty(len(query), num_heads, height - query_dim)

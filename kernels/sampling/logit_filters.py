@@ -90,7 +90,7 @@ def argmax(scores: Tensor) -> npt.NDArray[np.integer]:
 
 
 def top_k_top_p_min_p_reference(logits: Tensor, cuts: FilterParams) -> Tensor:
-    """What `cut_` means, row by row with a full sort; a new tensor."""
+    """What `apply_top_k_top_p_min_p_` means, row by row with a full sort; a new tensor."""
     out = logits.clone()
     for row, values in enumerate(logits.to(torch.float64)):
         ordered = values.sort(descending=True).values
@@ -107,7 +107,7 @@ def top_k_top_p_min_p_reference(logits: Tensor, cuts: FilterParams) -> Tensor:
 
 
 def typical_p_reference(logits: Tensor, typical_p: Tensor) -> Tensor:
-    """What `typical_` means, row by row; a new tensor."""
+    """What `apply_typical_p_` means, row by row; a new tensor."""
     out = logits.clone()
     for row, values in enumerate(logits.to(torch.float64)):
         surprise = -values.log_softmax(-1)

@@ -1,7 +1,8 @@
 """The likeliest tokens of every row with the logarithms of their chances, and a given token's.
 
-On a GPU one pass finds every row's sum (`survey`); the n likeliest are then taken one by one from
-the few that may be among them, and a token's rank is counted in the blocks that reach its logit.
+On a GPU one pass finds every row's sum (`vocab_scan`); the n likeliest are then taken one by one
+from the few that may be among them, and a token's rank is counted in the blocks that reach its
+logit.
 """
 
 from collections.abc import Iterator

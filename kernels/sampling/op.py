@@ -4,9 +4,9 @@ A token is drawn by adding Gumbel noise to every logit and taking the largest (s
 draw depends on the row's logits and its seed, choice and index alone.
 
 On a GPU there is no sort, and the host is not asked. The exact cuts are searched for among the few
-tokens that `survey` collects (`_threshold_kernel`), and noise, bit by bit that of `noise`, is made
-only where something may be drawn (`_draw`, `_pick`). A row with NaN or an infinity is flagged, and
-harms no other.
+tokens that `vocab_scan` collects (`_threshold_kernel`), and noise, bit by bit that of `noise`, is
+made only where something may be drawn (`_draw`, `_pick`). A row with NaN or an infinity is flagged,
+and harms no other.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class SamplingTensors:
     """How R rows are to be drawn from: each field [R], on the device of the logits."""
 
     temperature: Tensor  # float32; 0: the largest is taken, whatever the rest says
-    top_p: Tensor  # these three float32, as of `FilterParams` and `typical_`
+    top_p: Tensor  # these three float32, as of `FilterParams` and `apply_typical_p_`
     min_p: Tensor
     typical_p: Tensor  # of what the others keep; 1 cuts nothing
     top_k: Tensor  # int64

@@ -60,7 +60,7 @@ def apply_penalties_(
 def apply_penalties_reference(
     logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
 ) -> Tensor:
-    """What `penalize_` means, token by token; a new tensor."""
+    """What `apply_penalties_` means, token by token; a new tensor."""
     out = logits.clone()
     for row, (start, stop) in enumerate(zip(num_prompt.tolist(), num_tokens.tolist(), strict=True)):
         answer = tokens[row, start:stop].tolist()

@@ -203,7 +203,7 @@ def _compact_kernel(
 
 @dataclass(frozen=True, slots=True)
 class VocabMaxima:
-    """What `survey` found of R rows."""
+    """What `scan` found of R rows."""
 
     logits: Tensor  # [R, V] float32
     temperature: Tensor  # [R] float32

@@ -2,12 +2,12 @@
 
 Between two of the calls that a step is made of, threads are woken, Python runs, and memory idles:
 of a step of one token that was a fifth. A program is the same operations in a table, written once
-for a model; threads go through it together (`team`) and meet after each. Whoever waits brings near
-what it will need of the next weights.
+for a model; threads go through it together (`thread_barrier`) and meet after each. Whoever waits
+brings near what it will need of the next weights.
 
 Operations compute on places: matrices of float32, a row a token, in one array. They are made of the
 loops that compute them one by one (`linear/cpu_f32_avx512`, `linear/cpu_f32_amx_bf16x6`,
-`paged_tiles`, ...), so that a row's bits are those of a step without a program; but for gates,
+`cpu_paged`, ...), so that a row's bits are those of a step without a program; but for gates,
 unless these are computed alike (`silu_and_mul_batch_invariant`): torch's exponential is another.
 """
 
@@ -330,7 +330,7 @@ class CpuStepGraph:
 
     table: npt.NDArray[np.int64]  # [operations, FIELDS]
     numbers: Floats  # [operations, 2]
-    ints: npt.NDArray[np.int64]  # its whole numbers, see `Rows` and `Quantiles`
+    ints: npt.NDArray[np.int64]  # its whole numbers, see `RowRange` and `ExpertLayout`
     room: Tensor  # all places
     cache: npt.NDArray[Any]  # flat
     num_slots: int  # of the cache

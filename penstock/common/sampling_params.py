@@ -265,7 +265,7 @@ def check_token_ids(name: str, tokens: Collection[int], vocab_size: int) -> None
 
 
 def check_bad_words(words: Sequence[str], limits: SamplingLimits) -> None:
-    """Check `encode_bad_words` before they are tokenized; raises `InvalidParameterError`."""
+    """Check `bad_words` before they are tokenized; raises `InvalidParameterError`."""
     if len(words) > limits.max_bad_words:
         raise InvalidParameterError(
             f"bad_words takes at most {limits.max_bad_words} words", "bad_words"

@@ -46,7 +46,7 @@ def attend(
     one_path: bool = False,
     file: ModuleType = sound,
 ) -> Tensor:
-    """file: `latent_attention`, or what stands for it."""
+    """file: `mla.op`, or what stands for it."""
     plan = file.plan_mla(*batch, layer, up.shape[2], up.shape[1], one_path)
     found: Tensor = file.mla_attention(query, layer, up, plan, 0.3)
     return found

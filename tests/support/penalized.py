@@ -11,7 +11,7 @@ from penstock.kernels.sampling.penalties import Penalties
 
 @dataclass(frozen=True)
 class Penalized:
-    """What `penalize_` takes; some of the rows are not penalised."""
+    """What `apply_penalties_` takes; some of the rows are not penalised."""
 
     logits: torch.Tensor
     tokens: torch.Tensor

@@ -31,7 +31,7 @@ class LatentAttention:
     interleaved: bool  # whether pairs of rotated features are neighbours
     scale: float
     packed_up: tuple[list[PackedLinear], list[PackedLinear]] | None = (
-        None  # `up`, as `latent_in_place` has it
+        None  # `up`, as `mla_attention_cpu` has it
     )
 
     def pack_batch_invariant(self) -> None:

@@ -69,7 +69,7 @@ class DequeueRate:
     """Before anything was measured."""
 
     def __init__(self) -> None:
-        self._tokens = 0.0  # decayed to `_worker_process`
+        self._tokens = 0.0  # decayed to `_at`
         self._since: float | None = None
         self._at = 0.0
 

@@ -10,8 +10,9 @@ large costs few requests what they were promised; in order of arrival it costs n
 since each waits behind some that are late already.
 
 Nobody is passed over for ever: once somebody has waited for `PATIENCE` times what is promised,
-every `TURN`-th that is taken is the one that waits longest. Bands of priority and the turns of
-tenants are `fair_queue`'s, as without promises: this is the order of one tenant's prompts.
+every `STARVATION_INTERVAL`-th that is taken is the one that waits longest. Bands of priority and
+the turns of tenants are `fair_queue`'s, as without promises: this is the order of one tenant's
+prompts.
 """
 
 import heapq

@@ -1,7 +1,7 @@
 """Models that we do not have ourselves, computed by `transformers` over our cache and batcher.
 
-Any decoder of `transformers` that uses its attention interface (see `interface`), once it has
-been looked over (see `survey`). Slower than our own: its layers are not fused.
+Any decoder of `transformers` that uses its attention interface (see `attention`), once it has
+been looked over (see `probe`). Slower than our own: its layers are not fused.
 """
 
 from collections.abc import Callable
