@@ -1,4 +1,4 @@
-"""The workers of one pool: made, kept alive, and let go once they have drained."""
+"""Starts the workers of one pool, replaces those that die, and stops those that have drained."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence

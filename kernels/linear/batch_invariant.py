@@ -219,7 +219,7 @@ def are_few(num_tiles: int) -> bool:
 
 
 def slicing(num_outputs: int, num_inputs: int, tiles: Tiles) -> tuple[int, int]:
-    """Inputs a slice, and slices: of the weights' shape alone."""
+    """Return inputs per slice and the number of slices. Both depend on the weights' shape alone."""
     wanted = -(-PROGRAMS // -(-num_outputs // tiles.outputs))
     num_slices = max(min(wanted, num_inputs // MIN_SLICE, MAX_SLICES), 1)
     steps = -(-num_inputs // (num_slices * tiles.inputs))

@@ -128,7 +128,7 @@ class FaultRunner:
         return len(ready) > 1 and time.time() - ready[-1] < BACK_SECONDS
 
     def _candidates(self) -> list[ManagedWorker]:
-        """Those that serve and of whose pool others do, if it ever had others."""
+        """Workers that serve, except the last one that serves in a pool of several."""
         there = [each for each in self._cluster.serving if not self._is_stopped(each)]
         roles = [each.config.role for each in self._cluster.workers]
         return [

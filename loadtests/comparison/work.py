@@ -53,7 +53,7 @@ class EngineRun:
     engine: str
     number: int  # of the round
     limits: dict[str, float]  # the machine's, just before: see `note_limits`
-    batch: float = 0.0  # the whole of the throughput
+    batch: float = 0.0  # duration of the throughput run
     first: list[float] = field(default_factory=list)  # one prompt, one token
     stream: list[float] = field(default_factory=list)  # one prompt, 1 + stream_len tokens
     long: list[float] = field(default_factory=list)  # the long prompt, one token

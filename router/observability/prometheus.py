@@ -189,10 +189,7 @@ def router_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Met
             f"penstock_{name}", about, [], [([], (each.bounds, each.counts, each.total))]
         )
     yield counter(
-        "penstock_kv_transfer_bytes",
-        "Bytes of KV handed over.",
-        [],
-        [([], metrics.kv_transfer_bytes)],
+        "penstock_kv_transfer_bytes", "Bytes of KV blocks.", [], [([], metrics.kv_transfer_bytes)]
     )
     yield counter(
         "penstock_kv_transfers_failed",
@@ -209,13 +206,13 @@ def router_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Met
     )
     yield gauge(
         "penstock_kv_transfer_fixed_seconds",
-        "What any KV transfer of KV is expected to take, beside its bytes.",
+        "Expected time of any KV transfer, beside the time of its bytes.",
         [],
         [([], state.kv_transfer_cost.fixed_seconds)],
     )
     yield gauge(
         "penstock_kv_transfer_bytes_per_second",
-        "Bandwidth of KV transfers of KV, as it is expected.",
+        "Expected bandwidth of KV transfers.",
         [],
         [([], state.kv_transfer_cost.bytes_per_second)],
     )

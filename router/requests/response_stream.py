@@ -84,7 +84,7 @@ class ResponseStream:
         self._wake.set()
 
     def push(self, delta: Delta) -> None:
-        """New tokens, for the reader to take when it can."""
+        """Append new tokens for the reader; does not wait."""
         self._unread.append(delta)
         self._num_unread += len(delta.tokens)
         self._wake.set()

@@ -141,7 +141,7 @@ class Engine:
     # ------------------------------------------------------------ commands
 
     def submit(self, new: NewSequence) -> None:
-        """Queue a sequence; NeverFits or QueueFull if it is not taken."""
+        """Queue a sequence. Raises NeverFits or QueueFull if it is refused."""
         self.batcher.submit(new)
         self._live[new.key] = new
         if new.params.use_beam_search:

@@ -67,7 +67,7 @@ class RankEndpoints:
         loop = asyncio.get_running_loop()
 
         def hear(rank: int, report: wire.Report) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+            with suppress(RuntimeError):  # the event loop is closed: nothing is left to notify
                 loop.call_soon_threadsafe(self._dispatch_report, rank, report)
 
         for rank, mover in enumerate(self._movers):

@@ -19,8 +19,8 @@ class CachedAlibiBias:
     num_features: int  # beside a head's own; those behind the first are zero
 
     def append(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """heads [T, 3 H, D], queries, keys, values; positions [T]. A new tensor, of D and
-        `num_features`."""
+        """Return `heads` [T, 3 H, D] (queries, keys, values) as a new tensor with `num_features`
+        more features per head. positions: [T]."""
         num_heads, own = len(self.slopes), heads.shape[2]
         wide = heads.new_zeros((*heads.shape[:2], own + self.num_features))
         wide[:, :, :own] = heads

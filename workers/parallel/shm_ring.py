@@ -1,7 +1,7 @@
-"""A ring of messages in shared memory: one process writes, several others on its node read each.
+"""A ring buffer in shared memory with one writer; all readers on the node read every message.
 
-The memory has no name in the file system: readers open it through the writer's process (Linux), so
-that whatever is killed, nothing is left behind. Who waits sleeps in the kernel (futex).
+The memory has no name in the file system. Readers open it through the writer's process (Linux), so
+nothing is left behind when processes are killed. A process that waits sleeps in the kernel (futex).
 """
 
 import ctypes

@@ -217,7 +217,7 @@ class RunningBatch:
         """The beams of a search draw in the same step, or none of them does."""
         leader = beams[0]
         if leader.forks and len(leader.tokens) == leader.new.num_prompt:
-            return  # all of them draw from the end of the prompt
+            return  # every beam draws its first token from the prompt's last position
         ours = np.isin(self.rows, [one.row for one in beams if one.phase is SequencePhase.RUNNING])
         if leader.forks or (remaining[ours] > 1).any():
             counts[ours] = np.minimum(counts[ours], remaining[ours] - 1)

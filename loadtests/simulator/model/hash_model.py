@@ -47,9 +47,9 @@ class HashModel:
         self.kv = [-1] * (num_blocks * block_size)
 
     def run(self, plan: StepPlan, choices: Ints | None = None) -> Ints:
-        """Copy blocks, write the step's slots; the tokens [S] that its drawing rows draw.
+        """Copy blocks, write the step's slots, and return the tokens [S] of the rows that draw.
 
-        choices: of every row of the table; all 0 if there is none.
+        choices: the choice of each row of the table; None means 0 for all.
         """
         return draw(self.hash(plan), plan, choices)
 

@@ -75,7 +75,7 @@ def test_a_finish_beats_a_yield() -> None:
     story = RequestHistory().place(W, 1)
     story.token("w", 1, 0, Finish.STOP)
     assert story.out[-1] == EndRequest(1, Status.OK, "")
-    story.life.status = None  # even if it were still known, the late offer would be dropped
+    story.life.status = None  # a late yield is dropped, also for a request that has not ended
     story.out = []
     story.life.yielded("w", 1, 3, story.out)
     assert story.out == [Drop("w", 1, 1)]

@@ -18,7 +18,7 @@ EMPTY = WorkerLoad(free_blocks=64)
 
 
 def waiting() -> Router:
-    """Request 1 has its blocks kept at p and waits for room at d; e is as full."""
+    """Return a router: request 1 has a lease on p and waits for capacity on d; e is also full."""
     router = Router(P, D, E)
     for worker in "de":
         router(Stepped(worker, [], FULL))
