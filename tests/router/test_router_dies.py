@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MODEL = SHIPPED.parent / "demo-small"
 TOKEN = "of-this-test"
-LONG = 100
+LONG = 600
 BOUND = 120.0
 WORKER: dict[str, Any] = {
     "token": TOKEN,
@@ -34,6 +34,8 @@ PATIENT: dict[str, Any] = {
     "worker_token": TOKEN,
     "worker_timeout_seconds": 120.0,
 }  # on a busy machine
+# A client that does not read lets the router send it about a kilobyte: its stream does not end.
+SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 
 WHOLE = [
     pb.GenerateRequest(
@@ -88,9 +90,17 @@ class Read:
         return sum(map(len, self.tokens.values()))
 
 
-async def read(client: ResumingClient, request: pb.GenerateRequest, into: Read) -> Read:
+async def read(
+    client: ResumingClient,
+    request: pb.GenerateRequest,
+    into: Read,
+    resume: asyncio.Event | None = None,
+) -> Read:
+    """Read the whole answer; with an event, wait for it after the first six tokens."""
     async for reply in client.generate(request):
         into.take(reply)
+        if resume is not None and into.num_tokens > 5:
+            await resume.wait()
     return into
 
 
@@ -104,7 +114,9 @@ async def cluster() -> AsyncIterator[tuple[WorkerProcess, list[StandaloneRouter]
             router = await stack.enter_async_context(
                 standalone_router(MODEL, {"mixed-0": worker.address}, name=name, **PATIENT)
             )
-            channel = await stack.enter_async_context(grpc.aio.insecure_channel(router.grpc))
+            channel = await stack.enter_async_context(
+                grpc.aio.insecure_channel(router.grpc, options=SMALL_WINDOW)
+            )
             routers.append(router)
             stubs.append(stub_of(channel))
             await until(lambda: status_of(router), lambda told: not told["not_ready"])  # noqa: B023
@@ -138,9 +150,10 @@ async def test_its_clients_go_on_through_the_other_whose_own_notice_nothing() ->
         crowd = [stubs[0].Generate(WHOLE[0]) for _ in range(6)]  # they never come back
         for call in crowd:
             await call.read()
+        killed = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             for client, request, into in zip(clients, WHOLE, reads, strict=True):
-                tasks.create_task(read(client, request, into))
+                tasks.create_task(read(client, request, into, killed))
             for request, into in zip(WHOLE, bystanders, strict=True):
                 calls = ResumingClient(stubs[1:], patience=0.0)
                 tasks.create_task(read(calls, request, into))
@@ -148,6 +161,7 @@ async def test_its_clients_go_on_through_the_other_whose_own_notice_nothing() ->
             busy = await status_of(second)
             first.process.kill()
             await first.process.wait()
+            killed.set()
 
         for into, other, whole in zip(reads, bystanders, right, strict=True):
             for seen in (into, other):
