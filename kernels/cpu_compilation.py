@@ -23,7 +23,7 @@ from penstock.kernels.attention import cpu_plan
 from penstock.kernels.cpu_common.numba_runtime import cache_folder, configure_numba, has_numba
 from penstock.kernels.kv_cache import op as cache
 from penstock.kernels.linear import cpu_packed_f32, quantize_rows
-from penstock.kernels.linear import cpu_packed_int8 as levels
+from penstock.kernels.linear import cpu_packed_int8 as cpu_packed_int8
 from penstock.kernels.norm import op as norm
 from penstock.kernels.sampling import philox
 from penstock.kernels.step_graph import builder
@@ -51,7 +51,11 @@ class KernelGroup:
 
 
 def required_groups(
-    device: torch.device, weights: torch.dtype, kv_cache: torch.dtype, quantized: bool, alone: bool
+    device: torch.device,
+    weights: torch.dtype,
+    kv_cache: torch.dtype,
+    quantized: bool,
+    single_rank: bool,
 ) -> list[KernelGroup]:
     """Return the groups that a worker computes with, those that compile longest first.
 
@@ -60,7 +64,7 @@ def required_groups(
         weights: dtype of the weights.
         kv_cache: dtype of the KV cache.
         quantized: whether the weights are INT8.
-        alone: whether the worker has one rank.
+        single_rank: whether the worker has one rank.
     """
     if device.type != "cpu" or not has_numba():
         return []
@@ -68,7 +72,7 @@ def required_groups(
     kept = "narrow" if narrow else "wide"
     groups = []
     if weights == torch.float32:
-        if alone and cpu_packed_f32.has_avx512():
+        if single_rank and cpu_packed_f32.has_avx512():
             groups.append(
                 KernelGroup(f"program-{kept}", lambda: builder.load_cpu_kernels(kv_cache))
             )
@@ -79,7 +83,7 @@ def required_groups(
     groups.append(KernelGroup("noise", philox.load_cpu_kernels))
     if weights == torch.float32:
         if quantized and cpu_packed_f32.has_amx():
-            groups.append(KernelGroup("level-products", levels.load_cpu_kernels))
+            groups.append(KernelGroup("level-products", cpu_packed_int8.load_cpu_kernels))
         groups += [
             KernelGroup(f"rotary-{kept}", lambda: cache.load_cpu_kernels(narrow)),
             KernelGroup("gates", activation.load_cpu_kernels),
@@ -102,10 +106,10 @@ class CpuKernelLoader:
     def __init__(
         self,
         groups: Sequence[KernelGroup],
-        tell: Callable[[], None] = lambda: None,
+        notify: Callable[[], None] = lambda: None,
         folder: Path | None = None,
     ) -> None:
-        self._notify = tell
+        self._notify = notify
         self._groups = {each.name: each for each in groups}
         self._folder = folder
         self._loaded: set[str] = set()
@@ -168,7 +172,7 @@ def _lock_folder() -> Path:
 
 @contextmanager
 def _lock(
-    folder: Path, name: str, seconds: float, tell: Callable[[], None] = lambda: None
+    folder: Path, name: str, seconds: float, notify: Callable[[], None] = lambda: None
 ) -> Iterator[bool]:
     """Hold the lock of a group. Yields False if it was not acquired within `seconds`.
 
@@ -178,7 +182,7 @@ def _lock(
         folder: folder of the lock files.
         name: name of the group.
         seconds: longest wait; 0 tries once.
-        tell: called once if the holder has kept the lock for so long that it must be compiling.
+        notify: called once if the holder has kept the lock for so long that it must be compiling.
     """
     try:
         number = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -186,13 +190,13 @@ def _lock(
         yield True
         return
     try:
-        yield _acquire(number, seconds, tell)
+        yield _acquire(number, seconds, notify)
     finally:
         os.close(number)
 
 
-def _acquire(number: int, seconds: float, tell: Callable[[], None]) -> bool:
-    began, told = time.monotonic(), False
+def _acquire(number: int, seconds: float, notify: Callable[[], None]) -> bool:
+    began, notified = time.monotonic(), False
     while True:
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,9 +204,9 @@ def _acquire(number: int, seconds: float, tell: Callable[[], None]) -> bool:
             waited = time.monotonic() - began
             if waited >= seconds:
                 return False
-            if waited >= MAX_LOAD_SECONDS and not told:
-                tell()
-                told = True
+            if waited >= MAX_LOAD_SECONDS and not notified:
+                notify()
+                notified = True
             time.sleep(LOCK_POLL_SECONDS)
         except OSError:
             return True
@@ -211,13 +215,13 @@ def _acquire(number: int, seconds: float, tell: Callable[[], None]) -> bool:
 
 
 @contextmanager
-def _on_compile(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` whenever numba compiles a function that is not in its cache."""
+def _on_compile(notify: Callable[[], None]) -> Iterator[None]:
+    """Call `notify` whenever numba compiles a function that is not in its cache."""
     from numba.core import event
 
     class Listener(event.Listener):
         def on_start(self, event: Any) -> None:
-            tell()
+            notify()
 
         def on_end(self, event: Any) -> None:
             pass

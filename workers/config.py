@@ -40,7 +40,7 @@ class WorkerConfig:
     static_batching: bool = False  # to measure continuous batching against
     device: str = "auto"
     plan_ahead: bool | None = None  # the next step while one computes; None: on a GPU
-    beat_seconds: float = 0.5  # the longest silence of a stream; ten of them end it
+    heartbeat_seconds: float = 0.5  # the longest silence of a stream; ten of them end it
     canary_seconds: float = 10.0  # without a step, then a token is decoded to see that it can be
     transfer_seconds: float = 5.0  # the longest silence of a KV transfer before it is given up
     tp: int = 1  # ranks that share each layer; see `parallel.mesh` for this and the next three
@@ -70,7 +70,7 @@ class WorkerConfig:
             raise ValueError(f"host {self.host!r} is no address that others can reach: name one")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be 0 to 65535, not {self.port}")
-        seconds = ("beat_seconds", "canary_seconds", "transfer_seconds", "ranks_seconds")
+        seconds = ("heartbeat_seconds", "canary_seconds", "transfer_seconds", "ranks_seconds")
         for name in (*seconds, "step_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")

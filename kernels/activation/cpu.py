@@ -61,13 +61,13 @@ def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool, scratch: Any
 def _some_rows(
     gate_up: Floats, inner: int, is_gelu: bool, out: Floats, first: int, last: int
 ) -> None:
-    room = gate_scratch()
+    scratch = gate_scratch()
     for t in range(first, last):
         for begin in range(0, inner, COLUMNS_AT_ONCE):
             at, size = 2 * t * inner + begin, min(COLUMNS_AT_ONCE, inner - begin)
             gate_columns(
                 gate_up[at : at + size], gate_up[at + inner :][:size],
-                out[t * inner + begin :][:size], is_gelu, room,
+                out[t * inner + begin :][:size], is_gelu, scratch,
             )  # fmt: skip
 
 

@@ -94,14 +94,14 @@ def _sum_tail(rows: Floats, at: int, count: int, spare: Floats) -> Any:
 @inner(fastmath=_FASTMATH)
 def qk_row(
     q: Floats, q_at: int, head_dim: int, rows: Floats, row_at: int, begin: int, end: int,
-    scores: Floats, at: int, spare: Floats, later: Any, ahead: int, part: int,
+    scores: Floats, at: int, spare: Floats, later: Any, ahead: int, prefetch_size: int,
 ) -> None:  # fmt: skip
     """scores[at + s] of positions s from begin to end; position s is at row_at + s D. Evenly
-    meanwhile, `part` elements of `later` from `ahead` on are asked for; -1: none."""
+    meanwhile, `prefetch_size` elements of `later` from `ahead` on are asked for; -1: none."""
     whole = head_dim - head_dim % 8
     line = 64 // later.itemsize
-    pace = (part * 4 // (end - begin) + line - 1) // line * line
-    stop = ahead + part if ahead >= 0 else -1
+    pace = (prefetch_size * 4 // (end - begin) + line - 1) // line * line
+    stop = ahead + prefetch_size if ahead >= 0 else -1
     for s in range(begin, end, 4):
         upto = min(ahead + pace, stop)
         while ahead < upto:
@@ -149,10 +149,10 @@ def softmax_row(
     for i in range(8):
         most = max(most, spare[i])
     spare[:] = 0
-    shares = scores[at + first : at + last]
-    for s in range(len(shares)):
-        shares[s] -= most
-    exp(shares, powers[: last - first])
+    probs = scores[at + first : at + last]
+    for s in range(len(probs)):
+        probs[s] -= most
+    exp(probs, powers[: last - first])
     total = splat8(_f32(0))
     for s in range(first, last, 8):
         total = vadd(total, load8(scores, at + s))
@@ -161,15 +161,15 @@ def softmax_row(
 
 @inner(fastmath=_FASTMATH)
 def pv_row(
-    shares: Floats, at: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
-    sums: Floats, sums_at: int, later: Any, ahead: int, part: int,
+    probs: Floats, at: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
+    sums: Floats, sums_at: int, later: Any, ahead: int, prefetch_size: int,
 ) -> None:  # fmt: skip
     """sums += shares[at + s] times the row at row_at + s D, for s from begin to end; meanwhile as
     in `qk_row`."""
     i = 0
     line = 64 // later.itemsize
-    stop = ahead + part if ahead >= 0 else -1
-    pace = max(1, (end - begin) * (head_dim // 32) * line // part)
+    stop = ahead + prefetch_size if ahead >= 0 else -1
+    pace = max(1, (end - begin) * (head_dim // 32) * line // prefetch_size)
     due = 0
     while i + 32 <= head_dim:
         a, b = load8(sums, sums_at + i), load8(sums, sums_at + i + 8)
@@ -180,7 +180,7 @@ def pv_row(
                 ahead += line
                 due = pace
             due -= 1
-            x, v = splat8(shares[at + s]), row_at + s * head_dim + i
+            x, v = splat8(probs[at + s]), row_at + s * head_dim + i
             a, b = fma(x, load8(rows, v), a), fma(x, load8(rows, v + 8), b)
             c, d = fma(x, load8(rows, v + 16), c), fma(x, load8(rows, v + 24), d)
         store(sums, sums_at + i, a)
@@ -191,7 +191,7 @@ def pv_row(
     for j in range(i, head_dim):
         one = sums[sums_at + j]
         for s in range(begin, end):
-            one = fma(shares[at + s], rows[row_at + s * head_dim + j], one)
+            one = fma(probs[at + s], rows[row_at + s * head_dim + j], one)
         sums[sums_at + j] = one
 
 
@@ -281,13 +281,13 @@ def softmax_rows(
             most[r] = x if x > most[r] else most[r]
     totals[:] = 0
     for s in range(first, last, 8):
-        shares = scores[s * height : (s + 8) * height]
+        probs = scores[s * height : (s + 8) * height]
         for j in range(8):
             for r in range(height):
-                shares[j * height + r] -= most[r]
-        exp(shares, powers[: 8 * height])
+                probs[j * height + r] -= most[r]
+        exp(probs, powers[: 8 * height])
         for i in range(8 * height):
-            totals[i] += shares[i]
+            totals[i] += probs[i]
     for i in range(4 * height):
         totals[i] += totals[4 * height + i]
     for r in range(count * group):
@@ -298,7 +298,7 @@ def softmax_rows(
 
 @inner()
 def pv_rows(
-    shares: Floats, height: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
+    probs: Floats, height: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
     sums: Floats,
 ) -> None:  # fmt: skip
     """As `pv_row`, of all rows: shares [positions, height], sums [D, height]."""
@@ -311,8 +311,8 @@ def pv_rows(
             c0, c1 = load_wide(sums, at2), load_wide(sums, at2 + VECTOR_WIDTH)
             d0, d1 = load_wide(sums, at3), load_wide(sums, at3 + VECTOR_WIDTH)
             for s in range(begin, end):
-                x = load_wide(shares, s * height + r)
-                y = load_wide(shares, s * height + r + VECTOR_WIDTH)
+                x = load_wide(probs, s * height + r)
+                y = load_wide(probs, s * height + r + VECTOR_WIDTH)
                 v = row_at + s * head_dim
                 a, b = splat_wide(rows[v + i]), splat_wide(rows[v + i1])
                 c, d = splat_wide(rows[v + i2]), splat_wide(rows[v + i3])

@@ -53,17 +53,17 @@ def _own(
 
 
 @inner()
-def _block_start(table: Ints, at: int, place: tuple[int, int, int]) -> int:
+def _block_start(table: Ints, at: int, kv_layout: tuple[int, int, int]) -> int:
     """The row of the cache where block `at` begins."""
-    num_heads, head, block_size = place
+    num_heads, head, block_size = kv_layout
     row: int = (table[at] * num_heads + head) * block_size
     return row
 
 
 @inner()
-def _block_at(table: Ints, at: int, place: tuple[int, int, int]) -> int:
+def _block_at(table: Ints, at: int, kv_layout: tuple[int, int, int]) -> int:
     """The row of the cache where position 0 would be, if it were in one row with block `at`."""
-    row: int = _block_start(table, at, place) - at * place[2]
+    row: int = _block_start(table, at, kv_layout) - at * kv_layout[2]
     return row
 
 
@@ -77,22 +77,22 @@ def visible_blocks(tile: tuple[int, int, int], block_size: int) -> tuple[int, in
 
 @inner()
 def _page_at(
-    number: int, blocks: tuple[int, int], table: Ints, place: tuple[int, int, int], head_dim: int,
-    values_at: int,
+    number: int, blocks: tuple[int, int], table: Ints, kv_layout: tuple[int, int, int],
+    head_dim: int, values_at: int,
 ) -> int:  # fmt: skip
     """Where a piece's page begins: first come those of its keys, then those of its values; -1: it
     has less."""
     first, count = blocks
     if not 0 <= number < 2 * count:
         return -1
-    page = _block_start(table, first + number % count, place) * head_dim
+    page = _block_start(table, first + number % count, kv_layout) * head_dim
     return page if number < count else values_at + page
 
 
 @inner()
-def _line_at(page: int, part: int, size: int) -> int:
+def _line_at(page: int, chunk: int, size: int) -> int:
     """Where so many parts of it are passed; -1 where there is no page."""
-    return page + part * size if page >= 0 else -1
+    return page + chunk * size if page >= 0 else -1
 
 
 @inner()
@@ -104,43 +104,46 @@ def _scale(x: Floats, at: int, count: int, factor: float, out: Floats, out_at: i
 
 @inner()
 def attend_few_rows(
-    start: int, tile: tuple[int, int, int], place: tuple[int, int, int], query: Floats,
+    start: int, tile: tuple[int, int, int], kv_layout: tuple[int, int, int], query: Floats,
     rows: Rows, values_at: int, table: Ints, scale: float, cap: float, sinks: Floats,
     slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, ones: Floats,
     spare: Floats, scratch: Floats, out: Floats, next_blocks: tuple[int, int], next_table: Ints,
-    next_place: tuple[int, int, int],
+    next_layout: tuple[int, int, int],
 ) -> None:  # fmt: skip
     """A tile and KV head of a few rows; after it comes the next one's turn, of which pages are
     asked for meanwhile.
 
-    tile: its tokens, from row `start` on; what the first sees; how far back each sees. place: KV
-    heads, which of them, block size. sinks, slopes: of the group. q to scratch: room to compute in.
+    tile: its tokens, from row `start` on; what the first sees; how far back each sees. kv_layout:
+    KV heads, which of them, block size. sinks, slopes: of the group. q to scratch: room to compute
+    in.
     """
     count, context, behind = tile
-    block_size, head = place[2], place[1]
+    block_size, head = kv_layout[2], kv_layout[1]
     group, head_dim = len(sinks), query.shape[2]
     padded, span = (head_dim + 7) // 8 * 8, (context + count + 6) // 8 * 8
     lowest, high = max(context - behind, 0), context + count - 1
     blocks, near = visible_blocks(tile, block_size), as_f32(rows, scratch)
     first, last = blocks[0], blocks[0] + blocks[1]
     line = 64 // rows.itemsize
-    part = (block_size * head_dim // (count * group) // line + 1) * line
+    chunk_size = (block_size * head_dim // (count * group) // line + 1) * line
     for r in range(count * group):
         whole = query[start + r // group, head * group + r % group]
         _scale(whole, 0, head_dim, scale, q, r * padded)
         q[r * padded + head_dim : (r + 1) * padded] = 0
     for at in range(first, last):
-        row_at = _block_at(table, at, place) * head_dim
+        row_at = _block_at(table, at, kv_layout) * head_dim
         begin, end = _visible(at, block_size, lowest, high)
         row_at = convert_block(rows, row_at, begin, end, head_dim, scratch)
-        page = _page_at(at - first + PREFETCHED_BLOCKS, blocks, table, place, head_dim, values_at)
+        page = _page_at(
+            at - first + PREFETCHED_BLOCKS, blocks, table, kv_layout, head_dim, values_at
+        )
         for r in range(count * group):
             begin, end = _own(at, block_size, tile, group, r)
             if begin < end:
-                ahead = _line_at(page, r, part)
+                ahead = _line_at(page, r, chunk_size)
                 qk_row(
                     q, r * padded, head_dim, near, row_at, begin, end, scores, r * span, spare,
-                    rows, ahead, part,
+                    rows, ahead, chunk_size,
                 )  # fmt: skip
     for r in range(count * group):
         seen, g = context + r // group, r % group
@@ -148,23 +151,23 @@ def attend_few_rows(
         ones[r] = softmax_row(scores, r * span, low, seen, cap, slopes[g], sinks[g], powers, spare)
     sums[: count * group * head_dim] = 0
     for at in range(first, last):
-        row_at = values_at + _block_at(table, at, place) * head_dim
+        row_at = values_at + _block_at(table, at, kv_layout) * head_dim
         begin, end = _visible(at, block_size, lowest, high)
         row_at = convert_block(rows, row_at, begin, end, head_dim, scratch)
         number = blocks[1] + at - first + PREFETCHED_BLOCKS
         page = max(
-            _page_at(number, blocks, table, place, head_dim, values_at),
+            _page_at(number, blocks, table, kv_layout, head_dim, values_at),
             _page_at(
-                number - 2 * blocks[1], next_blocks, next_table, next_place, head_dim, values_at
+                number - 2 * blocks[1], next_blocks, next_table, next_layout, head_dim, values_at
             ),
         )
         for r in range(count * group):
             begin, end = _own(at, block_size, tile, group, r)
             if begin < end:
-                ahead = _line_at(page, r, part)
+                ahead = _line_at(page, r, chunk_size)
                 pv_row(
                     scores, r * span, near, row_at, begin, end, head_dim, sums, r * head_dim,
-                    rows, ahead, part,
+                    rows, ahead, chunk_size,
                 )  # fmt: skip
     for r in range(count * group):
         whole = out[start + r // group, head * group + r % group]
@@ -173,14 +176,14 @@ def attend_few_rows(
 
 @inner()
 def attend_many_rows(
-    start: int, tile: tuple[int, int, int], place: tuple[int, int, int], query: Floats,
+    start: int, tile: tuple[int, int, int], kv_layout: tuple[int, int, int], query: Floats,
     rows: Rows, values_at: int, table: Ints, scale: float, cap: float, sinks: Floats,
     slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, most: Floats,
     totals: Floats, ones: Floats, scratch: Floats, out: Floats,
 ) -> None:  # fmt: skip
     """The same of many rows, a lane each."""
     count, context, behind = tile
-    block_size, head = place[2], place[1]
+    block_size, head = kv_layout[2], kv_layout[1]
     group, head_dim = len(sinks), query.shape[2]
     height = (count * group + 2 * VECTOR_WIDTH - 1) // (2 * VECTOR_WIDTH) * (2 * VECTOR_WIDTH)
     low, high = max(context - behind, 0), context + count - 1
@@ -192,7 +195,7 @@ def attend_many_rows(
                 x = query[start + r // group, head * group + r % group, i]
                 q[i * height + r] = x * scale
     for at in range(low // block_size, (high - 1) // block_size + 1):
-        row_at = _block_at(table, at, place) * head_dim
+        row_at = _block_at(table, at, kv_layout) * head_dim
         begin, end = _visible(at, block_size, low, high)
         row_at = convert_block(rows, row_at, begin, end, head_dim, scratch)
         qk_rows(q, height, head_dim, near, row_at, begin, end, scores)
@@ -202,7 +205,7 @@ def attend_many_rows(
     )  # fmt: skip
     sums[: head_dim * height] = 0
     for at in range(low // block_size, (high - 1) // block_size + 1):
-        row_at = values_at + _block_at(table, at, place) * head_dim
+        row_at = values_at + _block_at(table, at, kv_layout) * head_dim
         begin, end = _visible(at, block_size, low, high)
         row_at = convert_block(rows, row_at, begin, end, head_dim, scratch)
         pv_rows(scores, height, near, row_at, begin, end, head_dim, sums)
@@ -257,20 +260,20 @@ def _paged_attention(
             head = piece % num_heads
             own = slice(head * group, (head + 1) * group)
             tile = (count, context, window if window else context + count)
-            place = (num_heads, head, block_size)
+            kv_layout = (num_heads, head, block_size)
             if count * group < VECTOR_WIDTH:
                 then = min(piece + num_threads, num_tiles * num_heads - 1)
                 other, _, next_count, next_context = tiles[then // num_heads]
                 next_tile = (next_count, next_context, window if window else 1 << 30)
                 attend_few_rows(
-                    start, tile, place, query, rows, values_at, tables[sequence], scale, cap,
+                    start, tile, kv_layout, query, rows, values_at, tables[sequence], scale, cap,
                     sinks[own], slopes[own], q, scores, powers, sums, ones, spare, scratch, out,
                     visible_blocks(next_tile, block_size), tables[other],
                     (num_heads, then % num_heads, block_size),
                 )  # fmt: skip
             else:
                 attend_many_rows(
-                    start, tile, place, query, rows, values_at, tables[sequence], scale, cap,
+                    start, tile, kv_layout, query, rows, values_at, tables[sequence], scale, cap,
                     sinks[own], slopes[own], q, scores, powers, sums, most, totals, ones,
                     scratch, out,
                 )  # fmt: skip

@@ -69,7 +69,7 @@ def plan_attention(
     layer: Tensor,
     window: int = 0,
     one_path: bool = False,
-    shares_prefix: bool = False,
+    use_cascade: bool = False,
 ) -> AttentionPlan:
     """Prepares a step.
 
@@ -77,7 +77,7 @@ def plan_attention(
     (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
     dtype and device; window: positions that a token sees, itself included; 0: all; one_path: a
     token gets the same bits in a chunk, by itself and in any batch (ValueError where there is no
-    such form); shares_prefix: whether kernels may read a prefix that all
+    such form); use_cascade: whether kernels may read a prefix that all
     sequences share once for all, which makes the last bits of a sequence depend on its company.
     ValueError where these cannot be.
     """
@@ -86,17 +86,17 @@ def plan_attention(
     num_tokens = int(query_starts[-1])
     if runs_kernel(layer):
         lengths, prefix = np.diff(query_starts), 0
-        shares = shares_prefix and not (one_path or window)
-        if shares and len(lengths) >= MIN_SHARED_TOKENS and (lengths == 1).all():
+        cascades = use_cascade and not (one_path or window)
+        if cascades and len(lengths) >= MIN_SHARED_TOKENS and (lengths == 1).all():
             prefix = _shared_positions(context_lens, block_tables, layer.shape[3])
-        form = TiledPlan.of(
+        backend = TiledPlan.of(
             query_starts, context_lens, block_tables, layer.device, window, prefix, one_path
         )  # fmt: skip
-        return AttentionPlan(form, layer, num_tokens)
+        return AttentionPlan(backend, layer, num_tokens)
     record_fallback("attention", layer.device, f"{layer.dtype}, {layer.shape[4]} features")
-    in_place = supports_cpu_paged(layer.device, layer.dtype)
+    reads_paged = supports_cpu_paged(layer.device, layer.dtype)
     gathered = GatheredPlan.of(
-        query_starts, context_lens, block_tables, layer, window, in_place, one_path
+        query_starts, context_lens, block_tables, layer, window, reads_paged, one_path
     )  # fmt: skip
     return AttentionPlan(gathered, layer, num_tokens)
 
@@ -121,8 +121,8 @@ def plan_attention_on_device(
     batch = Batch(query_starts, context_lens, block_tables)
     check_device_batch(batch, layer, max_context)
     lengths = query_starts, context_lens
-    form = TiledPlan(batch, lengths, max_query, max_context, window, one_path=one_path)
-    return AttentionPlan(form, layer, "T")
+    backend = TiledPlan(batch, lengths, max_query, max_context, window, one_path=one_path)
+    return AttentionPlan(backend, layer, "T")
 
 
 def reads_bf16(layer: Tensor) -> bool:
@@ -253,18 +253,20 @@ def paged_attention_reference(
     for b, context in enumerate(context_lens.tolist()):
         tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
         positions = np.arange(context - tokens.stop + tokens.start, context)[:, None]
-        places = np.arange(max(context - len(positions) - window + 1, 0) if window else 0, context)
-        seen = places <= positions
+        key_positions = np.arange(
+            max(context - len(positions) - window + 1, 0) if window else 0, context
+        )
+        seen = key_positions <= positions
         if window:
-            seen &= places > positions - window
-        blocks = torch.from_numpy(block_tables[b, places // block_size].astype(np.int64))
-        offsets = torch.from_numpy(places % block_size)
-        distances = torch.from_numpy(places - positions)
+            seen &= key_positions > positions - window
+        blocks = torch.from_numpy(block_tables[b, key_positions // block_size].astype(np.int64))
+        offsets = torch.from_numpy(key_positions % block_size)
+        distances = torch.from_numpy(key_positions - positions)
         for head in range(query.shape[1]):
             keys, values = layer[:, blocks, head * num_heads // query.shape[1], offsets]
             raw = query[tokens, head] @ keys.T * (scores.scale or query.shape[2] ** -0.5)
-            shares = _probabilities_reference(raw, torch.from_numpy(seen), distances, scores, head)
-            out[tokens, head] = shares @ values
+            probs = _probabilities_reference(raw, torch.from_numpy(seen), distances, scores, head)
+            out[tokens, head] = probs @ values
     return out
 
 
@@ -333,5 +335,5 @@ def _aot_case(
 def _aot_prefix() -> None:
     layer, query = meta(2, 1024, 8, 16, 64), meta(64, 32, 64)
     starts, contexts = np.arange(65, dtype=np.int32), np.full(64, 1100, np.int32)
-    plan = plan_attention(starts, contexts, np.zeros((64, 69), np.int32), layer, shares_prefix=True)
+    plan = plan_attention(starts, contexts, np.zeros((64, 69), np.int32), layer, use_cascade=True)
     paged_attention(query, layer, plan)

@@ -57,8 +57,8 @@ def attend(
     if scores.sinks is None:
         return bent.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
     sinks = scores.sinks.to(bent.dtype).expand(*bent.shape[:-1], 1)
-    shares = torch.cat((bent, sinks), -1).softmax(-1, dtype=torch.float32)
-    return shares[..., :-1].to(values.dtype) @ values
+    probs = torch.cat((bent, sinks), -1).softmax(-1, dtype=torch.float32)
+    return probs[..., :-1].to(values.dtype) @ values
 
 
 def _causal(size: int, like: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class _Chunk:
 class GatheredPlan:
     """How one step attends; for layers of one window."""
 
-    in_place: CpuPagedPlan | None
+    paged: CpuPagedPlan | None
     decodes: list[_Decodes]
     chunks: list[_Chunk]
     gathered: Tensor  # [most blocks at once, S D] scratch, used by one batch after another
@@ -67,24 +67,24 @@ class GatheredPlan:
         block_tables: Ints,
         layer: Tensor,
         window: int,
-        reads_in_place: bool,
+        reads_paged: bool,
         one_path: bool,
     ) -> "GatheredPlan":
         """Arguments as of `plan_attention`."""
         planner = _Planner(layer, block_tables, window)
         lengths = np.diff(query_starts)
         if one_path:
-            if not reads_in_place:
+            if not reads_paged:
                 raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
             every = np.arange(len(lengths))
             tiles = CpuPagedPlan.of(every, query_starts, context_lens, block_tables, window)
             return cls(tiles, [], [], layer.new_empty(0))
         single = lengths == 1
-        near = (single | (context_lens <= MAX_PADDING)) & (lengths > 0) & reads_in_place
-        in_place, gathered = None, np.flatnonzero(single & ~near)
+        near = (single | (context_lens <= MAX_PADDING)) & (lengths > 0) & reads_paged
+        paged, gathered = None, np.flatnonzero(single & ~near)
         if near.any():
             rows = np.flatnonzero(near)
-            in_place = CpuPagedPlan.of(rows, query_starts, context_lens, block_tables, window)
+            paged = CpuPagedPlan.of(rows, query_starts, context_lens, block_tables, window)
         decodes = [
             planner.decodes(query_starts, context_lens, group)
             for group in planner.similar_lengths(gathered, context_lens)
@@ -97,7 +97,7 @@ class GatheredPlan:
         ]
         most = max(map(len, [p.blocks for p in decodes] + [p.blocks for p in chunks]), default=0)
         block_size, head_dim = layer.shape[3:]
-        return cls(in_place, decodes, chunks, layer.new_empty(most, block_size * head_dim))
+        return cls(paged, decodes, chunks, layer.new_empty(most, block_size * head_dim))
 
     def attend(
         self, query: Tensor, layer: Tensor, scores: ScoreMod, scales: Tensor | None = None
@@ -106,8 +106,8 @@ class GatheredPlan:
         if len(self.decodes) == 1 and self.decodes[0].tokens is None:
             return self._decode(query, layer, self.decodes[0], scores, scales)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        if self.in_place is not None:
-            self.in_place.attend_(out, query, layer, scores)
+        if self.paged is not None:
+            self.paged.attend_(out, query, layer, scores)
         for group in self.decodes:
             picked = query[group.tokens]
             out[group.tokens] = self._decode(picked, layer, group, scores, scales)

@@ -26,7 +26,7 @@ MASKED: finite, so that no infinity is taken from another.
 from penstock.kernels.triton_common.launch import jit, tl
 
 
-@jit(unspecialized=("table_stride", "part_tokens"))
+@jit(unspecialized=("table_stride", "partition_tokens"))
 def attend_tiles(  # noqa: C901
     query,  # [T, H G, D + TAIL], tokens query_stride apart
     layer,  # [2, N, H, S, D], or [1, N, 1, S, D + TAIL]
@@ -36,8 +36,9 @@ def attend_tiles(  # noqa: C901
     items,  # [I, 2] int32: a sequence (-1: nothing to do), and which part or tile of it
     item_starts,  # [B + 1] int32 items before each sequence's
     out,  # [T, H G, D]
-    parts,  # [I * part_tokens, H G, D] float32 sums of values, undivided; None without SPLIT
-    weights,  # [I * part_tokens, H G, 2] float32 greatest score and sum of shares; likewise
+    # [I * partition_tokens, H G, D] float32 sums of values, undivided; None without SPLIT
+    partial_sums,
+    weights,  # [I * partition_tokens, H G, 2] float32 greatest score and sum of shares; likewise
     sinks,  # [H G] or None
     slopes,  # [H G] or None
     scales,  # [2, H] float32 of stored keys and values, or None
@@ -46,7 +47,7 @@ def attend_tiles(  # noqa: C901
     side_stride,  # from keys to values
     scale,  # of scores
     cap,  # or None
-    part_tokens,  # rows an item has in `parts`
+    partition_tokens,  # rows an item has in `partial_sums`
     H: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
@@ -54,7 +55,7 @@ def attend_tiles(  # noqa: C901
     TAIL: tl.constexpr,  # 0: keys and values are apart
     WINDOW: tl.constexpr,  # positions seen; 0: all
     SPLIT: tl.constexpr,  # positions a part, a multiple of BLOCK_N; 0: all at once
-    IN_TURN: tl.constexpr,  # whether one program takes all parts; else it takes one
+    SEQUENTIAL: tl.constexpr,  # whether one program takes all parts; else it takes one
     ALL_MERGED: tl.constexpr,  # whether even a sequence of one part is merged
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -71,7 +72,7 @@ def attend_tiles(  # noqa: C901
     first_token = tl.load(query_starts + sequence)
     num_tokens = tl.load(query_starts + sequence + 1) - first_token
     context = tl.load(context_lens + sequence)
-    if SPLIT and not IN_TURN:
+    if SPLIT and not SEQUENTIAL:
         first_row = tl.program_id(2) * BLOCK_M
         if first_row >= num_tokens * G:
             return
@@ -100,10 +101,10 @@ def attend_tiles(  # noqa: C901
     latest = tl.minimum(before + (first_row + BLOCK_M - 1) // G, context - 1)
     low = tl.maximum(earliest - WINDOW + 1, 0) if WINDOW else 0
     high = latest + 1
-    first_turn, num_turns = 0, 1
-    if IN_TURN:
-        first_turn = low // SPLIT
-        num_turns = (high + SPLIT - 1) // SPLIT - first_turn
+    first_partition, num_partitions = 0, 1
+    if SEQUENTIAL:
+        first_partition = low // SPLIT
+        num_partitions = (high + SPLIT - 1) // SPLIT - first_partition
     elif SPLIT:
         low = tl.maximum(low, which * SPLIT)
         high = tl.minimum(high, (which + 1) * SPLIT)
@@ -126,19 +127,19 @@ def attend_tiles(  # noqa: C901
     most = tl.full((BLOCK_M,), MASKED, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if IN_TURN:
+    if SEQUENTIAL:
         all_most, all_total, all_acc = most, total, acc
-    for turn in range(0, num_turns):
-        if IN_TURN:
+    for partition in range(0, num_partitions):
+        if SEQUENTIAL:
             most = tl.full((BLOCK_M,), MASKED, tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         # Three stretches: the window's edge, what every row sees and needs no mask, the causal
         # edge. A part is short, a wide tile has no registers left: one masked stretch.
         for stretch in tl.static_range(2 if SPLIT or TAIL else (0 if WINDOW else 1), 3):
-            if IN_TURN:
-                start = tl.maximum(begin, (first_turn + turn) * SPLIT)
-                stop = tl.minimum(high, (first_turn + turn + 1) * SPLIT)
+            if SEQUENTIAL:
+                start = tl.maximum(begin, (first_partition + partition) * SPLIT)
+                stop = tl.minimum(high, (first_partition + partition + 1) * SPLIT)
             elif SPLIT or TAIL:
                 start, stop = begin, high
             elif stretch == 0:
@@ -173,34 +174,34 @@ def attend_tiles(  # noqa: C901
                         seen &= columns[None, :] > positions[:, None] - WINDOW
                     s = tl.where(seen, s, float("-inf"))
                 higher = tl.maximum(most, tl.max(s, 1))
-                shares = tl.exp2(s - higher[:, None])
+                probs = tl.exp2(s - higher[:, None])
                 fade = tl.exp2(most - higher)
-                total = total * fade + tl.sum(shares, 1)
+                total = total * fade + tl.sum(probs, 1)
                 if TAIL:
                     v = k
                 else:
                     v_at = layer + side_stride + kv_at[:, None] + features[None, :]
                     v = tl.load(v_at, mask=loaded, other=0.0)
                 acc *= fade[:, None]
-                acc = tl.dot(shares.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+                acc = tl.dot(probs.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
                 most = higher
 
         if scales is not None:
             acc *= tl.load(scales + H + head)
-        if IN_TURN:
+        if SEQUENTIAL:
             higher = tl.maximum(all_most, most)
             fade, gain = tl.exp2(all_most - higher), tl.exp2(most - higher)
             all_total = all_total * fade + total * gain
             all_acc = all_acc * fade[:, None] + acc * gain[:, None]
             all_most = higher
 
-    if IN_TURN:
+    if SEQUENTIAL:
         most, total, acc = all_most, all_total, all_acc
-    alone = not ALL_MERGED
-    if SPLIT and not (IN_TURN or ALL_MERGED):
+    single = not ALL_MERGED
+    if SPLIT and not (SEQUENTIAL or ALL_MERGED):
         count = tl.load(item_starts + sequence + 1) - tl.load(item_starts + sequence)
-        alone = count == 1
-    if alone:
+        single = count == 1
+    if single:
         if sinks is not None:
             sink = tl.load(sinks + heads, mask=present, other=0.0).to(tl.float32) * LOG2_E
             higher = tl.maximum(most, sink)
@@ -210,22 +211,23 @@ def attend_tiles(  # noqa: C901
         out_at = (first_token + tokens).to(tl.int64) * (H * G * D) + heads * D
         made = (acc / tl.where(present, total, 1.0)[:, None]).to(out.dtype.element_ty)
         tl.store(out + out_at[:, None] + features[None, :], made, mask=kept)
-    elif SPLIT and not IN_TURN:
-        part = (item * part_tokens + tokens).to(tl.int64) * (H * G) + heads
-        tl.store(parts + part[:, None] * D + features[None, :], acc, mask=kept)
-        tl.store(weights + part * 2, most, mask=present)
-        tl.store(weights + part * 2 + 1, total, mask=present)
+    elif SPLIT and not SEQUENTIAL:
+        partial_at = (item * partition_tokens + tokens).to(tl.int64) * (H * G) + heads
+        tl.store(partial_sums + partial_at[:, None] * D + features[None, :], acc, mask=kept)
+        tl.store(weights + partial_at * 2, most, mask=present)
+        tl.store(weights + partial_at * 2 + 1, total, mask=present)
 
 
-@jit(unspecialized=("part_tokens", "num_shared", "first_shared", "num_sequences"))
+@jit(unspecialized=("partition_tokens", "num_shared", "first_shared", "num_sequences"))
 def merge_partitions(
-    parts,  # [P, HEADS, D] float32: row item * part_tokens + token, then those of a shared prefix
+    # [P, HEADS, D] float32: row item * partition_tokens + token, then those of a shared prefix
+    partial_sums,
     weights,  # [P, HEADS, 2] float32
     item_starts,  # [B + 1] int32
     query_starts,  # [B + 1] int32
     out,  # [T, HEADS, D]
     sinks,  # [HEADS] or None
-    part_tokens,
+    partition_tokens,
     num_shared,  # parts of the shared prefix: row first_shared + part * B + sequence
     first_shared,
     num_sequences,  # B
@@ -253,16 +255,16 @@ def merge_partitions(
         for at in range(0, count, BLOCK_P):
             numbers = at + tl.arange(0, BLOCK_P)
             there = numbers < count
-            own = (first + numbers) * part_tokens + token
+            own = (first + numbers) * partition_tokens + token
             shared = first_shared + (numbers - num_own) * num_sequences + sequence
             row = tl.where(numbers < num_own, own, shared).to(tl.int64) * HEADS + head
             greatest = tl.load(weights + row * 2, mask=there, other=MASKED)
-            shares = tl.load(weights + row * 2 + 1, mask=there, other=0.0)
+            sums = tl.load(weights + row * 2 + 1, mask=there, other=0.0)
             higher = tl.maximum(most, tl.max(greatest, 0))
             fade, gain = tl.exp2(most - higher), tl.exp2(greatest - higher)
-            total = total * fade + tl.sum(shares * gain, 0)
+            total = total * fade + tl.sum(sums * gain, 0)
             values = tl.load(
-                parts + row[:, None] * D + features[None, :],
+                partial_sums + row[:, None] * D + features[None, :],
                 mask=there[:, None] & (features < D)[None, :],
                 other=0.0,
             )

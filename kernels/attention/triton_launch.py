@@ -87,9 +87,9 @@ class _Layout:
 
     chunks: WorkItems | None
     chunk_tiles: Tiles
-    parts: WorkItems | None
-    part_tiles: Tiles
-    part_tokens: int  # most tokens of a sequence that is split
+    partitions: WorkItems | None
+    partition_tiles: Tiles
+    partition_tokens: int  # most tokens of a sequence that is split
     merges: bool  # whether any sequence may have several parts
     prefix: _Prefix | None
 
@@ -154,21 +154,21 @@ class TiledPlan:
         call = _Call(query, layer, scores, scales, out, self.window, tail, self.one_path)
         if layout.chunks is not None:
             call.tiles(self.batch, layout.chunks, layout.chunk_tiles)
-        if layout.parts is not None:
-            _attend_split_kv(call, self.batch, layout.parts, layout)
+        if layout.partitions is not None:
+            _attend_split_kv(call, self.batch, layout.partitions, layout)
         return out
 
     def _layout(self, query: Tensor, layer: Tensor) -> _Layout:
         starts, contexts = self.lengths
         device, group = query.device, query.shape[1] // layer.shape[2]
-        of_parts, of_chunks = self._tiles(query, layer)
+        of_partitions, of_chunks = self._tiles(query, layer)
         lengths = starts[1:] - starts[:-1]
-        few = max(1, of_parts.rows // group)
+        few = max(1, of_partitions.rows // group)
         is_few = (lengths > 0) & (lengths <= few)
         low = (contexts - lengths - self.window + 1).clamp(min=0) if self.window else contexts * 0
         firsts = (low // SPLIT).clamp(min=self.prefix // SPLIT)
         counts = ((contexts + SPLIT - 1) // SPLIT - firsts) * is_few
-        parts = make_work_items(counts, firsts, len(counts) * -(-self.max_context // SPLIT))
+        partitions = make_work_items(counts, firsts, len(counts) * -(-self.max_context // SPLIT))
         counts = (lengths * group + of_chunks.rows - 1) // of_chunks.rows * (lengths > few)
         bound = 0 if self.max_query <= few else len(query) * group // of_chunks.rows + len(counts)
         chunks = make_work_items(counts, torch.zeros_like(counts), bound)
@@ -179,10 +179,10 @@ class TiledPlan:
             if len(chunks.items)
             else None,
             of_chunks,
-            parts.to(device) if len(parts.items) else None,
-            of_parts,
+            partitions.to(device) if len(partitions.items) else None,
+            of_partitions,
             1 if self.max_query == 1 else few,
-            not known or bool(self.prefix) or len(parts.items) > int(is_few.sum()),
+            not known or bool(self.prefix) or len(partitions.items) > int(is_few.sum()),
             self._prefix(len(query), of_chunks) if self.prefix else None,
         )
 
@@ -193,8 +193,8 @@ class TiledPlan:
             fixed = batch_invariant_tiles(chip, width, query.itemsize)
             return fixed, fixed
         group = query.shape[1] // layer.shape[2]
-        of_parts = split_kv_tiles(chip, width, query.itemsize, group, layer.itemsize)
-        return of_parts, chunk_tiles(chip, width, query.itemsize)
+        of_partitions = split_kv_tiles(chip, width, query.itemsize, group, layer.itemsize)
+        return of_partitions, chunk_tiles(chip, width, query.itemsize)
 
     def _prefix(self, num_tokens: int, tiles: Tiles) -> _Prefix:
         device = self.batch.tables.device
@@ -235,40 +235,43 @@ class _Call:
     one_path: bool
 
     def tiles(
-        self, batch: Batch, items: WorkItems, tiles: Tiles, parts: _Partitions | None = None
+        self, batch: Batch, items: WorkItems, tiles: Tiles, partitions: _Partitions | None = None
     ) -> None:
-        """A program an item and KV head; with `parts` also a tile of the sequence's rows."""
+        """A program an item and KV head; with `partitions` also a tile of the sequence's rows."""
         _, num_heads, head_dim = self.out.shape
         _, _, num_kv_heads, block_size, _ = self.layer.shape
         group = num_heads // num_kv_heads
-        row_tiles = -(-parts.tokens * group // tiles.rows) if parts else 1
+        row_tiles = -(-partitions.tokens * group // tiles.rows) if partitions else 1
         scores = self.scores
         launch(
             attend_tiles, (len(items.items), num_kv_heads, row_tiles),
             self.query, self.layer, batch.tables, batch.query_starts, batch.context_lens,
             items.items, items.starts, self.out,
-            parts.sums if parts else None, parts.weights if parts else None,
+            partitions.sums if partitions else None, partitions.weights if partitions else None,
             scores.sinks, scores.slopes, self.scales,
             self.query.stride(0), batch.tables.stride(0), self.layer.stride(0),
             head_dim**-0.5 if scores.scale is None else scores.scale, scores.cap or None,
-            parts.tokens if parts else 1,
+            partitions.tokens if partitions else 1,
             H=num_kv_heads, G=group, S=block_size, D=head_dim, TAIL=self.tail,
             WINDOW=self.window,
-            SPLIT=SPLIT if parts or self.one_path else 0, IN_TURN=self.one_path and parts is None,
-            ALL_MERGED=parts is not None and parts.all_merged,
+            SPLIT=SPLIT if partitions or self.one_path else 0,
+            SEQUENTIAL=self.one_path and partitions is None,
+            ALL_MERGED=partitions is not None and partitions.all_merged,
             BLOCK_M=tiles.rows, BLOCK_N=tiles.columns, BLOCK_D=padded(head_dim),
             BLOCK_T=padded(self.tail), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             enable_fp_fusion=not self.one_path,
         )  # fmt: skip
 
-    def merge(self, batch: Batch, items: WorkItems, parts: _Partitions, num_shared: int) -> None:
+    def merge(
+        self, batch: Batch, items: WorkItems, partitions: _Partitions, num_shared: int
+    ) -> None:
         """Own parts lie first, then those of a shared prefix: a row a token and part."""
         _, num_heads, head_dim = self.out.shape
         batch_size = len(batch.context_lens)
         launch(
             merge_partitions, (batch_size, num_heads),
-            parts.sums, parts.weights, items.starts, batch.query_starts, self.out,
-            self.scores.sinks, parts.tokens, num_shared, len(items.items) * parts.tokens,
+            partitions.sums, partitions.weights, items.starts, batch.query_starts, self.out,
+            self.scores.sinks, partitions.tokens, num_shared, len(items.items) * partitions.tokens,
             batch_size, HEADS=num_heads, D=head_dim,
             BLOCK_P=1 if self.one_path else PARTITIONS_PER_MERGE, BLOCK_D=padded(head_dim),
             num_warps=1 if self.one_path else 4, num_stages=1, enable_fp_fusion=not self.one_path,
@@ -278,15 +281,15 @@ class _Call:
 def _attend_split_kv(call: _Call, batch: Batch, items: WorkItems, layout: _Layout) -> None:
     num_tokens, num_heads, head_dim = call.out.shape
     prefix = layout.prefix
-    own = len(items.items) * layout.part_tokens
+    own = len(items.items) * layout.partition_tokens
     num_shared = len(prefix.items.items) if prefix else 0
     size, device = own + num_shared * num_tokens, call.query.device
     sums = torch.empty(size, num_heads, head_dim, dtype=torch.float32, device=device)
     weights = torch.empty(size, num_heads, 2, dtype=torch.float32, device=device)
-    parts = _Partitions(sums, weights, layout.part_tokens, prefix is not None)
+    partitions = _Partitions(sums, weights, layout.partition_tokens, prefix is not None)
     if prefix is not None:
         shared = _Partitions(sums[own:], weights[own:], num_tokens, True)
         call.tiles(prefix.batch, prefix.items, prefix.tiles, shared)
-    call.tiles(batch, items, layout.part_tiles, parts)
+    call.tiles(batch, items, layout.partition_tiles, partitions)
     if layout.merges:
-        call.merge(batch, items, parts, num_shared)
+        call.merge(batch, items, partitions, num_shared)

@@ -34,12 +34,12 @@ def call(builder: Any, name: str, *arguments: Any) -> None:
     builder.call(cgutils.get_or_insert_function(builder.module, function, name), arguments)
 
 
-def bytes_at(context, builder, signature, arguments, array: int, places: list[Any]):
+def bytes_at(context, builder, signature, arguments, array: int, offsets: list[Any]):
     """Where the element at the sum of the places is, of the array that is this argument."""
     data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
-    at = places[0]
-    for place in places[1:]:
-        at = builder.add(at, place)
+    at = offsets[0]
+    for offset in offsets[1:]:
+        at = builder.add(at, offset)
     return builder.bitcast(builder.gep(data, [at]), _BYTE.as_pointer())
 
 
@@ -49,8 +49,8 @@ def ldtilecfg(typing, shapes):
 
     def code(context, builder, signature, arguments):
         zero = ir.Constant(_NUMBER, 0)
-        place = bytes_at(context, builder, signature, arguments, 0, [zero])
-        call(builder, "llvm.x86.ldtilecfg", place)
+        pointer = bytes_at(context, builder, signature, arguments, 0, [zero])
+        call(builder, "llvm.x86.ldtilecfg", pointer)
         return context.get_dummy_value()
 
     return types.void(shapes), code
@@ -75,10 +75,10 @@ def load_accumulators(num_rows: int, num_columns: int):
         def code(context, builder, signature, arguments):
             every_row = ir.Constant(_NUMBER, 0)
             for register in range(num_rows * num_columns):
-                place = [arguments[1], ir.Constant(_NUMBER, register % num_columns * 16)]
-                place = bytes_at(context, builder, signature, arguments, 0, place)
+                pointer = [arguments[1], ir.Constant(_NUMBER, register % num_columns * 16)]
+                pointer = bytes_at(context, builder, signature, arguments, 0, pointer)
                 number = ir.Constant(_BYTE, register)
-                call(builder, "llvm.x86.tileloadd64", number, place, every_row)
+                call(builder, "llvm.x86.tileloadd64", number, pointer, every_row)
             return context.get_dummy_value()
 
         return types.void(columns, types.intp), code
@@ -97,13 +97,13 @@ def store_accumulators(num_rows: int, num_columns: int):
             row_bytes = builder.mul(width, ir.Constant(_NUMBER, 4))
             for register in range(num_rows * num_columns):
                 row, column = divmod(register, num_columns)
-                place = bytes_at(
+                pointer = bytes_at(
                     context, builder, signature, arguments, 0,
                     [at, builder.mul(width, ir.Constant(_NUMBER, row * ROWS)),
                      ir.Constant(_NUMBER, column * 16)],
                 )  # fmt: skip
                 number = ir.Constant(_BYTE, register)
-                call(builder, "llvm.x86.tilestored64", number, place, row_bytes)
+                call(builder, "llvm.x86.tilestored64", number, pointer, row_bytes)
             return context.get_dummy_value()
 
         return types.void(y, types.intp, types.intp), code
@@ -122,15 +122,15 @@ def split_bf16x3(typing, a, b):
         floats, words = arguments[0].type, ir.VectorType(ir.IntType(32), VECTOR_WIDTH)
         upper, half = (ir.Constant(words, [each] * VECTOR_WIDTH) for each in (0xFFFF0000, 16))
         a, b = arguments
-        parts = []
-        for part in range(NUM_SPLITS):
+        splits = []
+        for index in range(NUM_SPLITS):
             low, high = builder.bitcast(a, words), builder.bitcast(b, words)
             kept = builder.and_(high, upper)
-            parts.append(builder.bitcast(builder.or_(builder.lshr(low, half), kept), floats))
-            if part + 1 < NUM_SPLITS:
+            splits.append(builder.bitcast(builder.or_(builder.lshr(low, half), kept), floats))
+            if index + 1 < NUM_SPLITS:
                 a = builder.fsub(a, builder.bitcast(builder.and_(low, upper), floats))
                 b = builder.fsub(b, builder.bitcast(kept, floats))
-        return context.make_tuple(builder, signature.return_type, parts)
+        return context.make_tuple(builder, signature.return_type, splits)
 
     return types.UniTuple(F32Vec(VECTOR_WIDTH), NUM_SPLITS)(a, b), code
 
@@ -152,13 +152,13 @@ def emit_tile_ops(work: Sequence[Load | Multiply]):
                     call(builder, "llvm.x86.tdpbf16ps", *registers)
                     continue
                 start, apart = (a_at, row_step) if each.of_rows else (b_at, column_step)
-                place = bytes_at(
+                pointer = bytes_at(
                     context, builder, signature, arguments, 0 if each.of_rows else 3,
                     [start, builder.mul(apart, ir.Constant(_NUMBER, each.number)),
-                     ir.Constant(_NUMBER, each.part * TILE)],
+                     ir.Constant(_NUMBER, each.split * TILE)],
                 )  # fmt: skip
                 number = ir.Constant(_BYTE, each.register)
-                call(builder, "llvm.x86.tileloadd64", number, place, _ROW_BYTES)
+                call(builder, "llvm.x86.tileloadd64", number, pointer, _ROW_BYTES)
             return context.get_dummy_value()
 
         return types.void(a, types.intp, types.intp, b, types.intp), code

@@ -32,25 +32,25 @@ def multiply_int8(num_rows: int, num_columns: int):
     """
 
     @simd_intrinsic
-    def step(typing, levels, levels_at, width, weights, weights_at):
+    def step(typing, qvalues, qvalues_at, width, weights, weights_at):
         def code(context, builder, signature, arguments):
-            _, levels_at, width, _, weights_at = arguments
+            _, qvalues_at, width, _, weights_at = arguments
             tile_bytes = ir.Constant(_NUMBER, 64)
             for row in range(num_rows):
                 down = builder.mul(width, ir.Constant(_NUMBER, row * ROWS))
-                place = bytes_at(context, builder, signature, arguments, 0, [levels_at, down])
-                call(builder, "llvm.x86.tileloadd64", _register(4 + row), place, width)
+                pointer = bytes_at(context, builder, signature, arguments, 0, [qvalues_at, down])
+                call(builder, "llvm.x86.tileloadd64", _register(4 + row), pointer, width)
             spare = 4 - num_rows  # registers for columns
             for column in range(num_columns):
                 along = ir.Constant(_NUMBER, column * TILE)
-                place = bytes_at(context, builder, signature, arguments, 3, [weights_at, along])
+                pointer = bytes_at(context, builder, signature, arguments, 3, [weights_at, along])
                 register = _register(4 + num_rows + column % spare)
-                call(builder, "llvm.x86.tileloadd64", register, place, tile_bytes)
+                call(builder, "llvm.x86.tileloadd64", register, pointer, tile_bytes)
                 for row in range(num_rows):
                     sums = _register(row * num_columns + column)
                     call(builder, "llvm.x86.tdpbusd", sums, _register(4 + row), register)
             return context.get_dummy_value()
 
-        return types.void(levels, types.intp, types.intp, weights, types.intp), code
+        return types.void(qvalues, types.intp, types.intp, weights, types.intp), code
 
     return step

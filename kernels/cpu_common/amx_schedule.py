@@ -18,19 +18,19 @@ class TileProduct(NamedTuple):
 
     row: int
     column: int
-    row_part: int
-    column_part: int
+    row_split: int
+    column_split: int
 
 
 def tile_products(num_rows: int, num_columns: int) -> list[TileProduct]:
     """A step through 32 inputs, of so many tiles of rows and of columns: the six products of parts
     that are not below the last bit of a float32, for each sum in the same order."""
     return [
-        TileProduct(row, column, row_part, column_part)
-        for row_part in range(NUM_SPLITS)
+        TileProduct(row, column, row_split, column_split)
+        for row_split in range(NUM_SPLITS)
         for row in range(num_rows)
         for column in range(num_columns)
-        for column_part in reversed(range(NUM_SPLITS - row_part))
+        for column_split in reversed(range(NUM_SPLITS - row_split))
     ]
 
 
@@ -40,7 +40,7 @@ class Load(NamedTuple):
     register: int
     of_rows: bool
     number: int
-    part: int
+    split: int
 
 
 class Multiply(NamedTuple):
@@ -61,8 +61,8 @@ def allocate_registers(
         False: dict.fromkeys(range(4 + for_rows, 8)),
     }
     used = {
-        True: [(dot.row, dot.row_part) for dot in dots],
-        False: [(dot.column, dot.column_part) for dot in dots],
+        True: [(dot.row, dot.row_split) for dot in dots],
+        False: [(dot.column, dot.column_split) for dot in dots],
     }
     done: list[Load | Multiply] = []
     for at, dot in enumerate(dots):

@@ -53,8 +53,8 @@ def _loads(width: int):
 
         def code(context, builder, signature, arguments):
             vector = context.get_value_type(lanes)
-            place = _pointer(context, builder, signature, arguments)
-            return builder.load(builder.bitcast(place, vector.as_pointer()), align=4)
+            pointer = _pointer(context, builder, signature, arguments)
+            return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=4)
 
         return lanes(array, types.intp), code
 
@@ -68,8 +68,8 @@ def load_bf16_as_f32(typing, array, at):
 
     def code(context, builder, signature, arguments):
         narrow, wide = (ir.VectorType(ir.IntType(bits), VECTOR_WIDTH) for bits in (16, 32))
-        place = _pointer(context, builder, signature, arguments)
-        found = builder.load(builder.bitcast(place, narrow.as_pointer()), align=2)
+        pointer = _pointer(context, builder, signature, arguments)
+        found = builder.load(builder.bitcast(pointer, narrow.as_pointer()), align=2)
         upper = builder.shl(builder.zext(found, wide), ir.Constant(wide, [16] * VECTOR_WIDTH))
         return builder.bitcast(upper, context.get_value_type(lanes))
 
@@ -83,8 +83,8 @@ def load_i32_as_f32(typing, array, at):
 
     def code(context, builder, signature, arguments):
         whole = ir.VectorType(ir.IntType(32), VECTOR_WIDTH)
-        place = _pointer(context, builder, signature, arguments)
-        found = builder.load(builder.bitcast(place, whole.as_pointer()), align=4)
+        pointer = _pointer(context, builder, signature, arguments)
+        found = builder.load(builder.bitcast(pointer, whole.as_pointer()), align=4)
         return builder.sitofp(found, context.get_value_type(lanes))
 
     return lanes(array, types.intp), code
@@ -93,8 +93,8 @@ def load_i32_as_f32(typing, array, at):
 def _broadcast(context, builder, lanes, value):
     none = ir.Constant(context.get_value_type(lanes), ir.Undefined)
     one = builder.insert_element(none, value, ir.Constant(ir.IntType(32), 0))
-    places = ir.Constant(ir.VectorType(ir.IntType(32), lanes.width), [0] * lanes.width)
-    return builder.shuffle_vector(one, none, places)
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), lanes.width), [0] * lanes.width)
+    return builder.shuffle_vector(one, none, mask)
 
 
 def _splats(width: int):
@@ -121,8 +121,8 @@ def store(typing, array, at, value):
     """Into a flat array from `at` on."""
 
     def code(context, builder, signature, arguments):
-        place = _pointer(context, builder, signature, arguments)
-        pointer = builder.bitcast(place, arguments[2].type.as_pointer())
+        address = _pointer(context, builder, signature, arguments)
+        pointer = builder.bitcast(address, arguments[2].type.as_pointer())
         builder.store(arguments[2], pointer, align=4)
         return context.get_dummy_value()
 
@@ -131,21 +131,21 @@ def store(typing, array, at, value):
 
 def _prefetches(nearness: int, to_write: bool = False):
     @simd_intrinsic
-    def ask(typing, array, at):
+    def prefetch_at(typing, array, at):
         """Has what lies at `at` of a flat array brought near."""
 
         def code(context, builder, signature, arguments):
-            place = _pointer(context, builder, signature, arguments)
+            pointer = _pointer(context, builder, signature, arguments)
             number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
             function = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
             called = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
             how = [ir.Constant(number, value) for value in (int(to_write), nearness, 1)]
-            builder.call(called, [builder.bitcast(place, byte), *how])
+            builder.call(called, [builder.bitcast(pointer, byte), *how])
             return context.get_dummy_value()
 
         return types.void(array, types.intp), code
 
-    return ask
+    return prefetch_at
 
 
 prefetch, prefetch_write = _prefetches(2), _prefetches(3, to_write=True)
@@ -210,9 +210,9 @@ def vmax(typing, a, b):
     return a(a, a), code
 
 
-def _shuffled(builder, one, other, places):
+def _shuffled(builder, one, other, indices):
     """The lanes of both at these places, those of `one` numbered first."""
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(places)), list(places))
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(indices)), list(indices))
     return builder.shuffle_vector(one, other, mask)
 
 
@@ -228,8 +228,8 @@ def hsum(typing, lanes):
 
     def code(context, builder, signature, arguments):
         halves = _halves(builder, arguments[0])
-        parts = [builder.extract_element(halves, ir.Constant(ir.IntType(32), j)) for j in range(4)]
-        return builder.fadd(builder.fadd(builder.fadd(parts[0], parts[1]), parts[2]), parts[3])
+        sums = [builder.extract_element(halves, ir.Constant(ir.IntType(32), j)) for j in range(4)]
+        return builder.fadd(builder.fadd(builder.fadd(sums[0], sums[1]), sums[2]), sums[3])
 
     return types.float32(lanes), code
 
@@ -240,8 +240,8 @@ def hsum4(typing, a, b, c, d):
 
     def code(context, builder, signature, arguments):
         ha, hb, hc, hd = (_halves(builder, each) for each in arguments)
-        ab = [_shuffled(builder, ha, hb, places) for places in ([0, 4, 1, 5], [2, 6, 3, 7])]
-        cd = [_shuffled(builder, hc, hd, places) for places in ([0, 4, 1, 5], [2, 6, 3, 7])]
+        ab = [_shuffled(builder, ha, hb, indices) for indices in ([0, 4, 1, 5], [2, 6, 3, 7])]
+        cd = [_shuffled(builder, hc, hd, indices) for indices in ([0, 4, 1, 5], [2, 6, 3, 7])]
         h = [
             _shuffled(builder, ab[j // 2], cd[j // 2], [0, 1, 4, 5] if j % 2 == 0 else [2, 3, 6, 7])
             for j in range(4)

@@ -20,7 +20,7 @@ from numba.core import cgutils, types
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 
-Shared = npt.NDArray[np.int64]
+BarrierState = npt.NDArray[np.int64]
 
 BARRIER_WORDS = 24
 """Numbers that a team shares."""
@@ -53,37 +53,37 @@ def _pointer(context, builder, signature, arguments):
 
 
 @simd_intrinsic
-def _atomic_load(typing, shared, at):
+def _atomic_load(typing, array, at):
     """What is there now, and what was written before it was."""
 
     def code(context, builder, signature, arguments):
-        place = _pointer(context, builder, signature, arguments)
-        return builder.load_atomic(place, "acquire", align=8)
+        pointer = _pointer(context, builder, signature, arguments)
+        return builder.load_atomic(pointer, "acquire", align=8)
 
-    return types.int64(shared, types.intp), code
+    return types.int64(array, types.intp), code
 
 
 @simd_intrinsic
-def _atomic_increment(typing, shared, at):
+def _atomic_increment(typing, array, at):
     """Adds one."""
 
     def code(context, builder, signature, arguments):
-        place = _pointer(context, builder, signature, arguments)
-        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "acq_rel")
+        pointer = _pointer(context, builder, signature, arguments)
+        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "acq_rel")
 
-    return types.int64(shared, types.intp), code
+    return types.int64(array, types.intp), code
 
 
 @simd_intrinsic
-def _compare_exchange(typing, shared, at, old, new):
+def _compare_exchange(typing, array, at, old, new):
     """Whether it was `old`, and so is `new`."""
 
     def code(context, builder, signature, arguments):
-        place = _pointer(context, builder, signature, arguments)
-        done = builder.cmpxchg(place, arguments[2], arguments[3], "acq_rel", "acquire")
+        pointer = _pointer(context, builder, signature, arguments)
+        done = builder.cmpxchg(pointer, arguments[2], arguments[3], "acq_rel", "acquire")
         return builder.extract_value(done, 1)
 
-    return types.boolean(shared, types.intp, types.int64, types.int64), code
+    return types.boolean(array, types.intp, types.int64, types.int64), code
 
 
 @simd_intrinsic
@@ -112,33 +112,33 @@ def backoff(spins: int) -> None:
 
 
 @inner()
-def join(shared: Shared, asked: int) -> tuple[int, int]:
+def join(barrier: BarrierState, num_threads: int) -> tuple[int, int]:
     """This thread's number in the team, and how many there are; (-1, 0): it came too late."""
-    number = _atomic_load(shared, _JOINED)
-    while number < _CLOSED and not _compare_exchange(shared, _JOINED, number, number + 1):
-        number = _atomic_load(shared, _JOINED)
+    number = _atomic_load(barrier, _JOINED)
+    while number < _CLOSED and not _compare_exchange(barrier, _JOINED, number, number + 1):
+        number = _atomic_load(barrier, _JOINED)
     if number >= _CLOSED:
         return -1, 0
     looks = 0
     while True:
-        joined = _atomic_load(shared, _JOINED)
+        joined = _atomic_load(barrier, _JOINED)
         if joined >= _CLOSED:
             return number, joined - _CLOSED
-        if joined == asked or looks == MAX_JOIN_SPINS:
-            _compare_exchange(shared, _JOINED, joined, joined + _CLOSED)
+        if joined == num_threads or looks == MAX_JOIN_SPINS:
+            _compare_exchange(barrier, _JOINED, joined, joined + _CLOSED)
         else:
             backoff(looks)
             looks += 1
 
 
 @inner()
-def arrive(shared: Shared) -> None:
+def arrive(barrier: BarrierState) -> None:
     """This thread has done its part of what is to be done before they meet."""
-    _atomic_increment(shared, _ARRIVED)
+    _atomic_increment(barrier, _ARRIVED)
 
 
 @inner()
-def phase_done(shared: Shared, count: int, times: int) -> Any:
+def phase_done(barrier: BarrierState, count: int, times: int) -> Any:
     """Whether all of a team of so many have arrived so many times; what they wrote before that
     can be read then."""
-    return _atomic_load(shared, _ARRIVED) >= count * times
+    return _atomic_load(barrier, _ARRIVED) >= count * times

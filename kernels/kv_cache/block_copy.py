@@ -138,10 +138,10 @@ def _check_move(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, staged:
 def _check_cache(kv: Tensor, layers: slice, heads: slice) -> None:
     check("kv", kv, ["L", "sides", "N", "H", "S", "D"], [kv.dtype])
     check_contiguous("kv", kv)
-    for name, part, size in (("layers", layers, kv.shape[0]), ("heads", heads, kv.shape[3])):
-        ends = (part.start, part.stop, part.step or 1)
+    for name, span, size in (("layers", layers, kv.shape[0]), ("heads", heads, kv.shape[3])):
+        ends = (span.start, span.stop, span.step or 1)
         if None in ends or not 0 <= ends[0] <= ends[1] <= size or ends[2] != 1:
-            raise ValueError(f"{name}: a range within [0, {size}) expected, not {part}")
+            raise ValueError(f"{name}: a range within [0, {size}) expected, not {span}")
 
 
 def aot_cases() -> Iterator[AotCase]:

@@ -88,11 +88,11 @@ def _add_words(
     TILE: tl.constexpr,  # words a program
 ):
     """n / TILE programs."""
-    places = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = places < num_words
-    values = tl.load(words + places, mask=mask, other=0)
-    products = values * tl.load(weights + places, mask=mask, other=0)
-    products += (values >> 32) * tl.load(weights + places + 1, mask=mask, other=0)
+    offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = offsets < num_words
+    values = tl.load(words + offsets, mask=mask, other=0)
+    products = values * tl.load(weights + offsets, mask=mask, other=0)
+    products += (values >> 32) * tl.load(weights + offsets + 1, mask=mask, other=0)
     tl.atomic_add(total, tl.sum(products, axis=0), sem="relaxed")
 
 

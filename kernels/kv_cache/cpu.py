@@ -67,14 +67,14 @@ def _rope_and_cache(
     heads: Floats,  # [T, Hq + 2 H, D]
     num_heads: int,  # Hq
     cos_sin: Floats,  # [T, 2, R]
-    neighbours: bool,
+    interleaved: bool,
     rows: npt.NDArray[np.int64],  # [T, 2 H] of the cache seen as rows of D
     kept: Any,  # the cache, flat
     num_threads: int,
 ) -> int:
     """Turns query heads in place and keeps the others; how many rows were none of the cache."""
     num_tokens, all_heads, head_dim = heads.shape
-    turned = (all_heads + num_heads) // 2
+    num_rotated = (all_heads + num_heads) // 2
     lost = 0
     for thread in numba.prange(num_threads):
         for t in range(
@@ -82,9 +82,9 @@ def _rope_and_cache(
         ):
             for h in range(all_heads):
                 head = heads[t, h]
-                if h < turned and neighbours:
+                if h < num_rotated and interleaved:
                     rope_interleaved(head, cos_sin[t, 0], cos_sin[t, 1])
-                elif h < turned:
+                elif h < num_rotated:
                     rope_neox(head, cos_sin[t, 0], cos_sin[t, 1])
                 if h >= num_heads:
                     row = rows[t, h - num_heads]

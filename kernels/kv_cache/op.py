@@ -98,8 +98,8 @@ def rope_and_cache(
     if scales is None and _runs_on_cpu_kernel(heads, cos_sin, rows, layer):
         _rope_and_cache_cpu(heads, num_heads, cos_sin, rows, layer, interleaved)
         return
-    turned = num_heads + layer.shape[2]
-    rotate_(heads[:, :turned, : cos_sin.shape[2]], cos_sin, interleaved)
+    num_rotated = num_heads + layer.shape[2]
+    rotate_(heads[:, :num_rotated, : cos_sin.shape[2]], cos_sin, interleaved)
     write_kv(layer, rows, heads[:, num_heads:], scales)
 
 
@@ -114,7 +114,7 @@ def _runs_on_cpu_kernel(heads: Tensor, cos_sin: Tensor, rows: Tensor, layer: Ten
 
 
 def _rope_and_cache_cpu(
-    heads: Tensor, num_heads: int, cos_sin: Tensor, rows: Tensor, layer: Tensor, neighbours: bool
+    heads: Tensor, num_heads: int, cos_sin: Tensor, rows: Tensor, layer: Tensor, interleaved: bool
 ) -> None:
     kept_heads = 2 * layer.shape[2]
     check("heads", heads, [len(rows), num_heads + kept_heads, layer.shape[-1]], [torch.float32])
@@ -126,7 +126,7 @@ def _rope_and_cache_cpu(
     kept = flat.view(torch.int16).numpy().view(np.uint16) if narrow else flat.numpy()
     whole = heads.contiguous()
     lost = _cpu_kernel(narrow)(
-        whole.numpy(), num_heads, cos_sin.contiguous().numpy(), neighbours,
+        whole.numpy(), num_heads, cos_sin.contiguous().numpy(), interleaved,
         rows.contiguous().numpy(), kept,
         num_threads=1 if heads.numel() < MIN_PARALLEL_ELEMENTS else torch.get_num_threads(),
     )  # fmt: skip
@@ -224,31 +224,31 @@ def _write_tokens(
     SIZE: tl.constexpr,  # the power of two that holds D
     HALF: tl.constexpr,  # R/2
     PAIRS: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,  # a program
     HEADS: tl.constexpr,  # a program
     MOST: tl.constexpr,  # what an FP8 cache can hold
     SOFT: tl.constexpr,  # the chip does not convert to FP8
 ):
     """[T / TOKENS, Hq / HEADS + SIDES H / HEADS] programs, of queries, then keys, then values."""
-    query_parts: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
-    kv_parts: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    query_tiles: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
+    kv_tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     rows = tl.arange(0, TOKENS * HEADS)[:, None]
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + rows // HEADS
     present = tokens < num_tokens
-    part = tl.program_id(1)
+    head_tile = tl.program_id(1)
     if QUERY_HEADS > 0:  # noqa: SIM102 (known when compiling; what is below then need not be)
-        if part < query_parts:
-            numbers = part * HEADS + rows % HEADS
+        if head_tile < query_tiles:
+            numbers = head_tile * HEADS + rows % HEADS
             mask = present & (numbers < QUERY_HEADS)
-            places = heads + tokens * token_stride + numbers * head_stride
+            pointers = heads + tokens * token_stride + numbers * head_stride
             angles = cos_sin + tokens * (4 * HALF)
-            u, v = load_rotated(places, angles, mask, HALF, PAIRS, NEIGHBOURS)
-            store_rotated(places, u, v, mask, HALF, PAIRS, NEIGHBOURS)
+            u, v = load_rotated(pointers, angles, mask, HALF, PAIRS, INTERLEAVED)
+            store_rotated(pointers, u, v, mask, HALF, PAIRS, INTERLEAVED)
             return
-    part -= query_parts
-    side = part // kv_parts
-    numbers = part % kv_parts * HEADS + rows % HEADS
+    head_tile -= query_tiles
+    side = head_tile // kv_tiles
+    numbers = head_tile % kv_tiles * HEADS + rows % HEADS
     slot = tl.load(slots + tokens, mask=present, other=-1)
     mask = (slot >= 0) & (slot < num_slots) & (numbers < KV_HEADS)
     source = heads + tokens * token_stride
@@ -262,11 +262,11 @@ def _write_tokens(
         _copy_features(source, target, factors, mask, 0, DIM, SIZE, MOST, SOFT)
     else:
         angles = cos_sin + tokens * (4 * HALF)
-        u, v = load_rotated(source, angles, mask, HALF, PAIRS, NEIGHBOURS)
+        u, v = load_rotated(source, angles, mask, HALF, PAIRS, INTERLEAVED)
         if factors is not None:
             u = _quantized(u, factors, MOST, SOFT)
             v = _quantized(v, factors, MOST, SOFT)
-        store_rotated(target, u, v, mask, HALF, PAIRS, NEIGHBOURS)
+        store_rotated(target, u, v, mask, HALF, PAIRS, INTERLEAVED)
         if 2 * HALF < DIM:
             _copy_features(source, target, factors, mask, 2 * HALF, DIM, SIZE, MOST, SOFT)
 
@@ -277,7 +277,7 @@ def _write(
     cos_sin: Tensor | None,
     slots: Tensor,
     layer: Tensor,
-    neighbours: bool,
+    interleaved: bool,
     scales: Tensor | None,
 ) -> None:
     _check_write(heads, num_heads, cos_sin, slots, layer, scales)
@@ -285,10 +285,10 @@ def _write(
     tokens, tile_heads = rows_of_a_tile(num_kv_heads, dim)
     half = 0 if cos_sin is None else cos_sin.shape[2] // 2
     soft = scales is not None and not device_info(layer).converts_e4m3
-    parts = -(-num_heads // tile_heads) + num_sides * -(-num_kv_heads // tile_heads)
+    head_tiles = -(-num_heads // tile_heads) + num_sides * -(-num_kv_heads // tile_heads)
     launch(
         _write_tokens,
-        (-(-len(heads) // tokens), parts),
+        (-(-len(heads) // tokens), head_tiles),
         heads,
         cos_sin,
         slots,
@@ -305,7 +305,7 @@ def _write(
         SIZE=power_of_2(dim),
         HALF=half,
         PAIRS=power_of_2(half),
-        NEIGHBOURS=neighbours,
+        INTERLEAVED=interleaved,
         TOKENS=tokens,
         HEADS=tile_heads,
         MOST=E4M3_MAX,

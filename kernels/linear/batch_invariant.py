@@ -58,9 +58,9 @@ def _matmul_kernel(
     head, num_heads = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     band = tile // (BAND * output_tiles)
     band_rows = tl.minimum(row_tiles - band * BAND, BAND)
-    place = tile % (BAND * output_tiles)
-    rows = (band * BAND + place % band_rows) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    outputs = (place // band_rows) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    band_tile = tile % (BAND * output_tiles)
+    rows = (band * BAND + band_tile % band_rows) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    outputs = (band_tile // band_rows) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     x_rows = x + head * x_head + rows.to(tl.int64)[:, None] * x_row
     weight_rows = weight + head * weight_head + outputs.to(tl.int64)[None, :] * weight_output
     has_row, has_output = rows[:, None] < num_rows, outputs[None, :] < num_outputs

@@ -51,9 +51,9 @@ _ROWS_AT_ONCE = 4 * _SUM_TILES * ROWS
 @inner()
 def _aligned(size: int) -> Any:
     """Scratch whose first element begins a line of the cache."""
-    room = np.empty(size + 16, np.float32)
-    first = (-(room.ctypes.data // 4)) % 16
-    return room[first : first + size]
+    scratch = np.empty(size + 16, np.float32)
+    first = (-(scratch.ctypes.data // 4)) % 16
+    return scratch[first : first + size]
 
 
 @inner()
@@ -129,18 +129,18 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
 
     @inner(forceinline=True)
     def meanwhile(
-        panels: Floats, at: Any, b: Floats, to: int, later: Any, asks: bool, piece: int
+        panels: Floats, at: Any, b: Floats, to: int, later: Any, prefetch_next: bool, piece: int
     ) -> None:
         first, last = piece * words, (piece + 1) * words
         for c in range(num_columns):
             _split_columns(panels, at[c], b, to + c * _SPLIT, first, last)
-            if asks:
+            if prefetch_next:
                 _prefetch(panels, later[c], first, last)
 
     @inner()
     def block(
         a: Floats, a_at: int, row_step: int, panels: Floats, at: Any, then: Any, later: Any,
-        asks: bool, num_steps: int, b: Floats, side: int, before: Floats, before_at: int,
+        prefetch_next: bool, num_steps: int, b: Floats, side: int, before: Floats, before_at: int,
         y: Floats, y_at: int, width: int,
     ) -> int:  # fmt: skip
         start(before, before_at)
@@ -148,21 +148,21 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
             now, side = side * num_columns * _SPLIT, 1 - side
             to, at = side * num_columns * _SPLIT, then if k + 1 == num_steps else _step_on(at)
             p0(a, a_at, row_step, b, now)
-            meanwhile(panels, at, b, to, later, asks, 0)
+            meanwhile(panels, at, b, to, later, prefetch_next, 0)
             p1(a, a_at, row_step, b, now)
-            meanwhile(panels, at, b, to, later, asks, 1)
+            meanwhile(panels, at, b, to, later, prefetch_next, 1)
             p2(a, a_at, row_step, b, now)
-            meanwhile(panels, at, b, to, later, asks, 2)
+            meanwhile(panels, at, b, to, later, prefetch_next, 2)
             p3(a, a_at, row_step, b, now)
-            meanwhile(panels, at, b, to, later, asks, 3)
+            meanwhile(panels, at, b, to, later, prefetch_next, 3)
             p4(a, a_at, row_step, b, now)
-            meanwhile(panels, at, b, to, later, asks, 4)
+            meanwhile(panels, at, b, to, later, prefetch_next, 4)
             p5(a, a_at, row_step, b, now)
-            meanwhile(panels, at, b, to, later, asks, 5)
+            meanwhile(panels, at, b, to, later, prefetch_next, 5)
             p6(a, a_at, row_step, b, now)
-            meanwhile(panels, at, b, to, later, asks, 6)
+            meanwhile(panels, at, b, to, later, prefetch_next, 6)
             p7(a, a_at, row_step, b, now)
-            meanwhile(panels, at, b, to, later, asks, 7)
+            meanwhile(panels, at, b, to, later, prefetch_next, 7)
             for r in range(k * rows // num_steps, (k + 1) * rows // num_steps):
                 prefetch_write(y, y_at + r * width)
             a_at, later = a_at + _SPLIT, _step_on(later)
@@ -217,8 +217,8 @@ def _pass(
         if column + across < last:
             later = _columns_at(column + across, num_columns, num_inputs, begin)
         for r in range(0, num_rows, high):
-            place, then = r * width + column * 16, later if r + high >= num_rows else at
-            before, before_at, into, into_at, apart = bias, column * 16, y, place, width
+            y_at, then = r * width + column * 16, later if r + high >= num_rows else at
+            before, before_at, into, into_at, apart = bias, column * 16, y, y_at, width
             if begin:
                 before, before_at, into, into_at, apart = (
                     sums[_SUM_TILES * TILE :],
@@ -238,7 +238,7 @@ def _pass(
             else:
                 side = _wide(*given)
             if begin:
-                _add(sums, min(high, num_rows - r), across * 16, y, place, width)
+                _add(sums, min(high, num_rows - r), across * 16, y, y_at, width)
         at = later
 
 

@@ -89,7 +89,7 @@ def _dequantize_sums(
 
 @inner()
 def _flat(
-    levels: Bytes, levels_at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
+    qvalues: Bytes, qvalues_at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
     shifts: Sums, factors: Floats, scales: Floats, bias: Floats, y: Floats, y_at: int, width: int,
     sums: Sums,
 ) -> None:  # fmt: skip
@@ -98,7 +98,7 @@ def _flat(
     _start_flat(shifts, column)
     for k in range(0, num_inputs, TILE_K):
         _prefetch(weights, at + _PREFETCH_BYTES, TILES_ACROSS * TILE)
-        _multiply_flat(levels, levels_at + k, num_inputs, weights, at)
+        _multiply_flat(qvalues, qvalues_at + k, num_inputs, weights, at)
         at += TILES_ACROSS * TILE
     _store_flat(sums, 0, BLOCK_COLUMNS)
     _dequantize_sums(
@@ -116,20 +116,20 @@ def _flat(
 
 @inner()
 def _square(
-    levels: Bytes, levels_at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
-    half: int, asks: bool, shifts: Sums, factors: Floats, scales: Floats, bias: Floats, y: Floats,
-    y_at: int, width: int, sums: Sums,
+    qvalues: Bytes, qvalues_at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
+    half: int, prefetch_next: bool, shifts: Sums, factors: Floats, scales: Floats, bias: Floats,
+    y: Floats, y_at: int, width: int, sums: Sums,
 ) -> None:  # fmt: skip
-    """Up to 32 rows with 32 columns; asks: for the next ones."""
+    """Up to 32 rows with 32 columns; prefetch_next: for the next ones."""
     at, column = (
         block * num_inputs * BLOCK_COLUMNS + half * 2 * TILE,
         block * BLOCK_COLUMNS + half * 32,
     )
     _start_square(shifts, column)
     for k in range(0, num_inputs, TILE_K):
-        if asks:
+        if prefetch_next:
             _prefetch(weights, at + (1 + half) * num_inputs * 32, 2 * TILE)
-        _multiply_square(levels, levels_at + k, num_inputs, weights, at)
+        _multiply_square(qvalues, qvalues_at + k, num_inputs, weights, at)
         at += TILES_ACROSS * TILE
     _store_square(sums, 0, 32)
     _dequantize_sums(
@@ -139,7 +139,7 @@ def _square(
 
 @inner()
 def compute_columns(
-    levels: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
+    qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,
 ) -> None:  # fmt: skip
     """Of y's columns, BROAD after BROAD, those from `first` to `last`."""
@@ -153,7 +153,7 @@ def compute_columns(
             for half in range(2):
                 for r in range(0, whole, BLOCK_ROWS):
                     _square(
-                        levels, r * num_inputs, num_inputs, BLOCK_ROWS, weights, block, half,
+                        qvalues, r * num_inputs, num_inputs, BLOCK_ROWS, weights, block, half,
                         r == 0, shifts, factors[r:], scales, bias, y, r * width, width, sums,
                     )  # fmt: skip
     rest = num_rows - whole
@@ -163,13 +163,13 @@ def compute_columns(
         for block in range(first, last):
             if rest <= ROWS:
                 _flat(
-                    levels, at, num_inputs, rest, weights, block, shifts, own, scales, bias, y,
+                    qvalues, at, num_inputs, rest, weights, block, shifts, own, scales, bias, y,
                     y_at, width, sums,
                 )  # fmt: skip
             else:
                 for half in range(2):
                     _square(
-                        levels, at, num_inputs, rest, weights, block, half, True, shifts, own,
+                        qvalues, at, num_inputs, rest, weights, block, half, True, shifts, own,
                         scales, bias, y, y_at, width, sums,
                     )  # fmt: skip
     tilerelease()
@@ -183,7 +183,7 @@ _SIGNATURE = (
 
 @entry(_SIGNATURE + ")")
 def _serial(
-    levels: Bytes,  # [T K]
+    qvalues: Bytes,  # [T K]
     num_rows: int,
     num_inputs: int,  # a multiple of DEEP
     weights: Bytes,  # [blocks, steps, ACROSS, 16, 16, 4]
@@ -196,14 +196,14 @@ def _serial(
 ) -> None:
     """Writes y, in one thread."""
     compute_columns(
-        levels, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
+        qvalues, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
         num_blocks * BLOCK_COLUMNS, 0, num_blocks,
     )  # fmt: skip
 
 
 @entry(_SIGNATURE + ", int64)", parallel=True)
 def _parallel(
-    levels: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
+    qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, num_blocks: int, num_threads: int,
 ) -> None:  # fmt: skip
     """The same, some columns a thread; of many rows some of them, which it has made itself."""
@@ -216,13 +216,13 @@ def _parallel(
             if thread == num_threads - 1:
                 end = num_rows
             compute_columns(
-                levels[begin * num_inputs :], end - begin, num_inputs, weights, shifts,
+                qvalues[begin * num_inputs :], end - begin, num_inputs, weights, shifts,
                 factors[begin:], scales, bias, y[begin * num_blocks * BLOCK_COLUMNS :],
                 num_blocks * BLOCK_COLUMNS, 0, num_blocks,
             )  # fmt: skip
         elif first < last:
             compute_columns(
-                levels, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
+                qvalues, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
                 num_blocks * BLOCK_COLUMNS, first, last,
             )  # fmt: skip
 

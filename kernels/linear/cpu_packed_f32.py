@@ -64,8 +64,8 @@ class PackedLinearF32:
         """x [T, K] float32 gives [T, N]. ValueError where x is something else."""
         num_rows, num_inputs = len(x), self.num_inputs
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
-            asked = f"[T, {num_inputs}] float32"
-            raise ValueError(f"x: {asked} expected, not {list(x.shape)} {x.dtype}")
+            expected = f"[T, {num_inputs}] float32"
+            raise ValueError(f"x: {expected} expected, not {list(x.shape)} {x.dtype}")
         by_tiles = has_amx() and (self.batch_invariant or num_rows >= MIN_AMX_ROWS)
         loops = _amx_kernels() if by_tiles else _avx512_kernels()
         read, written, width = loops.padded_sizes(num_rows, self.num_outputs)

@@ -49,12 +49,12 @@ class PackedLinearInt8:
         """x [T, K] float32 gives [T, N]. ValueError where x is something else."""
         num_rows, num_inputs = len(x), self.num_inputs
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
-            asked = f"[T, {num_inputs}] float32"
-            raise ValueError(f"x: {asked} expected, not {list(x.shape)} {x.dtype}")
-        levels, factors = quantize_per_token(x)
+            expected = f"[T, {num_inputs}] float32"
+            raise ValueError(f"x: {expected} expected, not {list(x.shape)} {x.dtype}")
+        qvalues, factors = quantize_per_token(x)
         y = torch.empty(num_rows, len(self.scales))
         _amx_kernels().run(
-            levels.view(-1).numpy(), num_rows, num_inputs, self.tiles, self.shifts,
+            qvalues.view(-1).numpy(), num_rows, num_inputs, self.tiles, self.shifts,
             factors.view(-1).numpy(), self.scales, self.bias, y.view(-1).numpy(),
             len(self.scales) // _BLOCK_COLUMNS,
             num_threads=(
@@ -71,8 +71,8 @@ def pack_int8_amx(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> Packe
     whole = torch.zeros(num_blocks * _BLOCK_COLUMNS, num_inputs, dtype=torch.int8)
     whole[:num_outputs] = qweight
     # [blocks, 4, 16 columns, steps, 16, 4 inputs] to [blocks, steps, 4, 16, 16 columns, 4].
-    parts = whole.view(num_blocks, 4, 16, num_inputs // _TILE_K, 16, 4)
-    tiles = parts.permute(0, 3, 1, 4, 2, 5).contiguous().view(torch.uint8)
+    blocks = whole.view(num_blocks, 4, 16, num_inputs // _TILE_K, 16, 4)
+    tiles = blocks.permute(0, 3, 1, 4, 2, 5).contiguous().view(torch.uint8)
     shifts = whole.sum(1, dtype=torch.int32) * -ZERO_POINT
     wide_scales, wide_bias = torch.zeros(2, len(whole))
     wide_scales[:num_outputs] = scales

@@ -14,11 +14,11 @@ _QMAX, _ZERO_POINT, _MIN_SCALE = np.float32(127), np.int32(128), np.float32(1e-3
 
 @inner()
 def quantize_rows(
-    x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, first: int, last: int
+    x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, first: int, last: int
 ) -> None:
     magnitudes = factors.view(np.int32)
     for t in range(first, last):
-        row, out = x[t], levels[t]
+        row, out = x[t], qvalues[t]
         # As integers magnitudes have the same order, with NaN above all.
         bits, most = row.view(np.int32), np.int32(0)
         for i in range(len(bits)):
@@ -34,15 +34,15 @@ def quantize_rows(
 
 
 @entry("void(float32[:,::1], uint8[:,::1], float32[::1])")
-def _serial(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats) -> None:
-    quantize_rows(x, levels, factors, 0, len(x))
+def _serial(x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats) -> None:
+    quantize_rows(x, qvalues, factors, 0, len(x))
 
 
 @entry("void(float32[:,::1], uint8[:,::1], float32[::1], int64)", parallel=True)
-def _parallel(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:
+def _parallel(x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:
     for thread in numba.prange(num_threads):
         first, last = len(x) * thread // num_threads, len(x) * (thread + 1) // num_threads
-        quantize_rows(x, levels, factors, first, last)
+        quantize_rows(x, qvalues, factors, first, last)
 
 
 def load() -> None:
@@ -50,6 +50,6 @@ def load() -> None:
     load_entries(_serial, _parallel)
 
 
-def run(x: Floats, levels: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:
+def run(x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:
     """x [T, K], levels [T, K], factors [T]."""
-    run_serial_or_parallel(_serial, _parallel, x, levels, factors, num_threads=num_threads)
+    run_serial_or_parallel(_serial, _parallel, x, qvalues, factors, num_threads=num_threads)

@@ -95,8 +95,8 @@ _fixed_by_itself: dict[tuple[int, ...], bool] = {}
 def _is_batch_invariant(product: PackedLinear, num_inputs: int) -> bool:
     x = torch.randn(160, num_inputs, generator=torch.Generator().manual_seed(0))
     whole = product(x)
-    parts = ((at, at + rows) for at, rows in ((0, 1), (9, 2), (3, 3), (5, 7), (1, 17), (30, 64)))
-    return all(torch.equal(product(x[at:end]), whole[at:end]) for at, end in parts)
+    ranges = ((at, at + rows) for at, rows in ((0, 1), (9, 2), (3, 3), (5, 7), (1, 17), (30, 64)))
+    return all(torch.equal(product(x[at:end]), whole[at:end]) for at, end in ranges)
 
 
 def batch_invariant_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
@@ -149,9 +149,9 @@ class OneDnnInt8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if not len(x):
             return x.new_empty(0, len(self.scales))
-        levels, factors = quantize_per_token(x)
+        qvalues, factors = quantize_per_token(x)
         y: Tensor = torch.ops.onednn.qlinear_pointwise(
-            levels, 1.0, ZERO_POINT, self.packed, self.scales, self.zeros,
+            qvalues, 1.0, ZERO_POINT, self.packed, self.scales, self.zeros,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         y.mul_(factors)
@@ -175,17 +175,17 @@ class FbgemmInt8Linear:
 
 def pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     """weight: [N, K] float32, of which nothing is kept."""
-    scales, levels = _quantized_rows(weight)
+    scales, qweight = _quantized_rows(weight)
     if supports_amx_int8(weight):
-        return pack_int8_amx(levels, scales, bias)
+        return pack_int8_amx(qweight, scales, bias)
     if _has_vnni():
-        packed = torch.ops.onednn.qlinear_prepack(levels, None)
+        packed = torch.ops.onednn.qlinear_prepack(qweight, None)
         return OneDnnInt8Linear(packed, scales, torch.zeros(len(weight), dtype=torch.int32), bias)
     zeros = torch.zeros(len(weight), dtype=torch.int64)
     with warnings.catch_warnings():
         # Such tensors are to leave torch one day; the version is pinned, and nothing else packs.
         warnings.simplefilter("ignore", UserWarning)
-        quantized = torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0)
+        quantized = torch._make_per_channel_quantized_tensor(qweight, scales, zeros, 0)
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"
     try:
@@ -207,14 +207,14 @@ def _has_vnni() -> bool:
 def _quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Scales [N] float32, and [N, K] int8 from -127 to 127."""
     scales = weight.abs().amax(1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
-    levels = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return scales, levels
+    qweight = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return scales, qweight
 
 
 def int8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, qmax: int) -> Tensor:
     """What `pack_int8` means, in float64."""
-    scales, levels = _quantized_rows(weight)
+    scales, qweight = _quantized_rows(weight)
     largest = x.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     rows = (x / largest * qmax).round().double()
-    y = rows @ levels.double().T * (largest.double() / qmax) * scales.double()
+    y = rows @ qweight.double().T * (largest.double() / qmax) * scales.double()
     return y if bias is None else y + bias

@@ -20,18 +20,18 @@ MIN_SCALE = 1e-30
 
 def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """Levels [T, K] uint8 and factors [T, 1] float32 of x [T, K] float32."""
-    levels = torch.empty(x.shape, dtype=torch.uint8)
+    qvalues = torch.empty(x.shape, dtype=torch.uint8)
     factors = torch.empty(len(x), 1)
     threads = 1 if x.numel() < MIN_PARALLEL_ELEMENTS else torch.get_num_threads()
-    _cpu_kernels().run(x.contiguous().numpy(), levels.numpy(), factors.view(-1).numpy(), threads)
-    return levels, factors
+    _cpu_kernels().run(x.contiguous().numpy(), qvalues.numpy(), factors.view(-1).numpy(), threads)
+    return qvalues, factors
 
 
 def quantize_per_token_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """What `quantize_per_token` means."""
     largest = x.abs().amax(-1, keepdim=True).clamp_min(MIN_SCALE)
-    levels = (x * (QMAX / largest)).round() + ZERO_POINT
-    return levels.to(torch.uint8), largest / QMAX
+    qvalues = (x * (QMAX / largest)).round() + ZERO_POINT
+    return qvalues.to(torch.uint8), largest / QMAX
 
 
 def load_cpu_kernels() -> None:

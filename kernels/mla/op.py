@@ -243,8 +243,8 @@ def _attend_rows(
     """Into sums [H, L, R]: query [L, H, R + P] over rows [C, R + P], which all heads share."""
     rank = sums.shape[2]
     if len(query) == 1:
-        shares = (query[0] @ rows.T).mul_(scale).softmax(-1)
-        torch.matmul(shares, rows[:, :rank], out=sums[:, 0])
+        probs = (query[0] @ rows.T).mul_(scale).softmax(-1)
+        torch.matmul(probs, rows[:, :rank], out=sums[:, 0])
         return
     mask = None if mask is None else mask.to(query.dtype)
     # The rotated key is summed too, and thrown away: values as wide as keys have a fused form.
@@ -328,16 +328,18 @@ def mla_attention_reference(
     out = query.new_empty(len(query), num_heads, height - query_dim)
     for b, context in enumerate(context_lens.tolist()):
         tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
-        places = np.arange(context)
-        blocks = torch.from_numpy(block_tables[b, places // layer.shape[3]].astype(np.int64))
-        rows = layer[0, blocks, 0, torch.from_numpy(places % layer.shape[3])]
+        positions = np.arange(context)
+        blocks = torch.from_numpy(block_tables[b, positions // layer.shape[3]].astype(np.int64))
+        rows = layer[0, blocks, 0, torch.from_numpy(positions % layer.shape[3])]
         latents, shared_key = rows[:, :rank], rows[:, rank:]
-        unseen = torch.from_numpy(places > places[context - tokens.stop + tokens.start :, None])
+        unseen = torch.from_numpy(
+            positions > positions[context - tokens.stop + tokens.start :, None]
+        )
         for head in range(num_heads):
             keys = torch.cat((latents @ up[head, :query_dim].T, shared_key), 1)
             scores = query[tokens, head] @ keys.T * scale
-            shares = scores.masked_fill(unseen, -torch.inf).softmax(-1)
-            out[tokens, head] = shares @ (latents @ up[head, query_dim:].T)
+            probs = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+            out[tokens, head] = probs @ (latents @ up[head, query_dim:].T)
     return out
 
 

@@ -25,40 +25,40 @@ from penstock.kernels.triton_common.launch import (
 
 @jit
 def _count_one(
-    experts, chunk, num_places, CHUNK: tl.constexpr, STEP: tl.constexpr, E: tl.constexpr
+    experts, chunk, num_choices, CHUNK: tl.constexpr, STEP: tl.constexpr, E: tl.constexpr
 ):
     """How many places of a chunk have each expert: [E]."""
     name = tl.arange(0, E)
     count = tl.zeros((E,), tl.int32)
     for start in range(0, CHUNK, STEP):
-        place = chunk * CHUNK + start + tl.arange(0, STEP)
-        expert = tl.load(experts + place, mask=place < num_places, other=-1)
+        choice = chunk * CHUNK + start + tl.arange(0, STEP)
+        expert = tl.load(experts + choice, mask=choice < num_choices, other=-1)
         count += tl.sum((name[:, None] == expert[None, :]).to(tl.int32), axis=1)
     return count
 
 
-@jit(unspecialized=("num_places",))
+@jit(unspecialized=("num_choices",))
 def _count(
-    experts,  # [num_places] int32
+    experts,  # [num_choices] int32
     counts,  # [chunks, E] int32
-    num_places,
+    num_choices,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     E: tl.constexpr,  # experts, the next power of two
 ):
     chunk = tl.program_id(0)
-    count = _count_one(experts, chunk, num_places, CHUNK, STEP, E)
+    count = _count_one(experts, chunk, num_choices, CHUNK, STEP, E)
     tl.store(counts + chunk * E + tl.arange(0, E), count)
 
 
-@jit(unspecialized=("num_places", "max_tiles", "num_chunks"))
+@jit(unspecialized=("num_choices", "max_tiles", "num_chunks"))
 def _sort(
-    experts,  # [num_places] int32; a place whose expert does not exist is left out
+    experts,  # [num_choices] int32; a place whose expert does not exist is left out
     counts,  # [chunks, E] int32; not read where there is one chunk
-    order,  # [num_places] int32: the places, sorted
+    order,  # [num_choices] int32: the places, sorted
     tiles,  # [3, max_tiles] int32: a tile's expert, its first of `order`, its rows
     num_tiles,  # [1] int32
-    num_places,
+    num_choices,
     num_experts,
     max_tiles,
     num_chunks,
@@ -72,7 +72,7 @@ def _sort(
     before = tl.zeros((E,), tl.int32)  # of each expert, in chunks before this one
     total = tl.zeros((E,), tl.int32)
     if ONE_CHUNK:
-        total = _count_one(experts, chunk, num_places, CHUNK, STEP, E)
+        total = _count_one(experts, chunk, num_choices, CHUNK, STEP, E)
     else:
         for first in range(0, num_chunks, STEP):
             other = first + tl.arange(0, STEP)[:, None]
@@ -86,19 +86,19 @@ def _sort(
     if chunk == 0:
         tl.store(num_tiles, tl.sum(num_own_tiles, axis=0))
 
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = tl.load(experts + place, mask=place < num_places, other=-1)
+    choice = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(experts + choice, mask=choice < num_choices, other=-1)
     exists = (expert >= 0) & (expert < num_experts)
     rank = tl.zeros((CHUNK,), tl.int32)
     for first in range(0, CHUNK, STEP):
         other = chunk * CHUNK + first + tl.arange(0, STEP)
-        their = tl.load(experts + other, mask=other < num_places, other=-1)
-        same = (expert[:, None] == their[None, :]) & (other[None, :] < place[:, None])
+        their = tl.load(experts + other, mask=other < num_choices, other=-1)
+        same = (expert[:, None] == their[None, :]) & (other[None, :] < choice[:, None])
         rank += tl.sum(same.to(tl.int32), axis=1)
     expert = tl.where(exists, expert, 0)
     rank += tl.gather(before, expert, axis=0)
     at = tl.gather(start, expert, axis=0) + rank
-    tl.store(order + at, place, mask=exists)
+    tl.store(order + at, choice, mask=exists)
     is_head = exists & (rank % TILE_ROWS == 0)
     tile = tiles + tl.gather(first_tile, expert, axis=0) + rank // TILE_ROWS
     rows = tl.minimum(tl.gather(total, expert, axis=0) - rank, TILE_ROWS)
@@ -129,10 +129,10 @@ def align_blocks(experts: Tensor, num_experts: int, tile_rows: int) -> AlignedTo
     """experts: [T, k] int32, contiguous, T > 0. On Triton only."""
     check("experts", experts, ("T", "k"), (torch.int32,))
     check_contiguous("experts", experts)
-    num_places = experts.numel()
+    num_choices = experts.numel()
     # An expert that is there has at most one tile that is not full.
-    max_tiles = min(num_places, num_places // tile_rows + min(num_experts, num_places))
-    num_chunks = -(-num_places // CHUNK)
+    max_tiles = min(num_choices, num_choices // tile_rows + min(num_experts, num_choices))
+    num_chunks = -(-num_choices // CHUNK)
     width = power_of_2(num_experts)
     sizes = {
         "CHUNK": CHUNK,
@@ -140,14 +140,14 @@ def align_blocks(experts: Tensor, num_experts: int, tile_rows: int) -> AlignedTo
         "E": width,
     }
     found = AlignedTokens(
-        experts.new_empty(num_places),
+        experts.new_empty(num_choices),
         experts.new_empty(3, max_tiles),
         experts.new_empty(1),
         tile_rows,
     )
     counts = experts.new_empty(num_chunks, width)
     if num_chunks > 1:
-        launch(_count, (num_chunks,), experts, counts, num_places, **sizes)
+        launch(_count, (num_chunks,), experts, counts, num_choices, **sizes)
     launch(
         _sort,
         (num_chunks,),
@@ -156,7 +156,7 @@ def align_blocks(experts: Tensor, num_experts: int, tile_rows: int) -> AlignedTo
         found.order,
         found.tiles,
         found.num_tiles,
-        num_places,
+        num_choices,
         num_experts,
         max_tiles,
         num_chunks,
@@ -175,7 +175,7 @@ def align_blocks_reference(
     order: list[int] = []
     tiles = []
     for expert in range(num_experts):
-        own = [place for place, name in enumerate(chosen) if name == expert]
+        own = [choice for choice, name in enumerate(chosen) if name == expert]
         for start in range(0, len(own), tile_rows):
             tiles.append((expert, len(order) + start, len(own[start : start + tile_rows])))
         order += own

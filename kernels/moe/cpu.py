@@ -32,15 +32,15 @@ def _dot(x: Floats, y: Floats) -> Any:
 
 
 @inner()
-def gemv(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
+def gemv(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
     """x [T, D] times the few rows of a matrix that is not in panels, [E, D]: [T, E]."""
     dim, num_outputs = op[2], op[4]
     weight = f32_array(op[3], num_outputs * dim)
     first, last = partition(num_outputs * num_rows, me, count)
     for number in range(first, last):
         e, t = number // num_rows, number % num_rows
-        row = room[op[1] + t * dim :][:dim]
-        room[op[5] + t * num_outputs + e] = _dot(row, weight[e * dim : (e + 1) * dim])
+        row = arena[op[1] + t * dim :][:dim]
+        arena[op[5] + t * num_outputs + e] = _dot(row, weight[e * dim : (e + 1) * dim])
 
 
 @inner()
@@ -71,14 +71,14 @@ def _pop_largest(merits: Floats) -> int:
 
 
 @inner()
-def topk_softmax(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
+def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
     """Logits [T, E] to the experts of each token and their weights, [T, k]."""
     num_experts, top_k = op[2], op[3]
     merits, powers = np.empty(num_experts, np.float32), np.empty(num_experts, np.int32)
     first, last = partition(num_rows, me, count)
     for t in range(first, last):
-        chances = room[op[1] + t * num_experts :][:num_experts]
-        weights, chosen = room[op[5] + t * top_k :][:top_k], ints[op[6] + t * top_k :][:top_k]
+        chances = arena[op[1] + t * num_experts :][:num_experts]
+        weights, chosen = arena[op[5] + t * top_k :][:top_k], ints[op[6] + t * top_k :][:top_k]
         _softmax(chances, powers)
         for e in range(num_experts):  # what is no number loses to every other
             merits[e] = chances[e] if chances[e] == chances[e] else _f32(-1)
@@ -123,13 +123,13 @@ def permute_index(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
 
 
 @inner()
-def permute(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
+def permute(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
     """Rows of tokens to the rows of their choices."""
     dim, top_k = op[2], op[5]
     first, last = partition(num_rows * top_k, me, count)
     for number in range(first, last):
-        row = room[op[1] + number // top_k * dim :][:dim]
-        made = room[op[3] + ints[op[4] + number] * dim :][:dim]
+        row = arena[op[1] + number // top_k * dim :][:dim]
+        made = arena[op[3] + ints[op[4] + number] * dim :][:dim]
         for i in range(dim):
             made[i] = row[i]
 
@@ -140,18 +140,20 @@ def _sigmoid(x: Any) -> Any:
 
 
 @inner()
-def unpermute_sum(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
+def unpermute_sum(
+    op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int
+) -> None:
     """A token's choices, each by its weight, in their order; and the shared expert's, if there is
     one, by the sigmoid of its gate, if it has one."""
     dim, top_k, shared_at, gate_at = op[2], op[5], op[7], op[8]
     first, last = partition(dim // 16, me, count)
     first, size = first * 16, (last - first) * 16
     for t in range(num_rows):
-        out = room[op[6] + t * dim + first :][:size]
+        out = arena[op[6] + t * dim + first :][:size]
         for rank in range(top_k):
             number = t * top_k + rank
-            weight, row = room[op[3] + number], ints[op[4] + number]
-            made = room[op[1] + row * dim + first :][:size]
+            weight, row = arena[op[3] + number], ints[op[4] + number]
+            made = arena[op[1] + row * dim + first :][:size]
             if rank == 0:
                 for i in range(size):
                     out[i] = weight * made[i]
@@ -159,7 +161,7 @@ def unpermute_sum(op: Longs, room: Floats, ints: Longs, num_rows: int, me: int, 
                 for i in range(size):
                     out[i] += weight * made[i]
         if shared_at >= 0:
-            weight = _sigmoid(room[gate_at + t]) if gate_at >= 0 else _f32(1)
-            made = room[shared_at + t * dim + first :][:size]
+            weight = _sigmoid(arena[gate_at + t]) if gate_at >= 0 else _f32(1)
+            made = arena[shared_at + t * dim + first :][:size]
             for i in range(size):
                 out[i] += weight * made[i]

@@ -46,9 +46,9 @@ def expert_groups(experts: Tensor, num_experts: int) -> Iterator[tuple[int, Tens
     """The chosen places (t * k + rank, ascending) of each expert that any token chose."""
     order = experts.flatten().argsort(stable=True)
     counts = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
-    for expert, places in enumerate(torch.split(order, counts)):
-        if len(places):
-            yield expert, places
+    for expert, choices in enumerate(torch.split(order, counts)):
+        if len(choices):
+            yield expert, choices
 
 
 def moe_forward(
@@ -61,12 +61,12 @@ def moe_forward(
     """
     top_k = experts.shape[1]
     made = torch.empty(experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
-    for expert, places in expert_groups(experts, num_experts):
-        made[places] = run(expert, x[places // top_k])
-    parts = made.view(*experts.shape, -1) * weights.to(x.dtype)[:, :, None]
-    out = parts[:, 0]
+    for expert, choices in expert_groups(experts, num_experts):
+        made[choices] = run(expert, x[choices // top_k])
+    weighted = made.view(*experts.shape, -1) * weights.to(x.dtype)[:, :, None]
+    out = weighted[:, 0]
     for rank in range(1, top_k):
-        out += parts[:, rank]
+        out += weighted[:, rank]
     return out
 
 
@@ -76,9 +76,9 @@ def moe_forward_reference(
     """What `moe_forward` means, token by token and expert by expert."""
     assert int(experts.max()) < num_experts
     out = torch.zeros_like(x)
-    for token, (chosen, shares) in enumerate(zip(experts.tolist(), weights, strict=True)):
-        for expert, share in zip(chosen, shares, strict=True):
-            out[token] += share * run(expert, x[token : token + 1])[0]
+    for token, (chosen, token_weights) in enumerate(zip(experts.tolist(), weights, strict=True)):
+        for expert, weight in zip(chosen, token_weights, strict=True):
+            out[token] += weight * run(expert, x[token : token + 1])[0]
     return out
 
 
@@ -211,13 +211,13 @@ def _grouped_gemm(
     count = tl.load(tiles + 2 * max_tiles + tile)
     row = tl.arange(0, TILE_ROWS)
     has_row = row < count
-    place = tl.load(order + first + row, mask=has_row, other=0)
+    choice = tl.load(order + first + row, mask=has_row, other=0)
     column = first_output + tl.arange(0, TILE_OUTPUTS)
     has_column = column < num_outputs
     if GATE == "silu" or GATE == "gelu":
         # Pairs in turns within the tile, where the weights have all gates and then all ups.
         column = column // 2 + column % 2 * (num_outputs // 2)
-    source = (place // top_k if GATE != "" else first + row).to(tl.int64)
+    source = (choice // top_k if GATE != "" else first + row).to(tl.int64)
     x_rows = x + source[:, None] * x_stride
     columns = weight + expert * expert_stride + column.to(tl.int64)[None, :] * output_stride
 
@@ -244,7 +244,7 @@ def _grouped_gemm(
         num_outputs = num_outputs // 2
         target = first + row
     else:
-        target = place
+        target = choice
     at = target.to(tl.int64)[:, None] * num_outputs + column[None, :]
     has = has_row[:, None] & (column < num_outputs)[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=has)
@@ -264,8 +264,8 @@ def _combine(
     inside = column < size
     total = tl.zeros((TILE,), tl.float32)
     for rank in tl.static_range(TOP_K):
-        part = tl.load(made + (token * TOP_K + rank) * size + column, mask=inside, other=0.0)
-        total += tl.load(weights + token * TOP_K + rank) * part.to(tl.float32)
+        value = tl.load(made + (token * TOP_K + rank) * size + column, mask=inside, other=0.0)
+        total += tl.load(weights + token * TOP_K + rank) * value.to(tl.float32)
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -400,8 +400,8 @@ def aot_cases() -> Iterator[AotCase]:
         else:
             stacks = ExpertWeights(gate_up.transpose(1, 2), down.transpose(1, 2), gate)
         chosen = meta(num_tokens, 8, dtype=torch.int32)
-        shares = meta(num_tokens, 8, dtype=torch.float32)
-        return grouped_moe_forward(meta(num_tokens, size), chosen, shares, stacks)
+        weights = meta(num_tokens, 8, dtype=torch.float32)
+        return grouped_moe_forward(meta(num_tokens, size), chosen, weights, stacks)
 
     def qwen(num_tokens: int) -> Tensor:
         return mix(num_tokens, 128, 2048, 768, GatedActivation("silu"))

@@ -85,9 +85,11 @@ def route_reference(
         best = sorted(range(len(groups)), key=lambda group: -worth[group])[: routing.top_groups]
         allowed = [expert for expert in range(len(merits)) if expert // size in best]
         experts = sorted(allowed, key=lambda expert: -merits[expert])[: routing.top_k]
-        shares = chances[experts]
+        top_weights = chances[experts]
         chosen.append(experts)
-        weights.append((shares / shares.sum() if routing.normalise else shares) * routing.scale)
+        weights.append(
+            (top_weights / top_weights.sum() if routing.normalise else top_weights) * routing.scale
+        )
     return torch.tensor(chosen), torch.stack(weights)
 
 

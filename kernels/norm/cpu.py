@@ -47,9 +47,9 @@ def norm_row(
     width = len(weight)
     row, made = x[at : at + width], out[out_at : out_at + width]
     if len(more):
-        part = more[more_at : more_at + width]
+        added = more[more_at : more_at + width]
         for i in range(width):
-            row[i] += part[i]
+            row[i] += added[i]
     scale = _f32(1) / np.sqrt(_mean_square(x, at, width, spare) + _f32(eps))
     for i in range(width):
         made[i] = row[i] * scale * weight[i]

@@ -173,13 +173,13 @@ def _norm_rows(
     mask = (rows < num_rows)[:, None] & inside[None, :]
     tokens = rows // num_heads
     heads = rows % num_heads
-    places = (tokens * x_token + heads * x_head)[:, None] + columns[None, :]
-    values = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
+    offsets = (tokens * x_token + heads * x_head)[:, None] + columns[None, :]
+    values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     if added is not None:
         values += tl.load(added + rows[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
         # What is normalised is what the stream holds.
         rounded = values.to(x.dtype.element_ty)
-        tl.store(x + places, rounded, mask=mask)
+        tl.store(x + offsets, rounded, mask=mask)
         values = rounded.to(tl.float32)
     scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if ABOVE_ONE:
@@ -191,8 +191,8 @@ def _norm_rows(
     normal = values * tl.rsqrt(power + eps)[:, None] * scales[None, :]
     if bias is not None:
         normal += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    places = (tokens * out_token + heads * out_head)[:, None] + columns[None, :]
-    tl.store(out + places, normal.to(out.dtype.element_ty), mask=mask)
+    offsets = (tokens * out_token + heads * out_head)[:, None] + columns[None, :]
+    tl.store(out + offsets, normal.to(out.dtype.element_ty), mask=mask)
 
 
 def _normalised(

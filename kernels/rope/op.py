@@ -37,7 +37,7 @@ def rotary_table(
     num_positions: int,
     dtype: torch.dtype,
     scale: float = 1.0,
-    neighbours: bool = False,
+    interleaved: bool = False,
 ) -> Tensor:
     """Cosines and sines of every position, in the form that `rotate_` reads.
 
@@ -47,7 +47,7 @@ def rotary_table(
     positions = torch.arange(num_positions, dtype=torch.float32, device=frequencies.device)
     angles = positions[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
-    if neighbours:
+    if interleaved:
         cosines, sines = torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)
         both = torch.stack((cosines.flatten(-2), sines.flatten(-2)), dim=1)
     else:
@@ -76,11 +76,11 @@ def rotate_reference(
     wide, cos, sin = x.double(), angles.cos(), angles.sin()
     if interleaved:
         u, v = wide[..., ::2], wide[..., 1::2]
-        turned = torch.stack((u * cos - v * sin, v * cos + u * sin), dim=-1).flatten(-2)
+        rotated = torch.stack((u * cos - v * sin, v * cos + u * sin), dim=-1).flatten(-2)
     else:
         u, v = wide.chunk(2, dim=-1)
-        turned = torch.cat((u * cos - v * sin, v * cos + u * sin), dim=-1)
-    return turned.to(x.dtype)
+        rotated = torch.cat((u * cos - v * sin, v * cos + u * sin), dim=-1)
+    return rotated.to(x.dtype)
 
 
 @jit
@@ -90,10 +90,10 @@ def load_rotated(
     mask,  # [N, 1]
     HALF: tl.constexpr,  # R/2
     PAIRS: tl.constexpr,  # the power of two that holds it
-    NEIGHBOURS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """The turned pairs of N heads: u' and v', [N, PAIRS] float32 each."""
-    if NEIGHBOURS:
+    if INTERLEAVED:
         both = tl.arange(0, 2 * PAIRS)[None, :]
         inside = mask & (both < 2 * HALF)
         x = tl.load(source + both, mask=inside, other=0.0).to(tl.float32)
@@ -120,11 +120,11 @@ def store_rotated(
     mask,  # [N, 1]
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """Writes pairs as `load_rotated` reads them; in place too: a thread writes what it read."""
     u, v = u.to(target.dtype.element_ty), v.to(target.dtype.element_ty)
-    if NEIGHBOURS:
+    if INTERLEAVED:
         both = tl.arange(0, 2 * PAIRS)[None, :]
         x = tl.join(u, v).reshape(u.shape[0], 2 * PAIRS)
         tl.store(target + both, x, mask=mask & (both < 2 * HALF))
@@ -145,7 +145,7 @@ def _rotate_heads(
     head_stride,
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,  # a program
     HEADS: tl.constexpr,  # a program
 ):
@@ -154,18 +154,18 @@ def _rotate_heads(
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + rows // HEADS
     heads = tl.program_id(1) * HEADS + rows % HEADS
     mask = (tokens < num_tokens) & (heads < num_heads)
-    places = x + tokens * token_stride + heads * head_stride
-    u, v = load_rotated(places, cos_sin + tokens * (4 * HALF), mask, HALF, PAIRS, NEIGHBOURS)
-    store_rotated(places, u, v, mask, HALF, PAIRS, NEIGHBOURS)
+    pointers = x + tokens * token_stride + heads * head_stride
+    u, v = load_rotated(pointers, cos_sin + tokens * (4 * HALF), mask, HALF, PAIRS, INTERLEAVED)
+    store_rotated(pointers, u, v, mask, HALF, PAIRS, INTERLEAVED)
 
 
 def check_rotary(cos_sin: Tensor, num_tokens: int, dim: int, like: Tensor) -> None:
     """ValueError unless these are rows for so many tokens with heads of `dim` features."""
     check("cos_sin", cos_sin, [num_tokens, 2, "R"], [like.dtype, torch.float32], like=like)
     check_contiguous("cos_sin", cos_sin)
-    turned = cos_sin.shape[2]
-    if turned % 2 or not 0 < turned <= dim:
-        raise ValueError(f"cos_sin: an even number of at most {dim} features, not {turned}")
+    num_rotated = cos_sin.shape[2]
+    if num_rotated % 2 or not 0 < num_rotated <= dim:
+        raise ValueError(f"cos_sin: an even number of at most {dim} features, not {num_rotated}")
 
 
 def rows_of_a_tile(num_heads: int, dim: int) -> tuple[int, int]:
@@ -192,7 +192,7 @@ def _rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
         *x.stride()[:2],
         HALF=dim // 2,
         PAIRS=power_of_2(dim // 2),
-        NEIGHBOURS=interleaved,
+        INTERLEAVED=interleaved,
         TOKENS=tokens,
         HEADS=heads,
         num_warps=device_info(x).warps(THREADS),

@@ -93,20 +93,20 @@ def _threshold_kernel(
         tl.store(widths + row, float("inf"))
         return
     values += row * vocab_size
-    share, limit = tl.load(top_p + row), tl.load(top_k + row)
+    fraction, limit = tl.load(top_p + row), tl.load(top_k + row)
     low, high = key_of(tl.load(bounds + row)), key_of(top)
     if count > 0:
         if (limit > 0) & (limit < vocab_size):
             target = limit.to(tl.float32)
             low = kth_largest_key(values, count, low, high, target, top, top, top, "rank", TILE)
-        if share < 1:
-            target = share * _mass_from(values, count, top, value_of(low), TILE)
+        if fraction < 1:
+            target = fraction * _mass_from(values, count, top, value_of(low), TILE)
             low = kth_largest_key(values, count, low, high, target, top, top, top, "mass", TILE)
     floor = tl.maximum(value_of(low), min_p_floor(tl.load(min_p + row), top))
     tl.store(floors + row, floor)
 
-    share = tl.load(typical_p + row)
-    if (share < 1) & (count > 0):
+    fraction = tl.load(typical_p + row)
+    if (fraction < 1) & (count > 0):
         held = _mass_from(values, count, top, floor, TILE)
         lean = tl.zeros((TILE,), tl.float32)
         for start in range(0, count, TILE):
@@ -117,7 +117,7 @@ def _threshold_kernel(
         # Surprise is log(held) - (value - top), its mean log(held) - lean / held.
         centre = top + tl.sum(lean, axis=0) / held
         near, far = tl.full((), 0, tl.int64), tl.full((), 0x7F800000, tl.int64)
-        target = (1 - share) * held
+        target = (1 - fraction) * held
         near = kth_largest_key(values, count, near, far, target, top, floor, centre, "oddity", TILE)
         tl.store(centres + row, centre)
         tl.store(widths + row, value_of(near))
@@ -140,7 +140,7 @@ def _sample_kernel(
     centres,
     widths,
     best,  # [R, segments] float32: the largest logit with noise that may be drawn, or -inf
-    places,  # [R, segments] int32: its token
+    best_tokens,  # [R, segments] int32: its token
     logits_stride,
     vocab_size,
     PURPOSE: tl.constexpr,
@@ -154,7 +154,7 @@ def _sample_kernel(
     near = tl.load(subs + tl.arange(0, SEGMENT // SUB))
     if tl.max(near, axis=0) < floor:
         tl.store(best + at, float("-inf"))
-        tl.store(places + at, 0)
+        tl.store(best_tokens + at, 0)
         return
     source = logits + row * logits_stride
     logit = load_candidates(source, segment, vocab_size, near >= floor, SUB, SEGMENT)
@@ -170,9 +170,9 @@ def _sample_kernel(
         words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
         score += _gumbel(words)
     score = tl.where(keep, score, float("-inf"))
-    value, place = tl.max(score, axis=0, return_indices=True)
+    value, best_index = tl.max(score, axis=0, return_indices=True)
     tl.store(best + at, value)
-    tl.store(places + at, segment * SEGMENT + place)
+    tl.store(best_tokens + at, segment * SEGMENT + best_index)
 
 
 @jit
@@ -201,7 +201,7 @@ def _log(x):
 @jit
 def _pick(
     best,
-    places,
+    best_tokens,
     broken,
     tokens,  # [R] int64
     finite,  # [R] bool
@@ -215,7 +215,7 @@ def _pick(
     )
     wrong = tl.max(tl.load(broken + own, mask=has, other=0), axis=0) > 0
     good = (value > float("-inf")) & ~wrong
-    token = tl.load(places + row * num_segments + which)
+    token = tl.load(best_tokens + row * num_segments + which)
     tl.store(tokens + row, tl.where(good, token, 0).to(tl.int64))
     tl.store(finite + row, good)
 
@@ -238,7 +238,7 @@ def sample(logits: Tensor, params: SamplingTensors, bans: bool = False) -> tuple
     near = compact(found, cuts, params.typical_p, with_tokens=False)
     limits = _thresholds(found, near, cuts, params.typical_p)
     shape = (num_rows, found.num_segments)
-    best, places = logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
+    best, best_tokens = logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
     launch(
         _sample_kernel,
         shape,
@@ -250,7 +250,7 @@ def sample(logits: Tensor, params: SamplingTensors, bans: bool = False) -> tuple
         found.sub_max,
         *limits,
         best,
-        places,
+        best_tokens,
         logits.stride(0),
         vocab_size,
         PURPOSE=SAMPLE,
@@ -266,7 +266,7 @@ def sample(logits: Tensor, params: SamplingTensors, bans: bool = False) -> tuple
         _pick,
         (num_rows,),
         best,
-        places,
+        best_tokens,
         found.broken,
         tokens,
         finite,

@@ -41,10 +41,10 @@ def apply_penalties_(
         _penalize_on_device(logits, tokens, num_prompt, num_tokens, penalties)
         return
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    said = positions < num_tokens[:, None]
-    answered = said & (positions >= num_prompt[:, None])
+    valid = positions < num_tokens[:, None]
+    answered = valid & (positions >= num_prompt[:, None])
     # Repeats, and the padding with a token that is there, all write the same value.
-    seen = torch.where(said, tokens, tokens[:, :1])
+    seen = torch.where(valid, tokens, tokens[:, :1])
     scores = logits.gather(1, seen)
     factor = penalties.repetition[:, None]
     logits.scatter_(1, seen, torch.where(scores > 0, scores / factor, scores * factor))
@@ -74,19 +74,19 @@ def apply_penalties_reference(
     return out
 
 
-@jit(unspecialized=("num_places", "tokens_stride"))
+@jit(unspecialized=("max_len", "tokens_stride"))
 def _count_occurrences(
     tokens,  # [P, L] int64, rows tokens_stride apart
     num_prompt,
     num_tokens,
-    said,  # [P, V] int32, zeros: bit 0 in the prompt, the rest times in the answer
-    num_places,  # L
+    occurrences,  # [P, V] int32, zeros: bit 0 in the prompt, the rest times in the answer
+    max_len,  # L
     tokens_stride,
     vocab_size,
     TILE: tl.constexpr,
 ):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    count = tl.minimum(tl.load(num_tokens + row), num_places)
+    count = tl.minimum(tl.load(num_tokens + row), max_len)
     if tl.program_id(1) * TILE >= count:
         return
     inside = at < count
@@ -94,34 +94,34 @@ def _count_occurrences(
     inside = inside & (token >= 0) & (token < vocab_size)
     answered = at >= tl.load(num_prompt + row)
     one = tl.full((TILE,), 1, tl.int32)
-    tl.atomic_or(said + row * vocab_size + token, one, mask=inside & ~answered)
-    tl.atomic_add(said + row * vocab_size + token, 2 * one, mask=inside & answered)
+    tl.atomic_or(occurrences + row * vocab_size + token, one, mask=inside & ~answered)
+    tl.atomic_add(occurrences + row * vocab_size + token, 2 * one, mask=inside & answered)
 
 
-@jit(unspecialized=("num_places", "tokens_stride"))
+@jit(unspecialized=("max_len", "tokens_stride"))
 def _penalty_kernel(
     logits,  # [P, V] float32, rows logits_stride apart
     tokens,
     num_tokens,
-    said,  # as `_count_occurrences` leaves it; zeros again afterwards
+    occurrences,  # as `_count_occurrences` leaves it; zeros again afterwards
     repetition,  # these three [P] float32
     presence,
     frequency,
-    num_places,  # L
+    max_len,  # L
     logits_stride,
     tokens_stride,
     vocab_size,
     TILE: tl.constexpr,
 ):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    count = tl.minimum(tl.load(num_tokens + row), num_places)
+    count = tl.minimum(tl.load(num_tokens + row), max_len)
     if tl.program_id(1) * TILE >= count:
         return
     inside = at < count
     token = tl.load(tokens + row * tokens_stride + at, mask=inside, other=-1)
     inside = inside & (token >= 0) & (token < vocab_size)
     none = tl.full((TILE,), 0, tl.int32)
-    found = tl.atomic_and(said + row * vocab_size + token, none, mask=inside)
+    found = tl.atomic_and(occurrences + row * vocab_size + token, none, mask=inside)
     first = inside & (found != 0)
     score = tl.load(logits + row * logits_stride + token, mask=first, other=0.0)
     factor = tl.load(repetition + row)
@@ -147,10 +147,10 @@ def _penalize_on_device(
         check(name, each, (num_rows,), (torch.int64,), like=logits)
     for name in ("repetition", "presence", "frequency"):
         check(name, getattr(penalties, name), (num_rows,), (torch.float32,), like=logits)
-    said = logits.new_zeros((num_rows, vocab_size), dtype=torch.int32)
-    num_places, stride = tokens.shape[1], tokens.stride(0)
-    grid = (num_rows, -(-num_places // TILE))
-    counted = (tokens, num_prompt, num_tokens, said, num_places, stride, vocab_size)
+    occurrences = logits.new_zeros((num_rows, vocab_size), dtype=torch.int32)
+    max_len, stride = tokens.shape[1], tokens.stride(0)
+    grid = (num_rows, -(-max_len // TILE))
+    counted = (tokens, num_prompt, num_tokens, occurrences, max_len, stride, vocab_size)
     launch(_count_occurrences, grid, *counted, TILE=TILE)
     launch(
         _penalty_kernel,
@@ -158,11 +158,11 @@ def _penalize_on_device(
         logits,
         tokens,
         num_tokens,
-        said,
+        occurrences,
         penalties.repetition,
         penalties.presence,
         penalties.frequency,
-        num_places,
+        max_len,
         logits.stride(0),
         stride,
         vocab_size,
@@ -187,8 +187,8 @@ def _bias_kernel(
     token = tl.load(tokens + at, mask=at < num_pairs, other=-1)
     good = (row >= 0) & (row < num_rows) & (token >= 0) & (token < vocab_size)
     value = tl.load(values + at, mask=good, other=0.0)
-    place = logits + row * logits_stride + token
-    tl.store(place, tl.load(place, mask=good, other=0.0) + value, mask=good)
+    pointer = logits + row * logits_stride + token
+    tl.store(pointer, tl.load(pointer, mask=good, other=0.0) + value, mask=good)
 
 
 def add_logit_bias_(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:

@@ -124,12 +124,12 @@ def gumbel_noise_reference(noise: Floats, counters: Words, keys: Words) -> None:
     words = noise.reshape(num_draws, num_lanes, 4)
     step = max(CACHED_LANES // num_lanes, 1)
     for start in range(0, num_draws, step):
-        part = slice(start, start + step)
-        choice, index, extra = counters[:, part, None]
+        span = slice(start, start + step)
+        choice, index, extra = counters[:, span, None]
         even = np.stack(np.broadcast_arrays(lanes, choice))
-        pairs = philox(even, np.stack((index, extra)), keys[:, part, None])
-        (words[part, :, 0], words[part, :, 2]), (words[part, :, 1], words[part, :, 3]) = pairs
-        gumbel_(noise[part])
+        pairs = philox(even, np.stack((index, extra)), keys[:, span, None])
+        (words[span, :, 0], words[span, :, 2]), (words[span, :, 1], words[span, :, 3]) = pairs
+        gumbel_(noise[span])
 
 
 def gumbel_(words: Floats) -> Floats:

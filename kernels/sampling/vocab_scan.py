@@ -161,8 +161,8 @@ def _compact_kernel(
     tl.store(counts + row, 0)
     tl.store(bounds + row, float("-inf"))
     heat, limit = tl.load(temperature + row), tl.load(top_k + row)
-    share = tl.load(top_p + row)
-    by_rank, by_mass = (limit > 0) & (limit < vocab_size), share < 1
+    fraction = tl.load(top_p + row)
+    by_rank, by_mass = (limit > 0) & (limit < vocab_size), fraction < 1
     wanted = by_rank | by_mass | (tl.load(typical_p + row) < 1)
     if (heat <= 0) | (not wanted) | ~(top > float("-inf")):
         return
@@ -177,7 +177,9 @@ def _compact_kernel(
             subs, num_subs, low, high, limit.to(tl.float32), top, top, top, "rank", TILE
         )
     elif by_mass:
-        low = kth_largest_key(subs, num_subs, low, high, share * total, top, top, top, "mass", TILE)
+        low = kth_largest_key(
+            subs, num_subs, low, high, fraction * total, top, top, top, "mass", TILE
+        )
     else:
         low = key_of(min_p_floor(tl.load(min_p + row), top))
     bound = value_of(low)
@@ -186,17 +188,17 @@ def _compact_kernel(
     count = 0
     for segment in range(num_segments):
         start = segment * (SEGMENT // SUB)
-        part = tl.load(subs + start + tl.arange(0, SEGMENT // SUB))
-        if tl.max(part, axis=0) >= bound:
+        maxima = tl.load(subs + start + tl.arange(0, SEGMENT // SUB))
+        if tl.max(maxima, axis=0) >= bound:
             source = logits + row * logits_stride
-            logit = load_candidates(source, segment, vocab_size, part >= bound, SUB, SEGMENT)
+            logit = load_candidates(source, segment, vocab_size, maxima >= bound, SUB, SEGMENT)
             logit = tl.math.div_rn(logit, heat)
             token = segment * SEGMENT + tl.arange(0, SEGMENT)
             keep = (logit >= bound) & (logit > float("-inf"))
-            place = count + tl.cumsum(keep.to(tl.int32), axis=0) - 1
-            tl.store(values + row * vocab_size + place, logit, mask=keep)
+            target = count + tl.cumsum(keep.to(tl.int32), axis=0) - 1
+            tl.store(values + row * vocab_size + target, logit, mask=keep)
             if TOKENS:
-                tl.store(tokens + row * vocab_size + place, token, mask=keep)
+                tl.store(tokens + row * vocab_size + target, token, mask=keep)
             count += tl.sum(keep.to(tl.int32), axis=0)
     tl.store(counts + row, count)
 

@@ -37,12 +37,12 @@ from penstock.kernels.step_graph.opcodes import (
     GATE,
     GATES,
     GATHER,
-    LEVEL_PRODUCT,
-    LEVELS,
+    INT8_PRODUCT,
     MIX,
     NEXT,
     NORM,
     PRODUCT,
+    QUANTIZE,
     SCORE,
     SORT,
 )
@@ -74,7 +74,7 @@ class AttentionParams:
     num_kv_heads: int
     head_dim: int
     angles: Buffer | None  # [rows, 2 R] cosines and sines, see `rotary`; None: nothing turns
-    neighbours: bool
+    interleaved: bool
     window: int  # 0: none
     scores: ScoreMod
 
@@ -95,21 +95,21 @@ class GraphBuilder:
         self._table: list[list[int]] = []
         self._numbers: list[tuple[float, float]] = []
         self._kept: list[Any] = []
-        self._places: dict[tuple[str, int, ExpertLayout | None], Buffer] = {}
+        self._buffers: dict[tuple[str, int, ExpertLayout | None], Buffer] = {}
 
-    def alloc(self, width: int, spread: ExpertLayout | None = None) -> Buffer:
-        """A new one; spread: with rows for each expert's tokens."""
+    def alloc(self, width: int, layout: ExpertLayout | None = None) -> Buffer:
+        """A new one; layout: with rows for each expert's tokens."""
         found = Buffer(self._size, width)
-        rows = self._rows if spread is None else spread.num_rows(self._rows)
+        rows = self._rows if layout is None else layout.num_rows(self._rows)
         self._size += rows * (width + -width % 16)
         return found
 
-    def scratch(self, name: str, width: int, spread: ExpertLayout | None = None) -> Buffer:
+    def scratch(self, name: str, width: int, layout: ExpertLayout | None = None) -> Buffer:
         """The one of this name and shape, for what is used up before it is written anew."""
-        key = (name, width, spread)
-        if key not in self._places:
-            self._places[key] = self.alloc(width, spread)
-        return self._places[key]
+        key = (name, width, layout)
+        if key not in self._buffers:
+            self._buffers[key] = self.alloc(width, layout)
+        return self._buffers[key]
 
     def expert_layout(self, num_experts: int, top_k: int) -> ExpertLayout:
         """A new one."""
@@ -153,10 +153,10 @@ class GraphBuilder:
         self._add_linears(x, [product], y, [TOKENS], None)
 
     def expert_linears(
-        self, x: Buffer, products: Sequence[Any], y: Buffer, spread: ExpertLayout
+        self, x: Buffer, products: Sequence[Any], y: Buffer, layout: ExpertLayout
     ) -> None:
         """The same of every expert's rows, x and y being places of this spread."""
-        self._add_linears(x, products, y, spread.all_rows(), spread)
+        self._add_linears(x, products, y, layout.all_rows(), layout)
 
     def _add_linears(
         self,
@@ -164,7 +164,7 @@ class GraphBuilder:
         products: Sequence[Any],
         y: Buffer,
         rows: list[RowRange],
-        spread: ExpertLayout | None,
+        layout: ExpertLayout | None,
     ) -> None:
         if len({type(product) for product in products}) != 1:
             raise UnsupportedGraph("products of several kinds")
@@ -176,12 +176,12 @@ class GraphBuilder:
         if not isinstance(products[0], PackedLinearInt8):
             self._add_each(rows, [self._f32_fields(x, product, y) for product in products])
             return
-        levels = self.scratch("levels", x.width // 4, spread)
-        factors = self.scratch("factors", 1, spread)
+        qvalues = self.scratch("levels", x.width // 4, layout)
+        factors = self.scratch("factors", 1, layout)
         # Of all rows before the first product: so that threads meet once.
-        self._add_each(rows, [(LEVELS, x.at, x.width, levels.at, factors.at)] * len(rows))
+        self._add_each(rows, [(QUANTIZE, x.at, x.width, qvalues.at, factors.at)] * len(rows))
         self._add_each(
-            rows, [self._int8_fields(x, levels, factors, product, y) for product in products]
+            rows, [self._int8_fields(x, qvalues, factors, product, y) for product in products]
         )
 
     def _f32_fields(self, x: Buffer, product: PackedLinearF32, y: Buffer) -> tuple[int, ...]:
@@ -192,10 +192,10 @@ class GraphBuilder:
         )  # fmt: skip
 
     def _int8_fields(
-        self, x: Buffer, levels: Buffer, factors: Buffer, product: PackedLinearInt8, y: Buffer
+        self, x: Buffer, qvalues: Buffer, factors: Buffer, product: PackedLinearInt8, y: Buffer
     ) -> tuple[int, ...]:
         return (
-            LEVEL_PRODUCT, levels.at, x.width, product.tiles.ctypes.data, len(product.tiles),
+            INT8_PRODUCT, qvalues.at, x.width, product.tiles.ctypes.data, len(product.tiles),
             product.shifts.ctypes.data, product.scales.ctypes.data, product.bias.ctypes.data, y.at,
             y.width, factors.at,
         )  # fmt: skip
@@ -221,16 +221,16 @@ class GraphBuilder:
         scale = head_dim**-0.5 if scores.scale is None else scores.scale
         self._write(
             ATTEND, heads.at, how.num_heads, num_kv_heads, head_dim, block_size, out.at,
-            angles.at, angles.width // 2, int(how.neighbours), layer * size, size, size // 2,
+            angles.at, angles.width // 2, int(how.interleaved), layer * size, size, size // 2,
             how.window, self._by_head(scores.sinks, how.num_heads, -np.inf),
             self._by_head(scores.slopes, how.num_heads, 0.0), numbers=(scale, scores.cap),
         )  # fmt: skip
 
-    def gate(self, x: Buffer, kind: str, out: Buffer, spread: ExpertLayout | None = None) -> None:
-        """out = f(the first half of x) times the second half; kind: of GATES; spread: that of both
+    def gate(self, x: Buffer, kind: str, out: Buffer, layout: ExpertLayout | None = None) -> None:
+        """out = f(the first half of x) times the second half; kind: of GATES; layout: that of both
         places."""
         assert x.width == 2 * out.width
-        rows = spread.all_rows() if spread else [TOKENS]
+        rows = layout.all_rows() if layout else [TOKENS]
         self._add_each(rows, [(GATE, x.at, out.width, out.at, GATES[kind])] * len(rows))
 
     def add(self, x: Buffer, more: Buffer) -> None:
@@ -245,25 +245,25 @@ class GraphBuilder:
         self._write(SCORE, x.at, x.width, address, out.width, out.at)
 
     def topk_softmax(
-        self, logits: Buffer, spread: ExpertLayout, normalise: bool, weights: Buffer
+        self, logits: Buffer, layout: ExpertLayout, normalise: bool, weights: Buffer
     ) -> None:
         """Each token's experts by `route`'s plain rule, and their weights; logits are used up."""
-        num_experts, top_k = spread.num_experts, spread.top_k
+        num_experts, top_k = layout.num_experts, layout.top_k
         assert (logits.width, weights.width) == (num_experts, top_k)
         self._write(
-            CHOOSE, logits.at, num_experts, top_k, int(normalise), weights.at, spread.choices
+            CHOOSE, logits.at, num_experts, top_k, int(normalise), weights.at, layout.choices
         )
-        self._write(SORT, spread.at, num_experts, top_k, spread.choices)
+        self._write(SORT, layout.at, num_experts, top_k, layout.choices)
 
-    def permute(self, x: Buffer, spread: ExpertLayout, out: Buffer) -> None:
+    def permute(self, x: Buffer, layout: ExpertLayout, out: Buffer) -> None:
         """Each token's row to those of its experts; out: a place of this spread."""
         assert x.width == out.width
-        self._write(GATHER, x.at, x.width, out.at, spread.choices, spread.top_k)
+        self._write(GATHER, x.at, x.width, out.at, layout.choices, layout.top_k)
 
     def unpermute_sum(
         self,
         made: Buffer,
-        spread: ExpertLayout,
+        layout: ExpertLayout,
         weights: Buffer,
         out: Buffer,
         shared: Buffer | None = None,
@@ -274,7 +274,7 @@ class GraphBuilder:
         assert made.width == out.width
         assert out.width % 16 == 0
         self._write(
-            MIX, made.at, made.width, weights.at, spread.choices, spread.top_k, out.at,
+            MIX, made.at, made.width, weights.at, layout.choices, layout.top_k, out.at,
             -1 if shared is None else shared.at, -1 if gate is None else gate.at,
         )  # fmt: skip
 
@@ -284,16 +284,19 @@ class GraphBuilder:
         following = -1
         for number in range(len(table) - 1, -1, -1):
             table[number, NEXT] = following
-            if table[number, 0] in (PRODUCT, LEVEL_PRODUCT):
+            if table[number, 0] in (PRODUCT, INT8_PRODUCT):
                 following = number
             elif table[number, 0] == SORT and table[following, COUNT] != TOKENS.count:
                 following = table[number, NEXT] = -1
         numbers = np.array(self._numbers, np.float32)
-        room = torch.zeros(self._size + ALIGNMENT)
-        start = -room.data_ptr() // 4 % 16  # so that places begin with a line of the cache
-        places, num_slots = room[start : start + self._size], self._cache[0, 0, :, 0, :, 0].numel()
+        storage = torch.zeros(self._size + ALIGNMENT)
+        start = -storage.data_ptr() // 4 % 16  # so that places begin with a line of the cache
+        arena, num_slots = (
+            storage[start : start + self._size],
+            self._cache[0, 0, :, 0, :, 0].numel(),
+        )
         ints = np.zeros(self._num_ints, np.int64)
-        return CpuStepGraph(table, numbers, ints, places, self._flat(), num_slots, self._kept)
+        return CpuStepGraph(table, numbers, ints, arena, self._flat(), num_slots, self._kept)
 
     def _flat(self) -> npt.NDArray[Any]:
         flat = self._cache.view(-1)
@@ -331,14 +334,14 @@ class CpuStepGraph:
     table: npt.NDArray[np.int64]  # [operations, FIELDS]
     numbers: Floats  # [operations, 2]
     ints: npt.NDArray[np.int64]  # its whole numbers, see `RowRange` and `ExpertLayout`
-    room: Tensor  # all places
+    arena: Tensor  # all places
     cache: npt.NDArray[Any]  # flat
     num_slots: int  # of the cache
     kept: list[Any]  # what the table has addresses of
 
-    def view(self, place: Buffer, num_rows: int) -> Tensor:
+    def view(self, buffer: Buffer, num_rows: int) -> Tensor:
         """The first rows of a place: [num_rows, width]."""
-        return self.room[place.at :][: num_rows * place.width].view(num_rows, place.width)
+        return self.arena[buffer.at :][: num_rows * buffer.width].view(num_rows, buffer.width)
 
     def run(self, slots: Ints, context_lens: Ints, block_tables: Ints) -> None:
         """Computes one token of each of T sequences.
@@ -350,7 +353,7 @@ class CpuStepGraph:
             raise IndexError(f"slots: {slots.tolist()}, of a cache of {self.num_slots}")
         self.ints[TOKENS.count] = len(slots)
         _interpreter(self.cache.dtype == np.uint16)(
-            self.table, self.numbers, self.ints, self.room.numpy(), self.cache,
+            self.table, self.numbers, self.ints, self.arena.numpy(), self.cache,
             slots.astype(np.int64), context_lens.astype(np.int64),
             np.ascontiguousarray(block_tables, np.int32), num_threads=torch.get_num_threads(),
         )  # fmt: skip

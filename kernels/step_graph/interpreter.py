@@ -15,7 +15,7 @@ from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import use_threads
 from penstock.kernels.cpu_common.partition import f32_array as _floats
 from penstock.kernels.cpu_common.partition import i32_array as _sums
-from penstock.kernels.cpu_common.partition import partition as _part
+from penstock.kernels.cpu_common.partition import partition as _partition
 from penstock.kernels.cpu_common.partition import u8_array as _bytes
 from penstock.kernels.cpu_common.simd import prefetch
 from penstock.kernels.cpu_common.thread_barrier import (
@@ -42,12 +42,12 @@ from penstock.kernels.step_graph.opcodes import (
     FIRST,
     GATE,
     GATHER,
-    LEVEL_PRODUCT,
-    LEVELS,
+    INT8_PRODUCT,
     MIX,
     NEXT,
     NORM,
     PRODUCT,
+    QUANTIZE,
     SCORE,
     SORT,
 )
@@ -70,25 +70,25 @@ _LINE = 16  # float32 of a cache line
 
 
 @inner()
-def _norm(op: Longs, eps: float, room: Floats, num_rows: int, me: int, count: int) -> None:
-    groups, dim, more = op[3], op[4], room if op[8] >= 0 else room[:0]
+def _norm(op: Longs, eps: float, arena: Floats, num_rows: int, me: int, count: int) -> None:
+    groups, dim, more = op[3], op[4], arena if op[8] >= 0 else arena[:0]
     weight, spare = _floats(op[5], dim), np.empty(16, np.float32)
-    first, last = _part(num_rows * groups, me, count)
+    first, last = _partition(num_rows * groups, me, count)
     for number in range(first, last):
         t, group = number // groups, number % groups
         at, out_at = op[1] + t * op[2] + group * dim, op[6] + t * op[7] + group * dim
-        norm_row(room, at, more, op[8] + t * dim, weight, eps, room, out_at, spare)
+        norm_row(arena, at, more, op[8] + t * dim, weight, eps, arena, out_at, spare)
 
 
 @inner()
 def _linear(
-    op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
+    op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
     num_inputs, num_outputs = op[2], op[8]
-    x, y = room[op[1] + first_row * num_inputs :], room[op[7] + first_row * num_outputs :]
+    x, y = arena[op[1] + first_row * num_inputs :], arena[op[7] + first_row * num_outputs :]
     panels, bias = _floats(op[3], op[4]), _floats(op[5], op[6])
     if HAS_AMX and (op[9] or num_rows >= MIN_AMX_ROWS):
-        first, last = _part(num_outputs // ALIGNMENT, me, count)
+        first, last = _partition(num_outputs // ALIGNMENT, me, count)
         if first < last:
             _f32_amx_columns(
                 x, num_rows, num_inputs, panels, bias, y, num_outputs, num_outputs // 16,
@@ -96,49 +96,49 @@ def _linear(
             )  # fmt: skip
         return
     rows = num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
-    first, last = _part(-(-num_outputs // PANEL), me, count)
+    first, last = _partition(-(-num_outputs // PANEL), me, count)
     _f32_avx512_columns(x, rows, num_inputs, panels, bias, y, num_outputs, first, last)
 
 
 @inner()
 def _quantize(
-    op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
+    op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
     width = op[2]
-    x = room[op[1] + first_row * width :][: num_rows * width].reshape(num_rows, width)
+    x = arena[op[1] + first_row * width :][: num_rows * width].reshape(num_rows, width)
     bytes_at = first_row * width
-    levels = room[op[3] :].view(np.uint8)[bytes_at:][: num_rows * width].reshape(num_rows, width)
-    first, last = _part(num_rows, me, count)
-    quantize_rows(x, levels, room[op[4] + first_row :][:num_rows], first, last)
+    qvalues = arena[op[3] :].view(np.uint8)[bytes_at:][: num_rows * width].reshape(num_rows, width)
+    first, last = _partition(num_rows, me, count)
+    quantize_rows(x, qvalues, arena[op[4] + first_row :][:num_rows], first, last)
 
 
 @inner()
 def _int8_linear(
-    op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
+    op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
     num_outputs = op[9]
-    levels = room[op[1] :].view(np.uint8)[first_row * op[2] :]
-    y, factors = room[op[8] + first_row * num_outputs :], room[op[10] + first_row :]
+    qvalues = arena[op[1] :].view(np.uint8)[first_row * op[2] :]
+    y, factors = arena[op[8] + first_row * num_outputs :], arena[op[10] + first_row :]
     weights, shifts = _bytes(op[3], op[4]), _sums(op[5], num_outputs)
     scales, bias = _floats(op[6], num_outputs), _floats(op[7], num_outputs)
-    first, last = _part(num_outputs // ALIGNMENT, me, count)
+    first, last = _partition(num_outputs // ALIGNMENT, me, count)
     if HAS_AMX and first < last:
         _int8_amx_columns(
-            levels, num_rows, op[2], weights, shifts, factors, scales, bias, y, num_outputs, first,
+            qvalues, num_rows, op[2], weights, shifts, factors, scales, bias, y, num_outputs, first,
             last,
         )  # fmt: skip
 
 
 @inner()
 def _attend(
-    op: Longs, scale: float, cap: float, room: Floats, cache: Any, slots: Longs, contexts: Longs,
+    op: Longs, scale: float, cap: float, arena: Floats, cache: Any, slots: Longs, contexts: Longs,
     tables: Any, me: int, count: int,
 ) -> None:  # fmt: skip
     """Pieces in turns, each a token and a KV head."""
     num_heads, num_kv_heads, head_dim, block_size = op[2], op[3], op[4], op[5]
     num_rows, group, all_heads = len(slots), num_heads // num_kv_heads, num_heads + 2 * num_kv_heads
-    query = room[op[1] :][: num_rows * all_heads * head_dim].reshape(num_rows, all_heads, head_dim)
-    out = room[op[6] :][: num_rows * num_heads * head_dim].reshape(num_rows, num_heads, head_dim)
+    query = arena[op[1] :][: num_rows * all_heads * head_dim].reshape(num_rows, all_heads, head_dim)
+    out = arena[op[6] :][: num_rows * num_heads * head_dim].reshape(num_rows, num_heads, head_dim)
     rows, values_at, window = cache[op[10] : op[10] + op[11]], op[12], op[13]
     sinks, slopes = _floats(op[14], num_heads), _floats(op[15], num_heads)
     longest = 0
@@ -153,7 +153,7 @@ def _attend(
     for piece in range(me, num_pieces, count):
         t, head = piece // num_kv_heads, piece % num_kv_heads
         own = slice(head * group, (head + 1) * group)
-        _rotate(op, room, query[t], t, head)
+        _rotate(op, arena, query[t], t, head)
         to = (slots[t] // block_size * num_kv_heads + head) * block_size + slots[t] % block_size
         store_kv(query[t, num_heads + head], rows, to * head_dim)
         store_kv(query[t, num_heads + num_kv_heads + head], rows, values_at + to * head_dim)
@@ -170,13 +170,13 @@ def _attend(
 
 
 @inner()
-def _rotate(op: Longs, room: Floats, heads: Any, t: int, head: int) -> None:
+def _rotate(op: Longs, arena: Floats, heads: Any, t: int, head: int) -> None:
     """A KV head's queries and its key, in place."""
-    num_heads, num_kv_heads, turned = op[2], op[3], op[8]
+    num_heads, num_kv_heads, rotary_dim = op[2], op[3], op[8]
     if op[7] < 0:
         return
-    cosines = room[op[7] + 2 * t * turned :][:turned]
-    sines = room[op[7] + (2 * t + 1) * turned :][:turned]
+    cosines = arena[op[7] + 2 * t * rotary_dim :][:rotary_dim]
+    sines = arena[op[7] + (2 * t + 1) * rotary_dim :][:rotary_dim]
     group = num_heads // num_kv_heads
     for number in range(group + 1):
         one = heads[num_heads + head if number == group else head * group + number]
@@ -188,41 +188,41 @@ def _rotate(op: Longs, room: Floats, heads: Any, t: int, head: int) -> None:
 
 @inner()
 def _gate(
-    op: Longs, room: Floats, first_row: int, num_rows: int, me: int, count: int
+    op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
     inner, scratch = op[2], gate_scratch()
-    first, last = _part(inner // 16, me, count)
+    first, last = _partition(inner // 16, me, count)
     for t in range(first_row, first_row + num_rows):
         for begin in range(first * 16, last * 16, COLUMNS_AT_ONCE):
             at, size = op[1] + 2 * t * inner + begin, min(COLUMNS_AT_ONCE, last * 16 - begin)
             gate_columns(
-                room[at : at + size], room[at + inner :][:size],
-                room[op[3] + t * inner + begin :][:size], op[4] == 1, scratch,
+                arena[at : at + size], arena[at + inner :][:size],
+                arena[op[3] + t * inner + begin :][:size], op[4] == 1, scratch,
             )  # fmt: skip
 
 
 @inner()
-def _add(op: Longs, room: Floats, num_rows: int, me: int, count: int) -> None:
-    first, last = _part(num_rows * op[2], me, count)
-    x, more = room[op[1] + first : op[1] + last], room[op[3] + first : op[3] + last]
+def _add(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
+    first, last = _partition(num_rows * op[2], me, count)
+    x, more = arena[op[1] + first : op[1] + last], arena[op[3] + first : op[3] + last]
     for i in range(len(x)):
         x[i] += more[i]
 
 
 @inner()
-def _prefetch_weights(op: Longs, asked: int, me: int, count: int) -> int:
+def _prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> int:
     """A line more of what this thread reads first of a product's weights; how many were asked."""
-    if op[0] == LEVEL_PRODUCT:
-        first, last = _part(op[9] // ALIGNMENT, me, count)
-        at = first * op[2] * ALIGNMENT + asked * 64
+    if op[0] == INT8_PRODUCT:
+        first, last = _partition(op[9] // ALIGNMENT, me, count)
+        at = first * op[2] * ALIGNMENT + num_prefetched * 64
         if at < last * op[2] * ALIGNMENT:
             prefetch(_bytes(op[3], op[4]), at)
-        return asked + 1
-    first, last = _part(-(-op[8] // PANEL), me, count)
-    at = first * op[2] * PANEL + asked * _LINE
+        return num_prefetched + 1
+    first, last = _partition(-(-op[8] // PANEL), me, count)
+    at = first * op[2] * PANEL + num_prefetched * _LINE
     if at < last * op[2] * PANEL:
         prefetch(_floats(op[3], op[4]), at)
-    return asked + 1
+    return num_prefetched + 1
 
 
 MAX_PREFETCHED_LINES = (1 << 20) // 64
@@ -231,45 +231,46 @@ MAX_PREFETCHED_LINES = (1 << 20) // 64
 
 @inner()
 def _compute(
-    op: Longs, eps: float, cap: float, ints: Longs, room: Floats, cache: Any, slots: Longs,
-    contexts: Longs, tables: Any, turns: int, me: int, count: int,
+    op: Longs, eps: float, cap: float, ints: Longs, arena: Floats, cache: Any, slots: Longs,
+    contexts: Longs, tables: Any, rotation: int, me: int, count: int,
 ) -> None:  # fmt: skip
-    """This thread's part of an operation; eps, cap: its two numbers; turns: products since threads
-    met. Parts of a small product are uneven: of several each thread has large ones and small."""
-    kind, first, num_rows, turn = op[0], ints[op[FIRST]], ints[op[COUNT]], (me + turns) % count
+    """This thread's part of an operation; eps, cap: its two numbers; rotation: products since
+    threads met. Parts of a small product are uneven: of several each thread has large ones and
+    small."""
+    kind, first, num_rows, thread = op[0], ints[op[FIRST]], ints[op[COUNT]], (me + rotation) % count
     if kind == NORM:
-        _norm(op, eps, room, num_rows, me, count)
+        _norm(op, eps, arena, num_rows, me, count)
     elif kind == PRODUCT:
-        _linear(op, room, first, num_rows, turn, count)
-    elif kind == LEVELS:
-        _quantize(op, room, first, num_rows, me, count)
-    elif kind == LEVEL_PRODUCT:
-        _int8_linear(op, room, first, num_rows, turn, count)
+        _linear(op, arena, first, num_rows, thread, count)
+    elif kind == QUANTIZE:
+        _quantize(op, arena, first, num_rows, me, count)
+    elif kind == INT8_PRODUCT:
+        _int8_linear(op, arena, first, num_rows, thread, count)
     elif kind == ATTEND:
-        _attend(op, eps, cap, room, cache, slots, contexts, tables, me, count)
+        _attend(op, eps, cap, arena, cache, slots, contexts, tables, me, count)
     elif kind == GATE:
-        _gate(op, room, first, num_rows, me, count)
+        _gate(op, arena, first, num_rows, me, count)
     elif kind == ADD:
-        _add(op, room, num_rows, me, count)
+        _add(op, arena, num_rows, me, count)
     else:
-        _moe_op(op, ints, room, num_rows, me, count)
+        _moe_op(op, ints, arena, num_rows, me, count)
 
 
 @inner()
 def _moe_op(
-    op: Longs, ints: Longs, room: Floats, num_rows: int, me: int, count: int
+    op: Longs, ints: Longs, arena: Floats, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
     """The same of what only mixtures of experts have."""
     if op[0] == SCORE:
-        expert_loops.gemv(op, room, num_rows, me, count)
+        expert_loops.gemv(op, arena, num_rows, me, count)
     elif op[0] == CHOOSE:
-        expert_loops.topk_softmax(op, room, ints, num_rows, me, count)
+        expert_loops.topk_softmax(op, arena, ints, num_rows, me, count)
     elif op[0] == SORT:
         expert_loops.permute_index(op, ints, num_rows, me)
     elif op[0] == GATHER:
-        expert_loops.permute(op, room, ints, num_rows, me, count)
+        expert_loops.permute(op, arena, ints, num_rows, me, count)
     elif op[0] == MIX:
-        expert_loops.unpermute_sum(op, room, ints, num_rows, me, count)
+        expert_loops.unpermute_sum(op, arena, ints, num_rows, me, count)
 
 
 @inner()
@@ -282,26 +283,28 @@ def _next_matmul(table: Any, ints: Longs, number: int) -> int:
 
 @inner()
 def _barrier_and_prefetch(
-    shared: Longs, table: Any, ints: Longs, number: int, times: int, asked: int, me: int, count: int
+    barrier: Longs, table: Any, ints: Longs, number: int, times: int, num_prefetched: int,
+    me: int, count: int,
 ) -> int:  # fmt: skip
     """Waits for all of the team, who come here so many times; meanwhile, asks for weights of the
-    next product. Of that, `asked` lines were asked for before; returns how many are now."""
-    arrive(shared)
+    next product. Of that, `num_prefetched` lines were prefetched before; returns how many
+    are now."""
+    arrive(barrier)
     following, looks = _next_matmul(table, ints, table[number, NEXT]), 0
-    while not phase_done(shared, count, times):
-        if following >= 0 and asked < MAX_PREFETCHED_LINES:
-            asked = _prefetch_weights(table[following], asked, me, count)
+    while not phase_done(barrier, count, times):
+        if following >= 0 and num_prefetched < MAX_PREFETCHED_LINES:
+            num_prefetched = _prefetch_weights(table[following], num_prefetched, me, count)
         else:
             backoff(looks)
             looks += 1
-    return asked
+    return num_prefetched
 
 
 def _run(
     table: Any,  # [operations, FIELDS]
     numbers: Any,  # [operations, 2]
     ints: Longs,
-    room: Floats,
+    arena: Floats,
     cache: Any,  # flat
     slots: Longs,  # [T]
     contexts: Longs,  # [T]
@@ -309,22 +312,24 @@ def _run(
     num_threads: int,
 ) -> None:
     """Plays all operations."""
-    shared = np.zeros(BARRIER_WORDS, np.int64)
+    barrier = np.zeros(BARRIER_WORDS, np.int64)
     for _thread in numba.prange(num_threads):
-        me, count = join(shared, num_threads)
-        asked = turns = times = 0
+        me, count = join(barrier, num_threads)
+        num_prefetched = rotation = times = 0
         for number in range(len(table) if me >= 0 else 0):
             op = table[number]
             if ints[op[COUNT]] > 0:
                 _compute(
-                    op, numbers[number, 0], numbers[number, 1], ints, room, cache, slots,
-                    contexts, tables, turns, me, count,
+                    op, numbers[number, 0], numbers[number, 1], ints, arena, cache, slots,
+                    contexts, tables, rotation, me, count,
                 )  # fmt: skip
-                if op[0] in (PRODUCT, LEVEL_PRODUCT):
-                    asked, turns = 0, turns + 1
+                if op[0] in (PRODUCT, INT8_PRODUCT):
+                    num_prefetched, rotation = 0, rotation + 1
             if not op[CONTINUES]:
-                times, turns = times + 1, 0
-                asked = _barrier_and_prefetch(shared, table, ints, number, times, asked, me, count)
+                times, rotation = times + 1, 0
+                num_prefetched = _barrier_and_prefetch(
+                    barrier, table, ints, number, times, num_prefetched, me, count
+                )
 
 
 @cache

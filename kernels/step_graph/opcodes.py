@@ -1,6 +1,6 @@
 """How operations of a `program` are written in its table, of which numba compiles the loops."""
 
-NORM, PRODUCT, ATTEND, GATE, ADD, LEVELS, LEVEL_PRODUCT = range(7)
+NORM, PRODUCT, ATTEND, GATE, ADD, QUANTIZE, INT8_PRODUCT = range(7)
 SCORE, CHOOSE, SORT, GATHER, MIX = range(7, 12)
 """The first field; the others are as `program.GraphBuilder` writes them."""
 

@@ -182,7 +182,7 @@ def _shared_prefix(device: torch.device, dtype: torch.dtype, small: bool) -> Wor
         tables[:, :shared] = tables[0, :shared]
         starts, contexts = paged.query_starts.cpu().numpy(), paged.context_lens.cpu().numpy()
         plan = plan_attention(
-            starts, contexts, tables.cpu().numpy(), paged.layer, shares_prefix=shares_prefix
+            starts, contexts, tables.cpu().numpy(), paged.layer, use_cascade=shares_prefix
         )
         return lambda: paged_attention(paged.query, paged.layer, plan)
 

@@ -46,7 +46,7 @@ def attention(name: str, lengths: Sequence[tuple[int, int]]) -> Operation:
     decodes = all(new == 1 for new, _ in lengths)
 
     def attend(in_place: bool) -> Call:
-        plan = GatheredPlan.of(*batch, reads_in_place=in_place, one_path=in_place)
+        plan = GatheredPlan.of(*batch, reads_paged=in_place, one_path=in_place)
         return lambda: plan.attend(query, layer, PLAIN)
 
     forms = {"read in place, numba": attend(True), "gathered, torch": attend(False)}

@@ -135,7 +135,7 @@ def test_rms_norm_above_one() -> None:
 @pytest.mark.parametrize("neighbours", [False, True])
 def test_rotation_in_place_of_a_view(neighbours: bool) -> None:
     frequencies = torch.rand(6)
-    table = rotary_table(frequencies, 300, torch.float32, neighbours=neighbours)
+    table = rotary_table(frequencies, 300, torch.float32, interleaved=neighbours)
     positions = torch.tensor([0, 299, 17, 17])
     fused = torch.randn(4, 5, 12)
     expected = fused.clone()

@@ -36,7 +36,7 @@ IN_PARTS: dict[str, Change] = {
     ),
     "begin of part": ("tl.maximum(low, which * SPLIT)", "tl.maximum(low, which * SPLIT + 1)"),
     "merge, count": ("there = numbers < count", "there = numbers < count - 1"),
-    "merge, token": ("* part_tokens + token\n", "* part_tokens + token // 2\n"),
+    "merge, token": ("* partition_tokens + token\n", "* partition_tokens + token // 2\n"),
 }
 """And in what those of sequences with few rows have, whose positions are cut."""
 

@@ -27,7 +27,7 @@ from penstock.workers.config import WorkerConfig
         ("kv_cache_mib", 0),
         ("max_model_len", 0),
         ("threads", 0),
-        ("beat_seconds", 0.0),
+        ("heartbeat_seconds", 0.0),
         ("transfer_seconds", -1.0),
     ],
 )

@@ -30,8 +30,8 @@ def check_batch_invariance(engine: Engine) -> None:
     length = max(1, min(engine.limits.max_batched_tokens, engine.limits.max_model_len - 2))
     prompt, other = (_prompt(engine, length, first) for first in (7, 11))
     kv, logits = _bits(engine, [prompt], length)
-    crowd = [prompt, other[: length // 2 + 1]][: engine.limits.max_sequences]
-    kv_in_pieces, logits_in_pieces = _bits(engine, crowd, CHUNK_TOKENS)
+    batch = [prompt, other[: length // 2 + 1]][: engine.limits.max_sequences]
+    kv_in_pieces, logits_in_pieces = _bits(engine, batch, CHUNK_TOKENS)
     kv_by_token, _ = _bits(engine, [prompt[:PREFIX_TOKENS]], 1)
     begun = min(PREFIX_TOKENS, length)
     same = (

@@ -112,17 +112,17 @@ class Engine:
         decoder: Model | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        share = load_rank(config, progress, store, decoder, on_stage)
-        self.spec, self.limits, self.cache = share.spec, share.limits, share.cache
+        runtime = load_rank(config, progress, store, decoder, on_stage)
+        self.spec, self.limits, self.cache = runtime.spec, runtime.limits, runtime.cache
         self.model = model_fingerprint(config.model)
-        self.layout = share.layout(self.model)
+        self.layout = runtime.layout(self.model)
         self.deterministic = config.deterministic
-        self._plan_writer = share.connect_as_leader(store)  # to the other ranks, if there are any
-        self.movers = share.movers(self._plan_writer)
+        self._plan_writer = runtime.connect_as_leader(store)  # to the other ranks, if there are any
+        self.movers = runtime.movers(self._plan_writer)
         self.batcher = Batcher(self.limits)
-        self._expert_balance = ExpertBalance(share.expert_counts())
-        device = share.decoder.device
-        self._runner = share.runner()
+        self._expert_balance = ExpertBalance(runtime.expert_counts())
+        device = runtime.decoder.device
+        self._runner = runtime.runner()
         self._sampler = Sampler(self.limits.max_sequences, self.spec.vocab_size, device)
         self._streams = Streams(device)
         self.on_device = isinstance(self._runner, DeviceRunner)
@@ -287,9 +287,9 @@ class Engine:
         if len(output.rows) < len(rows):
             of_row = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
             result.logprobs = [of_row[row] for row in output.rows.tolist()]
-        alone = self._has_canary and self._exclude_canary(plan, output)
+        only_canary = self._has_canary and self._exclude_canary(plan, output)
         self.drain_events(result)
-        if not alone:
+        if not only_canary:
             self._num_steps += 1
             self._step_seconds = seconds
             self._times.add(seconds, with_prompts=len(plan.tokens) > len(plan.rows))
@@ -361,22 +361,22 @@ class Engine:
         at, table = sampled.beams, self.batcher.table
         beams, tokens, parents = rows[at], sampled.tokens, rows.copy()
         keys = table.keys[beams]
-        turns = self._beam_searches.advance(keys, table.choices[beams], beams, candidates)
-        tokens[at], parents[at] = turns.tokens, turns.parents
-        for key in turns.finished:
+        steps = self._beam_searches.advance(keys, table.choices[beams], beams, candidates)
+        tokens[at], parents[at] = steps.tokens, steps.parents
+        for key in steps.finished:
             if self._beam_searches.failed(key):
                 sampled.finite[at[keys == key]] = False
         live = [self._live.get(key) for key in keys]
         counts = [-1 if new is None else _num_logprobs(new.params) for new in live]
-        asking = [(place, node) for place, node in turns.new_nodes if counts[place] >= 0]
-        if asking:
-            places = [place for place, _ in asking]
-            wanted = np.array(counts, np.int64)[places]
-            names = np.array([node.token for _, node in asking], np.int32)
-            entries = self._sampler.score(logits[at[places]], wanted, names)
-            for (_, node), entry in zip(asking, entries, strict=True):
+        requested = [(index, node) for index, node in steps.new_nodes if counts[index] >= 0]
+        if requested:
+            indices = [index for index, _ in requested]
+            wanted = np.array(counts, np.int64)[indices]
+            names = np.array([node.token for _, node in requested], np.int32)
+            entries = self._sampler.score(logits[at[indices]], wanted, names)
+            for (_, node), entry in zip(requested, entries, strict=True):
                 node.logprobs = entry
-        return replace(sampled, parents=parents, finished_searches=turns.finished)
+        return replace(sampled, parents=parents, finished_searches=steps.finished)
 
     def _score_prompt(self, plan: StepPlan, logits: Tensor) -> list[PromptLogprobs]:
         """Logprobs of prompt tokens; those of one row stand together."""

@@ -88,8 +88,8 @@ def packed(
     """The vectors [4, R] and block tables [num_rows, M] of a step, padding behind its own rows."""
     count = len(plan.rows)
     vectors = padding_rows.copy()
-    for place, values in enumerate((plan.tokens, plan.positions, plan.slots, plan.context_lens)):
-        vectors[place, :count] = values
+    for index, values in enumerate((plan.tokens, plan.positions, plan.slots, plan.context_lens)):
+        vectors[index, :count] = values
     tables = np.full((num_rows, plan.block_tables.shape[1]), scratch, np.int32)
     tables[:count] = plan.block_tables
     return vectors, tables

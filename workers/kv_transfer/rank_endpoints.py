@@ -39,8 +39,8 @@ class RankEndpoint:
 
     def value(self, key: str, value: bytes) -> None:
         """The other side has set this in the store of the pair."""
-        said = wire.Value(key=key, value=value)
-        self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, value=said))
+        message = wire.Value(key=key, value=value)
+        self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, value=message))
 
     def send(self, piece: wire.Piece) -> None:
         self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, send=piece))
@@ -66,12 +66,12 @@ class RankEndpoints:
         self._listeners: dict[int, ReportCallback] = {}
         loop = asyncio.get_running_loop()
 
-        def hear(rank: int, report: wire.Report) -> None:
+        def forward_report(rank: int, report: wire.Report) -> None:
             with suppress(RuntimeError):  # the event loop is closed: nothing is left to notify
                 loop.call_soon_threadsafe(self._dispatch_report, rank, report)
 
         for rank, mover in enumerate(self._movers):
-            mover.listen(partial(hear, rank))
+            mover.listen(partial(forward_report, rank))
 
     def open(self, rank: int, takes: bool, on_report: ReportCallback) -> RankEndpoint:
         """Have that rank make its end, without waiting; `heard` gets what it reports of it.
@@ -96,21 +96,21 @@ class RankEndpoints:
         if kind == "settled":
             self.on_drained(rank, report.settled)
             return
-        hearer = self._listeners.get(report.end)
+        listener = self._listeners.get(report.end)
         if kind == "closed":
             self._listeners.pop(report.end, None)
-        elif hearer is not None:
-            hearer(report)
+        elif listener is not None:
+            listener(report)
 
 
 def check_peer(
-    endpoints: RankEndpoints, said: transfer_pb2.Introduction | transfer_pb2.Accepted
+    endpoints: RankEndpoints, peer: transfer_pb2.Introduction | transfer_pb2.Accepted
 ) -> str:
     """What is wrong with another worker's ranks, if anything is."""
-    if not 0 < len(said.ranks) <= MAX_RANKS or not said.block_size:
+    if not 0 < len(peer.ranks) <= MAX_RANKS or not peer.block_size:
         return "ranks and the size of blocks are to be said"
     try:
-        check_same_coverage(endpoints.rectangles, [rectangle_of(each) for each in said.ranks])
+        check_same_coverage(endpoints.rectangles, [rectangle_of(each) for each in peer.ranks])
     except BadShard as error:
         return str(error)
     return ""

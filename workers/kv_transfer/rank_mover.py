@@ -148,8 +148,8 @@ class RankMover:
         pair = RankPair(rank, store, self._staging.device, self._host, self._seconds)
         self._pairs[number] = pair
         pair.connected().add_done_callback(
-            lambda met: self._on_report(
-                wire.Report(end=number, met=wire.Outcome(broken=_reason(met.exception())))
+            lambda future: self._on_report(
+                wire.Report(end=number, met=wire.Outcome(broken=_reason(future.exception())))
             )
         )
 
@@ -220,17 +220,17 @@ class RankMover:
 
 def make_piece(epoch: int, index: int, blocks: Ints, shard: Shard, unit: int) -> wire.Piece:
     """A message: `blocks` are those that it covers."""
-    part = shard.rectangle
+    rectangle = shard.rectangle
     return wire.Piece(
         epoch=epoch,
         index=index,
         blocks=np.ascontiguousarray(blocks, np.dtype("<i4")).tobytes(),
         start=shard.start,
         stop=shard.stop,
-        first_layer=part.first_layer,
-        last_layer=part.last_layer,
-        first_head=part.first_head,
-        last_head=part.last_head,
+        first_layer=rectangle.first_layer,
+        last_layer=rectangle.last_layer,
+        first_head=rectangle.first_head,
+        last_head=rectangle.last_head,
         unit=unit,
     )
 

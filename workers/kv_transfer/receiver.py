@@ -163,8 +163,8 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         """Start to connect; whatever led here from that worker before is over."""
         earlier = self._incoming.get(introduction.worker)
         if earlier is not None:
-            lives = earlier.source[1] == introduction.incarnation
-            self._drop_peer(earlier, "its source has opened another", lives)
+            source_alive = earlier.source[1] == introduction.incarnation
+            self._drop_peer(earlier, "its source has opened another", source_alive)
         source = (introduction.worker, introduction.incarnation)
         unit = self._endpoints.shape.cut(
             gcd(self._endpoints.shape.block_size, introduction.block_size)
@@ -174,8 +174,8 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         theirs = [rectangle_of(each) for each in introduction.ranks]
         for route in routes(theirs, self._endpoints.rectangles):
             pair = (route.source, route.destination)
-            heard = partial(self._on_report, incoming, pair)
-            incoming.endpoints[pair] = self._endpoints.open(route.destination, True, heard)
+            on_report = partial(self._on_report, incoming, pair)
+            incoming.endpoints[pair] = self._endpoints.open(route.destination, True, on_report)
         return incoming
 
     def _on_report(self, incoming: IncomingPeer, pair: PairKey, report: ranks_pb2.Report) -> None:
@@ -211,7 +211,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         else:
             end.value(value.key, value.value)
 
-    def _drop_peer(self, incoming: IncomingPeer, reason: str, lives: bool = False) -> None:
+    def _drop_peer(self, incoming: IncomingPeer, reason: str, source_alive: bool = False) -> None:
         """Its pairs are over, and with them what they were bringing or, unless the source lives,
         were to bring."""
         if incoming.is_closed:
@@ -221,7 +221,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             del self._incoming[incoming.source[0]]
         for epoch, transfer in list(self._transfers.items()):
             expected = transfer.incoming is None and transfer.expected.source == incoming.source
-            if (expected and not lives) or transfer.incoming is incoming:
+            if (expected and not source_alive) or transfer.incoming is incoming:
                 self._finish(epoch, f"the pair with {incoming.source[0]} broke: {reason}")
 
     # ------------------------------------------------------------ messages of bytes

@@ -172,21 +172,21 @@ class KvSender:
 def _messages(ways: TransferRoutes, outgoing: OutgoingTransfer) -> Iterator[tuple[PairKey, Shard]]:
     """All of them, those of different pairs by turns."""
     positions = (outgoing.start, outgoing.stop)
-    parts = [
+    by_route = [
         [
             ((route.source, route.destination), shard)
             for shard in split(route.overlap, *positions, ways.unit, MESSAGE_BYTES)
         ]
         for route in ways.routes
     ]
-    for turn in zip_longest(*parts):
-        yield from (each for each in turn if each is not None)
+    for messages in zip_longest(*by_route):
+        yield from (each for each in messages if each is not None)
 
 
 def _header(
     outgoing: OutgoingTransfer, pair: PairKey, shard: Shard, index: int, num_bytes: int
 ) -> wire.Header:
-    part = shard.rectangle
+    rectangle = shard.rectangle
     return wire.Header(
         router=outgoing.router,
         request=outgoing.request,
@@ -195,10 +195,10 @@ def _header(
         index=index,
         start=shard.start,
         stop=shard.stop,
-        first_layer=part.first_layer,
-        last_layer=part.last_layer,
-        first_head=part.first_head,
-        last_head=part.last_head,
+        first_layer=rectangle.first_layer,
+        last_layer=rectangle.last_layer,
+        first_head=rectangle.first_head,
+        last_head=rectangle.last_head,
         bytes=num_bytes,
         source_rank=pair[0],
         destination_rank=pair[1],

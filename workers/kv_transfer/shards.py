@@ -92,27 +92,27 @@ def routes(
         holders.setdefault(rectangle, []).append(rank)
     found: list[Route] = []
     for rectangle, ranks in holders.items():
-        shared = [(taker, rectangle.intersect(each)) for taker, each in enumerate(destinations)]
-        takers = [(taker, both) for taker, both in shared if both is not None]
-        for turn, (taker, both) in enumerate(takers):
-            found.append(Route(ranks[turn % len(ranks)], taker, both))
+        overlaps = [(taker, rectangle.intersect(each)) for taker, each in enumerate(destinations)]
+        takers = [(taker, both) for taker, both in overlaps if both is not None]
+        for index, (taker, both) in enumerate(takers):
+            found.append(Route(ranks[index % len(ranks)], taker, both))
     return found
 
 
 def check_same_coverage(ours: Sequence[LayerHeadRange], theirs: Sequence[LayerHeadRange]) -> None:
     """`BadShard` unless the ranks of both sides hold the same whole, each part of it once (or
     several times alike)."""
-    held, parts = set(ours), set(theirs)
-    real = all(part.contains(part) for part in parts)
-    apart = all(a.intersect(b) is None for a, b in combinations(parts, 2))
-    same_size = sum(part.area for part in parts) == sum(own.area for own in held)
-    covered = all(_shared(own, parts) == own.area for own in held)
+    held, peer_ranges = set(ours), set(theirs)
+    real = all(each.contains(each) for each in peer_ranges)
+    apart = all(a.intersect(b) is None for a, b in combinations(peer_ranges, 2))
+    same_size = sum(each.area for each in peer_ranges) == sum(own.area for own in held)
+    covered = all(_overlap_area(own, peer_ranges) == own.area for own in held)
     if not (real and apart and same_size and covered):
         raise BadShard("the ranks of both sides do not hold the same layers and heads")
 
 
-def _shared(own: LayerHeadRange, parts: Iterable[LayerHeadRange]) -> int:
-    return sum(both.area for part in parts if (both := own.intersect(part)) is not None)
+def _overlap_area(own: LayerHeadRange, ranges: Iterable[LayerHeadRange]) -> int:
+    return sum(both.area for each in ranges if (both := own.intersect(each)) is not None)
 
 
 def split(
@@ -131,18 +131,18 @@ def split(
     num_layers = rectangle.last_layer - rectangle.first_layer
     num_blocks = Shard(rectangle, start, stop).num_blocks(shape.block_size)
     layer_bytes = heads * shape.bytes_per_head
-    for first, last in _even_parts(num_layers, message_bytes // layer_bytes):
+    for first, last in _even_ranges(num_layers, message_bytes // layer_bytes):
         layers = (rectangle.first_layer + first, rectangle.first_layer + last)
-        part = LayerHeadRange(*layers, rectangle.first_head, rectangle.last_head)
-        for block, end in _even_parts(num_blocks, message_bytes // ((last - first) * layer_bytes)):
+        chunk = LayerHeadRange(*layers, rectangle.first_head, rectangle.last_head)
+        for block, end in _even_ranges(num_blocks, message_bytes // ((last - first) * layer_bytes)):
             stops = min(start + end * shape.block_size, stop)
-            yield Shard(part, start + block * shape.block_size, stops)
+            yield Shard(chunk, start + block * shape.block_size, stops)
 
 
-def _even_parts(num_items: int, most: int) -> Iterator[tuple[int, int]]:
+def _even_ranges(num_items: int, most: int) -> Iterator[tuple[int, int]]:
     """[first, last) of as few parts as can be, each of at most `most` items, or of one."""
-    num_parts = -(-num_items // max(1, most))
-    return pairwise(num_items * part // num_parts for part in range(num_parts + 1))
+    num_ranges = -(-num_items // max(1, most))
+    return pairwise(num_items * index // num_ranges for index in range(num_ranges + 1))
 
 
 class BadShard(ValueError):

@@ -60,11 +60,14 @@ class KvStaging:
         Of blocks that it covers in part, the rest stays as it is.
         """
         unit = unit or self.shape.block_size
-        part = shard.rectangle
-        layers, heads = self._slices(part)
+        rectangle = shard.rectangle
+        layers, heads = self._slices(rectangle)
         indices = torch.from_numpy(blocks).to(self.device)
         _, num_sides, _, _, _, head_dim = self._kv.shape
-        sizes = part.last_layer - part.first_layer, part.last_head - part.first_head
+        sizes = (
+            rectangle.last_layer - rectangle.first_layer,
+            rectangle.last_head - rectangle.first_head,
+        )
         shape = (sizes[0], num_sides, shard.num_blocks(unit), sizes[1], unit, head_dim)
         staged = data.view(self._kv.dtype).view(shape)
         if unit == self.shape.block_size:
@@ -91,10 +94,12 @@ class KvStaging:
         cut = torch.unflatten(self._kv[layers, :, :, heads], 4, (per_block, unit))
         return cut, indices.long()[units // per_block], units % per_block
 
-    def _slices(self, part: LayerHeadRange) -> tuple[slice, slice]:
+    def _slices(self, rectangle: LayerHeadRange) -> tuple[slice, slice]:
         own = self.rectangle
-        layers = slice(part.first_layer - own.first_layer, part.last_layer - own.first_layer)
-        heads = slice(part.first_head - own.first_head, part.last_head - own.first_head)
+        layers = slice(
+            rectangle.first_layer - own.first_layer, rectangle.last_layer - own.first_layer
+        )
+        heads = slice(rectangle.first_head - own.first_head, rectangle.last_head - own.first_head)
         return layers, heads
 
 

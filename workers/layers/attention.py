@@ -72,9 +72,9 @@ class Attention:
         for rows in (self.qkv.weight, self.qkv.bias):
             if rows is not None and rows.device.type != "meta":
                 groups = rows.clone().view(self.num_kv_heads, group + 2, self.head_dim, -1)
-                parts = (groups[:, :group], groups[:, group], groups[:, group + 1])
-                rows.copy_(torch.cat([part.reshape(-1, *rows.shape[1:]) for part in parts]))
+                chunks = (groups[:, :group], groups[:, group], groups[:, group + 1])
+                rows.copy_(torch.cat([chunk.reshape(-1, *rows.shape[1:]) for chunk in chunks]))
 
     def _normalise(self, heads: Tensor, norm: Norm) -> None:
         """In place, head by head or all heads together, as long as the norm's weight is."""
-        norm.in_place(heads.view(len(heads), -1, norm.weight.shape[0]))
+        norm.normalize_(heads.view(len(heads), -1, norm.weight.shape[0]))

@@ -51,29 +51,29 @@ class ExpertParallelMoE:
         return self._all_gather_sum(out, len(x))
 
     def _token_range(self, num_tokens: int, group: int | None = None) -> range:
-        place = self.coord
-        return even_partition(num_tokens, place.mesh.ep, place.ep_rank if group is None else group)
+        coord = self.coord
+        return even_partition(num_tokens, coord.mesh.ep, coord.ep_rank if group is None else group)
 
     def _mix(self, x: Tensor, chosen: Tensor, weights: Tensor, mine: range) -> Tensor:
         """What the experts make of this group's tokens."""
         top_k = chosen.shape[1]
         here = slice(mine.start, mine.stop)
-        sorted_places = chosen[here].flatten().argsort(stable=True)
-        rows = x[here][sorted_places // top_k]
+        order = chosen[here].flatten().argsort(stable=True)
+        rows = x[here][order // top_k]
         made = torch.empty_like(rows)
-        made[sorted_places] = self._compute(rows, chosen)
-        parts = made.view(len(mine), top_k, x.shape[1]) * weights[here].to(x.dtype)[:, :, None]
-        out = parts[:, 0]
+        made[order] = self._compute(rows, chosen)
+        weighted = made.view(len(mine), top_k, x.shape[1]) * weights[here].to(x.dtype)[:, :, None]
+        out = weighted[:, 0]
         for rank in range(1, top_k):
-            out += parts[:, rank]
+            out += weighted[:, rank]
         return out
 
     def _compute(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """rows [n, D]: this group's tokens, once for each expert chosen, in the experts' order."""
         num_experts = len(self.load)
         counts = torch.stack([
-            torch.bincount(chosen[part.start : part.stop].flatten(), minlength=num_experts)
-            for part in (
+            torch.bincount(chosen[span.start : span.stop].flatten(), minlength=num_experts)
+            for span in (
                 self._token_range(len(chosen), group) for group in range(self.coord.mesh.ep)
             )
         ]).cpu()  # fmt: skip
@@ -99,27 +99,27 @@ class ExpertParallelMoE:
                 torch.arange(end[number] - size[number], end[number], device=rows.device)
                 for end, size in zip(ends, sizes, strict=True)
             ]
-            places = torch.cat(spans)
-            if len(places):
-                made[places] = expert(rows[places])
+            indices = torch.cat(spans)
+            if len(indices):
+                made[indices] = expert(rows[indices])
         return made
 
     def _all_gather_sum(self, out: Tensor, num_tokens: int) -> Tensor:
         """All groups' tokens [T, D], of each the sum of what its ranks have."""
-        place, most = self.coord, -(-num_tokens // self.coord.mesh.ep)
-        if place.mesh.ep == 1:
+        coord, most = self.coord, -(-num_tokens // self.coord.mesh.ep)
+        if coord.mesh.ep == 1:
             return self.stage.all_reduce(out)
         padded = out.new_zeros(most, out.shape[1])
         padded[: len(out)] = out
-        gathered = self.stage.all_gather(padded).view(place.mesh.ep, place.mesh.expert_tp, most, -1)
+        gathered = self.stage.all_gather(padded).view(coord.mesh.ep, coord.mesh.expert_tp, most, -1)
         total = gathered[:, 0].to(torch.float32, copy=True)
-        for column in range(1, place.mesh.expert_tp):
+        for column in range(1, coord.mesh.expert_tp):
             total += gathered[:, column]
         summed = total.to(out.dtype)
-        parts = [
-            part[: len(self._token_range(num_tokens, group))] for group, part in enumerate(summed)
+        trimmed = [
+            each[: len(self._token_range(num_tokens, group))] for group, each in enumerate(summed)
         ]
-        return torch.cat(parts)
+        return torch.cat(trimmed)
 
 
 def _even_partitions(num_owners: int, num_items: int) -> Sequence[range]:

@@ -61,11 +61,11 @@ class Linear:
         With a single name: the checkpoint has them fused too, in the same order.
         """
         sizes = list(self.sizes) if len(names) > 1 else [sum(self.sizes)]
-        parts = dict(zip(names, torch.split(self.weight, sizes), strict=True))
-        found = {f"{name}.weight": part for name, part in parts.items()}
+        weights = dict(zip(names, torch.split(self.weight, sizes), strict=True))
+        found = {f"{name}.weight": tensor for name, tensor in weights.items()}
         if self.bias is not None:
             biases = zip(names, torch.split(self.bias, sizes), strict=True)
-            found |= {f"{name}.bias": part for name, part in biases}
+            found |= {f"{name}.bias": tensor for name, tensor in biases}
         return found
 
 

@@ -54,7 +54,7 @@ class LatentAttention:
         heads = query.view(len(x), len(self.up), -1)
         cos_sin = step.cos_sin[0]
         rotate_(heads[:, :, -self.rope_dim :], cos_sin, self.interleaved)
-        self.row_norm.in_place(row[:, : self.up.shape[2]])
+        self.row_norm.normalize_(row[:, : self.up.shape[2]])
         rotate_(row[:, None, -self.rope_dim :], cos_sin, self.interleaved)
         write_kv(layer, step.cache_rows, row[:, None])
         return self.output(self._attend(heads, step, layer).flatten(1))

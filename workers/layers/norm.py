@@ -1,7 +1,7 @@
 """Normalisations with their weights.
 
 Each makes a new tensor of one (`norm(x)`), or of a stream once something is added to it, in place
-(`norm.add_and_norm(hidden, x)`), or normalises in place (`norm.in_place(x)`).
+(`norm.add_and_norm(hidden, x)`), or normalises in place (`norm.normalize_(x)`).
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class RmsNorm:
     def add_and_norm(self, hidden: Tensor, x: Tensor) -> Tensor:
         return fused_add_rms_norm(hidden, x, self.weight, self.eps)
 
-    def in_place(self, x: Tensor) -> None:
+    def normalize_(self, x: Tensor) -> None:
         rms_norm_(x, self.weight, self.eps)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class GemmaRmsNorm:
     def add_and_norm(self, hidden: Tensor, x: Tensor) -> Tensor:
         return fused_add_gemma_rms_norm(hidden, x, self.weight, self.eps)
 
-    def in_place(self, x: Tensor) -> None:
+    def normalize_(self, x: Tensor) -> None:
         x.copy_(self(x))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ class LayerNorm:
     def add_and_norm(self, hidden: Tensor, x: Tensor) -> Tensor:
         return fused_add_layer_norm(hidden, x, self.weight, self.bias, self.eps)
 
-    def in_place(self, x: Tensor) -> None:
+    def normalize_(self, x: Tensor) -> None:
         x.copy_(self(x))
 
     def tensors(self, name: str) -> dict[str, Tensor]:

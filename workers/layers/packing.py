@@ -67,23 +67,27 @@ def _available() -> int:
 
 
 def _pack_batch_invariant(model: Any) -> None:
-    for part in parts(model):
-        if isinstance(part, LatentAttention) or (isinstance(part, Linear) and part.packed is None):
-            part.pack_batch_invariant()
+    for module in iter_modules(model):
+        if isinstance(module, LatentAttention) or (
+            isinstance(module, Linear) and module.packed is None
+        ):
+            module.pack_batch_invariant()
 
 
 def linears(model: Any) -> Iterator[Linear]:
     """Every `Linear` in a tree of records, but for routers."""
-    return (part for part in parts(model, without="router") if isinstance(part, Linear))
+    return (
+        module for module in iter_modules(model, without="router") if isinstance(module, Linear)
+    )
 
 
-def parts(part: Any, without: str = "") -> Iterator[Any]:
+def iter_modules(module: Any, without: str = "") -> Iterator[Any]:
     """Every record in a tree of records and tuples; not what is in a field named `without`."""
-    if isinstance(part, tuple):
-        for each in part:
-            yield from parts(each, without)
-    elif dataclasses.is_dataclass(part):
-        yield part
-        for field in dataclasses.fields(part):
+    if isinstance(module, tuple):
+        for each in module:
+            yield from iter_modules(each, without)
+    elif dataclasses.is_dataclass(module):
+        yield module
+        for field in dataclasses.fields(module):
             if field.name != without:
-                yield from parts(getattr(part, field.name), without)
+                yield from iter_modules(getattr(module, field.name), without)

@@ -14,17 +14,17 @@ def vocab_parallel_embedding(
     rows = tokens - first
     elsewhere = (rows < 0) | (rows >= len(weight))
     if len(weight):
-        part = functional.embedding(rows.masked_fill(elsewhere, 0), weight)
-        part.masked_fill_(elsewhere[:, None], 0)
+        embeddings = functional.embedding(rows.masked_fill(elsewhere, 0), weight)
+        embeddings.masked_fill_(elsewhere[:, None], 0)
     else:
-        part = weight.new_zeros(len(tokens), weight.shape[1])
-    return group.all_reduce(part)
+        embeddings = weight.new_zeros(len(tokens), weight.shape[1])
+    return group.all_reduce(embeddings)
 
 
-def gather_logits(part: Tensor, vocab_size: int, group: ProcessGroup) -> Tensor:
+def gather_logits(logits: Tensor, vocab_size: int, group: ProcessGroup) -> Tensor:
     """Logits [S, V] out of every rank's [S, its part of the vocabulary], as `MeshCoord.tokens`
     cuts."""
     size = -(-vocab_size // group.size)
-    padded = functional.pad(part, (0, size - part.shape[1]))
+    padded = functional.pad(logits, (0, size - logits.shape[1]))
     gathered = group.all_gather(padded)
     return torch.cat(gathered.unbind(0), dim=1)[:, :vocab_size].contiguous()

@@ -75,8 +75,8 @@ class DecodeStepGraph:
         np.take(decoder.embeddings.numpy(), tokens, 0, hidden.numpy())
         if decoder.embedding_scale != 1:
             hidden *= decoder.embedding_scale
-        for place, table in zip(self.angles, rotary, strict=True):
-            rows = program.view(place, num_rows).numpy()
+        for buffer, table in zip(self.angles, rotary, strict=True):
+            rows = program.view(buffer, num_rows).numpy()
             np.take(table.view(len(table), -1).numpy(), plan.positions, 0, rows)
         program.run(plan.slots, plan.context_lens, plan.block_tables)
         if self.logits is None:
@@ -203,17 +203,17 @@ class _LayerLowering:
         routing, router, num_experts = experts.routing, experts.router, len(experts.experts)
         if routing != Routing(routing.top_k, routing.normalise) or experts.bias is not None:
             raise UnsupportedGraph(f"{routing}")
-        spread = self._expert_layout(num_experts, routing.top_k)
+        layout = self._expert_layout(num_experts, routing.top_k)
         logits = self.builder.scratch("logits", num_experts)
         weights = self.builder.scratch("weights of experts", routing.top_k)
         self.builder.gemv(self.normal, _unpacked_weight(router), logits)
-        self.builder.topk_softmax(logits, spread, routing.normalise, weights)
+        self.builder.topk_softmax(logits, layout, routing.normalise, weights)
         # Here: whoever waits for the choice can ask for these weights, which all tokens need.
         shared = gate = None
         if experts.shared is not None:
             shared, gate = self._shared(experts.shared)
-        made = self._routed_experts(experts.experts, spread)
-        self.builder.unpermute_sum(made, spread, weights, self.made, shared, gate)
+        made = self._routed_experts(experts.experts, layout)
+        self.builder.unpermute_sum(made, layout, weights, self.made, shared, gate)
 
     def _expert_layout(self, num_experts: int, top_k: int) -> ExpertLayout:
         if (num_experts, top_k) not in self.expert_layouts:
@@ -229,18 +229,18 @@ class _LayerLowering:
         self._mlp(shared.mlp, made)
         return made, gate
 
-    def _routed_experts(self, mlps: tuple[Mlp, ...], spread: ExpertLayout) -> Buffer:
+    def _routed_experts(self, mlps: tuple[Mlp, ...], layout: ExpertLayout) -> Buffer:
         """What each expert makes of its rows."""
         writer, width = self.builder, sum(mlps[0].gate_up.sizes)
         x, made = (
-            self.builder.scratch(name, self.made.width, spread) for name in ("normal", "made")
+            self.builder.scratch(name, self.made.width, layout) for name in ("normal", "made")
         )
-        both = self.builder.scratch("gate and up", width, spread)
-        inner = self.builder.scratch("gated", width // 2, spread)
-        writer.permute(self.normal, spread, x)
-        writer.expert_linears(x, [mlp.gate_up.packed for mlp in mlps], both, spread)
-        writer.gate(both, _gate_kind(mlps[0]), inner, spread)
-        writer.expert_linears(inner, [_unsharded(mlp.down).packed for mlp in mlps], made, spread)
+        both = self.builder.scratch("gate and up", width, layout)
+        inner = self.builder.scratch("gated", width // 2, layout)
+        writer.permute(self.normal, layout, x)
+        writer.expert_linears(x, [mlp.gate_up.packed for mlp in mlps], both, layout)
+        writer.gate(both, _gate_kind(mlps[0]), inner, layout)
+        writer.expert_linears(inner, [_unsharded(mlp.down).packed for mlp in mlps], made, layout)
         return made
 
 
@@ -267,7 +267,7 @@ def _rms(norm: Norm) -> tuple[Tensor, float]:
             raise UnsupportedGraph(f"a {type(norm).__name__}")
 
 
-def _unsharded(part: Linear | RowParallelLinear) -> Linear:
-    if isinstance(part, RowParallelLinear):
+def _unsharded(linear: Linear | RowParallelLinear) -> Linear:
+    if isinstance(linear, RowParallelLinear):
         raise UnsupportedGraph("a product over several ranks")
-    return part
+    return linear

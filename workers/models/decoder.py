@@ -120,19 +120,19 @@ def empty_decoder(
 
     spec: of the whole model. `BadShape` if it cannot be cut over the ranks.
     """
-    place, local = ranks.coord, local_spec(spec, ranks.coord)
+    coord, local = ranks.coord, local_spec(spec, ranks.coord)
     assembly = ModelBuilder(local, dtype, device, deterministic, ranks)
     embeddings = embedding_norm = head = None
-    num_tokens = len(place.tokens(spec.vocab_size))
-    if place.is_first:
+    num_tokens = len(coord.tokens(spec.vocab_size))
+    if coord.is_first:
         embeddings = assembly.empty(num_tokens, spec.hidden_size)
         embedding_norm = assembly.norm(spec.hidden_size) if spec.embedding_norm else None
-    if place.is_last:
+    if coord.is_last:
         tied = embeddings if spec.tie_embeddings else None
         weight = assembly.empty(num_tokens, spec.hidden_size) if tied is None else tied
         head_bias = assembly.empty(num_tokens) if spec.head_bias else None
         head = Linear(weight, head_bias, (num_tokens,))
-    layers = place.layers(spec.num_layers)
+    layers = coord.layers(spec.num_layers)
     return Decoder(
         spec=local,
         dtype=dtype,
@@ -142,7 +142,7 @@ def empty_decoder(
         embedding_norm=embedding_norm,
         first_layer=layers.start,
         layers=tuple(assembly.decoder_layer(number) for number in range(len(layers))),
-        norm=assembly.norm(spec.hidden_size) if place.is_last else None,
+        norm=assembly.norm(spec.hidden_size) if coord.is_last else None,
         head=head,
         rotaries=tuple(make_rotary(rope, spec.rotated_dim, device) for rope in spec.ropes),
         ranks=ranks,

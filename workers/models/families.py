@@ -35,7 +35,7 @@ GEMMA: dict[str, Any] = {
     "output_bias": if_configured,
     "head_dim": 256,
     "norm_kind": "rms_above_one",
-    "norm_place": "both",
+    "norm_position": "both",
     "activation": "gelu_pytorch_tanh",
     "activation_key": "hidden_activation",
     "scaled_embeddings": True,
@@ -102,7 +102,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=if_configured,
         output_bias=if_configured,
         qk_norm="whole",
-        norm_place="after",
+        norm_position="after",
         names=TensorNames(
             attention_post_norm="post_attention_layernorm",
             mlp_post_norm="post_feedforward_layernorm",

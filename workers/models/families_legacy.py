@@ -34,11 +34,11 @@ def _usual_gpt_j(config: Config) -> dict[str, Any]:
     }
     found = _renamed(config, names)
     heads, hidden = found.get("num_attention_heads", 0), found.get("hidden_size", 0)
-    turned = config.get("rotary_dim", 64)
-    sizes = (heads, hidden, turned)
+    rotary_dim = config.get("rotary_dim", 64)
+    sizes = (heads, hidden, rotary_dim)
     if all(type(size) is int and size > 0 for size in sizes) and hidden >= heads:
         # A step above, so that as many features as that are a whole number and not just below it.
-        found["partial_rotary_factor"] = math.nextafter(turned / (hidden // heads), math.inf)
+        found["partial_rotary_factor"] = math.nextafter(rotary_dim / (hidden // heads), math.inf)
     return found | _four_times_as_wide(found)
 
 
@@ -88,10 +88,10 @@ def _falcon(config: Config) -> dict[str, Any]:
     alibi = {"alibi": "rounded"} if config.get("alibi") else {}
     if not config.get("new_decoder_architecture"):
         parallel = bool(config.get("parallel_attn", True))
-        return {"parallel": parallel, "norm_place": "once" if parallel else "before", **alibi}
+        return {"parallel": parallel, "norm_position": "once" if parallel else "before", **alibi}
     norms = config.get("num_ln_in_parallel_attn")
     if norms not in (None, 2):
-        return {"norm_place": "once", **alibi}
+        return {"norm_position": "once", **alibi}
     return {"names": replace(FALCON, attention_norm="ln_attn", mlp_norm="ln_mlp"), **alibi}
 
 
@@ -129,7 +129,7 @@ LEGACY_FAMILIES: dict[str, Family] = {
     "GPTJForCausalLM": Family(
         "gpt-j",
         mlp_bias=True,
-        norm_place="once",
+        norm_position="once",
         parallel=True,
         gated=False,
         head_bias=True,

@@ -58,7 +58,7 @@ class Family:
     output_bias: Callable[[Config], bool] = never  # of the attention's output projection
     mlp_bias: bool = False  # whether `mlp_bias` is looked at
     qk_norm: str = ""  # queries and keys are normalised: "head" by head, or "whole"
-    norm_place: str = "before"  # attention and feed-forward, or "after" them, "both" or "once"
+    norm_position: str = "before"  # attention and feed-forward, or "after" them, "both" or "once"
     parallel: bool = False  # attention and feed-forward read the same stream
     qkv_grouped: bool = False  # in the checkpoint: each KV head's query heads, key and value
     gated: bool = True  # the feed-forward layer

@@ -92,7 +92,7 @@ class ModelBuilder:
 
     def decoder_layer(self, number: int) -> DecoderLayer:
         spec = self.spec
-        before, after = spec.norm_place != "after", spec.norm_place in ("after", "both")
+        before, after = spec.norm_position != "after", spec.norm_position in ("after", "both")
         experts = spec.experts if spec.experts and spec.experts.layers[number] else None
         return DecoderLayer(
             attention_norm=self.norm(spec.hidden_size) if before else None,
@@ -100,7 +100,9 @@ class ModelBuilder:
                 self.latent(spec.latent) if spec.latent else self.attention(spec.windows[number])
             ),
             attention_post_norm=self.norm(spec.hidden_size) if after else None,
-            mlp_norm=self.norm(spec.hidden_size) if before and spec.norm_place != "once" else None,
+            mlp_norm=self.norm(spec.hidden_size)
+            if before and spec.norm_position != "once"
+            else None,
             mlp=self.moe(experts) if experts else self.mlp(spec.intermediate_size),
             mlp_post_norm=self.norm(spec.hidden_size) if after else None,
             parallel=spec.parallel,
@@ -196,9 +198,11 @@ class ModelBuilder:
         else:
             stacks = self.stacks(experts, len(own))
             mlps = _expert_views(stacks, *experts.clamp)
-            alone = runs_kernels(self.device) and ranks.stage is None  # else a bias may be absent
-            together = _grouped_weights(stacks, *experts.clamp) if alone else None
-        parts: dict[str, Any] = {
+            can_group = (
+                runs_kernels(self.device) and ranks.stage is None
+            )  # else a bias may be absent
+            together = _grouped_weights(stacks, *experts.clamp) if can_group else None
+        fields: dict[str, Any] = {
             "router": self.router(experts),
             "bias": self.wide_empty(experts.num_experts) if routing.sigmoid else None,
             "routing": routing,
@@ -207,10 +211,10 @@ class ModelBuilder:
             "shared": self.shared(experts) if experts.shared_size else None,
         }
         if ranks.stage is None:
-            return MoE(**parts, grouped=together, batch_invariant=self.deterministic)
+            return MoE(**fields, grouped=together, batch_invariant=self.deterministic)
         load = torch.zeros(experts.num_experts, dtype=torch.int64, device=self.device)
         return ExpertParallelMoE(
-            **parts, coord=ranks.coord, stage=ranks.stage, owners=ranks.experts, load=load
+            **fields, coord=ranks.coord, stage=ranks.stage, owners=ranks.experts, load=load
         )
 
     def shared(self, experts: ExpertsSpec) -> SharedExpert:

@@ -46,9 +46,9 @@ def read_ropes(
     values = dict(config.values)
     found = values.get("rope_parameters")
     if isinstance(found, dict) and "full_attention" in found:
-        shared = {key: value for key, value in values.items() if not key.startswith("rope_")}
+        common = {key: value for key, value in values.items() if not key.startswith("rope_")}
         full, local = (
-            Fields({**shared, "rope_parameters": found.get(key)}, config.path)
+            Fields({**common, "rope_parameters": found.get(key)}, config.path)
             for key in ("full_attention", "sliding_attention")
         )
         return read_rope(full, partial), read_rope(local, partial)
@@ -67,10 +67,10 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
         raise config.bad("rope_scaling", "an object")
     if any(isinstance(value, dict) for value in found.values()):
         raise config.unsupported("rope parameters that differ between layers are not served")
-    share = values.get("partial_rotary_factor")
+    fraction = values.get("partial_rotary_factor")
     merged = {
         "rope_theta": values.get("rope_theta") or 10000.0,
-        "partial_rotary_factor": 1.0 if share is None else share,
+        "partial_rotary_factor": 1.0 if fraction is None else fraction,
         **found,
     }
     rope = Fields(merged, config.path)

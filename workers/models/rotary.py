@@ -41,8 +41,8 @@ def rotary_frequencies(rope: RopeSpec, num_features: int) -> Tensor:
 
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     """Long waves are stretched, short ones kept, those between blended linearly."""
-    turns = rope.original_max_len * frequencies / (2 * math.pi)
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    rotations = rope.original_max_len * frequencies / (2 * math.pi)
+    blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
@@ -60,7 +60,7 @@ def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     return (1 - stretched) * frequencies + stretched * frequencies / rope.factor
 
 
-def _pair_of_rotations(rope: RopeSpec, num_features: int, turns: float) -> float:
+def _pair_of_rotations(rope: RopeSpec, num_features: int, rotations: float) -> float:
     """The pair that makes so many turns in the positions first trained on."""
-    ratio = rope.original_max_len / (turns * 2 * math.pi)
+    ratio = rope.original_max_len / (rotations * 2 * math.pi)
     return num_features * math.log(ratio) / (2 * math.log(rope.theta))

@@ -56,7 +56,7 @@ class ModelSpec:
     output_bias: bool
     mlp_bias: bool
     qk_norm: str  # "", "head" or "whole"
-    norm_place: str  # "before", "after" or "both"; "once": before, one for both halves
+    norm_position: str  # "before", "after" or "both"; "once": before, one for both halves
     parallel: bool  # whether attention and feed-forward read the same stream
     qkv_grouped: bool  # in the checkpoint: each KV head's query heads, its key, its value
     gated: bool  # the feed-forward layer
@@ -226,7 +226,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         output_bias=family.output_bias(values),
         mlp_bias=family.mlp_bias and config.flag("mlp_bias"),
         qk_norm=family.qk_norm,
-        norm_place=family.norm_place,
+        norm_position=family.norm_position,
         parallel=family.parallel,
         qkv_grouped=family.qkv_grouped,
         gated=family.gated,
@@ -299,8 +299,8 @@ def _checked_rope(config: Fields, family: Family, rope: RopeSpec, head_dim: int)
         raise config.bad("partial_rotary_factor", "a share that makes an even number of features")
     if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
         raise config.bad("rope_scaling", f"one with {num_features // 2} factors each")
-    told = family.latent and config.flag("rope_interleave", True)
-    return replace(rope, interleaved=told or family.interleaved)
+    interleaved = family.latent and config.flag("rope_interleave", True)
+    return replace(rope, interleaved=interleaved or family.interleaved)
 
 
 def _experts(config: Fields, family: Family) -> ExpertsSpec | None:

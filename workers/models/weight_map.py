@@ -76,11 +76,11 @@ def _experts_tensors(experts: MoE | ExpertParallelMoE, names: TensorNames) -> di
     if isinstance(experts, ExpertParallelMoE):
         first = experts.coord.experts(len(experts.load)).start
     for number, expert in enumerate(experts.experts, first):
-        place = f"{prefix}.experts.{number}"
-        found |= _mlp_tensors(expert, place, names.expert_gate_up, names.expert_down)
+        module_name = f"{prefix}.experts.{number}"
+        found |= _mlp_tensors(expert, module_name, names.expert_gate_up, names.expert_down)
     if experts.shared is not None:
-        place = f"{prefix}.{names.shared}"
-        found |= _mlp_tensors(experts.shared.mlp, place, names.gate_up, names.down)
+        module_name = f"{prefix}.{names.shared}"
+        found |= _mlp_tensors(experts.shared.mlp, module_name, names.gate_up, names.down)
         if experts.shared.gate is not None:
             found |= experts.shared.gate.tensors([f"{prefix}.{names.shared_gate}"])
     return found

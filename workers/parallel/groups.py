@@ -37,25 +37,25 @@ class ProcessGroup:
         self.size = size
         self._communicator = communicator
 
-    def all_gather(self, part: Tensor) -> Tensor:
+    def all_gather(self, shard: Tensor) -> Tensor:
         """Everybody's parts, which are of one shape: [size, *shape], in the order of ranks."""
-        part = part.contiguous()
-        parts = part.new_empty((self.size, *part.shape))
-        if part.numel():
-            self._run(lambda group: group._allgather_base(_bytes(parts), _bytes(part)))
-        return parts
+        shard = shard.contiguous()
+        gathered = shard.new_empty((self.size, *shard.shape))
+        if shard.numel():
+            self._run(lambda group: group._allgather_base(_bytes(gathered), _bytes(shard)))
+        return gathered
 
-    def all_reduce(self, part: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """What all parts, which are of one shape, make together; nobody's part is changed."""
-        if part.nbytes <= SMALL_BYTES:
-            return _sum_in_order(self.all_gather(part))
+        if tensor.nbytes <= SMALL_BYTES:
+            return _sum_in_order(self.all_gather(tensor))
         # Each rank adds up one slice of it, and tells the others.
-        size = -(-part.numel() // self.size)
-        padded = part.new_zeros(self.size * size)
-        padded[: part.numel()] = part.reshape(-1)
+        size = -(-tensor.numel() // self.size)
+        padded = tensor.new_zeros(self.size * size)
+        padded[: tensor.numel()] = tensor.reshape(-1)
         even = [size] * self.size
         mine = _sum_in_order(self.all_to_all(padded[:, None], even, even).view(self.size, size))
-        return self.all_gather(mine).view(-1)[: part.numel()].view(part.shape)
+        return self.all_gather(mine).view(-1)[: tensor.numel()].view(tensor.shape)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Rows to everybody and from everybody: [sum(sent), D] to [sum(received), D].
@@ -109,8 +109,10 @@ def make_process_group(
 ) -> ProcessGroup:
     """The group of `ranks`, of which `rank` is one; waits for the others in `store`."""
     name = "-".join(map(str, ranks))
-    met = _connect(store, f"group {name}", ranks.index(rank), len(ranks), device, host, seconds)
-    return ProcessGroup(met, len(ranks))
+    communicator = _connect(
+        store, f"group {name}", ranks.index(rank), len(ranks), device, host, seconds
+    )
+    return ProcessGroup(communicator, len(ranks))
 
 
 def make_stage_links(
@@ -124,8 +126,8 @@ def make_stage_links(
     seconds: float,
 ) -> StageLinks:
     """This rank's links between stages, out of a communicator of all ranks."""
-    met = _connect(store, "stages", rank, num_ranks, device, host, seconds)
-    return StageLinks(met, prev_stage, next_stage)
+    communicator = _connect(store, "stages", rank, num_ranks, device, host, seconds)
+    return StageLinks(communicator, prev_stage, next_stage)
 
 
 def _connect(
@@ -151,12 +153,12 @@ def _wait(start: Callable[[], dist.Work]) -> None:
         raise RankLost(first_sentence(error)) from error
 
 
-def _sum_in_order(parts: Tensor) -> Tensor:
+def _sum_in_order(tensors: Tensor) -> Tensor:
     """[size, *shape] to [*shape], in order; narrow numbers are added up in float32."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(parts.dtype)
+    total = tensors[0].to(torch.float32, copy=True)
+    for tensor in tensors[1:]:
+        total += tensor
+    return total.to(tensors.dtype)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

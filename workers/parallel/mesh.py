@@ -92,14 +92,14 @@ class MeshCoord:
     @property
     def prev_stage(self) -> int | None:
         """The rank of the stage before whose hidden states come here."""
-        return None if self.is_first else self._neighbour(-1)
+        return None if self.is_first else self._adjacent_rank(-1)
 
     @property
     def next_stage(self) -> int | None:
         """The rank of the next stage that hidden states go to."""
-        return None if self.is_last else self._neighbour(1)
+        return None if self.is_last else self._adjacent_rank(1)
 
-    def _neighbour(self, step: int) -> int:
+    def _adjacent_rank(self, step: int) -> int:
         return (self.rank + step * self.mesh.tp) % self.mesh.num_ranks
 
     def layers(self, num_layers: int) -> range:

@@ -43,9 +43,9 @@ def connect_ranks(
     elif mesh.ep > 1:
         experts = make_process_group(store, coord.expert_ranks, coord.rank, device, host, seconds)
     if mesh.pp > 1:
-        neighbours = coord.prev_stage, coord.next_stage
+        adjacent = coord.prev_stage, coord.next_stage
         links = make_stage_links(
-            store, mesh.num_ranks, coord.rank, *neighbours, device, host, seconds
+            store, mesh.num_ranks, coord.rank, *adjacent, device, host, seconds
         )
     return ParallelGroups(coord, stage, experts, links)
 

@@ -49,8 +49,8 @@ class LocalStore(Store):
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self.check(keys), seconds)
             if not self.check(keys):
-                said = self._closed or f"another rank did not say {', '.join(keys)}"
-                raise RankLost(said)
+                reason = self._closed or f"another rank did not say {', '.join(keys)}"
+                raise RankLost(reason)
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)

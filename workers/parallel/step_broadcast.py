@@ -63,14 +63,14 @@ class RemoteWriter:
 
     def write(self, message: bytes) -> None:
         size = torch.tensor([len(message)])
-        parts = [size]
+        tensors = [size]
         if message:
-            parts.append(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+            tensors.append(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         try:
             for work, _ in self._sending:
                 work.wait(self._timeout)
             self._sending = [
-                (self._communicator.send([part], self._rank, 0), part) for part in parts
+                (self._communicator.send([tensor], self._rank, 0), tensor) for tensor in tensors
             ]
         except RuntimeError as error:
             raise RankLost(first_sentence(error)) from error
@@ -112,10 +112,10 @@ def connect_plan_writer(
     near = [rank for rank in range(1, num_ranks) if _get_text(store, f"node {rank}") == node]
     far = [rank for rank in range(1, num_ranks) if rank not in near]
     ring = ShmRingWriter(len(near), NUM_SLOTS, max_bytes, seconds) if near else None
-    told = {"readers": near, "pid": os.getpid()}
+    info = {"readers": near, "pid": os.getpid()}
     if ring is not None:
-        told |= {"path": ring.path, "shape": ring.shape}
-    store.set("plans", json.dumps(told))
+        info |= {"path": ring.path, "shape": ring.shape}
+    store.set("plans", json.dumps(info))
     communicator = connect_hosts(store, "plans", 0, num_ranks, host) if far else None
     for rank in near:
         _get_text(store, f"reads {rank}")
@@ -130,14 +130,14 @@ def connect_plan_reader(
 ) -> PlanReader:
     """Another rank's end, on that node."""
     store.set(f"node {rank}", node)
-    told = json.loads(_get_text(store, "plans"))
-    far = len(told["readers"]) < num_ranks - 1
+    info = json.loads(_get_text(store, "plans"))
+    far = len(info["readers"]) < num_ranks - 1
     communicator = connect_hosts(store, "plans", rank, num_ranks, host) if far else None
-    if rank not in told["readers"]:
+    if rank not in info["readers"]:
         assert communicator is not None
         return RemoteReader(communicator)
-    place = told["readers"].index(rank)
-    reader = ShmRingReader(told["path"], tuple(told["shape"]), place, _liveness_check(told["pid"]))
+    index = info["readers"].index(rank)
+    reader = ShmRingReader(info["path"], tuple(info["shape"]), index, _liveness_check(info["pid"]))
     store.set(f"reads {rank}", "yes")
     return reader
 
@@ -158,9 +158,9 @@ def _liveness_check(pid: int) -> Callable[[], bool]:
 
     process = psutil.Process(pid)
 
-    def lives() -> bool:
+    def is_alive() -> bool:
         with suppress(psutil.NoSuchProcess):
             return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return False
 
-    return lives
+    return is_alive

@@ -38,13 +38,13 @@ class Follower:
         self._current_work: dict[str, Any] = {}
         if watchdog is not None:
             watchdog.state_source = self.debug_state
-        share = load_rank(config, progress, store)
-        self._runner = ModelRunner(share.decoder, share.cache, config.deterministic)
-        warm_up_block_moves(share.cache.data)
-        self._mover = share.mover()
-        self._mover.listen(share.reporter().report)
+        runtime = load_rank(config, progress, store)
+        self._runner = ModelRunner(runtime.decoder, runtime.cache, config.deterministic)
+        warm_up_block_moves(runtime.cache.data)
+        self._mover = runtime.mover()
+        self._mover.listen(runtime.reporter().report)
         self._rank = config.rank
-        self._orders = share.connect_as_follower(store)
+        self._orders = runtime.connect_as_follower(store)
 
     def run(self) -> None:
         """Obey, one order after the other, until rank 0 ends; `RankLost` if it does not say so."""

@@ -90,9 +90,9 @@ class RankRuntime:
 
     def layout(self, model: str) -> str:
         """Of the whole worker's KV blocks, with that fingerprint of its model."""
-        alone = self.limits.block_size if self.config.deterministic else None
+        block_size = self.limits.block_size if self.config.deterministic else None
         dtypes = (self.decoder.dtype, self.cache.data.dtype)
-        return layout_of(model, self.spec, *dtypes, alone)
+        return layout_of(model, self.spec, *dtypes, block_size)
 
     def expert_counts(self) -> list[Tensor]:
         """How often each expert [E] of this rank's layers was chosen, where ranks share them."""
@@ -134,17 +134,17 @@ def load_rank(
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device, place = choose_device(config.device), config.coord
+    device, coord = choose_device(config.device), config.coord
     ranks, reports = SINGLE_RANK, None
-    if place.mesh.num_ranks > 1:
+    if coord.mesh.num_ranks > 1:
         assert store is not None
-        ranks = connect_ranks(place, store, device, config.host, config.ranks_seconds)
-        num_ranks = place.mesh.num_ranks
-        reports = connect_hosts(store, "reports", place.rank, num_ranks, config.host)
+        ranks = connect_ranks(coord, store, device, config.host, config.ranks_seconds)
+        num_ranks = coord.mesh.num_ranks
+        reports = connect_hosts(store, "reports", coord.rank, num_ranks, config.host)
     groups = [] if decoder is not None else _loop_groups(config, device)
     loops = CpuKernelLoader(groups, lambda: on_stage(COMPILING))
 
-    def told(done: int, total: int) -> None:
+    def report_progress(done: int, total: int) -> None:
         progress(done, total)
         if done >= total and loops.compiles:
             on_stage(COMPILING)
@@ -156,7 +156,7 @@ def load_rank(
             config.model,
             config.dtype,
             device,
-            told,
+            report_progress,
             config.max_model_len,
             config.quantization,
             config.deterministic,
@@ -180,8 +180,8 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
         cached = choose_cache_dtype(config.kv_cache_dtype, config.quantization, dtype, device)
     except ValueError:
         return []
-    alone = config.coord.mesh.num_ranks == 1
-    return required_groups(device, dtype, cached, config.quantization != "none", alone)
+    single_rank = config.coord.mesh.num_ranks == 1
+    return required_groups(device, dtype, cached, config.quantization != "none", single_rank)
 
 
 def _runs_asynchronously(config: WorkerConfig, decoder: Model) -> bool:
@@ -189,9 +189,9 @@ def _runs_asynchronously(config: WorkerConfig, decoder: Model) -> bool:
     return decoder.device.type == "cuda" and config.coord.mesh.num_ranks == 1
 
 
-def _layer_heads(spec: ModelInfo, place: MeshCoord) -> LayerHeadRange:
+def _layer_heads(spec: ModelInfo, coord: MeshCoord) -> LayerHeadRange:
     """What a rank has of the model's keys and values."""
-    layers, heads = place.layers(spec.num_layers), kv_heads(spec, place)
+    layers, heads = coord.layers(spec.num_layers), kv_heads(spec, coord)
     return LayerHeadRange(layers.start, layers.stop, heads.start, heads.stop)
 
 

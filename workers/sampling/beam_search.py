@@ -144,10 +144,10 @@ class BeamSearch:
 
     def _add(self, new: Hypothesis) -> bool:
         """Keep it if it is among the best; of equals the earlier ones."""
-        place = sum(1 for old in self._finished if old.score >= new.score)
-        self._finished.insert(place, new)
+        position = sum(1 for old in self._finished if old.score >= new.score)
+        self._finished.insert(position, new)
         del self._finished[self._width :]
-        return place < self._width
+        return position < self._width
 
     def _is_finished(self) -> bool:
         if len(self._finished) < self._width:
@@ -211,24 +211,24 @@ class BeamSearches:
         keys (objects), choices, rows: [R] whose row, which beam of it, which row. Those of a search
         that is closed stay as they are.
         """
-        turns = BeamSteps(np.zeros_like(rows), rows.copy())
-        for key, places in _by_key(keys, choices):
+        steps = BeamSteps(np.zeros_like(rows), rows.copy())
+        for key, indices in _by_key(keys, choices):
             search = self._open.get(key)
             if search is None:
                 continue
-            turn = search.advance(candidates.tokens[places], candidates.logprobs[places])
-            turns.tokens[places] = turn.tokens
-            turns.parents[places] = rows[places[turn.parents]]
-            turns.new_nodes += [(int(places[made.beam]), made.node) for made in turn.new_nodes]
-            if turn.is_finished:
-                turns.finished.append(key)
-        return turns
+            step = search.advance(candidates.tokens[indices], candidates.logprobs[indices])
+            steps.tokens[indices] = step.tokens
+            steps.parents[indices] = rows[indices[step.parents]]
+            steps.new_nodes += [(int(indices[made.beam]), made.node) for made in step.new_nodes]
+            if step.is_finished:
+                steps.finished.append(key)
+        return steps
 
 
 def _by_key(keys: Ints, choices: Ints) -> Iterator[tuple[Hashable, npt.NDArray[np.intp]]]:
     """The places of each key's beams, in their order."""
-    places: dict[Hashable, list[int]] = {}
+    indices: dict[Hashable, list[int]] = {}
     for at in np.argsort(choices, kind="stable").tolist():
-        places.setdefault(keys[at], []).append(at)
-    for key, of_key in places.items():
+        indices.setdefault(keys[at], []).append(at)
+    for key, of_key in indices.items():
         yield key, np.array(of_key, np.intp)

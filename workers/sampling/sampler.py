@@ -148,11 +148,11 @@ class Sampler:
         scores = self._normalized(logits, beams) if len(beams) else logits
         shaped = self._modified(scores, rows, params, indices, history)
         tokens, finite = self._sample_rows(logits, shaped, params, indices, others)
-        asked = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
+        entries = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
         if not len(beams):
-            return Sampled(tokens, finite, asked)
+            return Sampled(tokens, finite, entries)
         candidates = self._candidates(_rows(shaped, beams), params["candidates"][beams])
-        return Sampled(tokens, finite, asked, beams=beams, candidates=candidates)
+        return Sampled(tokens, finite, entries, beams=beams, candidates=candidates)
 
     def can_sample_on_device(self, rows: Ints, indices: Ints) -> bool:
         """Whether `launch` can draw these: nothing of it is done, or known, on the host."""
@@ -239,14 +239,14 @@ class Sampler:
         rows, params = rows[at], params[at]
         num_tokens = history.num_tokens[rows]
         tokens = history.tokens[rows, : num_tokens.max()].astype(np.int64)
-        said = self._put(tokens)
+        token_ids = self._put(tokens)
         starts = self._put(history.num_prompt[rows].astype(np.int64))
         ends = self._put(num_tokens.astype(np.int64))
         penalties = Penalties(
             *(self._put(params[name]) for name in ("repetition", "presence", "frequency"))
         )
         self._update_rows_(
-            shaped, at, lambda picked: apply_penalties_(picked, said, starts, ends, penalties)
+            shaped, at, lambda picked: apply_penalties_(picked, token_ids, starts, ends, penalties)
         )
 
     def _sample_rows(
@@ -274,27 +274,27 @@ class Sampler:
         return tokens, finite
 
     def _sampling_tensors(self, params: npt.NDArray[np.void], indices: Ints) -> SamplingTensors:
-        shares = np.stack([params[name] for name in ("temperature", "top_p", "min_p", "typical_p")])
+        floats = np.stack([params[name] for name in ("temperature", "top_p", "min_p", "typical_p")])
         seeds = params["seed"].view(np.int64)
         numbers = np.stack([params["top_k"], seeds, indices.astype(np.int64), params["choice"]])
-        return SamplingTensors(*self._put(shares), *self._put(numbers))
+        return SamplingTensors(*self._put(floats), *self._put(numbers))
 
     def _logprobs(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
     ) -> list[TokenLogprobs | None]:
         found: list[TokenLogprobs | None] = [None] * len(tokens)
-        asking = np.flatnonzero(wanted >= 0)
-        if not len(asking):
+        requested = np.flatnonzero(wanted >= 0)
+        if not len(requested):
             return found
         # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
-        for count in np.unique(wanted[asking]).tolist():
+        for count in np.unique(wanted[requested]).tolist():
             at = np.flatnonzero(wanted == count)
             drawn = self._put(tokens[at].astype(np.int64))
             best = logprobs(_rows(logits, at), drawn, count)
             lists = (best.chosen, best.ranks, best.tokens, best.values)
             columns = zip(at, *(column.tolist() for column in lists), strict=True)
-            for place, value, rank, names, values in columns:
-                found[place] = TokenLogprobs(value, rank, names, values)
+            for index, value, rank, names, values in columns:
+                found[index] = TokenLogprobs(value, rank, names, values)
         return found
 
     def _update_rows_(

@@ -69,12 +69,12 @@ class TokenFilter:
         self._mask_bad_words_(logits, rows, at, history)
 
     def _mask_all_but_allowed_(self, logits: Tensor, rows: Ints, at: RowIndices) -> None:
-        choosing = np.array([place for place in at if len(self._allowed[rows[place]])], np.intp)
+        choosing = np.array([index for index in at if len(self._allowed[rows[index]])], np.intp)
         if not len(choosing):
             return
         lists = [self._allowed[row] for row in rows[choosing]]
-        places, tokens = _row_token_pairs(lists, choosing)
-        where = self._put(places), self._put(tokens)
+        row_indices, tokens = _row_token_pairs(lists, choosing)
+        where = self._put(row_indices), self._put(tokens)
         kept = logits[where]
         logits[self._put(choosing)] = -torch.inf
         logits[where] = kept
@@ -93,8 +93,8 @@ class TokenFilter:
         found = ((prefixes == before) | (prefixes == WILDCARD)).all(-1)
         self._mask_(logits, owners[found], words[found, -1])
 
-    def _mask_(self, logits: Tensor, places: RowIndices, tokens: Tokens) -> None:
-        logits[self._put(places), self._put(tokens)] = -torch.inf
+    def _mask_(self, logits: Tensor, row_indices: RowIndices, tokens: Tokens) -> None:
+        logits[self._put(row_indices), self._put(tokens)] = -torch.inf
 
     def _put(self, array: npt.NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -113,9 +113,9 @@ def _left_padded(pattern: Tokens, width: int) -> Tokens:
 
 def _last_tokens(history: History, rows: Ints, count: int) -> Tokens:
     """The last `count` tokens of each row's text: [R, count]."""
-    places = history.num_tokens[rows, None] + np.arange(-count, 0)
-    tokens = history.tokens[rows[:, None], np.maximum(places, 0)]
-    return np.where(places >= 0, tokens, BEFORE_START).astype(np.int64)
+    positions = history.num_tokens[rows, None] + np.arange(-count, 0)
+    tokens = history.tokens[rows[:, None], np.maximum(positions, 0)]
+    return np.where(positions >= 0, tokens, BEFORE_START).astype(np.int64)
 
 
 def _row_token_pairs(lists: Sequence[Tokens], at: RowIndices) -> tuple[RowIndices, Tokens]:

@@ -35,15 +35,15 @@ class Admission:
     def reclaim_blocks(self, budget: int) -> Ints:
         """Take back leases, then preempt, until a step of those who run fits.
 
-        Returns [running] how many tokens of the step's budget each of `seats.rows` gets.
+        Returns [running] how many tokens of the step's budget each of `batch.rows` gets.
         """
-        seats = self._batch
-        counts = seats.split_budget(budget)
-        while seats.num_missing(seats.rows, counts) > self._pool.num_available:
+        batch = self._batch
+        counts = batch.split_budget(budget)
+        while batch.num_missing(batch.rows, counts) > self._pool.num_available:
             if not self._leases.reclaim():
-                self._waiting.push(seats.preempt())
+                self._waiting.push(batch.preempt())
                 self.num_preempted += 1
-                counts = seats.split_budget(budget)
+                counts = batch.split_budget(budget)
         return counts
 
     def admit(self, budget: int) -> list[list[SequenceState]]:
@@ -73,13 +73,13 @@ class Admission:
 
         Leases give way only when nobody is seated whose end could make room.
         """
-        size, seats, pool = self._limits.block_size, self._batch, self._pool
+        size, batch, pool = self._limits.block_size, self._batch, self._pool
         num_tokens = len(ticket.tokens)
         chain = ticket.chain(ticket.tokens, ticket.num_reusable(size), size)
-        if len(seats) and self._is_still_blocked(ticket, chain):
+        if len(batch) and self._is_still_blocked(ticket, chain):
             return None
-        kept_free = seats.num_still_needed() + self._limits.watermark * len(seats)
-        if len(seats):
+        kept_free = batch.num_still_needed() + self._limits.watermark * len(batch)
+        if len(batch):
             # Alone they need not all fit: what runs out of blocks later waits for the others.
             shared = ticket.new.num_prompt // size
             kept_free += sum(-(-len(one.tokens) // size) - shared for one in ticket.forks)
@@ -88,7 +88,7 @@ class Admission:
             needed = -(-num_tokens // size) - len(matched) + pool.num_idle(matched)
             if needed + kept_free <= pool.num_available:
                 return matched
-            if len(seats) or not self._leases.reclaim():
+            if len(batch) or not self._leases.reclaim():
                 self._blocked = ticket, len(matched)
                 return None
 

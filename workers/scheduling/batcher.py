@@ -55,15 +55,15 @@ class Batcher:
         self._waiting = WaitingQueue()
         self._batch = RunningBatch(self.table, self.pool)
         self._leases = Leases(self.pool, int(limits.num_blocks * limits.lease_fraction))
-        parts = self.table, self.pool, self._waiting, self._batch, self._leases
-        self._admission = Admission(limits, *parts)
+        components = self.table, self.pool, self._waiting, self._batch, self._leases
+        self._admission = Admission(limits, *components)
         self._fast_path = DecodeFastPath(self.table, self.pool)
         self._in_flight = InFlightSteps(self._batch)
-        seating = self.table, self._waiting, self._batch
-        self._groups = SequenceGroups(*seating, self._leases, self._in_flight, self._fast_path)
+        queues = self.table, self._waiting, self._batch
+        self._groups = SequenceGroups(*queues, self._leases, self._in_flight, self._fast_path)
         self._totals = Totals()
-        self._stats = SchedulerStats(*parts, self._admission, self._in_flight, self._totals)
-        self.fast_forward = FastForward(*seating, self._in_flight, self._fast_path, self._totals)
+        self._stats = SchedulerStats(*components, self._admission, self._in_flight, self._totals)
+        self.fast_forward = FastForward(*queues, self._in_flight, self._fast_path, self._totals)
 
     # ------------------------------------------------------------ coming and going
 
@@ -288,9 +288,9 @@ class Batcher:
         """What the world is told: beams are for their search alone."""
         table = self.table
         if self._batch.beam_groups:
-            told = ~table.is_beam[rows]
+            visible = ~table.is_beam[rows]
             rows, indices, tokens, finishes = (
-                each[told] for each in (rows, indices, tokens, finishes)
+                each[visible] for each in (rows, indices, tokens, finishes)
             )
         keys = table.keys[rows].tolist()
         return StepOutput(keys, table.choices[rows], rows, indices, tokens, finishes)

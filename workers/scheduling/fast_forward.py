@@ -29,8 +29,8 @@ class FastForward:
     def num_skippable(self) -> int:
         """How many steps are sure to be quiet, the one in flight included, if no verb of the
         batcher is called meanwhile; 0: not even that one is."""
-        alone = len(self.in_flight.plans) == 1 and not self.in_flight.released_later
-        if not alone or not self.fast_path.can_continue(self.batch.rows):
+        only_step = len(self.in_flight.plans) == 1 and not self.in_flight.released_later
+        if not only_step or not self.fast_path.can_continue(self.batch.rows):
             return 0
         num = self.fast_path.num_skippable()
         if len(self.waiting) and self.table.num_free_rows:

@@ -107,8 +107,8 @@ class BlockPool:
         others may find it by its content.
         """
         own, writers = np.unique(blocks, return_counts=True)
-        alone = (self._holders[:, own].sum(0) == writers) & ~self._hashed[own]
-        return int((writers - alone).sum())
+        sole_holder = (self._holders[:, own].sum(0) == writers) & ~self._hashed[own]
+        return int((writers - sole_holder).sum())
 
     def is_shared(self, block: int) -> bool:
         """Whether it may not be written in place: somebody else holds it or may find it."""

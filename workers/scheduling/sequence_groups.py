@@ -153,24 +153,24 @@ class SequenceGroups:
     def yield_if_due(self, key: Key) -> None:
         """Lease its blocks and let the rest go, if it is to yield and no step works on it."""
         group, table = self._groups[key], self._table
-        seated = [ticket for ticket in group if ticket.row >= 0]
+        in_batch = [ticket for ticket in group if ticket.row >= 0]
         if any(
-            one.phase is SequencePhase.RECEIVING or self._in_flight.holds(one) for one in seated
+            one.phase is SequencePhase.RECEIVING or self._in_flight.holds(one) for one in in_batch
         ):
             return
-        rows = np.array([ticket.row for ticket in seated], np.int32)
-        if seated and not (table.num_tokens[rows] >= table.yield_len[rows]).any():
+        rows = np.array([ticket.row for ticket in in_batch], np.int32)
+        if in_batch and not (table.num_tokens[rows] >= table.yield_len[rows]).any():
             return
-        running = [ticket for ticket in seated if ticket.phase is SequencePhase.RUNNING]
-        keeper = max(running, key=lambda one: int(table.num_computed[one.row]), default=None)
-        kv_len = int(table.num_computed[keeper.row]) if keeper else 0
+        running = [ticket for ticket in in_batch if ticket.phase is SequencePhase.RUNNING]
+        longest = max(running, key=lambda one: int(table.num_computed[one.row]), default=None)
+        kv_len = int(table.num_computed[longest.row]) if longest else 0
         if len(group) > 1:  # what all have, or will have, in common
             new = group[0].new
             kv_len = min(kv_len, new.num_prompt - new.params.use_beam_search)
-        if keeper and kv_len:
-            blocks = self._batch.release_row(keeper, num_kept=-(-kv_len // table.block_size))
+        if longest and kv_len:
+            blocks = self._batch.release_row(longest, num_kept=-(-kv_len // table.block_size))
             self._leases.grant(key, blocks, kv_len)
-            group.remove(keeper)
+            group.remove(longest)
         for ticket in group:
             self._release(ticket)
         del self._groups[key]

@@ -96,8 +96,8 @@ class SchedulerStats:
         behind = [
             one for one in sequences if one.phase is SequencePhase.AWAITING_FORK and one.row < 0
         ]
-        seated = len(self.batch) - len(self.in_flight.released_later)
-        assert len(sequences) == len(self.waiting) + len(behind) + seated
+        num_in_batch = len(self.batch) - len(self.in_flight.released_later)
+        assert len(sequences) == len(self.waiting) + len(behind) + num_in_batch
         assert len(self.batch) == table.num_rows - table.num_free_rows
         assert (table.num_computed[rows] < table.num_tokens[rows]).all()
         assert (table.num_computed[rows] <= table.num_blocks[rows] * table.block_size).all()

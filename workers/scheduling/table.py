@@ -126,8 +126,8 @@ class SequenceTable:
 
     def record_scored(self, rows: Ints, lengths: Ints) -> None:
         """Of these rows' prompts the logprobs are known as far as `lengths` positions allow."""
-        asking = self.prompt_known[rows] != NEVER
-        known, rows = lengths[asking] + 1, rows[asking]
+        requested = self.prompt_known[rows] != NEVER
+        known, rows = lengths[requested] + 1, rows[requested]
         self.prompt_known[rows] = np.where(known < self.num_prompt[rows], known, NEVER)
 
     def num_prompt_computed(self, plan: StepPlan) -> int:

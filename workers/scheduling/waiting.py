@@ -80,14 +80,14 @@ def make_sequence_states(new: NewSequence, arrival: int) -> list[SequenceState]:
     tickets = [
         SequenceState(
             new=new,
-            arrival=arrival + place,
+            arrival=arrival + index,
             tokens=np.frombuffer(array("i", one.tokens), np.int32),  # faster than from a list
             yield_len=min(len(one.tokens) + yield_after, NEVER),
             source_len=new.source_len,
             choice=one.choice,
-            phase=SequencePhase.AWAITING_FORK if place else SequencePhase.WAITING,
+            phase=SequencePhase.AWAITING_FORK if index else SequencePhase.WAITING,
         )
-        for place, one in enumerate(siblings)
+        for index, one in enumerate(siblings)
     ]
     leader, *leader.forks = tickets
     if new.params.prompt_logprobs is not None and new.prompt_known < new.num_prompt:

@@ -46,7 +46,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def __init__(
         self, config: WorkerConfig, manager: SessionManager, welcome: wire.Welcome
     ) -> None:
-        self._heartbeat_seconds = config.beat_seconds
+        self._heartbeat_seconds = config.heartbeat_seconds
         self._token = config.token
         self._manager = manager
         self._welcome = welcome

@@ -140,8 +140,8 @@ class SessionManager:
             case "submit":
                 self._submit(session, message.submit)
             case "yield":
-                asked = getattr(message, "yield")  # a keyword of Python
-                key = session.key(asked.request, asked.attempt)
+                request = getattr(message, "yield")  # a keyword of Python
+                key = session.key(request.request, request.attempt)
                 self._engine.post(lambda engine: engine.request_yield(key))
             case "send":
                 self.kv_transfer.send(session, message.send)
@@ -267,8 +267,8 @@ class SessionManager:
         session.put(wire.ToRouter(step=step), no_merge)
 
     def _load_message(self, load: WorkerLoad) -> wire.Load:
-        handover = self.kv_transfer
-        received, sent = handover.receiver.bytes_received, handover.sender.bytes_sent
+        kv_transfer = self.kv_transfer
+        received, sent = kv_transfer.receiver.bytes_received, kv_transfer.sender.bytes_sent
         return encode_worker_load(load._replace(bytes_received=received, bytes_sent=sent))
 
     def _fail(self, error: BaseException) -> None:

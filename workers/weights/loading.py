@@ -66,8 +66,11 @@ def load(
 
 
 def _check_transformers_options(folder: Path, quantization: str, deterministic: bool) -> None:
-    asked = {f"quantization {quantization}": quantization != "none", "deterministic": deterministic}
-    for what in (what for what, is_asked in asked.items() if is_asked):
+    options = {
+        f"quantization {quantization}": quantization != "none",
+        "deterministic": deterministic,
+    }
+    for what in (what for what, is_set in options.items() if is_set):
         raise UnsupportedModel(
             f"{folder}: {what} is for the families that are computed here, not for those that "
             "transformers computes"
@@ -138,14 +141,14 @@ def find_tensors(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _sharded(folder: Path) -> dict[str, TensorEntry]:
-    places = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not all(_is_name(file) for file in places.values()):
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(_is_name(file) for file in weight_map.values()):
         raise BadCheckpoint(f"{folder / INDEX} has no sound weight_map: download it again")
-    files = {file: read_header(folder / file) for file in sorted(set(places.values()))}
-    for name, file in places.items():
+    files = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
         if name not in files[file]:
             raise BadCheckpoint(f"{folder / file} lacks tensor {name}: download it again")
-    return {name: files[file][name] for name, file in places.items()}
+    return {name: files[file][name] for name, file in weight_map.items()}
 
 
 def _named_in_full(entries: dict[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
@@ -204,7 +207,7 @@ def _check(entry: TensorEntry, target: Tensor) -> None:
 def _stream(
     entries: dict[str, TensorEntry],
     targets: dict[str, Tensor],
-    parts: dict[str, Region],
+    tensor_regions: dict[str, Region],
     progress: Callable[[int, int], None],
 ) -> None:
     wanted = sorted((entries[name] for name in targets), key=lambda one: (one.path, one.start))
@@ -220,9 +223,9 @@ def _stream(
     for path, group in groupby(wanted, key=lambda entry: entry.path):
         with path.open("rb") as file:
             for entry in group:
-                target, part = targets[entry.name], parts.get(entry.name, ())
-                assert region_shape(entry.shape, part) == tuple(target.shape), entry.name
-                load_tensor(entry, target, file, advance, part)
+                target, region = targets[entry.name], tensor_regions.get(entry.name, ())
+                assert region_shape(entry.shape, region) == tuple(target.shape), entry.name
+                load_tensor(entry, target, file, advance, region)
 
 
 def _num_bytes(entry: TensorEntry, target: Tensor) -> int:

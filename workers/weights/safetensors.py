@@ -149,12 +149,17 @@ def _runs(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]:
     if cut < 0:
         yield 0, math.prod(shape)
         return
-    parts = [[(0, shape[at])] if ranges is None else ranges for at, ranges in enumerate(region)]
+    axis_ranges = [
+        [(0, shape[at])] if ranges is None else ranges for at, ranges in enumerate(region)
+    ]
     inner = math.prod(shape[cut + 1 :])
-    rows = [itertools.chain(*(range(first, last) for first, last in part)) for part in parts[:cut]]
-    for place in itertools.product(*rows):
+    rows = [
+        itertools.chain(*(range(first, last) for first, last in spans))
+        for spans in axis_ranges[:cut]
+    ]
+    for index in itertools.product(*rows):
         row = 0
-        for size, at in zip(shape, place, strict=False):
+        for size, at in zip(shape, index, strict=False):
             row = row * size + at
-        for first, last in parts[cut]:
+        for first, last in axis_ranges[cut]:
             yield (row * shape[cut] + first) * inner, (last - first) * inner

@@ -78,35 +78,35 @@ def _cut_sizes(spec: ModelSpec, mesh: Mesh) -> Iterator[tuple[int, int, str]]:
         yield experts.shared_size, mesh.expert_tp, "features of the shared expert"
 
 
-def local_spec(spec: ModelSpec, place: MeshCoord) -> ModelSpec:
+def local_spec(spec: ModelSpec, coord: MeshCoord) -> ModelSpec:
     """The model as one rank computes it: its layers, heads and features. The vocabulary and the
     number of experts stay those of all ranks. `BadShape`."""
-    check_shape(spec, place.mesh)
-    layers = place.layers(spec.num_layers)
+    check_shape(spec, coord.mesh)
+    layers = coord.layers(spec.num_layers)
     here = slice(layers.start, layers.stop)
     return replace(
         spec,
         num_layers=len(layers),
-        num_heads=spec.num_heads // place.mesh.tp,
-        num_kv_heads=max(1, spec.num_kv_heads // place.mesh.tp),
-        intermediate_size=spec.intermediate_size // place.mesh.tp,
+        num_heads=spec.num_heads // coord.mesh.tp,
+        num_kv_heads=max(1, spec.num_kv_heads // coord.mesh.tp),
+        intermediate_size=spec.intermediate_size // coord.mesh.tp,
         windows=spec.windows[here],
-        alibi=None if spec.alibi is None else _local_alibi(spec.alibi, place),
-        experts=None if spec.experts is None else _local_experts(spec.experts, place, here),
+        alibi=None if spec.alibi is None else _local_alibi(spec.alibi, coord),
+        experts=None if spec.experts is None else _local_experts(spec.experts, coord, here),
     )
 
 
-def _local_alibi(alibi: AlibiSpec, place: MeshCoord) -> AlibiSpec:
-    num_heads = len(alibi.slopes) // place.mesh.tp
-    first = num_heads * place.tp_rank
+def _local_alibi(alibi: AlibiSpec, coord: MeshCoord) -> AlibiSpec:
+    num_heads = len(alibi.slopes) // coord.mesh.tp
+    first = num_heads * coord.tp_rank
     return replace(alibi, slopes=alibi.slopes[first : first + num_heads])
 
 
-def _local_experts(experts: ExpertsSpec, place: MeshCoord, here: slice) -> ExpertsSpec:
+def _local_experts(experts: ExpertsSpec, coord: MeshCoord, here: slice) -> ExpertsSpec:
     return replace(
         experts,
-        inner_size=experts.inner_size // place.mesh.expert_tp,
-        shared_size=experts.shared_size // place.mesh.expert_tp,
+        inner_size=experts.inner_size // coord.mesh.expert_tp,
+        shared_size=experts.shared_size // coord.mesh.expert_tp,
         layers=experts.layers[here],
     )
 
@@ -118,44 +118,44 @@ class HasHeads(Protocol):
     def kv_shape(self) -> tuple[int, int, int]: ...
 
 
-def kv_heads(spec: HasHeads, place: MeshCoord) -> range:
+def kv_heads(spec: HasHeads, coord: MeshCoord) -> range:
     """The KV heads that a rank keeps. A latent row counts as one, so that every rank has it."""
     num_heads = spec.kv_shape[1]
-    first = num_heads * place.tp_rank // place.mesh.tp
-    return range(first, first + max(1, num_heads // place.mesh.tp))
+    first = num_heads * coord.tp_rank // coord.mesh.tp
+    return range(first, first + max(1, num_heads // coord.mesh.tp))
 
 
 def region_shape(shape: tuple[int, ...], region: Region) -> tuple[int, ...]:
     """Of a region of a tensor of that shape."""
-    parts = [None if at >= len(region) else region[at] for at in range(len(shape))]
+    axis_ranges = [None if at >= len(region) else region[at] for at in range(len(shape))]
     return tuple(
         size if ranges is None else sum(last - first for first, last in ranges)
-        for size, ranges in zip(shape, parts, strict=True)
+        for size, ranges in zip(shape, axis_ranges, strict=True)
     )
 
 
-def regions(spec: ModelSpec, place: MeshCoord) -> dict[str, Region]:
+def regions(spec: ModelSpec, coord: MeshCoord) -> dict[str, Region]:
     """Of the checkpoint's tensors of which the rank has a part only, which part, by name.
 
     spec: of the whole model.
     """
-    if place.mesh.tp == 1:
+    if coord.mesh.tp == 1:
         return {}
-    names, words = spec.names, place.tokens(spec.vocab_size)
+    names, words = spec.names, coord.tokens(spec.vocab_size)
     vocabulary = ((words.start, words.stop),)
     found: dict[str, Region] = {
         f"{names.embeddings}.weight": (vocabulary,),
         f"{names.head}.weight": (vocabulary,),
         f"{names.head}.bias": (vocabulary,),
     }
-    cut = _Cut(spec, place)
-    for layer in place.layers(spec.num_layers):
+    cut = _Cut(spec, coord)
+    for layer in coord.layers(spec.num_layers):
         in_layer = dict(cut.attention())
         if spec.experts is not None and spec.experts.layers[layer]:
             in_layer.update(cut.experts(spec.experts))
         else:
             in_layer.update(cut.mlp(names.mlp, names.gate_up, names.down))
-        found |= {f"{names.layers}.{layer}.{name}": part for name, part in in_layer.items()}
+        found |= {f"{names.layers}.{layer}.{name}": region for name, region in in_layer.items()}
     return found
 
 
@@ -165,9 +165,9 @@ TensorRegions: TypeAlias = Iterator[tuple[str, Region]]
 class _Cut:
     """Names relative to a layer, and what the rank has of them."""
 
-    def __init__(self, spec: ModelSpec, place: MeshCoord) -> None:
+    def __init__(self, spec: ModelSpec, coord: MeshCoord) -> None:
         self._spec = spec
-        self._place = place
+        self._coord = coord
 
     def attention(self) -> TensorRegions:
         spec, names = self._spec, self._spec.names
@@ -183,13 +183,13 @@ class _Cut:
 
     def _heads(self, size: int, first: int = 0) -> Ranges:
         """The rows of this rank's heads, of `size` each, behind `first` heads of others' kind."""
-        num = self._spec.num_heads // self._place.mesh.tp
-        start = first + num * self._place.tp_rank
+        num = self._spec.num_heads // self._coord.mesh.tp
+        start = first + num * self._coord.tp_rank
         return ((start * size, (start + num) * size),)
 
     def _qkv(self) -> TensorRegions:
         spec, size = self._spec, self._spec.head_dim
-        kept = kv_heads(spec, self._place)
+        kept = kv_heads(spec, self._coord)
         keys = ((kept.start * size, kept.stop * size),)
         if len(spec.names.qkv) == 3:
             for name, rows in zip(spec.names.qkv, (self._heads(size), keys, keys), strict=True):
@@ -206,18 +206,18 @@ class _Cut:
         """Each KV head's query heads, of which this rank may have some only, its key, its value."""
         spec, size = self._spec, self._spec.head_dim
         group = spec.num_heads // spec.num_kv_heads
-        num = spec.num_heads // self._place.mesh.tp // len(kept)
+        num = spec.num_heads // self._coord.mesh.tp // len(kept)
         found = []
         for head in kept:
             first = head * (group + 2)
-            query = first + (num * self._place.tp_rank) % group
+            query = first + (num * self._coord.tp_rank) % group
             found += [(query * size, (query + num) * size)]
             found += [((first + group) * size, (first + group + 2) * size)]
         return tuple(found)
 
     def mlp(self, prefix: str, gate_up: tuple[str, ...], down: str) -> TensorRegions:
-        inner, tp = self._spec.intermediate_size, self._place.mesh.tp
-        yield from self._feed_forward(prefix, gate_up, down, (inner, tp, self._place.tp_rank))
+        inner, tp = self._spec.intermediate_size, self._coord.mesh.tp
+        yield from self._feed_forward(prefix, gate_up, down, (inner, tp, self._coord.tp_rank))
 
     def _feed_forward(
         self, prefix: str, gate_up: tuple[str, ...], down: str, cut: tuple[int, int, int]
@@ -233,13 +233,13 @@ class _Cut:
         yield from _inputs(f"{prefix}.{down}", ((first, last),))
 
     def experts(self, experts: ExpertsSpec) -> TensorRegions:
-        names, place = self._spec.names, self._place
-        num, column = place.mesh.expert_tp, place.expert_tp_rank
+        names, coord = self._spec.names, self._coord
+        num, column = coord.mesh.expert_tp, coord.expert_tp_rank
         if experts.clamp is not None:
             yield from self._stacks(experts)
             return
         cut = (experts.inner_size, num, column)
-        for expert in place.experts(experts.num_experts):
+        for expert in coord.experts(experts.num_experts):
             prefix = f"{names.experts}.experts.{expert}"
             yield from self._feed_forward(prefix, names.expert_gate_up, names.expert_down, cut)
         if experts.shared_size:
@@ -249,10 +249,10 @@ class _Cut:
 
     def _stacks(self, experts: ExpertsSpec) -> TensorRegions:
         """gpt-oss: all experts in one tensor, gate and up features taking turns."""
-        place, prefix = self._place, f"{self._spec.names.experts}.experts"
-        mine = place.experts(experts.num_experts)
-        num = experts.inner_size // place.mesh.expert_tp
-        first, last = num * place.expert_tp_rank, num * (place.expert_tp_rank + 1)
+        coord, prefix = self._coord, f"{self._spec.names.experts}.experts"
+        mine = coord.experts(experts.num_experts)
+        num = experts.inner_size // coord.mesh.expert_tp
+        first, last = num * coord.expert_tp_rank, num * (coord.expert_tp_rank + 1)
         own: Ranges = ((mine.start, mine.stop),)
         pairs: Ranges = ((2 * first, 2 * last),)
         yield f"{prefix}.gate_up_proj", (own, None, pairs)

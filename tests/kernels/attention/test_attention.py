@@ -143,7 +143,7 @@ def in_place(
 ) -> torch.Tensor:
     plan = plan_attention(*batch, layer, window, one_path=True)
     assert isinstance(plan.backend, GatheredPlan)
-    assert plan.backend.in_place is not None
+    assert plan.backend.paged is not None
     return paged_attention(query, layer, plan, scores)
 
 

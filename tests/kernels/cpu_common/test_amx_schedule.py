@@ -32,7 +32,7 @@ def test_registers_hold_what_is_multiplied(rows: int, columns: int, for_rows: in
         assert row.of_rows
         assert not column.of_rows
         assert each.sums == row.number * columns + column.number
-        done.append(TileProduct(row.number, column.number, row.part, column.part))
+        done.append(TileProduct(row.number, column.number, row.split, column.split))
     assert done == dots
 
 
@@ -47,7 +47,7 @@ def test_nothing_is_loaded_that_is_held() -> None:
 def test_every_sum_has_the_same_order(rows: int, columns: int, for_rows: int) -> None:
     orders: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for dot in tile_products(rows, columns):
-        orders.setdefault((dot.row, dot.column), []).append((dot.row_part, dot.column_part))
+        orders.setdefault((dot.row, dot.column), []).append((dot.row_split, dot.column_split))
     assert set(orders) == {(r, c) for r in range(rows) for c in range(columns)}
     assert {tuple(order) for order in orders.values()} == {
         ((0, 2), (0, 1), (0, 0), (1, 1), (1, 0), (2, 0))

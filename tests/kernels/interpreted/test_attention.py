@@ -146,7 +146,7 @@ def test_a_chunk_shares_no_prefix() -> None:
     _, layer, batch = make_case([(1, 80)] * 8 + [(3, 80)], (1, 3, 16), 16)
     batch[2][:, :4] = batch[2][0, :4]
     with small_tiles():
-        assert prefix_of(plan_attention(*batch, layer, shares_prefix=True)) == 0
+        assert prefix_of(plan_attention(*batch, layer, use_cascade=True)) == 0
 
 
 def prefix_of(plan: AttentionPlan) -> int:

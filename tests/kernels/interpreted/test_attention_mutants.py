@@ -32,7 +32,7 @@ PLAIN_KERNEL: dict[str, Change] = {
         "tl.maximum(earliest - WINDOW, low)",
     ),
     "all see, causal": ("tl.minimum(earliest + 1, high)", "tl.minimum(latest + 1, high)"),
-    "alone": ("alone = count == 1", "alone = count <= 2"),
+    "alone": ("single = count == 1", "single = count <= 2"),
 }
 
 PLAIN_PLAN: dict[str, Change] = {
@@ -40,22 +40,22 @@ PLAIN_PLAN: dict[str, Change] = {
     "parts": ("(contexts + SPLIT - 1) // SPLIT - firsts", "contexts // SPLIT - firsts"),
     "tiles": ("(lengths * group + of_chunks.rows - 1) // ", "(lengths * group) // "),
     "lowest": ("lengths - self.window + 1", "lengths - self.window + 2"),
-    "rows of parts": ("parts.tokens if parts else 1,", "1,"),
-    "merges": ("len(parts.items) > int(is_few.sum())", "False"),
+    "rows of parts": ("partitions.tokens if partitions else 1,", "1,"),
+    "merges": ("len(partitions.items) > int(is_few.sum())", "False"),
 }
 
 ONE_PATH_KERNEL: dict[str, Change] = {
     **KERNEL,
     **IN_PARTS,
-    "first turn": ("first_turn = low // SPLIT", "first_turn = low // SPLIT + 1"),
-    "turns": ("(high + SPLIT - 1) // SPLIT - first_turn", "high // SPLIT - first_turn"),
+    "first turn": ("first_partition = low // SPLIT", "first_partition = low // SPLIT + 1"),
+    "turns": ("(high + SPLIT - 1) // SPLIT - first_partition", "high // SPLIT - first_partition"),
     "begin of turn": (
-        "tl.maximum(begin, (first_turn + turn) * SPLIT)",
-        "tl.maximum(begin, (first_turn + turn) * SPLIT - 1)",
+        "tl.maximum(begin, (first_partition + partition) * SPLIT)",
+        "tl.maximum(begin, (first_partition + partition) * SPLIT - 1)",
     ),
     "end of turn": (
-        "tl.minimum(high, (first_turn + turn + 1) * SPLIT)",
-        "tl.minimum(high, (first_turn + turn + 1) * SPLIT + 1)",
+        "tl.minimum(high, (first_partition + partition + 1) * SPLIT)",
+        "tl.minimum(high, (first_partition + partition + 1) * SPLIT + 1)",
     ),
     "what is before a turn": ("all_total * fade + total", "all_total + total"),
 }
@@ -70,7 +70,7 @@ PREFIX_KERNEL: dict[str, Change] = {
     **{name: KERNEL[name] for name in ("causal mask, wide", "last seen", "block", "slot", "row")},
     **{name: IN_PARTS[name] for name in ("end of part", "begin of part", "merge, count")},
     "tile of rows": ("tl.program_id(2) * BLOCK_M", "tl.program_id(2) * BLOCK_M + 1"),
-    "all merged": ("if SPLIT and not (IN_TURN or ALL_MERGED)", "if SPLIT and not IN_TURN"),
+    "all merged": ("if SPLIT and not (SEQUENTIAL or ALL_MERGED)", "if SPLIT and not SEQUENTIAL"),
     "count of parts": ("count = num_own + num_shared", "count = num_own + num_shared - 1"),
     "which shared part": ("(numbers - num_own) *", "(numbers - num_own - 1) *"),
     "whose shared part": ("num_sequences + sequence", "num_sequences + sequence // 2"),
@@ -84,11 +84,14 @@ PREFIX_PLAN: dict[str, Change] = {
     "shared parts": ("[self.prefix // SPLIT]", "[self.prefix // SPLIT - 1]"),
     "whole parts": ("prefix // SPLIT * SPLIT", "-(-prefix // SPLIT) * SPLIT"),
     "where they stand": ("(starts[1:] + self.prefix)", "starts[1:]"),
-    "tiles of rows": ("-(-parts.tokens * group // tiles", "(parts.tokens * group // tiles"),
+    "tiles of rows": (
+        "-(-partitions.tokens * group // tiles",
+        "(partitions.tokens * group // tiles",
+    ),
     "where sums are": ("sums[own:]", "sums[own - 1 :]"),
     "where the merge finds them": (
-        "len(items.items) * parts.tokens,",
-        "len(items.items) * parts.tokens - 1,",
+        "len(items.items) * partitions.tokens,",
+        "len(items.items) * partitions.tokens - 1,",
     ),
 }
 

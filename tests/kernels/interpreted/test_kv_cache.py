@@ -56,7 +56,7 @@ def test_heads_turn_on_their_way(
 ) -> None:
     num_heads, num_kv_heads, dim, turned = shape
     frequencies, positions = torch.rand(turned // 2), torch.randint(0, 50, (num_tokens,))
-    table = rotary_table(frequencies, 50, torch.float32, neighbours=neighbours)
+    table = rotary_table(frequencies, 50, torch.float32, interleaved=neighbours)
     heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, dim).to(dtype)
     wide = heads.double()
     part = wide[:, : num_heads + num_kv_heads, :turned]

@@ -27,10 +27,10 @@ ABSORBED: dict[str, Change] = {
     "width of the tail": ("behind < TAIL if", "behind < TAIL - 1 if"),
     "width of the value": ("features < D if", "features < D - 1 if"),
     "where a head is": ("heads * (D + TAIL)", "heads * D + TAIL"),
-    "turns": ("(high + SPLIT - 1) // SPLIT - first_turn", "high // SPLIT - first_turn"),
+    "turns": ("(high + SPLIT - 1) // SPLIT - first_partition", "high // SPLIT - first_partition"),
     "end of turn": (
-        "tl.minimum(high, (first_turn + turn + 1) * SPLIT)",
-        "tl.minimum(high, (first_turn + turn + 1) * SPLIT + 1)",
+        "tl.minimum(high, (first_partition + partition + 1) * SPLIT)",
+        "tl.minimum(high, (first_partition + partition + 1) * SPLIT + 1)",
     ),
 }
 

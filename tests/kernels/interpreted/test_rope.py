@@ -23,7 +23,7 @@ def test_views_are_turned_in_place(
     num_tokens: int, num_heads: int, dim: int, neighbours: bool, dtype: torch.dtype
 ) -> None:
     frequencies = torch.rand(dim // 2)
-    table = rotary_table(frequencies, 300, torch.float32, neighbours=neighbours)
+    table = rotary_table(frequencies, 300, torch.float32, interleaved=neighbours)
     positions = torch.randint(0, 300, (num_tokens,))
     fused = torch.randn(num_tokens, num_heads + 2, dim + 10).to(dtype)
     expected = fused.clone()

@@ -49,7 +49,7 @@ def test_heads_turn_on_their_way(
 ) -> None:
     monkeypatch.setattr(cache, "MIN_PARALLEL_ELEMENTS", 1)
     frequencies = 0.5 ** torch.arange(turned // 2).float()
-    table = rotary_table(frequencies, 40, torch.float32, neighbours=neighbours)
+    table = rotary_table(frequencies, 40, torch.float32, interleaved=neighbours)
     slots, positions = torch.randperm(28)[:9], torch.randperm(40)[:9]
     heads = torch.randn(9, 5 + 2 * 3, 10)
     heads[2, 6, 1], heads[3, 9, 9] = torch.nan, torch.inf

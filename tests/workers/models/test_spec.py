@@ -92,14 +92,14 @@ FALCON: dict[str, Any] = {
 def test_falcon(tmp_path: Path) -> None:
     first = read_spec(write(tmp_path, **FALCON))
     assert (first.num_kv_heads, first.intermediate_size, first.max_model_len) == (1, 128, 2048)
-    assert (first.norm_place, first.parallel, first.tie_embeddings) == ("once", True, True)
+    assert (first.norm_position, first.parallel, first.tie_embeddings) == ("once", True, True)
     new = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
     wide = read_spec(write(tmp_path, **new, ffn_hidden_size=50))
     assert (wide.num_kv_heads, wide.intermediate_size, wide.qkv_bias) == (2, 50, True)
     assert (wide.names.attention_norm, wide.names.mlp_norm) == ("ln_attn", "ln_mlp")
-    assert read_spec(write(tmp_path, **new, num_ln_in_parallel_attn=1)).norm_place == "once"
+    assert read_spec(write(tmp_path, **new, num_ln_in_parallel_attn=1)).norm_position == "once"
     turns = read_spec(write(tmp_path, **FALCON, multi_query=False, parallel_attn=False))
-    assert (turns.num_kv_heads, turns.norm_place, turns.parallel) == (4, "before", False)
+    assert (turns.num_kv_heads, turns.norm_position, turns.parallel) == (4, "before", False)
 
 
 OWN_KEYS = dict.fromkeys(

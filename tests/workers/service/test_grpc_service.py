@@ -164,7 +164,9 @@ async def test_a_message_that_is_too_large_ends_only_its_stream(
 
 
 async def test_both_sides_beat_and_silence_ends_the_stream(checkpoint: Path) -> None:
-    running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1, beat_seconds=0.05))
+    running = await serve_worker(
+        WorkerConfig("w1", checkpoint, kv_cache_mib=1, heartbeat_seconds=0.05)
+    )
     talking = await Attached(running.address).open("talking", beat=0.05)
     silent = await Attached(running.address).open("silent", beat=0)
     await silent.submit(1, PROMPT, greedy(200))
@@ -181,7 +183,9 @@ async def test_both_sides_beat_and_silence_ends_the_stream(checkpoint: Path) -> 
 
 async def test_a_worker_that_stood_still_does_not_take_it_for_silence(checkpoint: Path) -> None:
     beat = 0.1
-    running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1, beat_seconds=beat))
+    running = await serve_worker(
+        WorkerConfig("w1", checkpoint, kv_cache_mib=1, heartbeat_seconds=beat)
+    )
     router = await Attached(running.address).open(beat=beat)
     time.sleep(20 * beat)  # the whole event loop; ten beats of silence end a stream
     await router.submit(1, PROMPT, greedy(3))

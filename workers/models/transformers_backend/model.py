@@ -84,13 +84,15 @@ def _body_of(model: Any) -> tuple[str, Any]:
     """The part from tokens to hidden states, and where it is in the model."""
     from transformers import PreTrainedModel
 
-    said = model.get_decoder()
-    if said is model or not isinstance(said, PreTrainedModel):  # a head may be called a decoder
-        said = model.base_model
-    for name, part in model.named_modules():
-        found = part is not model if said is model else part is said
-        if found and isinstance(part, PreTrainedModel):
-            return name, part
+    decoder = model.get_decoder()
+    if decoder is model or not isinstance(
+        decoder, PreTrainedModel
+    ):  # a head may be called a decoder
+        decoder = model.base_model
+    for name, module in model.named_modules():
+        found = module is not model if decoder is model else module is decoder
+        if found and isinstance(module, PreTrainedModel):
+            return name, module
     raise Unsupported("its layers and its head are one")
 
 

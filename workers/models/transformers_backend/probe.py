@@ -69,8 +69,8 @@ class RecordingAttention:
         # With the query and the keys, so that positions show. Bounded: no layer may drown another.
         group = heads.query.shape[1] // heads.keys.shape[1]
         keys, values = (x.repeat_interleave(group, 1) for x in (heads.keys, heads.values))
-        turned = (heads.query + keys).tanh().mean(-1, keepdim=True)
-        return values + turned * heads.query.tanh().mean(-1, keepdim=True) + turned
+        mixed = (heads.query + keys).tanh().mean(-1, keepdim=True)
+        return values + mixed * heads.query.tanh().mean(-1, keepdim=True) + mixed
 
     def _record(self, module: Any, heads: Qkv, mask: object, options: dict[str, Any]) -> None:
         layer = getattr(module, "layer_idx", None)
@@ -87,13 +87,13 @@ class RecordingAttention:
 
 
 def _window_of(module: Any, mask: object, options: dict[str, Any]) -> int:
-    said = options.get("sliding_window")
+    window = options.get("sliding_window")
     if mask is None:
-        return int(said or 0)
+        return int(window or 0)
     if not isinstance(mask, MaskProbe):
         raise Unsupported("it makes attention masks of its own")
-    if said and mask.window not in (0, said):
-        raise Unsupported(f"a layer has two windows, {mask.window} and {said}")
+    if window and mask.window not in (0, window):
+        raise Unsupported(f"a layer has two windows, {mask.window} and {window}")
     return mask.window
 
 
@@ -157,21 +157,21 @@ def probe_model(
     convolution, a recurrence, ...), or the model counts positions by itself.
     """
     last = max_model_len - 1
-    for places in ([last, 0, last // 2], [last - 2, last - 1, last]):
-        calls = _probe_at(run, torch.tensor(places, device=device), max_model_len)
+    for positions in ([last, 0, last // 2], [last - 2, last - 1, last]):
+        calls = _probe_at(run, torch.tensor(positions, device=device), max_model_len)
     return check_layers(calls, num_layers)
 
 
 def _probe_at(run: Run, positions: Tensor, max_model_len: int) -> dict[int, AttentionCall]:
     tokens = torch.arange(3, 6, device=positions.device)
-    alone = []
+    unbatched = []
     for one in range(3):
         recorder = RecordingAttention(max_model_len, check_masks=True)
         with use_handler(recorder):
-            alone.append(run(tokens[one : one + 1], positions[one : one + 1]))
+            unbatched.append(run(tokens[one : one + 1], positions[one : one + 1]))
     with use_handler(RecordingAttention(max_model_len, check_masks=False)):
         together = run(tokens, positions)
-    difference = (torch.cat(alone) - together).abs().max()
+    difference = (torch.cat(unbatched) - together).abs().max()
     if not difference <= _TOLERANCE[together.dtype] * together.abs().max():
         raise Unsupported(
             "its tokens meet outside of attention (as in a convolution or a recurrence), or it "
