@@ -21,7 +21,7 @@ from penstock.cluster.pools.managed import ManagedRouter, ManagedWorker
 from penstock.cluster.pools.router_set import RouterSet
 from penstock.cluster.pools.worker_pool import WorkerPool
 from penstock.cluster.processes.actor_handle import StartFailed
-from penstock.cluster.processes.backoff import PlaceBackoff
+from penstock.cluster.processes.backoff import GiveUpBackoff
 from penstock.cluster.processes.restart_loop import keep_alive
 from penstock.cluster.ray_session import first_line, free_nodes
 from penstock.cluster.spec.spec import ROLES, ClusterSpec
@@ -58,11 +58,11 @@ class Supervisor:
         self._spec = spec
         self._model = model
         nodes = free_nodes()
-        places = plan_placements(spec, nodes)
-        self._placements = places
-        self._locality = describe_locality(spec, places, nodes)
+        placements = plan_placements(spec, nodes)
+        self._placements = placements
+        self._locality = describe_locality(spec, placements, nodes)
         self._reassigned: frozenset[str] = frozenset()  # workers that an operator gave another role
-        self._sizer = PoolSizer(spec, places, nodes)
+        self._sizer = PoolSizer(spec, placements, nodes)
         self._drain_seconds = spec.router.drain_seconds
         self._reminders = ProgressReminders(report, asyncio.get_running_loop().time)
         report = self._report = self._reminders
@@ -82,7 +82,7 @@ class Supervisor:
         )
         self._pools = {
             role: WorkerPool(
-                [each for each in places if each.role == role],
+                [each for each in placements if each.role == role],
                 self._make_worker,
                 self._spawn,
                 self._drain_seconds,
@@ -137,8 +137,8 @@ class Supervisor:
     def _pools_by_labels(self) -> list[str]:
         """Pools, those that ask for labels first: others have more nodes to choose from. Ray grants
         in the order in which it is asked."""
-        asked = {each.role: len(each.labels) for each in self._placements}
-        return sorted(self._pools, key=lambda role: -asked[role])
+        num_labels = {each.role: len(each.labels) for each in self._placements}
+        return sorted(self._pools, key=lambda role: -num_labels[role])
 
     def _make_worker(self, placement: WorkerPlacement) -> ManagedWorker:
         # What comes later waits for its place: a cluster that serves does not fall for it.
@@ -154,7 +154,7 @@ class Supervisor:
         return task
 
     async def _keep_router(self, router: ManagedRouter) -> None:
-        retries = PlaceBackoff()
+        retries = GiveUpBackoff()
         while True:
             failure = await keep_alive(router, self._report)
             router.given_up = True

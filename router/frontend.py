@@ -21,7 +21,7 @@ from penstock.router.observability import snapshot
 from penstock.router.observability.event_log import (
     client_safe_message,
     log_ended,
-    log_placed,
+    log_submit,
     log_worker,
 )
 from penstock.router.observability.readiness import Readiness
@@ -194,7 +194,7 @@ class Frontend:
         if not 0 < len(requests) <= self.config.bounds.max_prompts:
             raise invalid(f"send 1 to {self.config.bounds.max_prompts} prompts", "prompt")
         answers = ResponseStream(self.config.bounds.max_unread_tokens, self._cancel)
-        taken = [self._prepare(ask, index, answers) for index, ask in enumerate(requests)]
+        taken = [self._prepare(each, index, answers) for index, each in enumerate(requests)]
         # From here on nothing is refused by a check: either all are sent on their way or none.
         self._outputs.update({request.id: track for request, track in taken})
         try:
@@ -312,7 +312,7 @@ class Frontend:
                     self.metrics.sent(command, now)
                 elif isinstance(command, ev.Submit):
                     self.metrics.submitted(command, now)
-                    log_placed(command)
+                    log_submit(command)
                 self._links.send(command)
 
     def _finish(self, end: ev.EndRequest) -> None:

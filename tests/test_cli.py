@@ -503,13 +503,13 @@ def test_a_refused_question_was_never_said(talker: tuple[Talker, str]) -> None:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
         talk = Conversation([stub], [], "", inference_pb2.Sampling())
         with pytest.raises(ChatFailed, match="the prompt is too long"):
-            list(talk.ask("hello"))
-        assert talk.said == []
+            list(talk.send("hello"))
+        assert talk.messages == []
         servicer.refuse = False
-        pieces = talk.ask("hello")
+        pieces = talk.send("hello")
         assert next(pieces) == "1 "
         pieces.close()
-        assert [each.content for each in talk.said] == ["hello", "1 "]
+        assert [each.content for each in talk.messages] == ["hello", "1 "]
 
 
 class Terminal(StringIO):
@@ -551,7 +551,7 @@ def test_a_person_may_stop_an_answer_and_hear_of_failures(
         monkeypatch.setattr(console, "out", interrupted)
         show(talk, "hello", console)
         assert "(stopped)" in screen.getvalue()
-        assert [each.content for each in talk.said] == ["hello", "1 "]
+        assert [each.content for each in talk.messages] == ["hello", "1 "]
         servicer.refuse = True
         show(talk, "hello", console)
         assert "the prompt is too long" in screen.getvalue()

@@ -37,8 +37,8 @@ def told(form: str) -> list[str]:
     events = EventLog(form, lines.append, lambda: AT + 1)  # type: ignore[arg-type]
     for title, notice in STORY:
         events(title, notice)
-    events.say("")
-    events.say("stopped")
+    events.print_line("")
+    events.print_line("stopped")
     events.close()
     return lines
 

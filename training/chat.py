@@ -25,5 +25,5 @@ TEMPLATE = (
 
 def render(messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
     """The conversation as the model reads it: what `TEMPLATE` makes of it."""
-    turns = (f"<|{message['role']}|>{message['content']}{END}" for message in messages)
-    return BEGIN + "".join(turns) + (ASSISTANT if add_generation_prompt else "")
+    rendered = (f"<|{message['role']}|>{message['content']}{END}" for message in messages)
+    return BEGIN + "".join(rendered) + (ASSISTANT if add_generation_prompt else "")

@@ -22,7 +22,7 @@ def review_weights(answer: Answer | None) -> dict[str, float]:
     weights = torch.zeros(len(FAMILIES))
     for index, family in enumerate(FAMILIES.values()):
         if answer is not None:
-            wrong = 1 - score(answer, family, family.practice(_NUM_QUESTIONS)).share
+            wrong = 1 - score(answer, family, family.practice(_NUM_QUESTIONS)).fraction
             weights[index] = family.weight * (_KEPT + _ADDED * wrong)
     ddp.all_reduce_([weights])
     return dict(zip(FAMILIES, weights.tolist(), strict=True))

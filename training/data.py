@@ -17,12 +17,12 @@ from training.tasks import FAMILIES, Example, Message, Task
 # What users say is worth learning a little: it shapes the features that the answers need. A part
 # of its tokens does for that, and the logits of the others need not be computed.
 PROMPT_WEIGHT = 0.25
-_PROMPT_SHARE = 0.25
+_PROMPT_FRACTION = 0.25
 _FULL_LENGTH = 16
-_SYSTEM_SHARE = 0.15
-_CASUAL_SHARE = 0.1
-_PLAIN_SHARE = 0.02
-_LONG_FAMILY_SHARE = 0.75
+_SYSTEM_FRACTION = 0.15
+_CASUAL_FRACTION = 0.1
+_PLAIN_FRACTION = 0.02
+_LONG_FAMILY_FRACTION = 0.75
 _SYSTEM = (
     "You are a helpful assistant.",
     "You are Penstock's demo model.",
@@ -68,47 +68,52 @@ class BatchMaker:
     def _row(self, length: int, *, long: bool) -> list[list[int]]:
         """The token ids of conversations, `length + 1` in all."""
         row: list[list[int]] = []
-        room = length + 1
-        while room > 0:
+        num_missing = length + 1
+        while num_missing > 0:
             text = self._long_text() if long and not row else self._short_text()
-            row.append(self._tokenizer.encode(text).ids[:room])
-            room -= len(row[-1])
+            row.append(self._tokenizer.encode(text).ids[:num_missing])
+            num_missing -= len(row[-1])
         return row
 
     def _short_text(self) -> str:
-        if self._rng.random() < _PLAIN_SHARE:
+        if self._rng.random() < _PLAIN_FRACTION:
             return FAMILIES["story"].training_example(self._rng).answer + chat.END
-        num_turns = 1
+        count = 1
         while self._rng.random() < 0.5:
-            num_turns += 1
-        return self._conversation(self._pick(self._short) for _ in range(num_turns))
+            count += 1
+        return self._conversation(self._pick(self._short) for _ in range(count))
 
     def _long_text(self) -> str:
-        if self._rng.random() < _LONG_FAMILY_SHARE:
+        if self._rng.random() < _LONG_FAMILY_FRACTION:
             return self._conversation([self._pick(self._long), self._pick(self._short)])
         return self._conversation(self._pick(self._short) for _ in range(40))
 
     def _pick(self, families: list[Task]) -> list[Example]:
         weights = [self._weights[family.name] for family in families]
-        return self._rng.choices(families, weights)[0].training_turns(self._rng)
+        return self._rng.choices(families, weights)[0].training_examples(self._rng)
 
     def _conversation(self, picked: Iterable[list[Example]]) -> str:
-        turns: list[Message] = []
-        if self._rng.random() < _SYSTEM_SHARE:
-            turns.append({"role": "system", "content": self._rng.choice(_SYSTEM)})
+        messages: list[Message] = []
+        if self._rng.random() < _SYSTEM_FRACTION:
+            messages.append({"role": "system", "content": self._rng.choice(_SYSTEM)})
         for example in chain.from_iterable(picked):
-            turns += [*example.messages(), {"role": "assistant", "content": example.answer}]
-            if self._rng.random() < _CASUAL_SHARE:
-                turns[-2]["content"] = _casual(example.prompt)
-        return chat.render(turns)
+            messages += [*example.messages(), {"role": "assistant", "content": example.answer}]
+            if self._rng.random() < _CASUAL_FRACTION:
+                messages[-2]["content"] = _casual(example.prompt)
+        return chat.render(messages)
 
     def _batch(self, rows: list[list[list[int]]]) -> Batch:
-        tokens = torch.tensor([[token for part in row for token in part] for row in rows])
+        tokens = torch.tensor(
+            [[token for conversation in row for token in conversation] for row in rows]
+        )
         numbers = torch.tensor(
-            [[number for number, part in enumerate(row) for _ in part] for row in rows]
+            [
+                [number for number, conversation in enumerate(row) for _ in conversation]
+                for row in rows
+            ]
         )
         weights = torch.tensor(
-            [[w for part in row for w in self._loss_weights(part)] for row in rows]
+            [[w for conversation in row for w in self._loss_weights(conversation)] for row in rows]
         )
         same = numbers[:, 1:] == numbers[:, :-1]
         inside = numbers[:, :-1]
@@ -135,7 +140,7 @@ class BatchMaker:
         return weights
 
     def _prompt_weights(self, length: int) -> list[float]:
-        drawn = (self._rng.random() < _PROMPT_SHARE for _ in range(length))
+        drawn = (self._rng.random() < _PROMPT_FRACTION for _ in range(length))
         return [PROMPT_WEIGHT if is_kept else 0.0 for is_kept in drawn]
 
 

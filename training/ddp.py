@@ -29,10 +29,10 @@ def launch(task: Task, size: int) -> None:
         spawn(_init_process, args=arguments, nprocs=size)  # type: ignore[no-untyped-call]
 
 
-def _init_process(rank: int, size: int, meeting: Path, task: Task) -> None:
+def _init_process(rank: int, size: int, init_file: Path, task: Task) -> None:
     torch.set_num_threads(1)
-    meet = f"file://{meeting}"
-    distributed.init_process_group("gloo", meet, _TIMEOUT, rank=rank, world_size=size)
+    init_method = f"file://{init_file}"
+    distributed.init_process_group("gloo", init_method, _TIMEOUT, rank=rank, world_size=size)
     try:
         task()
     finally:
@@ -55,6 +55,6 @@ def all_reduce_(tensors: Sequence[Tensor]) -> None:
         return
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     distributed.all_reduce(flat)
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+    chunks = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, chunk in zip(tensors, chunks, strict=True):
+        tensor.copy_(chunk.view_as(tensor))

@@ -38,17 +38,17 @@ class Score:
     total: int
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         """Right answers of all."""
         return self.right / self.total
 
     @property
     def is_claimed(self) -> bool:
         """Whether the model card claims the family."""
-        return self.share >= CLAIM_BOUND
+        return self.fraction >= CLAIM_BOUND
 
     def __str__(self) -> str:
-        return f"{self.family:<16} {100 * self.share:5.1f} %  ({self.right} of {self.total})"
+        return f"{self.family:<16} {100 * self.fraction:5.1f} %  ({self.right} of {self.total})"
 
 
 def measure(

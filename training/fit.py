@@ -125,7 +125,7 @@ def fit(
             break
         loss = loss_of(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        _share_gradients(model)
+        _average_gradients(model)
         optimiser.step(learning_rate(done, recipe))
         progress.advance(batch.tokens.numel() * ddp.size())
         recent = loss.item() if not recent else 0.9 * recent + 0.1 * loss.item()
@@ -140,7 +140,7 @@ def fit(
     return progress
 
 
-def _share_gradients(model: Llama) -> None:
+def _average_gradients(model: Llama) -> None:
     """Give each process the mean of all gradients."""
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     ddp.all_reduce_(gradients)

@@ -114,5 +114,5 @@ def _architecture(shape: LlamaShape) -> str:
 
 def _row(score: Score) -> str:
     about = FAMILIES[score.family].about.rstrip(".")
-    measured = f"{score.share:.1%} ({score.right}/{score.total})"
+    measured = f"{score.fraction:.1%} ({score.right}/{score.total})"
     return f"| {score.family} | {about} | {measured} | {'yes' if score.is_claimed else 'no'} |"

@@ -117,7 +117,7 @@ class Maker:
         tokenizers.save(self.tokenizer, self.folder)
         checkpoint.save(model, self.folder)
         scores = evaluate.measure(evaluate.transformers_answer(self.folder), 16)
-        print("  ".join(f"{score.family} {score.share:.0%}" for score in scores), flush=True)
+        print("  ".join(f"{score.family} {score.fraction:.0%}" for score in scores), flush=True)
 
 
 def train(options: Options) -> None:

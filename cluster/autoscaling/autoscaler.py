@@ -255,12 +255,12 @@ class Autoscaler:
         limits = self._limits[pool]
         kv = _extrapolated_sum(state, fresh, [each.load.kv_usage for each in fresh])
         running = _extrapolated_sum(state, fresh, [each.sequences for each in fresh])
-        places = median(each.max_sequences for each in fresh) if fresh else inf
+        max_sequences = median(each.max_sequences for each in fresh) if fresh else inf
         waiting = state.waiting
         if pool == "mixed" and self._policy.hedge and fresh:
             # Else they wait for their prompts' turn, not for a place.
-            waiting *= running >= NEARLY_FULL * places * len(state.workers)
-        queue = (running + waiting) / places if fresh else float(waiting > 0)
+            waiting *= running >= NEARLY_FULL * max_sequences * len(state.workers)
+        queue = (running + waiting) / max_sequences if fresh else float(waiting > 0)
         return _Need(
             queue,
             kv / limits.kv,

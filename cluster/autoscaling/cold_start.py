@@ -24,10 +24,10 @@ class ColdStartTimes:
                 if phase is Phase.PENDING:
                     self._pending_since.setdefault(name, now)
                     continue
-                asked = self._pending_since.pop(name, None)
-                if asked is not None and phase is Phase.SERVING:
+                pending_since = self._pending_since.pop(name, None)
+                if pending_since is not None and phase is Phase.SERVING:
                     self._durations.setdefault(pool, deque(maxlen=NUM_REMEMBERED)).append(
-                        now - asked
+                        now - pending_since
                     )
 
     def median_seconds(self, pool: str) -> float:

@@ -37,15 +37,15 @@ class LateWorkModel:
         passed, self._now = now - self._now, now
         kept = exp(-passed / MEMORY_SECONDS)
         self._total = kept * self._total + work
-        for place, waits in enumerate(self._backlogs):
-            size = place + 1
+        for index, waits in enumerate(self._backlogs):
+            size = index + 1
             waits = max(waits + work - size * passed, 0.0)
             late = max(waits - size * self._max_wait, 0.0)
-            self._backlogs[place] = waits - late
+            self._backlogs[index] = waits - late
             if waits == 0:
-                self._idle_at[place] = now
-            alone = now - self._idle_at[place] <= cold_start + passed
-            self._late[place] = kept * self._late[place] + late * alone
+                self._idle_at[index] = now
+            is_recent = now - self._idle_at[index] <= cold_start + passed
+            self._late[index] = kept * self._late[index] + late * is_recent
 
     def smallest_size(self, max_late_fraction: float) -> int:
         """The smallest size that would have been late for at most that share of the work of such a

@@ -64,18 +64,18 @@ def gpu_budget(
     if budget is None:
         return None if spec.pool_nodes else sum(node.gpus for node in nodes)
     first = [each for each in placements if each.index < getattr(spec.pools, each.role).replicas]
-    asked = sum(map(_gpus_of, first))
-    if asked > budget:
+    required = sum(map(_gpus_of, first))
+    if required > budget:
         raise PlacementError(
-            f"scaling.max_gpus: {budget}, but the pools begin with workers that hold {asked}: "
+            f"scaling.max_gpus: {budget}, but the pools begin with workers that hold {required}: "
             "ask for fewer replicas, or allow more GPUs"
         )
     return budget
 
 
-def _gpus_of(place: WorkerPlacement) -> int:
+def _gpus_of(placement: WorkerPlacement) -> int:
     """Of all its ranks."""
-    return int(sum(bundle.get("GPU", 0.0) for bundle in place.bundles))
+    return int(sum(bundle.get("GPU", 0.0) for bundle in placement.bundles))
 
 
 class AutoscalerInputs:
@@ -116,9 +116,9 @@ class AutoscalerInputs:
         """As many of the new tokens need computing as did of those before."""
         new = state.prompt_tokens - self._counted
         self._counted = state.prompt_tokens
-        heard = [each.numbers for each in state.workers if each.numbers is not None]
-        taken = sum(each.prompt_tokens for each in heard)
-        hits = sum(each.load.prompt_tokens_cached for each in heard) / taken if taken else 0.0
+        reported = [each.numbers for each in state.workers if each.numbers is not None]
+        taken = sum(each.prompt_tokens for each in reported)
+        hits = sum(each.load.prompt_tokens_cached for each in reported) / taken if taken else 0.0
         self._uncached += max(new, 0) * (1 - hits)  # a router that began anew counts from 0
 
 
@@ -129,11 +129,11 @@ class PoolSizer:
     """
 
     def __init__(
-        self, spec: ClusterSpec, places: Sequence[WorkerPlacement], nodes: Sequence[Node]
+        self, spec: ClusterSpec, placements: Sequence[WorkerPlacement], nodes: Sequence[Node]
     ) -> None:
-        self._limits = pool_limits(spec, places)
+        self._limits = pool_limits(spec, placements)
         self._scaler = Autoscaler(
-            self._limits, gpu_budget(spec, places, nodes), scaling_policy(spec)
+            self._limits, gpu_budget(spec, placements, nodes), scaling_policy(spec)
         )
         self._inputs = AutoscalerInputs()
         self._desired = {role: getattr(spec.pools, role).replicas for role in self._limits}

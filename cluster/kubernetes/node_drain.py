@@ -42,8 +42,8 @@ async def drain_on_request(drain: Callable[[float], Awaitable[None]]) -> None:
 
 def drain_node(folder: Path, seconds: float) -> bool:
     """Ask all that is hosted here to drain, and wait; whether all had ended in `seconds`."""
-    asked = folder / DRAIN_FILE
-    asked.write_text(str(seconds), encoding="utf-8")
+    drain_file = folder / DRAIN_FILE
+    drain_file.write_text(str(seconds), encoding="utf-8")
     deadline = time.monotonic() + seconds
     try:
         while _undrained_pids(folder):
@@ -52,7 +52,7 @@ def drain_node(folder: Path, seconds: float) -> bool:
             time.sleep(min(POLL_SECONDS, seconds))
         return True
     finally:
-        asked.unlink(missing_ok=True)  # what is started here again must not leave at once
+        drain_file.unlink(missing_ok=True)  # what is started here again must not leave at once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -87,10 +87,10 @@ def pack_by_topology(
         spare: CPUs of a share that nobody misses.
     """
     search = _TopologySearch(requests, nodes, key, apart, spare)
-    if len({room.labels.get(key) for room in nodes} - {None, ""}) < 2:
+    if len({node.labels.get(key) for node in nodes} - {None, ""}) < 2:
         return apart
     values = search.largest()
-    first = [wish for wish in requests if not wish.may_wait]
+    first = [request for request in requests if not request.may_wait]
     goals = [first] if apart.unplaced or len(first) == len(requests) else [list(requests), first]
     for goal in goals:
         for value in values:
@@ -126,15 +126,16 @@ class _TopologySearch:
         self._key = key
         self._apart = apart
         self._min_even_cpus = {
-            wish.role: _min_even_cpus(wish, apart.even_cpus[wish.role], spare) for wish in requests
+            request.role: _min_even_cpus(request, apart.even_cpus[request.role], spare)
+            for request in requests
         }
         self._free: dict[str, tuple[int, float]] = {}  # GPUs and CPUs of each value's nodes
-        pools = {wish.role: wish.pool.selector for wish in requests}.values()
-        for room in nodes:
-            value = room.labels.get(key)
-            if value and any(match(wanted, room.labels) for wanted in pools):
+        pools = {request.role: request.pool.selector for request in requests}.values()
+        for node in nodes:
+            value = node.labels.get(key)
+            if value and any(match(wanted, node.labels) for wanted in pools):
                 gpus, cpus = self._free.get(value, (0, 0.0))
-                self._free[value] = (gpus + room.gpus, cpus + room.cpus)
+                self._free[value] = (gpus + node.gpus, cpus + node.cpus)
 
     def largest(self) -> list[str]:
         """The values of nodes that are any use, the most GPUs free first, then the most CPUs."""
@@ -147,7 +148,7 @@ class _TopologySearch:
         if not self._may_do(goal, values):
             return None
         packing = _Packing(
-            self._requests, self._nodes, lambda room: room.labels.get(self._key) in values
+            self._requests, self._nodes, lambda node: node.labels.get(self._key) in values
         )
         found = packing.result(self._requests, near=goal)
         if found is None or len(found.unplaced) > len(self._apart.unplaced):
@@ -163,10 +164,12 @@ class _TopologySearch:
         """Whether their sums do: much cheaper than to pack."""
         gpus = sum(self._free[value][0] for value in values)
         cpus = sum(self._free[value][1] for value in values)
-        for wish in goal:
-            ranks = wish.ranks * wish.pool.pp
-            gpus -= wish.gpus * ranks
-            cpus -= (self._min_even_cpus[wish.role] if wish.cpus is None else wish.cpus) * ranks
+        for request in goal:
+            ranks = request.ranks * request.pool.pp
+            gpus -= request.gpus * ranks
+            cpus -= (
+                self._min_even_cpus[request.role] if request.cpus is None else request.cpus
+            ) * ranks
         return gpus >= 0 and cpus >= -_ROUNDING
 
 
@@ -184,12 +187,12 @@ class _Packing:
         self,
         requests: Sequence[PlacementRequest],
         nodes: Sequence[NodeCapacity],
-        is_near: Callable[[NodeCapacity], bool] = lambda room: False,
+        is_near: Callable[[NodeCapacity], bool] = lambda node: False,
     ) -> None:
-        self._nodes = [replace(room) for room in nodes]
-        pools = {wish.role: wish.pool.selector for wish in requests}
+        self._nodes = [replace(node) for node in nodes]
+        pools = {request.role: request.pool.selector for request in requests}
         self._open = {
-            role: [room for room in self._nodes if match(wanted, room.labels)]
+            role: [node for node in self._nodes if match(wanted, node.labels)]
             for role, wanted in pools.items()
         }
         self._near = {role: list(filter(is_near, those)) for role, those in self._open.items()}
@@ -206,37 +209,37 @@ class _Packing:
         """All of them packed, as far as there is room; None where one of `near` would not be."""
         needed = set(near)
         found = PackingResult({})
-        for wish in sorted(requests, key=self._order):
-            if _assign_nodes(wish, self._near[wish.role]):
-                found.near.add(wish)
-            elif wish in needed:
+        for request in sorted(requests, key=self._order):
+            if _assign_nodes(request, self._near[request.role]):
+                found.near.add(request)
+            elif request in needed:
                 return None
-            elif not _assign_nodes(wish, self._open[wish.role]):
-                found.unplaced.append(wish)
-        found.even_cpus = {role: _min_share(rooms) for role, rooms in self._open.items()}
+            elif not _assign_nodes(request, self._open[request.role]):
+                found.unplaced.append(request)
+        found.even_cpus = {role: _min_even_share_cpus(nodes) for role, nodes in self._open.items()}
         return found
 
 
-def _min_share(nodes: Iterable[NodeCapacity]) -> float:
+def _min_even_share_cpus(nodes: Iterable[NodeCapacity]) -> float:
     """What a rank has on whichever of them; of nodes that are yet to come little is known."""
-    return min((room.even_cpus for room in nodes if room.num_even_ranks), default=MIN_CPUS)
+    return min((node.even_cpus for node in nodes if node.num_even_ranks), default=MIN_CPUS)
 
 
 def _assign_nodes(request: PlacementRequest, nodes: Sequence[NodeCapacity]) -> bool:
     """Take a room for each of its stages, if there are; else none."""
     before: list[tuple[NodeCapacity, float, int, int]] = []
     for _ in range(request.pool.pp):
-        room = _best_node(request, nodes, [each for each, *_ in before])
-        if room is None:
-            for each, cpus, gpus, num_sharing in reversed(before):
-                each.cpus, each.gpus, each.num_even_ranks = cpus, gpus, num_sharing
+        node = _best_node(request, nodes, [each for each, *_ in before])
+        if node is None:
+            for each, cpus, gpus, num_even_ranks in reversed(before):
+                each.cpus, each.gpus, each.num_even_ranks = cpus, gpus, num_even_ranks
             return False
-        before.append((room, room.cpus, room.gpus, room.num_even_ranks))
-        room.gpus -= request.gpus * request.ranks
+        before.append((node, node.cpus, node.gpus, node.num_even_ranks))
+        node.gpus -= request.gpus * request.ranks
         if request.cpus is None:
-            room.num_even_ranks += request.ranks
+            node.num_even_ranks += request.ranks
         else:
-            room.cpus -= request.cpus * request.ranks
+            node.cpus -= request.cpus * request.ranks
     return True
 
 
@@ -244,15 +247,15 @@ def _best_node(
     request: PlacementRequest, nodes: Sequence[NodeCapacity], used: Sequence[NodeCapacity]
 ) -> NodeCapacity | None:
     """For the next stage of a worker whose others have `used` these."""
-    fitting = [room for room in nodes if _fits(request, room)]
+    fitting = [node for node in nodes if _fits(request, node)]
     if request.pool.stages == "spread":
-        fitting = [room for room in fitting if room not in used]
+        fitting = [node for node in fitting if node not in used]
     # The emptiest node first, so that equals spread and shares come out even; but a worker's own
     # stages side by side.
-    beside = [room for room in fitting if room in used] if used else []
+    beside = [node for node in fitting if node in used] if used else []
     return max(
         beside or fitting,
-        key=lambda room: (room.gpus, room.cpus / (room.num_even_ranks + request.ranks)),
+        key=lambda node: (node.gpus, node.cpus / (node.num_even_ranks + request.ranks)),
         default=None,
     )
 

@@ -86,31 +86,33 @@ def plan_placements(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlac
     worker asks for its pool's resource too, and waits for a node that has room; who is near whom is
     then for those to say who make the nodes.
     """
-    wishes = [wish for role in ROLES for wish in _requests(getattr(spec.pools, role), role, nodes)]
+    requests = [
+        request for role in ROLES for request in _requests(getattr(spec.pools, role), role, nodes)
+    ]
     if spec.pool_nodes:
         return [
-            _to_placement(wish, 0.0, {wish.role: float(wish.ranks)}, waits_for_node=True)
-            for wish in wishes
+            _to_placement(request, 0.0, {request.role: float(request.ranks)}, waits_for_node=True)
+            for request in requests
         ]
-    rooms = [NodeCapacity(node.cpus, node.gpus, node.labels) for node in nodes]
+    capacities = [NodeCapacity(node.cpus, node.gpus, node.labels) for node in nodes]
     for _ in range(spec.routers):
-        _reserve_router(rooms, nodes)
+        _reserve_router(capacities, nodes)
     spare = ROUTER_CPUS * spec.routers
-    packed = _packed(spec, wishes, rooms, nodes)
+    packed = _packed(spec, requests, capacities, nodes)
     if spec.topology_key:
-        packed = pack_by_topology(wishes, rooms, spec.topology_key, packed, spare)
+        packed = pack_by_topology(requests, capacities, spec.topology_key, packed, spare)
     near = (
         labels.any_of(spec.topology_key, packed.topology_values) if packed.topology_values else {}
     )
     return [
         _to_placement(
-            wish,
-            packed.even_cpus[wish.role],
-            near=near if wish in packed.near else _NOWHERE,
-            waits_for_node=wish.may_wait,
+            request,
+            packed.even_cpus[request.role],
+            near=near if request in packed.near else _NOWHERE,
+            waits_for_node=request.may_wait,
             spare=spare,
         )
-        for wish in wishes
+        for request in requests
     ]
 
 
@@ -131,22 +133,22 @@ def _packed(
 ) -> PackingResult:
     """Everything that must be, packed. `PlacementError`."""
     packed = pack(requests, capacities)
-    for wish in packed.unplaced:
+    for request in packed.unplaced:
         # For more GPUs than there are nobody asks: the pools share a budget.
-        if not wish.may_wait or (spec.ray_address is None and not wish.gpus):
+        if not request.may_wait or (spec.ray_address is None and not request.gpus):
             raise PlacementError(
-                f"no place for {wish.role} worker {wish.index}, which asks "
-                f"{_describe_request(wish)} (others were placed before it); "
-                f"{describe_free(nodes, wish.pool.selector)}: ask for less, or for fewer workers"
+                f"no place for {request.role} worker {request.index}, which asks "
+                f"{_describe_request(request)} (others were placed before it); "
+                f"{describe_free(nodes, request.pool.selector)}: ask for less, or for fewer workers"
             )
     return packed
 
 
 def _reserve_router(capacities: list[NodeCapacity], nodes: Sequence[Node]) -> None:
-    room = max(capacities, key=lambda room: room.cpus, default=None)
-    if room is None or room.cpus < ROUTER_CPUS:
+    node = max(capacities, key=lambda node: node.cpus, default=None)
+    if node is None or node.cpus < ROUTER_CPUS:
         raise PlacementError(f"a router asks {ROUTER_CPUS} CPUs; {describe_free(nodes)}")
-    room.cpus -= ROUTER_CPUS
+    node.cpus -= ROUTER_CPUS
 
 
 def _to_placement(
@@ -199,15 +201,15 @@ def with_labels(selector: Mapping[str, str]) -> str:
 
 def describe_free(nodes: Sequence[Node], keys: Collection[str] = ()) -> str:
     """What is free where, in words, with the nodes' values of these labels."""
-    places = [f"{n.name}{_values(n, keys)}: {n.cpus:g} CPUs, {n.gpus} GPUs" for n in nodes]
-    return "free are " + ("; ".join(places) if places else "no nodes at all")
+    free = [f"{n.name}{_values(n, keys)}: {n.cpus:g} CPUs, {n.gpus} GPUs" for n in nodes]
+    return "free are " + ("; ".join(free) if free else "no nodes at all")
 
 
 def _values(node: Node, keys: Collection[str]) -> str:
-    told = ", ".join(
+    text = ", ".join(
         f"{key}={node.labels[key]}" if key in node.labels else f"no {key}" for key in keys
     )
-    return f" ({told})" if told else ""
+    return f" ({text})" if text else ""
 
 
 def describe_locality(
@@ -218,12 +220,12 @@ def describe_locality(
     key = spec.topology_key
     if spec.pool_nodes or len({node.labels.get(key) for node in nodes} - {None, ""}) < 2:
         return ""
-    near = [place for place in placements if place.near]
+    near = [placement for placement in placements if placement.near]
     if not near:
         return (
             f"workers go anywhere: no nodes of one {key}, or of a few, have room and CPUs for all"
         )
-    far = [place.title for place in placements if not place.near]
+    far = [placement.title for placement in placements if not placement.near]
     where = labels.describe(near[0].near)
     if not far:
         return f"all workers near each other: {where}"

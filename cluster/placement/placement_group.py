@@ -18,8 +18,8 @@ from penstock.cluster.placement.placement import (
 from penstock.cluster.ray_session import free_nodes
 from penstock.cluster.status.status_events import Progress, Report
 
-SECONDS_TO_PLACE = 60  # for Ray to grant what is free
-SECONDS_TO_SAY_WHY = 5  # what a worker waits for
+PLACEMENT_TIMEOUT_SECONDS = 60  # for Ray to grant what is free
+EXPLAIN_WAIT_SECONDS = 5  # what a worker waits for
 SECONDS_NEAR = 20  # for a place near the other workers, before any will do
 
 
@@ -49,12 +49,12 @@ class Reservation:
         elif await self.is_lost():
             self._report_progress("waiting for its place again")
         waited = 0
-        while wait_for_node or waited < SECONDS_TO_PLACE:
+        while wait_for_node or waited < PLACEMENT_TIMEOUT_SECONDS:
             # A second at a time: a thread cannot be cancelled.
             if await asyncio.to_thread(group.wait, 1):
                 return
             waited += 1
-            if waited == SECONDS_TO_SAY_WHY:
+            if waited == EXPLAIN_WAIT_SECONDS:
                 self._report_progress(f"waiting for its place: no {self._describe_bundle()} free")
             if self._is_near and waited >= SECONDS_NEAR:
                 self._report_progress("no room near the others: any node will do")
@@ -72,13 +72,13 @@ class Reservation:
             self.group = None
 
     def _create_group(self, near: bool) -> PlacementGroup:
-        place = self._placement
-        selector = place.selector(near)
+        placement = self._placement
+        selector = placement.selector(near)
         self._is_near = near
         group = placement_group(
-            list(place.bundles),
-            place.strategy,
-            bundle_label_selector=[selector] * place.pp if selector else None,
+            list(placement.bundles),
+            placement.strategy,
+            bundle_label_selector=[selector] * placement.pp if selector else None,
         )
         self.group = group
         return group

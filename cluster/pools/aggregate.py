@@ -20,11 +20,11 @@ class ClusterAggregator:
 
     def sum(self, states: Mapping[str, ClusterState | None]) -> ClusterState | None:
         """Of the routers by name; None of those that do not answer, and if none does."""
-        heard = {name: state for name, state in states.items() if state is not None}
-        if not heard:
+        received = {name: state for name, state in states.items() if state is not None}
+        if not received:
             return None
-        self._count(heard)
-        first, *others = heard.values()
+        self._count(received)
+        first, *others = received.values()
         each = (first, *others)
         return replace(
             first,
@@ -36,7 +36,7 @@ class ClusterAggregator:
             workers=_workers(each),
             pools=_pools(each),
             roles=merged(*(one.roles for one in each)),
-            placed=_placed(each),
+            placed=_prefill_decisions(each),
         )
 
     def _count(self, states: Mapping[str, ClusterState]) -> None:
@@ -51,17 +51,17 @@ def router_states(
 ) -> list[RouterState]:
     """What every router is told of all: as each said of itself, with its addresses of HTTP and
     gRPC."""
-    told = []
+    found = []
     for name, state in states.items():
         own = RouterState(name, "down")
         if state is not None:
             own = next((each for each in state.routers if each.router == name), own)
         http, grpc = addresses[name]
-        told.append(replace(own, http=http, grpc=grpc))
-    return told
+        found.append(replace(own, http=http, grpc=grpc))
+    return found
 
 
-def _placed(states: Sequence[ClusterState]) -> dict[str, int]:
+def _prefill_decisions(states: Sequence[ClusterState]) -> dict[str, int]:
     """Each router's own."""
     total: Counter[str] = Counter()
     for state in states:

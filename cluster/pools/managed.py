@@ -228,8 +228,10 @@ class ManagedWorker:
         self._reservation.release()
 
     def make(self) -> RankGroup:
-        place = self._placement
-        self.rank_group = RankGroup([self._make_rank(rank) for rank in range(place.tp * place.pp)])
+        placement = self._placement
+        self.rank_group = RankGroup(
+            [self._make_rank(rank) for rank in range(placement.tp * placement.pp)]
+        )
         self._listener.declare_dead[self.name] = self.rank_group.declare_dead
         self._placement_task = asyncio.create_task(self._watch_placement(self.rank_group))
         return self.rank_group
@@ -275,8 +277,8 @@ class ManagedWorker:
 
 
 def _without_progress(report: Report) -> Report:
-    def tell(title: str, notice: StatusEvent) -> None:
+    def deliver(title: str, notice: StatusEvent) -> None:
         if not isinstance(notice, Progress):
             report(title, notice)
 
-    return tell
+    return deliver

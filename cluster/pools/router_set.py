@@ -79,11 +79,11 @@ class RouterSet:
     async def drain(self, seconds: float, report: Report) -> None:
         """Take nothing new; what runs has so many seconds. `report` is told how far it has come."""
         report("", Draining(seconds))
-        telling = asyncio.create_task(self._report_drain(seconds, report))
+        reporting = asyncio.create_task(self._report_drain(seconds, report))
         try:
             await asyncio.gather(*(router.drain(seconds) for router in self.all))
         finally:
-            telling.cancel()
+            reporting.cancel()
 
     async def _report_drain(self, seconds: float, report: Report) -> None:
         end = asyncio.get_running_loop().time() + seconds

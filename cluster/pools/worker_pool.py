@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from penstock.cluster.autoscaling.pool_changes import Phase, plan_changes
 from penstock.cluster.placement.placement import WorkerPlacement
 from penstock.cluster.processes.actor_handle import StartFailed
-from penstock.cluster.processes.backoff import PlaceBackoff
+from penstock.cluster.processes.backoff import GiveUpBackoff
 from penstock.cluster.processes.restart_loop import Managed, keep_alive
 from penstock.cluster.status.status_events import Progress, Report
 
@@ -89,7 +89,7 @@ class WorkerPool:
         self._on_given_up = on_given_up
         self._pause = pause
         self._entries: dict[str, _WorkerEntry] = {}
-        self._backoffs = {place.name: PlaceBackoff() for place in placements}
+        self._backoffs = {placement.name: GiveUpBackoff() for placement in placements}
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -101,7 +101,9 @@ class WorkerPool:
 
         `lent`: names of workers that have another role for now.
         """
-        posts = ((place.name, self._entries.get(place.name)) for place in self._placements)
+        posts = (
+            (placement.name, self._entries.get(placement.name)) for placement in self._placements
+        )
         phases = {name: Phase.EMPTY if post is None else post.phase for name, post in posts}
         useful = (Phase.PENDING, Phase.SERVING)
         return {
@@ -119,11 +121,13 @@ class WorkerPool:
             busy: how much each has to do, by name.
             lent: names of workers that have another role for now: they stay.
         """
-        numbered = {at: busy.get(place.name, 0.0) for at, place in enumerate(self._placements)}
-        asked = plan_changes(list(self.phases(reassigned).values()), wanted, numbered)
-        for at in asked.fill:
+        numbered = {
+            at: busy.get(placement.name, 0.0) for at, placement in enumerate(self._placements)
+        }
+        changes = plan_changes(list(self.phases(reassigned).values()), wanted, numbered)
+        for at in changes.fill:
             self._fill(self._placements[at])
-        for at in asked.drain:
+        for at in changes.drain:
             name = self._placements[at].name
             self._entries[name].is_draining = True
             self._spawn(self._drain_and_remove(name))

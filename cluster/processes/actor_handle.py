@@ -141,13 +141,13 @@ class ActorHandle:
         self.declare_dead(f"it answered nothing for {self._ping_timeout:g} s (stopped, or stuck)")
 
     async def _is_responsive(self) -> bool:
-        asked = asyncio.create_task(self._ping())
+        ping = asyncio.create_task(self._ping())
         # Twice half of it: this process may have been stopped itself.
         for _ in range(2):
-            done, _ = await asyncio.wait({asked}, timeout=self._ping_timeout / 2)
+            done, _ = await asyncio.wait({ping}, timeout=self._ping_timeout / 2)
             if done:
                 return True
-        asked.cancel()
+        ping.cancel()
         return False
 
     async def _ping(self) -> None:

@@ -191,11 +191,11 @@ class WorkerActor(_ProcessActor):
 
     async def start(self, config: "WorkerConfig") -> str:
         """Load and serve on this node; returns the address, host:port. `ActorFailed`."""
-        newsroom = await self._load_libraries()
+        events = await self._load_libraries()
         from penstock.workers.service.grpc_service import serve_worker
 
         store = None if self._rendezvous is None else self._rendezvous.store
-        watchdog = self._make_watchdog(config, newsroom)
+        watchdog = self._make_watchdog(config, events)
         try:
             config = replace(config, host=ray.util.get_node_ip_address())
             self._worker = await serve_worker(
@@ -205,7 +205,7 @@ class WorkerActor(_ProcessActor):
             raise ActorFailed(_reason(error)) from None
         freeze_heap()
         watchdog.start()
-        self._watch_task = asyncio.create_task(self._watch(self._worker, newsroom))
+        self._watch_task = asyncio.create_task(self._watch(self._worker, events))
         self._drain_task = asyncio.create_task(node_drain.drain_on_request(self._worker.drain))
         worker = self._worker
         self._readiness_task = asyncio.create_task(
@@ -215,8 +215,8 @@ class WorkerActor(_ProcessActor):
 
     async def follow(self, config: "WorkerConfig", rendezvous: str) -> None:
         """Load, and compute from now on what rank 0 plans, who is met there. `ActorFailed`."""
-        newsroom = await self._load_libraries()
-        watchdog = self._make_watchdog(config, newsroom)
+        events = await self._load_libraries()
+        watchdog = self._make_watchdog(config, events)
         from penstock.workers.parallel.rendezvous import RemoteStore
         from penstock.workers.rank.follower import Follower
 
@@ -228,7 +228,7 @@ class WorkerActor(_ProcessActor):
             raise ActorFailed(_reason(error)) from None
         freeze_heap()
         watchdog.start()
-        self._watch_task = asyncio.create_task(self._follow(follower, newsroom))
+        self._watch_task = asyncio.create_task(self._follow(follower, events))
 
     def _make_watchdog(self, config: "WorkerConfig", events: EventQueue) -> "Watchdog":
         from penstock.workers.health.watchdog import Watchdog
@@ -240,14 +240,14 @@ class WorkerActor(_ProcessActor):
         return self._watchdog
 
     async def _load_libraries(self) -> EventQueue:
-        newsroom = self._open_events()
-        newsroom.add(Progress("loading libraries"))
+        events = self._open_events()
+        events.add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # let that out before the import holds everything up
         # Here, not above: the driver knows this class too, and must not load torch.
         from penstock.workers.rank.process_tuning import tune_process
 
         tune_process()
-        return newsroom
+        return events
 
     def _on_weights(self, done: int, total: int) -> None:
         self._open_events().add(Progress("weights" if done < total else "warming up", done, total))

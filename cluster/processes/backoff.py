@@ -26,10 +26,10 @@ class RestartBackoff:
         self.deaths += 1
         return None if self.failed_starts >= MAX_FAILED_STARTS else self._delay()
 
-    def after_death(self, lived: float) -> float:
+    def after_death(self, uptime: float) -> float:
         """It died `lived` seconds after it was ready: seconds to wait before it is replaced."""
         self.failed_starts = 0
-        self.deaths = 0 if lived >= STEADY_SECONDS else self.deaths + 1
+        self.deaths = 0 if uptime >= STEADY_SECONDS else self.deaths + 1
         return self._delay()
 
     def _delay(self) -> float:
@@ -40,7 +40,7 @@ class RestartBackoff:
 
 
 @dataclass(slots=True)
-class PlaceBackoff:
+class GiveUpBackoff:
     """The record of one place: how often in a row the worker in it was given up."""
 
     given_up: int = 0

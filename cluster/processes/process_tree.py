@@ -39,8 +39,8 @@ class DescendantTracker:
     def kill(self, seconds: float) -> None:
         """End them, and what they still start meanwhile; the kernel is given so long for it."""
         deadline = time.monotonic() + seconds
-        while (living := self.alive()) and time.monotonic() < deadline:
-            for process in living:
+        while (processes := self.alive()) and time.monotonic() < deadline:
+            for process in processes:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             time.sleep(0.02)

@@ -35,10 +35,10 @@ class RankGroup:
         assert isinstance(config, WorkerConfig)
         if len(self._ranks) == 1:
             return await self._leader.start(config)  # which has it watched
-        meeting = await self._leader.call_start("open_rendezvous", config)
+        rendezvous = await self._leader.call_start("open_rendezvous", config)
         starts = [asyncio.create_task(self._leader.start(config))]
         for rank, member in enumerate(self._ranks[1:], 1):
-            follow = member.call_start("follow", replace(config, rank=rank), meeting)
+            follow = member.call_start("follow", replace(config, rank=rank), rendezvous)
             starts.append(asyncio.create_task(follow))
         try:
             where, *_ = await asyncio.gather(*starts)

@@ -62,11 +62,11 @@ async def keep_alive(
         await managed.reserve()
         began = clock()
         report(managed.title, Progress("starting its process"))
-        life = managed.make()
+        process = managed.make()
         try:
-            where = await life.start(managed.config)
+            where = await process.start(managed.config)
         except StartFailed as failure:
-            life.kill()
+            process.kill()
             await managed.on_exit()
             reason, delay = failure.reason, record.after_failed_start()
             if failure.certain or delay is None:
@@ -75,8 +75,8 @@ async def keep_alive(
             report(managed.title, Ready(clock() - began))
             began = clock()
             await managed.on_ready(where)
-            reason = await life.death()
-            life.kill()  # a process may live on when what it hosts has failed
+            reason = await process.death()
+            process.kill()  # a process may live on when what it hosts has failed
             await managed.on_exit()
             delay = record.after_death(clock() - began)
         report(managed.title, Died(reason, delay))

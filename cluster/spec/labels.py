@@ -12,8 +12,8 @@ ACCELERATOR = "ray.io/accelerator-type"
 ZONE = "ray.io/availability-zone"
 
 _NAME = re.compile(r"[a-zA-Z0-9]([-_.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?")
-_PART = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-_PREFIX = re.compile(rf"{_PART}(\.{_PART})*")
+_PREFIX_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_PREFIX = re.compile(rf"{_PREFIX_LABEL}(\.{_PREFIX_LABEL})*")
 _LONGEST_PREFIX = 253
 
 

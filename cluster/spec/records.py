@@ -144,7 +144,7 @@ def _typed(value: Any, kind: Any) -> Any:
 def _spelled(kind: Any) -> str:
     """A type in words."""
     if get_origin(kind) is UnionType:
-        return " or ".join(_spelled(part) for part in get_args(kind) if part is not NoneType)
+        return " or ".join(_spelled(option) for option in get_args(kind) if option is not NoneType)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
     if get_origin(kind) is tuple:

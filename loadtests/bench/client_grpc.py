@@ -7,7 +7,7 @@ import grpc
 from penstock.loadtests.bench.clients import Chunk, RequestFailed, Served, ServerUnusable, Target
 from penstock.protos import inference_pb2, inference_pb2_grpc
 
-_ASK_SECONDS = 10.0
+_TIMEOUT_SECONDS = 10.0
 
 
 class GrpcClient:
@@ -23,10 +23,10 @@ class GrpcClient:
         request = inference_pb2.GetModelRequest(name=self._target.model)
         try:
             model = await self._stub.GetModel(
-                request, timeout=_ASK_SECONDS, metadata=self._metadata
+                request, timeout=_TIMEOUT_SECONDS, metadata=self._metadata
             )
         except grpc.RpcError as error:
-            raise ServerUnusable(f"grpc://{self._target.address}: {_told(error)}") from None
+            raise ServerUnusable(f"grpc://{self._target.address}: {_error_text(error)}") from None
         return Served(model.name, model.vocab_size or None, model.max_model_len or None)
 
     async def stream(self, prompt: list[int], output_len: int) -> AsyncGenerator[Chunk]:
@@ -46,7 +46,7 @@ class GrpcClient:
                 finished = bool(reply.finish_reason)
                 yield _chunk(reply)
         except grpc.RpcError as error:
-            raise RequestFailed(_told(error)) from None
+            raise RequestFailed(_error_text(error)) from None
         finally:
             call.cancel()
         if not finished:
@@ -72,5 +72,5 @@ def _chunk(reply: inference_pb2.GenerateReply) -> Chunk:
     return Chunk(len(reply.tokens), usage.prompt_tokens, usage.completion_tokens)
 
 
-def _told(error: grpc.RpcError) -> str:
+def _error_text(error: grpc.RpcError) -> str:
     return f"{error.code().name}: {error.details()}"

@@ -9,7 +9,7 @@ import aiohttp
 
 from penstock.loadtests.bench.clients import Chunk, RequestFailed, Served, ServerUnusable, Target
 
-_ASK_SECONDS = 10.0
+_TIMEOUT_SECONDS = 10.0
 
 # The chat API takes text only. Short words are one token, or few, in every vocabulary.
 _TEXT = (
@@ -29,14 +29,14 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def describe(self) -> Served:
-        limit = aiohttp.ClientTimeout(total=_ASK_SECONDS)
+        limit = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
         try:
             async with self._open().get(f"{self._base}/v1/models", timeout=limit) as response:
                 if response.status != 200:
                     raise ServerUnusable(f"{self._base}: {await _refusal(response)}")
                 models = (await response.json())["data"]
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerUnusable(f"{self._base}: {_told(error)}") from None
+            raise ServerUnusable(f"{self._base}: {_error_text(error)}") from None
         except (KeyError, TypeError, json.JSONDecodeError):
             raise ServerUnusable(f"{self._base}/v1/models: not an OpenAI list of models") from None
         return self._choose(models)
@@ -66,7 +66,7 @@ class HttpClient:
         except TimeoutError:
             raise RequestFailed(f"no complete answer within {self._target.timeout:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise RequestFailed(_told(error)) from None
+            raise RequestFailed(_error_text(error)) from None
         if not done:
             raise RequestFailed("the stream ended before the answer did")
 
@@ -135,7 +135,7 @@ def _message(error: object) -> str:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return (
             "cannot connect"

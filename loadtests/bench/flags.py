@@ -47,18 +47,20 @@ def _add(group: Any, record: type) -> None:
             group.add_argument(each.name, nargs="?", default=each.default, help=about)
         else:
             flag = f"--{each.name.replace('_', '-')}"
-            form = _form(hints[each.name])
+            argument_options = _argument_options(hints[each.name])
             names = (flag, *each.metadata["also"])
-            group.add_argument(*names, dest=each.name, default=each.default, help=about, **form)
+            group.add_argument(
+                *names, dest=each.name, default=each.default, help=about, **argument_options
+            )
 
 
-def _form(kind: Any) -> dict[str, Any]:
+def _argument_options(kind: Any) -> dict[str, Any]:
     """How argparse reads a value of a type."""
     if kind is bool:
         return {"action": "store_true"}
     if get_origin(kind) is tuple:
         return {"nargs": "+", "metavar": "TEXT"}
-    first = next((part for part in get_args(kind) if part is not type(None)), kind)
+    first = next((member for member in get_args(kind) if member is not type(None)), kind)
     if get_origin(kind) is Literal or get_origin(first) is Literal:
         return {"choices": get_args(kind if get_origin(kind) is Literal else first)}
     return {"type": first, "metavar": {int: "N", float: "X", str: "TEXT", Path: "FILE"}[first]}

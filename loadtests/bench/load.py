@@ -63,7 +63,7 @@ class Load:
     async def _send(self, prompt: list[int], outcome: Outcome) -> None:
         outcome.start = self._now()
         try:
-            async with aclosing(self.client.stream(prompt, outcome.asked_len)) as chunks:
+            async with aclosing(self.client.stream(prompt, outcome.requested_len)) as chunks:
                 async for chunk in chunks:
                     if chunk.num_tokens != 0:
                         outcome.arrivals.append(self._now())

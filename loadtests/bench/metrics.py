@@ -21,7 +21,7 @@ class Outcome:
     number: int
     due: float  # when it should have been sent
     input_len: int  # tokens, as planned, then as the server counted
-    asked_len: int  # tokens of answer asked for
+    requested_len: int  # tokens of answer asked for
     released: float = 0.0  # when it was its turn, before it waited for a free slot
     start: float = 0.0  # when it was sent
     arrivals: list[float] = field(default_factory=list)  # of each message with tokens
@@ -48,10 +48,10 @@ class Outcome:
 
     def tokens_per_message(self) -> list[float]:
         """Tokens of each message; what messages do not say is shared out evenly among them."""
-        told = sum(count for count in self.counts if count is not None)
+        reported = sum(count for count in self.counts if count is not None)
         silent = self.counts.count(None)
-        share = (self.output_len - told) / silent if silent else 0.0
-        return [share if count is None else float(count) for count in self.counts]
+        per_message = (self.output_len - reported) / silent if silent else 0.0
+        return [per_message if count is None else float(count) for count in self.counts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def figures(outcomes: Sequence[Outcome], duration: float, goals: Goals | None = 
         duration=duration,
         completed=len(done),
         failed=len(outcomes) - len(done),
-        short=sum(outcome.output_len < outcome.asked_len for outcome in done),
+        short=sum(outcome.output_len < outcome.requested_len for outcome in done),
         total_input=sum(outcome.input_len for outcome in done),
         total_output=sum(outcome.output_len for outcome in done),
         peak_output=peak_output(done),

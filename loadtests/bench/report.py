@@ -134,9 +134,9 @@ def _cpu_name() -> str:
 def commit() -> str:
     """The commit of this tree, with a `+` where files differ from it; empty where there is none."""
     folder = Path(__file__).resolve().parent
-    asked = ["git", "-C", str(folder), "describe", "--always", "--abbrev=7", "--dirty=+"]
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=7", "--dirty=+"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10)
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return said.stdout.strip()
+    return result.stdout.strip()

@@ -96,33 +96,33 @@ class ResumingClient:
         self,
         stubs: Sequence[Any],
         metadata: Sequence[tuple[str, str]] = (),
-        patience: float = 30.0,
+        timeout: float = 30.0,
     ) -> None:
         self.num_broken = 0  # calls that went on elsewhere
         self._stubs = stubs
         self._metadata = metadata
-        self._timeout = patience
+        self._timeout = timeout
         self._at = 0
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateReply]:
         """The replies of one answer. `grpc.RpcError` for what no other router would mend;
         `BadAnswer`."""
         progress = Progress(request)
-        num_misses, heard = 0, time.monotonic()
+        num_misses, received_at = 0, time.monotonic()
         while not progress.is_over:
             call = self._stubs[self._at].Generate(
                 progress.remaining_request(), metadata=self._metadata
             )
             try:
                 async for reply in call:
-                    num_misses, heard = 0, time.monotonic()
+                    num_misses, received_at = 0, time.monotonic()
                     progress.add_reply(reply)
                     yield reply
                 if not progress.is_over:
                     raise BadAnswer("the call ended before the answer did")
             except grpc.RpcError as error:
                 is_final = error.code() is not grpc.StatusCode.UNAVAILABLE
-                if is_final or time.monotonic() - heard > self._timeout:
+                if is_final or time.monotonic() - received_at > self._timeout:
                     raise
             finally:
                 call.cancel()

@@ -166,9 +166,9 @@ class Prompts:
         The digits make different ids different blocks for certain, not just very likely.
         """
         tokens = self._draw(_BLOCKS, block, TRACE_BLOCK)
-        for place in range(self._num_digits):
+        for position in range(self._num_digits):
             block, digit = divmod(block, len(self._vocabulary))
-            tokens[place] = self._vocabulary[digit]
+            tokens[position] = self._vocabulary[digit]
         return tokens
 
     def _draw(self, stream: int, item: int, count: int) -> npt.NDArray[np.int64]:

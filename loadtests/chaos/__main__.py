@@ -107,7 +107,7 @@ class Served:
 _BEGAN = time.monotonic()
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Tell it, with the seconds since the start."""
     print(f"{time.monotonic() - _BEGAN:7.1f} {text}", flush=True)
 
@@ -121,7 +121,7 @@ class ChaosRun:
         self._cluster = cluster
         lengths = (options.least_tokens, options.most_tokens)
         self._requests = make_requests(options.asks, options.seed, lengths)
-        self._faults = FaultRunner(cluster, options.pause, say)
+        self._faults = FaultRunner(cluster, options.pause, print_line)
         self._clients = Clients(cluster.grpc, self._may_retry)
 
     async def run(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class ChaosRun:
         if broken:
             what = broken[0].error or broken[0].problems[0]
             raise ClusterFailed(f"undisturbed, {broken[0].name} failed: {what}")
-        say(f"{len(right)} answers, undisturbed")
+        print_line(f"{len(right)} answers, undisturbed")
         also = [kind.replace("_", " ") for kind in ("ray_kill", "kill_router")
                 if getattr(options, kind)]  # fmt: skip
         plan = plan_faults(options.faults, options.seed, also)
@@ -181,28 +181,31 @@ class ChaosRun:
     def _compare(self, streams: Sequence[Stream], right: Sequence[Stream]) -> dict[str, Any]:
         known = {stream.request.number: stream for stream in right}
         wrong: list[str] = []
-        partings: list[Divergence] = []
+        divergences: list[Divergence] = []
         num_same = 0
         for stream in streams:
             if stream.error:
                 wrong += [f"{stream.name}: {each}" for each in stream.problems]
                 continue
             exact = self._served.deterministic
-            problems, parted = compare(stream, known[stream.request.number], exact)
+            problems, found = compare(stream, known[stream.request.number], exact)
             wrong += [f"{stream.name}: {each}" for each in problems]
-            partings += parted
-            num_same += not problems and not parted
-        return {"same": num_same, "wrong": wrong, "partings": partings}
+            divergences += found
+            num_same += not problems and not found
+        return {"same": num_same, "wrong": wrong, "partings": divergences}
 
-    async def _check_divergences(self, partings: Sequence[Divergence]) -> dict[str, Any]:
+    async def _check_divergences(self, divergences: Sequence[Divergence]) -> dict[str, Any]:
         """Which of the other tokens nearly tied with the right ones."""
         apart, unexplained = [], []
-        for parting in partings:
-            position = len(parting.before)
-            scores = await self._clients.scores(parting.request, parting.choice, position, BEST)
-            gap = None if scores is None else near_tie(parting, scores, _noise(parting))
+        for divergence in divergences:
+            position = len(divergence.before)
+            scores = await self._clients.scores(
+                divergence.request, divergence.choice, position, BEST
+            )
+            gap = None if scores is None else near_tie(divergence, scores, _noise(divergence))
             where = (
-                f"{parting.request.kind}, position {position}: {parting.wrong}, not {parting.right}"
+                f"{divergence.request.kind}, position {position}: "
+                f"{divergence.wrong}, not {divergence.right}"
             )
             if gap is not None and gap <= self._options.near_tie:
                 apart.append(gap)
@@ -245,19 +248,19 @@ class ChaosRun:
         return [f"{each.title}, process {each.pid}, is stopped and still there" for each in left]
 
 
-def _noise(parting: Divergence) -> dict[int, float]:
+def _noise(divergence: Divergence) -> dict[int, float]:
     """What the draw of that token added to the log probabilities of the two."""
-    sampling = parting.request.sampling
+    sampling = divergence.request.sampling
     if not sampling["temperature"]:
         return {}
     import numpy as np
 
     from penstock.kernels.sampling.philox import gumbel_noise
 
-    at = np.array([len(parting.before)]), np.array([parting.choice])
-    most = 1 + max(parting.right, parting.wrong)
+    at = np.array([len(divergence.before)]), np.array([divergence.choice])
+    most = 1 + max(divergence.right, divergence.wrong)
     noise = gumbel_noise(np.array([sampling["seed"]], np.uint64), *at, most)[0]
-    return {token: float(noise[token]) for token in (parting.right, parting.wrong)}
+    return {token: float(noise[token]) for token in (divergence.right, divergence.wrong)}
 
 
 def failures(found: dict[str, Any]) -> list[str]:
@@ -288,10 +291,10 @@ def summary(found: dict[str, Any]) -> str:
 
 
 async def _run(options: Options, served: Served) -> dict[str, Any]:
-    cluster = Cluster(served.spec(), served.folder, say)
+    cluster = Cluster(served.spec(), served.folder, print_line)
     try:
         await cluster.start()
-        say("the cluster serves")
+        print_line("the cluster serves")
         return await ChaosRun(options, served, cluster).run()
     finally:
         await cluster.stop()

@@ -85,26 +85,28 @@ def compare(stream: Stream, right: Stream, exact: bool) -> tuple[list[str], list
 
     exact: to the last bit; else what follows another token is not looked at.
     """
-    problems, partings = list(stream.problems), []
+    problems, divergences = list(stream.problems), []
     if stream.choices.keys() != right.choices.keys():
         problems.append(f"choices {sorted(stream.choices)}, not {sorted(right.choices)}")
     for number, choice in stream.choices.items():
         known = right.choices.get(number)
         if known is None:
             continue
-        parting = _divergence(stream.request, number, choice, known)
-        if parting is not None and not exact:
-            partings.append(parting)
+        divergence = _divergence(stream.request, number, choice, known)
+        if divergence is not None and not exact:
+            divergences.append(divergence)
         elif (difference := _difference(choice, known, exact)) is not None:
             problems.append(f"choice {number}: {difference}")
-    return problems, partings
+    return problems, divergences
 
 
-def _divergence(ask: ChaosRequest, number: int, choice: Choice, known: Choice) -> Divergence | None:
+def _divergence(
+    request: ChaosRequest, number: int, choice: Choice, known: Choice
+) -> Divergence | None:
     pairs = zip(choice.tokens, known.tokens, strict=False)
     for position, (own, right) in enumerate(pairs):
         if own != right:
-            return Divergence(ask, number, tuple(known.tokens[:position]), right, own)
+            return Divergence(request, number, tuple(known.tokens[:position]), right, own)
     return None
 
 
@@ -122,25 +124,25 @@ def _difference(choice: Choice, known: Choice, exact: bool) -> str | None:
     return None
 
 
-def near_tie(parting: Divergence, scores: Scores, noise: Mapping[int, float]) -> float | None:
+def near_tie(divergence: Divergence, scores: Scores, noise: Mapping[int, float]) -> float | None:
     """How far apart the two tokens were when one was drawn; None if that cannot be told.
 
     scores: of that position, undisturbed, with so many best that both are among them; noise: what
     the draw adds to each of the two.
     """
-    sampling = parting.request.sampling
+    sampling = divergence.request.sampling
     known = dict(scores[2])
-    if not {parting.right, parting.wrong} <= known.keys():
+    if not {divergence.right, divergence.wrong} <= known.keys():
         return None
     heat = sampling["temperature"] or 1.0
 
     def weight(token: int) -> float:
-        count = parting.before.count(token)
+        count = divergence.before.count(token)
         penalty = sampling.get("frequency_penalty", 0.0) * count
         penalty += sampling.get("presence_penalty", 0.0) * bool(count)
         return float((known[token] - penalty) / heat + noise.get(token, 0.0))
 
-    return abs(weight(parting.right) - weight(parting.wrong))
+    return abs(weight(divergence.right) - weight(divergence.wrong))
 
 
 def _scores(entry: pb.TokenLogprob) -> Scores:

@@ -47,20 +47,22 @@ class Clients:
         stream.ended = time.time()
         return stream
 
-    async def all_once(self, asks: Sequence[ChaosRequest]) -> list[Stream]:
+    async def all_once(self, requests: Sequence[ChaosRequest]) -> list[Stream]:
         """Every answer once, a few at a time, nothing disturbing them."""
-        places = asyncio.Semaphore(4)
+        slots = asyncio.Semaphore(4)
 
-        async def one(ask: ChaosRequest) -> Stream:
-            async with places:
-                return await self.one(ask, f"right-{ask.number}")
+        async def one(request: ChaosRequest) -> Stream:
+            async with slots:
+                return await self.one(request, f"right-{request.number}")
 
-        return list(await asyncio.gather(*map(one, asks)))
+        return list(await asyncio.gather(*map(one, requests)))
 
-    def start(self, count: int, asks: Sequence[ChaosRequest], seed: int) -> None:
+    def start(self, count: int, requests: Sequence[ChaosRequest], seed: int) -> None:
         """So many clients, until `finish`."""
         self._tasks = [
-            asyncio.create_task(self._run_client(number, asks, Random(f"client {seed} {number}")))
+            asyncio.create_task(
+                self._run_client(number, requests, Random(f"client {seed} {number}"))
+            )
             for number in range(count)
         ]
 
@@ -74,11 +76,11 @@ class Clients:
             task.cancel()
         await self._channel.close()
 
-    async def _run_client(self, client: int, asks: Sequence[ChaosRequest], rng: Random) -> None:
+    async def _run_client(self, client: int, requests: Sequence[ChaosRequest], rng: Random) -> None:
         number = 0
         while not self._ending:
             number += 1
-            await self.one(rng.choice(asks), f"c{client}-{number}")
+            await self.one(rng.choice(requests), f"c{client}-{number}")
 
     async def _call(self, stream: Stream, more: dict[str, int]) -> bool:
         """Ask and listen to the end; False if it is to be asked again."""
@@ -101,9 +103,9 @@ class Clients:
         return True
 
     async def scores(
-        self, ask: ChaosRequest, choice: int, position: int, count: int
+        self, request: ChaosRequest, choice: int, position: int, count: int
     ) -> Scores | None:
         """Of one position of an undisturbed answer, with so many best."""
-        stream = await self.one(ask, f"judge-{ask.number}", logprobs=count)
+        stream = await self.one(request, f"judge-{request.number}", logprobs=count)
         found = stream.choices.get(choice, Choice()).scores
         return found[position] if position < len(found) else None

@@ -38,8 +38,8 @@ class Cluster:
     say: takes a line for each process that comes or goes.
     """
 
-    def __init__(self, spec: ClusterSpec, model: Path, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, spec: ClusterSpec, model: Path, print_line: Callable[[str], None]) -> None:
+        self._print_line = print_line
         self.placements: list[Placement] = []
         self.events: list[ProcessEvent] = []
         self.grpc = ""  # host:port
@@ -83,11 +83,11 @@ class Cluster:
                 self.grpc = grpc
                 self._serving.set()
             case status_events.Ready() | status_events.Died():
-                self._say(f"    {sentence(title, notice)}")
+                self._print_line(f"    {sentence(title, notice)}")
                 self.events.append(ProcessEvent(time.time(), title, notice))
             case status_events.LogLine(event="placed", fields=fields, at=at):
-                said = (str(fields[name] or "") for name in ("worker", "request", "source"))
-                self.placements.append(Placement(at or time.time(), *said))
+                names = (str(fields[name] or "") for name in ("worker", "request", "source"))
+                self.placements.append(Placement(at or time.time(), *names))
 
     # ------------------------------------------------------------ who is there
 
@@ -131,6 +131,6 @@ class Cluster:
 
 def pids_of(worker: ManagedWorker) -> list[int]:
     """Of its ranks; none while one of them is not known."""
-    crew = worker.rank_group
-    processes = [] if crew is None else [member.process for member in crew.ranks]
+    group = worker.rank_group
+    processes = [] if group is None else [member.process for member in group.ranks]
     return [each.pid for each in processes if each is not None] if all(processes) else []

@@ -55,12 +55,12 @@ class FaultRunner:
         say: takes a line for each fault.
     """
 
-    def __init__(self, cluster: Cluster, pause: float, say: Callable[[str], None]) -> None:
+    def __init__(self, cluster: Cluster, pause: float, print_line: Callable[[str], None]) -> None:
         self.injected: list[InjectedFault] = []
         self.router_down: list[float] = []  # when it was killed
         self._cluster = cluster
         self._pause = pause
-        self._say = say
+        self._print_line = print_line
         self._stopped: dict[str, float] = {}  # workers that are not going on, since when
         self._resuming: set[asyncio.Task[None]] = set()
 
@@ -72,12 +72,12 @@ class FaultRunner:
                 break
             await asyncio.sleep(AFTER_SECONDS if fault.moment == "at once" else self._pause)
             number = f"{fault.number + 1}/{len(plan)}: {fault.kind}"
-            strike = await self._inject_when_possible(fault)
-            if strike is None:
-                self._say(f"{number}: for {SEARCH_SECONDS:g} s there was none to strike")
+            injection = await self._inject_when_possible(fault)
+            if injection is None:
+                self._print_line(f"{number}: for {SEARCH_SECONDS:g} s there was none to strike")
                 continue
-            self.injected.append(strike)
-            self._say(f"{number}, {strike.title} ({strike.moment})")
+            self.injected.append(injection)
+            self._print_line(f"{number}, {injection.title} ({injection.moment})")
         if self._resuming:
             await asyncio.wait(self._resuming)
 
@@ -88,9 +88,9 @@ class FaultRunner:
         deadline = time.monotonic() + SEARCH_SECONDS
         while time.monotonic() < deadline:
             worker, moment = await self._choose(fault)
-            strike = self._inject(fault, worker, moment)
-            if strike is not None:
-                return strike
+            injection = self._inject(fault, worker, moment)
+            if injection is not None:
+                return injection
             await asyncio.sleep(POLL_SECONDS)
         return None
 
@@ -104,9 +104,9 @@ class FaultRunner:
             there = self._candidates()
             states = await self._cluster.states()
             waited = time.monotonic() - began
-            for moment, patience in ((fault.moment, 0.0), ("any", MOMENT_SECONDS)):
+            for moment, wait_seconds in ((fault.moment, 0.0), ("any", MOMENT_SECONDS)):
                 fitting = [each for each in there if self._fits(each, states, moment)]
-                if fitting and waited >= patience:
+                if fitting and waited >= wait_seconds:
                     return fitting[int(fault.draw * len(fitting))], moment
             if there and waited > REDUNDANCY_SECONDS:
                 return there[int(fault.draw * len(there))], "any"
@@ -121,9 +121,9 @@ class FaultRunner:
     def _is_back(self, title: str) -> bool:
         """It was ready just now, and not for the first time."""
         ready = [
-            told.at
-            for told in self._cluster.events
-            if told.title == title and isinstance(told.notice, Ready)
+            event.at
+            for event in self._cluster.events
+            if event.title == title and isinstance(event.notice, Ready)
         ]
         return len(ready) > 1 and time.time() - ready[-1] < BACK_SECONDS
 
@@ -143,7 +143,7 @@ class FaultRunner:
         if since is None:
             return False
         replaced = any(
-            told.title == worker.title and told.at > since for told in self._cluster.events
+            event.title == worker.title and event.at > since for event in self._cluster.events
         )
         if replaced:
             del self._stopped[worker.name]

@@ -43,9 +43,9 @@ class FaultEffect:
 class PlacementHistory:
     """Which workers a request needed, and when."""
 
-    def __init__(self, placed: Sequence[Placement]) -> None:
+    def __init__(self, placements: Sequence[Placement]) -> None:
         self._of: dict[str, list[Placement]] = defaultdict(list)
-        for each in sorted(placed, key=lambda one: one.at):
+        for each in sorted(placements, key=lambda one: one.at):
             self._of[each.request].append(each)
 
     def needs(self, request: str, worker: str, at: float) -> bool:
@@ -73,73 +73,79 @@ class PlacementHistory:
 
 
 def effects_of(
-    injected: Sequence[InjectedFault], streams: Sequence[Stream], placed: Sequence[Placement]
+    injected: Sequence[InjectedFault], streams: Sequence[Stream], placements: Sequence[Placement]
 ) -> list[FaultEffect]:
     """What each strike did."""
-    holders = PlacementHistory(placed)
-    found = [FaultEffect(strike) for strike in injected]
+    holders = PlacementHistory(placements)
+    found = [FaultEffect(injection) for injection in injected]
     for hits in found:
-        strike = hits.injected
+        injection = hits.injected
         for stream in streams:
-            if stream.began <= strike.at < stream.ended and (
-                not strike.worker or holders.needs(stream.name, strike.worker, strike.at)
+            if stream.began <= injection.at < stream.ended and (
+                not injection.worker or holders.needs(stream.name, injection.worker, injection.at)
             ):
                 hits.streams.append(stream)
-                hits.recoveries += _recovery(stream, strike, holders)
+                hits.recoveries += _recovery(stream, injection, holders)
     return found
 
 
-def _recovery(stream: Stream, strike: InjectedFault, holders: PlacementHistory) -> Iterator[float]:
+def _recovery(
+    stream: Stream, injection: InjectedFault, holders: PlacementHistory
+) -> Iterator[float]:
     """Seconds until its next token that was computed afterwards; nothing if it needed no more."""
-    again = holders.next(stream.name, strike.at)
+    again = holders.next(stream.name, injection.at)
     if again is None or again >= stream.ended:
-        if strike.kills:
+        if injection.kills:
             return  # all of its answer was on its way already
-        again = strike.until
+        again = injection.until
     number = bisect_left(stream.arrivals, again)
     if number < len(stream.arrivals):
-        yield stream.arrivals[number] - strike.at
+        yield stream.arrivals[number] - injection.at
 
 
 def errors_of(
-    streams: Sequence[Stream], hits: Sequence[FaultEffect], placed: Sequence[Placement]
+    streams: Sequence[Stream], hits: Sequence[FaultEffect], placements: Sequence[Placement]
 ) -> tuple[list[str], list[str]]:
     """Errors that nobody should see, each with what its request went through; and those of requests
     under which workers were lost twice."""
-    holders = PlacementHistory(placed)
+    holders = PlacementHistory(placements)
     wrong: list[str] = []
     allowed: list[str] = []
     for stream in streams:
         if stream.error:
             losses = [each.injected for each in hits if _lost(stream, each, holders)]
-            said = f"{stream.name}: {stream.error}"
+            text = f"{stream.name}: {stream.error}"
             if len(losses) >= LOSSES:
-                allowed.append(said)
+                allowed.append(text)
             else:
-                wrong.append(f"{said} ({_describe(stream, hits, holders)})")
+                wrong.append(f"{text} ({_describe(stream, hits, holders)})")
     return wrong, allowed
 
 
 def _lost(stream: Stream, hits: FaultEffect, holders: PlacementHistory) -> bool:
     """Whether a worker was lost under it by that: it was there, or was given to the worker before
     anybody noticed."""
-    strike = hits.injected
-    if not strike.loses or not strike.worker:
+    injection = hits.injected
+    if not injection.loses or not injection.worker:
         return False
-    noticed = strike.at + NOTICED_SECONDS.get(strike.fault.kind, 1.0)
-    return stream in hits.streams or holders.took(stream.name, strike.worker, strike.at, noticed)
+    noticed = injection.at + NOTICED_SECONDS.get(injection.fault.kind, 1.0)
+    return stream in hits.streams or holders.took(
+        stream.name, injection.worker, injection.at, noticed
+    )
 
 
 def _describe(stream: Stream, hits: Sequence[FaultEffect], holders: PlacementHistory) -> str:
     """Who had it, and all that was struck meanwhile, with seconds since it began."""
-    strikes = [each.injected for each in hits]
-    told = [(one.at, f"{one.fault.kind} {one.title}") for one in strikes if _overlaps(stream, one)]
-    events = sorted([*holders.events(stream.name), *told])
+    injections = [each.injected for each in hits]
+    fault_events = [
+        (one.at, f"{one.fault.kind} {one.title}") for one in injections if _overlaps(stream, one)
+    ]
+    events = sorted([*holders.events(stream.name), *fault_events])
     return ", ".join(f"{at - stream.began:.2f} s {what}" for at, what in events)
 
 
-def _overlaps(stream: Stream, strike: InjectedFault) -> bool:
-    return strike.at < stream.ended and max(strike.until, strike.at + 10.0) >= stream.began
+def _overlaps(stream: Stream, injection: InjectedFault) -> bool:
+    return injection.at < stream.ended and max(injection.until, injection.at + 10.0) >= stream.began
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:

@@ -48,10 +48,12 @@ def make_requests(count: int, seed: int, lengths: tuple[int, int]) -> Sequence[C
     """So many, of all kinds in turn; answers are of as many tokens as `lengths` say."""
     rng = Random(f"asks {seed}")
     kinds = list(KINDS)
-    return [_ask(rng, number, kinds[number % len(kinds)], lengths) for number in range(count)]
+    return [
+        _make_request(rng, number, kinds[number % len(kinds)], lengths) for number in range(count)
+    ]
 
 
-def _ask(rng: Random, number: int, kind: str, lengths: tuple[int, int]) -> ChaosRequest:
+def _make_request(rng: Random, number: int, kind: str, lengths: tuple[int, int]) -> ChaosRequest:
     subjects = rng.choices(SUBJECTS, k=rng.choice(SENTENCES))
     prompt = f"{number}. " + " ".join(f"Tell me about {subject}." for subject in subjects)
     own = {"seed": rng.getrandbits(63), "max_tokens": rng.randint(*lengths), "ignore_eos": True}

@@ -136,11 +136,11 @@ def _measure(run: Run, record: Record) -> bool:
             Rounds(
                 engines, model, run.num_threads, record.work, cache, run.one_at_a_time
             ) as rounds,
-            _progress(run.rounds * len(engines)) as (tell, done),
+            _progress(run.rounds * len(engines)) as (report, done),
         ):
             record.about = rounds.about
-            for turns in rounds.run(run.rounds, tell, done):
-                record.rounds.append(turns)
+            for runs in rounds.run(run.rounds, report, done):
+                record.rounds.append(runs)
     except KeyboardInterrupt:
         if not record.rounds:
             raise
@@ -159,12 +159,12 @@ def _progress(total: int) -> Iterator[Any]:
     ) as progress:
         task, began = progress.add_task("", total=total), time.monotonic()
 
-        def tell(what: str) -> None:
+        def report(what: str) -> None:
             progress.update(task, description=what)
             if not console.is_terminal:
                 print(f"{time.monotonic() - began:5.0f} s  {what}", file=sys.stderr, flush=True)
 
-        yield tell, lambda _: progress.advance(task)
+        yield report, lambda _: progress.advance(task)
 
 
 if __name__ == "__main__":

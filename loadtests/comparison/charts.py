@@ -29,11 +29,11 @@ def strips(rows: Sequence[Strip], unit: str) -> str:
     ticks = nice_ticks(most)
     height = _TOP + _ROW * len(rows) + _BOTTOM
     width = _LABELS + _PLOT + _VALUES
-    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(unit)}">']
-    parts += _axis(ticks, height, unit)
+    elements = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(unit)}">']
+    elements += _axis(ticks, height, unit)
     for number, row in enumerate(rows):
-        parts += _strip(row, _TOP + _ROW * number + _ROW / 2, ticks[-1])
-    return "".join([*parts, "</svg>"])
+        elements += _strip(row, _TOP + _ROW * number + _ROW / 2, ticks[-1])
+    return "".join([*elements, "</svg>"])
 
 
 def nice_ticks(most: float) -> list[float]:

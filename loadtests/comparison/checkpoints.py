@@ -76,16 +76,18 @@ def checkpoint(model: str, cache: Path) -> Path:
     folder = cache / "checkpoints" / f"{model}-{_mark(model)}"
     if folder.exists():
         return folder
-    part = folder.with_name(f"{folder.name}.{os.getpid()}")
-    part.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
         if model == "shipped":
-            shutil.copytree(SHIPPED_MODEL, part)  # peers export into it: not into the installed one
+            shutil.copytree(
+                SHIPPED_MODEL, temporary
+            )  # peers export into it: not into the installed one
         else:
-            _make(model, part, cache)
-        part.rename(folder)
+            _make(model, temporary, cache)
+        temporary.rename(folder)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
@@ -121,7 +123,7 @@ class Cost:
     def of(cls, folder: Path) -> "Cost":
         """Read it from a checkpoint folder."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        share = config.get("num_experts_per_tok", 1) / (config.get("num_local_experts") or 1)
+        fraction = config.get("num_experts_per_tok", 1) / (config.get("num_local_experts") or 1)
         body = head = embedding = 0.0
         for name, size in _sizes(folder):
             if "embed_tokens" in name:
@@ -129,7 +131,7 @@ class Cost:
             elif "lm_head" in name:
                 head = size
             else:
-                body += size * share if ".experts." in name else size
+                body += size * fraction if ".experts." in name else size
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         attention = 4 * config["num_hidden_layers"] * heads * head_dim

@@ -45,8 +45,8 @@ def python_of(environment: Environment, cache: Path) -> Path:
 
 def _mark(environment: Environment) -> str:
     """Changes with what is asked for and with the Python that it is made for."""
-    parts = (*environment.requirements, *environment.unwanted, *sorted(environment.build.items()))
-    return hashlib.sha256(repr((parts, sys.version_info[:2])).encode()).hexdigest()[:12]
+    inputs = (*environment.requirements, *environment.unwanted, *sorted(environment.build.items()))
+    return hashlib.sha256(repr((inputs, sys.version_info[:2])).encode()).hexdigest()[:12]
 
 
 @contextmanager

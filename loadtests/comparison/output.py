@@ -27,8 +27,8 @@ def show(record: Record) -> None:
     print("(80% of turns); ours to it: above 1 ours is faster, taken within one round")
     for row in rows:
         if row.tokens:
-            told = f"{row.tokens.agreeing} of {row.tokens.total} tokens"
-            print(f"{row.engine.title}: {told} as transformers' before the first other one")
+            agreement = f"{row.tokens.agreeing} of {row.tokens.total} tokens"
+            print(f"{row.engine.title}: {agreement} as transformers' before the first other one")
     for name, why in record.left_out.items():
         print(f"not measured: {name}: {why}")
 

@@ -89,8 +89,8 @@ def _setting(record: Record) -> str:
 def _chart(record: Record, rows: Sequence[Row], phase: str) -> str:
     lines = []
     for row in rows:
-        values = [value(turn, record.work, phase) for turn in row.turns]
-        limits = [limit(turn, record.work, record.cost, phase) for turn in row.turns]
+        values = [value(run, record.work, phase) for run in row.runs]
+        limits = [limit(run, record.work, record.cost, phase) for run in row.runs]
         kind = "ours" if row.engine.is_ours else "peer"
         lines.append(Strip(row.engine.title, kind, values, Quantiles.of(limits).median))
     return strips(lines, UNITS[phase])
@@ -124,9 +124,9 @@ def _cells(row: Row, phase: str) -> Iterator[str]:
     yield brief(row.ahead[phase]) if row.ahead else ""
 
 
-def brief(spread: Quantiles) -> str:
+def brief(quantiles: Quantiles) -> str:
     """The median and, in brackets, where most values lie."""
-    return f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
+    return f"{quantiles.median:.3g} ({quantiles.low:.3g} to {quantiles.high:.3g})"
 
 
 def _kind(row: Row) -> str:
@@ -160,8 +160,8 @@ def _abouts(record: Record, rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         about = record.about.get(row.engine.name, {})
-        said = ", ".join(f"{key.replace('_', ' ')}: {_plain(each)}" for key, each in about.items())
-        lines.append((_kind(row), [row.engine.title, f"{row.memory_mib:.0f}", "\t" + said]))
+        text = ", ".join(f"{key.replace('_', ' ')}: {_plain(each)}" for key, each in about.items())
+        lines.append((_kind(row), [row.engine.title, f"{row.memory_mib:.0f}", "\t" + text]))
     return _table(["engine", "memory, MiB", ""], lines)
 
 
@@ -170,25 +170,25 @@ def _plain(each: Any) -> str:
 
 
 def _left_out(record: Record) -> Iterator[str]:
-    said = [f"{BY_NAME[name].title} ({why})" for name, why in record.left_out.items()]
-    if said:
-        yield f"<p>Not measured: {escape('; '.join(said))}.</p>"
+    reasons = [f"{BY_NAME[name].title} ({why})" for name, why in record.left_out.items()]
+    if reasons:
+        yield f"<p>Not measured: {escape('; '.join(reasons))}.</p>"
 
 
 def _limits(record: Record) -> str:
-    turns = [turn for each in record.rounds for turn in each]
+    runs = [run for each in record.rounds for run in each]
     cells = [
         [
             f"{number + 1}",
-            "\t" + BY_NAME[turn.engine].title,
-            f"{turn.limits['gflops']:.0f}",
-            f"{turn.limits['int8_gops']:.0f}",
-            f"{turn.limits['memory_gbs']:.1f}",
-            f"{turn.own_cores:.2f}",
-            f"{turn.other_cores:.2f}",
-            f"{turn.stolen_cores:.2f}",
+            "\t" + BY_NAME[run.engine].title,
+            f"{run.limits['gflops']:.0f}",
+            f"{run.limits['int8_gops']:.0f}",
+            f"{run.limits['memory_gbs']:.1f}",
+            f"{run.own_cores:.2f}",
+            f"{run.other_cores:.2f}",
+            f"{run.stolen_cores:.2f}",
         ]
-        for number, turn in enumerate(turns)
+        for number, run in enumerate(runs)
     ]
     heads = ["turn", "engine", "fp32 GFLOP/s", "INT8 GOP/s", "memory GB/s"]
     heads += ["its cores", "others' cores", "stolen cores"]

@@ -47,8 +47,8 @@ class EngineProcess:
         self.engine = engine
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         own = {"quantization": engine.quantization, "paused": not engine.fresh}
-        asked = {**options, **own}
-        command = [str(python), str(_ADAPTERS / "host.py"), engine.adapter, json.dumps(asked)]
+        settings = {**options, **own}
+        command = [str(python), str(_ADAPTERS / "host.py"), engine.adapter, json.dumps(settings)]
         # A session of its own: a Ctrl-C in the terminal reaches the one who asks only.
         self._process = subprocess.Popen(
             command,
@@ -64,15 +64,15 @@ class EngineProcess:
             self.close(at_once=True)
             raise
 
-    def ask(self, prompts: Sequence[Sequence[int]], output_len: int) -> Answer:
+    def generate(self, prompts: Sequence[Sequence[int]], output_len: int) -> Answer:
         """Answer all prompts at once with so many tokens each. Raises EngineFailed."""
         question = json.dumps({"prompts": list(prompts), "output_len": output_len})
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it ended: reading will say so
             self._process.stdin.write(question.encode() + b"\n")
             self._process.stdin.flush()
-        told = self._answer(_ANSWER_SECONDS)
-        answer = Answer(told["seconds"], told["tokens"])
+        reply = self._answer(_ANSWER_SECONDS)
+        answer = Answer(reply["seconds"], reply["tokens"])
         lengths = {len(tokens) for tokens in answer.tokens}
         if prompts and (len(answer.tokens) != len(prompts) or lengths != {output_len}):
             raise EngineFailed(
@@ -135,10 +135,12 @@ class EngineProcess:
         line = self._process.stdout.readline() if ready else b""
         if not line:
             how = "ended" if ready else f"said nothing for {seconds:.0f} s"
-            raise EngineFailed(f"{self.engine.title} {how}; its last words:\n{self._said()}")
+            raise EngineFailed(
+                f"{self.engine.title} {how}; its last words:\n{self._read_log_tail()}"
+            )
         return dict(json.loads(line))
 
-    def _said(self) -> str:
+    def _read_log_tail(self) -> str:
         self._words.seek(max(0, self._words.seek(0, os.SEEK_END) - _LOG_TAIL))
         return self._words.read().decode(errors="replace").strip()
 

@@ -32,7 +32,7 @@ class Record:
     rounds: list[list[EngineRun]] = field(default_factory=list)
 
     def rows(self) -> list[Row]:
-        return summarize([turns for turns in self.rounds if turns], self.work, self.cost)
+        return summarize([runs for runs in self.rounds if runs], self.work, self.cost)
 
     def as_json(self) -> dict[str, Any]:
         kept = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
@@ -41,7 +41,7 @@ class Record:
             "work": dataclasses.asdict(self.work),
             "cost": dataclasses.asdict(self.cost),
             "summary": {row.engine.name: row.as_json() for row in self.rows()},
-            "rounds": [[turn.as_json() for turn in turns] for turns in self.rounds],
+            "rounds": [[run.as_json() for run in runs] for runs in self.rounds],
         }
 
 
@@ -51,7 +51,7 @@ def read(path: Path) -> Record:
         content = json.loads(path.read_text(encoding="utf-8"))
         content.pop("summary")
         content["work"], content["cost"] = Work(**content["work"]), Cost(**content["cost"])
-        content["rounds"] = [[EngineRun(**turn) for turn in turns] for turns in content["rounds"]]
+        content["rounds"] = [[EngineRun(**run) for run in runs] for runs in content["rounds"]]
         return Record(**content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadRecord(f"{path} holds no run of these: {error}") from None
@@ -64,8 +64,8 @@ def merged(records: Sequence[Record]) -> Record:
         for name in ("model", "threads", "work", "cost", "machine"):
             if getattr(other, name) != getattr(first, name):
                 raise BadRecord(f"runs of different {name} cannot be merged")
-    rounds = [turns for record in records for turns in record.rounds]
-    ran = {turn.engine for turns in rounds for turn in turns}
+    rounds = [runs for record in records for runs in record.rounds]
+    ran = {run.engine for runs in rounds for run in runs}
     left_out = {name: why for record in records for name, why in record.left_out.items()}
     return dataclasses.replace(
         first,

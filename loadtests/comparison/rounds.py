@@ -14,7 +14,7 @@ from penstock.loadtests.comparison.work import EngineRun, Work, note_limits, run
 LIMITS = Engine("limits", "The machine", "on_limits", HERE)
 _KV_GIB = 2
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Rounds:
@@ -57,17 +57,17 @@ class Rounds:
             process.close(at_once=kind is not None)
 
     def run(
-        self, count: int, report: Tell, done: Callable[[EngineRun], None]
+        self, count: int, report: Report, done: Callable[[EngineRun], None]
     ) -> Iterator[list[EngineRun]]:
         """Yield the turns of each round. Raises EngineFailed."""
         for number in range(count):
             shift = number % len(self.engines)
-            turns = []
+            runs = []
             for engine in (*self.engines[shift:], *self.engines[:shift]):
                 report(f"round {number + 1} of {count}: {engine.title}")
-                turns.append(self._run_engine(engine, number))
-                done(turns[-1])
-            yield turns
+                runs.append(self._run_engine(engine, number))
+                done(runs[-1])
+            yield runs
 
     def _run_engine(self, engine: Engine, number: int) -> EngineRun:
         with self._process(engine) as process:

@@ -46,21 +46,21 @@ def batch_flops(cost: Cost, work: Work) -> float:
     return work.requests * one
 
 
-def value(turn: EngineRun, work: Work, phase: str) -> float:
+def value(run: EngineRun, work: Work, phase: str) -> float:
     """The figure of a turn, in its unit of UNITS."""
     if phase == "throughput":
-        return work.requests * work.output_len / turn.batch
+        return work.requests * work.output_len / run.batch
     if phase == "tpot":
-        return 1000 * turn.tpot(work)
-    return 1000 * Quantiles.of(turn.long).median
+        return 1000 * run.tpot(work)
+    return 1000 * Quantiles.of(run.long).median
 
 
-def limit(turn: EngineRun, work: Work, cost: Cost, phase: str) -> float:
+def limit(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
     """What the machine would have allowed in that turn at most (or, of times, at least)."""
-    int8 = bool(BY_NAME[turn.engine].quantization)
+    int8 = bool(BY_NAME[run.engine].quantization)
     names = ("gflops", "int8_gops") if int8 else ("gflops",)
-    arithmetic = 1e9 * max(turn.limits[name] for name in names)
-    memory = 1e9 * turn.limits["memory_gbs"]
+    arithmetic = 1e9 * max(run.limits[name] for name in names)
+    memory = 1e9 * run.limits["memory_gbs"]
     weights = cost.bytes_a_token / (4 if int8 else 1)
     if phase == "throughput":
         return work.requests * work.output_len / (batch_flops(cost, work) / arithmetic)
@@ -70,9 +70,9 @@ def limit(turn: EngineRun, work: Work, cost: Cost, phase: str) -> float:
     return 1000 * max(cost.prefill(work.long_len) / arithmetic, weights / memory)
 
 
-def reached(turn: EngineRun, work: Work, cost: Cost, phase: str) -> float:
+def reached(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
     """The share of the limit that was reached, 1 at the limit itself."""
-    got, most = value(turn, work, phase), limit(turn, work, cost, phase)
+    got, most = value(run, work, phase), limit(run, work, cost, phase)
     return got / most if phase == "throughput" else most / got
 
 
@@ -87,7 +87,7 @@ class Row:
     """What is known of one engine."""
 
     engine: Engine
-    turns: list[EngineRun]
+    runs: list[EngineRun]
     values: dict[str, Quantiles]
     reached: dict[str, Quantiles]
     ahead: dict[str, Quantiles]  # ours to it; empty where they had no round together, or it is ours
@@ -97,9 +97,13 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "values": {phase: asdict(spread) for phase, spread in self.values.items()},
-            "share_of_limit": {phase: asdict(spread) for phase, spread in self.reached.items()},
-            "ours_is_faster_by": {phase: asdict(spread) for phase, spread in self.ahead.items()},
+            "values": {phase: asdict(quantiles) for phase, quantiles in self.values.items()},
+            "share_of_limit": {
+                phase: asdict(quantiles) for phase, quantiles in self.reached.items()
+            },
+            "ours_is_faster_by": {
+                phase: asdict(quantiles) for phase, quantiles in self.ahead.items()
+            },
             "tokens": asdict(self.tokens) if self.tokens else None,
             "memory_mib": self.memory_mib,
             "most_other_cores": self.other_cores,
@@ -108,20 +112,20 @@ class Row:
 
 def summarize(rounds: Sequence[Sequence[EngineRun]], work: Work, cost: Cost) -> list[Row]:
     """Return a row an engine, in the order of ENGINES; `rounds` holds the turns of each round."""
-    turns = [turn for each in rounds for turn in each]
-    names = [name for name in BY_NAME if any(turn.engine == name for turn in turns)]
-    judge = _tokens(turns, REFERENCE)
+    runs = [run for each in rounds for run in each]
+    names = [name for name in BY_NAME if any(run.engine == name for run in runs)]
+    judge = _tokens(runs, REFERENCE)
     rows = []
     for name in names:
-        mine = [turn for turn in turns if turn.engine == name]
+        mine = [run for run in runs if run.engine == name]
         rows.append(
             Row(
                 engine=BY_NAME[name],
-                turns=mine,
-                values=_spreads(lambda turn, phase: value(turn, work, phase), mine),
-                reached=_spreads(lambda turn, phase: reached(turn, work, cost, phase), mine),
+                runs=mine,
+                values=_quantiles(lambda run, phase: value(run, work, phase), mine),
+                reached=_quantiles(lambda turn, phase: reached(turn, work, cost, phase), mine),
                 ahead=_ahead(rounds, work, BY_NAME[name]),
-                tokens=_compared(BY_NAME[name], turns, judge),
+                tokens=_compared(BY_NAME[name], runs, judge),
                 memory_mib=max(turn.memory_mib for turn in mine),
                 other_cores=max(turn.other_cores + turn.stolen_cores for turn in mine),
             )
@@ -129,10 +133,10 @@ def summarize(rounds: Sequence[Sequence[EngineRun]], work: Work, cost: Cost) -> 
     return rows
 
 
-def _spreads(
-    figure: Callable[[EngineRun, str], float], turns: Sequence[EngineRun]
+def _quantiles(
+    figure: Callable[[EngineRun, str], float], runs: Sequence[EngineRun]
 ) -> dict[str, Quantiles]:
-    return {phase: Quantiles.of([figure(turn, phase) for turn in turns]) for phase in PHASES}
+    return {phase: Quantiles.of([figure(run, phase) for run in runs]) for phase in PHASES}
 
 
 def _ahead(
@@ -144,7 +148,7 @@ def _ahead(
     pairs = [
         (by_name[ours], by_name[other.name])
         for each in rounds
-        if {ours, other.name} <= (by_name := {turn.engine: turn for turn in each}).keys()
+        if {ours, other.name} <= (by_name := {run.engine: run for run in each}).keys()
     ]
     if not pairs:
         return {}
@@ -153,12 +157,12 @@ def _ahead(
     }
 
 
-def _tokens(turns: Sequence[EngineRun], name: str) -> list[list[int]]:
-    return next((turn.tokens for turn in turns if turn.engine == name and turn.tokens), [])
+def _tokens(runs: Sequence[EngineRun], name: str) -> list[list[int]]:
+    return next((run.tokens for run in runs if run.engine == name and run.tokens), [])
 
 
-def _compared(engine: Engine, turns: Sequence[EngineRun], judge: list[list[int]]) -> Tokens | None:
-    answers = _tokens(turns, engine.name)
+def _compared(engine: Engine, runs: Sequence[EngineRun], judge: list[list[int]]) -> Tokens | None:
+    answers = _tokens(runs, engine.name)
     if engine.quantization or engine.name == REFERENCE or not (judge and answers):
         return None
     return Tokens.of(answers, judge)

@@ -39,9 +39,11 @@ class Work:
         answers = max(self.output_len, self.stream_len + 1)
         return max(self.input_len + answers, self.long_len + 1)
 
-    def prompts(self, vocab_size: int, turn: int, kind: int, count: int, length: int) -> list[Any]:
+    def prompts(
+        self, vocab_size: int, round_number: int, kind: int, count: int, length: int
+    ) -> list[Any]:
         """Return [count][length] random ids, the same for every engine of this round."""
-        rng = np.random.default_rng([self.seed, turn, kind])
+        rng = np.random.default_rng([self.seed, round_number, kind])
         drawn = rng.integers(_LOWEST_TOKEN, vocab_size, (count, length))
         return list(drawn.tolist())
 
@@ -76,7 +78,7 @@ def note_limits(limits: EngineProcess) -> dict[str, float]:
     """The machine's limits now: `gflops`, `int8_gops`, `memory_gbs` (reading)."""
     limits.resume()
     try:
-        mega = limits.ask([], 0).tokens[0]
+        mega = limits.generate([], 0).tokens[0]
     finally:
         limits.pause()
     names = ("gflops", "int8_gops", "memory_gbs")
@@ -86,31 +88,31 @@ def note_limits(limits: EngineProcess) -> dict[str, float]:
 def warm_up(engine: EngineProcess, work: Work, vocab_size: int) -> None:
     """Each form of work once, with prompts that do not come again and short answers."""
     batch = work.prompts(vocab_size, 0, 100, work.requests, work.input_len)
-    engine.ask(batch, min(4, work.output_len))
-    engine.ask(batch[:1], min(4, work.stream_len))
-    engine.ask(work.prompts(vocab_size, 0, 101, 1, work.long_len), 1)
+    engine.generate(batch, min(4, work.output_len))
+    engine.generate(batch[:1], min(4, work.stream_len))
+    engine.generate(work.prompts(vocab_size, 0, 101, 1, work.long_len), 1)
 
 
 def run_engine(
     engine: EngineProcess, work: Work, vocab_size: int, number: int, limits: dict[str, float]
 ) -> EngineRun:
     """Ask everything and note it. Raises EngineFailed."""
-    turn = EngineRun(engine.engine.name, number, limits)
+    run = EngineRun(engine.engine.name, number, limits)
     before, began = _Cores.now(engine), time.perf_counter()
     prompts = work.prompts(vocab_size, number, 0, work.requests, work.input_len)
-    answer = engine.ask(prompts, work.output_len)
-    turn.batch = answer.seconds
+    answer = engine.generate(prompts, work.output_len)
+    run.batch = answer.seconds
     if number == 0:
-        turn.tokens = answer.tokens[:KEPT_ANSWERS]
+        run.tokens = answer.tokens[:KEPT_ANSWERS]
     singles = work.prompts(vocab_size, number, 1, 2 * _REPEATS, work.input_len)
     for first, stream in zip(singles[::2], singles[1::2], strict=True):
-        turn.first.append(engine.ask([first], 1).seconds)
-        turn.stream.append(engine.ask([stream], 1 + work.stream_len).seconds)
+        run.first.append(engine.generate([first], 1).seconds)
+        run.stream.append(engine.generate([stream], 1 + work.stream_len).seconds)
     for prompt in work.prompts(vocab_size, number, 2, _REPEATS, work.long_len):
-        turn.long.append(engine.ask([prompt], 1).seconds)
-    _Cores.now(engine).less(before, time.perf_counter() - began, turn)
-    turn.memory_mib = _memory(engine.tree())
-    return turn
+        run.long.append(engine.generate([prompt], 1).seconds)
+    _Cores.now(engine).less(before, time.perf_counter() - began, run)
+    run.memory_mib = _memory(engine.tree())
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +131,12 @@ class _Cores:
         own = sum(_cpu(process) for process in engine.tree())
         return cls(own, _cpu(psutil.Process()), busy, getattr(times, "steal", 0.0))
 
-    def less(self, before: "_Cores", seconds: float, turn: EngineRun) -> None:
+    def less(self, before: "_Cores", seconds: float, run: EngineRun) -> None:
         own, everything = self.own - before.own, self.all - before.all
         others = everything - own - (self.client - before.client)
-        turn.own_cores = round(own / seconds, 3)
-        turn.other_cores = round(max(0.0, others / seconds), 3)
-        turn.stolen_cores = round((self.stolen - before.stolen) / seconds, 3)
+        run.own_cores = round(own / seconds, 3)
+        run.other_cores = round(max(0.0, others / seconds), 3)
+        run.stolen_cores = round((self.stolen - before.stolen) / seconds, 3)
 
 
 def _cpu(process: psutil.Process) -> float:

@@ -156,8 +156,8 @@ def attention_work(device: torch.device, dtype: torch.dtype, small: bool) -> Ite
 
 
 def _work(name: str, sizes: Sizes, goal: Goal, device: torch.device, dtype: torch.dtype) -> Work:
-    def make(form: Callable[[Paged], Call]) -> Callable[[], Call]:
-        return lambda: form(Paged.random(sizes, device, dtype))
+    def make(variant: Callable[[Paged], Call]) -> Callable[[], Call]:
+        return lambda: variant(Paged.random(sizes, device, dtype))
 
     return Work(
         name,
@@ -174,12 +174,12 @@ def _shared_prefix(device: torch.device, dtype: torch.dtype, small: bool) -> Wor
     """Sequences with a prefix in common and something of their own; plainly, and read once."""
     batch, prefix, own = (8, 512, 32) if small else (64, 8192, 256)
     sizes = Sizes(batch, prefix + own, *((4, 2, 16) if small else ()))
-    shared = prefix // BLOCK_SIZE
+    num_shared = prefix // BLOCK_SIZE
 
     def make(shares_prefix: bool) -> Call:
         paged = Paged.random(sizes, device, dtype)
         tables = paged.block_tables
-        tables[:, :shared] = tables[0, :shared]
+        tables[:, :num_shared] = tables[0, :num_shared]
         starts, contexts = paged.query_starts.cpu().numpy(), paged.context_lens.cpu().numpy()
         plan = plan_attention(
             starts, contexts, tables.cpu().numpy(), paged.layer, use_cascade=shares_prefix

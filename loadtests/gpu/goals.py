@@ -13,20 +13,20 @@ class Goal:
     """All that are set have to be met."""
 
     most_us: float | None = None
-    least_share: float | None = None  # of what the bounds allow
+    least_fraction: float | None = None  # of what the bounds allow
     least_tflops: float | None = None
     least_of_peer: float | None = None  # of the speed of the fastest peer
     over_plain: float | None = None  # times as fast as our own plain form, a peer named PLAIN
 
     def __str__(self) -> str:
-        parts = (
+        limits = (
             (self.most_us, "{:.0f} µs or less"),
-            (self.least_share, "{:.0%} of the bound"),
+            (self.least_fraction, "{:.0%} of the bound"),
             (self.least_tflops, "{:.0f} TFLOP/s"),
             (self.least_of_peer, "{:.2f} of the best peer"),
             (self.over_plain, "{:.0f}x our plain form"),
         )
-        return ", ".join(text.format(value) for value, text in parts if value is not None)
+        return ", ".join(text.format(value) for value, text in limits if value is not None)
 
 
 PLAIN = "ours, plain"
@@ -71,8 +71,8 @@ class Measured:
         reached = (
             (goal.most_us, goal.most_us and self.seconds * 1e6 <= goal.most_us),
             (
-                goal.least_share,
-                None if math.isnan(floor) else floor >= (goal.least_share or 0) * self.seconds,
+                goal.least_fraction,
+                None if math.isnan(floor) else floor >= (goal.least_fraction or 0) * self.seconds,
             ),
             (goal.least_tflops, self.num_flops >= (goal.least_tflops or 0) * 1e12 * self.seconds),
             (
@@ -86,7 +86,7 @@ class Measured:
                 else None,
             ),
         )
-        asked = [result for wanted, result in reached if wanted is not None]
-        if False in asked:
+        results = [result for wanted, result in reached if wanted is not None]
+        if False in results:
             return False
-        return None if None in asked else True
+        return None if None in results else True

@@ -23,7 +23,7 @@ MARKS = "interpreted or gpu"
 SECONDS = 150.0  # for all of them
 MARGIN_SECONDS = 8.0  # of these, to write down what there is
 LONGEST = ("test_deterministic.py", "test_attention.py", "test_moe.py")  # to begin with
-ALONE = ("test_on_gpu.py",)
+SEPARATE_FILES = ("test_on_gpu.py",)
 NUM_PROCESSES = max(2, min(12, (os.cpu_count() or 2) - 2))
 _NOTHING_CHOSEN = 5  # pytest's exit code
 _LAST_LINES = 15
@@ -98,7 +98,7 @@ def measure(options: Options, ends: float) -> Iterator[dict[str, Any]]:
     def run(path: Path) -> FileRun:
         return run_file(path, options.device.type, ends)
 
-    together = [path for path in files if path.name not in ALONE]
+    together = [path for path in files if path.name not in SEPARATE_FILES]
     together.sort(key=lambda path: path.name not in LONGEST)
     with ThreadPoolExecutor(NUM_PROCESSES) as pool:
         futures = [pool.submit(run, path) for path in together]
@@ -106,7 +106,7 @@ def measure(options: Options, ends: float) -> Iterator[dict[str, Any]]:
             runs.append(future.result())
             yield figures_of(runs)
     for path in files:
-        if path.name in ALONE:
+        if path.name in SEPARATE_FILES:
             runs.append(run(path))
             yield figures_of(runs)
 

@@ -57,10 +57,10 @@ def sides_blocks(num_blocks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
 
 def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     """One process: sends, or receives and compares."""
-    said = threading.Lock()
+    output_lock = threading.Lock()
 
     def publish(key: str, value: bytes) -> None:
-        with said:
+        with output_lock:
             print(json.dumps({"key": key, "value": value.hex()}), flush=True)
 
     store = MirrorStore(publish, SECONDS)
@@ -79,22 +79,22 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
         pair.run(lambda: pair.send(message)).result(SECONDS)
         seconds = time.monotonic() - began
         return {"bytes": len(message), "seconds": seconds, "checksum": hex(checksum(message))}
-    room = staging.empty(len(sent) * kv[:, :, 0].numel() * kv.element_size())
-    pair.run(lambda: pair.receive(room)).result(SECONDS)
-    pair.run(lambda: staging.scatter(received, shard, room)).result(SECONDS)
+    buffer = staging.empty(len(sent) * kv[:, :, 0].numel() * kv.element_size())
+    pair.run(lambda: pair.receive(buffer)).result(SECONDS)
+    pair.run(lambda: staging.scatter(received, shard, buffer)).result(SECONDS)
     seconds = time.monotonic() - began
     expected = kv_cache(device, small, seed=DESTINATION)
     source = kv_cache(device, small, seed=SOURCE)
     expected[:, :, torch.from_numpy(received).long()] = source[:, :, torch.from_numpy(sent).long()]
     same = torch.equal(kv.view(torch.int16), expected.view(torch.int16))
-    found = hex(checksum(room))
-    return {"bytes": len(room), "seconds": seconds, "same": same, "checksum": found}
+    found = hex(checksum(buffer))
+    return {"bytes": len(buffer), "seconds": seconds, "same": same, "checksum": found}
 
 
 def _listen(lines: IO[str], store: MirrorStore) -> None:
     for line in lines:
-        told = json.loads(line)
-        store.receive(told["key"], bytes.fromhex(told["value"]))
+        message = json.loads(line)
+        store.receive(message["key"], bytes.fromhex(message["value"]))
 
 
 class Child:
@@ -138,9 +138,9 @@ class Child:
         for line in self.process.stdout:
             if not line.startswith("{"):
                 continue  # NCCL says something
-            told = json.loads(line)
-            if "key" not in told:
-                self.figures = told
+            message = json.loads(line)
+            if "key" not in message:
+                self.figures = message
                 continue
             try:
                 other.process.stdin.write(line)

@@ -8,7 +8,7 @@ from penstock.workers.models.spec import ModelSpec
 _EXPERTS = ".experts."
 
 
-def expected_share(num_experts: int, top_k: int, num_tokens: int) -> float:
+def expected_fraction(num_experts: int, top_k: int, num_tokens: int) -> float:
     """Of the experts, how many some token goes to, if each goes anywhere as likely."""
     return 1 - (1 - top_k / num_experts) ** num_tokens
 
@@ -24,8 +24,8 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, batch: int) -> float:
         if name == f"{spec.names.embeddings}.weight" and not spec.tie_embeddings:
             total += batch * tensor[0].nbytes
         elif spec.experts is not None and _EXPERTS in name:
-            share = expected_share(spec.experts.num_experts, spec.experts.top_k, batch)
-            total += share * tensor.nbytes
+            fraction = expected_fraction(spec.experts.num_experts, spec.experts.top_k, batch)
+            total += fraction * tensor.nbytes
         else:
             total += tensor.nbytes
     return total

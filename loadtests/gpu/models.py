@@ -11,7 +11,7 @@ from penstock.workers.layers.packing import pack
 from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.spec import read_spec
 
-SPREAD = 0.02
+WEIGHT_STD = 0.02
 """Of random weights."""
 
 
@@ -104,7 +104,7 @@ def random_model(
         if tensor.dim() == 1:
             tensor.fill_(1)
         else:
-            tensor.normal_(0, SPREAD, generator=generator)
+            tensor.normal_(0, WEIGHT_STD, generator=generator)
     decoder.finish_loading()
     if deterministic:
         pack(decoder, "none", deterministic)

@@ -15,8 +15,8 @@ from penstock.loadtests.gpu.clock import Call
 from penstock.loadtests.gpu.goals import Goal
 from penstock.loadtests.gpu.work import Absent, Work
 
-STREAMS = Goal(least_share=0.88)
-MOVES = Goal(least_share=0.90)
+STREAMS = Goal(least_fraction=0.88)
+MOVES = Goal(least_fraction=0.90)
 EPS = 1e-5
 
 
@@ -89,11 +89,11 @@ def _rotation(
         heads = randn(tokens, hidden // dim, dim)
         cos, sin = cos_sin[:, :1].chunk(2, -1)[0], cos_sin[:, 1:].chunk(2, -1)[1]
 
-        def turn() -> Tensor:
+        def rotate() -> Tensor:
             low, high = heads.chunk(2, -1)
             return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
-        return turn
+        return rotate
 
     num_bytes = (2 * tokens * hidden + cos_sin.numel()) * dtype.itemsize
     return Work(
@@ -143,18 +143,18 @@ def _moves(
     everything = slice(0, layers), slice(0, 8)
     num_bytes = 2 * layers * 2 * count * 8 * 16 * 128 * dtype.itemsize
 
-    def gather(form: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Call]:
+    def gather(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Call]:
         def make() -> Call:
             kv, blocks = randn(*shape), torch.randperm(2 * count)[:count].to(device, torch.int32)
-            return lambda: form(kv, blocks)
+            return lambda: function(kv, blocks)
 
         return make
 
-    def scatter(form: Callable[[Tensor, Tensor, Tensor], object]) -> Callable[[], Call]:
+    def scatter(function: Callable[[Tensor, Tensor, Tensor], object]) -> Callable[[], Call]:
         def make() -> Call:
             kv, blocks = randn(*shape), torch.randperm(2 * count)[:count].to(device, torch.int32)
             staged = gather_blocks(kv, blocks, *everything)
-            return lambda: form(kv, blocks, staged)
+            return lambda: function(kv, blocks, staged)
 
         return make
 

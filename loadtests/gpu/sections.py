@@ -52,8 +52,8 @@ def run_section(section: Section, seconds_left: float) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
         path, words = Path(folder) / "figures.json", Path(folder) / "words"
         command = [sys.executable, "-m", section.module, "--json", str(path), *section.arguments]
-        with words.open("w+b") as said:
-            reason = _wait(command, section.environment, said.fileno(), limit)
+        with words.open("w+b") as output:
+            reason = _wait(command, section.environment, output.fileno(), limit)
             last = _last_words(words) if reason else ""
         figures = read_figures(path)
     failures = [f"{reason}; its last words:\n{last}"] if reason else []
@@ -99,6 +99,6 @@ def read_figures(path: Path) -> dict[str, Any]:
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
     """Whole or not at all: what was measured before something failed is kept."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(figures))
-    part.replace(path)
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(figures))
+    temporary.replace(path)

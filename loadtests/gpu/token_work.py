@@ -11,7 +11,7 @@ from penstock.kernels.moe.routing import Routing, route
 from penstock.kernels.sampling.op import SamplingTensors, sample
 from penstock.loadtests.gpu.clock import Call
 from penstock.loadtests.gpu.goals import Goal
-from penstock.loadtests.gpu.model_bytes import expected_share
+from penstock.loadtests.gpu.model_bytes import expected_fraction
 from penstock.loadtests.gpu.row_work import flashinfer
 from penstock.loadtests.gpu.work import Work
 
@@ -26,18 +26,18 @@ def draw_work(device: torch.device, small: bool) -> Work:
         return torch.randn(rows, vocab, device=device) * 3
 
     def ours() -> Call:
-        found, wishes = logits(), _wishes(rows, device)
-        return lambda: sample(found, wishes)
+        found, params = logits(), _sampling_tensors(rows, device)
+        return lambda: sample(found, params)
 
     def by_torch() -> Call:
         found = logits()
 
         def whole() -> Tensor:
-            values, places = found.topk(TOP_K)
+            values, indices = found.topk(TOP_K)
             chances = values.softmax(-1)
             kept = chances.cumsum(-1) - chances < TOP_P
             drawn = torch.multinomial(chances * kept, 1)
-            return places.gather(1, drawn)
+            return indices.gather(1, drawn)
 
         return whole
 
@@ -55,7 +55,7 @@ def draw_work(device: torch.device, small: bool) -> Work:
     )
 
 
-def _wishes(rows: int, device: torch.device) -> SamplingTensors:
+def _sampling_tensors(rows: int, device: torch.device) -> SamplingTensors:
     def all_of(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((rows,), value, dtype=dtype, device=device)
 
@@ -75,7 +75,7 @@ def _wishes(rows: int, device: torch.device) -> SamplingTensors:
 def expert_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Work]:
     """128 experts, 8 a token, 2816 wide with 704 within: a shape that others publish."""
     num_experts, top_k, hidden, inner = (8, 2, 64, 32) if small else (128, 8, 2816, 704)
-    goals = {1: Goal(most_us=60), 64: Goal(least_share=0.90), 4096: Goal(least_tflops=400)}
+    goals = {1: Goal(most_us=60), 64: Goal(least_fraction=0.90), 4096: Goal(least_tflops=400)}
     stacks = ExpertWeights(
         torch.randn(num_experts, 2 * inner, hidden, device=device).to(dtype).transpose(1, 2),
         torch.randn(num_experts, hidden, inner, device=device).to(dtype).transpose(1, 2),
@@ -107,18 +107,18 @@ def _experts(
         order = experts.flatten().long().argsort()
         counts = torch.bincount(experts.flatten().long(), minlength=num_experts)
         ends, rows = counts.cumsum(0).to(torch.int32), order // top_k
-        shares = weights.flatten()[order].to(dtype)[:, None]
+        row_weights = weights.flatten()[order].to(dtype)[:, None]
 
         def grouped() -> Tensor:
             """Sorted beforehand, which ours is not."""
             both = torch._grouped_mm(x[rows], stacks.gate_up, offs=ends)
             gate, up = both.chunk(2, -1)
             made = torch._grouped_mm(functional.silu(gate) * up, stacks.down, offs=ends)
-            return torch.zeros_like(x).index_add_(0, rows, made * shares)
+            return torch.zeros_like(x).index_add_(0, rows, made * row_weights)
 
         return grouped
 
-    touched = num_experts * expected_share(num_experts, top_k, tokens)
+    touched = num_experts * expected_fraction(num_experts, top_k, tokens)
     return Work(
         f"experts, {tokens} tokens, {num_experts} of which {top_k}",
         goal,

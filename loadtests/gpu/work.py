@@ -8,10 +8,10 @@ import torch
 from penstock.loadtests.gpu.clock import Call, time_calls
 from penstock.loadtests.gpu.goals import Goal, Measured
 
-SPREAD_BYTES = 1 << 28
+COLD_CACHE_BYTES = 1 << 28
 """That a turn of calls touches together: more than any cache holds."""
 
-MAX_TURNS = 16
+MAX_CALLS = 16
 
 
 class Absent(Exception):
@@ -36,14 +36,14 @@ class Work:
 
     def measure(self, device: torch.device) -> Measured:
         """Times all. What a peer cannot do is noted; what ours cannot, raised."""
-        spread = min(MAX_TURNS, max(1, round(SPREAD_BYTES / self.num_bytes)))
-        turns = 1 if self.warm or device.type == "cpu" else spread
-        own = time_calls(_calls(self.ours, turns), device)
+        num_cold_calls = min(MAX_CALLS, max(1, round(COLD_CACHE_BYTES / self.num_bytes)))
+        num_calls = 1 if self.warm or device.type == "cpu" else num_cold_calls
+        own = time_calls(_calls(self.ours, num_calls), device)
         peers: dict[str, float] = {}
         absent: dict[str, str] = {}
         for name, make in self.peers.items():
             try:
-                peers[name] = time_calls(_calls(make, turns), device).median
+                peers[name] = time_calls(_calls(make, num_calls), device).median
             except (Absent, ImportError) as error:
                 absent[name] = str(error)
             except Exception as error:  # a peer's failure is its own
@@ -60,5 +60,5 @@ class Work:
         )
 
 
-def _calls(make: Callable[[], Call], turns: int) -> Sequence[Call]:
-    return [make() for _ in range(turns)]
+def _calls(make: Callable[[], Call], count: int) -> Sequence[Call]:
+    return [make() for _ in range(count)]

@@ -31,7 +31,7 @@ from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.micro.ab_runner import Quantiles, run
 from penstock.loadtests.micro.random_llama import Shape
 
-Form = Callable[[Tensor], Callable[[Tensor], Tensor]]
+Variant = Callable[[Tensor], Callable[[Tensor], Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ def shapes(load: Load) -> list[tuple[int, int]]:
     return layer * load.layers + [(shape.vocab, shape.hidden)]
 
 
-def variants() -> dict[str, Form]:
+def variants() -> dict[str, Variant]:
     """How weights become a product, by what the form is called."""
-    found: dict[str, Form] = {
+    found: dict[str, Variant] = {
         "plain (MKL)": lambda weight: lambda x: functional.linear(x, weight),
         "panels": lambda weight: pack_f32(weight, None),
     }
@@ -86,7 +86,7 @@ def seconds(products: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Ten
 async def _measure(load: Load) -> dict[str, Any]:
     torch.set_num_threads(load.threads)
     weights = [torch.randn(shape) for shape in shapes(load)]
-    made = {name: [form(weight) for weight in weights] for name, form in variants().items()}
+    made = {name: [variant(weight) for weight in weights] for name, variant in variants().items()}
     found = {}
     for rows in map(int, load.rows):
         # Of many rows the head sees few: a prompt's last.
@@ -95,15 +95,15 @@ async def _measure(load: Load) -> dict[str, Any]:
         inputs = [torch.randn(count, weight.shape[1]) for count, weight in given]
         operations = sum(2 * count * weight.numel() for count, weight in given)
         times: dict[str, list[float]] = {name: [] for name in made}
-        for turn in range(load.rounds + 1):
+        for round_number in range(load.rounds + 1):
             for name, products in made.items():
                 took = seconds(products, inputs)
-                times[name] += [took] if turn else []
+                times[name] += [took] if round_number else []
         for name, each in times.items():
-            spread = Quantiles.of([took * 1e3 for took in each])
-            rate = operations / spread.median / 1e6
-            print(f"{rows} rows, {name}: {spread} ms, {rate:.0f} GFLOP/s", flush=True)
-            found[f"{name}, {rows} rows, ms"] = dataclasses.asdict(spread)
+            quantiles = Quantiles.of([took * 1e3 for took in each])
+            rate = operations / quantiles.median / 1e6
+            print(f"{rows} rows, {name}: {quantiles} ms, {rate:.0f} GFLOP/s", flush=True)
+            found[f"{name}, {rows} rows, ms"] = dataclasses.asdict(quantiles)
     return found
 
 

@@ -45,12 +45,12 @@ def attention(name: str, lengths: Sequence[tuple[int, int]]) -> Operation:
     batch = (starts, contexts, tables.reshape(len(lengths), num_columns), layer, 0)
     decodes = all(new == 1 for new, _ in lengths)
 
-    def attend(in_place: bool) -> Call:
-        plan = GatheredPlan.of(*batch, reads_paged=in_place, one_path=in_place)
+    def attend(is_paged: bool) -> Call:
+        plan = GatheredPlan.of(*batch, reads_paged=is_paged, one_path=is_paged)
         return lambda: plan.attend(query, layer, PLAIN)
 
-    forms = {"read in place, numba": attend(True), "gathered, torch": attend(False)}
-    return Operation(name, forms if decodes else dict(reversed(forms.items())))
+    variants = {"read in place, numba": attend(True), "gathered, torch": attend(False)}
+    return Operation(name, variants if decodes else dict(reversed(variants.items())))
 
 
 def cache_writes(num_tokens: int) -> Operation:
@@ -71,8 +71,8 @@ def cache_writes(num_tokens: int) -> Operation:
         layer.view(-1, 64).index_copy_(0, flat, new.view(-1, 64))
         return layer
 
-    forms = {"rows, index_put_": served, "rows, index_copy_": copied, "block and slot": by_token}
-    return Operation(f"cache write of {num_tokens} tokens, 4 heads of 64", forms)
+    variants = {"rows, index_put_": served, "rows, index_copy_": copied, "block and slot": by_token}
+    return Operation(f"cache write of {num_tokens} tokens, 4 heads of 64", variants)
 
 
 Floats = npt.NDArray[np.float32]
@@ -91,7 +91,7 @@ def _norm_loop(x: Floats, weight: Floats, out: Floats) -> None:
 
 
 @numba.njit(fastmath={"contract"})
-def _turn_loop(x: Floats, cos_sin: Floats) -> None:
+def _rotate_loop(x: Floats, cos_sin: Floats) -> None:
     half = x.shape[2] // 2
     for token in range(len(x)):
         for head in range(x.shape[1]):
@@ -127,7 +127,7 @@ def rotation(num_tokens: int) -> Operation:
     frequencies = 10000.0 ** -(torch.arange(32) / 32)
     cos_sin = rotary_table(frequencies, num_tokens, torch.float32)
     cos, sin = cos_sin[:, :1, :32], cos_sin[:, 1:, 32:]
-    turns = torch.complex(cos, sin)
+    factors = torch.complex(cos, sin)
 
     def served() -> Tensor:
         x = heads.clone()
@@ -139,30 +139,30 @@ def rotation(num_tokens: int) -> Operation:
         return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
     def as_complex() -> Tensor:
-        turned = torch.complex(*heads.chunk(2, -1)) * turns
-        return torch.cat((turned.real, turned.imag), -1)
+        rotated = torch.complex(*heads.chunk(2, -1)) * factors
+        return torch.cat((rotated.real, rotated.imag), -1)
 
     def by_loop() -> Tensor:
         x = heads.clone()
-        _turn_loop(x.numpy(), cos_sin.numpy())
+        _rotate_loop(x.numpy(), cos_sin.numpy())
         return x
 
-    forms = {
+    variants = {
         "swapped, in place": served,
         "by halves": by_halves,
         "complex": as_complex,
         "a numba loop": by_loop,
     }
-    return Operation(f"rotation, {num_tokens} x 16 heads of 64 (a copy in each)", forms)
+    return Operation(f"rotation, {num_tokens} x 16 heads of 64 (a copy in each)", variants)
 
 
 def gate(num_tokens: int) -> Operation:
     gate_up = torch.randn(num_tokens, 2 * 2048)
-    forms: dict[str, Call] = {
+    variants: dict[str, Call] = {
         "torch's silu": lambda: silu_and_mul(gate_up.clone()),
         "by its exponential": lambda: silu_and_mul_batch_invariant(gate_up.clone()),
     }
-    return Operation(f"gate of silu, {num_tokens} x 2048 (a copy in each)", forms)
+    return Operation(f"gate of silu, {num_tokens} x 2048 (a copy in each)", variants)
 
 
 def sampling(rows: int, vocab: int) -> Iterator[Operation]:

@@ -45,35 +45,35 @@ Cell = tuple[str, int, one.Options, Callable[[one.RoundTimes], float]]
 
 def cells(options: Options) -> list[Cell]:
     """What is timed: its name, how many requests, of what form, and which time of a turn."""
-    crowd = one.Options(
+    batched = one.Options(
         input_len=options.input_len, output_len=options.output_len, cpu_time=options.cpu_time
     )
-    long = dataclasses.replace(crowd, input_len=options.long_len, output_len=2)
+    long = dataclasses.replace(batched, input_len=options.long_len, output_len=2)
     return [
-        ("crowd_whole", options.batch, crowd, lambda turn: turn.seconds),
-        ("crowd_decode_step", options.batch, crowd, _step),
-        ("crowd_prefill", options.batch, crowd, lambda turn: turn.prefill_seconds),
-        ("alone_decode_step", 1, crowd, _step),
-        ("long_prefill", 1, long, lambda turn: turn.prefill_seconds),
+        ("crowd_whole", options.batch, batched, lambda times: times.seconds),
+        ("crowd_decode_step", options.batch, batched, _step),
+        ("crowd_prefill", options.batch, batched, lambda times: times.prefill_seconds),
+        ("alone_decode_step", 1, batched, _step),
+        ("long_prefill", 1, long, lambda times: times.prefill_seconds),
     ]
 
 
-def _step(turn: one.RoundTimes) -> float:
-    return float(np.median(turn.decode_steps))
+def _step(times: one.RoundTimes) -> float:
+    return float(np.median(times.decode_steps))
 
 
 def run_round(engines: Sequence[Engine], wanted: Sequence[Cell], number: int) -> dict[str, float]:
     """The ratio of each cell: the second engine's time to the first's."""
-    turns: dict[tuple[int, int], list[one.RoundTimes]] = {}
+    measured: dict[tuple[int, int], list[one.RoundTimes]] = {}
     ratios = {}
-    for name, batch, form, seconds in wanted:
-        key = (batch, form.input_len)
-        if key not in turns:
-            seed = 10**6 * len(turns) + number
+    for name, batch, cell_options, seconds in wanted:
+        key = (batch, cell_options.input_len)
+        if key not in measured:
+            seed = 10**6 * len(measured) + number
             order = (0, 1) if number % 2 else (1, 0)
-            taken = {at: one.run_round(engines[at], form, batch, seed) for at in order}
-            turns[key] = [taken[0], taken[1]]
-        plain, deterministic = turns[key]
+            taken = {at: one.run_round(engines[at], cell_options, batch, seed) for at in order}
+            measured[key] = [taken[0], taken[1]]
+        plain, deterministic = measured[key]
         ratios[name] = seconds(deterministic) / seconds(plain)
     return ratios
 
@@ -101,11 +101,11 @@ async def _measure(options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         engines = _engines(options, Path(folder) / "llama")
     wanted = cells(options)
-    turns = [run_round(engines, wanted, number) for number in range(options.rounds + 1)][1:]
-    spreads = {name: Quantiles.of([turn[name] for turn in turns]) for name in turns[0]}
-    for name, spread in spreads.items():
-        print(f"{name.replace('_', ' ')}: {spread} times the time", flush=True)
-    return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}
+    rounds = [run_round(engines, wanted, number) for number in range(options.rounds + 1)][1:]
+    quantiles = {name: Quantiles.of([ratios[name] for ratios in rounds]) for name in rounds[0]}
+    for name, ratio in quantiles.items():
+        print(f"{name.replace('_', ' ')}: {ratio} times the time", flush=True)
+    return {name: dataclasses.asdict(ratio) for name, ratio in quantiles.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

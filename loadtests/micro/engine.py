@@ -93,22 +93,22 @@ def run_round(engine: Engine, options: Options, batch: int, seed: int) -> RoundT
     prompts = np.random.default_rng(seed).integers(2, engine.spec.vocab_size, (batch, input_len))
     for number, prompt in enumerate(prompts.tolist()):
         engine.submit(NewSequence(number, prompt, input_len, params))
-    turn = RoundTimes()
+    times = RoundTimes()
     left, began, last = batch, clock(), clock()
     while left:
         computed = engine.load().prompt_tokens_computed
         result = engine.step()
         now = clock()
         if engine.load().prompt_tokens_computed > computed:
-            turn.prefill_seconds += now - last
+            times.prefill_seconds += now - last
         else:
-            turn.decode_steps.append(now - last)
+            times.decode_steps.append(now - last)
         last = now
         if result.failed:
             raise ValueError("the model's output was not finite")
         left -= len(result.finished)
-    turn.seconds = last - began
-    return turn
+    times.seconds = last - began
+    return times
 
 
 @dataclasses.dataclass(slots=True)
@@ -123,7 +123,7 @@ class Figures:
 
 
 def note(
-    figures: Figures, crowd: RoundTimes, alone: RoundTimes, limits: Limits, options: Options
+    figures: Figures, batched: RoundTimes, single: RoundTimes, limits: Limits, options: Options
 ) -> None:
     """What one turn gave, and how near to the limits that is."""
     shape, batch = Shape(), options.batch
@@ -131,20 +131,23 @@ def note(
     tokens = batch * options.output_len
     prefill_flops = 2 * batch * (shape.block_weights * options.input_len + shape.head_weights)
     decode_flops = 2 * batch * whole
-    crowd_step, alone_step = float(np.median(crowd.decode_steps)), np.median(alone.decode_steps)
+    batched_step, single_step = (
+        float(np.median(batched.decode_steps)),
+        np.median(single.decode_steps),
+    )
     least = prefill_flops + decode_flops * (options.output_len - 1)
     figures.note(
-        output_tokens_per_second=tokens / crowd.seconds,
-        tpot_crowd_ms=crowd_step * 1e3,
-        tpot_alone_ms=float(alone_step) * 1e3,
-        ttft_alone_ms=alone.prefill_seconds * 1e3,
+        output_tokens_per_second=tokens / batched.seconds,
+        tpot_crowd_ms=batched_step * 1e3,
+        tpot_alone_ms=float(single_step) * 1e3,
+        ttft_alone_ms=single.prefill_seconds * 1e3,
         product_gflops=limits.flops / 1e9,
         memory_gbps=limits.bytes / 1e9,
-        whole_to_product_limit=least / crowd.seconds / limits.flops,
-        prefill_to_product_limit=prefill_flops / crowd.prefill_seconds / limits.flops,
-        decode_to_product_limit=decode_flops / crowd_step / limits.flops,
-        alone_to_memory_limit=4 * whole / float(alone_step) / limits.bytes,
-        prefill_share=crowd.prefill_seconds / crowd.seconds,
+        whole_to_product_limit=least / batched.seconds / limits.flops,
+        prefill_to_product_limit=prefill_flops / batched.prefill_seconds / limits.flops,
+        decode_to_product_limit=decode_flops / batched_step / limits.flops,
+        alone_to_memory_limit=4 * whole / float(single_step) / limits.bytes,
+        prefill_share=batched.prefill_seconds / batched.seconds,
     )
 
 
@@ -167,14 +170,14 @@ async def _measure(options: Options) -> dict[str, Any]:
     figures = Figures()
     for number in range(options.rounds + 1):
         limits = measure_limits(options.clock)
-        crowd = run_round(engine, options, options.batch, number)
-        alone = run_round(engine, options, 1, 10**6 + number)
+        batched = run_round(engine, options, options.batch, number)
+        single = run_round(engine, options, 1, 10**6 + number)
         if number:
-            note(figures, crowd, alone, limits, options)
-    spreads = {name: Quantiles.of(values) for name, values in figures.values.items()}
-    for name, spread in spreads.items():
-        print(f"{name.replace('_', ' ')}: {spread}", flush=True)
-    return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}
+            note(figures, batched, single, limits, options)
+    quantiles = {name: Quantiles.of(values) for name, values in figures.values.items()}
+    for name, value in quantiles.items():
+        print(f"{name.replace('_', ' ')}: {value}", flush=True)
+    return {name: dataclasses.asdict(value) for name, value in quantiles.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -67,16 +67,16 @@ async def _measure(setup: Setup, bursts: Bursts) -> dict[str, Any]:
     if bursts.bursts < 3:
         raise ValueError(f"bursts: expected 3 or more, not {bursts.bursts}")
     rounds = [await burst_rates(setup, bursts) for _ in range(bursts.rounds)]
-    spreads = {
+    quantiles = {
         "first_to_second": Quantiles.of([rates[0] / rates[1] for rates, _ in rounds]),
         "second_to_third": Quantiles.of([rates[1] / rates[2] for rates, _ in rounds]),
         "first_tokens_per_second": Quantiles.of([rates[0] for rates, _ in rounds]),
         "second_tokens_per_second": Quantiles.of([rates[1] for rates, _ in rounds]),
         "ready_seconds": Quantiles.of([seconds for _, seconds in rounds]),
     }
-    for name, spread in spreads.items():
-        print(f"{name.replace('_', ' ')}: {spread}")
-    return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}
+    for name, value in quantiles.items():
+        print(f"{name.replace('_', ' ')}: {value}")
+    return {name: dataclasses.asdict(value) for name, value in quantiles.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -84,13 +84,13 @@ def run_round(
 
 def figures(rounds: Sequence[StepGaps]) -> dict[str, Any]:
     """Percentiles over all steps; the share of the time, by turns."""
-    gaps = np.concatenate([turn.gaps[_NUM_WARMUPS:] for turn in rounds])
-    shares = [sum(turn.gaps[_NUM_WARMUPS:]) / sum(turn.steps[_NUM_WARMUPS:]) for turn in rounds]
-    means = [float(np.mean(turn.steps[_NUM_WARMUPS:])) * 1000 for turn in rounds]
+    gaps = np.concatenate([each.gaps[_NUM_WARMUPS:] for each in rounds])
+    fractions = [sum(each.gaps[_NUM_WARMUPS:]) / sum(each.steps[_NUM_WARMUPS:]) for each in rounds]
+    means = [float(np.mean(each.steps[_NUM_WARMUPS:])) * 1000 for each in rounds]
     return {
         "gap_p50_us": float(np.percentile(gaps, 50)) * 1e6,
         "gap_p99_us": float(np.percentile(gaps, 99)) * 1e6,
-        "share": dataclasses.asdict(Quantiles.of(shares)),
+        "share": dataclasses.asdict(Quantiles.of(fractions)),
         "step_ms": dataclasses.asdict(Quantiles.of(means)),
     }
 
@@ -99,11 +99,11 @@ async def _measure(setup: Setup, load: Load) -> dict[str, Any]:
     engine = Engine(WorkerConfig(name="gaps", model=setup.model_folder, threads=setup.threads))
     engine.warm_up()
     prompts = Prompts(ordinary_tokens(engine.spec.vocab_size), 0)
-    turns: dict[str, list[StepGaps]] = {"one_by_one": [], "pipelined": []}
-    for turn in range(load.rounds * 2):
-        kind = list(turns)[turn % 2]
-        turns[kind].append(run_round(engine, prompts, load, turn, kind))
-    found = {kind: figures(taken) for kind, taken in turns.items()}
+    rounds: dict[str, list[StepGaps]] = {"one_by_one": [], "pipelined": []}
+    for round_number in range(load.rounds * 2):
+        kind = list(rounds)[round_number % 2]
+        rounds[kind].append(run_round(engine, prompts, load, round_number, kind))
+    found = {kind: figures(taken) for kind, taken in rounds.items()}
     for kind, each in found.items():
         print(
             f"{kind.replace('_', ' ')}: gap p50 {each['gap_p50_us']:.0f} µs, "

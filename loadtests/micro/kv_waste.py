@@ -59,7 +59,7 @@ class Waste:
             self.most = max(self.most, load.unwritten_slots / allocated)
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         return self.unwritten / self.allocated if self.allocated else 0.0
 
 
@@ -109,9 +109,9 @@ async def _measure(options: Options) -> dict[str, Any]:
     waste = measure(rows, options)
     print(
         f"{Path(options.trace).name}: {len(rows):,} requests, {waste.steps:,} steps: "
-        f"{waste.share:.2%} of the used slots held nothing, {waste.most:.2%} at worst"
+        f"{waste.fraction:.2%} of the used slots held nothing, {waste.most:.2%} at worst"
     )
-    return {**dataclasses.asdict(waste), "share": waste.share}
+    return {**dataclasses.asdict(waste), "share": waste.fraction}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,13 +58,13 @@ async def _measure(setup: Setup, requests: Requests) -> dict[str, Any]:
     async with serving(setup.serve_arguments()) as server:
         clients = _clients(server)
         try:
-            turns = await _run_rounds(clients, engine, prompts, requests)
+            times = await _run_rounds(clients, engine, prompts, requests)
         finally:
             for client in clients.values():
                 await client.close()
-    for name, taken in turns.items():
+    for name, taken in times.items():
         _print(name, taken)
-    return {"added": {name: taken.figures() for name, taken in turns.items()}}
+    return {"added": {name: taken.figures() for name, taken in times.items()}}
 
 
 def _clients(server: Running) -> dict[str, Client]:
@@ -78,7 +78,7 @@ async def _run_rounds(
     clients: dict[str, Client], engine: EngineClient, prompts: Prompts, requests: Requests
 ) -> dict[str, RoundTimes]:
     """Send a request, then prefill its prompt directly, and so on; the first few do not count."""
-    turns = {name: RoundTimes() for name in clients}
+    times = {name: RoundTimes() for name in clients}
     for client in clients.values():
         await client.describe()
     for number in range((requests.num_requests + _NUM_WARMUPS) * len(clients)):
@@ -87,15 +87,15 @@ async def _run_rounds(
         planned = Planned(number, 0.0, requests.input_len, requests.output_len)
         load = Load(clients[name], prompts, [planned])
         await load.run()
-        turns[name].ttft.append(checked(load.outcomes)[0].ttft * 1000)
-        turns[name].prefill.append(engine.prefill(prompts.tokens(planned)) * 1000)
-    return {name: taken.without(_NUM_WARMUPS) for name, taken in turns.items()}
+        times[name].ttft.append(checked(load.outcomes)[0].ttft * 1000)
+        times[name].prefill.append(engine.prefill(prompts.tokens(planned)) * 1000)
+    return {name: taken.without(_NUM_WARMUPS) for name, taken in times.items()}
 
 
-def _print(name: str, turns: RoundTimes) -> None:
-    print(f"{name}: the whole path adds {Quantiles.of(turns.added())} ms to the first token")
+def _print(name: str, times: RoundTimes) -> None:
+    print(f"{name}: the whole path adds {Quantiles.of(times.added())} ms to the first token")
     print(
-        f"    TTFT {Quantiles.of(turns.ttft)} ms; the engine's own {Quantiles.of(turns.prefill)} ms"
+        f"    TTFT {Quantiles.of(times.ttft)} ms; the engine's own {Quantiles.of(times.prefill)} ms"
     )
 
 

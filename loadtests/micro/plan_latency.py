@@ -70,17 +70,19 @@ def follow(pipe: Connection, address: str, load: Load, rank: int, way: str) -> N
 
 def run_round(load: Load, way: str) -> list[float]:
     """Seconds that each plan took to the last of the others."""
-    meeting = RendezvousServer(_HOST, None, load.followers + 1)
+    rendezvous = RendezvousServer(_HOST, None, load.followers + 1)
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(1, load.followers + 1):
         ours, theirs = context.Pipe()
-        arguments = (theirs, meeting.address, load, rank, way)
+        arguments = (theirs, rendezvous.address, load, rank, way)
         processes.append(context.Process(target=follow, args=arguments, daemon=True))
         processes[-1].start()
         pipes.append(ours)
     size = max_plan_bytes(load.sequences, load.sequences, -(-load.context // 16) + 1)
-    writer = connect_plan_writer(meeting.store, load.followers + 1, size, "near", _HOST, _SECONDS)
+    writer = connect_plan_writer(
+        rendezvous.store, load.followers + 1, size, "near", _HOST, _SECONDS
+    )
     for pipe in pipes:
         pipe.recv()
     begins = []
@@ -92,19 +94,19 @@ def run_round(load: Load, way: str) -> list[float]:
     ends = np.array([pipe.recv() for pipe in pipes]).max(axis=0)
     for process in processes:
         process.join()
-    meeting.close()
+    rendezvous.close()
     found: list[float] = (ends - np.array(begins))[_NUM_WARMUPS:].tolist()
     return found
 
 
 async def _measure(load: Load) -> dict[str, Any]:
     times: dict[str, list[float]] = {way: [] for way in _TRANSPORTS}
-    for turn in range(load.rounds * len(_TRANSPORTS)):
-        way = _TRANSPORTS[turn % len(_TRANSPORTS)]
+    for round_number in range(load.rounds * len(_TRANSPORTS)):
+        way = _TRANSPORTS[round_number % len(_TRANSPORTS)]
         times[way] += run_round(load, way)
     found = {}
     for way, each in times.items():
-        p50, p99 = (float(np.percentile(each, part)) * 1e6 for part in (50, 99))
+        p50, p99 = (float(np.percentile(each, percent)) * 1e6 for percent in (50, 99))
         found[way] = {"p50_us": p50, "p99_us": p99, "count": len(each)}
         print(f"{way}: p50 {p50:.0f} µs, p99 {p99:.0f} µs of {len(each)} plans")
     return found

@@ -101,21 +101,21 @@ def measure(threads: int) -> dict[str, list[float]]:
     engine, cost = EngineClient(SHIPPED_MODEL, threads), Cost.of(SHIPPED_MODEL)
     prompts = Prompts(ordinary_tokens(engine.vocab_size), seed=0)
     steps = _scheduler_steps()
-    turns: dict[str, list[float]] = {"decode": [], "prefill": [], "scheduler": []}
-    for turn in range(_ROUNDS + 1):
+    ratios: dict[str, list[float]] = {"decode": [], "prefill": [], "scheduler": []}
+    for round_number in range(_ROUNDS + 1):
         product = _product_flops()
-        first = turn * (_SEQUENCES + 1)
-        asked = [_prompt(prompts, first + n, _PROMPT) for n in range(_SEQUENCES)]
-        decoded = steady_rate(engine.run(asked, _ANSWER))
+        first = round_number * (_SEQUENCES + 1)
+        tokens = [_prompt(prompts, first + n, _PROMPT) for n in range(_SEQUENCES)]
+        decoded = steady_rate(engine.run(tokens, _ANSWER))
         # What looking back costs is left out: it changes by a few percent along an answer.
         decode = decoded * 2 * (cost.body + cost.head) / product
         long = engine.prefill(_prompt(prompts, first + _SEQUENCES, _LONG))
         prefill = cost.prefill(_LONG) / long / product
         scheduler = _numpy_seconds() / steps()
-        if turn:  # the first is a warm-up
-            for name, value in zip(turns, (decode, prefill, scheduler), strict=True):
-                turns[name].append(value)
-    return {**turns, "path": _path(threads)}
+        if round_number:  # the first is a warm-up
+            for name, value in zip(ratios, (decode, prefill, scheduler), strict=True):
+                ratios[name].append(value)
+    return {**ratios, "path": _path(threads)}
 
 
 def _prompt(prompts: Prompts, number: int, length: int) -> list[int]:

@@ -87,8 +87,8 @@ async def stub_workers(count: int, fan: FanIn) -> AsyncIterator[dict[str, str]]:
     """So many, shared out over processes: their names and addresses."""
     processes: list[asyncio.subprocess.Process] = []
     addresses: dict[str, str] = {}
-    parts = min(fan.processes, count)
-    firsts = [count * part // parts for part in range(parts + 1)]
+    num_processes = min(fan.processes, count)
+    firsts = [count * index // num_processes for index in range(num_processes + 1)]
     try:
         for first, end in pairwise(firsts):
             numbers = ["--first", str(first), "--count", str(end - first)]

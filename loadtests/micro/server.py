@@ -46,16 +46,16 @@ async def serving(arguments: Sequence[str]) -> AsyncIterator[Running]:
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
     command = [sys.executable, "-m", "penstock.cli", "serve", *arguments, *ports]
     with tempfile.TemporaryDirectory(prefix="penstock-loadtest-") as folder:
-        said = Path(folder) / "output"
+        output_path = Path(folder) / "output"
         began = time.perf_counter()
-        with said.open("wb") as output:
+        with output_path.open("wb") as output:
             # A session of its own: a Ctrl-C in the terminal reaches this process only.
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         try:
             address = f"127.0.0.1:{grpc_port}"
-            await _until_ready(process, address, said)
+            await _until_ready(process, address, output_path)
             seconds = time.perf_counter() - began
             yield Running(address, f"http://127.0.0.1:{http_port}", process.pid, seconds)
         finally:
@@ -110,7 +110,7 @@ def _first_outgoing() -> int:
     return low if low - _LOWEST_PORT >= 1000 else 65536
 
 
-async def _until_ready(process: subprocess.Popen[bytes], address: str, said: Path) -> None:
+async def _until_ready(process: subprocess.Popen[bytes], address: str, output_path: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     async with grpc.aio.insecure_channel(
         address, options=[("grpc.max_reconnect_backoff_ms", 200)]
@@ -119,7 +119,7 @@ async def _until_ready(process: subprocess.Popen[bytes], address: str, said: Pat
         while not await _is_ready(health):
             if process.poll() is not None or time.monotonic() > deadline:
                 state = "ended" if process.poll() is not None else "is not ready"
-                words = said.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
+                words = output_path.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
                 seconds = time.monotonic() - deadline + START_SECONDS
                 raise ServerFailed(
                     f"penstock serve {state} after {seconds:.0f} s; it said:\n{words}"

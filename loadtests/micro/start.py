@@ -31,7 +31,7 @@ _SHARED = Path("/dev/shm")
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 where it became ready and left nothing behind."""
-    shared, load = shared_memory(), os.getloadavg()[0]
+    segments, load = shared_memory(), os.getloadavg()[0]
     ports = free_ports(2)
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         output = Path(folder, "output")
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         temp.mkdir()
         run = _run(arguments, ports, temp, output)
         run["left_behind"] |= {
-            "shared_memory": left_in_shared_memory(shared),
+            "shared_memory": left_in_shared_memory(segments),
             "temp_files": sorted(path.name for path in temp.iterdir()),
         }
         run["output"] = output.read_text().splitlines()

@@ -50,13 +50,13 @@ async def measure_rounds(setup: Setup, requests: Requests) -> tuple[Rates, Rates
     async with serving(setup.serve_arguments()) as server:
         client = GrpcClient(Target(server.grpc_address, "grpc"))
         try:
-            for turn in range(requests.rounds + 1):
-                plan = _plan(requests, turn)
+            for round_number in range(requests.rounds + 1):
+                plan = _plan(requests, round_number)
                 load = Load(client, prompts, plan)
                 await load.run()
                 tokens = [prompts.tokens(planned) for planned in plan]
                 answers = engine.run(tokens, requests.output_len)
-                if turn:
+                if round_number:
                     path.note(load.outcomes)
                     direct.note(answers)
         finally:
@@ -68,9 +68,9 @@ async def _measure(setup: Setup, requests: Requests) -> dict[str, Any]:
     return _figures(*await measure_rounds(setup, requests))
 
 
-def _plan(requests: Requests, turn: int) -> list[Planned]:
+def _plan(requests: Requests, round_number: int) -> list[Planned]:
     """Prompts of this turn alone: none is in a prefix cache."""
-    first = turn * requests.concurrency
+    first = round_number * requests.concurrency
     return [
         Planned(number, 0.0, requests.input_len, requests.output_len)
         for number in range(first, first + requests.concurrency)
@@ -79,7 +79,7 @@ def _plan(requests: Requests, turn: int) -> list[Planned]:
 
 def _figures(path: Rates, direct: Rates) -> dict[str, Any]:
     """Print and return the spreads of rates, in tokens a second, and of their ratios, by turns."""
-    spreads = {
+    quantiles = {
         "decode_ratio": Quantiles.of(ratios(path.steady, direct.steady)),
         "decode_through_path": Quantiles.of(path.steady),
         "decode_engine_alone": Quantiles.of(direct.steady),
@@ -87,9 +87,9 @@ def _figures(path: Rates, direct: Rates) -> dict[str, Any]:
         "with_prefill_through_path": Quantiles.of(path.whole),
         "with_prefill_engine_alone": Quantiles.of(direct.whole),
     }
-    for name, spread in spreads.items():
-        print(f"{name.replace('_', ' ')}: {spread}")
-    return {name: dataclasses.asdict(spread) for name, spread in spreads.items()}
+    for name, value in quantiles.items():
+        print(f"{name.replace('_', ' ')}: {value}")
+    return {name: dataclasses.asdict(value) for name, value in quantiles.items()}
 
 
 def ratios(path: Sequence[float], direct: Sequence[float]) -> list[float]:

@@ -49,7 +49,7 @@ class Conversation:
     metadata: Sequence[tuple[str, str]]
     model: str
     sampling: Sampling
-    said: list[ChatMessage] = field(default_factory=list)
+    messages: list[ChatMessage] = field(default_factory=list)
 
     def describe(self) -> str:
         """The name of the model that answers. `ChatFailed`."""
@@ -63,19 +63,19 @@ class Conversation:
                     wait_for_ready=False,
                 )
             except grpc.RpcError as error:
-                failure = ChatFailed(_told(error))
+                failure = ChatFailed(_error_text(error))
             else:
                 return self.model or ", ".join(model.name for model in reply.models)
         raise failure
 
-    def ask(self, question: str) -> Generator[str, None, None]:
+    def send(self, question: str) -> Generator[str, None, None]:
         """The answer, piece by piece. `ChatFailed`; a failed question was never said.
 
         Closing it early ends the answer there: what was heard of it stays said.
         """
-        asked = ChatMessage(role="user", content=question)
+        message = ChatMessage(role="user", content=question)
         request = GenerateRequest(
-            model=self.model, chat=Chat(messages=[*self.said, asked]), sampling=self.sampling
+            model=self.model, chat=Chat(messages=[*self.messages, message]), sampling=self.sampling
         )
         answer = ""
         try:
@@ -84,17 +84,17 @@ class Conversation:
                 yield text
         finally:
             if answer:
-                self.said += [asked, ChatMessage(role="assistant", content=answer)]
+                self.messages += [message, ChatMessage(role="assistant", content=answer)]
 
     def _pieces(self, progress: Progress) -> Iterator[str]:
-        num_misses, heard = 0, 0.0
+        num_misses, received_at = 0, 0.0
         while not progress.is_over:
             stub = self.stubs[num_misses % len(self.stubs)]
             call = stub.Generate(progress.remaining_request(), metadata=self.metadata)
             try:
                 for reply in call:
                     progress.add_reply(reply)
-                    heard = time.monotonic()
+                    received_at = time.monotonic()
                     yield reply.text
                 if not progress.is_over:
                     raise ChatFailed("the answer ended in its middle")
@@ -103,10 +103,10 @@ class Conversation:
             except grpc.RpcError as error:
                 num_misses += 1
                 is_hopeful = num_misses < len(self.stubs) or (
-                    heard and time.monotonic() - heard < SECONDS_TO_RETURN
+                    received_at and time.monotonic() - received_at < SECONDS_TO_RETURN
                 )
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or not is_hopeful:
-                    raise ChatFailed(_told(error)) from None
+                    raise ChatFailed(_error_text(error)) from None
                 time.sleep(PAUSE_SECONDS)
             finally:
                 call.cancel()
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
         stubs = [InferenceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
         talk = Conversation(stubs, metadata, given.model, sampling)
         if given.system:
-            talk.said.append(ChatMessage(role="system", content=given.system))
+            talk.messages.append(ChatMessage(role="system", content=given.system))
         try:
             return _converse(talk, talk.describe()) if sys.stdin.isatty() else _answer(talk)
         except ChatFailed as error:
@@ -167,7 +167,7 @@ def _answer(talk: Conversation) -> int:
         question = line.strip()
         if not question:
             continue
-        for piece in talk.ask(question):
+        for piece in talk.send(question):
             print(piece, end="", flush=True)
         print(flush=True)
     return 0
@@ -184,7 +184,7 @@ def _converse(talk: Conversation, name: str) -> int:
             console.print()
             return 0
         if question == "/new":
-            talk.said = [message for message in talk.said if message.role == "system"]
+            talk.messages = [message for message in talk.messages if message.role == "system"]
         elif question:
             show(talk, question, console)
 
@@ -192,7 +192,7 @@ def _converse(talk: Conversation, name: str) -> int:
 def show(talk: Conversation, question: str, console: Console) -> None:
     """Ask, and print the answer as it comes; Ctrl-C stops it."""
     console.print("[bold cyan]answer> [/]", end="")
-    pieces = talk.ask(question)
+    pieces = talk.send(question)
     try:
         for piece in pieces:
             console.out(piece, end="", highlight=False)
@@ -205,7 +205,7 @@ def show(talk: Conversation, question: str, console: Console) -> None:
         console.print()
 
 
-def _told(error: grpc.RpcError) -> str:
+def _error_text(error: grpc.RpcError) -> str:
     """A failed call in one line."""
     code, details = error.code(), " ".join((error.details() or "").split())
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():

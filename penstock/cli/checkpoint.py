@@ -72,10 +72,10 @@ def check(folder: Path, with_weights: bool = True) -> None:
         return
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict):
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
             raise BadCheckpoint(f"{index} has no sound weight_map: download it again")
-        files = sorted({str(name) for name in places.values()})
+        files = sorted({str(name) for name in weight_map.values()})
     else:
         files = ["model.safetensors"]
     for path in [folder / "tokenizer.json", *(folder / name for name in files)]:

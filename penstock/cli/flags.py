@@ -40,7 +40,7 @@ THE_MODEL = "models.*"
 PATH, NAME = f"{THE_MODEL}.path", "model_name"
 COUNTS = ("replicas", "min_replicas", "max_replicas")
 """What is said of each pool by a flag of its own."""
-UNSAID = argparse.SUPPRESS
+UNSET = argparse.SUPPRESS
 
 
 class Parser(argparse.ArgumentParser):
@@ -146,7 +146,7 @@ def _parser() -> Parser:
     parser.add_argument(
         PATH,
         nargs="?",
-        default=UNSAID,
+        default=UNSET,
         metavar="MODEL",
         help=f"checkpoint folder or hub name; by default {BUNDLED}, the bundled model",
     )
@@ -154,32 +154,32 @@ def _parser() -> Parser:
         "--config", type=Path, metavar="FILE", help="the specification as YAML; flags go over it"
     )
     parser.add_argument(
-        "--routers", type=int, default=UNSAID, metavar="N", help=_help("routers") + " (1)"
+        "--routers", type=int, default=UNSET, metavar="N", help=_help("routers") + " (1)"
     )
     parser.add_argument(
-        "--ray-address", default=UNSAID, metavar="HOST:PORT", help=_help("ray_address")
+        "--ray-address", default=UNSET, metavar="HOST:PORT", help=_help("ray_address")
     )
     parser.add_argument(
-        "--pool-nodes", action="store_true", default=UNSAID, help=_help("pool_nodes")
+        "--pool-nodes", action="store_true", default=UNSET, help=_help("pool_nodes")
     )
     parser.add_argument(
         "--topology-key",
-        default=UNSAID,
+        default=UNSET,
         metavar="KEY",
         help=f"{_help('topology_key')} ({ClusterSpec().topology_key})",
     )
     parser.add_argument(
         "--log-format",
-        default=UNSAID,
+        default=UNSET,
         help=_help("log_format"),
-        **_form(knobs(ClusterSpec)["log_format"][1]),
+        **_argument_options(knobs(ClusterSpec)["log_format"][1]),
     )
     _add(parser.add_argument_group("router"), RouterSpec, "router")
     model = parser.add_argument_group("model")
     model.add_argument(
         *("--model-name", "--served-model-name"),
         dest=NAME,
-        default=UNSAID,
+        default=UNSET,
         metavar="NAME",
         help="the name that clients call the model by; by default its folder's, or its hub name",
     )
@@ -205,7 +205,7 @@ def _add_counts(group: Any, role: str) -> None:
         group.add_argument(
             f"--{prefix}{role}",
             type=int,
-            default=UNSAID,
+            default=UNSET,
             dest=f"pools.{role}.{key}",
             metavar="N",
             help=about,
@@ -216,19 +216,19 @@ def _add(group: Any, record: type, where: str, without: Sequence[str] = ()) -> N
     for name, (field, kind) in knobs(record).items():
         if name in without:
             continue
-        unsaid = field.default in (None, ()) or field.default is False
-        default = "" if unsaid else f" ({field.default})"
+        is_unset = field.default in (None, ()) or field.default is False
+        default = "" if is_unset else f" ({field.default})"
         group.add_argument(
             f"--{name.replace('_', '-')}",
             *ALSO.get(name, ()),
             dest=f"{where}.{name}",
-            default=UNSAID,
+            default=UNSET,
             help=field.metadata["about"] + default,
-            **_form(kind),
+            **_argument_options(kind),
         )
 
 
-def _form(kind: Any) -> dict[str, Any]:
+def _argument_options(kind: Any) -> dict[str, Any]:
     """How argparse reads a value of a type."""
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}

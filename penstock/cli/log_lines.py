@@ -58,7 +58,7 @@ class EventLog:
         level, event, fields = event_fields(notice)
         self._write_event(at, level, title, event, fields)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """What is for people to read is told as it is, if there is anything."""
         if text.strip():
             self._write_event(None, "info", "", "said", {"message": text.strip()})

@@ -37,7 +37,7 @@ def change(url: str, key: str | None, worker: str, role: str) -> None:
     try:
         connection.request("POST", f"{path}/role", body, headers)
         reply = connection.getresponse()
-        told = reply.read(MAX_BYTES)
+        content = reply.read(MAX_BYTES)
     except TimeoutError:
         raise NoStatus(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
     except (OSError, http.client.HTTPException) as error:
@@ -45,7 +45,7 @@ def change(url: str, key: str | None, worker: str, role: str) -> None:
     finally:
         connection.close()
     if reply.status != 200:
-        raise NoStatus(_reason(reply.status, told))
+        raise NoStatus(_reason(reply.status, content))
 
 
 def _reason(code: int, body: bytes) -> str:

@@ -173,7 +173,7 @@ def serve(spec: ClusterSpec, folder: Path, view: View) -> int:
     else:
         code = 0
     view.close()
-    view.say("stopped")
+    view.print_line("stopped")
     return code
 
 
@@ -238,7 +238,7 @@ class _Run:
         self._view(title, notice)
         if isinstance(notice, status_events.Serving) and self._spec.log_format == "text":
             for line in greeting(self._spec, self._folder, notice, self._seconds):
-                self._view.say(line)
+                self._view.print_line(line)
 
 
 def greeting(

@@ -23,18 +23,18 @@ NOTHING = "-"
 
 def page(status: Json, url: str, now: float) -> RenderableType:
     """The whole status, as `/status` tells it; `now` is seconds since 1970."""
-    parts: list[RenderableType] = [_head(status, url)]
+    sections: list[RenderableType] = [_head(status, url)]
     if len(status["routers"]) > 1:
-        parts.append(_routers(status["routers"]))
+        sections.append(_routers(status["routers"]))
     if status["pools"]:
-        parts.append(_pools(status["pools"], status["scaling"]["pools"]))
+        sections.append(_pools(status["pools"], status["scaling"]["pools"]))
     if status["workers"]:
-        parts.append(_workers(status["workers"]))
+        sections.append(_workers(status["workers"]))
     if status.get("roles"):
-        parts.append(_roles(status["roles"], now))
+        sections.append(_roles(status["roles"], now))
     if status["scaling"]["pools"]:
-        parts.append(_scaling(status["scaling"], now))
-    return Group(*parts, _totals(status))
+        sections.append(_scaling(status["scaling"], now))
+    return Group(*sections, _totals(status))
 
 
 def number(value: float) -> str:
@@ -70,8 +70,8 @@ def _head(status: Json, url: str) -> Text:
 
 def _table(*columns: str, left: int = 1, gap: int = 2) -> Table:
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold dim")
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place < left else "right", no_wrap=True)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < left else "right", no_wrap=True)
     return table
 
 
@@ -146,14 +146,14 @@ def _kv(blocks: Mapping[str, int]) -> Text:
     """Blocks that nobody else can have: used, and leased or reserved for a KV transfer."""
     total = sum(blocks.values())
     held = blocks["leased"] + blocks["reserved"]
-    share = (blocks["used"] + held) / total if total else 0.0
-    full = round(share * BAR)
+    fraction = (blocks["used"] + held) / total if total else 0.0
+    full = round(fraction * BAR)
     moving = round(held / total * BAR) if total else 0
     bar = Text()
     bar.append("█" * (full - moving), style="cyan")
     bar.append("█" * moving, style="magenta")
     bar.append("░" * (BAR - full), style="dim")
-    bar.append(f" {share:4.0%}")
+    bar.append(f" {fraction:4.0%}")
     return bar
 
 
@@ -191,9 +191,9 @@ def _totals(status: Json) -> Text:
         f"{status['kv_transfer_bytes'] / 1e6:.1f} MB "
         f"({number(status['kv_transfers_failed'])} failed), {number(status['failovers'])} failovers"
     )
-    placed = status.get("placed") or {}
-    if placed:
-        most = sorted(placed.items(), key=lambda each: -each[1])
+    decisions = status.get("placed") or {}
+    if decisions:
+        most = sorted(decisions.items(), key=lambda each: -each[1])
         text.append("\nprompts computed ")
         text.append("; ".join(f"{where} {number(count)}" for where, count in most))
     return text

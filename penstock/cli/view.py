@@ -42,11 +42,11 @@ class Lines:
     """A line whenever something changes.
 
     Args:
-        say: takes a line.
+        print_line: takes a line.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        self.print_line = print_line
         self._stages: dict[str, str] = {}
 
     def __call__(self, title: str, notice: status_events.StatusEvent) -> None:
@@ -57,7 +57,7 @@ class Lines:
             self._stages[title] = notice.stage
         text = sentence(title, notice)
         if text:
-            self.say(text)
+            self.print_line(text)
 
     def close(self) -> None:
         pass
@@ -83,7 +83,7 @@ class Bars:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._lines = Lines(self.say)
+        self._lines = Lines(self.print_line)
         self._tasks: dict[str, int] = {}
         self._open = True
         self._progress = Progress(
@@ -97,7 +97,7 @@ class Bars:
         )
         self._progress.start()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def __call__(self, title: str, notice: status_events.StatusEvent) -> None:

@@ -159,8 +159,8 @@ class SamplingParams:
 
     def answer_limit(self, num_prompt: int, max_model_len: int) -> int:
         """Return the largest length of an answer in a context of `max_model_len` tokens."""
-        room = max_model_len - num_prompt
-        return room if self.max_tokens is None else min(self.max_tokens, room)
+        free = max_model_len - num_prompt
+        return free if self.max_tokens is None else min(self.max_tokens, free)
 
     # ------------------------------------------------------------ validation
 
@@ -211,16 +211,16 @@ class SamplingParams:
         Raises:
             InvalidParameterError: `max_tokens` or `min_tokens` do not fit into the context.
         """
-        room = max_model_len - num_prompt
+        free = max_model_len - num_prompt
         max_tokens = self.max_tokens
         if max_tokens is None:
-            max_tokens = room if default_max_tokens is None else min(room, default_max_tokens)
+            max_tokens = free if default_max_tokens is None else min(free, default_max_tokens)
             if self.use_beam_search:
                 max_tokens = min(max_tokens, limits.max_beam_tokens // self.n)
-        elif max_tokens > room:
+        elif max_tokens > free:
             raise InvalidParameterError(
                 f"max_tokens is {max_tokens}, but the prompt has {num_prompt} tokens and the "
-                f"model's context is {max_model_len}: ask for at most {room}",
+                f"model's context is {max_model_len}: ask for at most {free}",
                 "max_tokens",
             )
         _check_count("min_tokens", self.min_tokens, 0, max_tokens)

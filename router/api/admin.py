@@ -73,8 +73,8 @@ class AdminApi:
 def status_json(state: ClusterState) -> Json:
     """The JSON of a state: names of fields as they are, but for the numbers of workers."""
     status = asdict(state)
-    for worker, told in zip(state.workers, status["workers"], strict=True):
-        told["numbers"] = None if worker.numbers is None else _worker_stats_json(worker.numbers)
+    for worker, entry in zip(state.workers, status["workers"], strict=True):
+        entry["numbers"] = None if worker.numbers is None else _worker_stats_json(worker.numbers)
     return status
 
 
@@ -99,11 +99,11 @@ def _worker_stats_json(stats: WorkerStats) -> Json:
 
 def _worker_and_role(body: bytes) -> tuple[str, str]:
     try:
-        told = json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError):
-        told = None
-    if isinstance(told, dict) and told.keys() == {"worker", "role"}:
-        worker, role = told["worker"], told["role"]
+        content = None
+    if isinstance(content, dict) and content.keys() == {"worker", "role"}:
+        worker, role = content["worker"], content["role"]
         if isinstance(worker, str) and isinstance(role, str):
             return worker, role
     raise invalid('send {"worker": NAME, "role": ROLE}, both as text')

@@ -229,10 +229,12 @@ class InferenceApi:
         tenant = self._keys.tenant(_authorization(context.invocation_metadata()))
         bad_words = await self._frontend.encode_bad_words(request.sampling.bad_words)
         prompt = await self._prompt(request)
-        ask = to_generation_request(request, prompt, bad_words, context.time_remaining(), tenant)
-        answers = self._frontend.submit([ask])
+        generation_request = to_generation_request(
+            request, prompt, bad_words, context.time_remaining(), tenant
+        )
+        answers = self._frontend.submit([generation_request])
         try:
-            await self._send(request, ask, answers, context)
+            await self._send(request, generation_request, answers, context)
         finally:
             answers.close()
 
@@ -389,8 +391,8 @@ def to_reply(delta: Delta) -> pb.GenerateReply:
 def prompt_replies(entries: Sequence[worker_pb2.TokenLogprobs]) -> Iterator[pb.GenerateReply]:
     """The prompt's logprobs, in replies that a client with gRPC's usual limit can take."""
     for start in range(0, len(entries), PROMPT_TOKENS_PER_REPLY):
-        part = entries[start : start + PROMPT_TOKENS_PER_REPLY]
-        yield pb.GenerateReply(prompt_logprobs=map(_logprob, part))
+        chunk = entries[start : start + PROMPT_TOKENS_PER_REPLY]
+        yield pb.GenerateReply(prompt_logprobs=map(_logprob, chunk))
 
 
 def _logprob(entry: worker_pb2.TokenLogprobs) -> pb.TokenLogprob:

@@ -84,8 +84,8 @@ async def on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         code = Code.NOT_FOUND if error.status_code == 404 else Code.INVALID
         what = f"{request.method} {request.url.path[:80]}"
-        form = ServingError(code, f"{what}: {error.detail}")
-        response = error_response(form, error.status_code)
+        serving_error = ServingError(code, f"{what}: {error.detail}")
+        response = error_response(serving_error, error.status_code)
         response.headers.update(error.headers or {})
         return response
     return error_response(internal_error())  # the server logs the traceback
@@ -151,20 +151,20 @@ async def read_body(request: Request, bounds: RequestBounds) -> bytes:
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:20]) > bounds.max_body_bytes:
         raise too_large
-    parts: list[bytes] = []
+    chunks: list[bytes] = []
     size = 0
     try:
         async with asyncio.timeout(bounds.receive_seconds):
-            async for part in request.stream():
-                size += len(part)
+            async for chunk in request.stream():
+                size += len(chunk)
                 if size > bounds.max_body_bytes:
                     raise too_large
-                parts.append(part)
+                chunks.append(chunk)
     except ClientDisconnect as error:
         raise invalid("the body is not complete") from error
     except TimeoutError as error:
         raise invalid(f"the body did not come within {bounds.receive_seconds:g} s") from error
-    return b"".join(parts)
+    return b"".join(chunks)
 
 
 @contextlib.asynccontextmanager

@@ -36,7 +36,7 @@ def log_ended(ended: FinishedRequest | None) -> None:
     log.info("request", extra={"fields": fields})
 
 
-def log_placed(submit: ev.Submit) -> None:
+def log_submit(submit: ev.Submit) -> None:
     """An event for every worker that a request is given to."""
     if log.isEnabledFor(logging.INFO):
         fields = {

@@ -38,8 +38,8 @@ def all_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Metric
         (([each.router], each.state != DOWN) for each in state.routers),
     )
     yield from worker_metrics(state.workers)
-    told = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
-    yield from worker_stats_metrics(told)
+    reported = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
+    yield from worker_stats_metrics(reported)
     yield from router_metrics(state, metrics)
 
 

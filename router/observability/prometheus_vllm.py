@@ -20,8 +20,8 @@ INTER_TOKEN_NAMES = ("inter_token_latency_seconds", "time_per_output_token_secon
 
 def vllm_metrics(router: str, state: ClusterState, metrics: RequestMetrics) -> Iterator[Metric]:
     """All of them. `router` is its name."""
-    told = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
-    yield from _worker_metrics(router, state, told)
+    reported = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
+    yield from _worker_metrics(router, state, reported)
     yield from _router_metrics((state.model, router), state, metrics)
 
 
@@ -83,5 +83,5 @@ def _router_metrics(
         ("request_generation_tokens", metrics.answer_lengths),
     )
     for name, each in histograms:
-        spread = (each.bounds, each.counts, each.total)
-        yield histogram(f"vllm:{name}", "As penstock's own.", LABELS, [(labels, spread)])
+        distribution = (each.bounds, each.counts, each.total)
+        yield histogram(f"vllm:{name}", "As penstock's own.", LABELS, [(labels, distribution)])

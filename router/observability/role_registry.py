@@ -23,11 +23,11 @@ Assignments = Mapping[str, Assignment]
 """By worker."""
 
 
-def merged(*parts: Assignments) -> dict[str, Assignment]:
+def merged(*sources: Assignments) -> dict[str, Assignment]:
     """The last word on each worker; of two at one time the same one wherever they are merged."""
     newest: dict[str, Assignment] = {}
-    for part in parts:
-        for worker, assignment in part.items():
+    for source in sources:
+        for worker, assignment in source.items():
             other = newest.get(worker)
             if other is None or (other.at, other.role) < (assignment.at, assignment.role):
                 newest[worker] = assignment

@@ -93,15 +93,15 @@ def _resume(
     last = tokens[-1] if tokens and len(tokens) >= params.min_tokens else None
     stopped = last is not None and (last in own or last in eos_tokens)
     ended = bool(known.finish) or stopped or len(tokens) >= max_tokens
-    told = text.feed(tokens, ended, stopped)
-    if told.num_tokens < len(tokens):
+    output = text.feed(tokens, ended, stopped)
+    if output.num_tokens < len(tokens):
         raise invalid(
             f"resume_from goes on behind the stop string that ends choice {choice} after "
-            f"{told.num_tokens} tokens",
+            f"{output.num_tokens} tokens",
             "resume_from",
         )
-    if told.stop is not None:
-        return FinishedChoice(len(tokens), "stop", told.stop)
+    if output.stop is not None:
+        return FinishedChoice(len(tokens), "stop", output.stop)
     if stopped:
         return FinishedChoice(len(tokens), "stop", last if last in own else None)
     return FinishedChoice(len(tokens), known.finish or "length") if ended else None

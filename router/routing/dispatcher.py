@@ -104,7 +104,7 @@ class Dispatcher:
         out: Commands = []
         self._handlers[type(event)](event, out, now)
         if self._placer.dirty:
-            self._placer.place_waiting(out, now)
+            self._placer.assign_waiting(out, now)
         return out
 
     # -------------------------------------------------------------- clients and time
@@ -113,39 +113,39 @@ class Dispatcher:
         request = event.request
         if request.id in self._placer.states:
             raise ValueError(f"request {request.id} is here already: numbers are used once")
-        life = RequestState(request)
-        life.arrived_at = now
-        if life.token_log.is_complete:
-            life.token_log.deliver_ends(out)
-            life.end(Status.OK, "", out)
+        state = RequestState(request)
+        state.arrived_at = now
+        if state.token_log.is_complete:
+            state.token_log.deliver_ends(out)
+            state.end(Status.OK, "", out)
         elif self._queue.is_full(len(request.prompt)):
-            life.status = Status.OVERLOADED
+            state.status = Status.OVERLOADED
             retry_after = self._queue.retry_after(now)
             message = f"{len(self._queue)} requests are waiting already: try again later"
-            out.append(EndRequest(request.id, life.status, message, retry_after))
+            out.append(EndRequest(request.id, state.status, message, retry_after))
         else:
-            self._timeouts.add(life)
-        self._placer.admit(life)
+            self._timeouts.add(state)
+        self._placer.admit(state)
 
     def _client_disconnected(self, event: ClientDisconnected, out: Commands, now: float) -> None:
-        life = self._placer.states.get(event.request)
-        if life is not None:
-            life.end(Status.CANCELLED, "the client went away", out)
-            self._placer.reconcile(life, out, now)
+        state = self._placer.states.get(event.request)
+        if state is not None:
+            state.end(Status.CANCELLED, "the client went away", out)
+            self._placer.reconcile(state, out, now)
 
     def _choice_stopped(self, event: ChoiceStopped, out: Commands, now: float) -> None:
-        life = self._placer.states.get(event.request)
-        if life is not None:
-            life.stop_choice(event.choice, event.length, out)
-            self._placer.reconcile(life, out, now)
+        state = self._placer.states.get(event.request)
+        if state is not None:
+            state.stop_choice(event.choice, event.length, out)
+            self._placer.reconcile(state, out, now)
 
     def _tick(self, event: Tick, out: Commands, now: float) -> None:
-        for life, status, message in self._timeouts.expired(self._placer.states, now):
-            life.end(status, message, out)
-            self._placer.reconcile(life, out, now)
+        for state, status, message in self._timeouts.expired(self._placer.states, now):
+            state.end(status, message, out)
+            self._placer.reconcile(state, out, now)
         suspects, silent = self._registry.check_liveness(now)
         for view in silent:
-            seconds = now - view.last_heard
+            seconds = now - view.last_received
             self._worker_events.close_stream(view, f"silent for {seconds:.1f} seconds", out, now)
         for view in self._registry.find_stuck(self._placer.busy_since, now):
             seconds = now - view.last_progress
@@ -214,7 +214,7 @@ class Dispatcher:
 
     def phases(self) -> Counter[Phase]:
         """How many requests are in which state."""
-        return Counter(phase_of(life) for life in self._placer.states.values())
+        return Counter(phase_of(state) for state in self._placer.states.values())
 
     def workers(self) -> Sequence[WorkerStatus]:
         return [

@@ -67,7 +67,7 @@ class RequestState:
         )
 
     @property
-    def is_unplaced(self) -> bool:
+    def is_unassigned(self) -> bool:
         """Nobody runs it or is to run it."""
         return self.status is None and self.running is None and self.pending is None
 
@@ -75,8 +75,8 @@ class RequestState:
     def can_migrate_live(self) -> bool:
         """Another worker can be asked to take it over while it runs: what its worker holds is one
         list of positions that only grows."""
-        alone = self.request.num_choices == 1 and not self.live_migration_failed
-        return alone and self.running is not None and self.running.started
+        is_movable = self.request.num_choices == 1 and not self.live_migration_failed
+        return is_movable and self.running is not None and self.running.started
 
     def is_receiving(self, worker: str) -> bool:
         """Whether blocks are on their way there."""
@@ -166,7 +166,7 @@ class RequestState:
 
     # -------------------------------------------------------------- placing
 
-    def place(self, info: WorkerInfo, yield_after: int, out: list[Command]) -> None:
+    def assign(self, info: WorkerInfo, yield_after: int, out: list[Command]) -> None:
         """Submit it there, with the lease as source where that worker can use it."""
         lease = self.lease
         if lease and (lease.worker == info.worker or lease.layout != info.layout):

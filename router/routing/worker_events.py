@@ -78,12 +78,12 @@ class WorkerEventHandler:
         self._registry.remove(worker, now)
         self._timeouts.workers_changed(self._registry, now)
         for request in view.requests:
-            life = self._states[request]
-            if life.worker_lost(worker, out):
-                self.counters.num_failovers += life.status is None
-                self._placer.recover(life, out, now)
+            state = self._states[request]
+            if state.worker_lost(worker, out):
+                self.counters.num_failovers += state.status is None
+                self._placer.recover(state, out, now)
             else:
-                self._placer.reconcile(life, out, now)
+                self._placer.reconcile(state, out, now)
 
     def close_stream(self, view: WorkerView, reason: str, out: Commands, now: float) -> None:
         out.append(CloseStream(view.name, view.info.incarnation, reason, view.stuck))
@@ -109,7 +109,7 @@ class WorkerEventHandler:
     def _touch(self, worker: str, now: float) -> WorkerView | None:
         view = self._registry.get(worker)
         if view is not None:
-            view.last_heard = now
+            view.last_received = now
             if view.suspect:
                 view.suspect = False
                 self._placer.dirty = True
@@ -121,22 +121,22 @@ class WorkerEventHandler:
         view = self._touch(event.worker, now)
         if view is None:
             return
-        worker, lives, served = event.worker, self._states, self._charge_output
+        worker, states, served = event.worker, self._states, self._charge_output
         if event.prompts:
             self._prompts_scored(event, view, out, now)
         for token in event.tokens:
-            life = lives.get(token.request)
-            if life is None:
+            state = states.get(token.request)
+            if state is None:
                 continue
-            taken = life.append(worker, token, out)
+            taken = state.append(worker, token, out)
             if taken is AppendResult.APPENDED:
-                served(life.request.tenant, 1)
+                served(state.request.tenant, 1)
             elif taken is not AppendResult.DUPLICATE:
-                self._state_changed(life, taken, view, out, now)
+                self._state_changed(state, taken, view, out, now)
         for request, attempt, reason in event.ended:
-            life = lives.get(request)
-            if life is not None and life.aborted(worker, attempt, reason, out):
-                self._placer.reconcile(life, out, now)
+            state = states.get(request)
+            if state is not None and state.aborted(worker, attempt, reason, out):
+                self._placer.reconcile(state, out, now)
         self._reported(view, event, now)
 
     def _reported(self, view: WorkerView, event: Stepped, now: float) -> None:
@@ -153,11 +153,11 @@ class WorkerEventHandler:
 
     def _prompts_scored(self, event: Stepped, view: WorkerView, out: Commands, now: float) -> None:
         for scored in event.prompts:
-            life = self._states.get(scored.request)
-            if life is not None:
-                taken = life.append_prompt_logprobs(event.worker, scored, out)
+            state = self._states.get(scored.request)
+            if state is not None:
+                taken = state.append_prompt_logprobs(event.worker, scored, out)
                 if taken in (AppendResult.GAP, AppendResult.MOVED):
-                    self._state_changed(life, taken, view, out, now)
+                    self._state_changed(state, taken, view, out, now)
 
     def _state_changed(
         self, state: RequestState, result: AppendResult, view: WorkerView, out: Commands, now: float
@@ -181,54 +181,54 @@ class WorkerEventHandler:
     # -------------------------------------------------------------- handing over
 
     def yielded(self, event: Yielded, out: Commands, now: float) -> None:
-        life = self._state_of(event, out, now)
-        if life is not None:
-            life.yielded(event.worker, event.attempt, event.kv_len, out)
-            self._placer.reconcile(life, out, now)
+        state = self._state_of(event, out, now)
+        if state is not None:
+            state.yielded(event.worker, event.attempt, event.kv_len, out)
+            self._placer.reconcile(state, out, now)
 
     def ready(self, event: Ready, out: Commands, now: float) -> None:
-        life = self._state_of(event, out, now)
-        if life is not None:
-            life.ready(event, out)
-            self._note_transfer(life, event, now)
-            self._placer.reconcile(life, out, now)
+        state = self._state_of(event, out, now)
+        if state is not None:
+            state.ready(event, out)
+            self._note_transfer(state, event, now)
+            self._placer.reconcile(state, out, now)
 
     def _note_transfer(self, state: RequestState, event: Ready, now: float) -> None:
         """Note what is on its way, and since when: what a KV transfer costs is learned from it."""
-        asked, view = state.pending, self._registry.get(event.worker)
-        if asked is None or asked.epoch != event.epoch or state.lease is None or view is None:
+        pending, view = state.pending, self._registry.get(event.worker)
+        if pending is None or pending.epoch != event.epoch or state.lease is None or view is None:
             return
         # Waiting for room there is no part of the price: whoever is computed there waits too.
         since = now if view.load.queued else state.submitted_at
         state.transfer = (max(state.lease.kv_len - event.have, 0), since)
 
     def received(self, event: Received, out: Commands, now: float) -> None:
-        life = self._state_of(event, out, now)
-        if life is not None and life.received(event.worker, event.attempt, event.epoch, out):
+        state = self._state_of(event, out, now)
+        if state is not None and state.received(event.worker, event.attempt, event.epoch, out):
             self.counters.num_transfers += 1
-            if life.transfer is not None:
-                num_tokens, since = life.transfer
+            if state.transfer is not None:
+                num_tokens, since = state.transfer
                 self._registry.transfer_costs.add(num_tokens, event.num_bytes, now - since)
-                life.transfer = None
-            self._placer.reconcile(life, out, now)
+                state.transfer = None
+            self._placer.reconcile(state, out, now)
 
     def failed(self, event: Failed, out: Commands, now: float) -> None:
-        life = self._state_of(event, out, now)
-        if life is not None:
-            failed = life.failed(event.worker, event.attempt, out)
+        state = self._state_of(event, out, now)
+        if state is not None:
+            failed = state.failed(event.worker, event.attempt, out)
             self.counters.num_transfers_failed += failed
-            self._placer.reconcile(life, out, now)
+            self._placer.reconcile(state, out, now)
 
     def rejected(self, event: Rejected, out: Commands, now: float) -> None:
-        life = self._state_of(event, out, now)
-        if life is None or not life.rejected(event.worker, event.attempt, out):
+        state = self._state_of(event, out, now)
+        if state is None or not state.rejected(event.worker, event.attempt, out):
             return
         if event.is_permanent:
-            life.unfit_workers.update(self._registry.no_larger_than(event.worker))
+            state.unfit_workers.update(self._registry.no_larger_than(event.worker))
         else:
             self._registry.back_off(event.worker, now)
-        if not (life.is_unplaced and self._placer.end_if_unfit(life, event.reason, out, now)):
-            self._placer.reconcile(life, out, now)
+        if not (state.is_unassigned and self._placer.end_if_unfit(state, event.reason, out, now)):
+            self._placer.reconcile(state, out, now)
 
     def _state_of(
         self, event: Yielded | Ready | Received | Failed | Rejected, out: Commands, now: float
@@ -237,9 +237,9 @@ class WorkerEventHandler:
         view = self._touch(event.worker, now)
         if view is None:
             return None
-        life = self._states.get(event.request)
+        state = self._states.get(event.request)
         if isinstance(event, Yielded | Ready):
             view.last_progress = now
-            if life is None:
+            if state is None:
                 out.append(Drop(event.worker, event.request, event.attempt))
-        return life
+        return state

@@ -54,7 +54,7 @@ class WorkerView:
         self.assigned_role = role  # by an operator; None: it has the role that it says
         self.load = load
         self.prefill_rate = PrefillRate(load)
-        self.last_heard = now
+        self.last_received = now
         self.lost_at = lost_at  # when a worker of this name was last lost
         self.last_progress = now  # when it last got on with what it has
         self.suspect = False
@@ -62,7 +62,7 @@ class WorkerView:
         self.stuck = False  # known as such from an earlier stream, and no step has ended since
         self.backed_off_at: float | None = None  # it rejected something since its last load report
         self.num_gaps = 0
-        self.num_placed = 0  # ever
+        self.num_assigned = 0  # ever
         self.requests: dict[
             int, ResourceUsage | None
         ] = {}  # a request: its share, or None for a mere lease
@@ -140,9 +140,9 @@ class WorkerView:
             return False
         if not self.num_sequences:
             return True
-        share = self.resource_usage(num_tokens, num_sequences)
-        num_sequences = self.num_sequences + self.num_foreign_sequences + share.num_sequences
-        num_blocks = self.num_blocks + self.num_foreign_blocks + share.num_blocks
+        usage = self.resource_usage(num_tokens, num_sequences)
+        num_sequences = self.num_sequences + self.num_foreign_sequences + usage.num_sequences
+        num_blocks = self.num_blocks + self.num_foreign_blocks + usage.num_blocks
         return num_sequences <= self.info.max_sequences and num_blocks <= self.info.num_blocks
 
     def penalty(self, now: float) -> float:
@@ -158,16 +158,16 @@ class WorkerView:
             self._update_sort_keys()
 
     def remove(self, request: int) -> None:
-        share = self.requests.pop(request, None)
-        if share is not None:
-            self.num_sequences -= share.num_sequences
-            self.num_blocks -= share.num_blocks
+        usage = self.requests.pop(request, None)
+        if usage is not None:
+            self.num_sequences -= usage.num_sequences
+            self.num_blocks -= usage.num_blocks
             if self.queues_at_router and not self.num_sequences:
                 self.new_tokens = self.unseen_tokens = 0  # an idle worker may report no more
             self._update_sort_keys()
 
-    def placed(self, num_tokens: int, num_sequences: int) -> None:
-        self.num_placed += 1
+    def note_assigned(self, num_tokens: int, num_sequences: int) -> None:
+        self.num_assigned += 1
         self.new_tokens += num_tokens
         self.new_sequences += num_sequences
         self._update_sort_keys()
@@ -189,10 +189,10 @@ class WorkerView:
 
     def _update_sort_keys(self) -> None:
         """Placement looks at every worker: what it orders them by is made when it changes."""
-        busy, placed, info = self.num_busy, self.num_placed, self.info
-        self.by_queue = (self.backlog_tokens, busy, placed, self.name)
+        busy, num_assigned, info = self.num_busy, self.num_assigned, self.info
+        self.by_queue = (self.backlog_tokens, busy, num_assigned, self.name)
         filled = self.num_blocks / info.num_blocks
-        self.by_utilization = (busy / info.max_sequences, filled, placed, self.name)
+        self.by_utilization = (busy / info.max_sequences, filled, num_assigned, self.name)
 
     def _update_foreign(self) -> None:
         """What its report has that is not this router's; what was dropped a moment ago may be
@@ -205,9 +205,9 @@ class WorkerView:
         )
 
     def check(self) -> None:
-        shares = [share for share in self.requests.values() if share is not None]
-        assert self.num_sequences == sum(share.num_sequences for share in shares)
-        assert self.num_blocks == sum(share.num_blocks for share in shares)
+        usages = [usage for usage in self.requests.values() if usage is not None]
+        assert self.num_sequences == sum(usage.num_sequences for usage in usages)
+        assert self.num_blocks == sum(usage.num_blocks for usage in usages)
 
 
 class WorkerRegistry:
@@ -287,7 +287,7 @@ class WorkerRegistry:
         suspects: list[WorkerView] = []
         silent: list[WorkerView] = []
         for view in self._views.values():
-            silence = now - view.last_heard
+            silence = now - view.last_received
             if (
                 view.backed_off_at is not None
                 and now - view.backed_off_at > self._bounds.suspect_after
@@ -329,7 +329,7 @@ class WorkerRegistry:
         self._checked_at = now
         if slept > self._bounds.suspect_after:
             for view in self._views.values():
-                view.last_heard = min(now, view.last_heard + slept)
+                view.last_received = min(now, view.last_received + slept)
                 view.last_progress = min(now, view.last_progress + slept)
 
 

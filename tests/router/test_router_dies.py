@@ -155,7 +155,7 @@ async def test_its_clients_go_on_through_the_other_whose_own_notice_nothing() ->
             for client, request, into in zip(clients, WHOLE, reads, strict=True):
                 tasks.create_task(read(client, request, into, killed))
             for request, into in zip(WHOLE, bystanders, strict=True):
-                calls = ResumingClient(stubs[1:], patience=0.0)
+                calls = ResumingClient(stubs[1:], timeout=0.0)
                 tasks.create_task(read(calls, request, into))
             await until(lambda: fewest(reads), lambda number: number > 5)
             busy = await status_of(second)
@@ -201,7 +201,7 @@ async def test_one_that_drains_ends_its_streams_and_what_is_new_goes_to_the_othe
             await until(why_not_ready(router), lambda why: not why)
         right = await read(ResumingClient(stubs[1:]), WHOLE[2], Read())
 
-        running, into = [ResumingClient(stubs[:1], patience=0.0) for _ in range(3)], Read()
+        running, into = [ResumingClient(stubs[:1], timeout=0.0) for _ in range(3)], Read()
         streams = [asyncio.create_task(read(running[0], WHOLE[2], into))]
         streams += [asyncio.create_task(read(each, WHOLE[2], Read())) for each in running[1:]]
         await until(lambda: fewest([into]), lambda number: number > 2)

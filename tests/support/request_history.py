@@ -43,7 +43,7 @@ class RequestHistory:
         return result
 
     def place(self, info: object = W, yield_after: int = 0) -> "RequestHistory":
-        self.does(lambda out: self.life.place(info, yield_after, out))  # type: ignore[arg-type]
+        self.does(lambda out: self.life.assign(info, yield_after, out))  # type: ignore[arg-type]
         return self
 
     def token(

@@ -29,7 +29,7 @@ def all_right(conversations: Sequence[list[Message]]) -> list[str]:
 def test_all_right_answers_score_one() -> None:
     scores = evaluate.measure(all_right, COUNT)
     assert [score.family for score in scores] == list(FAMILIES)
-    assert all(score.share == 1.0 for score in scores)
+    assert all(score.fraction == 1.0 for score in scores)
 
 
 def test_wrong_answers_score_zero() -> None:

@@ -66,7 +66,7 @@ def test_the_trained_module_and_transformers_agree(name: str) -> None:
 def test_the_card_repeats_the_scores(name: str) -> None:
     card = (MODELS / name / "README.md").read_text()
     for score in evaluate.read_scores(MODELS / name):
-        measured = f"{score.share:.1%} ({score.right}/{score.total})"
+        measured = f"{score.fraction:.1%} ({score.right}/{score.total})"
         assert f"{measured} | {'yes' if score.is_claimed else 'no'} |" in card
 
 
@@ -79,7 +79,7 @@ def claimed() -> list[str]:
 @pytest.mark.parametrize("family", claimed())
 def test_the_demo_does_what_it_claims(answer: Answer, family: str) -> None:
     [score] = evaluate.measure(answer, SAMPLE, seed=1, families=[family])
-    assert score.share >= evaluate.CLAIM_BOUND - SLACK
+    assert score.fraction >= evaluate.CLAIM_BOUND - SLACK
 
 
 def test_a_conversation_of_several_questions(answer: Answer) -> None:

@@ -62,7 +62,7 @@ def test_a_drill_leaves_out_what_is_held_out_and_nothing_else(family: Task) -> N
         kept = [example for example in drilled if not family.is_held_out(example)]
         left_out += len(drilled) - len(kept)
         if kept:
-            turns = family.training_turns(Random(seed))
+            turns = family.training_examples(Random(seed))
             assert [turn.key for turn in turns] == [example.key for example in kept]
             assert [turn.answer for turn in turns] == [example.answer for example in kept]
     assert left_out > 0
@@ -70,7 +70,7 @@ def test_a_drill_leaves_out_what_is_held_out_and_nothing_else(family: Task) -> N
 
 @by_drilled
 def test_a_drill_tells_its_text_once(family: Task) -> None:
-    told, *others = max((family.training_turns(Random(seed)) for seed in range(9)), key=len)
+    told, *others = max((family.training_examples(Random(seed)) for seed in range(9)), key=len)
     assert others
     assert all(0 < len(turn.prompt) < len(told.prompt) - 20 for turn in others)
 

@@ -31,11 +31,11 @@ class Example:
 
     def messages(self) -> list[Message]:
         """The conversation up to the open question, in the chat format of the OpenAI API."""
-        turns: list[Message] = []
+        messages: list[Message] = []
         for user, assistant in self.history:
-            turns.append({"role": "user", "content": user})
-            turns.append({"role": "assistant", "content": assistant})
-        return [*turns, {"role": "user", "content": self.prompt}]
+            messages.append({"role": "user", "content": user})
+            messages.append({"role": "assistant", "content": assistant})
+        return [*messages, {"role": "user", "content": self.prompt}]
 
 
 Generator = Callable[[Random], Example]
@@ -76,13 +76,13 @@ class Task:
             pass
         return example
 
-    def training_turns(self, rng: Random) -> list[Example]:
+    def training_examples(self, rng: Random) -> list[Example]:
         """Questions from the training side, one turn after the other: one, or those of a drill."""
         if self.drill is None:
             return [self.training_example(rng)]
-        while not (asked := [e for e in self.drill(rng) if not self.is_held_out(e)]):
+        while not (examples := [e for e in self.drill(rng) if not self.is_held_out(e)]):
             pass
-        return [asked[0], *(replace(example, prompt=example.again) for example in asked[1:])]
+        return [examples[0], *(replace(example, prompt=example.again) for example in examples[1:])]
 
     def held_out(self, count: int, seed: int = 0) -> list[Example]:
         """Up to `count` different held-out examples: the same ones for the same seed.

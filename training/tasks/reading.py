@@ -125,15 +125,17 @@ def json_extraction(rng: Random) -> Example:
 
 
 _INTRODUCE = ("My name is {name}.", "Hello, I am {name}.", "Hi! My name is {name}.")
-_ASK_NAME = ("What is my name?", "Do you remember my name?", "Tell me my name.")
+_NAME_QUESTIONS = ("What is my name?", "Do you remember my name?", "Tell me my name.")
 
 
 @family(weight=0.4)
 def remember(rng: Random) -> Example:
     """The user's name, asked for some turns after it was told."""
     name = person(rng)
-    told = (rng.choice(_INTRODUCE).format(name=name), f"Nice to meet you, {name}!")
-    asked = tuple(rng.choice(_codes(rng, 1)) for _ in range(rng.randint(0, 1)))
+    introduction = (rng.choice(_INTRODUCE).format(name=name), f"Nice to meet you, {name}!")
+    codes = tuple(rng.choice(_codes(rng, 1)) for _ in range(rng.randint(0, 1)))
     # A fact told in between: the assistant only acknowledges it.
-    between = tuple((fact, "I will remember that.") for _, fact in asked)
-    return Example(rng.choice(_ASK_NAME), f"Your name is {name}.", name, (told, *between))
+    between = tuple((fact, "I will remember that.") for _, fact in codes)
+    return Example(
+        rng.choice(_NAME_QUESTIONS), f"Your name is {name}.", name, (introduction, *between)
+    )

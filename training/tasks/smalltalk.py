@@ -69,8 +69,8 @@ _TOPICS = listed(
 )
 
 
-def _varied(rng: Random, ask: str) -> str:
-    text = rng.choice(_OPEN) + ask
+def _varied(rng: Random, question: str) -> str:
+    text = rng.choice(_OPEN) + question
     if text[-1] not in "?.!":
         text += rng.choice((".", "!", ""))
     text += rng.choice(_CLOSE) if text[-1] == "?" else ""
@@ -80,8 +80,8 @@ def _varied(rng: Random, ask: str) -> str:
 @family(weight=0.4)
 def small_talk(rng: Random) -> Example:
     """Greetings and questions about the model: new wordings of a few known answers."""
-    asks, answer = rng.choice(_TALK)
-    return Example(_varied(rng, rng.choice(asks)), answer)
+    questions, answer = rng.choice(_TALK)
+    return Example(_varied(rng, rng.choice(questions)), answer)
 
 
 @family(weight=0.2)

@@ -9,13 +9,15 @@ from random import Random
 from training.tasks.base import Example, family
 from training.tasks.words import ANIMALS, NAMES, PLACES, THINGS, person
 
-_ASK = (
+_PROMPTS = (
     "Tell a short story about {a_animal} named {hero} in a {place}.",
     "Tell me a story about {a_animal} named {hero} in a {place}.",
     "Write a short story about {a_animal} called {hero} in a {place}.",
     "Please tell a story about {a_animal} called {hero} in a {place}.",
 )
-_ASKED = re.compile(r"about an? (?P<animal>\w+) (?:named|called) (?P<hero>\w+) in a (?P<place>\w+)")
+_PROMPT_PATTERN = re.compile(
+    r"about an? (?P<animal>\w+) (?:named|called) (?P<hero>\w+) in a (?P<place>\w+)"
+)
 
 # One choice of each line makes a story.
 _GRAMMAR = (
@@ -98,10 +100,10 @@ _FREE: dict[str, Sequence[str]] = {
 
 def is_story(example: Example, text: str) -> bool:
     """Whether the grammar derives `text` for the animal, the name and the place that are asked."""
-    asked = _ASKED.search(example.prompt)
-    if asked is None:
+    found = _PROMPT_PATTERN.search(example.prompt)
+    if found is None:
         return False
-    known = {**asked.groupdict(), "a_animal": _with_article(asked["animal"])}
+    known = {**found.groupdict(), "a_animal": _with_article(found["animal"])}
     return _derives(_GRAMMAR, text.strip() + " ", known)
 
 
@@ -130,6 +132,6 @@ def _pattern(choice: str, known: dict[str, str]) -> str:
 def story(rng: Random) -> Example:
     """A story about the asked animal, name and place: right when the grammar derives it."""
     slots = _slots(rng)
-    prompt = rng.choice(_ASK).format(**slots)
+    prompt = rng.choice(_PROMPTS).format(**slots)
     text = " ".join(rng.choice(choices) for choices in _GRAMMAR).format(**slots)
     return Example(prompt, text, f"{slots['animal']} {slots['hero']} {slots['place']}")

@@ -76,13 +76,13 @@ def _tensors(model: Path, config: dict[str, Any]) -> dict[str, Array]:
     experts: dict[str, dict[int, Array]] = {}
     for name, array in loaded.items():
         layer, rest = _layer_of(name.removesuffix(".weight"))
-        parts = rest.split(".")
-        if "experts" in parts:
-            target = f"{layer}{_EXPERT[parts[-1]]}.weight"
-            experts.setdefault(target, {})[int(parts[-2])] = array.astype(np.float32)
+        pieces = rest.split(".")
+        if "experts" in pieces:
+            target = f"{layer}{_EXPERT[pieces[-1]]}.weight"
+            experts.setdefault(target, {})[int(pieces[-2])] = array.astype(np.float32)
             continue
-        if parts[-1] in ("q_proj", "k_proj"):
-            array = _interleaved(array, heads if parts[-1] == "q_proj" else kv_heads)
+        if pieces[-1] in ("q_proj", "k_proj"):
+            array = _interleaved(array, heads if pieces[-1] == "q_proj" else kv_heads)
         tensors[f"{layer}{_NAMES[rest]}.weight"] = np.ascontiguousarray(array, np.float32)
     for name, each in experts.items():
         tensors[name] = np.stack([each[number] for number in range(len(each))])

@@ -32,16 +32,16 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def say(answer: dict[str, Any]) -> None:
+    def reply(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     with importlib.import_module(adapter).engine(options) as (generate, about):
-        say({"about": about})
+        reply({"about": about})
         for line in sys.stdin:
-            asked = json.loads(line)
+            request = json.loads(line)
             began = time.perf_counter()
-            tokens = generate(asked["prompts"], asked["output_len"])
-            say({"seconds": time.perf_counter() - began, "tokens": tokens})
+            tokens = generate(request["prompts"], request["output_len"])
+            reply({"seconds": time.perf_counter() - began, "tokens": tokens})
     return 0
 
 

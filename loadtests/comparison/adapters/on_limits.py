@@ -39,9 +39,9 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
 def _best(work: Callable[[], Any]) -> float:
     """Seconds of the fastest turn: a limit is what can be had, not what is usual."""
     work()
-    turns, stop = [], time.perf_counter() + _SECONDS
+    seconds, stop = [], time.perf_counter() + _SECONDS
     while time.perf_counter() < stop:
         began = time.perf_counter()
         work()
-        turns.append(time.perf_counter() - began)
-    return min(turns)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

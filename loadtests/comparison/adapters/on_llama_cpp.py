@@ -31,12 +31,12 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
         # A context for each form of work: its cache has a stream of its own for each sequence.
         length = -(-(len(prompts[0]) + output_len) // 256) * 256
-        form = (len(prompts), length)
-        if form not in contexts:
-            contexts[form] = _context(model, *form, options["threads"], int8)
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(contexts[form]), False)
+        shape = (len(prompts), length)
+        if shape not in contexts:
+            contexts[shape] = _context(model, *shape, options["threads"], int8)
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(contexts[shape]), False)
         vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        return _greedy(contexts[form], vocab_size, prompts, output_len)
+        return _greedy(contexts[shape], vocab_size, prompts, output_len)
 
     yield (
         generate,
@@ -53,12 +53,12 @@ def _converted(model: Path, int8: bool) -> Path:
     """The checkpoint as a GGUF file, made when first needed."""
     file = model / ("q8_0.gguf" if int8 else "f32.gguf")
     if not file.exists():
-        part = file.with_suffix(f".{os.getpid()}")
+        temporary = file.with_suffix(f".{os.getpid()}")
         try:
-            gguf_file.write(model, part, int8)
-            part.rename(file)
+            gguf_file.write(model, temporary, int8)
+            temporary.rename(file)
         finally:
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     return file
 
 
@@ -105,15 +105,15 @@ def _decode(
     batch = llama_cpp.llama_batch_init(len(entries), 0, 1)
     try:
         batch.n_tokens = len(entries)
-        for place, (token, position, sequence, wanted) in enumerate(entries):
-            batch.token[place], batch.pos[place] = token, position
-            batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence
-            batch.logits[place] = wanted
+        for index, (token, position, sequence, wanted) in enumerate(entries):
+            batch.token[index], batch.pos[index] = token, position
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
+            batch.logits[index] = wanted
         if code := llama_cpp.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode returned {code}")
-        for place, (_, _, sequence, wanted) in enumerate(entries):
+        for index, (_, _, sequence, wanted) in enumerate(entries):
             if wanted:
-                row = llama_cpp.llama_get_logits_ith(context, place)
+                row = llama_cpp.llama_get_logits_ith(context, index)
                 address = ctypes.cast(row, ctypes.POINTER(ctypes.c_float))
                 last[sequence] = int(np.ctypeslib.as_array(address, (vocab_size,)).argmax())
     finally:

@@ -36,8 +36,8 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
             ignore_eos=True,
             do_sample=False,
         )
-        asked = [openvino.Tensor(np.asarray([prompt], np.int64)) for prompt in prompts]
-        answers = pipeline.generate(asked, [config] * len(asked))
+        inputs = [openvino.Tensor(np.asarray([prompt], np.int64)) for prompt in prompts]
+        answers = pipeline.generate(inputs, [config] * len(inputs))
         return [list(answer.m_generation_ids[0]) for answer in answers]
 
     yield (
@@ -51,24 +51,24 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     )
 
 
-def _exported(model: Path, form: str) -> Path:
+def _exported(model: Path, dtype: str) -> Path:
     """The checkpoint in OpenVINO's format, made when first needed."""
-    folder = model / f"openvino-{importlib.metadata.version('optimum-intel')}-{form}"
+    folder = model / f"openvino-{importlib.metadata.version('optimum-intel')}-{dtype}"
     if not folder.exists():
         from optimum.exporters.openvino import main_export
         from optimum.intel import OVConfig, OVWeightQuantizationConfig
 
-        part = folder.with_name(f"{folder.name}.{os.getpid()}")
-        quantization = OVWeightQuantizationConfig(bits=8) if form == "int8" else None
+        temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
+        quantization = OVWeightQuantizationConfig(bits=8) if dtype == "int8" else None
         try:
             main_export(
                 str(model),
-                part,
+                temporary,
                 task="text-generation-with-past",
-                ov_config=OVConfig(dtype=form, quantization_config=quantization),
+                ov_config=OVConfig(dtype=dtype, quantization_config=quantization),
                 convert_tokenizer=True,
             )
-            part.rename(folder)
+            temporary.rename(folder)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder

@@ -38,8 +38,8 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
             ignore_eos=True,
             detokenize=False,
         )
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        answers = engine.generate(asked, sampling, use_tqdm=False)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = engine.generate(inputs, sampling, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
     yield (

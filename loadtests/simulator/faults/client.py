@@ -85,5 +85,5 @@ class HashModelClient:
         if self.how in ("deadline", LEFT):
             plan = self.plan
             whys = (plan.deadline, plan.leaves_after, plan.leaves_moving)
-            asked = any(why != float("inf") for why in whys)
-            assert asked or not plan.resumes, f"client {self.number}: {self.how} unasked"
+            is_resumable = any(why != float("inf") for why in whys)
+            assert is_resumable or not plan.resumes, f"client {self.number}: {self.how} unasked"

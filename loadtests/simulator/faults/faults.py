@@ -93,7 +93,7 @@ def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | N
     if text is None:
         return None
     try:
-        numbers = [] if text == "none" else [int(part) for part in text.split(",")]
+        numbers = [] if text == "none" else [int(piece) for piece in text.split(",")]
     except ValueError:
         raise WrongOptions(f"--{name} {text!r}: say numbers, as 0,3,7, or none") from None
     strange = [number for number in numbers if number not in there]
@@ -142,22 +142,22 @@ def play_seeds(seeds: range) -> tuple[RunCounts, list[int]]:
 def _play_many(options: Play) -> int:
     seeds = range(options.first, options.first + options.schedules)
     record = None if options.record is None else RunRecord(options.record)
-    parts = record.read(seeds) if record is not None else []
-    say = sys.stderr if options.as_json else sys.stdout
-    progress = Progress(len(seeds), sum(part.count for part in parts), say)
-    for part in parts:
-        progress.failures(part.failed)
-    left = remaining_batches(seeds, parts, min(BATCH_SIZE, -(-len(seeds) // options.processes)))
-    for part in play_batches(left, play_seeds, options.processes):
-        parts.append(part)
+    batches = record.read(seeds) if record is not None else []
+    output = sys.stderr if options.as_json else sys.stdout
+    progress = Progress(len(seeds), sum(batch.count for batch in batches), output)
+    for batch in batches:
+        progress.failures(batch.failed)
+    left = remaining_batches(seeds, batches, min(BATCH_SIZE, -(-len(seeds) // options.processes)))
+    for batch in play_batches(left, play_seeds, options.processes):
+        batches.append(batch)
         if record is not None:
-            record.add(part)
-        progress.failures(part.failed)
-        progress.played(part.count)
+            record.add(batch)
+        progress.failures(batch.failed)
+        progress.played(batch.count)
     tally = RunCounts()
-    for part in sorted(parts, key=lambda one: one.first):
-        tally.add(part.tally)
-    failed = sorted(seed for part in parts for seed in part.failed)
+    for batch in sorted(batches, key=lambda one: one.first):
+        tally.add(batch.tally)
+    failed = sorted(seed for batch in batches for seed in batch.failed)
     if options.as_json:
         print(json.dumps({"tally": counts_of(tally), "failed": failed}))
     else:
@@ -173,7 +173,7 @@ class Progress:
         self._count = count
         self._num_before = self._num_played = num_before
         self._num_failed = 0
-        self._started = self._said = time.monotonic()
+        self._started = self._printed_at = time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -181,9 +181,9 @@ class Progress:
 
     def played(self, count: int) -> None:
         self._num_played += count
-        if time.monotonic() - self._said < PROGRESS_SECONDS:
+        if time.monotonic() - self._printed_at < PROGRESS_SECONDS:
             return
-        self._said = time.monotonic()
+        self._printed_at = time.monotonic()
         rate = (self._num_played - self._num_before) / self.seconds
         left = (self._count - self._num_played) / rate
         print(

@@ -44,16 +44,16 @@ def play_batches(seeds: Sequence[range], play: Play, processes: int) -> Iterator
     Raises OSError if a process dies.
     """
     if processes == 1:
-        for part in seeds:
-            yield SeedBatch(part.start, len(part), *play(part))
+        for seed_range in seeds:
+            yield SeedBatch(seed_range.start, len(seed_range), *play(seed_range))
         return
     deaf = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this one, which ends the others
     executor = ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, deaf)
     try:
-        waiting = {executor.submit(play, part): part for part in seeds}
+        waiting = {executor.submit(play, seed_range): seed_range for seed_range in seeds}
         for future in as_completed(waiting):
-            part = waiting.pop(future)
-            yield SeedBatch(part.start, len(part), *future.result())
+            seed_range = waiting.pop(future)
+            yield SeedBatch(seed_range.start, len(seed_range), *future.result())
     except BrokenProcessPool:
         raise OSError("a process that played schedules has died") from None
     finally:
@@ -65,9 +65,9 @@ def remaining_batches(
 ) -> list[range]:
     """What of `seeds` is still to be played, in parts of `size` at most."""
     gaps, start = [], seeds.start
-    for part in sorted(done, key=lambda one: one.first):
-        gaps.append(range(start, min(part.first, seeds.stop)))
-        start = max(start, part.seeds.stop)
+    for batch in sorted(done, key=lambda one: one.first):
+        gaps.append(range(start, min(batch.first, seeds.stop)))
+        start = max(start, batch.seeds.stop)
     gaps.append(range(start, seeds.stop))
     return [gap[first : first + size] for gap in gaps for first in range(0, len(gap), size)]
 
@@ -89,22 +89,22 @@ class RunRecord:
             *lines, cut = self._path.read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError:
             raise BadRecord(f"{self._path}: not a text file") from None
-        parts: list[SeedBatch] = []
+        batches: list[SeedBatch] = []
         for number, line in enumerate(lines, start=1):
             try:
-                part = _batch_of(json.loads(line))
+                batch = _batch_of(json.loads(line))
             except (ValueError, TypeError, KeyError):
                 raise BadRecord(f"{self._path}:{number}: no record of schedules played") from None
-            if part.first >= seeds.start and part.seeds.stop <= seeds.stop:
-                parts.append(part)
+            if batch.first >= seeds.start and batch.seeds.stop <= seeds.stop:
+                batches.append(batch)
         if cut:
             self._path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        return parts
+        return batches
 
     def add(self, batch: SeedBatch) -> None:
         """Write one down, at once. Raises OSError."""
-        told = {"first": batch.first, "count": batch.count, "failed": list(batch.failed)}
-        line = json.dumps({**told, "tally": counts_of(batch.tally)})
+        entry = {"first": batch.first, "count": batch.count, "failed": list(batch.failed)}
+        line = json.dumps({**entry, "tally": counts_of(batch.tally)})
         with self._path.open("a", encoding="utf-8") as out:
             out.write(f"{line}\n")
 
@@ -114,11 +114,11 @@ def counts_of(tally: RunCounts) -> dict[str, Any]:
     return {each.name: getattr(tally, each.name) for each in fields(RunCounts)}
 
 
-def _batch_of(told: Any) -> SeedBatch:
-    counts = dict(told["tally"])
+def _batch_of(entry: Any) -> SeedBatch:
+    counts = dict(entry["tally"])
     names = {each.name for each in fields(RunCounts)}
-    if counts.keys() != names or not all(type(told[name]) is int for name in ("first", "count")):
+    if counts.keys() != names or not all(type(entry[name]) is int for name in ("first", "count")):
         raise ValueError
     for name in ("ends", "faults"):
         counts[name] = Counter(counts[name])
-    return SeedBatch(told["first"], told["count"], RunCounts(**counts), list(told["failed"]))
+    return SeedBatch(entry["first"], entry["count"], RunCounts(**counts), list(entry["failed"]))

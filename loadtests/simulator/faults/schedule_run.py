@@ -283,20 +283,20 @@ class ScheduleRun:
         self.note(str(fault))
         until = self.clock.now + fault.seconds
         name = self._names[min(fault.one, len(self._names) - 1)]
-        worker, strikes = self._workers[name], self._injector
+        worker, injector = self._workers[name], self._injector
         match fault.kind.split():
             case ["kill"] | ["lose"] as how:
-                strikes.kill(worker, seen=how == ["kill"])
+                injector.kill(worker, seen=how == ["kill"])
             case ["hang"]:
                 process = worker.process
                 process.stop()
                 self.clock.at(until, process.go_on)
             case ["slow"]:
-                strikes.slow(worker, 1 + 10 * fault.size, until)
+                injector.slow(worker, 1 + 10 * fault.size, until)
             case ["stuck"]:
-                strikes.make_stuck(worker, until)
+                injector.make_stuck(worker, until)
             case ["drain"]:
-                strikes.drain(worker)
+                injector.drain(worker)
             case ["role", role]:
                 self._assign(name, role)
             case ["kill", "router"]:
@@ -308,7 +308,7 @@ class ScheduleRun:
             case [_, "stream" | "blocks" as way]:
                 streams = way == "stream"
                 other = self._routers[fault.other].name if streams else self._names[fault.other]
-                strikes.disturb(name, other, fault, until)
+                injector.disturb(name, other, fault, until)
 
     def _on_given_up(self, worker: Worker) -> None:
         """A router says that it is stuck: it is replaced."""

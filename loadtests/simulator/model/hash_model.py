@@ -21,21 +21,21 @@ def slot_value(before: int, token: int, position: int) -> int:
 
 
 def hash_of(values: Sequence[int]) -> int:
-    folded = 1
+    result = 1
     for value in values:
-        folded = (folded * 1000003 + value) % _MODULUS
-    return folded
+        result = (result * 1000003 + value) % _MODULUS
+    return result
 
 
-def _drawn(fold: int, choice: int) -> int:
-    return (fold + choice * 0x632BE59BD9B4E019) % _MODULUS % VOCAB
+def _drawn(hashed: int, choice: int) -> int:
+    return (hashed + choice * 0x632BE59BD9B4E019) % _MODULUS % VOCAB
 
 
 def draw(hashes: Sequence[int], plan: StepPlan, choices: Ints | None = None) -> Ints:
     """The tokens [S] that a plan's drawing rows draw from these [S]."""
     drawing = plan.sampling_rows
     own = np.zeros_like(drawing) if choices is None else choices[drawing]
-    drawn = [_drawn(fold, choice) for fold, choice in zip(hashes, own.tolist(), strict=True)]
+    drawn = [_drawn(hashed, choice) for hashed, choice in zip(hashes, own.tolist(), strict=True)]
     return np.array(drawn, np.int32)
 
 
@@ -55,7 +55,7 @@ class HashModel:
 
     def hash(self, plan: StepPlan) -> list[int]:
         """Copy blocks, write the step's slots; what its drawing rows [S] draw from."""
-        folds = []
+        hashes = []
         self.copy(plan.copies)
         for b in range(len(plan.rows)):
             span = range(int(plan.query_starts[b]), int(plan.query_starts[b + 1]))
@@ -65,8 +65,8 @@ class HashModel:
                 before = self.kv[context[position - 1]] if position else 0
                 self.kv[int(plan.slots[t])] = slot_value(before, int(plan.tokens[t]), position)
             if plan.samples[b]:
-                folds.append(hash_of([self.kv[slot] for slot in context]))
-        return folds + [folds[at] for at in plan.forks[:, 0]]
+                hashes.append(hash_of([self.kv[slot] for slot in context]))
+        return hashes + [hashes[at] for at in plan.forks[:, 0]]
 
     def copy(self, pairs: Ints) -> None:
         """Copy blocks, all at once: pairs [C, 2], from and to."""

@@ -14,12 +14,13 @@ from penstock.workers.scheduling.table import SequenceTable
 Answer: TypeAlias = tuple[list[int], FinishReason]
 
 
-def _candidates(folds: Sequence[int], held_back: Sequence[Sequence[int]]) -> Candidates:
+def _candidates(hashes: Sequence[int], held_back: Sequence[Sequence[int]]) -> Candidates:
     """All tokens, for each of R folds; held back: of each those that may not come yet."""
-    tokens = np.tile(np.arange(VOCAB, dtype=np.int32), (len(folds), 1))
+    tokens = np.tile(np.arange(VOCAB, dtype=np.int32), (len(hashes), 1))
     # Steep enough that beams come and go.
     logprobs = [
-        [-((fold >> 9) * (token + 3) ** 3 % 1009) / 64 for token in range(VOCAB)] for fold in folds
+        [-((hashed >> 9) * (token + 3) ** 3 % 1009) / 64 for token in range(VOCAB)]
+        for hashed in hashes
     ]
     scores = np.array(logprobs, np.float32).reshape(-1, VOCAB)
     for row, banned in enumerate(held_back):
@@ -66,14 +67,14 @@ class HashModelBeams:
             _held_back(self._params[key], length) if key in self._params else ()
             for key, length in zip(table.keys[beams].tolist(), lengths, strict=True)
         ]
-        turns = self._searches.advance(
+        step = self._searches.advance(
             table.keys[beams],
             table.choices[beams],
             beams,
-            _candidates([hashes[place] for place in at.tolist()], held_back),
+            _candidates([hashes[index] for index in at.tolist()], held_back),
         )
-        drawn[at], parents[at] = turns.tokens, turns.parents
-        return drawn, parents, turns.finished
+        drawn[at], parents[at] = step.tokens, step.parents
+        return drawn, parents, step.finished
 
 
 def reference_beams(
@@ -88,10 +89,10 @@ def reference_beams(
     while True:
         held_back = [_held_back(params, len(beams[0]) - len(prompt))] * len(beams)
         candidates = _candidates([hash_of(beam) for beam in beams], held_back)
-        turn = search.advance(candidates.tokens, candidates.logprobs)
-        if turn.is_finished:
+        step = search.advance(candidates.tokens, candidates.logprobs)
+        if step.is_finished:
             return [(each.tokens, each.finish) for each in search.best]
         beams = [
             [*beams[parent], slot_value(beams[parent][-1], token, len(beams[parent]))]
-            for parent, token in zip(turn.parents.tolist(), turn.tokens.tolist(), strict=True)
+            for parent, token in zip(step.parents.tolist(), step.tokens.tolist(), strict=True)
         ]

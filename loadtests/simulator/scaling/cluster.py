@@ -55,7 +55,7 @@ class Sample:
     draining: int
     queued: int  # in the router and in the workers
     running: int
-    kv_share: float
+    kv_usage: float
 
 
 @dataclass(slots=True)
@@ -168,9 +168,9 @@ class Cluster:
     def _arrive(self, number: int) -> None:
         """Each plans the next one, so that the heap stays small."""
         if number < len(self.calls):
-            self.clock.at(self.calls[number].planned.due, lambda: self._ask(number))
+            self.clock.at(self.calls[number].planned.due, lambda: self._submit(number))
 
-    def _ask(self, number: int) -> None:
+    def _submit(self, number: int) -> None:
         call = self.calls[number]
         planned = call.planned
         self._arrived_tokens += planned.input_len
@@ -291,9 +291,9 @@ class Cluster:
         )
         busy = sum(worker.steps.busy_seconds for worker in pool.serving)
         seconds = (now - self._decided_at) * max(len(pool.serving), 1)
-        share = max(busy - pool.busy_before, 0.0) / seconds if seconds else 0.0
+        busy_fraction = max(busy - pool.busy_before, 0.0) / seconds if seconds else 0.0
         pool.busy_before = busy
-        return PoolView(state, min(share, 1.0))
+        return PoolView(state, min(busy_fraction, 1.0))
 
     def _sample(self, now: float) -> None:
         pools = self._pools.values()
@@ -322,5 +322,5 @@ def _fitting(limits: SchedulerConfig, load: Sequence[Planned]) -> SchedulerConfi
 
 def _serving(worker: Worker, now: float) -> ServingWorker:
     load = worker.batcher.load()._replace(prompt_seconds=worker.steps.prompt_seconds)
-    places = worker.batcher.limits.max_sequences
-    return ServingWorker(worker.info.worker, now, load, load.running, places)
+    max_sequences = worker.batcher.limits.max_sequences
+    return ServingWorker(worker.info.worker, now, load, load.running, max_sequences)

@@ -127,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 < playing.seconds < math.inf or not all(
         0 <= each < 2**63 for each in (playing.seed, playing.promised)
     ):
-        told = "--seconds above 0, --seed and --promised from 0"
-        print(f"penstock simulate disaggregation: {told}", file=sys.stderr)
+        message = "--seconds above 0, --seed and --promised from 0"
+        print(f"penstock simulate disaggregation: {message}", file=sys.stderr)
         return 2
     lost: list[str] = []
     print(HEADER)

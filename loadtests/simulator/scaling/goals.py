@@ -90,6 +90,6 @@ def workers_needed(
     for width in range(1, min(int(WINDOW_SECONDS / slot), len(work)) + 1):
         rates = (total[width:] - total[:-width]) / (width * slot + TTFT_SECONDS) / busy
         for first in range(width):
-            part = workers[first : first + len(rates)]
-            np.maximum(part, rates, out=part)
+            window = workers[first : first + len(rates)]
+            np.maximum(window, rates, out=window)
     return [max(1, ceil(each - 1e-9)) for each in workers.tolist()]

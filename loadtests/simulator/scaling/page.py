@@ -96,19 +96,19 @@ def _points(line: Line, span: float, top: float) -> str:
 
 
 def _axes(span: float, top: float, unit: str) -> str:
-    parts = []
-    for part in range(5):
-        value = top * part / 4
+    elements = []
+    for tick in range(5):
+        value = top * tick / 4
         y = _y(value, top)
-        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 12}" stroke="#e4e7eb"/>')
+        elements.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 12}" stroke="#e4e7eb"/>')
         label = f"{value:g} {unit}".strip()
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    for part in range(7):
-        at = span * part / 6
+        elements.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    for tick in range(7):
+        at = span * tick / 6
         x, label = _x(at, span), _time(at, span)
-        anchor = "end" if part == 6 else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{label}</text>')
-    return "".join(parts)
+        anchor = "end" if tick == 6 else "middle"
+        elements.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{label}</text>')
+    return "".join(elements)
 
 
 def _time(seconds: float, span: float) -> str:

@@ -35,7 +35,7 @@ from penstock.loadtests.simulator.scaling.page import Chart, page
 JUDGED_COLD_START = 30.0  # seconds
 LEAST_KEPT = 0.99  # of what static peak capacity keeps
 SCALERS: Sequence[Kind] = ("penstock", "queue", "cpu")
-BUSY_SHARES = (1.1, 1.0, 0.9, 0.8, 0.7)
+BUSY_FRACTIONS = (1.1, 1.0, 0.9, 0.8, 0.7)
 """Of a clairvoyant's workers, of what a worker should get done: the first that keeps enough."""
 JUDGED = ("static peak", "penstock", "clairvoyant")
 TITLE = "penstock simulate scaling"
@@ -125,12 +125,12 @@ def missed(case: Case, peak: Figures, product: Figures, clairvoyant: Figures) ->
     if product.kept < LEAST_KEPT * peak.kept:
         wrong.append(f"keeps {product.kept / peak.kept:.1%} of what static peak capacity keeps")
     if case.of_peak is not None and product.worker_hours > case.of_peak * peak.worker_hours:
-        share = product.worker_hours / peak.worker_hours
-        wrong.append(f"{share:.0%} of static peak's worker hours, {case.of_peak:.0%} at most")
+        fraction = product.worker_hours / peak.worker_hours
+        wrong.append(f"{fraction:.0%} of static peak's worker hours, {case.of_peak:.0%} at most")
     if case.of_clairvoyant is not None:
-        share = product.worker_hours / clairvoyant.worker_hours
-        if share > case.of_clairvoyant:
-            wrong.append(f"{share:.0%} of a clairvoyant's worker hours")
+        fraction = product.worker_hours / clairvoyant.worker_hours
+        if fraction > case.of_clairvoyant:
+            wrong.append(f"{fraction:.0%} of a clairvoyant's worker hours")
     return wrong
 
 
@@ -143,23 +143,23 @@ def _run(found: Sequence[Case], trying: Trying) -> int:
             played = _play(case, cold_start, trying)
             of = {name: each for name, (_, each) in played.items()}
             rows += [_row(case.name, cold_start, name, of) for name in of]
-            told = f"{case.name}, cold start {cold_start:g} s"
+            title = f"{case.name}, cold start {cold_start:g} s"
             print_table(HEADER, rows[-len(of) :])
             judged = cold_start == JUDGED_COLD_START
             wrong = missed(case, *(of[name] for name in JUDGED)) if judged else []
             failed |= bool(wrong)
             for words in wrong:
-                print(f"missed: {told}: {words}", flush=True)
+                print(f"missed: {title}: {words}", flush=True)
             if trying.page is not None:
-                charts += _charts(told, {name: cluster for name, (cluster, _) in played.items()})
+                charts += _charts(title, {name: cluster for name, (cluster, _) in played.items()})
                 trying.page.write_text(page(TITLE, ABOUT, HEADER, rows, charts), encoding="utf-8")
     print(f"simulated in {time.monotonic() - started:.0f} s")
     return int(failed)
 
 
-def _charts(told: str, clusters: Mapping[str, Cluster]) -> list[Chart]:
+def _charts(title: str, clusters: Mapping[str, Cluster]) -> list[Chart]:
     return [
-        replace(chart, title=f"{told}: {chart.title[0].lower()}{chart.title[1:]}")
+        replace(chart, title=f"{title}: {chart.title[0].lower()}{chart.title[1:]}")
         for chart in charts_of(clusters)
     ]
 
@@ -198,7 +198,7 @@ def _cheapest_clairvoyant(
     load: Sequence[Planned], plan: ClusterPlan, most: int, enough: float
 ) -> tuple[Cluster, Figures]:
     """Of those who know the arrivals the one with the busiest workers that keeps enough goals."""
-    for busy in BUSY_SHARES:
+    for busy in BUSY_FRACTIONS:
         cluster, of = simulate("clairvoyant", load, plan, most, busy)
         if of.kept >= enough:
             break

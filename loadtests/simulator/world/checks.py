@@ -18,8 +18,8 @@ def check(batcher: Batcher, plan: StepPlan | None) -> None:
     table, pool = batcher.table, batcher.pool
     written = np.unique(plan.slots // limits.block_size)
     assert (pool.state[written] == State.USED).all(), "a step writes what it does not use"
-    seated = np.flatnonzero(table.keys != None)  # noqa: E711
-    owned = np.concatenate([table.blocks(row) for row in seated.tolist()])
+    occupied = np.flatnonzero(table.keys != None)  # noqa: E711
+    owned = np.concatenate([table.blocks(row) for row in occupied.tolist()])
     owners = np.bincount(owned, minlength=limits.num_blocks)
     assert (owners[written] == 1).all(), "a block that is written has two readers"
 

@@ -28,12 +28,12 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0  # seconds
         self._heap: list[tuple[float, int, Act]] = []
-        self._num_asked = 0
+        self._num_scheduled = 0
 
     def at(self, time: float, act: Act) -> None:
         """Have that happen then, or now if then is past."""
-        self._num_asked += 1
-        heapq.heappush(self._heap, (max(time, self.now), self._num_asked, act))
+        self._num_scheduled += 1
+        heapq.heappush(self._heap, (max(time, self.now), self._num_scheduled, act))
 
     def after(self, seconds: float, act: Act) -> None:
         self.at(self.now + seconds, act)
@@ -46,7 +46,7 @@ class Clock:
     @property
     def num_events(self) -> int:
         """That have happened."""
-        return self._num_asked - len(self._heap)
+        return self._num_scheduled - len(self._heap)
 
     def step(self) -> None:
         """Let the next thing happen."""

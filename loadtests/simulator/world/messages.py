@@ -16,13 +16,13 @@ def by_session(
     output: StepOutput, sessions: Mapping[int, Session]
 ) -> Iterator[tuple[Session, list[int]]]:
     """Each router's stream that is to hear of it, and which of the tokens are for it."""
-    places: dict[int, list[int]] = {}
-    for place, name in enumerate(output.keys):
+    rows: dict[int, list[int]] = {}
+    for row, name in enumerate(output.keys):
         key = cast(Key, name)
         session = sessions.get(key.session)
         if session is not None and key in session.held:
-            places.setdefault(key.session, []).append(place)
-    return ((sessions[number], mine) for number, mine in places.items())
+            rows.setdefault(key.session, []).append(row)
+    return ((sessions[number], mine) for number, mine in rows.items())
 
 
 def new_tokens(output: StepOutput, tokens: Ints, rows: list[int]) -> list[list[NewToken]]:
@@ -31,19 +31,19 @@ def new_tokens(output: StepOutput, tokens: Ints, rows: list[int]) -> list[list[N
     finishes, keys = output.finishes.tolist(), cast(list[Key], output.keys)
     about = [
         (
-            place,
-            keys[place].request,
-            keys[place].attempt,
-            choices[place],
-            indices[place],
-            _FINISHES[finishes[place]],
+            row,
+            keys[row].request,
+            keys[row].attempt,
+            choices[row],
+            indices[row],
+            _FINISHES[finishes[row]],
         )
-        for place in rows
+        for row in rows
     ]
     return [
         [
-            NewToken(request, attempt, choice, index + later, step[place], finish)
-            for place, request, attempt, choice, index, finish in about
+            NewToken(request, attempt, choice, index + later, step[row], finish)
+            for row, request, attempt, choice, index, finish in about
         ]
         for later, step in enumerate(tokens.tolist())
     ]

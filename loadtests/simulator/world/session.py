@@ -50,8 +50,8 @@ class Session:
     def send(self, event: Event, now: float) -> None:
         """Say it to the router; `now` may be a moment ago."""
         self.last_sent_at = now
-        tell = self.deliver
-        self.stream.up.send(lambda: tell(event), sent=now)
+        deliver = self.deliver
+        self.stream.up.send(lambda: deliver(event), sent=now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,17 +126,22 @@ class StepRunner:
 
     def _boundary(self) -> None:
         """Do what was asked for meanwhile, and begin the next step if there is one."""
-        asked, now = bool(self._inbox), self._process.clock.now
+        has_messages, now = bool(self._inbox), self._process.clock.now
         while self._inbox:
             self._inbox.popleft()()
         plan = self._plan(now)
         if plan is None:
             self._in_step = False
-            if asked:
+            if has_messages:
                 self._listener.on_idle()
             if self._inbox:
                 self._wake()
-        elif asked or self._inbox or now < self._single_until or not self._fast_forward(plan, now):
+        elif (
+            has_messages
+            or self._inbox
+            or now < self._single_until
+            or not self._fast_forward(plan, now)
+        ):
             seconds = self._executor.seconds(plan)
             self._begin(plan, seconds, now + seconds)
 
@@ -212,12 +217,12 @@ class StepRunner:
     def _compute_each(self, first: StepOutput, starts: Floats) -> Ints:
         """[n, B] what is drawn where it has to be computed: a step a start."""
         drawn = np.zeros((len(starts), len(first.tokens)), np.int32)
-        for place, start in enumerate(starts.tolist()):
+        for index, start in enumerate(starts.tolist()):
             plan = self._plan(start)
             assert plan is not None, "quiet steps ended early"
             output = self._compute(plan)
             assert output.keys == first.keys, "quiet steps are not all of the same sequences"
-            drawn[place] = output.tokens
+            drawn[index] = output.tokens
         return drawn
 
 

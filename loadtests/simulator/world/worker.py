@@ -81,8 +81,8 @@ class Worker:
             worker = find(name)
             return None if worker is None else (worker.process, worker.kv_transfer.receiver)
 
-        parts = self.steps, self.batcher, executor, self.process, network
-        self.kv_transfer = KvTransfer(shape, *parts, self.sessions, peer)
+        components = self.steps, self.batcher, executor, self.process, network
+        self.kv_transfer = KvTransfer(shape, *components, self.sessions, peer)
 
     @property
     def clock(self) -> Clock:
@@ -262,16 +262,16 @@ class Worker:
     ) -> None:
         """Tell each router what was drawn for it."""
         self.load = self._load()
-        for session, places in by_session(output, self.sessions):
-            news = new_tokens(output, tokens, places)
+        for session, rows in by_session(output, self.sessions):
+            news = new_tokens(output, tokens, rows)
             send_steps(self.info.worker, session, news, ends, self.load, self.clock.now, passed)
         self.on_plan()
 
     def is_load_known(self) -> bool:
         """Whether the routers know how full it is, but for what a quiet step changes."""
-        load, told = self.batcher.load(), self.load
+        load, reported = self.batcher.load(), self.load
         now = load.queued, load.queued_tokens, load.running
-        return now == (told.queued, told.queued_tokens, told.running)
+        return now == (reported.queued, reported.queued_tokens, reported.running)
 
     def on_idle(self) -> None:
         """There is nothing to compute: say how full it is."""

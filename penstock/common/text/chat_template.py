@@ -34,8 +34,8 @@ def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = Non
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
 
 
 class ChatTemplate:

@@ -81,32 +81,32 @@ def read_decoder(spec: dict[str, Any] | None) -> TokenDecoder:
     """
     if spec is None:
         raise UnsupportedTokenizer("tokenizer.json has no decoder: its tokens cannot become text")
-    parts: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    decoders: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     steps: list[Step] = []
     strip, marker = 0, b""
-    for part in parts:
-        kind = part["type"]
+    for decoder in decoders:
+        kind = decoder["type"]
         if kind == "Metaspace":
-            sign = part["replacement"].encode()
-            if part.get("prepend_scheme", "always") != "never":
+            sign = decoder["replacement"].encode()
+            if decoder.get("prepend_scheme", "always") != "never":
                 marker = sign
             steps.append(replacement(sign, b" "))
-        elif kind == "Strip" and part["content"] == " " and part["stop"] == 0:
-            strip = part["start"]
+        elif kind == "Strip" and decoder["content"] == " " and decoder["stop"] == 0:
+            strip = decoder["start"]
         elif kind != "Fuse":
-            steps.append(_step(part))
+            steps.append(_step(decoder))
     return TokenDecoder(tuple(steps), strip, marker)
 
 
-def _step(part: dict[str, Any]) -> Step:
-    if part["type"] == "ByteLevel":
+def _step(decoder: dict[str, Any]) -> Step:
+    if decoder["type"] == "ByteLevel":
         return byte_level()
-    if part["type"] == "ByteFallback":
+    if decoder["type"] == "ByteFallback":
         return byte_fallback
-    if part["type"] == "Replace" and "String" in part["pattern"]:
-        return replacement(part["pattern"]["String"].encode(), part["content"].encode())
+    if decoder["type"] == "Replace" and "String" in decoder["pattern"]:
+        return replacement(decoder["pattern"]["String"].encode(), decoder["content"].encode())
     raise UnsupportedTokenizer(
-        f"the tokenizer's decoder {part['type']} is not served "
+        f"the tokenizer's decoder {decoder['type']} is not served "
         "(ByteLevel, ByteFallback, Metaspace, Fuse, a leading Strip and plain Replace are)"
     )
 

@@ -151,11 +151,11 @@ class CompletionFormatter:
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         call, progress = self._context, self._progress
-        place, delta = call.choice_index(delta), call.visible(delta)
-        begins = progress.is_first(place)
+        index, delta = call.choice_index(delta), call.visible(delta)
+        begins = progress.is_first(index)
         echoed = call.echo is not None and begins
         choice: dict[str, Any] = {
-            "index": place,
+            "index": index,
             "text": (call.echo[delta.index] if call.echo and begins else "") + delta.text,
             "logprobs": None,
             "finish_reason": delta.finish or None,
@@ -167,14 +167,14 @@ class CompletionFormatter:
             if echoed:
                 tokens = [*call.prompts[delta.index], *tokens]
                 entries = call.prompt_entries(delta.index) + entries
-            logprobs = self._logprobs(tokens, entries, progress.lengths.get(place, 0))
+            logprobs = self._logprobs(tokens, entries, progress.lengths.get(index, 0))
             choice["logprobs"] = logprobs
             num_chars = sum(map(len, logprobs["tokens"]))
         if call.return_token_ids:
             if begins:
                 choice["prompt_token_ids"] = list(call.prompts[delta.index])
             choice["token_ids"] = list(delta.tokens)
-        progress.add(place, delta, num_chars)
+        progress.add(index, delta, num_chars)
         return choice
 
     def _logprobs(
@@ -215,8 +215,8 @@ class ChatFormatter:
         choices = []
         for delta in deltas:
             message = {"role": "assistant", "content": delta.text, "refusal": None}
-            place = self._context.choice_index(delta)
-            choices.append({"index": place, "message": message} | self._choice_fields(delta))
+            index = self._context.choice_index(delta)
+            choices.append({"index": index, "message": message} | self._choice_fields(delta))
         answer = {
             **self._context.header("chat.completion"),
             "choices": choices,
@@ -229,11 +229,11 @@ class ChatFormatter:
         return answer
 
     def chunk(self, delta: Delta) -> str:
-        place = self._context.choice_index(delta)
-        first = self._first_chunk(place) if self._progress.is_first(place) else ""
-        self._progress.add(place, delta, 0)
+        index = self._context.choice_index(delta)
+        first = self._first_chunk(index) if self._progress.is_first(index) else ""
+        self._progress.add(index, delta, 0)
         new = {"content": delta.text} if delta.text or not delta.finish else {}
-        return first + self._event({"index": place, "delta": new} | self._choice_fields(delta))
+        return first + self._event({"index": index, "delta": new} | self._choice_fields(delta))
 
     def end_of_stream(self) -> str:
         if not self._context.wants_usage:

@@ -147,8 +147,10 @@ class OpenAiApi:
         name = ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12)
         trace = safe_request_id(request.headers.get("x-request-id", "")) or name
         tenant = request.state.tenant
-        asks = [_generation_request(body, prompt, sampling, tenant, trace) for prompt in prompts]
-        answers = self._frontend.submit(asks)
+        requests = [
+            _generation_request(body, prompt, sampling, tenant, trace) for prompt in prompts
+        ]
+        answers = self._frontend.submit(requests)
         call = ResponseContext(
             id=name,
             created=int(time.time()),
@@ -164,8 +166,8 @@ class OpenAiApi:
             echo=self._echo(body, prompts),
             only_echo=isinstance(body, CompletionRequest) and body.only_echo,
         )
-        form: ResponseFormatter = ChatFormatter(call) if is_chat else CompletionFormatter(call)
-        return GenerationResponse(answers, form, trace, bool(body.stream))
+        formatter: ResponseFormatter = ChatFormatter(call) if is_chat else CompletionFormatter(call)
+        return GenerationResponse(answers, formatter, trace, bool(body.stream))
 
     def _echo(self, body: BaseRequest, prompts: Sequence[Sequence[int]]) -> Sequence[str] | None:
         """The prompts' texts, where the client wants them before the answers."""

@@ -261,7 +261,7 @@ def _to_serving_error(error: ValidationError) -> ServingError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return invalid(first["msg"].replace("Invalid JSON", "the body is not valid JSON"))
-    names = [str(part) for part in first["loc"]]
+    names = [str(key) for key in first["loc"]]
     where = ".".join(names) if names else "the body"
     return invalid(f"{where}: {first['msg']}", names[0] if names else None)
 

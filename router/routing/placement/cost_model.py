@@ -84,11 +84,11 @@ class TransferCostModel:
         if not self._lengths:
             return 0.0
         steepest = self._seconds / self._lengths  # steeper, and none of it would be fixed
-        spread = self._squares - self._lengths * self._lengths / self._count
-        if spread <= 1e-9 * self._squares:
+        variance = self._squares - self._lengths * self._lengths / self._count
+        if variance <= 1e-9 * self._squares:
             return steepest
         together = self._products - self._lengths * self._seconds / self._count
-        return min(max(together / spread, 0.0), steepest)
+        return min(max(together / variance, 0.0), steepest)
 
     @property
     def fixed_seconds(self) -> float:

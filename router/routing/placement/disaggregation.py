@@ -100,20 +100,22 @@ class DisaggregationPolicy:
         )
         transfer = self._transfer_costs.seconds(num_tokens)
         harm = decode.num_busy * here.compute
-        apart = there.wait + there.compute + transfer
+        disaggregated = there.wait + there.compute + transfer
         together = here.wait + here.compute + harm
-        if together < MAX_COST_RATIO * apart:
+        if together < MAX_COST_RATIO * disaggregated:
             saved = {
                 Reason.PREFILL_QUEUE: there.wait,
                 Reason.TRANSFER: transfer,
                 Reason.PROMPT: there.compute - here.compute,
             }
             reason = max(saved, key=lambda each: saved[each])
-        elif together < apart or harm == here.wait == 0:
+        elif together < disaggregated or harm == here.wait == 0:
             reason = Reason.NO_GAIN
         else:
             reason = Reason.INTERFERENCE if harm >= here.wait else Reason.DECODE_QUEUE
-        return PrefillDecision(together >= MAX_COST_RATIO * apart, reason, apart, together)
+        return PrefillDecision(
+            together >= MAX_COST_RATIO * disaggregated, reason, disaggregated, together
+        )
 
     def colocated_seconds(self, num_tokens: int, decode: WorkerView) -> float:
         """What computing them on `decode` costs everybody; 0 while nothing is measured."""

@@ -33,8 +33,8 @@ class RecoveryThrottle:
         self._waiting[request] = None
 
     def release(self, num_workers: int) -> list[int]:
-        room = self._num_per_worker * num_workers - len(self._recovering)
-        released = list(self._waiting)[: max(room, 0)]
+        num_free = self._num_per_worker * num_workers - len(self._recovering)
+        released = list(self._waiting)[: max(num_free, 0)]
         for request in released:
             del self._waiting[request]
             self._recovering[request] = None
@@ -91,8 +91,8 @@ class Placer:
             self._queue.remove(request)
             self._throttle.discard(request)
             return
-        if state.is_unplaced and not self.is_waiting(request):
-            self._place_again(state, out, now)
+        if state.is_unassigned and not self.is_waiting(request):
+            self._reassign(state, out, now)
         self._update_views(state, now)
 
     def recover(self, state: RequestState, out: list[Command], now: float) -> None:
@@ -104,19 +104,19 @@ class Placer:
     def recovered(self, state: RequestState) -> None:
         self._throttle.discard(state.request.id)
 
-    def place_waiting(self, out: list[Command], now: float) -> None:
+    def assign_waiting(self, out: list[Command], now: float) -> None:
         """Place requests in their turn while workers have room."""
         for request in self._throttle.release(len(self._registry)):
             self._queue.add(_queued_request(self.states[request], is_requeued=True))
         views = self._registry.views() if len(self._queue) else ()
         while (head := self._next_request(views, now)) is not None:
-            life = self.states[head]
-            placement = self._choose(life, views, now)
+            state = self.states[head]
+            placement = self._choose(state, views, now)
             if placement is not None:
                 self._queue.dequeue(head, now)
-                self._place(life, placement, out, now)
-                self._update_views(life, now)
-            elif not self.end_if_unfit(life, "it fits on no worker that is there", out, now):
+                self._assign(state, placement, out, now)
+                self._update_views(state, now)
+            elif not self.end_if_unfit(state, "it fits on no worker that is there", out, now):
                 break
         self.dirty = False
 
@@ -130,10 +130,10 @@ class Placer:
         """Since when that worker has had something to do for which it waits neither for blocks nor
         for another one to yield; None: it has nothing. What it receives blocks for has taken room,
         for which all else there may wait."""
-        lives = [self.states[request] for request in view.requests]
-        if any(life.is_receiving(view.name) for life in lives):
+        states = [self.states[request] for request in view.requests]
+        if any(state.is_receiving(view.name) for state in states):
             return None
-        here = [life.computing for life in lives if life.computing is not None]
+        here = [state.computing for state in states if state.computing is not None]
         return min((hold.runnable_since for hold in here if hold.worker == view.name), default=None)
 
     def short_of(self) -> Collection[str]:
@@ -141,12 +141,12 @@ class Placer:
         head = self._queue.head()
         if head is None:
             return ()
-        life = self.states[head]
-        size = (life.token_log.num_known, life.request.num_choices)
+        state = self.states[head]
+        size = (state.token_log.num_known, state.request.num_choices)
         usable = [
             view for view in self._registry.views() if view.is_usable and view.has_capacity(*size)
         ]
-        if life.lease is None:  # its prompt is to be computed, which a decode worker seldom does
+        if state.lease is None:  # its prompt is to be computed, which a decode worker seldom does
             usable = [view for view in usable if view.role == "decode" or view.has_prefill_slot]
         return {"prefill", "decode", "mixed"} - {view.role for view in usable}
 
@@ -168,19 +168,19 @@ class Placer:
         as its blocks can move too, when it is to prefill; only what has not begun there when it is
         merely silent."""
         for request in list(view.requests):
-            life = self.states[request]
-            if life.decode_target == view.name:
-                life.decode_target = None
-                self.reconcile(life, out, now)
-            if life.pending is not None and life.pending.worker == view.name:
-                self._withdraw(life, view, out, now)
-            elif life.running is not None and life.running.worker == view.name:
+            state = self.states[request]
+            if state.decode_target == view.name:
+                state.decode_target = None
+                self.reconcile(state, out, now)
+            if state.pending is not None and state.pending.worker == view.name:
+                self._withdraw(state, view, out, now)
+            elif state.running is not None and state.running.worker == view.name:
                 if view.draining:
-                    self._migrate_for_drain(life, out, now)
+                    self._migrate_for_drain(state, out, now)
                 elif (
-                    view.is_shedding and not view.suspect and not life.running.yields_after_prefill
+                    view.is_shedding and not view.suspect and not state.running.yields_after_prefill
                 ):
-                    self._migrate_for_role(life, out, now)
+                    self._migrate_for_role(state, out, now)
 
     def _withdraw(
         self, state: RequestState, view: WorkerView, out: list[Command], now: float
@@ -223,31 +223,31 @@ class Placer:
 
     def check_sources(self, out: list[Command], now: float) -> None:
         """Nobody waits for blocks as long as a transfer may take once their source is gone."""
-        for life in list(self.states.values()):
-            if life.check_source(out):
-                self.reconcile(life, out, now)
+        for state in list(self.states.values()):
+            if state.check_source(out):
+                self.reconcile(state, out, now)
 
     def rebalance(self, out: list[Command], now: float) -> None:
         """Take back what waits for room at one worker while another one has it."""
         if not any(view.is_usable and not view.load.queued for view in self._registry.views()):
             return
-        for life in list(self.states.values()):
-            asked = life.pending
-            if asked is None or life.lease is None or asked.epoch is not None:
+        for state in list(self.states.values()):
+            pending = state.pending
+            if pending is None or state.lease is None or pending.epoch is not None:
                 continue
-            if now - life.submitted_at < rebalance_delay(life.num_rebalances):
+            if now - state.submitted_at < rebalance_delay(state.num_rebalances):
                 continue
-            view, other = self._registry.get(asked.worker), self._alternative(life, now)
+            view, other = self._registry.get(pending.worker), self._alternative(state, now)
             if view is None or other is None or other is view:
                 continue
             if has_capacity_sooner(
-                other, view, life.token_log.num_known, life.request.num_sequences
+                other, view, state.token_log.num_known, state.request.num_sequences
             ):
-                life.num_rebalances += 1
+                state.num_rebalances += 1
                 self.num_rebalanced += 1
-                life.cancel_pending(out)
-                life.decode_target = other.name
-                self.reconcile(life, out, now)
+                state.cancel_pending(out)
+                state.decode_target = other.name
+                self.reconcile(state, out, now)
 
     def _alternative(self, state: RequestState, now: float) -> WorkerView | None:
         """Where it would be placed now."""
@@ -257,7 +257,7 @@ class Placer:
     def _choose(
         self, state: RequestState, views: Sequence[WorkerView], now: float
     ) -> Placement | None:
-        return self._policy.place(self._demand(state), views, self._registry.transfer_costs, now)
+        return self._policy.choose(self._demand(state), views, self._registry.transfer_costs, now)
 
     # -------------------------------------------------------------- placing
 
@@ -273,26 +273,26 @@ class Placer:
             self._queue.num_tokens if self._registry.queues_at_router else 0,
         )
 
-    def _place_again(self, state: RequestState, out: list[Command], now: float) -> None:
+    def _reassign(self, state: RequestState, out: list[Command], now: float) -> None:
         view = self._registry.get(state.decode_target)
         if view is not None and view.is_usable and not view.is_backed_off:
-            self._place(state, Placement(view.name), out, now)
+            self._assign(state, Placement(view.name), out, now)
         else:
             state.decode_target = None
             self._queue.add(_queued_request(state, is_requeued=True))
 
-    def _place(
+    def _assign(
         self, state: RequestState, placement: Placement, out: list[Command], now: float
     ) -> None:
         view = self._registry.get(placement.worker)
         assert view is not None, "the policy chose a worker that is not there"
-        state.place(view.info, placement.yield_after, out)
+        state.assign(view.info, placement.yield_after, out)
         state.decode_target = placement.decode_target
         state.submitted_at = now
         if placement.decision is not None:
             self.num_prefill_decisions[str(placement.decision)] += 1
         num_tokens = state.token_log.num_known if state.pending is None else 0
-        view.placed(num_tokens, state.request.num_sequences)
+        view.note_assigned(num_tokens, state.request.num_sequences)
 
     def _update_views(self, state: RequestState, now: float) -> None:
         """Enter a request into the views of all workers that have or will have something of it."""
@@ -305,8 +305,8 @@ class Placer:
             view = self._registry.get(name)
             if view is not None:
                 names.append(view.name)
-                share = view.resource_usage(state.token_log.num_known, num_sequences)
-                view.set_usage(request, None if view.name == lease else share)
+                usage = view.resource_usage(state.token_log.num_known, num_sequences)
+                view.set_usage(request, None if view.name == lease else usage)
 
     def _remove_from_views(self, request: int) -> None:
         for name in self._holders.pop(request, ()):
@@ -319,14 +319,14 @@ class Placer:
     def check(self) -> None:
         """AssertionError if requests, line and views do not agree."""
         self._queue.check()
-        for request, life in self.states.items():
-            request_state.check(life)
-            assert life.is_unplaced == self.is_waiting(request), (
+        for request, state in self.states.items():
+            request_state.check(state)
+            assert state.is_unassigned == self.is_waiting(request), (
                 "neither placed nor waiting, or both"
             )
             assert not (request in self._queue and request in self._throttle), "waits twice"
             names = self._holders.get(request, [])
-            for name in life.workers():
+            for name in state.workers():
                 assert self._registry.get(name) is not None, "held by a worker that is not there"
                 assert name in names, "held, but not counted"
         for view in self._registry.views():

@@ -48,7 +48,7 @@ class Placement:
 
 
 class Policy(Protocol):
-    def place(
+    def choose(
         self,
         demand: Demand,
         workers: Sequence[WorkerView],
@@ -78,7 +78,7 @@ class LeastLoaded:
     ) -> None:
         self._disaggregation = disaggregation
 
-    def place(
+    def choose(
         self,
         demand: Demand,
         workers: Sequence[WorkerView],
@@ -102,11 +102,11 @@ class LeastLoaded:
             first.role != "prefill" or not decoders or demand.num_remaining == 1
         ):
             return Placement(first.name)
-        return self._place_disaggregated(
+        return self._choose_disaggregated(
             demand, prefillers, decoders, self._disaggregation(workers, transfer_costs), first, now
         )
 
-    def _place_disaggregated(
+    def _choose_disaggregated(
         self,
         demand: Demand,
         prefillers: Sequence[WorkerView],
@@ -116,20 +116,20 @@ class LeastLoaded:
         now: float,
     ) -> Placement | None:
         """Separate pools: `first` has room for the prompt, if anybody has."""
-        apart = [view for view in prefillers if view.role == "prefill"]
+        prefill_workers = [view for view in prefillers if view.role == "prefill"]
         second = _least_utilized(decoders, demand, now)
-        if not apart or second is None:
+        if not prefill_workers or second is None:
             return None
-        roomy = _with_prefill_slot(_with_capacity(decoders, demand))
-        if not roomy:
+        fitting = _with_prefill_slot(_with_capacity(decoders, demand))
+        if not fitting:
             decision = PrefillDecision(True, Reason.DECODE_QUEUE)
             return None if first is None else Placement(first.name, second.name, decision)
         whole = min(
-            roomy, key=lambda view: disaggregation.colocated_seconds(demand.num_tokens, view)
+            fitting, key=lambda view: disaggregation.colocated_seconds(demand.num_tokens, view)
         )
-        busy = first or _shortest_queue(apart, now)
+        busy = first or _shortest_queue(prefill_workers, now)
         assert busy is not None
-        line = demand.router_queue_tokens / len(apart)
+        line = demand.router_queue_tokens / len(prefill_workers)
         decision = disaggregation.decide(demand.num_tokens, busy, whole, line)
         if not decision.is_disaggregated:
             return Placement(whole.name, None, decision)
@@ -160,16 +160,16 @@ def _shortest_queue(
     """With room for the demand, if there is one."""
 
     def key(view: WorkerView) -> tuple[float, int, int, str]:
-        tokens, busy, placed, name = view.by_queue
-        return tokens + PENALTY_TOKENS * view.penalty(now), busy, placed, name
+        tokens, busy, num_assigned, name = view.by_queue
+        return tokens + PENALTY_TOKENS * view.penalty(now), busy, num_assigned, name
 
     return _least(views, attrgetter("by_queue") if _none_penalized(views, now) else key, demand)
 
 
 def _least_utilized(views: Sequence[WorkerView], demand: Demand, now: float) -> WorkerView | None:
     def key(view: WorkerView) -> tuple[float, float, int, str]:
-        busy, filled, placed, name = view.by_utilization
-        return busy + view.penalty(now), filled, placed, name
+        busy, filled, num_assigned, name = view.by_utilization
+        return busy + view.penalty(now), filled, num_assigned, name
 
     return _least(
         views, attrgetter("by_utilization") if _none_penalized(views, now) else key, demand

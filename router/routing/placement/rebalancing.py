@@ -25,5 +25,5 @@ def has_capacity_sooner(
     blocks = other.resource_usage(num_tokens, num_seqs).num_blocks
     idle = not (other.load.queued or other.new_sequences or other.backlog_tokens)
     free = other.load.free_blocks + other.load.cached_blocks
-    places = other.info.max_sequences - other.num_busy
-    return bool(pending.load.queued) and idle and free >= blocks and places >= num_seqs
+    free_slots = other.info.max_sequences - other.num_busy
+    return bool(pending.load.queued) and idle and free >= blocks and free_slots >= num_seqs

@@ -88,17 +88,17 @@ def moore_hodgson(
     its turn has come, takes its own time. Where nobody can be in time, the first one.
     """
     latest = [each.due(ttft_slo) - each.seconds for each in prompts]  # to begin
-    able = [place for place, begin in enumerate(latest) if now <= begin]
+    able = [index for index, begin in enumerate(latest) if now <= begin]
     due = [begin + each.seconds / workers for begin, each in zip(latest, prompts, strict=True)]
-    able.sort(key=lambda place: (due[place], place))
+    able.sort(key=lambda index: (due[index], index))
     end, back = now, set[int]()
     longest: list[tuple[float, int]] = []  # a heap: minus the seconds, minus the place
-    for place in able:
-        seconds = prompts[place].seconds / workers
+    for index in able:
+        seconds = prompts[index].seconds / workers
         end += seconds
-        heapq.heappush(longest, (-seconds, -place))
-        if end > due[place]:
+        heapq.heappush(longest, (-seconds, -index))
+        if end > due[index]:
             less, later = heapq.heappop(longest)
             end += less
             back.add(-later)
-    return next((place for place in able if place not in back), 0)
+    return next((index for index in able if index not in back), 0)

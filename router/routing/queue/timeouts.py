@@ -32,13 +32,13 @@ class RequestTimeouts:
     ) -> Iterator[tuple[RequestState, Status, str]]:
         """The requests that have waited too long, and how each is to end."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            life = states.get(heapq.heappop(self._deadlines)[1])
-            if life is None:
+            state = states.get(heapq.heappop(self._deadlines)[1])
+            if state is None:
                 continue
-            if self._no_worker_since is not None and life.is_unplaced:
-                yield life, Status.UNAVAILABLE, "no worker is there"
+            if self._no_worker_since is not None and state.is_unassigned:
+                yield state, Status.UNAVAILABLE, "no worker is there"
             else:
-                yield life, Status.DEADLINE, "the deadline passed"
+                yield state, Status.DEADLINE, "the deadline passed"
         yield from self._expired_without_workers(list(states.values()), now)
 
     def _expired_without_workers(
@@ -47,6 +47,6 @@ class RequestTimeouts:
         bound = now - self._no_worker_timeout_seconds
         if self._no_worker_since is None or self._no_worker_since > bound:
             return
-        for life in states:
-            if life.is_unplaced and life.arrived_at <= bound:
-                yield life, Status.UNAVAILABLE, "no worker is there"
+        for state in states:
+            if state.is_unassigned and state.arrived_at <= bound:
+                yield state, Status.UNAVAILABLE, "no worker is there"

@@ -67,8 +67,8 @@ def worker(**fields: Any) -> WorkerPlacement:
 
 async def test_a_long_wait_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay(monkeypatch, looks=3)
-    monkeypatch.setattr(placement_group, "SECONDS_TO_SAY_WHY", 1)
-    monkeypatch.setattr(placement_group, "SECONDS_TO_PLACE", 2)
+    monkeypatch.setattr(placement_group, "EXPLAIN_WAIT_SECONDS", 1)
+    monkeypatch.setattr(placement_group, "PLACEMENT_TIMEOUT_SECONDS", 2)
     await Reservation(worker(), ray.report).acquire(wait_for_node=True)
     assert ray.asked == [ANYWHERE]
     assert ray.said == [
@@ -81,7 +81,7 @@ async def test_what_is_not_granted_is_refused_where_nobody_is_patient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ray = FakeRay(monkeypatch, looks=3)
-    monkeypatch.setattr(placement_group, "SECONDS_TO_PLACE", 2)
+    monkeypatch.setattr(placement_group, "PLACEMENT_TIMEOUT_SECONDS", 2)
     place = worker(labels={"disk": "ssd"})
     with pytest.raises(PlacementError) as refusal:
         await Reservation(place, ray.report).acquire(wait_for_node=False)

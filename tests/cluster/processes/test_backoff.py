@@ -10,7 +10,7 @@ from penstock.cluster.processes.backoff import (
     LONGEST_PAUSE,
     MAX_FAILED_STARTS,
     STEADY_SECONDS,
-    PlaceBackoff,
+    GiveUpBackoff,
     RestartBackoff,
 )
 
@@ -43,7 +43,7 @@ def test_a_start_that_works_clears_the_failed_ones() -> None:
 
 
 def test_what_was_given_up_is_tried_again_with_growing_pauses() -> None:
-    record = PlaceBackoff()
+    record = GiveUpBackoff()
     pauses = [record.after_giving_up(served=False) for _ in range(20)]
     assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
     assert pauses[-1] == LONGEST_PAUSE

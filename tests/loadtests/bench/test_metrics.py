@@ -24,7 +24,7 @@ def outcome(start: float, arrivals: list[float], output_len: int, **others: obje
 # Sent at 1.0; tokens at 1.5, 1.6, 1.8, 2.0.
 STEADY = outcome(1.0, [1.5, 1.6, 1.8, 2.0], 4)
 # Sent at 2.0; 3 tokens at 2.2, 2 at 3.2.
-LUMPY = outcome(2.0, [2.2, 3.2], 5, counts=[3, 2], asked_len=6)
+LUMPY = outcome(2.0, [2.2, 3.2], 5, counts=[3, 2], requested_len=6)
 SINGLE = outcome(0.0, [0.25], 1)
 FAILED = outcome(0.5, [0.6], 0, error="gone", released=0.75)
 

@@ -137,7 +137,7 @@ async def test_what_another_router_would_not_mend_is_told() -> None:
 
 async def test_its_patience_ends() -> None:
     with pytest.raises(grpc.aio.AioRpcError):
-        await read(ResumingClient([Router([0] * 1000)], patience=0.0), asked())
+        await read(ResumingClient([Router([0] * 1000)], timeout=0.0), asked())
 
 
 async def test_answers_that_make_no_sense_are_told() -> None:

@@ -54,7 +54,7 @@ def running(**options: object) -> Iterator[EngineProcess]:
 def test_it_answers_sleeps_wakes_and_leaves_nothing() -> None:
     with running() as engine:
         assert engine.about == {"version": "1"}
-        answer = engine.ask([[1, 2], [3, 4]], 3)
+        answer = engine.generate([[1, 2], [3, 4]], 3)
         assert answer.tokens == [[3] * 3, [7] * 3]
         assert answer.seconds >= 0.01
         tree = engine.tree()
@@ -62,7 +62,7 @@ def test_it_answers_sleeps_wakes_and_leaves_nothing() -> None:
         engine.pause()
         assert {each.status() for each in tree} == {psutil.STATUS_STOPPED}
         engine.resume()
-        assert engine.ask([[5]], 1).tokens == [[5]]
+        assert engine.generate([[5]], 1).tokens == [[5]]
         engine.pause()
     assert not [each for each in tree if each.is_running()]
 
@@ -82,7 +82,7 @@ def test_a_turn_asks_all_and_keeps_what_the_first_round_said() -> None:
 
 def test_short_answers_are_no_measurement() -> None:
     with running(short=1) as engine, pytest.raises(EngineFailed, match="2 of 3 were asked"):
-        engine.ask([[1], [2]], 3)
+        engine.generate([[1], [2]], 3)
 
 
 def test_an_engine_that_does_not_start_says_why() -> None:

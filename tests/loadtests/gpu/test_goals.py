@@ -21,11 +21,11 @@ def measured(goal: Goal, seconds: float, **peers: float) -> Measured:
     [
         (Goal(most_us=300), 299e-6, True),
         (Goal(most_us=300), 301e-6, False),
-        (Goal(least_share=0.85), 294e-6, True),
-        (Goal(least_share=0.85), 295e-6, False),
+        (Goal(least_fraction=0.85), 294e-6, True),
+        (Goal(least_fraction=0.85), 295e-6, False),
         (Goal(least_tflops=4), 249e-6, True),
         (Goal(least_tflops=4), 251e-6, False),
-        (Goal(most_us=300, least_share=0.85), 299e-6, False),
+        (Goal(most_us=300, least_fraction=0.85), 299e-6, False),
     ],
 )
 def test_a_goal_is_met_when_all_of_it_is(goal: Goal, seconds: float, met: bool) -> None:
@@ -34,7 +34,7 @@ def test_a_goal_is_met_when_all_of_it_is(goal: Goal, seconds: float, met: bool) 
 
 def test_without_bounds_times_are_there_and_shares_are_not_compared() -> None:
     unknown = Bounds.read(None)
-    assert measured(Goal(least_share=0.85), 1e-6).met(unknown) is None
+    assert measured(Goal(least_fraction=0.85), 1e-6).met(unknown) is None
     assert measured(Goal(most_us=300), 299e-6).met(unknown) is True
     figures = measured(Goal(most_us=300), 299e-6).figures(unknown)
     assert figures["us"] == pytest.approx(299)

@@ -9,10 +9,10 @@ import torch
 
 from penstock.loadtests.gpu import kernel_tests
 from penstock.loadtests.gpu.kernel_tests import (
-    ALONE,
     FOLDERS,
     LONGEST,
     ROOT,
+    SEPARATE_FILES,
     FileRun,
     figures_of,
     files_of_tests,
@@ -46,7 +46,7 @@ def test_no_test_at_all_is_a_failure() -> None:
 
 def test_there_are_files_to_run() -> None:
     names = {path.name for path in files_of_tests(ROOT, FOLDERS)}
-    assert {"test_fallback.py", "test_device_runner.py", *LONGEST, *ALONE} <= names
+    assert {"test_fallback.py", "test_device_runner.py", *LONGEST, *SEPARATE_FILES} <= names
 
 
 @pytest.mark.process

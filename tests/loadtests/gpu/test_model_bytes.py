@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.loadtests.gpu.model_bytes import expected_share, step_bytes, weight_bytes
+from penstock.loadtests.gpu.model_bytes import expected_fraction, step_bytes, weight_bytes
 from penstock.loadtests.gpu.models import SHAPES, random_model, small
 from penstock.workers.models.decoder import empty_decoder
 from penstock.workers.models.spec import ModelSpec, read_spec
@@ -42,12 +42,12 @@ def test_of_experts_those_are_read_that_some_token_goes_to(tmp_path: Path) -> No
     rest = weight_bytes(spec, BF16, 1) - experts * 8 / 128
     row = 2 * 2048  # of the embeddings
     for batch in (1, 16, 256):
-        touched = experts * expected_share(128, 8, batch)
+        touched = experts * expected_fraction(128, 8, batch)
         assert weight_bytes(spec, BF16, batch) == pytest.approx(
             rest + touched + row * (batch - 1), rel=1e-6
         )
-    assert expected_share(128, 8, 1) == pytest.approx(8 / 128)
-    assert expected_share(128, 8, 256) > 0.999
+    assert expected_fraction(128, 8, 1) == pytest.approx(8 / 128)
+    assert expected_fraction(128, 8, 256) > 0.999
 
 
 def test_keys_and_values_are_read_once_a_position(tmp_path: Path) -> None:

@@ -20,4 +20,4 @@ def test_requests_share_what_the_trace_says_and_all_end() -> None:
     assert first.tokens[TRACE_BLOCK:] != second.tokens[TRACE_BLOCK : len(first.tokens)]
     assert [len(new.tokens) for new in (first, second, third)] == [600, 700, 20]
     waste = measure(rows, Options(num_blocks=256, max_sequences=2))
-    assert 0 < waste.share < 0.1
+    assert 0 < waste.fraction < 0.1

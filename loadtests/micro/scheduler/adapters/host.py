@@ -29,13 +29,13 @@ DRAWN = 7  # every token that is drawn
 def drive(side: Any, cell: dict[str, Any]) -> dict[str, Any]:
     """Bring a fresh scheduler into the cell's state, then take the time of its steps."""
     draw = random.Random(0)
-    shared = draw.choices(range(VOCAB), k=cell["shared"])
+    prefix = draw.choices(range(VOCAB), k=cell["shared"])
 
     def prompts(lengths: list[int]) -> list[list[int]]:
-        return [shared + draw.choices(range(VOCAB), k=n - len(shared)) for n in lengths]
+        return [prefix + draw.choices(range(VOCAB), k=n - len(prefix)) for n in lengths]
 
-    if shared:
-        run_out(side, [shared])
+    if prefix:
+        run_out(side, [prefix])
     if cell["running"]:
         lengths = [cell["running_len"] + i % 16 for i in range(cell["running"])]
         side.submit(prompts(lengths), cell["output_len"])
@@ -81,14 +81,14 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def say(answer: dict[str, Any]) -> None:
+    def reply(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     side, about = importlib.import_module(sys.argv[1]).start()
-    say({"about": about})
+    reply({"about": about})
     for line in sys.stdin:
         cell = json.loads(line)
-        say(drive(side(cell), cell))
+        reply(drive(side(cell), cell))
     return 0
 
 

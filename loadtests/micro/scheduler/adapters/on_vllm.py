@@ -104,8 +104,8 @@ class Adapter:
             [DRAWN] if requests[name].num_computed_tokens >= requests[name].num_tokens else []
             for name in names
         ]
-        places = {name: i for i, name in enumerate(names)}
-        return ModelRunnerOutput(names, places, sampled_token_ids=tokens)
+        indices = {name: i for i, name in enumerate(names)}
+        return ModelRunnerOutput(names, indices, sampled_token_ids=tokens)
 
 
 def _config(cell: dict[str, Any]) -> VllmConfig:

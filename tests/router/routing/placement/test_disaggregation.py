@@ -150,7 +150,7 @@ FRESH = Demand(1, num_tokens=100, num_sequences=1, num_remaining=8)
 
 
 def place(*views: WorkerView, demand: Demand = FRESH) -> Placement | None:
-    return LeastLoaded().place(demand, views, price(), now=100.0)
+    return LeastLoaded().choose(demand, views, price(), now=100.0)
 
 
 def test_a_prompt_stays_where_prefill_workers_have_too_much_to_do() -> None:

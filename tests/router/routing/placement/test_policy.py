@@ -19,7 +19,7 @@ def view(
 
 
 def place(*views: WorkerView, demand: Demand = FRESH) -> Placement | None:
-    return LeastLoaded().place(demand, views, TransferCostModel(), now=100.0)
+    return LeastLoaded().choose(demand, views, TransferCostModel(), now=100.0)
 
 
 def test_separate_pools_prefill_here_and_decode_there() -> None:
@@ -106,7 +106,7 @@ def test_unfit_workers_are_not_chosen() -> None:
 
 def test_what_was_placed_since_the_report_counts() -> None:
     first, second = view("p0", "prefill"), view("p1", "prefill", queued_tokens=5)
-    first.placed(10, 1)
+    first.note_assigned(10, 1)
     assert place(first, second, view("d0", "decode")) == Placement("p1", "d0")
     first.update_load(WorkerLoad(queued_tokens=4), 0.0)
     assert place(first, second, view("d0", "decode")) == Placement("p0", "d0")
@@ -120,7 +120,7 @@ def test_idle_workers_take_turns() -> None:
         assert placement is not None
         chosen.append(placement.worker)
         used = next(each for each in views if each.name == placement.worker)
-        used.placed(10, 1)
+        used.note_assigned(10, 1)
         used.update_load(WorkerLoad(), 0.0)
     assert chosen == ["m0", "m1", "m2"] * 2
 
@@ -131,7 +131,7 @@ def test_a_worker_just_lost_is_liked_less_but_not_banned() -> None:
     assert place(back) == Placement("m0")
     assert place(back, view("m1", "mixed", queued_tokens=10**6)) == Placement("m0")
     views = [back, view("m1", "mixed", queued_tokens=500)]
-    later = LeastLoaded().place(FRESH, views, TransferCostModel(), 200.0)
+    later = LeastLoaded().choose(FRESH, views, TransferCostModel(), 200.0)
     assert later == Placement("m0")
 
 

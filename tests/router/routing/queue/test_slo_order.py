@@ -228,14 +228,14 @@ def test_a_worker_is_given_the_step_under_way_and_the_next() -> None:
 def test_one_of_which_nothing_is_known_is_given_one_prompt_at_a_time() -> None:
     view = view_of("m")
     assert view.has_prefill_slot
-    view.placed(5, 1)
+    view.note_assigned(5, 1)
     assert not view.has_prefill_slot
 
 
 def test_what_came_during_a_step_is_counted_until_a_report_has_it() -> None:
     view = reporting(view_of("m"))
     view.set_usage(1, view.resource_usage(1000, 1))
-    view.placed(1000, 1)
+    view.note_assigned(1000, 1)
     assert not reporting(view).has_prefill_slot, "that step had begun before it came"
     assert reporting(view, running=1, queued_tokens=150).has_prefill_slot
 
@@ -244,7 +244,7 @@ def test_those_who_compute_prompts_share_what_waits() -> None:
     views = [reporting(view_of(name)) for name in "mn"]
     assert prefill_capacity(views) == PrefillCapacity(2, 0.001)
     for view in views:
-        view.placed(500, 1)
+        view.note_assigned(500, 1)
     assert prefill_capacity(views) is None
     views.append(reporting(view_of("d", "decode")))
     assert prefill_capacity(views) == PrefillCapacity(2, 0.001), "a decode worker may help out"
