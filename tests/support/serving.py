@@ -23,6 +23,11 @@ def wait_for(happened: Callable[[], bool], what: str, patience: float = PATIENCE
         time.sleep(0.05)
 
 
+# Before a command: it gets Ctrl-C also where a shell started the tests in the background. A
+# `preexec_fn` would fork this process, and gRPC's threads can abort a fork.
+INTERRUPTIBLE = ("env", "--default-signal=INT")
+
+
 class Serving:
     """A running `penstock serve`.
 
@@ -37,7 +42,7 @@ class Serving:
         self.output = folder / "output"
         self.temp = folder / "t"
         self.temp.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "penstock.cli", "serve", *arguments]
+        command = [*INTERRUPTIBLE, sys.executable, "-m", "penstock.cli", "serve", *arguments]
         command += ["--http-port", str(self.http), "--grpc-port", str(self.grpc)]
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
@@ -45,7 +50,6 @@ class Serving:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=hears_ctrl_c,
                 env={**os.environ, "TMPDIR": str(self.temp)},
             )
 
@@ -113,11 +117,6 @@ def serving(arguments: list[str], ports: Sequence[int], folder: Path) -> Iterato
         yield running
     finally:
         running.end()
-
-
-def hears_ctrl_c() -> None:
-    """For a new process: what a shell starts in the background does not hear it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def is_open(port: int) -> bool:

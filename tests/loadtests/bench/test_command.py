@@ -12,7 +12,7 @@ import pytest
 
 from penstock.loadtests.bench.command import main
 from penstock.loadtests.bench.workload import TRACE_BLOCK
-from tests.support.serving import hears_ctrl_c
+from tests.support.serving import INTERRUPTIBLE
 from tests.support.stub_servers import Behaviour, grpc_stub, http_stub
 
 SMALL = ["--num-requests", "12", "--input-len", "16-32", "--output-len", "4", "--concurrency", "3"]
@@ -159,11 +159,10 @@ def test_ctrl_c_prints_what_was_measured() -> None:
         command = [sys.executable, "-m", "penstock.loadtests.bench.command", address]
         flags = ["--num-requests", "100000", "--output-len", "2", "--concurrency", "2"]
         process = subprocess.Popen(
-            [*command, *flags],
+            [*INTERRUPTIBLE, *command, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=hears_ctrl_c,
         )
         try:
             deadline = time.monotonic() + 60
