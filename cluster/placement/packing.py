@@ -216,11 +216,11 @@ class _Packing:
                 return None
             elif not _assign_nodes(request, self._open[request.role]):
                 found.unplaced.append(request)
-        found.even_cpus = {role: _min_even_share_cpus(nodes) for role, nodes in self._open.items()}
+        found.even_cpus = {role: _lowest_even_cpus(nodes) for role, nodes in self._open.items()}
         return found
 
 
-def _min_even_share_cpus(nodes: Iterable[NodeCapacity]) -> float:
+def _lowest_even_cpus(nodes: Iterable[NodeCapacity]) -> float:
     """What a rank has on whichever of them; of nodes that are yet to come little is known."""
     return min((node.even_cpus for node in nodes if node.num_even_ranks), default=MIN_CPUS)
 

@@ -51,7 +51,7 @@ class Options:
     faults: int = option(200, "how many")
     seed: int = option(0, "of the requests and of the faults")
     clients: int = option(12, "that stream all the time")
-    asks: int = option(28, "different requests")
+    num_requests: int = option(28, "different requests")
     least_tokens: int = option(60, "of an answer")
     most_tokens: int = option(240, "of an answer")
     seconds: float = option(3600.0, "after which no more faults are made")
@@ -120,7 +120,7 @@ class ChaosRun:
         self._served = served
         self._cluster = cluster
         lengths = (options.least_tokens, options.most_tokens)
-        self._requests = make_requests(options.asks, options.seed, lengths)
+        self._requests = make_requests(options.num_requests, options.seed, lengths)
         self._faults = FaultRunner(cluster, options.pause, print_line)
         self._clients = Clients(cluster.grpc, self._may_retry)
 

@@ -123,11 +123,11 @@ def summarize(rounds: Sequence[Sequence[EngineRun]], work: Work, cost: Cost) -> 
                 engine=BY_NAME[name],
                 runs=mine,
                 values=_quantiles(lambda run, phase: value(run, work, phase), mine),
-                reached=_quantiles(lambda turn, phase: reached(turn, work, cost, phase), mine),
+                reached=_quantiles(lambda run, phase: reached(run, work, cost, phase), mine),
                 ahead=_ahead(rounds, work, BY_NAME[name]),
                 tokens=_compared(BY_NAME[name], runs, judge),
-                memory_mib=max(turn.memory_mib for turn in mine),
-                other_cores=max(turn.other_cores + turn.stolen_cores for turn in mine),
+                memory_mib=max(run.memory_mib for run in mine),
+                other_cores=max(run.other_cores + run.stolen_cores for run in mine),
             )
         )
     return rows

@@ -176,13 +176,13 @@ def _shared_prefix(device: torch.device, dtype: torch.dtype, small: bool) -> Wor
     sizes = Sizes(batch, prefix + own, *((4, 2, 16) if small else ()))
     num_shared = prefix // BLOCK_SIZE
 
-    def make(shares_prefix: bool) -> Call:
+    def make(cascade: bool) -> Call:
         paged = Paged.random(sizes, device, dtype)
         tables = paged.block_tables
         tables[:, :num_shared] = tables[0, :num_shared]
         starts, contexts = paged.query_starts.cpu().numpy(), paged.context_lens.cpu().numpy()
         plan = plan_attention(
-            starts, contexts, tables.cpu().numpy(), paged.layer, use_cascade=shares_prefix
+            starts, contexts, tables.cpu().numpy(), paged.layer, use_cascade=cascade
         )
         return lambda: paged_attention(paged.query, paged.layer, plan)
 

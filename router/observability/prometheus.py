@@ -238,7 +238,7 @@ def router_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Met
         "penstock_prompt_tokens_by_tenant",
         "Prompt tokens of requests that were taken, by whose key asked.",
         ["tenant"],
-        (([name], count) for name, count in state.asked.items()),
+        (([name], count) for name, count in state.prompt_tokens_by_tenant.items()),
     )
 
 

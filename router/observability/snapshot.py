@@ -176,7 +176,7 @@ class ClusterState:
     kv_transfer_bytes: int
     prompt_tokens: int  # of all requests that were taken
     scaling: Scaling
-    asked: Mapping[str, int] = field(default_factory=dict)  # the same by tenant
+    prompt_tokens_by_tenant: Mapping[str, int] = field(default_factory=dict)  # the same by tenant
     roles: Mapping[str, Assignment] = field(default_factory=dict)  # given by operators, by worker
     placed: Mapping[str, int] = field(default_factory=dict)  # prompts, by where and why
     kv_transfer_cost: TransferCost = TransferCost()
@@ -217,7 +217,7 @@ def snapshot_cluster(
         kv_transfer_bytes=metrics.kv_transfer_bytes,
         prompt_tokens=metrics.prompt_tokens,
         scaling=scaling,
-        asked=dict(metrics.prompt_tokens_by_tenant),
+        prompt_tokens_by_tenant=dict(metrics.prompt_tokens_by_tenant),
         roles=dict(roles),
         placed=dict(dispatcher.num_prefill_decisions),
         kv_transfer_cost=_transfer_cost(dispatcher.transfer_costs),

@@ -42,7 +42,7 @@ class FaultInjector:
             elif how == "delay":
                 self._network.delay(way, fault.size, until)
             else:
-                self._network.add_mischief(way, how, fault.seconds)
+                self._network.add_message_fault(way, how, fault.seconds)
 
     def kill(self, worker: Worker, seen: bool) -> None:
         """Dead; `seen`: its machine lives and closes its streams."""

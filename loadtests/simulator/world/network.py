@@ -13,14 +13,14 @@ LATE_SECONDS = 0.05
 """By so much a message is overtaken."""
 
 
-class Mischief(NamedTuple):
+class MessageFault(NamedTuple):
     """What happens to one message; `late` is a second copy of it, so many seconds later."""
 
     how: str  # reorder, duplicate, late or corrupt
     seconds: float
 
 
-NONE = Mischief("", 0.0)
+NONE = MessageFault("", 0.0)
 
 
 class Network:
@@ -38,7 +38,7 @@ class Network:
         self._latency = latency
         self._extra: dict[Way, float] = defaultdict(float)
         self._cut: dict[Way, float] = {}  # until when
-        self._mischief: dict[Way, deque[Mischief]] = defaultdict(deque)  # for the next messages
+        self._message_faults: dict[Way, deque[MessageFault]] = defaultdict(deque)  # next
 
     def latency(self, way: Way) -> float:
         return self._latency + self._extra[way]
@@ -59,12 +59,12 @@ class Network:
     def cut_until(self, way: Way) -> float:
         return self._cut.get(way, 0.0)
 
-    def add_mischief(self, way: Way, how: str, seconds: float) -> None:
+    def add_message_fault(self, way: Way, how: str, seconds: float) -> None:
         """Do that to the next message that goes there."""
-        self._mischief[way].append(Mischief(how, seconds))
+        self._message_faults[way].append(MessageFault(how, seconds))
 
-    def take_mischief(self, way: Way) -> "Mischief":
-        waiting = self._mischief.get(way)
+    def take_message_fault(self, way: Way) -> "MessageFault":
+        waiting = self._message_faults.get(way)
         return waiting.popleft() if waiting else NONE
 
     def post(self, way: Way, to: Process, act: Act, seconds: float = 0.0) -> None:
@@ -110,7 +110,7 @@ class Pipe:
             return
         network, number = self._network, self._num_sent
         self._num_sent += 1
-        how = network.take_mischief(self._way).how
+        how = network.take_message_fault(self._way).how
         self._due = self.arrival(network.clock.now if sent is None else sent)
         if disturbs:
             self._to.disturbed(self._due)

@@ -248,7 +248,7 @@ class Sender:
         message = self._message(outgoing, shard)
         process, destination = found
         way = (self._process.name, process.name)
-        how, seconds = self._network.take_mischief(way)
+        how, seconds = self._network.take_message_fault(way)
         if how == "corrupt":
             message = replace(message, content=[message.content[0] ^ 1, *message.content[1:]])
         delays = {"reorder": (LATE_SECONDS,), "duplicate": (0.0, 0.0), "late": (0.0, seconds)}

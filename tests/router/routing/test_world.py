@@ -55,9 +55,9 @@ def request_of(rng: Random, number: int, now: float) -> Request:
 class Chaos:
     """Everything that can happen to a world, by name."""
 
-    def __init__(self, world: World, mischief: float) -> None:
+    def __init__(self, world: World, loss_rate: float) -> None:
         self.world = world
-        self.mischief = mischief  # how often blocks are lost on their way
+        self.loss_rate = loss_rate  # how often blocks are lost on their way
         self.num_requests = 0
         self.births: list[WorkerInfo] = [worker.info for worker in world.workers.values()]
 
@@ -69,7 +69,7 @@ class Chaos:
         self.world.arrive(request, cuts)
 
     def go_on(self, rng: Random) -> None:
-        if rng.random() < self.mischief:
+        if rng.random() < self.loss_rate:
             rng.choice([self.reclaim, self.miss, self.tear])(rng)
         moves = self.world.moves()
         if moves:
