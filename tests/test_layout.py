@@ -1,7 +1,6 @@
-"""The house as its plan says: rooms and links, doors that open downward only, no code from data."""
+"""The layout of the tree: packages and links, imports that point downward, no code from data."""
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("cluster", "kernels", "loadtests", "protos", "router", "workers")
+PACKAGES = ("cluster", "kernels", "loadtests", "protos", "router", "workers")
 
-DOORS = {
+MAY_IMPORT = {
     "common": set(),
     "protos": {"common"},
     "kernels": {"common"},
@@ -22,7 +21,7 @@ DOORS = {
     "loadtests": {"kernels", "workers", "router", "cluster", "protos", "cli", "common"},
     "cli": {"cluster", "router", "workers", "protos", "loadtests", "common"},
 }
-"""Which rooms a room may import, itself aside."""
+"""The packages that each package may import beside itself."""
 
 SHARED_RECORDS = {
     "penstock.common.block_hash",
@@ -73,7 +72,7 @@ DECIDING = {
 
 SOURCES = sorted(
     path
-    for folder in (*ROOMS, "penstock/cli", "penstock/common")
+    for folder in (*PACKAGES, "penstock/cli", "penstock/common")
     for path in (ROOT / folder).rglob("*.py")
     if not path.stem.endswith(("_pb2", "_pb2_grpc"))
 )
@@ -100,7 +99,7 @@ def imports(module: str) -> Iterator[str]:
                 yield below if below in TREES else str(node.module)
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1]
 
 
@@ -110,15 +109,17 @@ def test_penstock_holds_exactly_the_links() -> None:
         for path in (ROOT / "penstock").iterdir()
         if path.is_symlink()
     }
-    assert links == {room: f"../{room}" for room in ROOMS}
+    assert links == {package: f"../{package}" for package in PACKAGES}
     others = {path.name for path in (ROOT / "penstock").iterdir()} - links.keys() - {"__pycache__"}
     assert others == {"__init__.py", "py.typed", "cli", "common", "models"}
 
 
-def test_no_root_room_is_a_package_of_its_own() -> None:
+def test_no_root_folder_has_an_init_file() -> None:
     # It would shadow an installed package of that name for whoever runs from the root.
-    folders = (*ROOMS, "penstock/common")
-    assert [str(path) for room in folders for path in (ROOT / room).rglob("__init__.py")] == []
+    folders = (*PACKAGES, "penstock/common")
+    assert [
+        str(path) for package in folders for path in (ROOT / package).rglob("__init__.py")
+    ] == []
 
 
 def test_no_text_has_the_marks_of_a_merge() -> None:
@@ -133,17 +134,6 @@ def test_no_text_has_the_marks_of_a_merge() -> None:
     assert found == []
 
 
-def test_the_plan_names_every_file_of_the_engine_and_the_router() -> None:
-    plan = set(re.findall(r"\w+", (ROOT / "docs" / "architecture.md").read_text()))
-    missing = [
-        f"{room}/{path.name}"
-        for room in ("kernels", "workers", "router", "cluster", "penstock/common")
-        for path in sorted((ROOT / room).rglob("*.py"))
-        if path.stem not in plan
-    ]
-    assert missing == []
-
-
 def outside(module: str, allowed: set[str]) -> set[str]:
     """What a module imports that is neither in nor below `allowed`."""
     return {
@@ -153,27 +143,27 @@ def outside(module: str, allowed: set[str]) -> set[str]:
     }
 
 
-def test_doors_open_downward_only() -> None:
+def test_packages_import_only_what_they_may() -> None:
     wrong = {}
     for module in TREES:
         ours = {name for name in imports(module) if name.startswith("penstock.")}
-        rooms = {room_of(name) for name in ours} - {room_of(module)}
-        wrong[module] = rooms - DOORS[room_of(module)]
-    assert not {module: rooms for module, rooms in wrong.items() if rooms}
+        packages = {package_of(name) for name in ours} - {package_of(module)}
+        wrong[module] = packages - MAY_IMPORT[package_of(module)]
+    assert not {module: packages for module, packages in wrong.items() if packages}
 
 
 def test_nothing_is_imported_by_its_folder_name() -> None:
-    folders = {*ROOMS, "training", "tests"}
+    folders = {*PACKAGES, "training", "tests"}
     tops = {module: {name.split(".")[0] for name in imports(module)} for module in TREES}
     assert not {module for module, top in tops.items() if top & folders}
 
 
-def test_ray_and_torch_stay_in_their_rooms() -> None:
+def test_ray_and_torch_stay_in_their_packages() -> None:
     for module in TREES:
         top = {name.split(".")[0] for name in imports(module)}
-        if room_of(module) != "cluster":
+        if package_of(module) != "cluster":
             assert "ray" not in top, module
-        if room_of(module) in ("router", "cluster", "cli", "protos", "common"):
+        if package_of(module) in ("router", "cluster", "cli", "protos", "common"):
             assert not top & {"torch", "triton"}, module
 
 
@@ -181,7 +171,7 @@ def test_common_imports_no_more_than_it_should() -> None:
     allowed = {*sys.stdlib_module_names, "penstock.common", "numpy"}
     text = {*allowed, "tokenizers", "jinja2"}
     for module in TREES:
-        if room_of(module) == "common":
+        if package_of(module) == "common":
             is_text = module.startswith("penstock.common.text.")
             assert not outside(module, text if is_text else allowed), module
 
@@ -190,9 +180,9 @@ def test_deciding_code_imports_nothing_that_acts() -> None:
     acting = {"asyncio", "threading", "socket", "subprocess", "time", "random", "os", "logging"}
     for home, others in DECIDING.items():
         allowed = {*(sys.stdlib_module_names - acting), *others, home}
-        rooms = [name for name in TREES if name == home or name.startswith(f"{home}.")]
-        assert rooms, f"there is no {home}"
-        assert not {name: strange for name in rooms if (strange := outside(name, allowed))}
+        packages = [name for name in TREES if name == home or name.startswith(f"{home}.")]
+        assert packages, f"there is no {home}"
+        assert not {name: strange for name in packages if (strange := outside(name, allowed))}
 
 
 def test_no_import_cycles() -> None:
