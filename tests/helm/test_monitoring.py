@@ -49,7 +49,7 @@ def test_expressions_speak_of_metrics_that_there_are_and_of_this_release() -> No
 
 def test_the_documentation_knows_every_metric_and_no_other() -> None:
     text = (chart.ROOT / "docs" / "operations.md").read_text()
-    table = text[text.index("| name | labels | what |") : text.index("With `--vllm-metrics`")]
+    table = text[text.index("| name | labels | meaning |") : text.index("With `--vllm-metrics`")]
     rows = [line.split("|")[1] for line in table.splitlines()[2:] if line.startswith("|")]
     written = {f"penstock_{name}" for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert written == {re.sub("_(bucket|sum|count)$", "", name) for name in METRICS}
