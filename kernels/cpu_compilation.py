@@ -1,9 +1,9 @@
-"""Compiles the numba loops that a worker on a CPU needs, divided among the processes of a machine.
+"""Compile the numba loops that a CPU worker needs, divided among the processes of a machine.
 
-Compiled loops are cached on disk (`compiled`), so a machine compiles them once. When several
-workers start side by side for the first time, each compiles the groups of loops that no other one
-has begun, and loads the others from disk once they are done. A process takes a group by locking a
-file (flock); the kernel releases the lock when the process ends.
+Compiled loops are cached on disk (`numba_runtime`), so a machine compiles them only once. When
+several workers start at the same time, each compiles the groups of loops that no other process has
+begun, and loads the other groups from disk when they are ready. A process claims a group with a
+file lock (flock), which the operating system releases when the process ends.
 """
 
 import fcntl
@@ -29,12 +29,12 @@ from penstock.kernels.sampling import philox
 from penstock.kernels.step_graph import builder
 
 MAX_LOCK_SECONDS = 180.0
-"""Longest wait for another process's group, so that a stopped process cannot block others."""
+"""Longest wait for a group that another process compiles, in case that process is suspended."""
 
 LOCK_POLL_SECONDS = 0.05
 
 MAX_LOAD_SECONDS = 0.5
-"""A process that holds a lock for longer than this is compiling; loading takes less."""
+"""A process that holds a lock for longer than this is compiling; loading takes less time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ def required_groups(
     quantized: bool,
     single_rank: bool,
 ) -> list[KernelGroup]:
-    """Return the groups that a worker computes with, those that compile longest first.
+    """Return the groups that a worker needs, those with the longest compile time first.
 
     Args:
-        device: where the worker computes; a GPU needs no loops.
+        device: the worker's device; on a GPU the list is empty.
         weights: dtype of the weights.
         kv_cache: dtype of the KV cache.
         quantized: whether the weights are INT8.
-        single_rank: whether the worker has one rank.
+        single_rank: whether the worker has only one rank.
     """
     if device.type != "cpu" or not has_numba():
         return []
@@ -98,9 +98,10 @@ class CpuKernelLoader:
 
     Args:
         groups: the groups to load.
-        tell: called once, in that thread, when this process starts to compile or finds that it
-            waits for another one that does.
-        folder: folder of the lock files, which all processes with the same cache must share.
+        notify: called once, in that thread, when this process starts to compile or to wait for
+            another process that compiles.
+        folder: folder of the lock files, which all processes with the same cache must share;
+            default: a folder in that cache.
     """
 
     def __init__(
@@ -120,16 +121,16 @@ class CpuKernelLoader:
 
     @property
     def has_compiled(self) -> bool:
-        """True once this process has compiled, or has waited for another one that did."""
+        """True once this process has begun to compile or to wait for one that compiles."""
         return self._has_compiled
 
     @property
     def compiles(self) -> bool:
-        """True while it compiles or waits for a process that does."""
+        """True while this process compiles or waits for another process that compiles."""
         return self._has_compiled and self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait until all groups are loaded. Raises the error that ended the thread, if any."""
+        """Wait until all groups are loaded, and raise the thread's error, if any."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -149,11 +150,11 @@ class CpuKernelLoader:
             self._notify()
 
     def _load_all(self, folder: Path) -> None:
-        for group in self._groups.values():  # first those that no other process has taken
+        for group in self._groups.values():  # first those that no other process has locked
             with _lock(folder, group.name, 0.0) as is_held:
                 if is_held:
                     self._load(group)
-        for group in self._groups.values():  # then those that others have compiled meanwhile
+        for group in self._groups.values():  # then those that other processes have compiled
             if group.name not in self._loaded:
                 with _lock(folder, group.name, MAX_LOCK_SECONDS, self._record_compile):
                     self._load(group)
@@ -176,13 +177,14 @@ def _lock(
 ) -> Iterator[bool]:
     """Hold the lock of a group. Yields False if it was not acquired within `seconds`.
 
-    On a file system without locks every process proceeds: work is then done twice, but correctly.
+    On a file system without locks it yields True in every process, which then compile the same
+    group; the result is still correct.
 
     Args:
         folder: folder of the lock files.
         name: name of the group.
         seconds: longest wait; 0 tries once.
-        notify: called once if the holder has kept the lock for so long that it must be compiling.
+        notify: called once when another process has held the lock for MAX_LOAD_SECONDS.
     """
     try:
         number = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

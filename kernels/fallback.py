@@ -1,8 +1,8 @@
-"""Which form of an operation its launcher took, where it should have been the kernel.
+"""Detection of kernel fallbacks: operations that a Triton kernel should have computed, but did not.
 
-On a GPU a launcher without a kernel for what it is asked (a dtype, a head size) computes in plain
-torch: right, and slow. And what was left on the CPU by mistake has a CPU's form, which is as right.
-Both say so here, so that nobody measures or tests the wrong thing without knowing.
+On a GPU, a launcher that has no kernel for the arguments (a dtype, a head size) computes with plain
+torch: correct but slow. A tensor that is on the CPU by mistake is computed by the CPU version, also
+correctly. Both are reported here, so that tests and benchmarks do not miss them.
 """
 
 from collections import Counter
@@ -14,39 +14,48 @@ from torch import Tensor
 
 _taken: Counter[str] = Counter()
 _strict = False
-_device: torch.device | None = None  # that all has to be computed on
+_device: torch.device | None = None  # GPU on which everything must run, if any
 
 
 class KernelFallbackError(RuntimeError):
-    """Where only kernels may compute, an operation would have been computed without its kernel."""
+    """An operation would run without its Triton kernel although `forbid_fallback` is active."""
 
 
 def record_fallback(operation: str, device: torch.device, why: str) -> None:
-    """To be called by a launcher that takes its torch form; where a CPU is meant, nothing."""
+    """Count a launcher's use of plain torch, or raise `KernelFallbackError` if that is forbidden.
+
+    Does nothing for a CPU, unless `forbid_fallback` requires another device.
+    """
     if device.type == "cpu" and _device is None:
         return
     _taken[operation] += 1
     if _strict:
-        raise KernelFallbackError(f"{operation} has no kernel for this: {why}")
+        raise KernelFallbackError(f"{operation} has no Triton kernel for {why}")
 
 
 def check_device(tensor: Tensor) -> None:
-    """To be called by a launcher that takes no kernel for this tensor."""
+    """Raise `KernelFallbackError` if `forbid_fallback` requires a GPU.
+
+    Launchers call it before they run the CPU version for this tensor.
+    """
     if _device is not None:
         raise KernelFallbackError(
-            f"what is on {tensor.device} would not be computed by a kernel on {_device}"
+            f"a tensor on {tensor.device} would not be computed by a kernel on {_device}"
         )
 
 
 def fallback_counts() -> dict[str, int]:
-    """How often each operation was computed without its kernel on a GPU, so far."""
+    """Return how often each operation has run without its Triton kernel on a GPU."""
     return dict(_taken)
 
 
 @contextmanager
 def forbid_fallback(device: torch.device | None = None) -> Iterator[None]:
-    """Within, `KernelFallbackError` ends whatever takes a plain form on a GPU; and, if `device` is
-    none of a CPU, whatever takes the form of one. For one thread at a time."""
+    """Raise `KernelFallbackError` within the context where an operation runs without its kernel.
+
+    This applies to plain torch on a GPU and, if `device` is not a CPU, also to CPU versions. The
+    setting is global: use it in one thread at a time.
+    """
     global _strict, _device
     before = _strict, _device
     _strict, _device = True, None if device is None or device.type == "cpu" else device

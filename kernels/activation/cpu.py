@@ -1,7 +1,7 @@
-"""The loops of a CPU's gates, compiled by numba.
+"""CPU loops of the gated activations, compiled by numba.
 
-Every element is computed alike, wherever it is: a vector's loop and what is left over of it do the
-same operations, a product fused into a sum each time.
+An element's bits do not depend on its index: the vector loop and the loop over the remaining
+elements do the same operations, with multiply-adds fused in both.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -21,14 +21,14 @@ Floats = npt.NDArray[np.float32]
 _f32 = np.float32
 
 COLUMNS_AT_ONCE = 512
-"""Columns that are gated at a time, at most."""
+"""Most columns that one call of `gate_columns` computes."""
 
 _SLOPE, _BEND = _f32(2 * np.sqrt(2 / np.pi)), _f32(0.044715)
 
 
 @inner()
 def gate_scratch() -> Any:
-    """Scratch of `gate_columns`."""
+    """Allocate the scratch of `gate_columns`."""
     return (
         np.empty(COLUMNS_AT_ONCE, np.float32),
         np.empty(COLUMNS_AT_ONCE, np.float32),
@@ -38,8 +38,10 @@ def gate_scratch() -> Any:
 
 @inner(fastmath={"contract"})
 def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool, scratch: Any) -> None:
-    """out = x / (1 + e^-u) up, of SOME columns at most; u: x, or for gelu
-    2 sqrt(2 / pi) (x + 0.044715 x^3)."""
+    """Compute out = x / (1 + e^-u) * up, for at most COLUMNS_AT_ONCE columns.
+
+    u is x for silu, and 2 sqrt(2 / pi) (x + 0.044715 x^3) for gelu.
+    """
     size = len(x)
     bent, far, powers = scratch[0][:size], scratch[1][:size], scratch[2][:size]
     for i in range(size):
@@ -93,7 +95,7 @@ def load() -> None:
 
 
 def run(gate_up: Floats, inner: int, is_gelu: bool, out: Floats, num_threads: int) -> None:
-    """gate_up [T 2 I], out [T I], flat."""
+    """Compute the gated activation of gate_up, flat [T 2 I], into out, flat [T I]."""
     run_serial_or_parallel(
         _serial, _parallel, gate_up, inner, is_gelu, out, num_threads=num_threads
     )

@@ -1,12 +1,12 @@
-"""The activation of a feed-forward layer, gated (Shazeer, 2020).
+"""Gated activations of a feed-forward layer (Shazeer, 2020).
 
-y = f(gate) * up, with f = silu (SwiGLU) or gelu in its tanh form (GeGLU)
+    y = f(gate) * up, with f = silu (SwiGLU) or the tanh approximation of gelu (GeGLU)
 
-gate_up is [T, 2 I], the result a new [T, I] of its dtype. A device computes in float32.
+gate_up is [T, 2 I], with the gates in its first half. The result is a new tensor [T, I] of the same
+dtype. A GPU computes in float32.
 
-torch computes what is left over of a vector, at the end of a thread's share, by another sigmoid
-than the rest: the place of an element decides about its last bit. Its exponential has no such
-ends: by that everything is computed alike.
+torch uses a scalar sigmoid for the tail of each thread's range, so an element's last bit depends on
+its index. `exp` has no such tail path, so the batch-invariant versions are built from it.
 """
 
 import math
@@ -36,14 +36,11 @@ from penstock.kernels.triton_common.launch import (
 )
 
 MAX_COLUMNS = 2048
-"""A program, of the result."""
+"""Most columns of the result per program."""
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Gates the second half of every row by its first.
-
-    The first half of `gate_up` is used up: it comes from one fused product and has no other reader.
-    """
+    """Compute SwiGLU. May overwrite the first half of `gate_up`, which has no other reader."""
     if use_triton(gate_up):
         return _gated(gate_up, "silu")
     gate, up = gate_up.chunk(2, dim=-1)
@@ -51,13 +48,13 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
-    """What `silu_and_mul` means, in float64; leaves its input alone."""
+    """Reference for `silu_and_mul`, in float64; does not change its input."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     return (gate * gate.sigmoid() * up).to(gate_up.dtype)
 
 
 def silu_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
-    """As `silu_and_mul`, every element computed alike."""
+    """Batch-invariant version of `silu_and_mul`: an element's bits do not depend on its index."""
     if use_triton(gate_up):
         return _gated(gate_up, "silu")
     if _runs_on_cpu_kernel(gate_up):
@@ -68,14 +65,17 @@ def silu_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
-    """As `gelu_tanh_and_mul`, by the loops of programs (see `program`) where those are."""
+    """Version of `gelu_tanh_and_mul` with the loops of the CPU step graph, where supported."""
     if not use_triton(gate_up) and _runs_on_cpu_kernel(gate_up):
         return _gate_cpu(gate_up, is_gelu=True)
     return gelu_tanh_and_mul(gate_up)
 
 
 def _runs_on_cpu_kernel(gate_up: Tensor) -> bool:
-    """Where numba's loops are, on a CPU in float32. Nothing that the number of rows decides."""
+    """Return whether the numba loops support this tensor: float32 on a CPU.
+
+    They differ from torch in the last bits, so the decision must not depend on the number of rows.
+    """
     plain = gate_up.device.type == "cpu" and gate_up.dtype == torch.float32
     return plain and gate_up.dim() == 2 and gate_up.numel() > 0 and has_numba()
 
@@ -90,7 +90,7 @@ def _gate_cpu(gate_up: Tensor, is_gelu: bool) -> Tensor:
 
 
 def load_cpu_kernels() -> None:
-    """Load the loops; compile them, the first time on a machine."""
+    """Load the numba loops, or compile them if the disk cache lacks them."""
     _cpu_kernels().load()
 
 
@@ -103,14 +103,15 @@ def _cpu_kernels() -> Any:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x), every element computed alike; a new tensor."""
+    """Return 1 / (1 + e^-x) in a new tensor; an element's bits do not depend on its index."""
     return torch.neg(x).exp_().add_(1).reciprocal_()
 
 
 def gelu(x: Tensor) -> Tensor:
-    """gelu in its tanh form, every element computed alike, and faster than torch's; a new tensor.
+    """Return gelu (tanh approximation) in a new tensor, faster than torch's.
 
-    (1 + tanh u) / 2 = 1 / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    An element's bits do not depend on its index. Uses, with u = sqrt(2 / pi) (x + 0.044715 x^3),
+    the identity (1 + tanh u) / 2 = 1 / (1 + e^-2u).
     """
     slope = -2 * math.sqrt(2 / math.pi)
     below = torch.mul(x, x).mul_(0.044715 * slope).add_(slope).mul_(x).exp_().add_(1)
@@ -118,7 +119,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """As `silu_and_mul`, with the tanh form of gelu."""
+    """Compute GeGLU with the tanh approximation of gelu."""
     if use_triton(gate_up):
         return _gated(gate_up, "gelu")
     gate, up = gate_up.chunk(2, dim=-1)
@@ -126,16 +127,17 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul_reference(gate_up: Tensor) -> Tensor:
-    """What `gelu_tanh_and_mul` means, in float64."""
+    """Reference for `gelu_tanh_and_mul`, in float64."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     return (0.5 * gate * (1 + inner.tanh()) * up).to(gate_up.dtype)
 
 
 def swiglu_oai(gate_up: Tensor, gain: float, limit: float) -> Tensor:
-    """The gate of gpt-oss, its columns in turns (gate 0, up 0, gate 1, ...).
+    """Compute gpt-oss's gated activation; columns are interleaved: gate 0, up 0, gate 1, ...
 
-    y = gate sigmoid(gain gate) (up + 1), with gate <= limit and -limit <= up <= limit.
+    y = gate * sigmoid(gain * gate) * (up + 1), where gate is clamped to at most `limit` and up to
+    [-limit, limit].
     """
     if use_triton(gate_up):
         return _gated(gate_up, "clamped", gain, limit)
@@ -145,7 +147,7 @@ def swiglu_oai(gate_up: Tensor, gain: float, limit: float) -> Tensor:
 
 
 def swiglu_oai_reference(gate_up: Tensor, gain: float, limit: float) -> Tensor:
-    """What it means, in float64."""
+    """Reference for `swiglu_oai`, in float64."""
     wide = gate_up.double()
     gate, up = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
     return ((up + 1) * gate * (gate * gain).sigmoid()).to(gate_up.dtype)
@@ -156,13 +158,13 @@ def _gate_rows(
     gate_up,  # [T, 2 I]
     out,  # [T, I]
     row_stride,  # of gate_up
-    gain,
-    limit,
+    gain,  # only for "clamped", see `swiglu_oai`
+    limit,  # only for "clamped"
     KIND: tl.constexpr,  # silu, gelu, clamped
     DIM: tl.constexpr,  # I
-    COLUMNS: tl.constexpr,  # a program
+    COLUMNS: tl.constexpr,  # columns of the result per program
 ):
-    """One row, COLUMNS of its result; [T, I / COLUMNS] programs."""
+    """Compute COLUMNS columns of one row of the result. Grid: [T, I / COLUMNS]."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * COLUMNS
     columns = first + tl.arange(0, COLUMNS)
@@ -172,7 +174,7 @@ def _gate_rows(
         pairs = 2 * first + tl.arange(0, 2 * COLUMNS)
         both = tl.load(source + pairs, mask=pairs < 2 * DIM, other=0.0).to(tl.float32)
         gate, up = tl.split(both.reshape(COLUMNS, 2))
-        # Comparisons that let a NaN through.
+        # Comparisons instead of min and max, so that NaN propagates.
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
         inner = gate * gain

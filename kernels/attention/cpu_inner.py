@@ -1,14 +1,15 @@
-"""The loops of `cpu_paged`: scores, shares and sums of values, for a few rows and for many.
+"""Inner loops of `cpu_paged`: scores, softmax weights and sums of values, for few and many rows.
 
-Each number has one order of sums, whichever of the two forms makes it:
+Both versions compute every sum in the same order, so they give the same bits:
 
-- a score is made of eight sums, of the features 0, 8, 16, ..., of 1, 9, 17, ... and so on, each
-  from first to last by fused multiplications and additions, and h_j = a_j + a_(j + 4) are added
-  as ((h_0 + h_1) + h_2) + h_3; the sum of shares likewise, by positions;
-- values are added up position after position, and divided by the sum of shares at the end.
+- A score is the sum of eight partial sums a_j over the features j, j + 8, j + 16, ..., each
+  computed in order with fused multiply-adds. With h_j = a_j + a_(j + 4), the result is
+  ((h_0 + h_1) + h_2) + h_3. The softmax weights are summed in this way too, over positions.
+- Values are summed in order of position, and divided by the sum of the weights at the end.
 
-Few rows are taken one by one, the eight sums in the lanes of a vector. Of many rows each has a
-lane, and nothing is ever summed across lanes: that is what makes it fast.
+The version for few rows computes one row at a time, with the eight partial sums in the lanes of a
+vector. The version for many rows gives each row a lane, so it never sums across lanes, which makes
+it fast.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -39,11 +40,11 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 _FASTMATH = {"contract"}
-"""What a compiler may do: fuse a product into a sum, each time the same way."""
+"""Fast-math flags: allow only fused multiply-adds, which LLVM forms the same way every time."""
 
 _f32 = np.float32
 _LOG2_E = _f32(math.log2(math.e))
-# exp(x ln 2) between -1/2 and 1/2: its Taylor series, right to the last bit but one.
+# Taylor series of 2^f = exp(f ln 2) for f in [-1/2, 1/2]; only the last bit may be wrong.
 _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
     _f32(math.log(2) ** n / math.factorial(n)) for n in range(1, 8)
 )
@@ -51,7 +52,7 @@ _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
 
 @inner(fastmath=_FASTMATH)
 def exp(x: Floats, powers: Ints) -> None:
-    """x = e^x in place, for x <= 0; 0 where it would be less than 2^-126. `powers` is scratch."""
+    """Compute x = e^x in place, for x <= 0. Results below 2^-126 become 0. `powers` is scratch."""
     factors = powers.view(np.float32)
     for i in range(len(x)):
         t = x[i] * _LOG2_E
@@ -68,7 +69,7 @@ def exp(x: Floats, powers: Ints) -> None:
 
 @inner(fastmath=_FASTMATH)
 def _apply_score_mod(score: Any, cap: float, slope: Any, distance: int) -> Any:
-    """distance: from the token itself, 0 or less."""
+    """Apply soft cap and ALiBi slope. `distance`: key position - query position, <= 0."""
     if cap > 0:
         score = cap * math.tanh(score / cap)
     if slope != 0:
@@ -78,6 +79,7 @@ def _apply_score_mod(score: Any, cap: float, slope: Any, distance: int) -> Any:
 
 @inner(fastmath=_FASTMATH)
 def _one_over(total: Any, most: float, sink: float) -> Any:
+    """Return 1 / (sum of the weights, including the sink's if it is not -inf)."""
     if sink > -np.inf:
         total += _f32(math.exp(sink - most))
     return _f32(1) / total
@@ -85,7 +87,7 @@ def _one_over(total: Any, most: float, sink: float) -> Any:
 
 @inner()
 def _sum_tail(rows: Floats, at: int, count: int, spare: Floats) -> Any:
-    """Less than eight elements; zeros behind them, as in `spare`."""
+    """Load `count` < 8 elements into a vector of 8. The other lanes are those of `spare`: 0."""
     for i in range(count):
         spare[i] = rows[at + i]
     return load8(spare, 0)
@@ -96,8 +98,11 @@ def qk_row(
     q: Floats, q_at: int, head_dim: int, rows: Floats, row_at: int, begin: int, end: int,
     scores: Floats, at: int, spare: Floats, later: Any, ahead: int, prefetch_size: int,
 ) -> None:  # fmt: skip
-    """scores[at + s] of positions s from begin to end; position s is at row_at + s D. Evenly
-    meanwhile, `prefetch_size` elements of `later` from `ahead` on are asked for; -1: none."""
+    """Compute `scores[at + s]` of one query row for the positions s in [begin, end).
+
+    The key of position s begins at `rows[row_at + s * head_dim]`. Meanwhile, prefetch the elements
+    [ahead, ahead + prefetch_size) of `later` at an even pace, unless `ahead` is -1.
+    """
     whole = head_dim - head_dim % 8
     line = 64 // later.itemsize
     pace = (prefetch_size * 4 // (end - begin) + line - 1) // line * line
@@ -107,7 +112,7 @@ def qk_row(
         while ahead < upto:
             prefetch(later, ahead)
             ahead += line
-        # The last few: some twice.
+        # Past the end, the last position is computed again.
         s1, s2, s3 = min(s + 1, end - 1), min(s + 2, end - 1), min(s + 3, end - 1)
         k0, k1 = row_at + s * head_dim, row_at + s1 * head_dim
         k2, k3 = row_at + s2 * head_dim, row_at + s3 * head_dim
@@ -134,7 +139,10 @@ def softmax_row(
     scores: Floats, at: int, low: int, seen: int, cap: float, slope: float, sink: float,
     powers: Ints, spare: Floats,
 ) -> Any:  # fmt: skip
-    """Scores of positions [low, seen) to shares, undivided; returns what to multiply them by."""
+    """Replace the scores of positions [low, seen) by unnormalized softmax weights.
+
+    Returns the factor that normalizes them.
+    """
     if cap > 0 or slope != 0:
         for s in range(low, seen):
             scores[at + s] = _apply_score_mod(scores[at + s], cap, slope, s + 1 - seen)
@@ -164,8 +172,10 @@ def pv_row(
     probs: Floats, at: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
     sums: Floats, sums_at: int, later: Any, ahead: int, prefetch_size: int,
 ) -> None:  # fmt: skip
-    """sums += shares[at + s] times the row at row_at + s D, for s from begin to end; meanwhile as
-    in `qk_row`."""
+    """Add `probs[at + s]` times the value row of position s to `sums`, for s in [begin, end).
+
+    The row begins at `rows[row_at + s * head_dim]`. Prefetches as `qk_row` does.
+    """
     i = 0
     line = 64 // later.itemsize
     stop = ahead + prefetch_size if ahead >= 0 else -1
@@ -200,7 +210,7 @@ def _chains(
     q: Floats, at: int, height: int, rows: Floats, k0: int, k1: int, k2: int, k3: int,
     first: int, head_dim: int,
 ) -> Any:  # fmt: skip
-    """Of two vectors of rows and four keys: the sums over the features first, first + 8, ..."""
+    """Return partial scores of two row vectors with four keys: features first, first + 8, ..."""
     a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat_wide(_f32(0))
     for i in range(first, head_dim, 8):
         x, y = load_wide(q, at + i * height), load_wide(q, at + i * height + VECTOR_WIDTH)
@@ -216,7 +226,10 @@ def qk_rows(
     q: Floats, height: int, head_dim: int, rows: Floats, row_at: int, begin: int, end: int,
     scores: Floats,
 ) -> None:  # fmt: skip
-    """scores [positions, height] from begin to end; q: [D, height]."""
+    """Compute scores [positions, height] of all rows for the positions [begin, end).
+
+    q: [D, height]. The key of position s begins at `rows[row_at + s * head_dim]`.
+    """
     for s in range(begin, end, 4):
         s1, s2, s3 = min(s + 1, end - 1), min(s + 2, end - 1), min(s + 3, end - 1)
         k0, k1 = row_at + s * head_dim, row_at + s1 * head_dim
@@ -245,7 +258,7 @@ def _mask(
     scores: Floats, height: int, group: int, tile: tuple[int, int, int], bounds: tuple[int, int],
     cap: float, slopes: Floats,
 ) -> None:  # fmt: skip
-    """Within the bounds: what a row sees is bent, what it does not see is -inf."""
+    """Apply soft cap and slopes, and set the masked scores within `bounds` to -inf."""
     count, context, behind = tile
     for r in range(count * group):
         seen = context + r // group
@@ -265,9 +278,9 @@ def softmax_rows(
     scores: Floats, height: int, group: int, tile: tuple[int, int, int], cap: float,
     slopes: Floats, sinks: Floats, powers: Ints, most: Floats, totals: Floats, ones: Floats,
 ) -> None:  # fmt: skip
-    """As `softmax_row`, of all rows; into `ones` [height] what to multiply each by.
+    """Version of `softmax_row` for all rows; writes the normalizing factors to `ones` [height].
 
-    tile: its rows, what the first sees, and how far back; slopes, sinks: of the group;
+    tile: (number of tokens, context length of the first token, window); slopes, sinks: [G];
     powers [8 height], most [height], totals [8 height]: scratch.
     """
     count, context, behind = tile
@@ -301,7 +314,7 @@ def pv_rows(
     probs: Floats, height: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
     sums: Floats,
 ) -> None:  # fmt: skip
-    """As `pv_row`, of all rows: shares [positions, height], sums [D, height]."""
+    """Version of `pv_row` for all rows: probs [positions, height], sums [D, height]."""
     for i in range(0, head_dim, 4):
         i1, i2, i3 = min(i + 1, head_dim - 1), min(i + 2, head_dim - 1), min(i + 3, head_dim - 1)
         for r in range(0, height, 2 * VECTOR_WIDTH):

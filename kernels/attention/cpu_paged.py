@@ -1,10 +1,11 @@
-"""Paged attention on a CPU that reads the cache's blocks where they lie.
+"""Paged attention on a CPU that reads the cache's blocks in place.
 
-See `attention` for what is computed. Compiled by numba, in float32, over a cache of float32 or of
-bfloat16 (`cpu_common/bf16`). A tile is some consecutive query tokens of one sequence; a tile and KV
-head is one piece of work, computed by one thread. Each token is computed in an order that depends
-on its own position alone, whatever else is in its tile and in the batch (`attention/cpu_inner`).
-The first use on a machine compiles for some seconds; the result is kept on disk.
+See `attention/op` for the operation. The loops are compiled by numba and compute in float32 over a
+float32 or bfloat16 cache (`cpu_common/bf16`). A tile is a range of consecutive query tokens of one
+sequence; one thread computes a work item, which is a tile and a KV head. The order in which a
+token's sums are computed depends only on its position, not on the rest of its tile or batch
+(`attention/cpu_inner`). Compiling takes some seconds, once per machine: the result is cached on
+disk.
 """
 
 from functools import cache
@@ -30,16 +31,16 @@ from penstock.kernels.cpu_common.simd import VECTOR_WIDTH
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 Rows: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
-"""A cache's, flat: of float32, or the bits of bfloat16."""
+"""A flat KV cache: float32, or the bits of bfloat16 as uint16."""
 
 PREFETCHED_BLOCKS = 4
-"""Pages that are asked for before they are read; a page is what a block has of one head, of its
-keys or of its values. What lies further on is out of a machine's own foresight."""
+"""Prefetch distance in pages. A page is one head's keys, or values, of one block. The hardware
+prefetcher cannot predict the next page, because its address comes from the block table."""
 
 
 @inner()
 def _visible(at: int, block_size: int, low: int, high: int) -> tuple[int, int]:
-    """Positions of block `at` that are within [low, high)."""
+    """Return the range of positions of block `at` that are within [low, high)."""
     return max(at * block_size, low), min((at + 1) * block_size, high)
 
 
@@ -47,14 +48,14 @@ def _visible(at: int, block_size: int, low: int, high: int) -> tuple[int, int]:
 def _own(
     at: int, block_size: int, tile: tuple[int, int, int], group: int, row: int
 ) -> tuple[int, int]:
-    """Positions of block `at` that a row of the tile sees."""
+    """Return the range of positions of block `at` that row `row` of the tile attends to."""
     seen = tile[1] + row // group
     return _visible(at, block_size, max(seen - tile[2], 0), seen)
 
 
 @inner()
 def _block_start(table: Ints, at: int, kv_layout: tuple[int, int, int]) -> int:
-    """The row of the cache where block `at` begins."""
+    """Return the row of the cache where block `at` of the sequence begins."""
     num_heads, head, block_size = kv_layout
     row: int = (table[at] * num_heads + head) * block_size
     return row
@@ -62,14 +63,14 @@ def _block_start(table: Ints, at: int, kv_layout: tuple[int, int, int]) -> int:
 
 @inner()
 def _block_at(table: Ints, at: int, kv_layout: tuple[int, int, int]) -> int:
-    """The row of the cache where position 0 would be, if it were in one row with block `at`."""
+    """Return r so that position s, if it is in block `at`, is row r + s of the cache."""
     row: int = _block_start(table, at, kv_layout) - at * kv_layout[2]
     return row
 
 
 @inner()
 def visible_blocks(tile: tuple[int, int, int], block_size: int) -> tuple[int, int]:
-    """The first block that some row of the tile sees, and how many are seen."""
+    """Return the first block that some row of the tile attends to, and the number of blocks."""
     count, context, behind = tile
     first = max(context - behind, 0) // block_size
     return first, (context + count - 2) // block_size + 1 - first
@@ -80,8 +81,10 @@ def _page_at(
     number: int, blocks: tuple[int, int], table: Ints, kv_layout: tuple[int, int, int],
     head_dim: int, values_at: int,
 ) -> int:  # fmt: skip
-    """Where a piece's page begins: first come those of its keys, then those of its values; -1: it
-    has less."""
+    """Return the offset of page `number` of a work item, or -1 if it has fewer pages.
+
+    The pages with keys come first, then those with values.
+    """
     first, count = blocks
     if not 0 <= number < 2 * count:
         return -1
@@ -91,13 +94,13 @@ def _page_at(
 
 @inner()
 def _line_at(page: int, chunk: int, size: int) -> int:
-    """Where so many parts of it are passed; -1 where there is no page."""
+    """Return the offset of part number `chunk`, each of `size`, of a page; -1 if `page` is -1."""
     return page + chunk * size if page >= 0 else -1
 
 
 @inner()
 def _scale(x: Floats, at: int, count: int, factor: float, out: Floats, out_at: int) -> None:
-    """out[out_at + i] = x[at + i] factor, for i below count."""
+    """Compute `out[out_at + i] = x[at + i] * factor` for i < count."""
     for i in range(count):
         out[out_at + i] = x[at + i] * factor
 
@@ -110,12 +113,27 @@ def attend_few_rows(
     spare: Floats, scratch: Floats, out: Floats, next_blocks: tuple[int, int], next_table: Ints,
     next_layout: tuple[int, int, int],
 ) -> None:  # fmt: skip
-    """A tile and KV head of a few rows; after it comes the next one's turn, of which pages are
-    asked for meanwhile.
+    """Compute a tile and KV head with few rows, one row at a time.
 
-    tile: its tokens, from row `start` on; what the first sees; how far back each sees. kv_layout:
-    KV heads, which of them, block size. sinks, slopes: of the group. q to scratch: room to compute
-    in.
+    Meanwhile, the pages of this work item and the first pages of the next one are prefetched.
+
+    Args:
+        start: first query row of the tile.
+        tile: (number of tokens, context length of the first token, window).
+        kv_layout: (number of KV heads, index of this head, block size).
+        query: [T, Hq, D].
+        rows: the flat cache.
+        values_at: offset of the values in `rows`.
+        table: [M] block table of the sequence.
+        scale: factor of the scores.
+        cap: soft cap of the scores; 0 for none.
+        sinks: [G] of the query heads of this KV head; -inf for none.
+        slopes: [G] of the query heads of this KV head; 0 for none.
+        q, scores, powers, sums, ones, spare, scratch: scratch buffers.
+        out: [T, Hq, D].
+        next_blocks: the next work item's `visible_blocks`.
+        next_table: the next work item's block table.
+        next_layout: the next work item's `kv_layout`.
     """
     count, context, behind = tile
     block_size, head = kv_layout[2], kv_layout[1]
@@ -181,7 +199,7 @@ def attend_many_rows(
     slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, most: Floats,
     totals: Floats, ones: Floats, scratch: Floats, out: Floats,
 ) -> None:  # fmt: skip
-    """The same of many rows, a lane each."""
+    """Version of `attend_few_rows` for many rows: one row per vector lane, no prefetching."""
     count, context, behind = tile
     block_size, head = kv_layout[2], kv_layout[1]
     group, head_dim = len(sinks), query.shape[2]
@@ -216,7 +234,7 @@ def attend_many_rows(
 
 @inner()
 def _largest(tiles: Ints) -> tuple[int, int]:
-    """The most rows that a tile has, and the largest sum of rows and first context."""
+    """Return the maxima over the tiles of tokens, and of tokens + context of the first token."""
     most_rows = most_seen = 0
     for number in range(len(tiles)):
         most_rows = max(most_rows, tiles[number, 2])
@@ -226,12 +244,12 @@ def _largest(tiles: Ints) -> tuple[int, int]:
 
 def _paged_attention(
     query: Floats,  # [T, Hq, D]
-    rows: Rows,  # [2 N H S D] the cache's
-    values_at: int,  # the first element of the values
+    rows: Rows,  # [2 N H S D] the cache
+    values_at: int,  # offset of the values
     num_heads: int,
     block_size: int,
     tables: Ints,  # [B, M]
-    tiles: Ints,  # [P, 4] the sequence, the first row, the rows, what the first of them sees
+    tiles: Ints,  # [P, 4] sequence, first query row, number of rows, context length of first row
     window: int,  # 0: none
     scale: float,
     cap: float,  # 0: none
@@ -240,7 +258,7 @@ def _paged_attention(
     out: Floats,  # [T, Hq, D]
     num_threads: int,
 ) -> None:
-    """Writes the tiles' rows of `out`. Slots that no token of a tile sees are unread."""
+    """Write the tiles' rows of `out`. Does not read slots that no token of a tile attends to."""
     num_tiles, head_dim = len(tiles), query.shape[2]
     group = query.shape[1] // num_heads
     most_rows, most_seen = _largest(tiles)
@@ -254,7 +272,8 @@ def _paged_attention(
         most, ones = np.empty(height, np.float32), np.empty(height, np.float32)
         totals, spare = np.empty(8 * height, np.float32), np.zeros(8, np.float32)
         scratch = np.empty(block_size * head_dim, np.float32)
-        # Pieces in turns: neighbours in the batch are often alike in length.
+        # Work items are dealt round-robin, because neighbouring sequences often have similar
+        # lengths.
         for piece in range(thread, num_tiles * num_heads, num_threads):
             sequence, start, count, context = tiles[piece // num_heads]
             head = piece % num_heads
@@ -281,9 +300,9 @@ def _paged_attention(
 
 @cache
 def compile_paged_attention(narrow: bool) -> Any:
-    """`_paged_attention` over rows of float32, or narrow ones; compiled when it is first asked for.
+    """Compile `_paged_attention` for a bfloat16 cache if `narrow`, otherwise for float32.
 
-    It takes `num_threads` by name, as many as torch has: one pool serves both.
+    Callers pass `num_threads` by name: torch's number of threads, since both share one pool.
     """
     rows = "uint16" if narrow else "float32"
     signature = (

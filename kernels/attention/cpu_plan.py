@@ -1,8 +1,7 @@
-"""Attention that reads blocks in place, on a CPU: the way to its kernel.
+"""Plans for attention that reads the blocks in place on a CPU, and the call of its kernel.
 
-The kernel (`cpu_paged`) computes in float32, over a cache of float32 or bfloat16. It is compiled
-when it is first asked for, of one of these: by `prepare`, while something else is waited for, or by
-the first call.
+The kernel (`cpu_paged`) computes in float32 over a float32 or bfloat16 cache. It is compiled for
+each of the two when `load_cpu_kernels` or the first call needs it.
 """
 
 import math
@@ -21,46 +20,46 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 def supports_cpu_paged(device: torch.device, dtype: torch.dtype) -> bool:
-    """The rule by which the kernel is taken, for a cache of this dtype; all else has the torch
-    form."""
+    """Return whether the kernel supports a cache of this dtype; otherwise torch computes."""
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def load_cpu_kernels(dtype: torch.dtype) -> None:
-    """Loads the kernel for a cache of this dtype; compiles it, the first time on a machine."""
+    """Load the kernel for a cache of this dtype, or compile it if the disk cache lacks it."""
     _kernel(dtype)
 
 
 MAX_ROWS = 96
-"""Of a tile: its tokens times the query heads of a KV head, which read a block together. More only
-where a single token has more."""
+"""Most rows of a tile, which share the reads of a block: tokens times query heads per KV head. A
+tile has more rows only if a single token does."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPagedPlan:
-    """Tokens of some sequences, all of each."""
+    """Plan of one step for some of the batch's sequences, with all tokens of each."""
 
-    tables: npt.NDArray[np.int32]  # [B, M] of the whole batch
-    spans: Ints  # [P, 4] of each sequence: which, its first row, its rows, what the first sees
+    tables: npt.NDArray[np.int32]  # [B, M] block tables of the whole batch
+    # [P, 4] per sequence: index, first query row, number of rows, context length of its first row
+    spans: Ints
     window: int
-    tiles: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)  # by their most tokens
+    tiles: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)  # by most tokens per tile
 
     @classmethod
     def of(
         cls, rows: Ints, query_starts: Ints, context_lens: Ints, tables: Ints, window: int
     ) -> "CpuPagedPlan":
-        """All tokens of these sequences; arguments as of `plan_attention`."""
+        """Plan all tokens of the sequences `rows`; other arguments as in `plan_attention`."""
         lengths = np.diff(query_starts)[rows]
         columns = (rows, query_starts[rows], lengths, context_lens[rows] - lengths + 1)
         spans = np.stack(columns, 1).astype(np.int32)
         return cls(np.ascontiguousarray(tables, np.int32), spans, window)
 
     def _tiles(self, tokens: int) -> npt.NDArray[np.int32]:
-        """[P, 4] as `cpu_paged` has them, of at most so many tokens."""
+        """Return the tiles [P, 4] for `cpu_paged`, each with at most `tokens` tokens."""
         if tokens not in self.tiles:
             lengths = self.spans[:, 2]
             num_tiles = -(-lengths // tokens)
-            # Within its sequence, which tile it is, and the tokens before it.
+            # `before`: tokens of the same sequence in earlier tiles.
             ends = np.cumsum(num_tiles)
             before = (np.arange(num_tiles.sum()) - (ends - num_tiles).repeat(num_tiles)) * tokens
             found = self.spans.repeat(num_tiles, 0)
@@ -71,10 +70,14 @@ class CpuPagedPlan:
         return self.tiles[tokens]
 
     def attend_(self, out: Tensor, query: Tensor, layer: Tensor, scores: ScoreMod = PLAIN) -> None:
-        """Writes these tokens' rows of out [T, Hq, D] contiguous; query [T, Hq, D] of the whole
-        batch, layer [2, N, H, S, D], or [1, N, 1, S, D] where keys are values too.
+        """Compute attention for the plan's tokens and write their rows of `out`.
 
-        Where out is no float32 it is rounded to at the end, and all its rows are written.
+        Args:
+            out: [T, Hq, D] contiguous. Unless it is float32, the result is rounded to its dtype,
+                and the rows of other tokens are overwritten with undefined values.
+            query: [T, Hq, D] of the whole batch.
+            layer: [2, N, H, S, D], or [1, N, 1, S, D] if the keys are also the values.
+            scores: changes to the scores before the softmax.
         """
         if out.dtype != torch.float32:
             wide = torch.empty(out.shape)
@@ -110,14 +113,14 @@ def _by_head(values: Tensor | None, num_heads: int, none: float) -> npt.NDArray[
 
 
 def _rows(layer: Tensor) -> npt.NDArray[Any]:
-    """The layer flat, as the kernel takes it."""
+    """Return the layer as a flat array: float32, or the bits of bfloat16 as uint16."""
     if layer.dtype == torch.float32:
         return layer.view(-1).numpy()
     return layer.view(-1).view(torch.int16).numpy().view(np.uint16)
 
 
 def _kernel(dtype: torch.dtype) -> Any:
-    """For a cache of this dtype."""
+    """Return the kernel for a cache of this dtype."""
     configure_numba()
     from penstock.kernels.attention.cpu_paged import compile_paged_attention
 

@@ -1,21 +1,22 @@
-"""Paged attention over one ragged batch: chunks of prompts and single decoded tokens together.
+"""Paged attention over one ragged batch of prefill chunks and decode tokens.
 
-Token t of sequence b, at position p, attends to that sequence's positions (p - window, p] (all up
-to p without a window) through its block table:
+A token t at position p of a sequence attends to that sequence's positions (p - window, p], or to
+all positions up to p if there is no window, through the sequence's block table:
 
     out_t = softmax(q_t K^T / sqrt(D)) V
 
-query [T, Hq, D]; one layer's cache [2, N, H, S, D] (see `cache`), already holding this step's keys
-and values. Query heads [h G, (h + 1) G) read KV head h, G = Hq / H. Slots that no token may see
-can hold anything, NaN included. Scores may be bent on their way (`scores`). On a CPU the cache may
-be of bfloat16 where the query is float32; what is computed is float32 then. A cache of
-float8_e4m3fn stands for its numbers times `scales` [2, H], of keys and of values.
+query is [T, Hq, D]. One layer's cache is [2, N, H, S, D] (see `kv_cache/op`) and already holds
+this step's keys and values. Query heads [h G, (h + 1) G) read KV head h, with G = Hq / H. Slots
+that no token attends to may contain anything, NaN included. `ScoreMod` can change the scores before
+the softmax. On a CPU a float32 query may read a bfloat16 cache; the arithmetic is then float32.
+Elements of a float8_e4m3fn cache are multiplied by `scales` [2, H] (keys and values, per KV head).
 
-What depends on the batch alone is worked out once a step by `plan_attention`, or by
-`plan_attention_on_device` from lengths that are on a device, and serves every layer of the same
-window. On a GPU kernels read the blocks in place (`attention/triton_kernels`, launched by
-`attention/triton_launch`); elsewhere numba does for single tokens (`in_place`), and the rest is
-gathered for torch (`attention/torch_gather`).
+`plan_attention` prepares everything that depends only on the batch, once per step, for all layers
+with the same window; `plan_attention_on_device` does so when the lengths are on the GPU. On a GPU,
+Triton kernels read the blocks in place (`attention/triton_kernels`, launched by
+`attention/triton_launch`). On a CPU, numba loops read the blocks of single tokens and short
+sequences in place (`attention/cpu_plan`); for the rest, blocks are gathered and computed by torch
+(`attention/torch_gather`).
 """
 
 from collections.abc import Iterator
@@ -45,20 +46,20 @@ from penstock.kernels.triton_common.launch import (
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 MIN_SHARED_TOKENS = 8
-"""Decoded tokens from which on a prefix that they share is read once for all; not yet measured."""
+"""Smallest decode batch that uses cascade attention for a shared prefix; not yet measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How one step attends; for layers of one window."""
+    """The attention plan of one step, for all layers with the same window."""
 
     backend: GatheredPlan | TiledPlan
-    layer: Tensor  # some layer, to hold others against
-    num_tokens: int | str  # a letter: known on the device only
+    layer: Tensor  # any layer of the cache; others must have its shape, dtype and device
+    num_tokens: int | str  # "T" if known on the device only
 
 
 def runs_kernel(layer: Tensor) -> bool:
-    """The rule by which the Triton kernels are taken."""
+    """Return whether the Triton kernels compute attention over this layer."""
     return layer.dtype in (*FLOATS, E4M3) and layer.shape[4] <= 256 and use_triton(layer)
 
 
@@ -71,15 +72,21 @@ def plan_attention(
     one_path: bool = False,
     use_cascade: bool = False,
 ) -> AttentionPlan:
-    """Prepares a step.
+    """Plan the attention of one step.
 
-    query_starts: [B + 1], context_lens: [B] (this step's tokens included), block_tables: [B, M]
-    (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
-    dtype and device; window: positions that a token sees, itself included; 0: all; one_path: a
-    token gets the same bits in a chunk, by itself and in any batch (ValueError where there is no
-    such form); use_cascade: whether kernels may read a prefix that all
-    sequences share once for all, which makes the last bits of a sequence depend on its company.
-    ValueError where these cannot be.
+    Args:
+        query_starts: [B + 1] first query row of each sequence, and the number of rows.
+        context_lens: [B] length of each sequence, this step's tokens included.
+        block_tables: [B, M] blocks; entries past a sequence's blocks are not read.
+        layer: any layer of the cache; gives shape, dtype and device.
+        window: positions that a token attends to, its own included; 0 for all.
+        one_path: make results batch-invariant: a token's bits depend neither on the batch nor on
+            how its prompt is split into chunks.
+        use_cascade: let the kernels read a prefix that all sequences share only once. A sequence's
+            last bits then depend on the rest of the batch.
+
+    Raises:
+        ValueError: invalid arguments, or `one_path` is not supported for this dtype and device.
     """
     _check_layer(layer)
     check_batch(query_starts, context_lens, block_tables, layer.shape[1], layer.shape[3])
@@ -111,11 +118,11 @@ def plan_attention_on_device(
     window: int = 0,
     one_path: bool = False,
 ) -> AttentionPlan:
-    """As `plan_attention`, for kernels, of int32 tensors on the layer's device.
+    """Version of `plan_attention` for Triton kernels, from int32 tensors on the layer's device.
 
-    The host reads nothing of them: what `check_batch` checks is for the caller to keep, and no
-    sequence may have more tokens than `max_query` or positions than `max_context`. Then a captured
-    step serves whatever the tensors hold later.
+    The host does not read the tensors, so a captured CUDA graph stays valid when their values
+    change. The caller must guarantee what `check_batch` checks, and that no sequence has more than
+    `max_query` tokens in this step or more than `max_context` positions.
     """
     _check_layer(layer)
     batch = Batch(query_starts, context_lens, block_tables)
@@ -126,12 +133,15 @@ def plan_attention_on_device(
 
 
 def reads_bf16(layer: Tensor) -> bool:
-    """Whether this cache of 16 bits may be read by queries of float32: by the forms of a CPU."""
+    """Return whether float32 queries may read this cache: it is bfloat16 and used on the CPU."""
     return layer.dtype == torch.bfloat16 and layer.device.type == "cpu" and not use_triton(layer)
 
 
 def _shared_positions(context_lens: Ints, block_tables: Ints, block_size: int) -> int:
-    """Positions whose blocks are all sequences', and before everyone's last."""
+    """Return the length of the prefix that all sequences share, in whole blocks.
+
+    It excludes the block of every sequence's last position.
+    """
     width = int(context_lens.min() - 1) // block_size
     if not width or (block_tables[:, 0] != block_tables[0, 0]).any():
         return 0
@@ -146,10 +156,21 @@ def paged_attention(
     scores: ScoreMod = PLAIN,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Attends: query [T, Hq, D], layer [2, N, H, S, D] contiguous; [T, Hq, D] of the query's dtype.
+    """Compute attention over one layer of the paged cache.
 
-    One dtype, unless the cache is narrower (`reads_bf16`), of float8_e4m3fn with scales [2, H]
-    float32. ValueError where the shapes, dtypes or devices do not fit together.
+    Args:
+        query: [T, Hq, D].
+        layer: [2, N, H, S, D] contiguous. Its dtype is the query's, or bfloat16 (see
+            `reads_bf16`), or float8_e4m3fn.
+        plan: plan of this step.
+        scores: changes to the scores before the softmax.
+        scales: [2, H] float32 scales of keys and values of a float8_e4m3fn cache.
+
+    Returns:
+        [T, Hq, D] of the query's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match.
     """
     _check(query, layer, plan, scores, scales)
     return plan.backend.attend(query, layer, scores, scales)
@@ -158,7 +179,7 @@ def paged_attention(
 def check_batch(
     query_starts: Ints, context_lens: Ints, block_tables: Ints, num_blocks: int, block_size: int
 ) -> None:
-    """ValueError unless every position of every sequence is in some block of the cache."""
+    """Raise ValueError unless the block tables cover every position of every sequence."""
     batch, width = len(context_lens), block_tables.shape[-1]
     if query_starts.shape != (batch + 1,) or block_tables.shape != (batch, width):
         raise ValueError(
@@ -167,11 +188,11 @@ def check_batch(
         )
     lengths = np.diff(query_starts)
     if query_starts[0] != 0 or (lengths < 0).any():
-        raise ValueError("query_starts: numbers that ascend from 0 expected")
+        raise ValueError("query_starts: non-decreasing numbers from 0 expected")
     if (context_lens < lengths).any():
         b = int((context_lens < lengths).argmax())
         raise ValueError(
-            f"context_lens: {lengths[b]} at least expected of sequence {b}, not {context_lens[b]}"
+            f"context_lens: at least {lengths[b]} expected for sequence {b}, not {context_lens[b]}"
         )
     used = np.where(lengths > 0, -(-context_lens // block_size), 0)[:, None]
     if (used > width).any():
@@ -187,14 +208,16 @@ def check_batch(
 
 
 def check_device_batch(batch: Batch, layer: Tensor, max_context: int) -> None:
-    """ValueError where shapes, dtypes or devices are not those of a batch: no value is read."""
+    """Raise ValueError unless shapes, dtypes and devices are valid. Does not read the values."""
     int32 = (torch.int32,)
     check("context_lens", batch.context_lens, ("B",), int32, like=layer)
     num_rows = len(batch.context_lens)
     check("query_starts", batch.query_starts, (num_rows + 1,), int32, like=layer)
     check("block_tables", batch.tables, (num_rows, "M"), int32, like=layer)
     if max_context > batch.tables.shape[1] * layer.shape[3]:
-        raise ValueError(f"block_tables: {batch.tables.shape[1]} columns end before {max_context}")
+        raise ValueError(
+            f"block_tables: {batch.tables.shape[1]} columns cannot hold max_context={max_context}"
+        )
 
 
 def _check_layer(layer: Tensor) -> None:
@@ -227,7 +250,7 @@ def _check(
         check("scales", scales, (2, num_heads), (torch.float32,), like=query)
         check_contiguous("scales", scales)
     if narrow and isinstance(plan.backend, TiledPlan) and not _reads_e4m3(layer):
-        raise ValueError(f"layer: {device_info(layer).name} does not compute with {layer.dtype}")
+        raise ValueError(f"layer: {device_info(layer).name} does not support {layer.dtype}")
 
 
 def _reads_e4m3(layer: Tensor) -> bool:
@@ -245,7 +268,7 @@ def paged_attention_reference(
     scores: ScoreMod = PLAIN,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """What `plan_attention` and `paged_attention` mean, sequence and head by themselves."""
+    """Reference for `plan_attention` and `paged_attention`: loops over sequences and heads."""
     num_heads, block_size = layer.shape[2:4]
     if scales is not None:
         layer = layer.to(query.dtype) * scales.to(query.dtype)[:, None, :, None, None]
@@ -285,7 +308,7 @@ def _probabilities_reference(
 
 
 def aot_cases() -> Iterator[AotCase]:
-    """Decodes and chunks in one batch, of the shapes that models have."""
+    """Yield mixed batches of prefill and decode, with the shapes of common models."""
     bf16, half = torch.bfloat16, torch.float16
     yield _aot_case("llama 8b", bf16, bf16, (8, 4, 128), 512, 0, PLAIN)
     yield _aot_case("gemma 2", bf16, bf16, (4, 2, 256), 512, 4096, ScoreMod(cap=50.0))
@@ -319,9 +342,10 @@ def _aot_case(
         query = meta(512, (group + 2) * num_heads, head_dim, dtype=dtype)[:, : group * num_heads]
         paged_attention(query, layer, plan, scores, scales)
 
-    # Rows of eight bits come 16 bytes at a time too, but entries of the table outweigh them: 49%.
+    # FP8 rows are loaded 16 bytes at a time as well, but with the 4-byte loads of the block table
+    # only 49% of the loads are that wide.
     streams = ("merge_partitions",) if cached == E4M3 else ("attend_tiles", "merge_partitions")
-    if one_path:  # a merge reads one part at a time: a row of features beside three numbers
+    if one_path:  # the merge reads one partition at a time: few wide loads among scalar ones
         streams = ("attend_tiles",)
     return AotCase(
         name,

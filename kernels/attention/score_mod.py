@@ -1,9 +1,12 @@
-"""Attention whose scores are bent on their way to the softmax.
+"""Changes to attention scores before the softmax: scale, soft cap, ALiBi slopes and sinks.
 
-s = q K^T scale;  s = cap tanh(s / cap) where there is a cap (Gemma 2);
-s = s + slope (j - i) of position i and seen position j, where a head has a slope (ALiBi);
-out = softmax([s, sink])[without the sink] V where a head has a sink (gpt-oss): a score that
-takes its part of the probability and gives nothing.
+    s = q K^T scale
+    s = cap tanh(s / cap)         soft cap (Gemma 2)
+    s = s + slope (j - i)         ALiBi, for a query at position i and a key at position j
+    out = softmax([s, sink]) V    attention sink (gpt-oss)
+
+A sink is one extra score per head. It takes part in the softmax but has no value vector: its
+weight is dropped.
 """
 
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class ScoreMod:
-    """How scores are made. The default is the plain form, which has the quickest kernels."""
+    """Changes to the scores. The default, only a scale, has the fastest kernels."""
 
     scale: float | None = None  # None: 1 / sqrt(D)
     cap: float = 0.0  # 0: none
@@ -34,10 +37,18 @@ def attend(
     scores: ScoreMod = PLAIN,
     distances: Tensor | None = None,
 ) -> Tensor:
-    """query [..., L, D], keys and values [..., M, D]; the same leading dimensions.
+    """Compute attention with torch.
 
-    mask: 0 or -inf, broadcast to [..., L, M]; None: causal, with L = M. Sinks are shaped to
-    broadcast with [..., L, 1], slopes with the distances j - i [..., L, M]. Returns [..., L, D].
+    Args:
+        query: [..., L, D].
+        keys: [..., M, D], with the leading dimensions of `query`.
+        values: [..., M, D].
+        mask: 0 or -inf, broadcastable to [..., L, M]; None means causal, with L = M.
+        scores: its sinks must broadcast to [..., L, 1], its slopes to [..., L, M].
+        distances: j - i, broadcastable to [..., L, M]; required with slopes.
+
+    Returns:
+        [..., L, D].
     """
     if scores.slopes is not None:
         assert distances is not None

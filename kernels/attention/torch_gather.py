@@ -1,10 +1,9 @@
-"""Paged attention in plain torch: blocks are gathered, then multiplied.
+"""Paged attention without Triton: blocks are gathered, then computed by torch.
 
-Sequences with one query token, and short ones, are read in place where there is a kernel for that
-(`in_place`); elsewhere single tokens are gathered into padded batches (few where their lengths are
-alike), with the query heads of a KV head packed as rows. A longer chunk runs by itself, gathered;
-or in place too, where every token is to be computed in the same way, however its prompt is cut.
-See `attention` for what is computed.
+The numba kernel (`cpu_plan`), if it supports the cache, reads sequences with one query token and
+short sequences in place; with `one_path` it reads all. Without it, single tokens are gathered into
+padded batches of similar context lengths, with the query heads of a KV head packed as rows. Each
+other chunk is gathered and computed separately. See `attention/op` for the operation.
 """
 
 from collections.abc import Iterator
@@ -22,22 +21,22 @@ from penstock.kernels.attention.score_mod import ScoreMod, attend
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 SPLIT_BYTES = 1 << 19
-"""Padding worth a further padded batch; measured: what one costs in operations on a CPU core."""
+"""Split a padded batch if that saves more bytes than this: the measured cost of one more batch."""
 
 MAX_PADDING = 512
-"""Positions of a sequence up to which its chunk, too, is read in place; measured: of 512 as fast as
-gathered for torch, of 128 a fifth faster, of 1,024 a sixth slower."""
+"""Longest context, in positions, of a chunk that is read in place. Measured against gathering for
+torch: a fifth faster at 128 positions, equal at 512, a sixth slower at 1,024."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     """Sequences with one query token each, padded to M blocks."""
 
-    tokens: Tensor | None  # [B] their rows of the query; None: they are the whole batch, in order
-    blocks: Tensor  # [2 B H M] rows of the cache seen as [2 N H, S D]
-    unseen: Tensor  # rows of the gathered blocks, as [2 B H M S, D], that no token may see
+    tokens: Tensor | None  # [B] rows of the query; None: the whole batch, in order
+    blocks: Tensor  # [2 B H M] rows of the cache viewed as [2 N H, S D]
+    unseen: Tensor  # masked rows of the gathered blocks, viewed as [2 B H M S, D]
     mask: Tensor  # [B, 1, 1, M S] 0 or -inf
-    own: Tensor  # [B] columns of the tokens themselves
+    own: Tensor  # [B] gathered column of each token's own position
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +44,19 @@ class _Chunk:
     """One sequence with several query tokens."""
 
     tokens: slice  # its rows of the query
-    blocks: Tensor  # [2 H M]
-    context: slice  # the gathered positions that some token may see
-    mask: Tensor | None  # [tokens, context] 0 or -inf; None: plainly causal, nothing before
+    blocks: Tensor  # [2 H M] rows of the cache viewed as [2 N H, S D]
+    context: slice  # the gathered positions that some token attends to
+    mask: Tensor | None  # [tokens, context] 0 or -inf; None: causal, and the chunk is the context
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredPlan:
-    """How one step attends; for layers of one window."""
+    """Plan of one step without Triton, for all layers with the same window."""
 
-    paged: CpuPagedPlan | None
+    paged: CpuPagedPlan | None  # sequences that are read in place
     decodes: list[_Decodes]
     chunks: list[_Chunk]
-    gathered: Tensor  # [most blocks at once, S D] scratch, used by one batch after another
+    gathered: Tensor  # [largest number of blocks, S D] scratch, reused for every batch and chunk
 
     @classmethod
     def of(
@@ -70,12 +69,17 @@ class GatheredPlan:
         reads_paged: bool,
         one_path: bool,
     ) -> "GatheredPlan":
-        """Arguments as of `plan_attention`."""
+        """Plan a step; arguments as in `plan_attention`.
+
+        `reads_paged` tells whether the numba kernel supports the cache.
+        """
         planner = _Planner(layer, block_tables, window)
         lengths = np.diff(query_starts)
         if one_path:
             if not reads_paged:
-                raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
+                raise ValueError(
+                    f"no batch-invariant attention for {layer.dtype} on {layer.device}"
+                )
             every = np.arange(len(lengths))
             tiles = CpuPagedPlan.of(every, query_starts, context_lens, block_tables, window)
             return cls(tiles, [], [], layer.new_empty(0))
@@ -102,7 +106,10 @@ class GatheredPlan:
     def attend(
         self, query: Tensor, layer: Tensor, scores: ScoreMod, scales: Tensor | None = None
     ) -> Tensor:
-        """query [T, Hq, D], layer [2, N, H, S, D], scales [2, H] or None; [T, Hq, D]."""
+        """Return the attention output [T, Hq, D].
+
+        query: [T, Hq, D]; layer: [2, N, H, S, D]; scales: [2, H] of an FP8 cache, or None.
+        """
         if len(self.decodes) == 1 and self.decodes[0].tokens is None:
             return self._decode(query, layer, self.decodes[0], scores, scales)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -126,7 +133,7 @@ class GatheredPlan:
         batch, num_query_heads, head_dim = query.shape
         num_heads = layer.shape[2]
         kv = _gather_kv(self.gathered, layer, group.blocks, query.dtype)
-        # 0 * NaN is NaN: what is masked must still be finite.
+        # Masked values must be finite, because 0 * NaN is NaN.
         kv.view(-1, head_dim).index_fill_(0, group.unseen, 0.0)
         keys, values = _scaled(kv.view(2, batch, num_heads, -1, head_dim), scales)
         packed = query.view(batch, num_heads, num_query_heads // num_heads, head_dim)
@@ -162,22 +169,22 @@ class GatheredPlan:
 
 
 def _gather_kv(gathered: Tensor, layer: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """The blocks' rows [2 B H M, S D], of this dtype."""
+    """Gather rows `blocks` of the cache and convert them to `dtype`: [2 B H M, S D]."""
     rows, found = layer.view(-1, gathered.shape[1]), gathered[: len(blocks)]
     if layer.dtype == dtype:
         return torch.index_select(rows, 0, blocks, out=found)
-    # Numbers of eight bits are not selected everywhere; bytes are.
+    # index_select does not support float8 on every device, but it does support uint8.
     torch.index_select(rows.view(torch.uint8), 0, blocks, out=found.view(torch.uint8))
     return found.to(dtype)
 
 
 def _scaled(kv: Tensor, scales: Tensor | None) -> Tensor:
-    """kv [2, B, H, C, D], scales [2, H]."""
+    """Multiply kv [2, B, H, C, D] by scales [2, H], if any."""
     return kv if scales is None else kv * scales.to(kv.dtype)[:, None, :, None, None]
 
 
 def _by_head(scores: ScoreMod, num_heads: int, trailing: int) -> ScoreMod:
-    """What is a head's own, shaped [H, G] and then ones."""
+    """Reshape sinks and slopes to [H, G] followed by `trailing` dimensions of size 1."""
     if scores.sinks is None and scores.slopes is None:
         return scores
     shape = (num_heads, -1, *(1,) * trailing)
@@ -187,18 +194,20 @@ def _by_head(scores: ScoreMod, num_heads: int, trailing: int) -> ScoreMod:
 
 
 class _Planner:
+    """Builds the parts of a `GatheredPlan`."""
+
     def __init__(self, layer: Tensor, block_tables: Ints, window: int) -> None:
         _, self.num_blocks, self.num_heads, self.block_size, head_dim = layer.shape
         self.tables = block_tables
         self.window = window
-        # Of masks. On a CPU a narrow cache may be a float32 query's.
+        # dtype of the masks: on a CPU a float32 query may read a bfloat16 cache.
         plain = layer.itemsize > 1 and layer.device.type != "cpu"
         self.dtype = layer.dtype if plain else torch.float32
         self.device = layer.device
         self.block_bytes = 2 * self.num_heads * self.block_size * head_dim * layer.itemsize
 
     def seen_blocks(self, query_len: int, contexts: Ints) -> tuple[Ints, Ints]:
-        """The first block that some token sees, and the number of blocks from there."""
+        """Return the first block that some token attends to, and the number of blocks from it."""
         last = (contexts - 1) // self.block_size
         if not self.window:
             return np.zeros_like(last), last + 1
@@ -207,7 +216,7 @@ class _Planner:
         return first, last + 1 - first
 
     def similar_lengths(self, rows: Ints, context_lens: Ints) -> Iterator[Ints]:
-        """Splits the rows into groups of like length where padding would cost more."""
+        """Split the rows into groups of similar length where that saves enough padding."""
         if not len(rows):
             return
         _, num_blocks = self.seen_blocks(1, context_lens[rows])
@@ -228,7 +237,7 @@ class _Planner:
         contexts = context_lens[rows]
         first, num_blocks = self.seen_blocks(1, contexts)
         columns = first[:, None] + np.arange(num_blocks.max())
-        # A padded column repeats the sequence's own last block: it is there, and wholly unseen.
+        # Padded columns repeat the sequence's last block, which is valid memory, and are masked.
         columns = np.minimum(columns, (first + num_blocks - 1)[:, None])
         positions = first[:, None] * self.block_size + np.arange(columns.shape[1] * self.block_size)
         seen = positions < contexts[:, None]
@@ -264,14 +273,14 @@ class _Planner:
         )
 
     def cache_rows(self, table: Ints) -> Ints:
-        """[B, M] blocks to [2 B H M] rows of the cache seen as [2 N H, S D]."""
+        """Convert [B, M] blocks to [2 B H M] rows of the cache viewed as [2 N H, S D]."""
         sides = np.arange(2)[:, None, None, None] * self.num_blocks
         blocks = table.astype(np.int64)[None, :, None] + sides
         heads = np.arange(self.num_heads)[:, None]
         return (blocks * self.num_heads + heads).ravel()
 
     def unseen_rows(self, seen: npt.NDArray[np.bool_]) -> Ints:
-        """[B, M S] to the rows of the gathered [2 B H M S, D] that are not seen."""
+        """Convert mask [B, M S] to the masked rows of the gathered blocks [2 B H M S, D]."""
         batch, num_slots = seen.shape
         row, slot = np.nonzero(~seen)
         sides = np.arange(2)[:, None, None] * batch

@@ -1,7 +1,7 @@
-"""Tiles of the attention kernels, by chip and head size: tables, so that nothing is tuned at run
-time and a captured graph holds what was tested.
+"""Tile sizes of the attention kernels, by chip and head size.
 
-Chosen by what compiles ahead of time without a spilled register, not yet by a clock.
+They are fixed tables rather than autotuned, so a captured CUDA graph runs the kernels that were
+tested. They were chosen to compile ahead of time without register spills, not yet by measuring.
 """
 
 from typing import NamedTuple
@@ -10,14 +10,16 @@ from penstock.kernels.triton_common.launch import DeviceInfo
 
 
 class Tiles(NamedTuple):
-    rows: int
-    columns: int  # positions at a time; divides `attention/triton_launch.SPLIT`
+    """Tile size and launch options of a kernel."""
+
+    rows: int  # query rows per program
+    columns: int  # positions per iteration; divides `attention/triton_launch.SPLIT`
     num_warps: int
     num_stages: int
 
 
 _CHUNKS = {
-    # widest head: tiles
+    # largest padded head size: tiles
     "ample": {
         64: Tiles(128, 128, 8, 2),
         128: Tiles(128, 64, 8, 2),
@@ -46,7 +48,7 @@ _CHUNKS = {
 
 
 def _chip_family(chip: DeviceInfo) -> str:
-    """By shared memory: of Hopper and later, of the A100, of chips for graphics."""
+    """Classify by shared memory: Hopper or later, A100, or graphics cards; "amd" for AMD GPUs."""
     if not chip.is_cuda and chip.name != "interpreter":
         return "amd"
     kib = chip.shared_bytes >> 10
@@ -54,34 +56,44 @@ def _chip_family(chip: DeviceInfo) -> str:
 
 
 def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
-    """Of whole chunks; width: features of a tile, itemsize: of the query."""
-    if itemsize == 4:  # on no tensor core
+    """Return the tiles for prefill chunks, for the padded head size and the query's itemsize."""
+    if itemsize == 4:  # float32 does not use tensor cores
         return Tiles(32, 32, 4, 1)
     table = _CHUNKS[_chip_family(chip)]
     return table[next(widest for widest in table if width <= widest)]
 
 
 def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cached: int) -> Tiles:
-    """Of sequences with few rows; group: query heads a KV head; cached: itemsize of the cache."""
+    """Return the tiles for sequences with few query rows, whose positions are split.
+
+    Args:
+        chip: the device.
+        width: padded head size.
+        itemsize: bytes per element of the query.
+        group: query heads per KV head.
+        cached: bytes per element of the cache.
+    """
     rows = min(64, max(16, 1 << (group - 1).bit_length()))
     if itemsize == 4:
         return Tiles(min(rows, 32), 32, 4, 1)
-    if width > 256:  # rows of latent attention
+    if width > 256:  # rows of MLA
         widest = chunk_tiles(chip, width, itemsize)
         return widest._replace(rows=min(rows, widest.rows))
     if width > 128:
         return Tiles(rows, 32, 4, 2)
-    if cached == 1:  # as many bytes a tile as of 16 bits
+    if cached == 1:  # twice the columns: as many bytes per tile as with 16 bits
         return Tiles(rows, 128, 4, 2)
     return Tiles(rows, 64, 4, 2 if _chip_family(chip) == "little" else 3)
 
 
 def batch_invariant_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
-    """Of chunks and single tokens alike, so that both have the same arithmetic; with room for the
-    sums of a part beside those of all parts."""
+    """Return the tiles that chunks and single tokens share, so that both have the same arithmetic.
+
+    They are smaller because a program holds two accumulators: of one partition and of all.
+    """
     if itemsize == 4:
         return chunk_tiles(chip, width, itemsize)
-    if width > 256:  # rows of latent attention
+    if width > 256:  # rows of MLA
         return chunk_tiles(chip, width, itemsize)._replace(rows=16)
     if width > 128:
         return Tiles(32, 32 if _chip_family(chip) == "amd" else 64, 8, 2)

@@ -1,24 +1,25 @@
-"""The Triton kernels of paged attention (see `attention`): tiles of query rows, then a merge.
+"""The Triton kernels of paged attention (see `attention/op`): tiles of query rows, then a merge.
 
-The query heads of one KV head are packed as rows: row r of a sequence is its token r // G, head
-r % G of the KV head's. A program takes BLOCK_M rows of one sequence and KV head, and passes over
-keys and values BLOCK_N positions at a time with a running softmax in float32.
+The query heads of one KV head are packed as rows: row r of a sequence is token r // G and query
+head r % G of that KV head. A program computes BLOCK_M rows of one sequence and KV head. It loops
+over keys and values, BLOCK_N positions at a time, with an online softmax in float32.
 
-Of latent attention a row of the cache is a key with a tail: its first D features are the value too,
-the TAIL behind them only score. There is one KV head, and no second side.
+For MLA, a row of the cache is a key with a tail: its first D features are also the value, and the
+TAIL features after them only contribute to the score. There is one KV head, and the cache has no
+separate values.
 
-A long chunk's tile passes over all that it sees (SPLIT = 0). Few rows would leave most of a device
-idle, so their positions are cut at fixed multiples of SPLIT, one program a part; `merge_partitions`
-puts the parts together. Where the cuts are, and every order of sums, is a matter of the sequence
-alone.
+A tile of a long chunk loops over all positions that it attends to (SPLIT = 0). Sequences with few
+rows would leave most of a GPU idle, so their positions are split into partitions at fixed multiples
+of SPLIT, with one program per partition; `merge_partitions` merges the results. Partition
+boundaries and the order of every sum depend on the sequence alone.
 
-With IN_TURN a long chunk's tile is cut likewise: it takes one part after another, each summed by
-itself, and adds them up as `merge_partitions` does with BLOCK_P = 1. With tiles of one size, and
-without products fused into sums (which each place in a program may do in its own way), a token then
-gets the same bits in a chunk as by itself.
+With SEQUENTIAL, a tile of a long chunk computes the same partitions, one after another, each with
+its own accumulators, and merges them in the order that `merge_partitions` uses with BLOCK_P = 1.
+A token then gets the same bits in a chunk as alone, if all tiles have one size and the compiler
+does not fuse multiply-adds (it may fuse differently at each place in a program).
 
-Powers are of two: scores are taken times log2(e). Where nothing was seen the greatest score is
-MASKED: finite, so that no infinity is taken from another.
+Exponentials have base 2: scores are multiplied by log2(e). If a row has attended to no position
+yet, its maximum is MASKED, which is finite, so that -inf - (-inf) is never computed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -28,40 +29,47 @@ from penstock.kernels.triton_common.launch import jit, tl
 
 @jit(unspecialized=("table_stride", "partition_tokens"))
 def attend_tiles(  # noqa: C901
-    query,  # [T, H G, D + TAIL], tokens query_stride apart
+    query,  # [T, H G, D + TAIL], tokens `query_stride` elements apart
     layer,  # [2, N, H, S, D], or [1, N, 1, S, D + TAIL]
-    tables,  # [B, M] int32, rows table_stride apart
+    tables,  # [B, M] int32 block tables, rows `table_stride` elements apart
     query_starts,  # [B + 1] int32
     context_lens,  # [B] int32
-    items,  # [I, 2] int32: a sequence (-1: nothing to do), and which part or tile of it
-    item_starts,  # [B + 1] int32 items before each sequence's
+    items,  # [I, 2] int32: sequence (-1: no work) and index of its partition or row tile
+    item_starts,  # [B + 1] int32 first item of each sequence, and the number of items
     out,  # [T, H G, D]
-    # [I * partition_tokens, H G, D] float32 sums of values, undivided; None without SPLIT
+    # [I * partition_tokens, H G, D] float32 unnormalized sums of values; None without partitions
     partial_sums,
-    weights,  # [I * partition_tokens, H G, 2] float32 greatest score and sum of shares; likewise
+    # [I * partition_tokens, H G, 2] float32 maximum score and sum of exponentials, or None
+    weights,
     sinks,  # [H G] or None
     slopes,  # [H G] or None
-    scales,  # [2, H] float32 of stored keys and values, or None
+    scales,  # [2, H] float32 scales of cached keys and values, or None
     query_stride,
     table_stride,
-    side_stride,  # from keys to values
-    scale,  # of scores
-    cap,  # or None
-    partition_tokens,  # rows an item has in `partial_sums`
+    side_stride,  # elements from keys to values
+    scale,  # factor of scores
+    cap,  # soft cap of scores, or None
+    partition_tokens,  # tokens per item in `partial_sums`
     H: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
-    TAIL: tl.constexpr,  # 0: keys and values are apart
-    WINDOW: tl.constexpr,  # positions seen; 0: all
-    SPLIT: tl.constexpr,  # positions a part, a multiple of BLOCK_N; 0: all at once
-    SEQUENTIAL: tl.constexpr,  # whether one program takes all parts; else it takes one
-    ALL_MERGED: tl.constexpr,  # whether even a sequence of one part is merged
+    TAIL: tl.constexpr,  # 0: keys and values are separate
+    WINDOW: tl.constexpr,  # positions that a token attends to; 0: all
+    SPLIT: tl.constexpr,  # positions per partition, a multiple of BLOCK_N; 0: no partitions
+    SEQUENTIAL: tl.constexpr,  # one program computes all partitions in order, not just one
+    ALL_MERGED: tl.constexpr,  # even a sequence with one partition is merged
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # D rounded up to a power of two
-    BLOCK_T: tl.constexpr,  # TAIL likewise
+    BLOCK_T: tl.constexpr,  # TAIL rounded up to a power of two
 ):
+    """Compute attention for a tile of BLOCK_M rows of one sequence and KV head.
+
+    Grid: [I, H], or with partitions [I, H, row tiles]. An item is a row tile, or with partitions
+    (SPLIT and not SEQUENTIAL) one partition of a sequence. Final results go to `out`; those that
+    `merge_partitions` must merge go to `partial_sums` and `weights`.
+    """
     LOG2_E: tl.constexpr = 1.4426950408889634
     MASKED: tl.constexpr = -1e30
     item, head = tl.program_id(0), tl.program_id(1)
@@ -96,7 +104,7 @@ def attend_tiles(  # noqa: C901
         q_tail_at = query + D + q_at[:, None] + behind[None, :]
         q_tail = tl.load(q_tail_at, mask=present[:, None] & narrow[None, :], other=0.0)
 
-    # What this tile sees: [low, high). All of its rows see all of [all_low, all_high).
+    # The tile's rows attend to positions [low, high); every row attends to [all_low, all_high).
     earliest = before + first_row // G
     latest = tl.minimum(before + (first_row + BLOCK_M - 1) // G, context - 1)
     low = tl.maximum(earliest - WINDOW + 1, 0) if WINDOW else 0
@@ -134,8 +142,9 @@ def attend_tiles(  # noqa: C901
             most = tl.full((BLOCK_M,), MASKED, tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        # Three stretches: the window's edge, what every row sees and needs no mask, the causal
-        # edge. A part is short, a wide tile has no registers left: one masked stretch.
+        # Three stretches: the window's edge (masked), the positions that every row attends to (no
+        # mask), the causal edge (masked). One masked stretch for a partition, which is short, and
+        # for MLA, whose wide tiles leave no registers for three.
         for stretch in tl.static_range(2 if SPLIT or TAIL else (0 if WINDOW else 1), 3):
             if SEQUENTIAL:
                 start = tl.maximum(begin, (first_partition + partition) * SPLIT)
@@ -220,29 +229,33 @@ def attend_tiles(  # noqa: C901
 
 @jit(unspecialized=("partition_tokens", "num_shared", "first_shared", "num_sequences"))
 def merge_partitions(
-    # [P, HEADS, D] float32: row item * partition_tokens + token, then those of a shared prefix
+    # [P, HEADS, D] float32: row item * partition_tokens + token, then rows of the shared prefix
     partial_sums,
-    weights,  # [P, HEADS, 2] float32
+    weights,  # [P, HEADS, 2] float32 maximum score and sum of exponentials
     item_starts,  # [B + 1] int32
     query_starts,  # [B + 1] int32
     out,  # [T, HEADS, D]
     sinks,  # [HEADS] or None
-    partition_tokens,
-    num_shared,  # parts of the shared prefix: row first_shared + part * B + sequence
-    first_shared,
+    partition_tokens,  # tokens per item in `partial_sums`
+    num_shared,  # partitions of the shared prefix: row first_shared + partition * B + sequence
+    first_shared,  # first row of the shared prefix
     num_sequences,  # B
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # partitions per iteration
+    BLOCK_D: tl.constexpr,  # D rounded up to a power of two
 ):
+    """Merge the partitions of each split sequence, and its shared prefix if any, into `out`.
+
+    Grid: [B, HEADS]; a program merges all tokens of one sequence and query head.
+    """
     LOG2_E: tl.constexpr = 1.4426950408889634
     MASKED: tl.constexpr = -1e30
     sequence, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(item_starts + sequence)
     num_own = tl.load(item_starts + sequence + 1) - first
     count = num_own + num_shared
-    # Nothing of this sequence was split, or its one part has been written out.
+    # The sequence was not split, or `attend_tiles` has already written its only partition.
     if (num_own == 0) | (count == 1):
         return
     first_token = tl.load(query_starts + sequence)

@@ -1,14 +1,13 @@
-"""The way to the Triton kernels of paged attention: what runs where, and with which tiles.
+"""Launchers of the Triton kernels of paged attention: they choose work items and tiles.
 
-A sequence with few query rows (they fit one tile) has its positions cut into parts of SPLIT; a
-longer chunk has a program per tile of rows. Which program does what stands in a list of items, made
-by tensor operations wherever the batch's lengths are: on the host as many items as there are; on
-the device as many as there could be, the rest marked -1, without a word from device to host.
-So a captured graph serves all lengths up to its bound.
+The positions of a sequence with few query rows (they fit one tile) are split into partitions of
+SPLIT; a longer chunk gets one program per row tile. A list of work items assigns work to programs.
+Tensor operations build it where the lengths are: on the host it has the exact size; on the device
+it has the largest possible size, padded with -1, so that no value is copied to the host. A captured
+graph therefore serves all lengths up to its bound.
 
-On one path a token gets the same bits whatever else is in its chunk or batch: all tiles are of one
-size, a chunk's too have parts of SPLIT, which are added up one after another, and arithmetic is as
-written, no product fused into a sum.
+With `one_path`, results are batch-invariant: all tiles have one size, chunks too are computed in
+partitions of SPLIT, merged in order, and multiply-adds are not fused.
 """
 
 from dataclasses import dataclass, field
@@ -32,14 +31,14 @@ from penstock.kernels.triton_common.launch import device_info, launch, power_of_
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 SPLIT = 512
-"""Positions a part: always the same, so that a sequence's parts are its own affair."""
+"""Positions per partition. Constant, so that a sequence's partitions do not depend on the batch."""
 
 PARTITIONS_PER_MERGE = 32
-"""Parts that one pass of the merge adds up."""
+"""Partitions that the merge kernel adds up per iteration."""
 
 
 class Batch(NamedTuple):
-    """Where sequences and their blocks are; int32, on the device."""
+    """Offsets, lengths and block tables of a batch: int32 tensors on the device."""
 
     query_starts: Tensor  # [B + 1]
     context_lens: Tensor  # [B]
@@ -47,19 +46,22 @@ class Batch(NamedTuple):
 
 
 class WorkItems(NamedTuple):
-    """Programs' work: a sequence (-1: none) each, and which part or tile of it."""
+    """Work of each program: a partition or a row tile of a sequence."""
 
-    items: Tensor  # [I, 2] int32
-    starts: Tensor  # [B + 1] int32 items before each sequence's
+    items: Tensor  # [I, 2] int32 sequence (-1: no work) and index of its partition or row tile
+    starts: Tensor  # [B + 1] int32 first item of each sequence, and the number of items
 
     def to(self, device: torch.device) -> "WorkItems":
         return WorkItems(self.items.to(device), self.starts.to(device))
 
 
 def make_work_items(counts: Tensor, firsts: Tensor, bound: int) -> WorkItems:
-    """counts, firsts: [B] int32 items of each sequence, and the number of its first.
+    """List the work items of all sequences, sequence by sequence.
 
-    bound: how many items there may be, where the counts are on a device.
+    Args:
+        counts: [B] int32 number of items of each sequence.
+        firsts: [B] int32 index of each sequence's first partition or row tile.
+        bound: size of the padded list; only used if `counts` is on a GPU.
     """
     size = int(counts.sum()) if counts.device.type == "cpu" else bound
     starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
@@ -74,7 +76,7 @@ def make_work_items(counts: Tensor, firsts: Tensor, bound: int) -> WorkItems:
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """What all sequences share, read once: all their tokens as one sequence behind it."""
+    """A shared prefix, read once: all tokens of the batch as one sequence that follows it."""
 
     batch: Batch
     items: WorkItems
@@ -83,28 +85,28 @@ class _Prefix:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The launches of one step, for G query heads a KV head."""
+    """The launches of one step, for one number of query heads per KV head."""
 
     chunks: WorkItems | None
     chunk_tiles: Tiles
     partitions: WorkItems | None
     partition_tiles: Tiles
-    partition_tokens: int  # most tokens of a sequence that is split
-    merges: bool  # whether any sequence may have several parts
+    partition_tokens: int  # most query tokens of a sequence that is split
+    merges: bool  # whether any sequence may have several partitions
     prefix: _Prefix | None
 
 
 @dataclass(frozen=True, slots=True)
 class TiledPlan:
-    """How one step attends in kernels; for layers of one window."""
+    """Plan of one step for the Triton kernels, for all layers with the same window."""
 
     batch: Batch
-    lengths: tuple[Tensor, Tensor]  # starts and contexts to plan with: on the host where known
-    max_query: int
-    max_context: int
+    lengths: tuple[Tensor, Tensor]  # query_starts and context_lens; on the host if known there
+    max_query: int  # most tokens of a sequence in this step
+    max_context: int  # most positions of a sequence
     window: int = 0
-    prefix: int = 0  # positions that all share, a multiple of SPLIT; each sequence has one token
-    one_path: bool = False  # then without a prefix
+    prefix: int = 0  # shared positions, a multiple of SPLIT; if > 0, each sequence has one token
+    one_path: bool = False  # batch-invariant; requires prefix = 0
     layouts: dict[tuple[int, int, int], _Layout] = field(default_factory=dict)
 
     @classmethod
@@ -118,7 +120,7 @@ class TiledPlan:
         prefix: int = 0,
         one_path: bool = False,
     ) -> "TiledPlan":
-        """Of numbers that are on the host; prefix: positions that all sequences share."""
+        """Plan from arrays on the host; `prefix` is the number of positions that all share."""
         arrays = (query_starts, context_lens, tables)
         here = Batch(*(torch.from_numpy(np.ascontiguousarray(each, np.int32)) for each in arrays))
         return cls(
@@ -139,9 +141,15 @@ class TiledPlan:
         scales: Tensor | None = None,
         tail: int = 0,
     ) -> Tensor:
-        """query [T, Hq, D], layer [2, N, H, S, D], scales [2, H] or None; [T, Hq, D].
+        """Return the attention output [T, Hq, D].
 
-        With a tail: query [T, Hq, D + tail], layer [1, N, 1, S, D + tail]; see the kernel.
+        Args:
+            query: [T, Hq, D].
+            layer: [2, N, H, S, D].
+            scores: changes to the scores before the softmax.
+            scales: [2, H] scales of an FP8 cache, or None.
+            tail: for MLA, features after the first D that only contribute to the score. Then
+                `query` is [T, Hq, D + tail] and `layer` [1, N, 1, S, D + tail].
         """
         shape = (*query.shape[:2], query.shape[2] - tail)
         out = torch.empty(shape, dtype=query.dtype, device=query.device)
@@ -174,7 +182,7 @@ class TiledPlan:
         chunks = make_work_items(counts, torch.zeros_like(counts), bound)
         known = starts.device.type == "cpu"
         return _Layout(
-            # The last tiles of a chunk see the most: they go first.
+            # The last tiles of a chunk take longest, so they start first.
             WorkItems(chunks.items.flip(0), chunks.starts).to(device)
             if len(chunks.items)
             else None,
@@ -187,7 +195,7 @@ class TiledPlan:
         )
 
     def _tiles(self, query: Tensor, layer: Tensor) -> tuple[Tiles, Tiles]:
-        """Of parts and of chunks."""
+        """Return the tiles of partitions and of chunks."""
         chip, width = device_info(query), power_of_2(query.shape[2])
         if self.one_path:
             fixed = batch_invariant_tiles(chip, width, query.itemsize)
@@ -207,23 +215,23 @@ class TiledPlan:
 
 
 def padded(head_dim: int) -> int:
-    """Features a tile has: a power of two, and enough for a product."""
+    """Return the padded head size: a power of two, and at least 16, as `tl.dot` requires."""
     return max(16, power_of_2(head_dim))
 
 
 @dataclass(frozen=True, slots=True)
 class _Partitions:
-    """Where parts are left for the merge."""
+    """Results of partitions, before the merge."""
 
-    sums: Tensor  # [P, Hq, D] float32
-    weights: Tensor  # [P, Hq, 2] float32
-    tokens: int  # P: so many an item
-    all_merged: bool
+    sums: Tensor  # [P, Hq, D] float32 unnormalized sums of values
+    weights: Tensor  # [P, Hq, 2] float32 maximum score and sum of exponentials
+    tokens: int  # rows of P per item
+    all_merged: bool  # even a sequence with one partition is merged
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One layer's attention."""
+    """Arguments of one layer's kernel launches."""
 
     query: Tensor
     layer: Tensor
@@ -237,7 +245,7 @@ class _Call:
     def tiles(
         self, batch: Batch, items: WorkItems, tiles: Tiles, partitions: _Partitions | None = None
     ) -> None:
-        """A program an item and KV head; with `partitions` also a tile of the sequence's rows."""
+        """Launch `attend_tiles`; with `partitions`, each item is one partition of a sequence."""
         _, num_heads, head_dim = self.out.shape
         _, _, num_kv_heads, block_size, _ = self.layer.shape
         group = num_heads // num_kv_heads
@@ -265,7 +273,7 @@ class _Call:
     def merge(
         self, batch: Batch, items: WorkItems, partitions: _Partitions, num_shared: int
     ) -> None:
-        """Own parts lie first, then those of a shared prefix: a row a token and part."""
+        """Launch `merge_partitions`: rows of `partitions` are the items', then the prefix's."""
         _, num_heads, head_dim = self.out.shape
         batch_size = len(batch.context_lens)
         launch(

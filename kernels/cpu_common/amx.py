@@ -1,12 +1,12 @@
-"""The matrix unit of a CPU (AMX), for loops that numba compiles: C += A B of whole tiles.
+"""Intrinsics for the CPU's matrix unit (AMX), for numba: C += A B of whole tiles.
 
-A tile register holds 16 rows of 64 bytes. A [16, 32] and B [32, 16] are of bfloat16, C [16, 16] of
-float32. Of B two rows lie side by side, element by element: a word of 32 bits has what is to be
-multiplied with a word of A. Each row of C depends on its row of A alone, and is summed in one order
-(Intel's manual of instructions, TDPBF16PS): the bits do not depend on the other rows.
+A tile register holds 16 rows of 64 bytes. A [16, 32] and B [32, 16] are bfloat16, C [16, 16] is
+float32. B is stored with pairs of rows interleaved, so that each 32-bit word holds the two elements
+that are multiplied with a word of A. A row of C depends only on its row of A and is summed in a
+fixed order (Intel's instruction manual, TDPBF16PS), so its bits do not depend on other rows.
 
-Registers 0 to 3 hold sums, 4 to 7 what is multiplied. All places are in arrays of float32, whose
-tiles should begin where a line of the cache does: a load that does not takes twice as long.
+Registers 0 to 3 hold accumulators, 4 to 7 operands. Operands are stored in float32 arrays. Their
+tiles should be aligned to a cache line: an unaligned load takes twice as long.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -20,22 +20,22 @@ from numba.core import cgutils, types
 from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS, Load, Multiply
 from penstock.kernels.cpu_common.simd import VECTOR_WIDTH, F32Vec, simd_intrinsic
 
-ROWS = 16  # of a tile
-TILE = ROWS * 16  # float32, or words
-TILE_K = 32  # inputs of a tile
+ROWS = 16  # rows of a tile
+TILE = ROWS * 16  # 32-bit words of a tile
+TILE_K = 32  # bfloat16 inputs (columns of A) per tile
 
 _BYTE, _NUMBER = ir.IntType(8), ir.IntType(64)
 _ROW_BYTES = ir.Constant(_NUMBER, 64)
 
 
 def call(builder: Any, name: str, *arguments: Any) -> None:
-    """Of an instruction of LLVM's that gives nothing."""
+    """Emit a call to a void LLVM intrinsic."""
     function = ir.FunctionType(ir.VoidType(), [each.type for each in arguments])
     builder.call(cgutils.get_or_insert_function(builder.module, function, name), arguments)
 
 
 def bytes_at(context, builder, signature, arguments, array: int, offsets: list[Any]):
-    """Where the element at the sum of the places is, of the array that is this argument."""
+    """Emit a byte pointer to element `sum(offsets)` of the argument with index `array`."""
     data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
     at = offsets[0]
     for offset in offsets[1:]:
@@ -45,7 +45,7 @@ def bytes_at(context, builder, signature, arguments, array: int, offsets: list[A
 
 @simd_intrinsic
 def ldtilecfg(typing, shapes):
-    """From here on registers have these shapes: 64 bytes as LDTILECFG takes them."""
+    """Configure the tile registers. `shapes` is an array with the 64 bytes that LDTILECFG reads."""
 
     def code(context, builder, signature, arguments):
         zero = ir.Constant(_NUMBER, 0)
@@ -58,7 +58,7 @@ def ldtilecfg(typing, shapes):
 
 @simd_intrinsic
 def tilerelease(typing):
-    """Or every switch of threads would save them."""
+    """Release the tile registers; otherwise every context switch saves 8 KiB of tile state."""
 
     def code(context, builder, signature, arguments):
         call(builder, "llvm.x86.tilerelease")
@@ -68,7 +68,10 @@ def tilerelease(typing):
 
 
 def load_accumulators(num_rows: int, num_columns: int):
-    """Registers 0 to 3, of so many tiles of rows and of columns, to numbers of each column."""
+    """Return an intrinsic that sets every row of the accumulators to the same row of an array.
+
+    Accumulator tiles form a grid of `num_rows` by `num_columns`, at most 4 in all.
+    """
 
     @simd_intrinsic
     def start(typing, columns, at):
@@ -87,8 +90,10 @@ def load_accumulators(num_rows: int, num_columns: int):
 
 
 def store_accumulators(num_rows: int, num_columns: int):
-    """Registers 0 to 3, of so many tiles of rows and of columns, into y, whose rows are `width`
-    numbers apart."""
+    """Return an intrinsic that stores the accumulators into y, whose rows are `width` words apart.
+
+    Accumulator tiles form a grid of `num_rows` by `num_columns`, at most 4 in all.
+    """
 
     @simd_intrinsic
     def store(typing, y, at, width):
@@ -113,9 +118,10 @@ def store_accumulators(num_rows: int, num_columns: int):
 
 @simd_intrinsic
 def split_bf16x3(typing, a, b):
-    """Words of the three parts of two vectors: of a in the lower halves, of b in the upper.
+    """Split two float32 vectors into three bfloat16 parts each, whose sum is the original.
 
-    A part is a number without its last 16 bits, the next one that of what is left: a is their sum.
+    Returns one vector per part: parts of `a` in the lower halves of its words, of `b` in the upper.
+    A part is the remaining value with its last 16 bits cut off; it is then subtracted.
     """
 
     def code(context, builder, signature, arguments):
@@ -136,9 +142,10 @@ def split_bf16x3(typing, a, b):
 
 
 def emit_tile_ops(work: Sequence[Load | Multiply]):
-    """Compiled code that does it: of tiles of rows in `a`, and of columns in `b`.
+    """Return an intrinsic that executes `work` on row tiles in `a` and column tiles in `b`.
 
-    Parts of a tile lie one after another; tiles of rows `row_step` apart, those of columns too.
+    The parts of a tile are contiguous. Row tiles are `row_step` words apart, column tiles
+    NUM_SPLITS * TILE.
     """
 
     @simd_intrinsic

@@ -1,7 +1,7 @@
-"""Products of eight bits by a CPU's matrix unit (AMX), for loops that numba compiles.
+"""8-bit products on the CPU's matrix unit (AMX), for numba.
 
-As `cpu_common/amx`, with A [16, 64] of levels without a sign and B [64, 16] of signed ones, four of
-whose rows lie side by side, and sums of 32 bits (TDPBUSD). What is summed is exact.
+Like `cpu_common/amx`, but A [16, 64] is uint8, B [64, 16] is int8, stored with groups of four rows
+interleaved, and the sums are int32 (TDPBUSD), so they are exact.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -13,10 +13,10 @@ from penstock.kernels.cpu_common.amx import ROWS, bytes_at, call
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 
 TILE_K = 64
-"""Inputs of a tile."""
+"""8-bit inputs (columns of A) per tile."""
 
 TILE = ROWS * TILE_K
-"""Bytes."""
+"""Bytes of a tile."""
 
 _BYTE, _NUMBER = ir.IntType(8), ir.IntType(64)
 
@@ -26,9 +26,10 @@ def _register(number: int):
 
 
 def multiply_int8(num_rows: int, num_columns: int):
-    """Sums in registers 0 to 3, of so many tiles of rows and of columns, += A B.
+    """Return an intrinsic that adds A B to the accumulators in registers 0 to 3.
 
-    A row of levels is `width` bytes long; tiles of columns lie one after another.
+    Accumulator tiles form a grid of `num_rows` by `num_columns`. A row of `qvalues` (A) is `width`
+    bytes long; the column tiles in `weights` (B) are contiguous.
     """
 
     @simd_intrinsic

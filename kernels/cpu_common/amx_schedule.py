@@ -1,30 +1,31 @@
-"""What is multiplied in a step of `linear/cpu_f32_amx_bf16x6`, and which register holds what
-meanwhile.
+"""Products of one step of `linear/cpu_f32_amx_bf16x6`, and the allocation of its tile registers.
 
-A float32 is split into three bfloat16 parts, each with 8 of its 24 bits, and six of their nine
-products are computed: what is left out is below the last bit. Registers 0 to 3 hold sums, 4 to 7
-what is multiplied. No numbers here: plans, of which `cpu_common/amx` makes code that numba
-compiles (so that this file, too, counts where compiled code is kept: `compiled`).
+A float32 is split into three bfloat16 parts with 8 of its 24 bits each. Six of the nine products of
+parts are computed; the other three are below the last bit. Registers 0 to 3 hold accumulators, 4 to
+7 operands. `cpu_common/amx.emit_tile_ops` turns the resulting list into code for numba.
 """
 
 from typing import NamedTuple
 
 NUM_SPLITS = 3
-"""Of a float32."""
+"""Parts that a float32 is split into."""
 
 
 class TileProduct(NamedTuple):
-    """Sums (row, column) += A (row, its part) B (column, its part)."""
+    """Adds the product of one part of a row tile and one part of a column tile to a sum."""
 
-    row: int
-    column: int
-    row_split: int
-    column_split: int
+    row: int  # row tile
+    column: int  # column tile
+    row_split: int  # part of the row tile
+    column_split: int  # part of the column tile
 
 
 def tile_products(num_rows: int, num_columns: int) -> list[TileProduct]:
-    """A step through 32 inputs, of so many tiles of rows and of columns: the six products of parts
-    that are not below the last bit of a float32, for each sum in the same order."""
+    """List the products of a step over 32 inputs: six per pair of row tile and column tile.
+
+    They are the products of parts that are not below the last bit of a float32, in the same order
+    for every sum.
+    """
     return [
         TileProduct(row, column, row_split, column_split)
         for row_split in range(NUM_SPLITS)
@@ -35,16 +36,16 @@ def tile_products(num_rows: int, num_columns: int) -> list[TileProduct]:
 
 
 class Load(NamedTuple):
-    """What a register is to hold: a part of a tile of rows, or of columns."""
+    """Loads one part of a row tile or column tile into a register."""
 
     register: int
-    of_rows: bool
-    number: int
-    split: int
+    of_rows: bool  # a row tile, not a column tile
+    number: int  # of the tile
+    split: int  # part of the tile
 
 
 class Multiply(NamedTuple):
-    """Registers."""
+    """Multiplies two registers and adds the product to a third."""
 
     sums: int
     rows: int
@@ -54,8 +55,11 @@ class Multiply(NamedTuple):
 def allocate_registers(
     dots: list[TileProduct], num_columns: int, for_rows: int
 ) -> list[Load | Multiply]:
-    """The dots with their loads: `for_rows` of registers 4 to 7 are for rows, the others for
-    columns. What is used again last gives way (Belady, 1966)."""
+    """Insert the loads that `dots` need before them.
+
+    The first `for_rows` of registers 4 to 7 hold row tiles, the others column tiles. A load
+    replaces the tile whose next use is furthest away (Belady, 1966).
+    """
     holds: dict[bool, dict[int, tuple[int, int] | None]] = {
         True: dict.fromkeys(range(4, 4 + for_rows)),
         False: dict.fromkeys(range(4 + for_rows, 8)),
@@ -80,4 +84,5 @@ def allocate_registers(
 
 
 def _next_use(tile: tuple[int, int] | None, later: list[tuple[int, int]]) -> int:
+    """Return the index of `tile` in `later`, or `len(later)` if it is not used again."""
     return later.index(tile) if tile in later else len(later)

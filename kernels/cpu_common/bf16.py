@@ -1,8 +1,8 @@
-"""Rows of a cache as float32, for loops that numba compiles: as they lie, or widened.
+"""Access to rows of a KV cache as float32 for numba: in place, or converted from bfloat16.
 
-A bfloat16 is the upper half of a float32, so that it widens by a shift, exactly. numpy has no such
-number: here they are uint16. They are widened a block at a time, into scratch that stays near the
-core, and the loops read that as they read a cache of float32; what they sum is then the same.
+A bfloat16 is the upper half of a float32, so a shift converts it exactly. numpy has no bfloat16:
+arrays hold the bits as uint16. One block at a time is converted into scratch that stays in the
+CPU's cache, and the loops read it like a float32 cache.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -20,17 +20,27 @@ Floats = npt.NDArray[np.float32]
 
 
 def as_f32(rows: Any, scratch: Floats) -> Floats:
-    """Where rows are as float32, once `convert_block` has brought them: `rows` itself, or
-    scratch."""
-    raise NotImplementedError("compiled code only")
+    """Return the array that `convert_block` fills: `rows` itself if float32, else `scratch`."""
+    raise NotImplementedError("can only be called from compiled code")
 
 
 def convert_block(
     rows: Any, row_at: int, begin: int, end: int, head_dim: int, scratch: Floats
 ) -> int:
-    """Brings rows from `begin` to `end`, of which row s is at row_at + s D; returns where row 0
-    would be in `as_f32`. scratch: [>= (end - begin) D]."""
-    raise NotImplementedError("compiled code only")
+    """Make the cache rows [begin, end) readable as float32 in `as_f32(rows, scratch)`.
+
+    Args:
+        rows: the flat cache.
+        row_at: row s begins at `rows[row_at + s * head_dim]`.
+        begin: first row.
+        end: end of the rows.
+        head_dim: elements per row.
+        scratch: at least (end - begin) * head_dim elements.
+
+    Returns:
+        The value that replaces `row_at` for `as_f32(rows, scratch)`.
+    """
+    raise NotImplementedError("can only be called from compiled code")
 
 
 def _is_float32(rows: Any) -> bool:

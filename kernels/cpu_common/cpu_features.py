@@ -1,4 +1,4 @@
-"""What this machine's CPU can do, as far as loops are chosen by it."""
+"""CPU features by which loops are chosen."""
 
 from functools import cache
 
@@ -7,13 +7,13 @@ import torch
 
 @cache
 def has_avx512() -> bool:
-    """Whether this machine computes 16 numbers at once."""
+    """Return whether this CPU supports AVX-512 (16 float32 per vector)."""
     return torch.cpu._is_avx512_supported()
 
 
 @cache
 def has_amx() -> bool:
-    """Whether this machine has one (AMX), and this process may use it; asks for that, too."""
+    """Return whether this process can use AMX; the operating system is asked for permission."""
     if not (has_avx512() and torch.cpu._is_amx_tile_supported()):
         return False
     return bool(torch.cpu._init_amx())

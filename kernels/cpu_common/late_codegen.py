@@ -1,12 +1,12 @@
-"""Has numba optimise and assemble whole programs instead of every function by itself.
+"""Make numba optimize and assemble whole programs instead of each function separately.
 
 By default numba runs all LLVM passes over each jitted function when it is compiled, generates its
 machine code, and then does both again in every caller that the function is linked into. Functions
 that only compiled code calls need neither: their IR is linked into the outermost caller, which is
 optimised and assembled once. For the loops here that halves the compile time.
 
-numba has no option for this, so it depends on internals of the version that is pinned. With any
-other version nothing is changed, and compiling takes longer.
+numba has no option for this, so this module depends on internals of the pinned version. With any
+other version it changes nothing, and compiling takes longer.
 """
 
 # mypy: disable-error-code="no-untyped-call, misc"
@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def inner(**options: Any) -> Callable[[F], F]:
     """`numba.njit` for a function that only compiled functions call; Python cannot call it."""
-    njit: Any = numba.njit  # its annotations lack some of its options
+    njit: Any = numba.njit  # its type annotations lack some of its options
     decorate: Callable[[F], F] = njit(
         nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options
     )
@@ -33,12 +33,12 @@ def inner(**options: Any) -> Callable[[F], F]:
 
 
 class LateLibrary(codegen.JITCodeLibrary):
-    """A function's code with that of its callees, assembled when its address is first needed."""
+    """A numba code library that generates machine code when an address is first needed."""
 
     _assembled = False
 
     def finalize(self) -> None:
-        """Link the callees. As of numba's, but without optimisation and machine code."""
+        """Link the callees, as numba does, but skip optimization and code generation."""
         self._codegen._check_llvm_bugs()
         self._raise_if_finalized()
         for library in dict.fromkeys(self._linking_libraries):
@@ -47,7 +47,7 @@ class LateLibrary(codegen.JITCodeLibrary):
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
-        """The address of a function, 0 if the library does not define it."""
+        """Return the address of a function, or 0 if the library does not define it."""
         self._ensure_finalized()
         # The body of a parallel loop is called through the function that holds the loop.
         if "__numba_parfor_gufunc" in self.name or not self._defines(name):
@@ -63,7 +63,7 @@ class LateLibrary(codegen.JITCodeLibrary):
 
     def _defines(self, name: str) -> bool:
         if self._assembled:
-            return True  # numba's own look-up knows
+            return True  # let numba's own lookup decide
         return any(each.name == name for each in self.get_defined_functions())
 
     def _assemble(self) -> None:
@@ -84,8 +84,10 @@ class LateLibrary(codegen.JITCodeLibrary):
 
 
 def install() -> bool:
-    """Use it for everything that numba compiles in this process from now on; False if the
-    version of numba is another one."""
+    """Use `LateLibrary` for all code that numba compiles in this process from now on.
+
+    Returns False, and changes nothing, if numba's version is not TESTED_VERSION.
+    """
     if numba.__version__ != TESTED_VERSION:
         return False
     generator: Any = cpu_target.target_context.codegen()
@@ -95,7 +97,7 @@ def install() -> bool:
     waiting: dict[str, Any] = {}
 
     def set_env_later(name: str, env: Any) -> None:
-        """The environment of a function whose machine code may not exist yet."""
+        """Set a function's environment, or defer that until its machine code exists."""
         if generator._engine.is_symbol_defined(name):
             set_env(name, env)
         else:

@@ -1,4 +1,4 @@
-"""Configuration of numba: its cache on disk, so that a machine compiles once, and its threads."""
+"""Configuration of numba: its disk cache, so that a machine compiles only once, and its threads."""
 
 import atexit
 import ctypes
@@ -20,7 +20,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 KERNELS = Path(__file__).parent.parent
-"""The folder of all kernels: any of its files may decide the code of a loop."""
+"""The folder of all kernels; a change of any file in it may change compiled loops."""
 
 _CODE_OPTIONS = (
     "OPT",
@@ -56,14 +56,19 @@ def configure_numba() -> None:
 
 
 OPENMP = "libgomp.so.1.0.0"
-"""By this name numba asks for the library that torch has under a shorter one."""
+"""Name by which numba loads libgomp; torch's own copy has a shorter name."""
 
 _thread = threading.local()
 
 
 def use_threads(count: int) -> int:
-    """Lets loops run in so many threads, at most as many as there are, which it returns: as many
-    as torch has, for one pool serves both."""
+    """Set the number of threads of numba's parallel loops, limited to the size of its pool.
+
+    Callers pass torch's number of threads, since both share one OpenMP pool.
+
+    Returns:
+        The number of threads that was set.
+    """
     import numba
 
     count = min(count, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
@@ -76,14 +81,14 @@ def use_threads(count: int) -> int:
 
 
 MIN_PARALLEL_ELEMENTS = 1 << 15
-"""Numbers that pass through memory from which on a second thread is worth waking."""
+"""Smallest number of elements for which a second thread pays off (memory-bound operations)."""
 
 
 class Entry:
     """A numba function that Python calls, compiled or loaded from disk when it is first needed.
 
-    A module of loops can thus be imported for its inner functions alone: the step program links
-    those of every operation, and a worker may compile it while another compiles the operations.
+    A module of loops can thus be imported for its inner functions alone: the CPU step graph links
+    those of every operation, and one worker may compile it while another compiles the operations.
 
     Args:
         function: the function to compile.
@@ -102,7 +107,7 @@ class Entry:
         if self._compiled is None:
             import numba
 
-            njit: Any = numba.njit  # its annotations lack some of its options
+            njit: Any = numba.njit  # its type annotations lack some of its options
             compile_ = njit(self._signature, nogil=True, cache=True, **self._options)
             self._compiled = compile_(self._function)
         return self._compiled
@@ -123,7 +128,7 @@ def load_entries(*entries: Entry) -> None:
 
 
 def run_serial_or_parallel(serial: Any, parallel: Any, *given: Any, num_threads: int) -> None:
-    """Runs the form for one thread, or the one that takes their number last."""
+    """Call `serial` for one thread, otherwise `parallel` with the thread count as last argument."""
     if num_threads == 1:
         serial(*given)
     else:
@@ -131,10 +136,10 @@ def run_serial_or_parallel(serial: Any, parallel: Any, *given: Any, num_threads:
 
 
 def disable_nested_openmp() -> None:
-    """Takes back what numba asked of OpenMP for this thread: that threads of a team have teams.
+    """Disable nested OpenMP parallelism for this thread, which numba has enabled.
 
-    torch's attention makes small products in each of its threads, which would all wake a team of
-    their own: a prompt's took seven times as long.
+    torch's attention computes small matrix products in each of its threads. With nesting, each of
+    them starts a team of its own, which made the attention of a prompt seven times slower.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(OPENMP).omp_set_max_active_levels(1)

@@ -1,4 +1,4 @@
-"""What the loops of a program have in common: which part is whose, and weights by their address."""
+"""Helpers of the CPU step graph's loops: arrays at an address, and the division among threads."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
 
@@ -15,7 +15,7 @@ from penstock.kernels.cpu_common.simd import simd_intrinsic
 def _pointers(kind: Any, code_kind: Any) -> Any:
     @simd_intrinsic
     def pointer(typing, address):
-        """To what is there."""
+        """Convert an address to a pointer."""
 
         def code(context, builder, signature, arguments):
             return builder.inttoptr(arguments[0], code_kind.as_pointer())
@@ -32,23 +32,23 @@ _to_byte = _pointers(types.uint8, ir.IntType(8))
 
 @inner()
 def f32_array(address: int, count: int) -> Any:
-    """So many float32 there, as an array."""
+    """Return the `count` float32 at `address` as an array, without copying."""
     return carray(_to_float(address), count)
 
 
 @inner()
 def i32_array(address: int, count: int) -> Any:
-    """So many int32."""
+    """Return the `count` int32 at `address` as an array, without copying."""
     return carray(_to_sum(address), count)
 
 
 @inner()
 def u8_array(address: int, count: int) -> Any:
-    """So many uint8."""
+    """Return the `count` uint8 at `address` as an array, without copying."""
     return carray(_to_byte(address), count)
 
 
 @inner()
 def partition(size: int, thread: int, num_threads: int) -> tuple[int, int]:
-    """Of so many the first of this thread, and the first that is not."""
+    """Return the range `(first, last)` of `size` items of this thread, `last` excluded."""
     return size * thread // num_threads, size * (thread + 1) // num_threads

@@ -1,7 +1,7 @@
-"""Vectors of float32 for loops that numba compiles, where their order of sums is to be known.
+"""Intrinsics on float32 vectors for numba, for loops that need a fixed order of summation.
 
-A compiler may sum a plain loop in an order of its own, another one for every loop. What is written
-with these is done as it is written. Arrays are flat.
+A compiler may vectorize a scalar loop in any order, and each loop differently. It does not reorder
+these operations. All arrays are flat.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -16,16 +16,16 @@ from numba.core.datamodel.registry import register_default
 from numba.extending import intrinsic
 
 VECTOR_WIDTH = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
-"""Lanes of the widest vectors of this machine; 8 are there always."""
+"""Lanes of this CPU's widest vectors; vectors of 8 lanes always exist."""
 
 
 def simd_intrinsic(function: Any) -> Any:
-    """`intrinsic`, of which mypy knows too little."""
+    """Apply numba's `intrinsic`, typed for mypy."""
     return intrinsic(function)
 
 
 class F32Vec(types.Type):
-    """A vector of float32."""
+    """The numba type of a float32 vector with `width` lanes."""
 
     def __init__(self, width: int) -> None:
         super().__init__(name=f"Lanes({width})")
@@ -39,7 +39,7 @@ class _F32VecModel(models.PrimitiveModel):
 
 
 def _pointer(context, builder, signature, arguments):
-    """A pointer to an element of a flat array: the first two arguments."""
+    """Emit a pointer to element `arguments[1]` of the flat array `arguments[0]`."""
     array = context.make_array(signature.args[0])(context, builder, arguments[0])
     return builder.gep(array.data, [arguments[1]])
 
@@ -49,7 +49,7 @@ def _loads(width: int):
 
     @simd_intrinsic
     def load(typing, array, at):
-        """Elements of a flat array from `at` on."""
+        """Load a vector from `array[at:]`; it need not be aligned."""
 
         def code(context, builder, signature, arguments):
             vector = context.get_value_type(lanes)
@@ -63,7 +63,7 @@ def _loads(width: int):
 
 @simd_intrinsic
 def load_bf16_as_f32(typing, array, at):
-    """WIDE bfloat16 of a flat array of their bits, uint16, from `at` on."""
+    """Load VECTOR_WIDTH bfloat16 (stored as uint16) from `array[at:]` and convert to float32."""
     lanes = F32Vec(VECTOR_WIDTH)
 
     def code(context, builder, signature, arguments):
@@ -78,7 +78,7 @@ def load_bf16_as_f32(typing, array, at):
 
 @simd_intrinsic
 def load_i32_as_f32(typing, array, at):
-    """WIDE int32 of a flat array from `at` on, each as the nearest float32."""
+    """Load VECTOR_WIDTH int32 from `array[at:]` and round each to the nearest float32."""
     lanes = F32Vec(VECTOR_WIDTH)
 
     def code(context, builder, signature, arguments):
@@ -102,7 +102,7 @@ def _splats(width: int):
 
     @simd_intrinsic
     def splat(typing, value):
-        """The value in all lanes."""
+        """Broadcast `value` to all lanes."""
 
         def code(context, builder, signature, arguments):
             return _broadcast(context, builder, lanes, arguments[0])
@@ -118,7 +118,7 @@ splat8, splat_wide = _splats(8), _splats(VECTOR_WIDTH)
 
 @simd_intrinsic
 def store(typing, array, at, value):
-    """Into a flat array from `at` on."""
+    """Store a vector to `array[at:]`; it need not be aligned."""
 
     def code(context, builder, signature, arguments):
         address = _pointer(context, builder, signature, arguments)
@@ -132,7 +132,7 @@ def store(typing, array, at, value):
 def _prefetches(nearness: int, to_write: bool = False):
     @simd_intrinsic
     def prefetch_at(typing, array, at):
-        """Has what lies at `at` of a flat array brought near."""
+        """Prefetch the cache line of `array[at]`."""
 
         def code(context, builder, signature, arguments):
             pointer = _pointer(context, builder, signature, arguments)
@@ -149,13 +149,12 @@ def _prefetches(nearness: int, to_write: bool = False):
 
 
 prefetch, prefetch_write = _prefetches(2), _prefetches(3, to_write=True)
-"""A while before it is read, so that it is not to push out what is in use; and before it is
-written."""
+"""Prefetch for reading, into L2 so that no data in use is evicted from L1; and for writing."""
 
 
 @simd_intrinsic
 def broadcast_load(typing, array, at):
-    """What lies at `at`, 0 or more, of a flat array, in all of the widest lanes."""
+    """Load `array[at]` (`at` >= 0) and broadcast it to every lane of a full-width vector."""
     lanes = F32Vec(VECTOR_WIDTH)
 
     def code(context, builder, signature, arguments):
@@ -167,7 +166,7 @@ def broadcast_load(typing, array, at):
 
 @simd_intrinsic
 def fma(typing, a, b, c):
-    """a b + c, rounded once; of vectors or numbers of one kind."""
+    """Compute a * b + c, rounded once, for vectors or scalars of one type."""
 
     def code(context, builder, signature, arguments):
         kind = arguments[0].type
@@ -181,7 +180,7 @@ def fma(typing, a, b, c):
 
 @simd_intrinsic
 def vadd(typing, a, b):
-    """a + b of each lane."""
+    """Compute a + b per lane."""
 
     def code(context, builder, signature, arguments):
         return builder.fadd(*arguments)
@@ -191,7 +190,7 @@ def vadd(typing, a, b):
 
 @simd_intrinsic
 def vmul(typing, a, b):
-    """a b of each lane."""
+    """Compute a * b per lane."""
 
     def code(context, builder, signature, arguments):
         return builder.fmul(*arguments)
@@ -201,7 +200,7 @@ def vmul(typing, a, b):
 
 @simd_intrinsic
 def vmax(typing, a, b):
-    """The greater of each lane; b where a is not a number."""
+    """Compute the maximum per lane; b if either is NaN."""
 
     def code(context, builder, signature, arguments):
         one, other = arguments
@@ -211,20 +210,20 @@ def vmax(typing, a, b):
 
 
 def _shuffled(builder, one, other, indices):
-    """The lanes of both at these places, those of `one` numbered first."""
+    """Select lanes by `indices` from the concatenation of `one` and `other`."""
     mask = ir.Constant(ir.VectorType(ir.IntType(32), len(indices)), list(indices))
     return builder.shuffle_vector(one, other, mask)
 
 
 def _halves(builder, lanes):
-    """h_j = a_j + a_(j + 4) of eight lanes."""
+    """Add the upper four of eight lanes to the lower: h_j = a_j + a_(j + 4)."""
     low, high = (_shuffled(builder, lanes, lanes, range(at, at + 4)) for at in (0, 4))
     return builder.fadd(low, high)
 
 
 @simd_intrinsic
 def hsum(typing, lanes):
-    """((h0 + h1) + h2) + h3 of eight lanes, h_j = a_j + a_(j + 4)."""
+    """Sum eight lanes as ((h0 + h1) + h2) + h3, with h_j = a_j + a_(j + 4)."""
 
     def code(context, builder, signature, arguments):
         halves = _halves(builder, arguments[0])
@@ -236,7 +235,7 @@ def hsum(typing, lanes):
 
 @simd_intrinsic
 def hsum4(typing, a, b, c, d):
-    """`hsum` of four, in four lanes: summed side by side, each as it would be by itself."""
+    """Compute `hsum` of four vectors at once, with the same bits, into four lanes."""
 
     def code(context, builder, signature, arguments):
         ha, hb, hc, hd = (_halves(builder, each) for each in arguments)

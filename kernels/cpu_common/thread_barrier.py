@@ -1,10 +1,10 @@
-"""Threads that compute together, for loops that numba compiles: they join, and then meet.
+"""A team of threads with barriers, for numba: threads join the team first, then synchronize.
 
-A loop over threads may have fewer of them than it asked for, or get them late. Whoever is there is
-counted once, before the work is divided: others come too late and have nothing to do. So nobody
-ever waits for a thread that does not run.
+A parallel loop may get fewer threads than requested, or get them late. So the threads that have
+started are counted once, before the work is divided; a thread that starts later gets no work. No
+thread ever waits for one that does not run.
 
-What they share is an array of TEAM numbers of 64 bits, all zero before they are started.
+The shared state is an array of BARRIER_WORDS int64, all zero before the threads start.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -23,25 +23,25 @@ from penstock.kernels.cpu_common.simd import simd_intrinsic
 BarrierState = npt.NDArray[np.int64]
 
 BARRIER_WORDS = 24
-"""Numbers that a team shares."""
+"""Size of the array that a team shares."""
 
 _JOINED, _ARRIVED = (
     0,
     16,
-)  # which of them; far from each other, so that they are in lines of their own
+)  # indices into the array; far enough apart to be in separate cache lines
 
 _CLOSED = 1 << 32
 
 MAX_JOIN_SPINS = 1 << 14
-"""Looks at who has joined before those who have go on without the others; about a millisecond."""
+"""Polls, about a millisecond, after which the threads that have joined start without the others."""
 
 _SPINS_BEFORE_YIELD = 1 << 10
-"""After so many a thread that waits lets others have its core,"""
+"""Polls between calls of sched_yield by a waiting thread."""
 
 _SPINS_BEFORE_SLEEP = 1 << 16
-"""and after so many, some milliseconds, it sleeps: what it waits for has no core."""
+"""Polls, some milliseconds, after which it sleeps: the thread it waits for seems to lack a core."""
 
-_SLEEP_MICROSECONDS = 50  # microseconds
+_SLEEP_MICROSECONDS = 50
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 _sleep: Any = types.ExternalFunction("usleep", types.int32(types.uint32))
@@ -54,7 +54,7 @@ def _pointer(context, builder, signature, arguments):
 
 @simd_intrinsic
 def _atomic_load(typing, array, at):
-    """What is there now, and what was written before it was."""
+    """Load an element with acquire order, so that writes released before it are visible."""
 
     def code(context, builder, signature, arguments):
         pointer = _pointer(context, builder, signature, arguments)
@@ -65,7 +65,7 @@ def _atomic_load(typing, array, at):
 
 @simd_intrinsic
 def _atomic_increment(typing, array, at):
-    """Adds one."""
+    """Add one to an element atomically."""
 
     def code(context, builder, signature, arguments):
         pointer = _pointer(context, builder, signature, arguments)
@@ -76,7 +76,7 @@ def _atomic_increment(typing, array, at):
 
 @simd_intrinsic
 def _compare_exchange(typing, array, at, old, new):
-    """Whether it was `old`, and so is `new`."""
+    """Replace an element by `new` if it is `old`; return whether it was replaced."""
 
     def code(context, builder, signature, arguments):
         pointer = _pointer(context, builder, signature, arguments)
@@ -88,7 +88,7 @@ def _compare_exchange(typing, array, at, old, new):
 
 @simd_intrinsic
 def _pause(typing):
-    """Leaves a core that computes two threads to the other one for a moment."""
+    """Emit the x86 PAUSE instruction, which favours the core's other hardware thread."""
 
     def code(context, builder, signature, arguments):
         if platform.machine() == "x86_64":
@@ -102,7 +102,7 @@ def _pause(typing):
 
 @inner()
 def backoff(spins: int) -> None:
-    """To be called between two looks at what others do, with their number so far."""
+    """Pause, yield or sleep between two polls; `spins` is the number of polls so far."""
     _pause()
     if spins % _SPINS_BEFORE_YIELD == _SPINS_BEFORE_YIELD - 1:
         if spins < _SPINS_BEFORE_SLEEP:
@@ -113,7 +113,7 @@ def backoff(spins: int) -> None:
 
 @inner()
 def join(barrier: BarrierState, num_threads: int) -> tuple[int, int]:
-    """This thread's number in the team, and how many there are; (-1, 0): it came too late."""
+    """Join the team. Return this thread's index and the team's size, or (-1, 0) if too late."""
     number = _atomic_load(barrier, _JOINED)
     while number < _CLOSED and not _compare_exchange(barrier, _JOINED, number, number + 1):
         number = _atomic_load(barrier, _JOINED)
@@ -133,12 +133,14 @@ def join(barrier: BarrierState, num_threads: int) -> tuple[int, int]:
 
 @inner()
 def arrive(barrier: BarrierState) -> None:
-    """This thread has done its part of what is to be done before they meet."""
+    """Signal that this thread has reached the barrier. Does not wait."""
     _atomic_increment(barrier, _ARRIVED)
 
 
 @inner()
 def phase_done(barrier: BarrierState, count: int, times: int) -> Any:
-    """Whether all of a team of so many have arrived so many times; what they wrote before that
-    can be read then."""
+    """Return whether all `count` threads have arrived `times` times.
+
+    If so, the writes that they made before arriving are visible.
+    """
     return _atomic_load(barrier, _ARRIVED) >= count * times

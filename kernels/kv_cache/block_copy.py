@@ -1,7 +1,7 @@
-"""Moving blocks of the paged cache: within it, out to a staging buffer, in from one.
+"""Copying blocks of the paged KV cache: within the cache, and to and from a staging buffer.
 
-kv: the whole cache, [L, 2, N, H, S, D] contiguous (see `cache`), of any dtype: what moves are
-bytes. For a kernel, a block that is not there reads as zeros and is written nowhere.
+`kv` is the whole cache, [L, 2, N, H, S, D] contiguous (see `kv_cache/op`), of any dtype, since only
+bytes are copied. The kernel reads blocks outside the cache as zeros and does not write them.
 """
 
 from collections.abc import Iterator
@@ -22,13 +22,20 @@ from penstock.kernels.triton_common.launch import (
 )
 
 TILE_BYTES = 1 << 14
-"""A program: enough loads at a time for every thread."""
+"""Bytes per program: several loads in flight per thread."""
 
 
 def gather_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice) -> Tensor:
-    """Copies a rectangle of layers and heads of some blocks out of the cache, to be sent.
+    """Copy a range of layers and heads of some blocks into a new staging buffer.
 
-    blocks: [n] integers on its device. The result is contiguous: [layers, 2, n, heads, S, D].
+    Args:
+        kv: the whole cache.
+        blocks: [n] block numbers, integers on the cache's device.
+        layers: range of layers.
+        heads: range of KV heads.
+
+    Returns:
+        [layers, 2, n, heads, S, D], contiguous.
     """
     if not use_triton(kv):
         return kv[layers, :, :, heads].index_select(2, blocks)
@@ -43,9 +50,9 @@ def gather_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice) -> Te
 
 
 def scatter_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, staged: Tensor) -> None:
-    """Copies what `gather_blocks` gave into the same rectangle of other blocks, in place.
+    """Copy a staging buffer from `gather_blocks` into the given blocks, layers and heads.
 
-    No block is there twice.
+    `blocks` must be distinct.
     """
     if use_triton(kv):
         _move(kv, blocks, layers, heads, staged, out=False)
@@ -54,9 +61,9 @@ def scatter_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, stag
 
 
 def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copies whole blocks, all at once: what is overwritten is read before.
+    """Copy whole blocks. All sources are read before any target is written.
 
-    sources, targets: [n] int64 on its device, no target twice.
+    sources, targets: [n] int64 block numbers on the cache's device; targets must be distinct.
     """
     if use_triton(kv):
         layers, heads = slice(0, kv.shape[0]), slice(0, kv.shape[3])
@@ -69,19 +76,19 @@ def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 @jit(unspecialized=("num_chosen", "first_plane"))
 def _move_blocks(
-    held,  # words of [planes, N, H, S, D]: a plane is a side of a layer
-    staged,  # words of [chosen planes, n, heads, S, D]
-    blocks,  # [n]
+    held,  # cache [planes, N, H, S, D] as words; a plane is the keys or values of a layer
+    staged,  # staging buffer [copied planes, n, heads, S, D] as words
+    blocks,  # [n] block numbers
     num_chosen,  # n
     num_blocks,  # N
-    first_plane,
-    first_word,  # of the first head, in its block
-    num_words,  # of the chosen heads of a block
-    block_words,  # of all its heads
-    OUT: tl.constexpr,  # to `staged`; or from it
-    TILE: tl.constexpr,  # words a program
+    first_plane,  # first plane to copy
+    first_word,  # offset of the first copied head in a block
+    num_words,  # words of a block's copied heads
+    block_words,  # words of all heads of a block
+    OUT: tl.constexpr,  # copy to `staged`; otherwise from it
+    TILE: tl.constexpr,  # words per program
 ):
-    """[chosen planes n, num_words / TILE] programs."""
+    """Copy TILE words of one block and plane. Grid: [copied planes * n, num_words / TILE]."""
     piece = tl.program_id(0).to(tl.int64)
     words = tl.program_id(1) * TILE + tl.arange(0, TILE)
     block = tl.load(blocks + piece % num_chosen).to(tl.int64)

@@ -1,13 +1,14 @@
-"""A 64-bit checksum of a tensor's bytes, computed where the tensor is.
+"""A 64-bit checksum of a tensor's bytes, computed on the tensor's device.
 
-Multilinear: each 64-bit word and its high half are multiplied by fixed odd random numbers and all
-is summed modulo 2^64, so that any change within one word is always seen, and any other change is
-missed with a chance of about 2^-63. (The high half is counted again because the top bits of a
-product modulo 2^64 forget the low bits of the factor.) It guards against faults, not forgery.
+    sum over i of w[i] r[i] + (w[i] >> 32) r[i + 1], plus the number of bytes times a constant
 
-    sum of w[i] r[i] + (w[i] >> 32) r[i + 1], and of the number of bytes times a constant
+It is a multilinear hash: each 64-bit word w[i] and its high half are multiplied by fixed odd random
+numbers r and summed modulo 2^64. A change within one word is always detected; any other change is
+missed with a probability of about 2^-63. (The high half is added again because, modulo 2^64, the
+top bits of a word only affect the top bits of its product.) It protects against faults, not
+against forgery.
 
-The same number on every device: integers have no order of summation.
+All devices compute the same number, since integer sums do not depend on their order.
 """
 
 from collections.abc import Iterator
@@ -31,11 +32,11 @@ from penstock.kernels.triton_common.launch import (
 _SEED = 0x50454E5354
 
 TILE = 2048
-"""Words a program."""
+"""Words per program."""
 
 
 def checksum(data: Tensor) -> int:
-    """The checksum, in [0, 2^64), of a contiguous tensor of any shape and dtype, on any device."""
+    """Return the checksum, in [0, 2^64), of a contiguous tensor of any shape, dtype and device."""
     check_contiguous("data", data)
     raw = data.view(-1).view(torch.uint8)
     size = raw.numel()
@@ -43,12 +44,12 @@ def checksum(data: Tensor) -> int:
         raw = torch.nn.functional.pad(raw, (0, -size % 8))
     words = raw.view(torch.int64)
     weights = _weights(_round_up(words.numel() + 1), words.device)
-    # The length keeps trailing zeros from being invisible.
+    # Without the length, trailing zeros would not change the sum.
     return (int(sum_words(words, weights)) + size * _SEED) % (1 << 64)
 
 
 def sum_words(words: Tensor, weights: Tensor) -> Tensor:
-    """The sum alone, modulo 2^64, [] int64; words [n], weights [m] int64 with m > n."""
+    """Return the checksum without the length term, as int64 []; words [n], weights [m], m > n."""
     if use_triton(words):
         return _sum(words, weights)
     mixed = (words >> 32).mul_(weights[1 : words.numel() + 1])
@@ -57,7 +58,7 @@ def sum_words(words: Tensor, weights: Tensor) -> Tensor:
 
 
 def checksum_reference(data: bytes) -> int:
-    """What `checksum` means, word by word."""
+    """Reference for `checksum`, word by word."""
     padded = data + bytes(-len(data) % 8)
     words = np.frombuffer(padded, np.int64).tolist()
     weights = _weights(_round_up(len(words) + 1), torch.device("cpu")).tolist()
@@ -73,8 +74,8 @@ def _round_up(num_words: int) -> int:
 
 @lru_cache(maxsize=8)
 def _weights(num_words: int, device: torch.device) -> Tensor:
-    """Odd random numbers [num_words] int64: a prefix of the same sequence for every length."""
-    # A generator whose numbers are the same in every version.
+    """Return odd random int64 [num_words]: the first numbers of one fixed sequence."""
+    # This generator gives the same numbers in every version of numpy.
     numbers = np.random.PCG64(_SEED).random_raw(num_words) | np.uint64(1)
     return torch.from_numpy(numbers.view(np.int64)).to(device)
 
@@ -83,11 +84,11 @@ def _weights(num_words: int, device: torch.device) -> Tensor:
 def _add_words(
     words,  # [n] int64
     weights,  # [n + 1] int64
-    total,  # [1] int64, zero at first
+    total,  # [1] int64, initially zero
     num_words,  # n
-    TILE: tl.constexpr,  # words a program
+    TILE: tl.constexpr,  # words per program
 ):
-    """n / TILE programs."""
+    """Add the terms of TILE words to `total`. Grid: [n / TILE]."""
     offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = offsets < num_words
     values = tl.load(words + offsets, mask=mask, other=0)

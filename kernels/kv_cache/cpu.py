@@ -1,7 +1,7 @@
-"""The loops of a CPU's `rope_and_cache`, compiled by numba. The first import compiles.
+"""CPU loops of `rope_and_cache`, compiled by numba.
 
-A head is turned, and what is kept of it goes to its place in the cache at once: a product's output
-is read and written once. A cache of bfloat16 is one of their bits, uint16.
+A head is rotated and written to its row of the cache at once, so the output of the qkv projection
+is read and written only once. A bfloat16 cache is passed as its bits, uint16.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float32]
 
 @inner(fastmath={"contract"})
 def rope_neox(head: Floats, cosines: Floats, sines: Floats) -> None:
-    """Pairs (i, i + R/2); the sines have their signs."""
+    """Rotate the pairs (i, i + R/2) of a head in place. Sines are signed as in `rotary_table`."""
     half = len(cosines) // 2
     low, high = head[:half], head[half : 2 * half]
     for i in range(half):
@@ -34,7 +34,7 @@ def rope_neox(head: Floats, cosines: Floats, sines: Floats) -> None:
 
 @inner(fastmath={"contract"})
 def rope_interleaved(head: Floats, cosines: Floats, sines: Floats) -> None:
-    """Pairs (2i, 2i + 1)."""
+    """Rotate the pairs (2i, 2i + 1) of a head in place. Sines are signed as in `rotary_table`."""
     for i in range(0, len(cosines), 2):
         u, v = head[i], head[i + 1]
         head[i] = u * cosines[i] + v * sines[i]
@@ -42,8 +42,8 @@ def rope_interleaved(head: Floats, cosines: Floats, sines: Floats) -> None:
 
 
 def store_kv(head: Floats, kept: Any, at: int) -> None:
-    """Puts a head in the cache from `at` on, rounded to the nearest where that is narrow."""
-    raise NotImplementedError("compiled code only")
+    """Write a head to `kept[at:]`, rounded to nearest if the cache is bfloat16."""
+    raise NotImplementedError("can only be called from compiled code")
 
 
 @overload(store_kv)
@@ -55,7 +55,7 @@ def _store_kv_code(head, kept, at):
     def narrow(head, kept, at):
         bits, out = head.view(np.uint32), kept[at : at + len(head)]
         for i in range(len(bits)):
-            # To even where two are as near; a NaN stays one.
+            # Round to nearest even; NaN stays NaN.
             rounded = bits[i] + np.uint32(0x7FFF) + ((bits[i] >> np.uint32(16)) & np.uint32(1))
             is_nan = (bits[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
             out[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded >> np.uint32(16))
@@ -68,11 +68,15 @@ def _rope_and_cache(
     num_heads: int,  # Hq
     cos_sin: Floats,  # [T, 2, R]
     interleaved: bool,
-    rows: npt.NDArray[np.int64],  # [T, 2 H] of the cache seen as rows of D
-    kept: Any,  # the cache, flat
+    rows: npt.NDArray[np.int64],  # [T, 2 H] rows of the cache, viewed as rows of D features
+    kept: Any,  # the flat cache
     num_threads: int,
 ) -> int:
-    """Turns query heads in place and keeps the others; how many rows were none of the cache."""
+    """Rotate query and key heads in place, and write key and value heads to the cache.
+
+    Returns:
+        The number of heads that were not written, because their row is outside the cache.
+    """
     num_tokens, all_heads, head_dim = heads.shape
     num_rotated = (all_heads + num_heads) // 2
     lost = 0
@@ -97,7 +101,7 @@ def _rope_and_cache(
 
 @cache
 def rope_and_cache(narrow: bool) -> Any:
-    """`_rope_and_cache` for a cache of float32, or a narrow one; compiled when first asked for."""
+    """Compile `_rope_and_cache` for a bfloat16 cache if `narrow`, otherwise for float32."""
     kept = "uint16" if narrow else "float32"
     signature = (
         "int64(float32[:,:,::1], int64, float32[:,:,::1], boolean, int64[:,::1],"

@@ -1,12 +1,12 @@
-"""Writing keys and values into paged blocks, turned and narrowed on their way.
+"""Writing keys and values into the paged KV cache, with rotary embedding and quantization.
 
-One layer's cache is [2, N, H, S, D]: keys and values, N blocks, H KV heads, S slots a block, D
-features. Of latent attention it is [1, N, 1, S, D]: one row a token (see `mla_attention`). A
-slot number is block * S + offset. The whole cache has the layers in front: [L, 2, N, H, S, D].
+One layer's cache is [2, N, H, S, D]: keys and values, N blocks, H KV heads, S slots per block, D
+features. For MLA it is [1, N, 1, S, D]: one row per token (see `mla/op`). A slot number is
+block * S + offset. The whole cache has the layers as first dimension: [L, 2, N, H, S, D].
 
-On a CPU a cache may be of bfloat16 where float32 is written: it holds the nearest.
-An FP8 cache is float8_e4m3fn with scales [2, H] float32, of keys and of values: what it holds is
-x / scale, at most 448 in size.
+On a CPU, float32 values may be written to a bfloat16 cache, which rounds to nearest. An FP8 cache
+is float8_e4m3fn with scales [2, H] float32 of keys and values; it stores x / scale, clamped to
+[-448, 448].
 """
 
 from collections.abc import Iterator
@@ -47,10 +47,15 @@ from penstock.kernels.triton_common.launch import (
 
 
 def slot_rows(slots: Tensor, layer_shape: torch.Size) -> Tensor:
-    """Where each new head goes, once a step, for all layers: what the writers below read.
+    """Return where `write_kv` and `rope_and_cache` write; computed once per step for all layers.
 
-    slots: [T] int64; layer_shape: [2, N, H, S, D]. For kernels these are the slots themselves. On
-    a CPU: [T, 2 H] int64, rows in the cache seen as rows of D features, key heads first.
+    Args:
+        slots: [T] int64 slot of each token.
+        layer_shape: [2, N, H, S, D].
+
+    Returns:
+        For Triton kernels `slots` itself. On a CPU [T, 2 H] int64 rows of the cache, viewed as rows
+        of D features, key heads first.
     """
     if use_triton(slots):
         return slots
@@ -62,11 +67,13 @@ def slot_rows(slots: Tensor, layer_shape: torch.Size) -> Tensor:
 
 
 def write_kv(layer: Tensor, rows: Tensor, new: Tensor, scales: Tensor | None = None) -> None:
-    """Puts new keys and values in their slots, in place.
+    """Write new keys and values to their slots of one layer.
 
-    layer: [2, N, H, S, D] contiguous; rows: of `slot_rows`; new: [T, 2 H, D], key heads first
-    (the tail of a fused qkv product as it is); scales: of an FP8 cache. Slots are distinct; a
-    kernel writes no slot that is not there.
+    Args:
+        layer: [2, N, H, S, D] contiguous.
+        rows: result of `slot_rows`; slots must be distinct. Kernels ignore slots outside the cache.
+        new: [T, 2 H, D], key heads first, as in the output of a fused qkv projection.
+        scales: [2, H] float32 scales of an FP8 cache, else None.
     """
     if use_triton(layer):
         _write(new, 0, None, rows, layer, False, scales)
@@ -86,11 +93,17 @@ def rope_and_cache(
     interleaved: bool = False,
     scales: Tensor | None = None,
 ) -> None:
-    """Turns queries in place, and puts turned keys and values in their slots: one launch.
+    """Rotate queries in place, and write rotated keys, and values, to their slots, in one launch.
 
-    heads: [T, Hq + 2 H, D], the whole of a fused qkv product with its `num_heads` query heads
-    first; its key and value heads are used up. cos_sin: [T, 2, R] of `rotary_table`; the first R
-    features of a head turn. The others as of `write_kv`.
+    Args:
+        heads: [T, Hq + 2 H, D] output of a fused qkv projection, query heads first. Its key and
+            value heads may be overwritten.
+        num_heads: Hq.
+        cos_sin: [T, 2, R] rows of `rotary_table`; the first R features of a head are rotated.
+        rows: see `write_kv`.
+        layer: see `write_kv`.
+        interleaved: feature pairs are (2i, 2i + 1) rather than (i, i + R/2).
+        scales: see `write_kv`.
     """
     if use_triton(layer):
         _write(heads, num_heads, cos_sin, rows, layer, interleaved, scales)
@@ -104,8 +117,11 @@ def rope_and_cache(
 
 
 def _runs_on_cpu_kernel(heads: Tensor, cos_sin: Tensor, rows: Tensor, layer: Tensor) -> bool:
-    """Where numba's loops are, on a CPU. Strides are not asked: one row may be contiguous where
-    many are not, and these are other bits."""
+    """Return whether the numba loops support these tensors.
+
+    They differ from torch in the last bits. So the decision must not depend on the strides of
+    `heads`, since one row may be contiguous where several are not.
+    """
     if layer.device.type != "cpu" or heads.device.type != "cpu" or not has_numba():
         return False
     fits = heads.dtype == cos_sin.dtype == torch.float32 and rows.dtype == torch.int64
@@ -119,7 +135,7 @@ def _rope_and_cache_cpu(
     kept_heads = 2 * layer.shape[2]
     check("heads", heads, [len(rows), num_heads + kept_heads, layer.shape[-1]], [torch.float32])
     check("rows", rows, [len(heads), kept_heads], [torch.int64])
-    if cos_sin.numel():  # or nothing turns
+    if cos_sin.numel():  # otherwise nothing is rotated
         check_rotary(cos_sin, len(heads), layer.shape[-1], heads)
     narrow = layer.dtype == torch.bfloat16
     flat = layer.view(-1)
@@ -133,11 +149,11 @@ def _rope_and_cache_cpu(
     if whole is not heads:
         heads[:, :num_heads] = whole[:, :num_heads]
     if lost:
-        raise IndexError(f"rows: {lost} of them are not in a cache of {flat.numel()} numbers")
+        raise IndexError(f"rows: {lost} are outside the cache of {flat.numel()} elements")
 
 
 def load_cpu_kernels(narrow: bool) -> None:
-    """Loads the loops for a cache of float32, or a narrow one; compiles them, the first time."""
+    """Load the numba loops for a bfloat16 cache if `narrow`, else float32; may compile them."""
     _cpu_kernel(narrow)
 
 
@@ -152,7 +168,7 @@ def _cpu_kernel(narrow: bool) -> Any:
 def write_kv_reference(
     layer: Tensor, slots: Tensor, new: Tensor, scales: Tensor | None = None
 ) -> None:
-    """What `write_kv` means, slot by slot; slots: [T]."""
+    """Reference for `write_kv`, slot by slot; slots: [T]."""
     num_sides, _, num_heads, block_size, head_dim = layer.shape
     for slot, heads in zip(slots.tolist(), new, strict=True):
         sides = heads.view(num_sides, num_heads, head_dim)
@@ -163,15 +179,15 @@ def write_kv_reference(
 
 @jit
 def e4m3_bits(x):
-    """float32, at most 448 in size or NaN, to the nearest float8_e4m3fn, as uint8.
+    """Convert float32 in [-448, 448], or NaN, to the bits of the nearest float8_e4m3fn, as uint8.
 
-    For chips that do not convert, and for the interpreter, which does it wrongly.
+    For chips without this conversion, and for the interpreter, which converts wrongly.
     """
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    # To nearest even at the fourth digit; the exponent's offset is 7, not 127.
+    # Round to nearest even at 3 mantissa bits; change the exponent's bias from 127 to 7.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
-    # Below 2^-6 steps are even, and 2^14 + x has steps of that size.
+    # Below 2^-6 values are 2^-9 apart, like float32 values at 2^14: adding 2^14 rounds x.
     tiny = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, tiny, normal)
     code = tl.where(size > 0x7F800000, 0x7F, code)
@@ -180,7 +196,10 @@ def e4m3_bits(x):
 
 @jit
 def _quantized(x, factors, most: tl.constexpr, soft: tl.constexpr):
-    """x / scale as float8_e4m3fn, [N, C]; NaN stays what it is."""
+    """Return x * factors as float8_e4m3fn [N, C], clamped to `most`; NaN stays NaN.
+
+    With `soft`, the result is the bits as uint8, see `e4m3_bits`.
+    """
     x = tl.clamp(x.to(tl.float32) * factors, -most, most, propagate_nan=tl.PropagateNan.ALL)
     return e4m3_bits(x) if soft else x.to(tl.float8e4nv)
 
@@ -188,15 +207,16 @@ def _quantized(x, factors, most: tl.constexpr, soft: tl.constexpr):
 @jit
 def _copy_features(
     source,  # [N, 1] pointers to heads
-    target,
-    factors,  # [N, 1] or None
+    target,  # [N, 1] pointers to their rows of the cache
+    factors,  # [N, 1] 1 / scale, or None
     mask,  # [N, 1]
-    FIRST: tl.constexpr,  # features before this one are left out
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    MOST: tl.constexpr,
-    SOFT: tl.constexpr,
+    FIRST: tl.constexpr,  # first feature to copy
+    DIM: tl.constexpr,  # D
+    SIZE: tl.constexpr,  # D rounded up to a power of two
+    MOST: tl.constexpr,  # largest value of an FP8 cache
+    SOFT: tl.constexpr,  # convert to FP8 with `e4m3_bits`
 ):
+    """Copy features [FIRST, DIM) of N heads into the cache, quantized if `factors` is given."""
     columns = tl.arange(0, SIZE)[None, :]
     inside = mask & (columns >= FIRST) & (columns < DIM)
     values = tl.load(source + columns, mask=inside, other=0.0)
@@ -208,7 +228,7 @@ def _copy_features(
 @jit(unspecialized=("num_tokens",))
 def _write_tokens(
     heads,  # [T, Hq + SIDES H, D]
-    cos_sin,  # [T, 2, R], or None: nothing turns
+    cos_sin,  # [T, 2, R], or None: nothing is rotated
     slots,  # [T] int64
     cache,  # [SIDES, N, H, S, D]
     scales,  # [SIDES, H], or None
@@ -217,27 +237,31 @@ def _write_tokens(
     side_stride,  # N H S D
     token_stride,  # of heads
     head_stride,
-    QUERY_HEADS: tl.constexpr,  # Hq; they come first
+    QUERY_HEADS: tl.constexpr,  # Hq
     KV_HEADS: tl.constexpr,  # H
     BLOCK_SIZE: tl.constexpr,  # S
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,  # the power of two that holds D
+    DIM: tl.constexpr,  # D
+    SIZE: tl.constexpr,  # D rounded up to a power of two
     HALF: tl.constexpr,  # R/2
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,  # R/2 rounded up to a power of two
     INTERLEAVED: tl.constexpr,
-    TOKENS: tl.constexpr,  # a program
-    HEADS: tl.constexpr,  # a program
-    MOST: tl.constexpr,  # what an FP8 cache can hold
+    TOKENS: tl.constexpr,  # tokens per program
+    HEADS: tl.constexpr,  # heads per program
+    MOST: tl.constexpr,  # largest value of an FP8 cache
     SOFT: tl.constexpr,  # the chip does not convert to FP8
 ):
-    """[T / TOKENS, Hq / HEADS + SIDES H / HEADS] programs, of queries, then keys, then values."""
+    """Rotate TOKENS x HEADS query heads in place, or write as many key or value heads to the cache.
+
+    Grid: [T / TOKENS, Hq / HEADS + SIDES H / HEADS]; the second index covers query heads, then key
+    heads, then value heads. Keys are rotated unless `cos_sin` is None.
+    """
     query_tiles: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
     kv_tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     rows = tl.arange(0, TOKENS * HEADS)[:, None]
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + rows // HEADS
     present = tokens < num_tokens
     head_tile = tl.program_id(1)
-    if QUERY_HEADS > 0:  # noqa: SIM102 (known when compiling; what is below then need not be)
+    if QUERY_HEADS > 0:  # noqa: SIM102 (constexpr: the body is compiled only if true)
         if head_tile < query_tiles:
             numbers = head_tile * HEADS + rows % HEADS
             mask = present & (numbers < QUERY_HEADS)

@@ -1,14 +1,14 @@
-"""A matrix product whose rows know nothing of each other: y = x Wᵀ + b, bitwise.
+"""Batch-invariant matrix product y = x Wᵀ + b: a row's bits do not depend on the other rows.
 
-A vendor's product picks its tiles, and with them the order of its sums, by the number of rows, so
-that a row's last bits depend on its company. Here the order depends on the weights' shape alone:
-the K inputs are cut into slices, a slice is summed in float32 from its first input to its last
-by one tile, and slices are added in order. With few rows each slice has a program of its own, and a
-second kernel adds them up; with many one program does them in turn. Both give the same bits.
+Vendor libraries choose tiles, and with them the order of summation, by the number of rows, so a
+row's last bits depend on the batch. Here the order depends on the shape of the weights alone: the K
+inputs are divided into slices (split-K), each slice is accumulated in float32 from its first input
+to its last, and slices are added in order. With few rows each slice has its own program and a
+second kernel adds the slices; with many rows one program computes all slices in turn. Both give the
+same bits.
 
-x [T, K], weight [N, K], bias [N], one of float32, float16, bfloat16; y [T, N] likewise. float32 is
-multiplied as float32 (never TF32). Heads that each have a weight of their own are as many such
-products in one launch.
+x [T, K], weight [N, K], bias [N] and y [T, N] have one dtype: float32 (multiplied as float32, never
+TF32), float16 or bfloat16. `batch_invariant_bmm` computes one such product per head in one launch.
 """
 
 from collections.abc import Iterator
@@ -33,9 +33,9 @@ from penstock.kernels.triton_common.launch import (
 @jit(unspecialized=("num_rows", "slices_each"))
 def _matmul_kernel(
     x,  # [T, H, K] with strides x_row, x_head, 1
-    weight,  # [H, N, K] with some strides, one of the last two 1
-    bias,  # [N], of a single head; not read without HAS_BIAS
-    out,  # [T, H, N], or [slices, T, H, N] float32 where there is a program a slice
+    weight,  # [H, N, K], any strides of which that of N or K is 1
+    bias,  # [N], only with H = 1; not read without HAS_BIAS
+    out,  # [T, H, N], or [slices, T, H, N] float32 if each slice has its own program
     num_rows,
     num_outputs,
     num_inputs,
@@ -44,14 +44,18 @@ def _matmul_kernel(
     weight_head,
     weight_output,
     weight_input,
-    slice_size,  # a multiple of TILE_INPUTS
-    slices_each,  # slices a program: 1 or all
+    slice_size,  # inputs per slice, a multiple of TILE_INPUTS
+    slices_each,  # slices per program: 1 or all
     HAS_BIAS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
-    BAND: tl.constexpr,  # tiles of rows that share a tile of weights while it is in the L2 cache
+    BAND: tl.constexpr,  # row tiles scheduled together, to reuse weights in the L2 cache
 ):
+    """Compute one tile of y for one head, over one slice or all slices of the inputs.
+
+    Grid: (row tiles * output tiles, slices or 1, H).
+    """
     row_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
     output_tiles = (num_outputs + TILE_OUTPUTS - 1) // TILE_OUTPUTS
     tile, first_slice = tl.program_id(0), tl.program_id(1) * slices_each
@@ -90,15 +94,16 @@ def _matmul_kernel(
 
 @jit(unspecialized=("num_slices",))
 def _add_slices(
-    slices,  # [slices, T N] float32
+    slices,  # [slices, T * N] float32
     bias,  # [N]
-    out,  # [T N]
-    size,  # T N
+    out,  # [T * N]
+    size,  # T * N
     num_outputs,
     num_slices,
     HAS_BIAS: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Add the slices of `_matmul_kernel` in order, and the bias. One program per TILE elements."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < size
     total = tl.zeros((TILE,), tl.float32)
@@ -110,17 +115,19 @@ def _add_slices(
 
 
 PROGRAMS = 264
-"""So many keep a device busy: two for each of an H100's processors. A constant, since no bit of a
-result may depend on the device at hand either."""
+"""Number of programs that keeps a GPU busy: two per SM of an H100. A constant, because the slicing,
+and with it the bits of a result, must not depend on the device."""
 
 MIN_SLICE = 512  # inputs
 MAX_SLICES = 16
-ELEMENTS_PER_PROGRAM = 1024  # elements a program of `_add_slices`
-GROUP_ROWS = 8  # tiles of rows
+ELEMENTS_PER_PROGRAM = 1024  # of `_add_slices`
+GROUP_ROWS = 8  # BAND of `_matmul_kernel`
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
+    """Tile sizes and launch options of `_matmul_kernel`."""
+
     rows: int
     outputs: int
     inputs: int
@@ -128,36 +135,41 @@ class Tiles:
     num_stages: int
 
 
-WIDE = Tiles(64, 64, 32, num_warps=4, num_stages=3)  # float32, on no tensor core
+WIDE = Tiles(64, 64, 32, num_warps=4, num_stages=3)  # float32: no tensor cores
 HALF = Tiles(128, 128, 64, num_warps=8, num_stages=3)  # 96 KiB of shared memory
-NARROW = Tiles(64, 64, 64, num_warps=4, num_stages=3)  # where registers hold the operands too
+NARROW = Tiles(64, 64, 64, num_warps=4, num_stages=3)  # sm_80 to sm_89: operands in registers
 
 
 def batch_invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K], bias [N] of one dtype on one GPU; [T, N].
+    """Return x Wᵀ + b [T, N]; a row's bits depend neither on T nor on the row's index.
 
-    Elements of x's rows, and of the weight's rows or columns, lie side by side. A row's bits are
-    the same whatever T and its place. ValueError elsewhere: a CPU's is not made here.
+    Args:
+        x: [T, K] with contiguous rows, on a GPU.
+        weight: [N, K] with contiguous rows or contiguous columns; dtype and device of x.
+        bias: [N] or None; dtype and device of x.
+
+    Raises:
+        ValueError: a shape, dtype or stride is wrong, or x is on a CPU.
     """
     _check(x[:, None], weight[None], bias)
     return _matmul(x[:, None], weight[None], bias)[:, 0]
 
 
 def batch_invariant_bmm(x: Tensor, weight: Tensor) -> Tensor:
-    """Each head by its own weight: x [T, H, K], weight [H, N, K]; [T, H, N]. Otherwise alike."""
+    """Per-head `batch_invariant_matmul`: x [T, H, K] and weight [H, N, K] give [T, H, N]."""
     _check(x, weight, None)
     return _matmul(x, weight, None)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariantLinear:
-    """`batch_invariant_matmul` of one weight."""
+    """A linear layer computed by `batch_invariant_matmul`."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
+        """Map x [T, K] to [T, N]."""
         return batch_invariant_matmul(x, self.weight, self.bias)
 
 
@@ -214,12 +226,12 @@ def _tile_sizes(chip: DeviceInfo) -> Tiles:
 
 
 def are_few(num_tiles: int) -> bool:
-    """Whether a program a tile would leave the device idle."""
+    """Return whether one program per tile is too few to keep the device busy."""
     return num_tiles < PROGRAMS
 
 
 def slicing(num_outputs: int, num_inputs: int, tiles: Tiles) -> tuple[int, int]:
-    """Return inputs per slice and the number of slices. Both depend on the weights' shape alone."""
+    """Return inputs per slice and number of slices, from the shape of the weights alone."""
     wanted = -(-PROGRAMS // -(-num_outputs // tiles.outputs))
     num_slices = max(min(wanted, num_inputs // MIN_SLICE, MAX_SLICES), 1)
     steps = -(-num_inputs // (num_slices * tiles.inputs))
@@ -228,7 +240,7 @@ def slicing(num_outputs: int, num_inputs: int, tiles: Tiles) -> tuple[int, int]:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not use_triton(x):
-        raise ValueError(f"x: expected on a GPU, not on {x.device}")
+        raise ValueError(f"x: tensor on a GPU expected, not on {x.device}")
     check("x", x, ("T", "H", "K"), FLOATS)
     _, num_heads, num_inputs = x.shape
     outputs_first = weight.dim() == 3 and weight.stride(1) == 1 != weight.stride(2)
@@ -242,13 +254,13 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def batch_invariant_matmul_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What `batch_invariant_matmul` means, in float64."""
+    """Reference implementation of `batch_invariant_matmul` in float64."""
     y = x.double() @ weight.double().T
     return y if bias is None else y + bias.double()
 
 
 def batch_invariant_bmm_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """What `batch_invariant_bmm` means, in float64."""
+    """Reference implementation of `batch_invariant_bmm` in float64."""
     return torch.stack([x[:, h].double() @ weight[h].double().T for h in range(len(weight))], 1)
 
 

@@ -1,12 +1,12 @@
-"""The loops of `cpu_packed_f32` on a CPU's matrix unit, compiled by numba.
+"""AMX loops of `cpu_packed_f32`, compiled by numba.
 
-float32 is made of three bfloat16 (`cpu_common/amx.split_bf16x3`), and a product of six of
-theirs: what is left out is below the last bit of a float32, as in Henry, Tang and Heinecke,
-"Leveraging the bfloat16 artificial intelligence datatype for higher-precision computations" (2019).
-Rows of x are split before; of a panel 16 columns at a time, step by step, while the step before is
-multiplied.
+Each float32 is split into three bfloat16 (`cpu_common/amx.split_bf16x3`), and a float32 product is
+computed as six products of these parts. The other three are below the last bit of a float32 (Henry,
+Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
+computations", 2019). Rows of x are split in advance. Panels are split in strips of 16 columns, one
+step of 32 inputs at a time, while the previous step is multiplied (software pipelining).
 
-Four tiles of sums are computed at once: of 64 rows and 16 columns, of 32 and 32, or of 16 and 64.
+Four accumulator tiles are used at once: 64 rows by 16 columns, 32 by 32, or 16 by 64.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -37,20 +37,20 @@ from penstock.kernels.linear.cpu_f32_avx512 import PANEL
 Floats = npt.NDArray[np.float32]
 
 MAX_K_IN_SUMS = 24 * TILE_K
-"""Inputs that are summed by themselves."""
+"""Inputs per partial sum; further partial sums are added to y."""
 
-_SUM_TILES = 4  # tiles of sums
+_SUM_TILES = 4  # accumulator tiles
 BLOCK_ROWS = BLOCK_COLUMNS = _SUM_TILES * ROWS
-"""Rows and columns that are written together."""
+"""Rows and columns of y are padded to multiples of these, since whole tiles are stored."""
 
-_SPLIT = NUM_SPLITS * TILE
+_SPLIT = NUM_SPLITS * TILE  # 32-bit words of a tile's three parts
 _ROWS_AT_ONCE = 4 * _SUM_TILES * ROWS
-"""Rows that pass 16 columns, before the next columns come."""
+"""Rows processed against one 16-column strip before moving to the next strip (loop tiling)."""
 
 
 @inner()
 def _aligned(size: int) -> Any:
-    """Scratch whose first element begins a line of the cache."""
+    """Return uninitialised float32 scratch that is aligned to a cache line."""
     scratch = np.empty(size + 16, np.float32)
     first = (-(scratch.ctypes.data // 4)) % 16
     return scratch[first : first + size]
@@ -58,7 +58,7 @@ def _aligned(size: int) -> Any:
 
 @inner()
 def _shapes(height: int, for_rows: int) -> Any:
-    """Tiles of sums and of rows have so many rows."""
+    """Return the LDTILECFG bytes: accumulator and row tiles have `height` rows, column tiles 16."""
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1
     for register in range(8):
@@ -69,7 +69,10 @@ def _shapes(height: int, for_rows: int) -> Any:
 
 @inner()
 def _split_rows(x: Floats, at: int, width: int, num_rows: int, num_steps: int, a: Floats) -> None:
-    """Rows of x, `width` apart, to tiles [rows / 16, steps, parts, 16, 16] of words."""
+    """Split rows of x, `width` apart, into tiles [rows / 16, steps, parts, 16, 16] of words.
+
+    A word is a pair of bfloat16: inputs i and i + 16 of a step.
+    """
     for r in range(num_rows):
         to = (r // ROWS * num_steps * NUM_SPLITS * ROWS + r % ROWS) * 16
         for k in range(num_steps):
@@ -83,7 +86,7 @@ def _split_rows(x: Floats, at: int, width: int, num_rows: int, num_steps: int, a
 
 @inner(forceinline=True)
 def _split_columns(panels: Floats, at: int, b: Floats, to: int, first: int, last: int) -> None:
-    """Of 16 columns of a panel, words from `first` to `last` of 16: inputs at and at + 16."""
+    """Split words `first` to `last` (of 16) of a 16-column strip; word i holds inputs i, i + 16."""
     for word in range(first, last):
         v = at + word * PANEL
         one, two, three = split_bf16x3(load_wide(panels, v), load_wide(panels, v + 16 * PANEL))
@@ -94,6 +97,7 @@ def _split_columns(panels: Floats, at: int, b: Floats, to: int, first: int, last
 
 @inner(forceinline=True)
 def _prefetch(panels: Floats, at: int, first: int, last: int) -> None:
+    """Prefetch what `_split_columns` reads for the same words."""
     for word in range(first, last):
         prefetch(panels, at + word * PANEL)
         prefetch(panels, at + (word + 16) * PANEL)
@@ -101,22 +105,26 @@ def _prefetch(panels: Floats, at: int, first: int, last: int) -> None:
 
 @inner()
 def _column_at(column: int, num_inputs: int, begin: int) -> int:
-    """Where column 16 `column` begins, at input `begin`."""
+    """Return the index in `panels` of 16-column strip `column` at input `begin`."""
     return (column // 3 * num_inputs + begin) * PANEL + column % 3 * 16
 
 
 @inner(forceinline=True)
 def _step_on(at: Any) -> Any:
+    """Advance four indices in `panels` by one step of TILE_K inputs."""
     step = TILE_K * PANEL
     return at[0] + step, at[1] + step, at[2] + step, at[3] + step
 
 
 _PIECES = 8
-"""Of a step: between them what comes later is prepared."""
+"""Pieces of a step's multiplications; between pieces the next step is split and prefetched."""
 
 
 def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
-    """Compiled: so many tiles of rows and of columns, all steps."""
+    """Return a compiled function that multiplies `num_rows` by `num_columns` tiles, over all steps.
+
+    for_rows: number of tile registers for row tiles, see `allocate_registers`.
+    """
     work = allocate_registers(tile_products(num_rows, num_columns), num_columns, for_rows)
     cuts = [len(work) * piece // _PIECES for piece in range(_PIECES + 1)]
     pieces = [emit_tile_ops(work[cuts[at] : cuts[at + 1]]) for at in range(_PIECES)]
@@ -131,6 +139,7 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
     def meanwhile(
         panels: Floats, at: Any, b: Floats, to: int, later: Any, prefetch_next: bool, piece: int
     ) -> None:
+        """Split, and optionally prefetch, piece `piece` of the columns that are needed later."""
         first, last = piece * words, (piece + 1) * words
         for c in range(num_columns):
             _split_columns(panels, at[c], b, to + c * _SPLIT, first, last)
@@ -143,6 +152,13 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
         prefetch_next: bool, num_steps: int, b: Floats, side: int, before: Floats, before_at: int,
         y: Floats, y_at: int, width: int,
     ) -> int:  # fmt: skip
+        """Add the products of all steps to `before` and store the sums to y.
+
+        Returns the half of `b` that holds the split columns of the next call.
+
+        at, then, later: indices in `panels` of the strips to multiply, of those that follow
+        after the last step, and of those to prefetch.
+        """
         start(before, before_at)
         for k in range(num_steps):
             now, side = side * num_columns * _SPLIT, 1 - side
@@ -177,7 +193,7 @@ _tall, _square, _wide = _block_of(4, 1, 1), _block_of(2, 2, 2), _block_of(1, 4, 
 
 @inner()
 def _columns_at(column: int, num_columns: int, num_inputs: int, begin: int) -> Any:
-    """Where four begin; past the last: that one again."""
+    """Return `_column_at` of strip `column` and the next three; past the end, of the last strip."""
     return (
         _column_at(min(column, num_columns - 1), num_inputs, begin),
         _column_at(min(column + 1, num_columns - 1), num_inputs, begin),
@@ -188,6 +204,7 @@ def _columns_at(column: int, num_columns: int, num_inputs: int, begin: int) -> A
 
 @inner()
 def _add(sums: Floats, num_rows: int, num_columns: int, y: Floats, at: int, width: int) -> None:
+    """Add `sums` [num_rows, num_columns] to y at `at`, whose rows are `width` apart."""
     for r in range(num_rows):
         for c in range(0, num_columns, 16):
             to = at + r * width + c
@@ -199,8 +216,10 @@ def _pass(
     num_rows: int, num_inputs: int, begin: int, panels: Floats, bias: Floats, y: Floats,
     width: int, num_columns: int, first: int, last: int, a: Floats, b: Floats, sums: Floats,
 ) -> None:  # fmt: skip
-    """Of some rows, split, the inputs from `begin` to LONG later: with 16 columns after the next,
-    from `first` to `last`."""
+    """Multiply split rows `a` with strips `first` to `last`.
+
+    Covers the inputs from `begin` on, at most MAX_K_IN_SUMS.
+    """
     num_steps = min(MAX_K_IN_SUMS, num_inputs - begin) // TILE_K
     across = 1 if num_rows > 2 * ROWS else 2 if num_rows > ROWS else _SUM_TILES
     high, row_step, end = (
@@ -247,7 +266,7 @@ def compute_columns(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     width: int, num_columns: int, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Of y's columns, 16 after 16, those from `first` to `last`."""
+    """Compute 16-column strips `first` to `last` of y [num_rows, width]."""
     long, block = min(MAX_K_IN_SUMS, num_inputs), _SUM_TILES * ROWS
     a = _aligned(-(-min(num_rows, _ROWS_AT_ONCE) // block) * block * long * NUM_SPLITS // 2)
     b, sums = _aligned(2 * _SUM_TILES * _SPLIT), _aligned((_SUM_TILES + 1) * TILE)
@@ -270,7 +289,7 @@ def compute_columns(
 
 @inner()
 def _rounded(num_outputs: int) -> tuple[int, int]:
-    """The width of y, and how many times 16 columns are there."""
+    """Return the padded width of y, and the number of 16-column strips that hold outputs."""
     return -(-num_outputs // BLOCK_COLUMNS) * BLOCK_COLUMNS, -(-num_outputs // 16)
 
 
@@ -279,15 +298,15 @@ _SIGNATURE = "void(float32[::1], int64, int64, float32[::1], float32[::1], float
 
 @entry(_SIGNATURE + ")")
 def _serial(
-    x: Floats,  # [T K]
+    x: Floats,  # [T * K]
     num_rows: int,
-    num_inputs: int,  # a multiple of DEEP
-    panels: Floats,  # [P K PANEL]
-    bias: Floats,  # [N, rounded up to BROAD]
-    y: Floats,  # of `room`
+    num_inputs: int,  # a multiple of TILE_K
+    panels: Floats,  # [P * K * PANEL]
+    bias: Floats,  # [N, rounded up to BLOCK_COLUMNS]
+    y: Floats,  # flat, of the sizes that `padded_sizes` returns
     num_outputs: int,
 ) -> None:
-    """Writes y, in one thread."""
+    """Compute y in one thread."""
     width, num_columns = _rounded(num_outputs)
     compute_columns(x, num_rows, num_inputs, panels, bias, y, width, num_columns, 0, width // 16)
 
@@ -297,7 +316,10 @@ def _parallel(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """The same, some columns a thread; of many rows some of them, so that each is split once."""
+    """Parallel version of `_serial`: threads split the columns or, for many rows, the rows.
+
+    Splitting the rows converts each row to bfloat16 parts only once.
+    """
     width, num_columns = _rounded(num_outputs)
     floors = num_rows // _ROWS_AT_ONCE
     for thread in numba.prange(num_threads):
@@ -320,16 +342,16 @@ def _parallel(
 
 
 def padded_sizes(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
-    """Rows of x that are read, and rows and columns of y that are written."""
+    """Return the rows of x that are read, and the padded rows and columns of y."""
     rows = num_rows if num_rows <= ROWS else -(-num_rows // BLOCK_ROWS) * BLOCK_ROWS
     return num_rows, rows, -(-num_outputs // BLOCK_COLUMNS) * BLOCK_COLUMNS
 
 
 def load() -> None:
-    """Compile the loops, or load them from disk."""
+    """Compile the loops, or load them from the cache on disk."""
     load_entries(_serial, _parallel)
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Writes y, in so many threads; given: as of `_serial`."""
+    """Compute y with `num_threads` threads; `given`: the arguments of `_serial`."""
     run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

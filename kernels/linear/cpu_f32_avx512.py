@@ -1,4 +1,4 @@
-"""The loops of `cpu_packed_f32`, compiled by numba."""
+"""AVX-512 loops of `cpu_packed_f32`, compiled by numba."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -24,15 +24,15 @@ from penstock.kernels.cpu_common.simd import (
 Floats = npt.NDArray[np.float32]
 
 TILE_ROWS, PANEL = 8, 3 * VECTOR_WIDTH
-"""Rows and columns of a tile: its sums, columns of a panel and a number of x fill the registers."""
+"""Rows and columns of a tile: accumulators, one panel row and one input fill the registers."""
 
 BLOCK_K = 192
-"""Inputs that are summed by themselves: their part of a panel stays near while tiles pass it."""
+"""Inputs per partial sum: that part of a panel stays in cache while all row tiles use it."""
 
 _BLOCK_ROWS = 64
-"""Rows of tiles that pass it, before those of the next floor do."""
+"""Rows for which all panels are computed before the next rows begin (loop tiling)."""
 
-_LINE = 16  # float32 of a cache line
+_LINE = 16  # float32 per cache line
 
 
 @inner()
@@ -59,7 +59,7 @@ def _fma_panel(sums: Any, x: Any, columns: Any) -> Any:
 
 @inner()
 def _store_sums(y: Floats, at: int, sums: Any, before: Floats, before_at: int) -> None:
-    """Into y at `at`: what was before, and the sums."""
+    """Store `before` + `sums` (one panel wide) to y at `at`."""
     a, b, c = sums
     p, q, r = _load_panel(before, before_at)
     store(y, at, vadd(p, a))
@@ -71,7 +71,7 @@ def _store_sums(y: Floats, at: int, sums: Any, before: Floats, before_at: int) -
 def _sum_chunk(
     x: Floats, begin: int, end: int, panels: Floats, at: int, before: Floats, y: Floats, column: int
 ) -> None:  # fmt: skip
-    """Of one row inputs from `begin` to `end`, times their part of the panel that is at `at`."""
+    """Multiply inputs `begin` to `end` of one row with the panel at `at`, and add `before`."""
     sums = _zero_sums()
     for k in range(begin, end):
         sums = _fma_panel(sums, broadcast_load(x, k), _load_panel(panels, at + k * PANEL))
@@ -83,7 +83,7 @@ def _sum_four_chunks(
     x: Floats, begin: int, end: int, panels: Floats, at: int, step: int, before: Floats, y: Floats,
     column: int,
 ) -> None:  # fmt: skip
-    """The same of four panels: memory gives four streams faster than one."""
+    """`_sum_chunk` for four panels, `step` apart: memory is faster with four read streams."""
     s0 = s1 = s2 = s3 = _zero_sums()
     for k in range(begin, end):
         value, v = broadcast_load(x, k), at + k * PANEL
@@ -106,7 +106,7 @@ def _sum_four_chunks(
 def _one_row(
     x: Floats, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int, y: Floats
 ) -> None:
-    """As `_whole_panels`, of a row."""
+    """Single-row version of `_whole_panels`."""
     size, four = num_inputs * PANEL, first + (last - first) // 4 * 4
     bias = bias[first * PANEL :]
     for begin in range(0, num_inputs, BLOCK_K):
@@ -123,8 +123,10 @@ def _tile(
     x: Floats, x_at: int, x_step: int, count: int, panels: Floats, at: int, ahead: int, lines: int,
     before: Floats, before_at: int, before_step: int, y: Floats, y_at: int, y_step: int,
 ) -> None:  # fmt: skip
-    """Of eight rows `count` inputs times their part of a panel, which is at `at`; evenly
-    meanwhile, so many lines from `ahead` on are asked for."""
+    """Multiply `count` inputs of eight rows with the panel at `at`, and add `before`.
+
+    Meanwhile prefetch `lines` cache lines from `ahead` on, at an even pace.
+    """
     x1, x2, x3, x4 = x_at + x_step, x_at + 2 * x_step, x_at + 3 * x_step, x_at + 4 * x_step
     x5, x6, x7 = x_at + 5 * x_step, x_at + 6 * x_step, x_at + 7 * x_step
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = _zero_sums()
@@ -167,7 +169,7 @@ def _whole_panels(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int,
     y: Floats, width: int,
 ) -> None:  # fmt: skip
-    """y [num_rows, width]: the columns of panels from `first` to `last`."""
+    """Compute the columns of panels `first` to `last`, as y [num_rows, width]."""
     if num_rows == 1:
         _one_row(x, num_inputs, panels, bias, first, last, y)
         return
@@ -193,7 +195,7 @@ def compute_columns(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, first: int, last: int,
 ) -> None:  # fmt: skip
-    """y's columns of panels from `first` to `last`, of which the very last may have too many."""
+    """Compute the columns of panels `first` to `last`; a partly filled last panel uses scratch."""
     whole = min(last, num_outputs // PANEL)
     if first < whole:
         left = y[first * PANEL :]
@@ -212,15 +214,15 @@ _SIGNATURE = "void(float32[::1], int64, int64, float32[::1], float32[::1], float
 
 @entry(_SIGNATURE + ")")
 def _serial(
-    x: Floats,  # [T K]
-    num_rows: int,  # 1, or a multiple of HIGH
+    x: Floats,  # [T * K]
+    num_rows: int,  # 1, or a multiple of TILE_ROWS
     num_inputs: int,
-    panels: Floats,  # [P K PANEL]
-    bias: Floats,  # [>= P PANEL]
-    y: Floats,  # [T N]
+    panels: Floats,  # [P * K * PANEL]
+    bias: Floats,  # [at least P * PANEL]
+    y: Floats,  # [T * N]
     num_outputs: int,
 ) -> None:
-    """Writes y, in one thread."""
+    """Compute y in one thread."""
     last = -(-num_outputs // PANEL)
     compute_columns(x, num_rows, num_inputs, panels, bias, y, num_outputs, 0, last)
 
@@ -230,7 +232,10 @@ def _parallel(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """The same, some panels a thread; of many rows some of them, which comes out even."""
+    """Parallel version of `_serial`: threads split the panels or, for many rows, the rows.
+
+    Splitting many rows balances the threads better.
+    """
     num_panels, floors = -(-num_outputs // PANEL), num_rows // _BLOCK_ROWS
     for thread in numba.prange(num_threads):
         if floors < 2 * num_threads:
@@ -249,16 +254,16 @@ def _parallel(
 
 
 def padded_sizes(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
-    """Rows of x that are read, and rows and columns of y that are written."""
+    """Return the rows of x that are read, and the rows and columns of y that are written."""
     rows = num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
     return rows, rows, num_outputs
 
 
 def load() -> None:
-    """Compile the loops, or load them from disk."""
+    """Compile the loops, or load them from the cache on disk."""
     load_entries(_serial, _parallel)
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Writes y, in so many threads; given: as of `_serial`."""
+    """Compute y with `num_threads` threads; `given`: the arguments of `_serial`."""
     run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

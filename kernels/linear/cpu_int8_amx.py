@@ -1,7 +1,7 @@
-"""The loops of `cpu_packed_int8`, compiled by numba.
+"""AMX loops of `cpu_packed_int8`, compiled by numba.
 
-Up to 16 rows go with 64 columns at once, more of them 32 with 32. Weights are read from first to
-last, and asked for a while before.
+The four accumulator tiles cover 16 rows by 64 columns for up to 16 rows, and 32 by 32 for more.
+Weights are read sequentially and prefetched.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -38,15 +38,15 @@ Bytes = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.int32]
 
 TILES_ACROSS = 4
-"""Tiles of columns that lie side by side, step by step."""
+"""Column tiles that are stored next to each other for each step of TILE_K inputs."""
 
 BLOCK_COLUMNS = TILES_ACROSS * 16
-"""Columns that a thread takes together."""
+"""Output columns of a block, the unit in which threads split the columns."""
 
 BLOCK_ROWS = 2 * ROWS
 
 _PREFETCH_BYTES = 8 * TILE
-"""Bytes."""
+"""Distance of the prefetch ahead of the weights being read, in bytes."""
 
 _start_flat, _start_square = load_accumulators(1, 4), load_accumulators(2, 2)
 _store_flat, _store_square = store_accumulators(1, 4), store_accumulators(2, 2)
@@ -55,7 +55,7 @@ _multiply_flat, _multiply_square = multiply_int8(1, 4), multiply_int8(2, 2)
 
 @inner()
 def _shapes(num_rows: int) -> Any:
-    """Of up to 32 rows: tiles of sums and of rows have those that are there."""
+    """Return the LDTILECFG bytes for up to 32 rows: tiles have only the rows that exist."""
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1
     for register in range(8):
@@ -80,6 +80,7 @@ def _dequantize_sums(
     sums: Sums, num_rows: int, num_columns: int, factors: Floats, scales: Floats, bias: Floats,
     y: Floats, at: int, width: int,
 ) -> None:  # fmt: skip
+    """Write y = sums * scales * factors + bias for a tile whose y begins at `at`."""
     for r in range(num_rows):
         factor, row, into = broadcast_load(factors, r), r * num_columns, at + r * width
         for c in range(0, num_columns, VECTOR_WIDTH):
@@ -93,7 +94,7 @@ def _flat(
     shifts: Sums, factors: Floats, scales: Floats, bias: Floats, y: Floats, y_at: int, width: int,
     sums: Sums,
 ) -> None:  # fmt: skip
-    """Up to 16 rows with 64 columns."""
+    """Compute up to 16 rows of y for one block of 64 columns."""
     at, column = block * num_inputs * BLOCK_COLUMNS, block * BLOCK_COLUMNS
     _start_flat(shifts, column)
     for k in range(0, num_inputs, TILE_K):
@@ -120,7 +121,10 @@ def _square(
     half: int, prefetch_next: bool, shifts: Sums, factors: Floats, scales: Floats, bias: Floats,
     y: Floats, y_at: int, width: int, sums: Sums,
 ) -> None:  # fmt: skip
-    """Up to 32 rows with 32 columns; prefetch_next: for the next ones."""
+    """Compute up to 32 rows of y for half a block (32 columns).
+
+    prefetch_next: prefetch weights that are read later.
+    """
     at, column = (
         block * num_inputs * BLOCK_COLUMNS + half * 2 * TILE,
         block * BLOCK_COLUMNS + half * 32,
@@ -142,7 +146,7 @@ def compute_columns(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Of y's columns, BROAD after BROAD, those from `first` to `last`."""
+    """Compute column blocks `first` to `last` of y [num_rows, width]."""
     sums, whole = (
         np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32),
         num_rows // BLOCK_ROWS * BLOCK_ROWS,
@@ -183,18 +187,18 @@ _SIGNATURE = (
 
 @entry(_SIGNATURE + ")")
 def _serial(
-    qvalues: Bytes,  # [T K]
+    qvalues: Bytes,  # [T * K]
     num_rows: int,
-    num_inputs: int,  # a multiple of DEEP
-    weights: Bytes,  # [blocks, steps, ACROSS, 16, 16, 4]
-    shifts: Sums,  # [blocks BROAD] what sums begin with
+    num_inputs: int,  # a multiple of TILE_K
+    weights: Bytes,  # [blocks, steps, TILES_ACROSS, 16, 16, 4]
+    shifts: Sums,  # [blocks * BLOCK_COLUMNS] initial sums
     factors: Floats,  # [T]
-    scales: Floats,  # [blocks BROAD]
-    bias: Floats,  # [blocks BROAD]
-    y: Floats,  # [T blocks BROAD]
+    scales: Floats,  # [blocks * BLOCK_COLUMNS]
+    bias: Floats,  # [blocks * BLOCK_COLUMNS]
+    y: Floats,  # [T * blocks * BLOCK_COLUMNS]
     num_blocks: int,
 ) -> None:
-    """Writes y, in one thread."""
+    """Compute y in one thread."""
     compute_columns(
         qvalues, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
         num_blocks * BLOCK_COLUMNS, 0, num_blocks,
@@ -206,7 +210,10 @@ def _parallel(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, num_blocks: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """The same, some columns a thread; of many rows some of them, which it has made itself."""
+    """Parallel version of `_serial`: threads split the columns or, for many rows, the rows.
+
+    When they split the rows, a thread mostly reads rows that it has quantized itself.
+    """
     floors = num_rows // BLOCK_ROWS
     for thread in numba.prange(num_threads):
         first, last = num_blocks * thread // num_threads, num_blocks * (thread + 1) // num_threads
@@ -228,10 +235,10 @@ def _parallel(
 
 
 def load() -> None:
-    """Compile the loops, or load them from disk."""
+    """Compile the loops, or load them from the cache on disk."""
     load_entries(_serial, _parallel)
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Writes y, in so many threads; given: as of `_serial`."""
+    """Compute y with `num_threads` threads; `given`: the arguments of `_serial`."""
     run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

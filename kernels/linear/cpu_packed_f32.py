@@ -1,21 +1,20 @@
-"""Products with weights in panels, on a CPU with wide vectors: y = x Wᵀ + b, in float32.
+"""float32 linear layers with weights packed in panels, for CPUs with AVX-512: y = x Wᵀ + b.
 
-W [N, K] is kept as [P, K, 48]: 48 of its rows side by side, so that a step through the inputs reads
-one place after the next. Two ways compute with them:
+W [N, K] is stored as panels [P, K, 48] of 48 output columns each, so that the loop over K reads
+memory sequentially. There are two implementations:
 
-- by vectors (`linear/cpu_f32_avx512`): eight rows of x with a panel fill the registers (the scheme
-of Goto
+- AVX-512 (`linear/cpu_f32_avx512`): a tile of 8 rows and one panel fills the vector registers (Goto
   and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008);
-- by the matrix unit, where there is one (`linear/cpu_f32_amx_bf16x6`): numbers are split into three
-of bfloat16,
-  and six products of those are a product of float32, with errors as small as the other way's.
-  About twice as fast from some dozens of rows on.
+- AMX (`linear/cpu_f32_amx_bf16x6`), if the CPU has it: each float32 is split into three bfloat16,
+  and six of their products give a float32 product with errors as small as those of AVX-512. About
+  twice as fast from a few dozen rows on.
 
-Either asks for what it needs next while it computes: for few rows the weights come as fast as
-memory gives them. docs/performance.md has both beside oneDNN and MKL.
+Both prefetch weights while they compute, so that few rows run at the speed of memory.
+docs/performance.md compares both with oneDNN and MKL.
 
-In both an element is b, and then the sums over some inputs at a time, each in one order: the same
-bits for any number of columns and threads, and for any number of rows that go the same way.
+In both, an element starts with b and then adds partial sums over fixed ranges of inputs, each in a
+fixed order. Its bits therefore do not depend on the number of columns or threads, nor on the number
+of rows as long as the implementation is the same.
 """
 
 from dataclasses import dataclass, field
@@ -35,33 +34,33 @@ from penstock.kernels.cpu_common.numba_runtime import configure_numba
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 MIN_PARALLEL_MACS = 1 << 18
-"""Multiplications from which on a second thread is worth waking."""
+"""Smallest number of multiply-adds for which a second thread pays off."""
 
 MIN_AMX_ROWS = 12
-"""Rows from which on the matrix unit is the faster way."""
+"""Smallest number of rows for which AMX is faster than AVX-512."""
 
-_AMX_K, _AMX_N = 32, 64  # inputs that it takes at once, and outputs
+_AMX_K, _AMX_N = 32, 64  # for AMX, K and N are padded to multiples of these
 
 
 def supports_packed_f32(weight: Tensor) -> bool:
-    """The rule by which this form is taken: where it is the fastest, as far as was measured."""
+    """Return whether to pack `weight` in panels; where supported, it was the fastest format."""
     is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
     return is_plain and weight.numel() > 0 and has_avx512()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearF32:
-    """Weights in panels."""
+    """A float32 linear layer with its weights in panels."""
 
-    panels: Floats = field(repr=False)  # [P depth width], flat; no inputs: zeros
-    bias: Floats = field(repr=False)  # [>= P width], flat
+    panels: Floats = field(repr=False)  # [P, depth, 48], flat; rows past `num_inputs` are zero
+    bias: Floats = field(repr=False)  # [at least P * 48], zero past `num_outputs`
     num_inputs: int
     num_outputs: int
-    depth: int  # inputs, and some that are none
-    batch_invariant: bool  # any number of rows goes the same way
+    depth: int  # `num_inputs`, rounded up to a multiple of 32 if the CPU has AMX
+    batch_invariant: bool  # use the same implementation for any number of rows
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, K] float32 gives [T, N]. ValueError where x is something else."""
+        """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""
         num_rows, num_inputs = len(x), self.num_inputs
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
             expected = f"[T, {num_inputs}] float32"
@@ -82,9 +81,12 @@ class PackedLinearF32:
 
 
 def pack_f32(weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> PackedLinearF32:
-    """weight: [N, K] float32 on a CPU, of any strides; bias: [N]. Nothing of `weight` is kept.
+    """Pack a float32 linear layer in panels; the result keeps no reference to `weight`.
 
-    alike: a row's bits depend on that row alone, not on how many there are.
+    Args:
+        weight: [N, K] float32 on a CPU, of any strides.
+        bias: [N] or None.
+        batch_invariant: make a row's bits independent of the number of rows.
     """
     num_outputs, num_inputs = weight.shape
     width = _avx512_kernels().PANEL
@@ -101,7 +103,7 @@ def pack_f32(weight: Tensor, bias: Tensor | None, batch_invariant: bool = False)
 
 
 def packed_f32_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What `pack_f32` means, in float64."""
+    """Reference implementation of `pack_f32` in float64."""
     y = x.double() @ weight.double().T
     return y if bias is None else y + bias.double()
 
@@ -123,7 +125,7 @@ def _amx_kernels() -> Any:
 
 
 def load_cpu_kernels() -> None:
-    """Load the loops that this machine uses; compile them, the first time."""
+    """Load the loops that this CPU uses, compiling them if they are not in the cache on disk."""
     _avx512_kernels().load()
     if has_amx():
         _amx_kernels().load()

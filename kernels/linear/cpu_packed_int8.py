@@ -1,11 +1,11 @@
-"""Products of eight bits on a CPU with a matrix unit (AMX): y = s_x s_w (L_x - 128) L_wᵀ + b.
+"""INT8 linear layers on CPUs with AMX: y = s_x s_w (q_x - 128) q_wᵀ + b.
 
-Levels of activations are made row by row as they come (`quantize_rows`), those of weights once, a
-scale a row of W. Sums are of 32 bits and exact, so that nothing of a row depends on the others, and
-in y they are multiplied by the weights' scale first, as oneDNN does, then by the row's.
+Activations are quantized per row at run time (`quantize_rows`), weights once, with one scale per
+row of W. Sums are exact in int32, so a row does not depend on other rows. They are multiplied by
+the weights' scale first, as oneDNN does, then by the row's.
 
-W [N, K] is kept as the unit reads it, from first to last: 64 of its rows side by side, 64 inputs
-after 64, in four tiles.
+W [N, K] is stored in the order in which AMX reads it: for each block of 64 outputs, steps of 64
+inputs, each as four tiles of 16 outputs.
 """
 
 from dataclasses import dataclass, field
@@ -26,27 +26,27 @@ Floats = npt.NDArray[np.float32]
 _TILE_K, _BLOCK_COLUMNS = (
     64,
     64,
-)  # inputs of a tile, columns of a block; as in `linear/cpu_int8_amx`
+)  # inputs per tile, output columns per block; as in `linear/cpu_int8_amx`
 
 
 def supports_amx_int8(weight: Tensor) -> bool:
-    """Whether this form is taken."""
+    """Return whether `pack_int8_amx` supports these weights on this CPU."""
     return weight.numel() > 0 and weight.shape[1] % _TILE_K == 0 and has_amx()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearInt8:
-    """Weights as levels, in tiles."""
+    """An INT8 linear layer with its weights in AMX tiles."""
 
     tiles: npt.NDArray[np.uint8] = field(repr=False)  # [blocks, steps, 4, 16, 16, 4], flat
-    shifts: npt.NDArray[np.int32] = field(repr=False)  # [blocks 64] -128 times a column's sum
-    scales: Floats = field(repr=False)  # [blocks 64]
-    bias: Floats = field(repr=False)  # [blocks 64]
+    shifts: npt.NDArray[np.int32] = field(repr=False)  # [blocks * 64] -128 * sum of a weight row
+    scales: Floats = field(repr=False)  # [blocks * 64]
+    bias: Floats = field(repr=False)  # [blocks * 64]
     num_inputs: int
     num_outputs: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, K] float32 gives [T, N]. ValueError where x is something else."""
+        """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""
         num_rows, num_inputs = len(x), self.num_inputs
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
             expected = f"[T, {num_inputs}] float32"
@@ -65,12 +65,12 @@ class PackedLinearInt8:
 
 
 def pack_int8_amx(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> PackedLinearInt8:
-    """levels: [N, K] int8 from -127 to 127; scales, bias: [N] float32."""
+    """Pack `qweight` [N, K] int8 from -127 to 127, with `scales` and `bias` [N] float32."""
     num_outputs, num_inputs = qweight.shape
     num_blocks = -(-num_outputs // _BLOCK_COLUMNS)
     whole = torch.zeros(num_blocks * _BLOCK_COLUMNS, num_inputs, dtype=torch.int8)
     whole[:num_outputs] = qweight
-    # [blocks, 4, 16 columns, steps, 16, 4 inputs] to [blocks, steps, 4, 16, 16 columns, 4].
+    # [blocks, 4, 16 outputs, steps, 16, 4 inputs] to [blocks, steps, 4, 16, 16 outputs, 4].
     blocks = whole.view(num_blocks, 4, 16, num_inputs // _TILE_K, 16, 4)
     tiles = blocks.permute(0, 3, 1, 4, 2, 5).contiguous().view(torch.uint8)
     shifts = whole.sum(1, dtype=torch.int32) * -ZERO_POINT
@@ -85,7 +85,7 @@ def pack_int8_amx(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> Packe
 
 
 def load_cpu_kernels() -> None:
-    """Load the loops; compile them, the first time on a machine."""
+    """Load the compiled loops, compiling them if they are not in the cache on disk."""
     _amx_kernels().load()
 
 

@@ -1,4 +1,4 @@
-"""The loops of `quantize_rows`, compiled by numba."""
+"""CPU loops of `quantize_rows`, compiled by numba."""
 
 import numba
 import numpy as np
@@ -16,10 +16,11 @@ _QMAX, _ZERO_POINT, _MIN_SCALE = np.float32(127), np.int32(128), np.float32(1e-3
 def quantize_rows(
     x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, first: int, last: int
 ) -> None:
+    """Quantize rows `first` to `last` of x [T, K]; writes `qvalues` [T, K] and `factors` [T]."""
     magnitudes = factors.view(np.int32)
     for t in range(first, last):
         row, out = x[t], qvalues[t]
-        # As integers magnitudes have the same order, with NaN above all.
+        # |x| compared as integer bits: same order as floats, and NaN is the largest.
         bits, most = row.view(np.int32), np.int32(0)
         for i in range(len(bits)):
             most = max(most, bits[i] & np.int32(0x7FFFFFFF))
@@ -46,10 +47,10 @@ def _parallel(x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, num_th
 
 
 def load() -> None:
-    """Compile the loops, or load them from disk."""
+    """Compile the loops, or load them from the cache on disk."""
     load_entries(_serial, _parallel)
 
 
 def run(x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:
-    """x [T, K], levels [T, K], factors [T]."""
+    """Quantize x [T, K] into `qvalues` [T, K] and scales `factors` [T]."""
     run_serial_or_parallel(_serial, _parallel, x, qvalues, factors, num_threads=num_threads)

@@ -1,19 +1,18 @@
-"""Products of activations with weights that are the same at every step: y = x Wᵀ + b.
+"""Linear layers with packed weights: y = x Wᵀ + b with x [T, K], W [N, K] and y [T, N].
 
-x [T, K] and W [N, K] give [T, N]. Weights are packed once, as a CPU's fast forms read them:
+When a model is loaded, its weights are rearranged once into one of these CPU formats:
 
-- float32, in panels (`cpu_packed_f32`), on CPUs with wide vectors;
-- float32, blocked for oneDNN, on others: up to twice as fast as unpacked for 2 to 32 rows, and
-  equal for more.
-  An element's sum has then the same order for any number of rows and threads, as far as has been
-  seen (docs/performance.md); `pack_batch_invariant`, which promises it, tries it, and else pads;
-- INT8: a row of weights has one scale, and so has a row of activations, found as it comes:
-  y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, summed in 32 bits. Nothing of a row depends on the others.
-  By a matrix unit where there is one (`cpu_packed_int8`), else by oneDNN with VNNI instructions; by
-  FBGEMM without, where products of 8 by 8 bits saturate, so that activations then have 7.
+- float32 panels (`cpu_packed_f32`), on CPUs with AVX-512;
+- float32 blocked for oneDNN, on other CPUs: up to twice as fast as unpacked weights for 2 to 32
+  rows, and equally fast for more. In all measurements so far (docs/performance.md) the order in
+  which an element is summed did not depend on the number of rows and threads. Since oneDNN does
+  not guarantee that, `pack_batch_invariant` tests it, and pads the rows if the test fails;
+- INT8, with one scale per weight row and one per activation row, computed at run time:
+  y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, accumulated in int32. A row does not depend on other rows.
+  Computed with AMX if the CPU has it (`cpu_packed_int8`), otherwise by oneDNN with VNNI, otherwise
+  by FBGEMM, whose 8-bit by 8-bit products saturate, so activations are quantized to 7 bits.
 
-On a GPU only `pack_batch_invariant` is made here, of a kernel that promises it
-(`batch_invariant`).
+On a GPU this module offers `pack_batch_invariant` only (kernel in `batch_invariant`).
 """
 
 import platform
@@ -33,17 +32,17 @@ from penstock.kernels.triton_common.launch import FLOATS, runs_kernels
 
 
 class PackedLinear(Protocol):
-    """Weights in some form."""
+    """A linear layer with packed weights: maps x [T, K] to [T, N]."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class OneDnnLinear:
-    """float32, with the plain weights beside: for a single row these are the faster form."""
+    """float32 weights packed for oneDNN; a single row uses the unpacked weights (faster)."""
 
-    weight: Tensor | None  # [N, K]; None: a single row is computed like any other
-    blocked: Tensor  # the same, opaque
+    weight: Tensor | None  # [N, K]; None: a single row uses `blocked` too
+    blocked: Tensor  # the same weights in oneDNN's opaque layout
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -54,13 +53,13 @@ class OneDnnLinear:
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> OneDnnLinear:
-    """weight: [N, K] float32 contiguous on a CPU with oneDNN (`supports_onednn`)."""
+    """Pack `weight` [N, K] for oneDNN; it must satisfy `supports_onednn`."""
     return OneDnnLinear(weight, _reorder(weight), bias)
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedLinear:
-    """Rows in blocks of one size, the last one filled up: a library has one way for that many."""
+    """Run `product` on padded blocks of `rows` rows, for which a library has a single code path."""
 
     product: PackedLinear
     rows: int = 16
@@ -72,10 +71,12 @@ class PaddedLinear:
 
 
 def pack_batch_invariant(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """A form in which a row's bits depend on that row alone; on a CPU nothing of `weight` is kept.
+    """Pack weights so that the bits of an output row depend on that row alone.
 
-    weight: [N, K], on a CPU of any strides; where there is no such form:
-    `batch_invariant_unsupported_reason`.
+    Args:
+        weight: [N, K]; on a CPU of any strides, and the result keeps no reference to it. Check
+            `batch_invariant_unsupported_reason` for its device and dtype first.
+        bias: [N] or None.
     """
     if runs_kernels(weight.device):
         return BatchInvariantLinear(weight, bias)
@@ -89,7 +90,7 @@ def pack_batch_invariant(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
 
 _fixed_by_itself: dict[tuple[int, ...], bool] = {}
-"""Whether the library computes rows alone here, by N, K and threads; as tried."""
+"""Test results: whether oneDNN is batch-invariant, by (N, K, number of threads)."""
 
 
 def _is_batch_invariant(product: PackedLinear, num_inputs: int) -> bool:
@@ -100,15 +101,15 @@ def _is_batch_invariant(product: PackedLinear, num_inputs: int) -> bool:
 
 
 def batch_invariant_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
-    """Why `pack_batch_invariant` is not to be had here; empty where it is."""
+    """Return why `pack_batch_invariant` is not supported; empty if it is."""
     if runs_kernels(device):
-        return "" if dtype in FLOATS else f"it takes floats of 16 or 32 bits, not {dtype}"
+        return "" if dtype in FLOATS else f"a GPU needs float32, float16 or bfloat16, not {dtype}"
     if device.type != "cpu":
-        return f"it is made for CPUs and CUDA, not for {device.type}"
+        return f"only CPUs and CUDA GPUs support it, not {device.type}"
     if dtype != torch.float32:
-        return f"on a CPU it takes float32, not {str(dtype).removeprefix('torch.')}"
+        return f"a CPU needs float32, not {str(dtype).removeprefix('torch.')}"
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return f"this torch has no oneDNN for {platform.machine()}"
+        return f"this torch build has no oneDNN for {platform.machine()}"
     return ""
 
 
@@ -119,7 +120,7 @@ def _reorder(weight: Tensor) -> Tensor:
 
 
 def supports_onednn(weight: Tensor) -> bool:
-    """Whether `pack_onednn` takes these weights."""
+    """Return whether `pack_onednn` supports these weights."""
     return (
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and weight.device.type == "cpu"
@@ -129,19 +130,21 @@ def supports_onednn(weight: Tensor) -> bool:
 
 
 def int8_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
-    """Why INT8 products are not to be had here; empty where they are."""
+    """Return why INT8 linear layers are not supported; empty if they are."""
     if device.type != "cpu":
-        return f"INT8 products are made for CPUs, not for {device.type}"
+        return f"INT8 linear layers run on CPUs only, not on {device.type}"
     if dtype != torch.float32:
-        return f"INT8 products take float32 activations, not {str(dtype).removeprefix('torch.')}"
+        return f"INT8 linear layers need float32, not {str(dtype).removeprefix('torch.')}"
     if "fbgemm" not in torch.backends.quantized.supported_engines:
-        return f"this torch has no INT8 products (FBGEMM) for {platform.machine()}"
+        return f"this torch build has no FBGEMM (INT8 products) for {platform.machine()}"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class OneDnnInt8Linear:
-    packed: Tensor  # oneDNN's
+    """INT8 weights for oneDNN; activations are quantized per row at run time."""
+
+    packed: Tensor  # oneDNN's opaque layout
     scales: Tensor  # [N]
     zeros: Tensor  # [N] int32
     bias: Tensor | None
@@ -160,9 +163,11 @@ class OneDnnInt8Linear:
 
 @dataclass(frozen=True, slots=True)
 class FbgemmInt8Linear:
-    packed: Any  # FBGEMM's
+    """INT8 weights for FBGEMM; rows of x are scaled to [-1, 1] and quantized with a fixed step."""
+
+    packed: Any  # FBGEMM's opaque layout
     bias: Tensor | None
-    steps: int  # of a row's activations, from zero to the largest
+    steps: int  # largest quantized activation: 63 or 127
 
     def __call__(self, x: Tensor) -> Tensor:
         largest = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
@@ -174,7 +179,7 @@ class FbgemmInt8Linear:
 
 
 def pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """weight: [N, K] float32, of which nothing is kept."""
+    """Quantize and pack `weight` [N, K] float32; the result keeps no reference to it."""
     scales, qweight = _quantized_rows(weight)
     if supports_amx_int8(weight):
         return pack_int8_amx(qweight, scales, bias)
@@ -183,7 +188,7 @@ def pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
         return OneDnnInt8Linear(packed, scales, torch.zeros(len(weight), dtype=torch.int32), bias)
     zeros = torch.zeros(len(weight), dtype=torch.int64)
     with warnings.catch_warnings():
-        # Such tensors are to leave torch one day; the version is pinned, and nothing else packs.
+        # torch has deprecated quantized tensors, but FBGEMM packs nothing else; torch is pinned.
         warnings.simplefilter("ignore", UserWarning)
         quantized = torch._make_per_channel_quantized_tensor(qweight, scales, zeros, 0)
     before = torch.backends.quantized.engine
@@ -196,7 +201,7 @@ def pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
 
 def activation_qmax() -> int:
-    """Steps of an activation on either side of zero."""
+    """Return the largest absolute value of a quantized activation."""
     return 127 if _has_vnni() else 63
 
 
@@ -205,14 +210,14 @@ def _has_vnni() -> bool:
 
 
 def _quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales [N] float32, and [N, K] int8 from -127 to 127."""
+    """Return one scale per row, [N] float32, and quantized weights [N, K] int8, -127 to 127."""
     scales = weight.abs().amax(1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
     qweight = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return scales, qweight
 
 
 def int8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, qmax: int) -> Tensor:
-    """What `pack_int8` means, in float64."""
+    """Reference implementation of `pack_int8` in float64; `qmax`: see `activation_qmax`."""
     scales, qweight = _quantized_rows(weight)
     largest = x.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     rows = (x / largest * qmax).round().double()

@@ -1,7 +1,7 @@
-"""Rows of activations in eight bits: one scale a row, and levels from -127 to 127 about 128.
+"""Per-token quantization of activations to uint8: one scale per row, zero point 128.
 
-x_i is about (level_i - 128) f, f = largest |x| / 127. Of a row with a NaN or an infinity f is none
-either, so that nothing made of it looks sound. On a CPU only, by numba
+x_i ≈ (q_i - 128) f with q_i from 1 to 255 and f = max |x| / 127. If a row contains NaN or Inf, f is
+NaN or Inf, so the error propagates to the output. CPU only, compiled by numba
 (`linear/cpu_quantize_rows`).
 """
 
@@ -15,11 +15,11 @@ from penstock.kernels.cpu_common.numba_runtime import MIN_PARALLEL_ELEMENTS, con
 
 QMAX, ZERO_POINT = 127, 128
 MIN_SCALE = 1e-30
-"""Rows whose largest number is less are as good as zero."""
+"""Lower bound of a row's max |x|, so that a row of zeros does not divide by zero."""
 
 
 def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels [T, K] uint8 and factors [T, 1] float32 of x [T, K] float32."""
+    """Quantize x [T, K] float32: return values [T, K] uint8 and scales [T, 1] float32."""
     qvalues = torch.empty(x.shape, dtype=torch.uint8)
     factors = torch.empty(len(x), 1)
     threads = 1 if x.numel() < MIN_PARALLEL_ELEMENTS else torch.get_num_threads()
@@ -28,14 +28,14 @@ def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_per_token_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What `quantize_per_token` means."""
+    """Reference implementation of `quantize_per_token`."""
     largest = x.abs().amax(-1, keepdim=True).clamp_min(MIN_SCALE)
     qvalues = (x * (QMAX / largest)).round() + ZERO_POINT
     return qvalues.to(torch.uint8), largest / QMAX
 
 
 def load_cpu_kernels() -> None:
-    """Load the loops; compile them, the first time on a machine."""
+    """Load the compiled loops, compiling them if they are not in the cache on disk."""
     _cpu_kernels().load()
 
 

@@ -1,7 +1,7 @@
-"""Latent attention in which every token is computed alike, however its prompt is cut; on a CPU.
+"""Batch-invariant MLA on a CPU: a token's bits do not depend on how its prompt is chunked.
 
-See `mla_attention`, of which this is the absorbed form: the cached rows are the keys and values
-of one KV head, which all query heads share.
+It is the absorbed form of MLA (see `mla/op`): the cached rows are the keys and values of a single
+KV head, which all query heads share.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,19 @@ def mla_attention_cpu(
     plan: CpuPagedPlan,
     scale: float,
 ) -> Tensor:
-    """Attends: query [T, H, Q + P] float32, layer [1, N, 1, S, R + P] float32 or bfloat16,
-    contiguous; [T, H, V].
+    """Compute MLA over one layer of the paged cache.
 
-    rank: R; keys_up, values_up: of each head, [T, Q] to [T, R] and [T, R] to [T, V].
+    Args:
+        query: [T, H, Q + P] float32.
+        layer: [1, N, 1, S, R + P] float32 or bfloat16, contiguous.
+        rank: R.
+        keys_up: for each head, the projection from [T, Q] to [T, R].
+        values_up: for each head, the projection from [T, R] to [T, V].
+        plan: plan of this step.
+        scale: factor of the scores.
+
+    Returns:
+        [T, H, V] float32.
     """
     width = layer.shape[4]
     query_dim = query.shape[2] - (width - rank)
@@ -34,7 +43,7 @@ def mla_attention_cpu(
     wide[:, :, rank:] = query[:, :, query_dim:]
     for head, up in enumerate(keys_up):
         wide[:, head, :rank] = up(query[:, head, :query_dim])
-    # The rotated key is summed too, and thrown away.
+    # `plan.attend_` needs values as wide as keys, so it sums the rotated keys too; not used below.
     sums = torch.empty_like(wide)
     plan.attend_(sums, wide, layer, ScoreMod(scale))
     return torch.stack([up(sums[:, head, :rank]) for head, up in enumerate(values_up)], 1)

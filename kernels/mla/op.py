@@ -1,21 +1,26 @@
-"""Latent attention over one ragged batch (DeepSeek-V2, 2024): heads share compressed rows.
+"""Multi-head latent attention (DeepSeek-V2, 2024) over one ragged batch.
 
-One layer's cache is [1, N, 1, S, R + P] (see `cache`): a token has one row for all heads, its
-latent c [R] and a rotated key k [P]. Head h of a token at position p, with query (q, r), attends
-to the positions j <= p:
+One layer's cache is [1, N, 1, S, R + P] (see `kv_cache/op`): a token has one row for all heads, its
+latent c [R] and a rotated key k [P]. Head h of a token at position p, with query (q, r), attends to
+the positions j <= p:
 
     s_j = (q · Uk c_j + r · k_j) scale,    out = sum over j of softmax(s)_j Uv c_j
 
-query [T, H, Q + P], every head's q before its r; up [H, Q + V, R], every head's Uk [Q, R] over its
-Uv [V, R]. The cache already holds this step's rows. Slots that no token may see can hold anything,
-NaN included.
+query is [T, H, Q + P], for each head q, then r. up is [H, Q + V, R], for each head Uk [Q, R] above
+Uv [V, R]. The cache already holds this step's rows. Slots that no token attends to may contain
+anything, NaN included.
 
-The sum has two forms. Absorbed: q goes through Uk and the sum through Uv, so that the cached rows
-themselves are keys and values; 2 R + P products a head, query and key. A decoded token takes it.
-Expanded: the keys and values of the whole context are made for this step; Q + P + V a head, query
-and key. A chunk takes whichever has fewer products. On a GPU the absorbed form reads the rows where
-they lie, in the kernels of `attention`: the rows are keys with a tail, and all heads one KV head's.
-On one path, there, everything is absorbed, by products whose rows know nothing of each other.
+The result can be computed in two forms:
+
+- Absorbed: q is multiplied by Uk and the weighted sum by Uv, so the cached rows themselves are keys
+  and values. Costs 2 R + P multiplications per head, query and key. Used for decode.
+- Expanded (naive): keys and values of the whole context are computed in this step. Costs Q + P + V
+  multiplications per head, query and key.
+
+A chunk takes the form with fewer multiplications. On a GPU, the absorbed form reads the blocks in
+place with the kernels of `attention`: all heads share one KV head, whose keys have a tail. With
+`one_path`, which requires Triton here, every token takes the absorbed form, and the matrix products
+are batch-invariant.
 """
 
 from collections.abc import Iterator
@@ -39,7 +44,7 @@ from penstock.kernels.triton_common.launch import FLOATS, check, check_contiguou
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 MAX_NAIVE_BYTES = 1 << 26
-"""Keys and values that are made at once: as many heads as fit, at least one."""
+"""Most bytes of keys and values that are expanded at a time; a single head may exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +52,24 @@ class _Span:
     """One sequence's tokens of this step."""
 
     tokens: slice  # its rows of the query
-    blocks: Tensor  # [M] int64
+    blocks: Tensor  # [M] int64 its blocks
     context: int  # positions, this step's included
-    mask: Tensor | None  # [tokens, context] float32, 0 or -inf; None: one token, or nothing before
+    # [tokens, context] float32, 0 or -inf; None: one token, or causal because nothing precedes it
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class MlaPlan:
-    """How one step attends; for all layers."""
+    """The MLA plan of one step, for all layers."""
 
-    tiled: TiledPlan | None  # of what is absorbed, where kernels do it
-    absorbed: list[_Span]  # elsewhere
+    tiled: TiledPlan | None  # absorbed sequences, if Triton kernels compute them
+    absorbed: list[_Span]  # absorbed sequences, if torch computes them
     expanded: list[_Span]
-    rows: Tensor | None  # [A] the absorbed rows of the query, span after span; None: all, in order
-    num_tokens: int | str  # a letter: known on the device only
-    layer: Tensor  # some layer, to hold others against
-    gathered: Tensor  # [most blocks at once, S (R + P)] scratch, used by one span after another
-    one_path: bool = False  # whether a token gets the same bits in any chunk and batch
+    rows: Tensor | None  # [A] absorbed rows of the query, span by span; None: all, in order
+    num_tokens: int | str  # "T" if known on the device only
+    layer: Tensor  # any layer of the cache; others must have its shape, dtype and device
+    gathered: Tensor  # [largest number of blocks, S (R + P)] scratch, reused for every span
+    one_path: bool = False  # batch-invariant: a token's bits do not depend on chunk or batch
 
 
 def plan_mla(
@@ -75,12 +81,20 @@ def plan_mla(
     head_dim: int,
     one_path: bool = False,
 ) -> MlaPlan:
-    """Prepares a step.
+    """Plan the MLA of one step.
 
-    query_starts: [B + 1], context_lens: [B] (this step's tokens included), block_tables: [B, M]
-    (entries past a sequence's blocks are not read); layer: any layer of the cache, for its shape,
-    dtype and device; rank: R; head_dim: Q + V; one_path: see `MlaPlan` (ValueError where kernels
-    do not compute: `mla_attention_cpu` is a CPU's). ValueError where these cannot be.
+    Args:
+        query_starts: [B + 1] first query row of each sequence, and the number of rows.
+        context_lens: [B] length of each sequence, this step's tokens included.
+        block_tables: [B, M] blocks; entries past a sequence's blocks are not read.
+        layer: any layer of the cache; gives shape, dtype and device.
+        rank: R.
+        head_dim: Q + V.
+        one_path: make results batch-invariant; only with Triton kernels. On a CPU, use
+            `mla_attention_cpu`.
+
+    Raises:
+        ValueError: invalid arguments, or `one_path` is not supported for this dtype and device.
     """
     _check_layer(layer, rank)
     block_size, width = layer.shape[3:]
@@ -98,7 +112,7 @@ def plan_mla(
     chosen, tiled = np.flatnonzero(absorbs), None
     in_kernel = runs_kernel(layer)
     if one_path and not in_kernel:
-        raise ValueError(f"no one path for {layer.dtype} on {layer.device}")
+        raise ValueError(f"no batch-invariant MLA for {layer.dtype} on {layer.device}")
     if in_kernel and len(chosen):
         starts = np.concatenate(([0], np.cumsum(lengths[chosen])))
         tiled = TiledPlan.of(
@@ -130,7 +144,7 @@ def plan_mla_on_device(
     max_context: int,
     one_path: bool = False,
 ) -> MlaPlan:
-    """As `plan_mla`, all absorbed, of device tensors: see `attention.plan_attention_on_device`."""
+    """Version of `plan_mla` for device tensors (see `plan_attention_on_device`): all absorbed."""
     _check_layer(layer, rank)
     batch = Batch(query_starts, context_lens, block_tables)
     check_device_batch(batch, layer, max_context)
@@ -140,7 +154,7 @@ def plan_mla_on_device(
 
 
 def runs_kernel(layer: Tensor) -> bool:
-    """The rule by which the Triton kernels are taken."""
+    """Return whether the Triton kernels compute the absorbed form over this layer."""
     return layer.dtype in FLOATS and use_triton(layer)
 
 
@@ -157,7 +171,7 @@ def _to_device(numbers: Ints, layer: Tensor) -> Tensor:
 def _absorbed_is_cheaper(
     query_len: int, context: int, rank: int, rope_dim: int, head_dim: int
 ) -> bool:
-    """By the products of one head."""
+    """Compare the numbers of multiplications per head."""
     pairs = query_len * context - query_len * (query_len - 1) // 2
     absorbed = query_len * rank * head_dim + pairs * (2 * rank + rope_dim)
     expanded = context * rank * head_dim + pairs * (head_dim + rope_dim)
@@ -174,10 +188,20 @@ def _mask(query_len: int, context: int, layer: Tensor) -> Tensor | None:
 
 
 def mla_attention(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan, scale: float) -> Tensor:
-    """Attends: query [T, H, Q + P], layer [1, N, 1, S, R + P], up [H, Q + V, R]; [T, H, V].
+    """Compute MLA over one layer of the paged cache.
 
-    One dtype, unless the cache is narrower (`reads_bf16`); layer and up contiguous. ValueError
-    where the shapes do not fit together.
+    Args:
+        query: [T, H, Q + P].
+        layer: [1, N, 1, S, R + P] contiguous; its dtype is the query's, or see `reads_bf16`.
+        up: [H, Q + V, R] contiguous, of the query's dtype.
+        plan: plan of this step.
+        scale: factor of the scores.
+
+    Returns:
+        [T, H, V].
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match.
     """
     _check(query, layer, up, plan)
     rope_dim = layer.shape[4] - up.shape[2]
@@ -197,8 +221,7 @@ def mla_attention(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan, scale
 
 
 def _gather(layer: Tensor, span: _Span, gathered: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sequence's own rows [context, R + P], of this dtype: nothing that no token may see is
-    among them."""
+    """Gather the rows [context, R + P] of the sequence as `dtype`, without unused slots."""
     blocks = layer.view(layer.shape[1], -1)
     found = torch.index_select(blocks, 0, span.blocks, out=gathered[: len(span.blocks)])
     return found.view(-1, layer.shape[4])[: span.context].to(dtype)
@@ -231,7 +254,7 @@ def _absorbed(
 
 
 def _by_head(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
-    """x [T, H, K], weight [H, N, K]; [T, H, N]."""
+    """Multiply x [T, H, K] by weight [H, N, K] per head; return [T, H, N]."""
     if batch_invariant:
         return batch_invariant_bmm(x, weight)
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
@@ -240,14 +263,15 @@ def _by_head(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
 def _attend_rows(
     sums: Tensor, query: Tensor, rows: Tensor, mask: Tensor | None, scale: float
 ) -> None:
-    """Into sums [H, L, R]: query [L, H, R + P] over rows [C, R + P], which all heads share."""
+    """Attend with query [L, H, R + P] to shared rows [C, R + P]; write sums [H, L, R]."""
     rank = sums.shape[2]
     if len(query) == 1:
         probs = (query[0] @ rows.T).mul_(scale).softmax(-1)
         torch.matmul(probs, rows[:, :rank], out=sums[:, 0])
         return
     mask = None if mask is None else mask.to(query.dtype)
-    # The rotated key is summed too, and thrown away: values as wide as keys have a fused form.
+    # torch's fused attention needs values as wide as keys, so it sums the rotated keys too; the
+    # result's last P features are dropped.
     shared = rows.expand(1, len(sums), -1, -1)
     out = functional.scaled_dot_product_attention(
         query.transpose(0, 1)[None], shared, shared, mask, is_causal=mask is None, scale=scale
@@ -264,12 +288,15 @@ def _naive(
     mask: Tensor | None,
     scale: float,
 ) -> None:
-    """Into out [L, H, V]: query [L, H, Q + P] over rows [C, R + P], some heads at a time."""
+    """Compute the expanded form for query [L, H, Q + P] over rows [C, R + P] into out [L, H, V].
+
+    Keys and values are expanded for a group of heads at a time.
+    """
     query_dim, rank = keys_up.shape[1:]
     value_dim = values_up.shape[1]
     latents, shared_key = rows[:, :rank], rows[:, rank:]
     mask = None if mask is None else mask.to(query.dtype)
-    # Values as wide as keys have a fused form.
+    # torch's fused attention needs values as wide as keys.
     width = max(query.shape[2], value_dim)
     padded = functional.pad(query, (0, width - query.shape[2])).transpose(0, 1)
     for heads in _head_groups(len(keys_up), 2 * len(rows) * width * rows.itemsize):
@@ -322,7 +349,7 @@ def mla_attention_reference(
     block_tables: Ints,
     scale: float,
 ) -> Tensor:
-    """What `plan_mla` and `mla_attention` mean, sequence and head by themselves."""
+    """Reference for `plan_mla` and `mla_attention`: loops over sequences and heads."""
     num_heads, height, rank = up.shape
     query_dim = query.shape[2] - (layer.shape[4] - rank)
     out = query.new_empty(len(query), num_heads, height - query_dim)
@@ -344,7 +371,7 @@ def mla_attention_reference(
 
 
 def aot_cases() -> Iterator[AotCase]:
-    """What DeepSeek V3 computes on one GPU of eight, and V2 Lite on one."""
+    """Yield DeepSeek V3 with the 16 heads of one rank of eight, and with all its 128 heads."""
     kernels = ("attend_tiles",)
     yield AotCase("deepseek v3, tp 8", lambda: _aot_call(16, 1), kernels, kernels)
     yield AotCase("deepseek v3", lambda: _aot_call(128, 512), kernels, kernels)

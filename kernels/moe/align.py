@@ -1,9 +1,9 @@
-"""Sorting choices of experts by expert, for a product over all experts at once.
+"""Sort the tokens' choices by expert, for a grouped product over all experts.
 
-A place is t * k + rank. The places of an expert stay in ascending order, whatever runs first: it is
-a counting sort, in which a chunk of places knows how many of each expert come in the chunks before
-it, and a place how many before it in its chunk. As it goes the sort cuts every expert's places into
-tiles of rows.
+Choice `rank` of token t has the number t * k + rank. An expert's choices stay in ascending order
+whichever program runs first: this is a counting sort in which a program counts, per expert, the
+choices in earlier chunks, and for each choice those before it in its own chunk. The same kernel
+divides each expert's choices into tiles of rows.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from penstock.kernels.triton_common.launch import (
 def _count_one(
     experts, chunk, num_choices, CHUNK: tl.constexpr, STEP: tl.constexpr, E: tl.constexpr
 ):
-    """How many places of a chunk have each expert: [E]."""
+    """Count the choices of each expert in one chunk: [E]."""
     name = tl.arange(0, E)
     count = tl.zeros((E,), tl.int32)
     for start in range(0, CHUNK, STEP):
@@ -44,8 +44,9 @@ def _count(
     num_choices,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
-    E: tl.constexpr,  # experts, the next power of two
+    E: tl.constexpr,  # number of experts, rounded up to a power of two
 ):
+    """Count the choices per expert of one chunk. One program per chunk."""
     chunk = tl.program_id(0)
     count = _count_one(experts, chunk, num_choices, CHUNK, STEP, E)
     tl.store(counts + chunk * E + tl.arange(0, E), count)
@@ -53,10 +54,10 @@ def _count(
 
 @jit(unspecialized=("num_choices", "max_tiles", "num_chunks"))
 def _sort(
-    experts,  # [num_choices] int32; a place whose expert does not exist is left out
-    counts,  # [chunks, E] int32; not read where there is one chunk
-    order,  # [num_choices] int32: the places, sorted
-    tiles,  # [3, max_tiles] int32: a tile's expert, its first of `order`, its rows
+    experts,  # [num_choices] int32; choices of an expert that does not exist are left out
+    counts,  # [chunks, E] int32; not read with ONE_CHUNK
+    order,  # [num_choices] int32: choices sorted by expert
+    tiles,  # [3, max_tiles] int32: each tile's expert, first index in `order`, rows
     num_tiles,  # [1] int32
     num_choices,
     num_experts,
@@ -68,8 +69,9 @@ def _sort(
     STEP: tl.constexpr,
     E: tl.constexpr,
 ):
+    """Sort one chunk of choices into `order`, and write the tiles that begin in it."""
     chunk, name = tl.program_id(0), tl.arange(0, E)
-    before = tl.zeros((E,), tl.int32)  # of each expert, in chunks before this one
+    before = tl.zeros((E,), tl.int32)  # per expert, in earlier chunks
     total = tl.zeros((E,), tl.int32)
     if ONE_CHUNK:
         total = _count_one(experts, chunk, num_choices, CHUNK, STEP, E)
@@ -107,17 +109,17 @@ def _sort(
     tl.store(tile + 2 * max_tiles, rows, mask=is_head)
 
 
-CHUNK = 256  # places
-MAX_COMPARED_PAIRS = 4096  # pairs at a time, in registers
+CHUNK = 256  # choices per program
+MAX_COMPARED_PAIRS = 4096  # compared at a time, in registers
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedTokens:
-    """Chosen places by expert, and the tiles of rows of a grouped product over them."""
+    """Choices sorted by expert, and the row tiles of a grouped product over them."""
 
-    order: Tensor  # [T k] int32: place t * k + rank
-    tiles: Tensor  # [3, max_tiles] int32: a tile's expert, its first of `order`, its rows
-    num_tiles: Tensor  # [1] int32: so many of the tiles exist
+    order: Tensor  # [T * k] int32: choices t * k + rank
+    tiles: Tensor  # [3, max_tiles] int32: each tile's expert, first index in `order`, rows
+    num_tiles: Tensor  # [1] int32: number of valid tiles
     tile_rows: int
 
     @property
@@ -126,11 +128,11 @@ class AlignedTokens:
 
 
 def align_blocks(experts: Tensor, num_experts: int, tile_rows: int) -> AlignedTokens:
-    """experts: [T, k] int32, contiguous, T > 0. On Triton only."""
+    """Sort the choices `experts` [T, k] (int32, contiguous, T > 0) by expert. Triton only."""
     check("experts", experts, ("T", "k"), (torch.int32,))
     check_contiguous("experts", experts)
     num_choices = experts.numel()
-    # An expert that is there has at most one tile that is not full.
+    # Each chosen expert has at most one tile that is not full.
     max_tiles = min(num_choices, num_choices // tile_rows + min(num_experts, num_choices))
     num_chunks = -(-num_choices // CHUNK)
     width = power_of_2(num_experts)
@@ -170,7 +172,7 @@ def align_blocks(experts: Tensor, num_experts: int, tile_rows: int) -> AlignedTo
 def align_blocks_reference(
     experts: Tensor, num_experts: int, tile_rows: int
 ) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """What `align_blocks` means: the order, and of every tile its expert, first place and rows."""
+    """Reference of `align_blocks`: the order, and each tile's (expert, first index, rows)."""
     chosen = experts.flatten().tolist()
     order: list[int] = []
     tiles = []

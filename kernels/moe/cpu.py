@@ -1,7 +1,7 @@
-"""The loops of a program's mixture of experts, compiled by numba: see `routing` and `experts`.
+"""Mixture-of-experts loops of the CPU step graph, compiled by numba: see `routing` and `op`.
 
-A token's choices are numbered t k + rank. Each has a row in matrices whose rows lie by expert; an
-expert's rows begin where no loop that computes the expert before it writes.
+Choice `rank` of token t has the number t k + rank, and a row in matrices that are sorted by expert.
+Loops may write more rows than an expert has, so there is padding before the next expert's rows.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -33,7 +33,7 @@ def _dot(x: Floats, y: Floats) -> Any:
 
 @inner()
 def gemv(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
-    """x [T, D] times the few rows of a matrix that is not in panels, [E, D]: [T, E]."""
+    """Multiply x [T, D] with a small unpacked weight [E, D]: [T, E]."""
     dim, num_outputs = op[2], op[4]
     weight = f32_array(op[3], num_outputs * dim)
     first, last = partition(num_outputs * num_rows, me, count)
@@ -61,7 +61,7 @@ def _softmax(row: Floats, powers: Any) -> None:
 
 @inner()
 def _pop_largest(merits: Floats) -> int:
-    """The first of the greatest; it is not found again."""
+    """Return the index of the largest element (the first on ties), and exclude it from now on."""
     best = 0
     for e in range(1, len(merits)):
         if merits[e] > merits[best]:
@@ -72,7 +72,7 @@ def _pop_largest(merits: Floats) -> int:
 
 @inner()
 def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
-    """Logits [T, E] to the experts of each token and their weights, [T, k]."""
+    """Choose each token's experts and weights, [T, k], from logits [T, E] (overwritten)."""
     num_experts, top_k = op[2], op[3]
     merits, powers = np.empty(num_experts, np.float32), np.empty(num_experts, np.int32)
     first, last = partition(num_rows, me, count)
@@ -80,7 +80,7 @@ def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, 
         chances = arena[op[1] + t * num_experts :][:num_experts]
         weights, chosen = arena[op[5] + t * top_k :][:top_k], ints[op[6] + t * top_k :][:top_k]
         _softmax(chances, powers)
-        for e in range(num_experts):  # what is no number loses to every other
+        for e in range(num_experts):  # NaN loses to every other score
             merits[e] = chances[e] if chances[e] == chances[e] else _f32(-1)
         total = _f32(0)
         for rank in range(top_k):
@@ -93,7 +93,7 @@ def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, 
 
 @inner()
 def _num_written(num_rows: int) -> int:
-    """Rows that a product of so many may write, and read."""
+    """Return how many rows a product of `num_rows` rows may read and write."""
     if num_rows <= 1:
         return num_rows
     high = 8 if num_rows <= 16 else ALIGNMENT
@@ -102,8 +102,10 @@ def _num_written(num_rows: int) -> int:
 
 @inner()
 def permute_index(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
-    """Where each expert's rows begin and how many they are; of each choice, instead of its expert,
-    the row. One thread does it."""
+    """Counting sort by expert: write each expert's first row and number of rows.
+
+    Each choice's expert number is replaced by its row. Runs on thread 0 only.
+    """
     if me > 0:
         return
     num_experts = op[2]
@@ -124,7 +126,7 @@ def permute_index(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
 
 @inner()
 def permute(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
-    """Rows of tokens to the rows of their choices."""
+    """Copy each token's row to the rows of its choices."""
     dim, top_k = op[2], op[5]
     first, last = partition(num_rows * top_k, me, count)
     for number in range(first, last):
@@ -143,8 +145,11 @@ def _sigmoid(x: Any) -> Any:
 def unpermute_sum(
     op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int
 ) -> None:
-    """A token's choices, each by its weight, in their order; and the shared expert's, if there is
-    one, by the sigmoid of its gate, if it has one."""
+    """Sum each token's expert outputs by weight, in order of choices.
+
+    Adds the output of the shared expert if there is one, times the sigmoid of its gate if it has
+    one. Threads split the columns.
+    """
     dim, top_k, shared_at, gate_at = op[2], op[5], op[7], op[8]
     first, last = partition(dim // 16, me, count)
     first, size = first * 16, (last - first) * 16

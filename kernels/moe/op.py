@@ -1,20 +1,19 @@
-"""Mixture of experts: the feed-forward products of every token's own experts, and their sum.
+"""Mixture of experts: the weighted sum of the outputs of each token's chosen experts.
 
-    y_t = sum over ranks r of w_tr f_e(x_t),  e = the r-th of the token's experts (see `routing`)
+    y_t = sum over r < k of w_tr f_e(x_t),  e = the r-th choice of token t (see `routing`)
 
-On a CPU experts are computed one after another, each on its rows. On a GPU all are in one launch,
-over weights that lie together:
+On a CPU experts are computed one after another, each on its rows. On a GPU one launch computes all
+experts, whose weights are stacked in one tensor. Choice r of token t has the number p = t k + r:
 
-    h_p = gate(x_t W_e + a_e),  f_p = h_p V_e + b_e,  y_t = sum of w_p f_p,  p = t k + r
+    h_p = gate(x_t W_e + a_e),  f_p = h_p V_e + b_e,  y_t = sum of w_p f_p
 
-Rows are sorted by expert (`moe/align`). A program has a tile of one expert's rows and a tile of
-its outputs, multiplies on tensor cores with sums in float32, and applies the gate to what is still
-in registers. A token's sum is in the order of its ranks. So no bit of a row depends on other rows,
-but by the size of the tiles, which follows the number of rows that an expert has on average;
-`batch_invariant_tiles` takes that away.
+Rows are sorted by expert (`moe/align`). A program computes one tile of an expert's rows and
+outputs on tensor cores with float32 accumulators, and applies the gate in registers. A token's
+choices are summed in order. A row's bits therefore depend on other rows only through the tile
+size, which follows the mean number of rows per expert; `fixed_tiles` removes that dependency.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +29,7 @@ from penstock.kernels.activation.op import (
     swiglu_oai_reference,
 )
 from penstock.kernels.moe.align import AlignedTokens, align_blocks
+from penstock.kernels.moe.expert_loop import moe_forward, moe_forward_reference
 from penstock.kernels.triton_common.aot import AotCase, meta
 from penstock.kernels.triton_common.launch import (
     FLOATS,
@@ -42,56 +42,16 @@ from penstock.kernels.triton_common.launch import (
 )
 
 
-def expert_groups(experts: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
-    """The chosen places (t * k + rank, ascending) of each expert that any token chose."""
-    order = experts.flatten().argsort(stable=True)
-    counts = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
-    for expert, choices in enumerate(torch.split(order, counts)):
-        if len(choices):
-            yield expert, choices
-
-
-def moe_forward(
-    x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, run: Callable[..., Tensor]
-) -> Tensor:
-    """Sums what every token's experts make of it: x [T, D], experts and weights [T, k]; [T, D].
-
-    `run(expert, rows)` computes one expert on rows [n, D]. A token's sum is in the order of its
-    own choice, whatever other tokens are there.
-    """
-    top_k = experts.shape[1]
-    made = torch.empty(experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
-    for expert, choices in expert_groups(experts, num_experts):
-        made[choices] = run(expert, x[choices // top_k])
-    weighted = made.view(*experts.shape, -1) * weights.to(x.dtype)[:, :, None]
-    out = weighted[:, 0]
-    for rank in range(1, top_k):
-        out += weighted[:, rank]
-    return out
-
-
-def moe_forward_reference(
-    x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, run: Callable[..., Tensor]
-) -> Tensor:
-    """What `moe_forward` means, token by token and expert by expert."""
-    assert int(experts.max()) < num_experts
-    out = torch.zeros_like(x)
-    for token, (chosen, token_weights) in enumerate(zip(experts.tolist(), weights, strict=True)):
-        for expert, weight in zip(chosen, token_weights, strict=True):
-            out[token] += weight * run(expert, x[token : token + 1])[0]
-    return out
-
-
 @dataclass(frozen=True, slots=True)
 class GatedActivation:
-    """What is between an expert's two products: see `activation`."""
+    """The gated activation between an expert's two linear layers: see `activation`."""
 
-    kind: Literal["silu", "gelu", "clamped"]  # gelu in its tanh form
-    gain: float = 1.0  # these two: of the clamped one
+    kind: Literal["silu", "gelu", "clamped"]  # gelu: tanh approximation
+    gain: float = 1.0  # `gain` and `limit` apply to "clamped" only
     limit: float = 0.0
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 I] to [T, I]."""
+        """Map [T, 2 I] to [T, I]."""
         match self.kind:
             case "silu":
                 return silu_and_mul(gate_up)
@@ -101,7 +61,7 @@ class GatedActivation:
                 return swiglu_oai(gate_up, self.gain, self.limit)
 
     def reference(self, gate_up: Tensor) -> Tensor:
-        """What it means."""
+        """Reference implementation of `__call__`."""
         match self.kind:
             case "silu":
                 return silu_and_mul_reference(gate_up)
@@ -113,16 +73,16 @@ class GatedActivation:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of all experts of a layer, each kind in one tensor, all of one dtype."""
+    """Stacked weights of all experts of a layer, all of one dtype."""
 
-    gate_up: Tensor  # [E, D, 2 I]; one of the last two dimensions is contiguous
-    down: Tensor  # [E, I, D]; likewise
+    gate_up: Tensor  # [E, D, 2 I]; contiguous in one of the last two dimensions
+    down: Tensor  # [E, I, D]; contiguous in one of the last two dimensions
     gate: GatedActivation
     gate_up_bias: Tensor | None = None  # [E, 2 I]
     down_bias: Tensor | None = None  # [E, D]
 
     def expert(self, number: int, rows: Tensor) -> Tensor:
-        """What one expert makes of rows [n, D]."""
+        """Compute one expert on rows [n, D]."""
         inner = rows @ self.gate_up[number]
         if self.gate_up_bias is not None:
             inner += self.gate_up_bias[number]
@@ -133,10 +93,10 @@ class ExpertWeights:
 def grouped_moe_forward(
     x: Tensor, experts: Tensor, weights: Tensor, stacks: ExpertWeights, fixed_tiles: bool = False
 ) -> Tensor:
-    """As `moe_forward`, with stacked weights: x [T, D], experts and weights [T, k]; [T, D].
+    """`moe_forward` with stacked weights: x [T, D], experts and weights [T, k]; [T, D].
 
-    fixed_tiles: on a CUDA device, where the size of the products' tiles follows the number of
-    rows otherwise, no bit of a row depends on other rows.
+    fixed_tiles: on a GPU, use one tile size, so that a row's bits do not depend on other rows.
+    Otherwise the tile size follows the number of rows.
     """
     if use_triton(x):
         return _moe_on_device(x, experts, weights, stacks, fixed_tiles)
@@ -146,7 +106,7 @@ def grouped_moe_forward(
 def grouped_moe_forward_reference(
     x: Tensor, experts: Tensor, weights: Tensor, stacks: ExpertWeights
 ) -> Tensor:
-    """What `grouped_moe_forward` means, in float64."""
+    """Reference implementation of `grouped_moe_forward` in float64."""
 
     def run(number: int, rows: Tensor) -> Tensor:
         inner = rows @ stacks.gate_up[number].double()
@@ -161,10 +121,10 @@ def grouped_moe_forward_reference(
 
 @jit
 def _gated(made, gain, limit, GATE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
-    """The gate of pairs (gate, up): [ROWS, 2 OUTPUTS] to [ROWS, OUTPUTS]."""
+    """Gate interleaved (gate, up) columns: [ROWS, 2 OUTPUTS] to [ROWS, OUTPUTS]."""
     gate, up = tl.split(tl.reshape(made, (ROWS, OUTPUTS, 2)))
     if GATE == "clamped":
-        # Comparisons that let a NaN through.
+        # `where` instead of min and max, so that NaN propagates.
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
         inner = gate * gain
@@ -177,11 +137,11 @@ def _gated(made, gain, limit, GATE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: t
 
 @jit(unspecialized=("max_tiles",))
 def _grouped_gemm(
-    x,  # [T, K] to be gathered where there is a GATE, else [places, K] sorted by expert
-    weight,  # [E, K, N] with some strides, one of the last two 1
+    x,  # with a GATE [T, K], rows gathered by token; else [T * k, K] sorted by expert
+    weight,  # [E, K, N], any strides of which that of K or N is 1
     bias,  # [E, N]; not read without HAS_BIAS
-    out,  # with a GATE [places, N / 2] sorted by expert, else [places, N] in their own order
-    order,  # these three: see `AlignedTokens`
+    out,  # with a GATE [T * k, N / 2] sorted by expert, else [T * k, N] in order of choices
+    order,  # order, tiles, num_tiles: see `AlignedTokens`
     tiles,
     num_tiles,
     max_tiles,
@@ -200,8 +160,8 @@ def _grouped_gemm(
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
 ):
-    # Programs that run together have the same outputs of all experts: a tile of weights is read
-    # by all of its expert's rows while it is in the L2 cache.
+    """Compute a tile of an expert's rows and outputs. Grid: max_tiles * output tiles."""
+    # Consecutive programs share output columns, so row tiles of an expert find its weights in L2.
     tile = tl.program_id(0) % max_tiles
     first_output = tl.program_id(0) // max_tiles * TILE_OUTPUTS
     if tile >= tl.load(num_tiles):
@@ -215,7 +175,7 @@ def _grouped_gemm(
     column = first_output + tl.arange(0, TILE_OUTPUTS)
     has_column = column < num_outputs
     if GATE == "silu" or GATE == "gelu":
-        # Pairs in turns within the tile, where the weights have all gates and then all ups.
+        # Interleave gates and ups in the tile; the weights store all gates, then all ups.
         column = column // 2 + column % 2 * (num_outputs // 2)
     source = (choice // top_k if GATE != "" else first + row).to(tl.int64)
     x_rows = x + source[:, None] * x_stride
@@ -252,13 +212,14 @@ def _grouped_gemm(
 
 @jit
 def _combine(
-    made,  # [T TOP_K, D]
+    made,  # [T * TOP_K, D]
     weights,  # [T, TOP_K] float32
     out,  # [T, D]
     size,  # D
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Sum a token's expert outputs by weight, in order of choices. Grid: (T, tiles of D)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < size
@@ -272,7 +233,7 @@ def _combine(
 @dataclass(frozen=True, slots=True)
 class Tiles:
     rows: int
-    outputs: int  # of the weights: gates and ups both count
+    outputs: int  # columns of the weights, gates and ups both counted
     inputs: int
     num_warps: int
     num_stages: int
@@ -281,13 +242,13 @@ class Tiles:
 FEW = Tiles(16, 128, 64, num_warps=4, num_stages=4)
 SOME = Tiles(64, 128, 64, num_warps=4, num_stages=3)
 MANY = Tiles(128, 128, 64, num_warps=8, num_stages=3)
-WIDE = Tiles(32, 64, 32, num_warps=4, num_stages=2)  # float32, on no tensor core
+WIDE = Tiles(32, 64, 32, num_warps=4, num_stages=2)  # float32: no tensor cores
 
-ELEMENTS_PER_PROGRAM = 2048  # elements a program of `_combine`
+ELEMENTS_PER_PROGRAM = 2048  # of `_combine`
 
 
 def tiles_for(dtype: torch.dtype, mean_rows: float, batch_invariant: bool) -> Tiles:
-    """mean_rows: of an expert."""
+    """Return the tile sizes for a mean of `mean_rows` rows per expert."""
     if dtype == torch.float32:
         return WIDE
     if batch_invariant:
@@ -377,7 +338,7 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, stacks: ExpertWeights) -
 
 
 def _check_stack(name: str, stack: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """Either of the last two dimensions may be the contiguous one."""
+    """Check a stack, which may be contiguous in either of its last two dimensions."""
     inner_first = stack.stride(1) == 1
     order = (shape[0], shape[2], shape[1]) if inner_first else shape
     check(name, stack.transpose(1, 2) if inner_first else stack, order, (x.dtype,), like=x)
@@ -387,7 +348,7 @@ def aot_cases() -> Iterator[AotCase]:
     def mix(
         num_tokens: int, num_experts: int, size: int, inner: int, gate: GatedActivation
     ) -> Tensor:
-        """Of 8 experts a token."""
+        """A layer that chooses 8 experts per token."""
         gate_up, down = meta(num_experts, 2 * inner, size), meta(num_experts, size, inner)
         if gate.kind == "clamped":
             stacks = ExpertWeights(

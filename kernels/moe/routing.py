@@ -1,13 +1,13 @@
-"""Which experts a token goes to: a router gives it a logit an expert, and the k likeliest compute.
+"""Expert routing: choose the top k experts of each token from its router logits.
 
-The weights are w = p = softmax(logits) of the chosen, or w divided by their sum, times a scale
-(Shazeer et al., 2017; Jiang et al., 2024). DeepSeek's routing differs in up to three ways (see
-`Routing`): p may be the sigmoid of each logit; the choice, but not the weights, may be by p + bias;
-and it may be of the experts of a few groups only.
+The weights are p = softmax(logits) of the chosen experts, optionally divided by their sum, times a
+scale (Shazeer et al., 2017; Jiang et al., 2024). DeepSeek's routing differs in up to three ways
+(see `Routing`): p may be the sigmoid of each logit; experts may be chosen by p + bias, while the
+weights remain p; and only experts of the token's best groups may be chosen.
 
-The kernel has a program a token, whose experts lie in a tile [groups, experts of a group]. Of equal
-merits the lower expert's is taken; a merit that is not a number loses to every other, so that a
-broken token's experts exist, are different, and harm nobody.
+The kernel runs one program per token, with the experts in a tile [groups, experts per group]. Of
+equal scores the lower expert number wins. A NaN score loses to every other score, so even a token
+with NaN logits gets k valid, distinct experts and does not affect other tokens.
 """
 
 from collections.abc import Iterator
@@ -31,22 +31,27 @@ from penstock.kernels.triton_common.launch import (
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How experts are chosen and weighted."""
+    """Parameters of expert routing."""
 
-    top_k: int  # experts a token
+    top_k: int  # experts per token
     normalise: bool = False  # the weights of a token's experts sum to `scale`
     sigmoid: bool = False  # p is the sigmoid of each logit, not the softmax of all
-    num_groups: int = 1  # of neighbouring experts, equally large
-    top_groups: int = 1  # groups whose experts a token may have, together at least `top_k`
-    group_best: int = 1  # a group counts as much as so many of its best experts together
-    scale: float = 1.0  # of the weights
+    num_groups: int = 1  # equal groups of consecutive experts
+    top_groups: int = 1  # groups that a token may choose from; they have at least `top_k` experts
+    group_best: int = 1  # a group's score is the sum of this many of its best experts
+    scale: float = 1.0  # factor of the weights
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each token's experts and their weights, the first choice first.
+    """Choose each token's experts, best first, and their weights.
 
-    logits: [T, E]; bias: [E] float32, added to p for the choice. Returns experts [T, k], int64 or
-    on a CUDA device int32, and weights [T, k] float32.
+    Args:
+        logits: [T, E].
+        routing: the routing parameters.
+        bias: [E] float32, added to p for the choice of experts only.
+
+    Returns:
+        Experts [T, k], int32 on a GPU and int64 on a CPU, and weights [T, k] float32.
     """
     if use_triton(logits):
         return _route_on_device(logits, routing, bias)
@@ -63,7 +68,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 def _mask_groups(merits: Tensor, routing: Routing) -> Tensor:
-    """Which experts are not of a token's best groups: [T, E]."""
+    """Return a mask [T, E]: True for experts outside the token's best groups."""
     groups = merits.view(len(merits), routing.num_groups, -1)
     worth = groups.topk(routing.group_best).values.sum(-1)
     best = worth.topk(routing.top_groups).indices
@@ -74,7 +79,7 @@ def _mask_groups(merits: Tensor, routing: Routing) -> Tensor:
 def route_reference(
     logits: Tensor, routing: Routing, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What `route` means, token by token."""
+    """Reference implementation of `route`, token by token."""
     size = logits.shape[1] // routing.num_groups
     chosen, weights = [], []
     for row in logits.to(torch.float32):
@@ -109,10 +114,11 @@ def _route(
     SIGMOID: tl.constexpr,
     NORMALISE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    GROUPS: tl.constexpr,  # these three: the next power of two
-    MEMBERS: tl.constexpr,
-    RANKS: tl.constexpr,
+    GROUPS: tl.constexpr,  # NUM_GROUPS, rounded up to a power of two
+    MEMBERS: tl.constexpr,  # GROUP_SIZE, rounded up
+    RANKS: tl.constexpr,  # TOP_K, rounded up
 ):
+    """Choose the experts of one token and compute their weights. One program per token."""
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)
     inside = (group[:, None] < NUM_GROUPS) & (member[None, :] < GROUP_SIZE)
@@ -202,7 +208,7 @@ def _check(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
         check("bias", bias, (num_experts,), (torch.float32,), like=logits)
     if num_experts % routing.num_groups:
         raise ValueError(
-            f"routing: {num_experts} experts cannot be had in {routing.num_groups} equal groups"
+            f"routing: {num_experts} experts do not divide into {routing.num_groups} equal groups"
         )
     if not 0 < routing.top_groups <= routing.num_groups:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The loops of a CPU's RMS norm, compiled by numba.
+"""CPU loops of the RMS norm, compiled by numba.
 
-A row's bits are its own: its squares are summed in four vectors in turns, which are added as
-(a + b) + (c + d) and then lane by lane; what is left over comes last.
+A row's bits do not depend on other rows. Its squares are summed into four vectors in turn, which
+are added as (a + b) + (c + d) and then lane by lane; the remaining elements are added last.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -23,6 +23,7 @@ _f32 = np.float32
 
 @inner(fastmath={"contract"})
 def _mean_square(x: Floats, at: int, width: int, spare: Floats) -> Any:
+    """Return the mean of the squares of `x[at : at + width]`; `spare` is scratch [VECTOR_WIDTH]."""
     a = b = c = d = splat_wide(_f32(0))
     whole = width - width % (4 * VECTOR_WIDTH)
     for i in range(at, at + whole, 4 * VECTOR_WIDTH):
@@ -43,7 +44,7 @@ def norm_row(
     x: Floats, at: int, more: Floats, more_at: int, weight: Floats, eps: float, out: Floats,
     out_at: int, spare: Floats,
 ) -> None:  # fmt: skip
-    """The norm of one row, to which `more` is added first, in place, unless that is empty."""
+    """Write the norm of one row of `x` to `out`; unless `more` is empty, add it to `x` first."""
     width = len(weight)
     row, made = x[at : at + width], out[out_at : out_at + width]
     if len(more):
@@ -90,5 +91,5 @@ def load() -> None:
 def run(
     hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats, num_threads: int
 ) -> None:
-    """out = norm(hidden), [T D] flat; x [T D] is added to hidden first, or nothing if empty."""
+    """Compute out = norm(hidden), flat [T D]. Unless x [T D] is empty, add it to hidden first."""
     run_serial_or_parallel(_serial, _parallel, hidden, x, weight, eps, out, num_threads=num_threads)

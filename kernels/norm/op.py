@@ -1,12 +1,12 @@
-"""Normalisation over the last dimension: RMS (Zhang and Sennrich, 2019), layer (Ba et al., 2016).
+"""Norms over the last dimension: RMS (Zhang and Sennrich, 2019) and layer (Ba et al., 2016).
 
-RMS:        y = x / sqrt(mean(x²) + eps) * weight
-above one:  y = x / sqrt(mean(x²) + eps) * (1 + weight), for weights that count from one (Gemma)
-layer:      y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+    RMS:        y = x / sqrt(mean(x²) + eps) * weight
+    Gemma RMS:  y = x / sqrt(mean(x²) + eps) * (1 + weight)
+    layer:      y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
-x is [..., D], weight and bias [D], all of one floating dtype. Every form but `_` gives a new tensor
-like x. On a device a row is computed in float32, is read and written once, and is the same
-whatever other rows there are.
+x is [..., D], weight and bias are [D], all of one floating dtype. The functions return a new tensor
+like x, except those whose name ends in `_`. On a GPU, a row is computed in float32, read and
+written once, and batch-invariant.
 """
 
 from collections.abc import Iterator
@@ -35,14 +35,14 @@ from penstock.kernels.triton_common.launch import (
 )
 
 MAX_FEATURES = 1 << 16
-"""Of a row, which one program holds in its registers."""
+"""Most features of a row, which one program holds in registers."""
 
 TILE = 4096
-"""Features a program: so many short rows together. Chosen by D alone, so is a row's arithmetic."""
+"""Features per program; short rows share one. Depends on D alone, so rows are batch-invariant."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of every row."""
+    """Return the RMS norm of every row."""
     if use_triton(x):
         return _normalised(x, weight, None, eps)
     if _runs_on_cpu_kernel(x, weight):
@@ -51,7 +51,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
-    """In place; x may be a view of two or three dimensions with the last one contiguous."""
+    """In-place version of `rms_norm`; x may be a 2-D or 3-D view with contiguous last dimension."""
     if use_triton(x):
         _norm(x, None, weight, None, x, eps, above_one=False)
     else:
@@ -59,7 +59,7 @@ def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def fused_add_rms_norm(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """hidden += x, in place and rounded to its dtype; then `rms_norm` of that."""
+    """Add x to `hidden` in place, rounded to its dtype, and return the `rms_norm` of the sum."""
     if use_triton(hidden):
         return _normalised(hidden, weight, None, eps, added=x)
     if _runs_on_cpu_kernel(hidden, weight) and hidden.is_contiguous() and x.shape == hidden.shape:
@@ -71,9 +71,10 @@ _NOTHING = torch.empty(0)
 
 
 def _runs_on_cpu_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Where numba's loops are, on a CPU in float32: half of torch's time or a little more.
+    """Return whether the numba loops support these tensors: float32 on a CPU.
 
-    Nothing that the number of rows decides is asked, as strides are: these are other bits.
+    They take half of torch's time or slightly more, and differ in the last bits. So the decision
+    must not depend on strides, which may change with the number of rows.
     """
     plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     return plain and x.shape[-1:] == weight.shape and x.numel() > 0 and has_numba()
@@ -90,7 +91,7 @@ def _norm_cpu(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def load_cpu_kernels() -> None:
-    """Load the loops; compile them, the first time on a machine."""
+    """Load the numba loops, or compile them if the disk cache lacks them."""
     _cpu_kernels().load()
 
 
@@ -103,28 +104,28 @@ def _cpu_kernels() -> Any:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """What `rms_norm` means, in float64."""
+    """Reference for `rms_norm`, in float64."""
     wide = x.double()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight.double()).to(x.dtype)
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm above one; in float32 all through: 1 + weight would lose small weights."""
+    """Return the Gemma RMS norm; float32 throughout, since 1 + weight would lose small weights."""
     if use_triton(x):
         return _normalised(x, weight, None, eps, above_one=True)
     return rms_norm(x.float(), 1.0 + weight.float(), eps).to(x.dtype)
 
 
 def fused_add_gemma_rms_norm(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `fused_add_rms_norm`, above one."""
+    """Version of `fused_add_rms_norm` with the Gemma RMS norm."""
     if use_triton(hidden):
         return _normalised(hidden, weight, None, eps, added=x, above_one=True)
     return gemma_rms_norm(hidden.add_(x), weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer norm of every row."""
+    """Return the layer norm of every row."""
     if use_triton(x):
         return _normalised(x, weight, bias, eps)
     return functional.layer_norm(x, weight.shape, weight, bias, eps)
@@ -133,14 +134,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def fused_add_layer_norm(
     hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:
-    """As `fused_add_rms_norm`, with a layer norm."""
+    """Version of `fused_add_rms_norm` with a layer norm."""
     if use_triton(hidden):
         return _normalised(hidden, weight, bias, eps, added=x)
     return layer_norm(hidden.add_(x), weight, bias, eps)
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """What `layer_norm` means, in float64."""
+    """Reference for `layer_norm`, in float64."""
     wide = x.double()
     centred = wide - wide.mean(-1, keepdim=True)
     scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -150,23 +151,23 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
 @jit(unspecialized=("num_rows",))
 def _norm_rows(
     x,  # [T, H, D]
-    added,  # [T, H, D] contiguous, or None: summed into x, which is written, before all else
+    added,  # [T, H, D] contiguous, added to x in place first; or None
     weight,  # [D]
-    bias,  # [D], or None: an RMS norm
+    bias,  # [D]; None for an RMS norm
     out,  # [T, H, D]
     num_rows,  # T H
     num_heads,  # H
-    x_token,  # strides
+    x_token,  # strides of tokens and heads, in elements
     x_head,
     out_token,
     out_head,
     eps,
-    ABOVE_ONE: tl.constexpr,
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,  # the power of two that holds D
-    ROWS: tl.constexpr,  # a program
+    ABOVE_ONE: tl.constexpr,  # multiply by 1 + weight
+    DIM: tl.constexpr,  # D
+    SIZE: tl.constexpr,  # D rounded up to a power of two
+    ROWS: tl.constexpr,  # rows per program
 ):
-    """`_norm` of ROWS rows; num_rows / ROWS programs."""
+    """Normalize ROWS rows of D features. Grid: [num_rows / ROWS]."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, SIZE)
     inside = columns < DIM
@@ -177,7 +178,7 @@ def _norm_rows(
     values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     if added is not None:
         values += tl.load(added + rows[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
-        # What is normalised is what the stream holds.
+        # Normalize the rounded sum, which is the value stored in the residual stream.
         rounded = values.to(x.dtype.element_ty)
         tl.store(x + offsets, rounded, mask=mask)
         values = rounded.to(tl.float32)
@@ -203,7 +204,7 @@ def _normalised(
     added: Tensor | None = None,
     above_one: bool = False,
 ) -> Tensor:
-    """A new tensor; x [..., D]: contiguous, or of two or three dimensions."""
+    """Return the norm of x [..., D] in a new tensor; x must be contiguous, or 2-D or 3-D."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     flat = x if x.dim() in (2, 3) else x.view(-1, x.shape[-1])
     _norm(flat, added, weight, bias, out.view(flat.shape), eps, above_one)
@@ -219,7 +220,10 @@ def _norm(
     eps: float,
     above_one: bool,
 ) -> None:
-    """x and out: [T, D] or [T, H, D]. With `added`, x is what callers name `hidden`, `added` x."""
+    """Launch `_norm_rows` for x and out of shape [T, D] or [T, H, D].
+
+    If `added` is given, it is the callers' `x`, and `x` is their `hidden`.
+    """
     dim, name = x.shape[-1], "x" if added is None else "hidden"
     check(name, x, [*"TH"[: x.dim() - 1], dim], FLOATS)
     check("weight", weight, [dim], [x.dtype], like=x)

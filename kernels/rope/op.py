@@ -1,13 +1,14 @@
 """Rotary position embedding (Su et al., 2021).
 
-Feature pairs are half a head apart, (i, i + R/2), as in Llama, or neighbours, (2i, 2i + 1), as in
-GPT-J. A pair (u, v) of a head at position p turns by the angle a = p * frequency:
+Feature pairs are half a head apart, (i, i + R/2), as in Llama, or interleaved, (2i, 2i + 1), as in
+GPT-J. A pair (u, v) of a head at position p is rotated by the angle a = p * frequency:
 
     u' = u cos a - v sin a
     v' = v cos a + u sin a
 
-What turns is the first R features of every head, or any view of R features. A device computes in
-float32; see `cache` for heads that turn on their way into the cache.
+`rotate_` rotates all R features of the tensor that it is given, usually a view of the first R
+features of every head. A GPU computes in float32. `kv_cache/op.rope_and_cache` also writes the
+heads to the KV cache.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from penstock.kernels.triton_common.launch import (
 )
 
 TILE, THREADS = 2048, 128
-"""Features and threads of a program: a thread moves eight of each half, 16 bytes of bfloat16."""
+"""Features and threads per program: a thread moves 8 features (16 bytes of bfloat16) per half."""
 
 
 def rotary_table(
@@ -39,10 +40,18 @@ def rotary_table(
     scale: float = 1.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Cosines and sines of every position, in the form that `rotate_` reads.
+    """Return the cosines and sines of every position, in the layout that `rotate_` reads.
 
-    frequencies: [R/2] float32. The result: [num_positions, 2, R]; row 0 holds the cosines of both
-    of a pair, row 1 the sines with the sign that each of them takes, both times `scale`.
+    Args:
+        frequencies: [R/2] float32.
+        num_positions: number of positions, from 0.
+        dtype: dtype of the result.
+        scale: factor of all values.
+        interleaved: pairs are (2i, 2i + 1) rather than (i, i + R/2).
+
+    Returns:
+        [num_positions, 2, R]. Row 0 holds the cosine of each feature's pair, row 1 the sine with
+        the sign it has for that feature.
     """
     positions = torch.arange(num_positions, dtype=torch.float32, device=frequencies.device)
     angles = positions[:, None] * frequencies
@@ -56,7 +65,10 @@ def rotary_table(
 
 
 def rotate_(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> None:
-    """Rotates in place: x [T, H, R], cos_sin [T, 2, R] (rows of `rotary_table`), one dtype."""
+    """Rotate x [T, H, R] in place. cos_sin [T, 2, R] are rows of `rotary_table`.
+
+    `cos_sin` has the dtype of x or, on a GPU, may be float32.
+    """
     if use_triton(x):
         _rotate(x, cos_sin, interleaved)
         return
@@ -71,7 +83,7 @@ def rotate_(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> None:
 def rotate_reference(
     x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """What `rotate_` means, in float64: x [T, H, R], positions [T], frequencies [R/2]."""
+    """Reference for `rotate_`, in float64: x [T, H, R], positions [T], frequencies [R/2]."""
     angles = positions.double()[:, None, None] * frequencies.double()
     wide, cos, sin = x.double(), angles.cos(), angles.sin()
     if interleaved:
@@ -86,13 +98,13 @@ def rotate_reference(
 @jit
 def load_rotated(
     source,  # [N, 1] pointers to heads
-    cos_sin,  # [N, 1] pointers to their rows, [2, R]
+    cos_sin,  # [N, 1] pointers to their cosines and sines, [2, R] each
     mask,  # [N, 1]
     HALF: tl.constexpr,  # R/2
-    PAIRS: tl.constexpr,  # the power of two that holds it
+    PAIRS: tl.constexpr,  # R/2 rounded up to a power of two
     INTERLEAVED: tl.constexpr,
 ):
-    """The turned pairs of N heads: u' and v', [N, PAIRS] float32 each."""
+    """Load N heads and return their rotated pairs: u' and v', [N, PAIRS] float32 each."""
     if INTERLEAVED:
         both = tl.arange(0, 2 * PAIRS)[None, :]
         inside = mask & (both < 2 * HALF)
@@ -115,14 +127,17 @@ def load_rotated(
 @jit
 def store_rotated(
     target,  # [N, 1] pointers to heads
-    u,  # [N, PAIRS]
-    v,
+    u,  # [N, PAIRS] first features of the pairs
+    v,  # [N, PAIRS] second features
     mask,  # [N, 1]
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Writes pairs as `load_rotated` reads them; in place too: a thread writes what it read."""
+    """Store pairs in the layout that `load_rotated` reads.
+
+    It may write to the heads that were read, since each thread writes the elements that it read.
+    """
     u, v = u.to(target.dtype.element_ty), v.to(target.dtype.element_ty)
     if INTERLEAVED:
         both = tl.arange(0, 2 * PAIRS)[None, :]
@@ -143,13 +158,13 @@ def _rotate_heads(
     num_heads,
     token_stride,
     head_stride,
-    HALF: tl.constexpr,
-    PAIRS: tl.constexpr,
+    HALF: tl.constexpr,  # R/2
+    PAIRS: tl.constexpr,  # R/2 rounded up to a power of two
     INTERLEAVED: tl.constexpr,
-    TOKENS: tl.constexpr,  # a program
-    HEADS: tl.constexpr,  # a program
+    TOKENS: tl.constexpr,  # tokens per program
+    HEADS: tl.constexpr,  # heads per program
 ):
-    """In place; [T / TOKENS, H / HEADS] programs."""
+    """Rotate TOKENS x HEADS heads of x in place. Grid: [T / TOKENS, H / HEADS]."""
     rows = tl.arange(0, TOKENS * HEADS)[:, None]
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + rows // HEADS
     heads = tl.program_id(1) * HEADS + rows % HEADS
@@ -160,7 +175,7 @@ def _rotate_heads(
 
 
 def check_rotary(cos_sin: Tensor, num_tokens: int, dim: int, like: Tensor) -> None:
-    """ValueError unless these are rows for so many tokens with heads of `dim` features."""
+    """Raise ValueError unless `cos_sin` is [num_tokens, 2, R] with even R in [2, dim]."""
     check("cos_sin", cos_sin, [num_tokens, 2, "R"], [like.dtype, torch.float32], like=like)
     check_contiguous("cos_sin", cos_sin)
     num_rotated = cos_sin.shape[2]
@@ -169,7 +184,7 @@ def check_rotary(cos_sin: Tensor, num_tokens: int, dim: int, like: Tensor) -> No
 
 
 def rows_of_a_tile(num_heads: int, dim: int) -> tuple[int, int]:
-    """Tokens and heads of a program: powers of two."""
+    """Return the numbers of tokens and of heads per program, both powers of two."""
     rows = max(1, TILE // power_of_2(dim))
     heads = min(rows, power_of_2(num_heads))
     return rows // heads, heads

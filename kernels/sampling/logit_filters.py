@@ -1,6 +1,6 @@
-"""Cutting off what is too unlikely to be drawn, and the largest of what is left, on a CPU.
+"""Sampling filters (top-k, top-p, min-p, typical-p) and argmax, with torch and numpy.
 
-`draw` puts these together; on a GPU its kernels find the same cuts in their own way.
+`op.sample` combines them on a CPU; on a GPU its kernels find the same thresholds differently.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class FilterParams:
-    """Of R rows: which tokens may be drawn. 0, 1 and 0 cut nothing."""
+    """Filter parameters of R rows. 0, 1 and 0 keep every token."""
 
-    top_k: Tensor  # [R] int64: the k likeliest
-    top_p: Tensor  # [R] float32: of these the fewest that hold this much of their probability
-    min_p: Tensor  # [R] float32: of these the ones this likely, measured by the likeliest
+    top_k: Tensor  # [R] int64: keep the k most likely tokens
+    top_p: Tensor  # [R] float32: of these the fewest whose share of the probability is top_p
+    min_p: Tensor  # [R] float32: of these the ones with p >= min_p * (largest p)
 
 
 def apply_top_k_top_p_min_p_(logits: Tensor, cuts: FilterParams) -> None:
-    """Sets the logits of tokens that may not be drawn to -inf, in place.
+    """Set the logits of tokens that the filters exclude to -inf, in place.
 
-    logits: [R, V] float32, temperature applied; at least one finite a row. Tokens that tie with
-    the last one kept are kept, so that the outcome depends on no order; nor does it depend on
-    the other rows. The likeliest token always stays.
+    logits: [R, V] float32, divided by the temperature, with at least one finite value per row.
+    Tokens that tie with the last one kept are kept, so the result does not depend on the order of
+    sorting. It does not depend on other rows either. The most likely token is always kept.
     """
     floor = logits.amax(-1) + cuts.min_p.log()
     vocab_size = logits.shape[1]
@@ -36,10 +36,10 @@ def apply_top_k_top_p_min_p_(logits: Tensor, cuts: FilterParams) -> None:
 
 
 def _sorted_threshold(logits: Tensor, limits: Tensor, top_p: Tensor) -> Tensor:
-    """The least logit that top-k (`limits`) and top-p keep: [R]."""
+    """Return the smallest logit that top-k (`limits`) and top-p keep: [R]."""
     values = _descending(logits)
     among = values >= values.gather(1, limits[:, None] - 1)
-    # Below e^-80 nothing counts, and denormal numbers would be fifty times slower.
+    # Values below e^-80 do not matter, and denormals would be fifty times slower.
     mass = (values - values[:, :1]).clamp_(min=-80).exp_() * among
     through = mass.cumsum(-1)
     enough = through - mass >= top_p[:, None] * through[:, -1:]
@@ -48,17 +48,17 @@ def _sorted_threshold(logits: Tensor, limits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def apply_typical_p_(logits: Tensor, typical_p: Tensor) -> None:
-    """Keeps the fewest typical tokens that hold `typical_p` of the probability, in place.
+    """Keep the fewest, most typical tokens that have `typical_p` of the probability, in place.
 
-    A token is the more typical, the closer its surprise, -log p, is to the distribution's entropy
-    (Meister et al., "Locally typical sampling", 2022). The others' logits become -inf. Tokens as
-    typical as the last one kept are kept.
+    A token is more typical the closer its surprisal, -log p, is to the distribution's entropy
+    (Meister et al., "Locally typical sampling", 2022). Tokens that tie with the last one kept are
+    kept; the logits of the others become -inf.
 
-    logits: [R, V] float32, where -inf is a token cut before; typical_p: [R] float32.
+    logits: [R, V] float32, -inf for tokens that are excluded already; typical_p: [R] float32.
     """
     shifted = logits - logits.amax(-1, keepdim=True)
     mass = shifted.clamp(min=-80).exp_().masked_fill_(shifted == -torch.inf, 0)
-    # A running sum is the same whatever the number of rows; torch's plain sum is not.
+    # Unlike torch.sum, cumsum has the same bits for any number of rows.
     total = mass.cumsum(-1)[:, -1:]
     entropy = total.log() - (mass * shifted.clamp(min=-80)).cumsum(-1)[:, -1:] / total
     oddity = (total.log() - shifted - entropy).abs_()
@@ -76,21 +76,21 @@ def _ascending_order(values: Tensor) -> Tensor:
 
 
 def _descending(values: Tensor) -> Tensor:
-    """Every row sorted. On a CPU numpy is tens of times faster at it than torch."""
+    """Sort each row, largest first. On a CPU numpy is tens of times faster than torch."""
     if values.device.type != "cpu":
         return values.sort(-1, descending=True).values
     return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
 
 
 def argmax(scores: Tensor) -> npt.NDArray[np.integer]:
-    """The place of the largest of each row, the first of equals: [S, V] to [S] on the host."""
+    """Return the index of each row's largest score, the first of equals: [S] on the host."""
     if scores.device.type != "cpu":
         return np.asarray(scores.argmax(-1).cpu())
     return np.asarray(scores.numpy().argmax(-1))  # tens of times faster than torch
 
 
 def top_k_top_p_min_p_reference(logits: Tensor, cuts: FilterParams) -> Tensor:
-    """What `apply_top_k_top_p_min_p_` means, row by row with a full sort; a new tensor."""
+    """Reference of `apply_top_k_top_p_min_p_`: a full sort per row; returns a new tensor."""
     out = logits.clone()
     for row, values in enumerate(logits.to(torch.float64)):
         ordered = values.sort(descending=True).values
@@ -107,7 +107,7 @@ def top_k_top_p_min_p_reference(logits: Tensor, cuts: FilterParams) -> Tensor:
 
 
 def typical_p_reference(logits: Tensor, typical_p: Tensor) -> Tensor:
-    """What `apply_typical_p_` means, row by row; a new tensor."""
+    """Reference implementation of `apply_typical_p_`, row by row; returns a new tensor."""
     out = logits.clone()
     for row, values in enumerate(logits.to(torch.float64)):
         surprise = -values.log_softmax(-1)

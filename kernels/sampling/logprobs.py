@@ -1,8 +1,8 @@
-"""The likeliest tokens of every row with the logarithms of their chances, and a given token's.
+"""Log probabilities of each row's most likely tokens and of a given token.
 
-On a GPU one pass finds every row's sum (`vocab_scan`); the n likeliest are then taken one by one
-from the few that may be among them, and a token's rank is counted in the blocks that reach its
-logit.
+On a GPU one pass computes the sum of each row's softmax (`vocab_scan`). The n most likely tokens
+are then taken one by one from the few candidates, and a given token's rank is counted in the
+sub-blocks that contain larger logits.
 """
 
 from collections.abc import Iterator
@@ -28,23 +28,26 @@ from penstock.kernels.triton_common.launch import check, jit, launch, power_of_2
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural logarithms of chances, of R rows."""
+    """Log probabilities (natural logarithm) of R rows."""
 
-    chosen: Tensor  # [R] float32: the given token's
-    ranks: Tensor  # [R] int64: how many are likelier, and 1
-    tokens: Tensor  # [R, n] int64: the likeliest, in falling order
-    values: Tensor  # [R, n] float32
+    chosen: Tensor  # [R] float32: of the given token
+    ranks: Tensor  # [R] int64: 1 + the number of tokens more likely than the given one
+    tokens: Tensor  # [R, n] int64: the most likely tokens, most likely first
+    values: Tensor  # [R, n] float32: log probabilities of `tokens`
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    """Of logits [R, V] float32: the given tokens' [R] int64, and the `count` likeliest."""
+    """Return log probabilities of given tokens and of the `count` most likely ones.
+
+    logits: [R, V] float32; tokens: [R] int64, one per row. Raises ValueError if `count` < 0.
+    """
     if count < 0:
         raise ValueError(f"count: at least 0 expected, not {count}")
     count = min(count, logits.shape[-1])
     if use_triton(logits):
         if count < logits.shape[-1]:
             return _logprobs_on_device(logits, tokens, count)
-        record_fallback("logprobs", logits.device, "all tokens are asked for")
+        record_fallback("logprobs", logits.device, "the whole vocabulary")
     found = logits.log_softmax(-1)
     chosen = found.gather(1, tokens[:, None])[:, 0]
     best = found.topk(count)
@@ -52,7 +55,7 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
 
 
 def logprobs_reference(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    """What `logprobs` means, row by row in float64."""
+    """Reference implementation of `logprobs`, row by row in float64."""
     found = logits.double().log_softmax(-1)
     chosen = torch.stack([row[token] for row, token in zip(found, tokens, strict=True)])
     ranks = [
@@ -69,12 +72,13 @@ def _rank_kernel(
     logits,  # [R, V] float32, rows logits_stride apart
     tokens,  # [R] int64
     sub_max,
-    above,  # [R, segments] int32: larger logits than the token's
+    above,  # [R, segments] int32: number of logits larger than the token's
     logits_stride,
     vocab_size,
     SUB: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
+    """Count the logits of one segment that are larger than the token's. Grid: (R, segments)."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * tl.num_programs(1) + segment
     token = tl.load(tokens + row)
@@ -93,10 +97,10 @@ def _top_k_kernel(
     segment_max,
     segment_sum,
     above,
-    near_values,  # these three: see `Candidates`
+    near_values,  # near_values, near_tokens, near_counts: see `Candidates`
     near_tokens,
     near_counts,
-    chosen,
+    chosen,  # chosen, ranks, best_tokens, best_values: see `Logprobs`
     ranks,
     best_tokens,
     best_values,
@@ -107,6 +111,7 @@ def _top_k_kernel(
     SEGMENTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Compute a token's log probability and rank, and the top `num_best`. One program per row."""
     row, number = tl.program_id(0).to(tl.int64), tl.arange(0, SEGMENTS)
     own, has = row * num_segments + number, number < num_segments
     tops = tl.load(segment_max + own, mask=has, other=float("-inf"))
@@ -125,7 +130,7 @@ def _top_k_kernel(
     near_values += row * vocab_size
     last, last_at = float("inf"), -1
     for rank in range(num_best):
-        # The largest after the last one; of equals the first.
+        # The next largest after the previous one; ties in token order.
         best, best_at = float("-inf"), vocab_size
         for start in range(0, count, TILE):
             at = start + tl.arange(0, TILE)
@@ -182,7 +187,7 @@ def _logprobs_on_device(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
 
 
 def _ranks(found: VocabMaxima, tokens: Tensor) -> Tensor:
-    """In every segment the number of logits above the token's: [R, segments] int32."""
+    """Count, per segment, the logits larger than the token's: [R, segments] int32."""
     logits, above = found.logits, torch.empty_like(found.broken)
     launch(
         _rank_kernel,

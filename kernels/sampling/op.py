@@ -1,12 +1,12 @@
-"""Drawing a token of every row: cuts, temperature, noise, and the largest of what is left.
+"""Sample one token per row: temperature, filters, Gumbel noise, argmax.
 
-A token is drawn by adding Gumbel noise to every logit and taking the largest (see `noise`); so the
-draw depends on the row's logits and its seed, choice and index alone.
+A token is drawn by adding Gumbel noise to every logit and taking the largest (see `philox`), so the
+draw depends only on the row's logits and its seed, choice and index.
 
-On a GPU there is no sort, and the host is not asked. The exact cuts are searched for among the few
-tokens that `vocab_scan` collects (`_threshold_kernel`), and noise, bit by bit that of `noise`, is
-made only where something may be drawn (`_draw`, `_pick`). A row with NaN or an infinity is flagged,
-and harms no other.
+On a GPU nothing is sorted, and the host does not wait. The exact filter thresholds are searched for
+among the few tokens that `vocab_scan` collects (`_threshold_kernel`). Noise, with the same bits as
+in `philox`, is computed only in segments that may be drawn from (`_sample_kernel`, `_pick`). A row
+with NaN or Inf is flagged and does not affect other rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,21 +45,21 @@ from penstock.kernels.triton_common.launch import check, jit, launch, power_of_2
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How R rows are to be drawn from: each field [R], on the device of the logits."""
+    """Sampling parameters of R rows: each field [R], on the device of the logits."""
 
-    temperature: Tensor  # float32; 0: the largest is taken, whatever the rest says
-    top_p: Tensor  # these three float32, as of `FilterParams` and `apply_typical_p_`
-    min_p: Tensor
-    typical_p: Tensor  # of what the others keep; 1 cuts nothing
-    top_k: Tensor  # int64
-    seeds: Tensor  # int64, the bits of an unsigned one
-    indices: Tensor  # int64: of the token in its answer, from 0
-    choices: Tensor  # int64
+    temperature: Tensor  # float32; 0: greedy, the other parameters are ignored
+    top_p: Tensor  # float32, see `FilterParams`
+    min_p: Tensor  # float32, see `FilterParams`
+    typical_p: Tensor  # float32, applied to what the other filters keep; 1: disabled
+    top_k: Tensor  # int64, see `FilterParams`
+    seeds: Tensor  # int64 with the bits of a uint64
+    indices: Tensor  # int64: the token's index in its answer, from 0
+    choices: Tensor  # int64: number of the request's choice
 
 
 @jit
 def _mass_from(values, count, top, floor, TILE: tl.constexpr):
-    """The sum of exp(value - top) of the values from `floor` on."""
+    """Sum exp(value - top) over the values that are at least `floor`."""
     held = tl.zeros((TILE,), tl.float32)
     for start in range(0, count, TILE):
         at = start + tl.arange(0, TILE)
@@ -79,12 +79,13 @@ def _threshold_kernel(
     counts,
     tops,
     bounds,
-    floors,  # [R] float32: smaller logits are cut
-    centres,  # [R] float32, and
-    widths,  # [R] float32: logits further from the centre are cut
+    floors,  # [R] float32: logits below are excluded
+    centres,  # [R] float32: middle of the range that typical_p keeps
+    widths,  # [R] float32: logits farther than this from the centre are excluded
     vocab_size,
     TILE: tl.constexpr,
 ):
+    """Find the thresholds of a row from what `_compact_kernel` collected. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     top, count = tl.load(tops + row), tl.load(counts + row)
     if tl.load(temperature + row) <= 0:
@@ -114,7 +115,7 @@ def _threshold_kernel(
             value = tl.load(values + at, mask=at < count, other=float("-inf"))
             value = tl.where(value >= floor, tl.maximum(value - top, -80.0), 0.0)
             lean += value * tl.exp(value)
-        # Surprise is log(held) - (value - top), its mean log(held) - lean / held.
+        # -log p is log(held) - (value - top); its mean, the entropy, log(held) - lean / held.
         centre = top + tl.sum(lean, axis=0) / held
         near, far = tl.full((), 0, tl.int64), tl.full((), 0x7F800000, tl.int64)
         target = (1 - fraction) * held
@@ -139,7 +140,7 @@ def _sample_kernel(
     floors,
     centres,
     widths,
-    best,  # [R, segments] float32: the largest logit with noise that may be drawn, or -inf
+    best,  # [R, segments] float32: largest noisy logit that passes the filters, or -inf
     best_tokens,  # [R, segments] int32: its token
     logits_stride,
     vocab_size,
@@ -147,6 +148,7 @@ def _sample_kernel(
     SUB: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
+    """Filter one segment, add noise and find its largest logit. Grid: (R, segments)."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * tl.num_programs(1) + segment
     subs = sub_max + at * (SEGMENT // SUB)
@@ -177,7 +179,7 @@ def _sample_kernel(
 
 @jit
 def _gumbel(words):
-    """As `noise.gumbel`: the same operations in the same order, none of them fused."""
+    """Convert random words to Gumbel noise by the operations of `philox.gumbel_`, in its order."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     rest = 1.0 - uniform
     lost = 1.0 - rest
@@ -188,7 +190,7 @@ def _gumbel(words):
 
 @jit
 def _log(x):
-    """As `noise.log`."""
+    """Natural logarithm, computed as `philox._log_` does."""
     bits = x.to(tl.int32, bitcast=True) + 0x4AFB0D
     exponent = ((bits >> 23) - 127).to(tl.float32)
     mantissa = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True)
@@ -208,6 +210,7 @@ def _pick(
     num_segments,
     SEGMENTS: tl.constexpr,
 ):
+    """Choose a row's token among the best of its segments. One program per row."""
     row, number = tl.program_id(0), tl.arange(0, SEGMENTS)
     own, has = row * num_segments + number, number < num_segments
     value, which = tl.max(
@@ -221,11 +224,14 @@ def _pick(
 
 
 def sample(logits: Tensor, params: SamplingTensors, bans: bool = False) -> tuple[Tensor, Tensor]:
-    """A token a row, and whether it was one to draw from: [R] int64 and [R] bool.
+    """Draw one token per row: return tokens [R] int64, and whether each row was valid [R] bool.
 
-    logits: [R, V] float32, left as they are. bans: -inf is a token that may not be drawn, else a
-    mistake like NaN and inf. A row with a mistake, or with nothing to be drawn, gives token 0 and
-    False. On a GPU nothing is read back.
+    An invalid row (NaN, Inf, or every token excluded) returns token 0 and False. On a GPU the host
+    does not wait.
+
+    Args:
+        logits: [R, V] float32, not modified.
+        bans: -inf marks a banned token; otherwise a row that contains -inf is invalid.
     """
     if not use_triton(logits):
         return _sample_on_cpu(logits, params, bans)
@@ -256,7 +262,7 @@ def sample(logits: Tensor, params: SamplingTensors, bans: bool = False) -> tuple
         PURPOSE=SAMPLE,
         SUB=SUB,
         SEGMENT=SEGMENT,
-        # So that noise has the CPU's bits: a product and a sum are two roundings there.
+        # A fused multiply-add rounds once, the CPU twice: noise would differ in its bits.
         enable_fp_fusion=False,
         num_warps=8,
     )
@@ -280,7 +286,7 @@ def sample(logits: Tensor, params: SamplingTensors, bans: bool = False) -> tuple
 def _thresholds(
     found: VocabMaxima, near: Candidates, cuts: FilterParams, typical_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row the floor of what is kept, and the centre and half the width of it: [R]."""
+    """Return each row's floor, and centre and half width of the typical_p range: [R] each."""
     num_rows, vocab_size = found.logits.shape
     floors, centres, widths = found.logits.new_empty(3, num_rows)
     launch(
@@ -305,7 +311,7 @@ def _thresholds(
 
 
 def greedy(logits: Tensor, bans: bool = False) -> tuple[Tensor, Tensor]:
-    """As `draw`, of rows that all are greedy; on a CPU some calls less."""
+    """`sample` for rows that are all greedy, with fewer calls. CPU only."""
     finite = logits.amax(-1).isfinite() if bans else finite_rows(logits)
     return torch.from_numpy(argmax(logits)).masked_fill_(~finite, 0), finite
 
@@ -325,7 +331,7 @@ def _sample_on_cpu(logits: Tensor, params: SamplingTensors, bans: bool) -> tuple
 
 
 def _add_noise(logits: Tensor, params: SamplingTensors, at: npt.NDArray[np.intp]) -> Tensor:
-    """Logits of the rows `at` at their temperature, cut, with noise: a new tensor."""
+    """Return the rows `at` divided by temperature, filtered, with noise, as a new tensor."""
     rows = torch.from_numpy(at)
     heat, top_p, min_p, typical_p, top_k = (
         each[rows]
@@ -355,12 +361,12 @@ def _add_noise(logits: Tensor, params: SamplingTensors, at: npt.NDArray[np.intp]
 
 
 def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
-    """Rows of a tensor; the tensor itself if that is all of them."""
+    """Return rows `at` of a tensor; the tensor itself if these are all its rows."""
     return tensor if len(at) == len(tensor) else tensor[torch.from_numpy(at)]
 
 
 def _update_rows_(tensor: Tensor, at: Tensor, change_: Callable[[Tensor], None]) -> None:
-    """Changes some rows of a tensor in place."""
+    """Apply `change_` to rows `at` of a tensor, in place."""
     picked = _rows(tensor, at.numpy())
     change_(picked)
     if picked is not tensor:
@@ -368,12 +374,12 @@ def _update_rows_(tensor: Tensor, at: Tensor, change_: Callable[[Tensor], None])
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """Which rows hold neither NaN nor an infinity: [R, V] to [R] bool."""
-    # The sum of a row that does is not finite.
+    """Return which rows contain neither NaN nor Inf: [R, V] to [R] bool."""
+    # A row with NaN or Inf has a non-finite sum.
     if logits.device.type != "cpu":
         return logits.sum(-1).isfinite()
     with np.errstate(over="ignore", invalid="ignore"):
-        sums = logits.numpy().sum(-1)  # torch takes several times as long for a few rows
+        sums = logits.numpy().sum(-1)  # several times faster than torch for a few rows
     if np.isfinite(sums).all():
         return torch.ones(len(logits), dtype=torch.bool)
     return logits.isfinite().all(-1)

@@ -1,8 +1,8 @@
-"""Penalties of what was said before, and biases, in place on logits.
+"""Repetition, presence and frequency penalties, and logit biases, applied in place.
 
-On a GPU every token's number of times is counted in a table [P, V] with atomic additions of whole
-numbers, whose order is nothing to the result. Then the first place that takes a token's number out
-of the table changes its logit: once, whoever it is.
+On a GPU each token's occurrences are counted in a table [P, V] with integer atomics, whose order
+does not affect the result. A second kernel then clears the counts atomically: the position that
+reads a token's non-zero count changes its logit, so each logit is changed exactly once.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from penstock.kernels.triton_common.launch import check, jit, launch, tl, use_tr
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Of P rows: each field [P] float32. 1, 0 and 0 change nothing."""
+    """Penalties of P rows: each field [P] float32. 1, 0 and 0 have no effect."""
 
     repetition: Tensor
     presence: Tensor
@@ -27,15 +27,20 @@ class Penalties:
 def apply_penalties_(
     logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
 ) -> None:
-    """Penalises, in place, what was said before.
+    """Penalise tokens that occur in the prompt or the answer, in place.
 
-    Each token of the prompt or the answer has its logit divided by `repetition` if it is
-    positive, else multiplied (Keskar et al., 2019). Each token of the answer then loses
-    `frequency` for every time that it is there, and `presence` once.
+    A token of the prompt or the answer has its logit divided by `repetition` if the logit is
+    positive, otherwise multiplied (Keskar et al., 2019). A token of the answer then loses
+    `frequency` per occurrence, and `presence` once.
 
-    logits: [P, V] float32; tokens: [P, L] int64, prompt, answer, then anything;
-    num_prompt, num_tokens: [P] int64, 0 < num_tokens <= L. On a GPU a token that does not exist is
-    passed over, and so is what a row would have behind its end.
+    Args:
+        logits: [P, V] float32.
+        tokens: [P, L] int64: prompt, answer, then padding of any value.
+        num_prompt: [P] int64: length of the prompt.
+        num_tokens: [P] int64: length of prompt and answer, from 1 to L.
+        penalties: the rows' penalties.
+
+    On a GPU, token ids outside the vocabulary and positions beyond L are ignored.
     """
     if use_triton(logits):
         _penalize_on_device(logits, tokens, num_prompt, num_tokens, penalties)
@@ -43,7 +48,7 @@ def apply_penalties_(
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     valid = positions < num_tokens[:, None]
     answered = valid & (positions >= num_prompt[:, None])
-    # Repeats, and the padding with a token that is there, all write the same value.
+    # Padding becomes the row's first token: duplicates all write the same value.
     seen = torch.where(valid, tokens, tokens[:, :1])
     scores = logits.gather(1, seen)
     factor = penalties.repetition[:, None]
@@ -60,7 +65,7 @@ def apply_penalties_(
 def apply_penalties_reference(
     logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
 ) -> Tensor:
-    """What `apply_penalties_` means, token by token; a new tensor."""
+    """Reference implementation of `apply_penalties_`, token by token; returns a new tensor."""
     out = logits.clone()
     for row, (start, stop) in enumerate(zip(num_prompt.tolist(), num_tokens.tolist(), strict=True)):
         answer = tokens[row, start:stop].tolist()
@@ -79,12 +84,13 @@ def _count_occurrences(
     tokens,  # [P, L] int64, rows tokens_stride apart
     num_prompt,
     num_tokens,
-    occurrences,  # [P, V] int32, zeros: bit 0 in the prompt, the rest times in the answer
+    occurrences,  # [P, V] int32 zeros: gets bit 0 if in the prompt, + 2 per time in the answer
     max_len,  # L
     tokens_stride,
     vocab_size,
     TILE: tl.constexpr,
 ):
+    """Count the occurrences of each token of a row. Grid: (P, tiles of L)."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     count = tl.minimum(tl.load(num_tokens + row), max_len)
     if tl.program_id(1) * TILE >= count:
@@ -103,16 +109,17 @@ def _penalty_kernel(
     logits,  # [P, V] float32, rows logits_stride apart
     tokens,
     num_tokens,
-    occurrences,  # as `_count_occurrences` leaves it; zeros again afterwards
-    repetition,  # these three [P] float32
-    presence,
-    frequency,
+    occurrences,  # [P, V] int32 from `_count_occurrences`; zeros again afterwards
+    repetition,  # [P] float32
+    presence,  # [P] float32
+    frequency,  # [P] float32
     max_len,  # L
     logits_stride,
     tokens_stride,
     vocab_size,
     TILE: tl.constexpr,
 ):
+    """Penalise each distinct token of a row once. Grid: (P, tiles of L)."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     count = tl.minimum(tl.load(num_tokens + row), max_len)
     if tl.program_id(1) * TILE >= count:
@@ -134,7 +141,7 @@ def _penalty_kernel(
     tl.store(logits + row * logits_stride + token, score, mask=first)
 
 
-TILE = 1024  # places of a text, or pairs, a program
+TILE = 1024  # token positions, or biases, per program
 
 
 def _penalize_on_device(
@@ -173,15 +180,16 @@ def _penalize_on_device(
 @jit(unspecialized=("num_pairs", "num_rows"))
 def _bias_kernel(
     logits,  # [R, V] float32, rows logits_stride apart
-    rows,  # these three [num_pairs]: int64, int64, float32
-    tokens,
-    values,
+    rows,  # [num_pairs] int64
+    tokens,  # [num_pairs] int64
+    values,  # [num_pairs] float32
     num_pairs,
     num_rows,
     vocab_size,
     logits_stride,
     TILE: tl.constexpr,
 ):
+    """Add one value per (row, token) pair. One program per TILE pairs."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.load(rows + at, mask=at < num_pairs, other=-1)
     token = tl.load(tokens + at, mask=at < num_pairs, other=-1)
@@ -192,10 +200,10 @@ def _bias_kernel(
 
 
 def add_logit_bias_(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
-    """Adds a value to some logits, in place: logits[rows[n], tokens[n]] += values[n].
+    """Add biases in place: logits[rows[n], tokens[n]] += values[n].
 
-    logits: [R, V] float32; rows, tokens: [N] int64, no pair twice; values: [N] float32. On a GPU a
-    pair that does not exist is passed over.
+    logits: [R, V] float32; rows, tokens: [N] int64, without duplicate pairs; values: [N] float32.
+    On a GPU, pairs outside of the logits are ignored.
     """
     if not use_triton(logits):
         logits[rows, tokens] += values

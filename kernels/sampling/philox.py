@@ -1,15 +1,16 @@
-"""Counter-based noise: a pure function of its arguments, the same wherever it is computed.
+"""Counter-based Gumbel noise: a pure function of its arguments, with equal bits on every device.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) turns a counter
 of four 32-bit words and a key of two into four random words. A token's Gumbel noise is
 
     g = -log(-log(1 - v)),  v = (word + 1/2) / 2^32
 
-with key (seed low, seed high), counter (token // 4, index, choice, purpose) and word token % 4.
-The largest of logit + g over the tokens is then a draw from softmax(logits).
+where word is number token % 4 of the four that Philox returns for the key (seed low, seed high) and
+the counter (token // 4, index, choice, purpose). The token with the largest logit + g is then a
+sample from softmax(logits).
 
-On a CPU numba makes it (`sampling/cpu_philox`), on a GPU Triton (`draw`), all of them with the same
-bits.
+The numba version (`sampling/cpu_philox`), the numpy version here and the Triton version (`op`) give
+the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 
 CACHED_LANES = 8192
-"""So many at a time stay in a core's cache: three times as fast as all at once."""
+"""Lanes per pass, few enough to stay in a core's cache: three times as fast as all at once."""
 
 ONE, ROOT_HALF, MANTISSA = 0x3F800000, 0x3F3504F3, 0x7FFFFF  # 1 and sqrt(1/2), as bits
 NEAR_ONE = np.float32(1 - 2.0**-24)
@@ -40,15 +41,15 @@ SERIES = (0.2857142857, 0.4, 0.6666666667)  # 2/7, 2/5, 2/3
 LOG_2 = 0.6931471806
 
 SAMPLE = 0
-"""The purpose of a counter that draws a token; others keep their noise apart from it."""
+"""Purpose (the counter's last word) of drawing tokens; other uses need another number."""
 
 
 def philox_reference(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor:
-    """Four random words of four counter and two key words; all int64 tensors that broadcast."""
+    """Return four random words from 4 counter and 2 key words: int64 tensors that broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
-        # Beyond 2^63 a product wraps: its bits are right, and the mask takes the sign away.
+        # A product may wrap at 2^63: its bits are still right, and the mask removes the sign.
         left, right = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c2 = (right >> 32) & WORD ^ c1 ^ k0, (left >> 32) & WORD ^ c3 ^ k1
         c1, c3 = right & WORD, left & WORD
@@ -57,19 +58,20 @@ def philox_reference(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor
 
 
 def philox(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
-    """The same in numpy; words 0 and 2 apart from 1 and 3.
+    """numpy version of `philox_reference`, with words 0 and 2 separate from words 1 and 3.
 
-    even, odd: [2, R, n]; key: [2, R, 1]. Returns the random words likewise.
+    even: counter words 0 and 2, odd: 1 and 3, both [2, R, n]; key: [2, R, 1]. Returns the random
+    words in the form of `even` and `odd`.
     """
     shape = np.broadcast_shapes(even.shape, odd.shape)
     steps = np.array(KEY_STEPS, np.uint32)[:, None, None]
     multipliers = np.array(MULTIPLIERS, np.uint64)[:, None, None]
-    buffers = np.empty((2, *shape), np.uint64)  # two in turn: a round reads what the last one left
+    buffers = np.empty((2, *shape), np.uint64)  # double buffer: a round reads the last product
     words = np.empty(shape, np.uint32)
     for number in range(NUM_ROUNDS):
         product = buffers[number % 2]
         np.multiply(even, multipliers, out=product)
-        # Crosswise: each side takes its high word from the other side's product.
+        # Each side takes its high word from the other side's product.
         halves = product.view(np.uint32).reshape(*shape, 2)[::-1]
         even = np.bitwise_xor(halves[..., 1], odd, out=words)
         even ^= key
@@ -85,7 +87,7 @@ def gumbel_noise(
     num_tokens: int,
     purpose: int = SAMPLE,
 ) -> Tensor:
-    """Noise of every token for R draws: seeds, indices, choices [R]; [R, num_tokens] float32."""
+    """Return noise [R, num_tokens] float32 of R draws with these seeds, indices and choices [R]."""
     num_lanes = -(-num_tokens // 4)
     counters = np.stack((choices, indices, np.full_like(indices, purpose))).astype(np.uint32)
     keys = np.stack((seeds & np.uint64(WORD), seeds >> np.uint64(32))).astype(np.uint32)
@@ -95,14 +97,14 @@ def gumbel_noise(
 
 
 def load_cpu_kernels() -> None:
-    """Load the loop that makes noise on a CPU; compile it, the first time on a machine."""
+    """Load the compiled noise loop, compiling it if it is not in the cache on disk."""
     if has_numba():
         _cpu_kernels().gumbel_noise.load()
 
 
 @cache
 def _cpu_kernel() -> Callable[[Floats, Words, Words], None] | None:
-    """As `fill`, with the same bits; nothing where numba is not installed."""
+    """Return the compiled `gumbel_noise_reference` (same bits), or None if there is no numba."""
     return (
         cast("Callable[[Floats, Words, Words], None]", _cpu_kernels().gumbel_noise)
         if has_numba()
@@ -118,7 +120,7 @@ def _cpu_kernels() -> Any:
 
 
 def gumbel_noise_reference(noise: Floats, counters: Words, keys: Words) -> None:
-    """Noise of R draws: [R, 4 lanes], counters [3, R] (choice, index, purpose), keys [2, R]."""
+    """Fill noise [R, 4 * lanes] from counters [3, R] (choice, index, purpose) and keys [2, R]."""
     num_draws, num_lanes = len(noise), noise.shape[1] // 4
     lanes = np.arange(num_lanes, dtype=np.uint32)
     words = noise.reshape(num_draws, num_lanes, 4)
@@ -133,14 +135,14 @@ def gumbel_noise_reference(noise: Floats, counters: Words, keys: Words) -> None:
 
 
 def gumbel_(words: Floats) -> Floats:
-    """Random words, as float32, to Gumbel noise, in place.
+    """Convert random words, as float32, to Gumbel noise, in place.
 
-    By sums, products and quotients alone, each rounded on its own: whatever computes them in this
-    order gets the same bits, where a library's logarithm is another one on every device.
+    Uses only sums, products and quotients, each rounded separately, so any device that computes
+    them in this order gets the same bits. Library logarithms differ between devices.
     """
-    # Close to 2^32 a word is rounded up to it, and its noise would be -inf.
+    # A word close to 2^32 is rounded up to it; without the minimum its noise would be -inf.
     uniform = np.minimum(np.multiply(np.add(words, 0.5, out=words), 2.0**-32, out=words), NEAR_ONE)
-    # -log(1 - u) is -log(r) u / (1 - r), where r is 1 - u rounded; or u, where that is 1.
+    # log1p: with r = 1 - u rounded, -log(1 - u) = -log(r) u / (1 - r), or u if r is 1.
     rest = 1 - uniform
     lost = 1 - rest
     gone = lost == 0
@@ -153,7 +155,7 @@ def gumbel_(words: Floats) -> Floats:
 
 
 def _log_(x: Floats, spare: Floats) -> Floats:
-    """The natural logarithm in place, with a second buffer; x positive, and not denormal.
+    """Compute the natural logarithm in place; x must be positive and not denormal.
 
     x = 2^n m with m about 1, and log(m) = 2 artanh(s) with s = (m - 1) / (m + 1).
     """

@@ -1,12 +1,13 @@
-"""Where the large logits of every row are, found in one pass over a whole vocabulary.
+"""One pass over the vocabulary that finds the few tokens that sampling filters may keep.
 
-Most tokens are far too unlikely to be kept by any cut. So the pass (`_scan_kernel`) keeps the
-largest of every 64, and these bound from below what a cut can keep: the k-th largest of them is no
-larger than the k-th largest token, and likewise with sums of chances. Only the tokens from that
-bound on are then collected (`_compact_kernel`), from blocks that have some. Of a flat distribution,
-where the largest tell little, all are: as right, and slower.
+Most tokens are far too unlikely to pass any filter. So the pass (`_scan_kernel`) stores the maximum
+of every sub-block of 64 tokens. These maxima give a lower bound of a filter's threshold: the k-th
+largest maximum is at most the k-th largest logit, and the same holds for sums of probabilities.
+Only tokens at or above that bound are then collected (`_compact_kernel`), from sub-blocks whose
+maximum reaches it. For a flat distribution nearly all tokens are collected, which is slower but
+still exact.
 
-Each row is summed in an order of its own, whatever the other rows are.
+The order of a row's sums does not depend on other rows.
 """
 
 from dataclasses import dataclass
@@ -17,24 +18,25 @@ from torch import Tensor
 from penstock.kernels.sampling.logit_filters import FilterParams
 from penstock.kernels.triton_common.launch import check, jit, launch, power_of_2, tl
 
-SUB = 64  # tokens whose largest is kept
-SEGMENT = 4096  # tokens a program
-TILE = 512  # values at a time in a search
+SUB = 64  # tokens per sub-block
+SEGMENT = 4096  # tokens per program
+TILE = 512  # values per iteration of a search
 
 ROW_VECTORS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-"""Of R rows: where one of these begins in the tensor that holds them all follows R."""
+"""Per-row parameters. They are slices of one tensor, so their alignment depends on R, and a kernel
+must not be specialized on it."""
 
 
 @jit
 def key_of(value):
-    """Whole numbers in the order of float32 values: from -2139095041, of -inf, to 0x7F800000."""
+    """Map float32 to integers in the same order: -inf to -2139095041, inf to 0x7F800000."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @jit
 def value_of(key):
-    """The float32 of a key."""
+    """Return the float32 whose `key_of` is `key`."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -43,16 +45,19 @@ def value_of(key):
 def kth_largest_key(
     values,  # [count] float32
     count,
-    low,
-    high,  # keys between which the answer is: `high` is one, if nothing else
+    low,  # smallest key that may be returned
+    high,  # largest key; returned if no smaller one qualifies
     target,
-    top,  # the largest value, or any above it
-    floor,  # these two for "oddity": only values from the floor on count,
-    centre,  # by their distance from the centre
-    BY: tl.constexpr,  # "rank": each counts 1; "mass" and "oddity": exp(value - top)
+    top,  # the largest value, or any larger number
+    floor,  # "oddity" only: smaller values have weight 0
+    centre,  # "oddity" only: keys are distances from it
+    BY: tl.constexpr,  # a value's weight is 1 with "rank", exp(value - top) otherwise
     TILE: tl.constexpr,
 ):
-    """The least key with less than `target` above it; with no more than it, by oddity."""
+    """Find the smallest key such that the weight above it is `< target`, by 16-way search.
+
+    With "oddity" (distance from `centre`, for typical_p) the condition is `<= target`.
+    """
     way = tl.arange(0, 16)
     while low < high:
         step = (high - low + 15) // 16
@@ -81,17 +86,18 @@ def kth_largest_key(
 @jit(unspecialized=("temperature",))
 def _scan_kernel(
     logits,  # [R, V] float32, rows logits_stride apart
-    temperature,  # [R] float32; 0: greedy, and not divided by
-    sub_max,  # [R, subs] float32: of every SUB tokens, at their temperature
-    segment_max,  # [R, segments] float32
-    segment_sum,  # [R, segments] float32: of exp(logit - segment_max)
-    broken,  # [R, segments] int32: 1 where a logit is NaN or infinite
+    temperature,  # [R] float32; 0 (greedy) divides by 1
+    sub_max,  # [R, subs] float32: maximum of each sub-block, divided by the temperature
+    segment_max,  # [R, segments] float32, divided by the temperature
+    segment_sum,  # [R, segments] float32: sum of exp(logit / temperature - segment_max)
+    broken,  # [R, segments] int32: 1 if a logit is NaN or Inf
     logits_stride,
     vocab_size,
-    BANS: tl.constexpr,  # -inf is a token that may not be drawn, and nothing broken
+    BANS: tl.constexpr,  # -inf marks a banned token and does not set `broken`
     SUB: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
+    """Compute the maxima and the sum of one segment. Grid: (R, segments)."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_segments = tl.num_programs(1)
     sub = tl.arange(0, SEGMENT // SUB)
@@ -115,7 +121,7 @@ def _scan_kernel(
 
 @jit
 def load_candidates(row, segment, vocab_size, near, SUB: tl.constexpr, SEGMENT: tl.constexpr):
-    """A segment of a row of logits, [SEGMENT]; -inf in blocks that are not `near`."""
+    """Load a segment of a row of logits, [SEGMENT]; -inf in sub-blocks that are not `near`."""
     sub = tl.arange(0, SEGMENT // SUB)
     token = segment * SEGMENT + sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
     logit = tl.load(row + token, mask=near[:, None] & (token < vocab_size), other=float("-inf"))
@@ -124,6 +130,7 @@ def load_candidates(row, segment, vocab_size, near, SUB: tl.constexpr, SEGMENT: 
 
 @jit
 def min_p_floor(min_p, top):
+    """Return the smallest logit that `min_p` keeps, -inf if it is 0."""
     return tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)), float("-inf"))
 
 
@@ -138,20 +145,21 @@ def _compact_kernel(
     sub_max,
     segment_max,
     segment_sum,
-    values,  # [R, V] float32: the tokens that may be kept, at their temperature, in order
-    tokens,  # [R, V] int32: which they are; not written without TOKENS
-    counts,  # [R] int32: how many; 0 where nothing is cut but by min_p
-    tops,  # [R] float32: the largest logit at its temperature
-    bounds,  # [R] float32: none that may be kept is smaller
+    values,  # [R, V] float32: candidates' logits / temperature, in token order
+    tokens,  # [R, V] int32: candidates' token ids; not written without TOKENS
+    counts,  # [R] int32: number of candidates; 0 if no filter but min_p applies
+    tops,  # [R] float32: the largest logit / temperature
+    bounds,  # [R] float32: lower bound of what the filters may keep
     logits_stride,
     vocab_size,
     num_segments,
     TOKENS: tl.constexpr,
     SUB: tl.constexpr,
     SEGMENT: tl.constexpr,
-    SEGMENTS: tl.constexpr,  # the next power of two
+    SEGMENTS: tl.constexpr,  # num_segments, rounded up to a power of two
     TILE: tl.constexpr,
 ):
+    """Collect the tokens of a row that the filters may keep. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, SEGMENTS)
     own = row * num_segments + number
@@ -205,7 +213,7 @@ def _compact_kernel(
 
 @dataclass(frozen=True, slots=True)
 class VocabMaxima:
-    """What `scan` found of R rows."""
+    """Results of `scan` for R rows; the last four fields: see `_scan_kernel`."""
 
     logits: Tensor  # [R, V] float32
     temperature: Tensor  # [R] float32
@@ -221,19 +229,19 @@ class VocabMaxima:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The tokens of R rows that a cut may keep, in order."""
+    """The tokens of R rows that the filters may keep, in token order."""
 
-    values: Tensor  # [R, V] float32, at the row's temperature
-    tokens: Tensor  # [R, V] int32; nothing in it unless it was asked for
-    counts: Tensor  # [R] int32: so many; 0 where no cut needs them
-    tops: Tensor  # [R] float32: the largest of the row
-    bounds: Tensor  # [R] float32: none that a cut may keep is smaller
+    values: Tensor  # [R, V] float32: logits / temperature
+    tokens: Tensor  # [R, V] int32: token ids; [R, 0] unless requested
+    counts: Tensor  # [R] int32: number of candidates; 0 if no filter needs them
+    tops: Tensor  # [R] float32: the row's largest value
+    bounds: Tensor  # [R] float32: lower bound of what the filters may keep
 
 
 def scan(logits: Tensor, temperature: Tensor, bans: bool) -> VocabMaxima:
-    """logits: [R, V] float32; temperature: [R] float32, 0 like 1; on Triton only.
+    """Compute the maxima and sums of logits [R, V] float32 by segment. Triton only.
 
-    bans: -inf is a token that may not be drawn, not a mistake.
+    temperature: [R] float32, where 0 counts as 1; bans: -inf marks a banned token, not an error.
     """
     check("logits", logits, ("R", "V"), (torch.float32,))
     num_rows, vocab_size = logits.shape
@@ -269,7 +277,7 @@ def scan(logits: Tensor, temperature: Tensor, bans: bool) -> VocabMaxima:
 def compact(
     maxima: VocabMaxima, cuts: FilterParams, typical_p: Tensor, with_tokens: bool
 ) -> Candidates:
-    """What the cuts, and then typical_p [R] float32, may keep of every row."""
+    """Collect each row's tokens that `cuts`, and then `typical_p` [R] float32, may keep."""
     logits, (num_rows, vocab_size) = maxima.logits, maxima.logits.shape
     check("top_k", cuts.top_k, (num_rows,), (torch.int64,), like=logits)
     for name, each in (("top_p", cuts.top_p), ("min_p", cuts.min_p), ("typical_p", typical_p)):

@@ -1,14 +1,15 @@
-"""What a CPU computes for a step of a few tokens, as one program: a call instead of hundreds.
+"""CPU step graphs: a step of single tokens as one call instead of hundreds.
 
-Between two of the calls that a step is made of, threads are woken, Python runs, and memory idles:
-of a step of one token that was a fifth. A program is the same operations in a table, written once
-for a model; threads go through it together (`thread_barrier`) and meet after each. Whoever waits
-brings near what it will need of the next weights.
+If every operation is a call of its own, threads are woken, Python runs and memory idles between
+the calls: a fifth of the time of a single-token step. A step graph holds the same operations in a
+table that is built once per model. All threads run through it together, with a barrier after each
+operation (`thread_barrier`). Threads that wait at a barrier prefetch weights of the next product.
 
-Operations compute on places: matrices of float32, a row a token, in one array. They are made of the
-loops that compute them one by one (`linear/cpu_f32_avx512`, `linear/cpu_f32_amx_bf16x6`,
-`cpu_paged`, ...), so that a row's bits are those of a step without a program; but for gates,
-unless these are computed alike (`silu_and_mul_batch_invariant`): torch's exponential is another.
+Operations read and write buffers: float32 matrices with one row per token, all in one array (the
+arena). They call the same inner loops as the separate operations (`linear/cpu_f32_avx512`,
+`linear/cpu_f32_amx_bf16x6`, `attention/cpu_paged`, ...), so a row has the same bits with and
+without a step graph. The exception is gates, since torch's exponential gives other bits, unless
+the separate operations use the batch-invariant gates (`silu_and_mul_batch_invariant`).
 """
 
 from collections.abc import Sequence
@@ -51,68 +52,68 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.integer[Any]]
 
 MAX_GROUP = 15
-"""Query heads of a KV head: more are attended to together by other loops."""
+"""Largest number of query heads per KV head; larger groups need other attention loops."""
 
 
 class UnsupportedGraph(Exception):
-    """No program computes this; the message says what."""
+    """A step graph cannot represent an operation; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A matrix [rows, width], contiguous."""
+    """A contiguous matrix [rows, width] in the arena."""
 
-    at: int
+    at: int  # index of its first element in the arena
     width: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What lies in a place, and how it is attended to: query heads, then key heads, then values."""
+    """Parameters of attention over rows of query heads, then key heads, then value heads."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    angles: Buffer | None  # [rows, 2 R] cosines and sines, see `rotary`; None: nothing turns
-    interleaved: bool
-    window: int  # 0: none
+    angles: Buffer | None  # [rows, 2 R] cosines and sines, see `rope`; None: no rotary embedding
+    interleaved: bool  # rotary pairs are adjacent features instead of half a head apart
+    window: int  # positions of the sliding window; 0: none
     scores: ScoreMod
 
 
 class GraphBuilder:
-    """Writes a program, operation by operation, in their order.
+    """Builds a step graph, one operation after another, in the order of execution.
 
-    most_rows: tokens of a step at most; cache: [L, 2, N, H, S, D], float32 or bfloat16 on a CPU.
+    most_rows: maximum tokens per step; cache: [L, 2, N, H, S, D], float32 or bfloat16 on a CPU.
     """
 
     def __init__(self, most_rows: int, cache: Tensor) -> None:
         if cache.dim() != 6 or cache.dtype not in (torch.float32, torch.bfloat16):
-            raise UnsupportedGraph(f"a cache {list(cache.shape)} of {cache.dtype}")
+            raise UnsupportedGraph(f"KV cache of shape {list(cache.shape)} and {cache.dtype}")
         self._rows = most_rows + -most_rows % ALIGNMENT
         self._cache = cache
         self._size = 0
-        self._num_ints = 2  # those of TOKENS
+        self._num_ints = 2  # the two of TOKENS
         self._table: list[list[int]] = []
         self._numbers: list[tuple[float, float]] = []
         self._kept: list[Any] = []
         self._buffers: dict[tuple[str, int, ExpertLayout | None], Buffer] = {}
 
     def alloc(self, width: int, layout: ExpertLayout | None = None) -> Buffer:
-        """A new one; layout: with rows for each expert's tokens."""
+        """Allocate a buffer; with `layout`, one with rows for each expert's tokens."""
         found = Buffer(self._size, width)
         rows = self._rows if layout is None else layout.num_rows(self._rows)
         self._size += rows * (width + -width % 16)
         return found
 
     def scratch(self, name: str, width: int, layout: ExpertLayout | None = None) -> Buffer:
-        """The one of this name and shape, for what is used up before it is written anew."""
+        """Return the shared buffer of this name and shape, for short-lived values."""
         key = (name, width, layout)
         if key not in self._buffers:
             self._buffers[key] = self.alloc(width, layout)
         return self._buffers[key]
 
     def expert_layout(self, num_experts: int, top_k: int) -> ExpertLayout:
-        """A new one."""
+        """Allocate the layout of one choice of experts."""
         at = self._num_ints
         self._num_ints += 2 * num_experts + self._rows * top_k
         return ExpertLayout(at, at + 2 * num_experts, num_experts, top_k)
@@ -126,14 +127,15 @@ class GraphBuilder:
         added: Buffer | None = None,
         groups: slice | None = None,
     ) -> None:
-        """out = RMS norm of x, to which `added` is added first, in place.
+        """Append out = RMS norm of x, after x += `added` if that is given.
 
-        groups: of the parts of a row that are as long as the weight [D] is, only these; alone.
+        groups: a row is divided into parts as long as the weight [D], and only these parts are
+        normalised, each separately. Cannot be combined with `added`.
         """
         dim = len(weight)
         some = groups or slice(0, 1)
         if some.stop * dim > x.width or (groups is None and dim != x.width):
-            raise UnsupportedGraph(f"a norm of {dim} features of {x}, {groups}")
+            raise UnsupportedGraph(f"norm of {dim} features over {x}, groups {groups}")
         first, count = some.start * dim, some.stop - some.start
         self._write(
             NORM, x.at + first, x.width, count, dim, self._address(weight.contiguous()),
@@ -141,7 +143,7 @@ class GraphBuilder:
         )  # fmt: skip
 
     def supports_linear(self, x: Buffer, product: Any, y: Buffer) -> bool:
-        """Whether `product` can be written."""
+        """Return whether `linear` supports this packed linear layer."""
         if isinstance(product, PackedLinearInt8):
             return y.width % ALIGNMENT == 0
         if not isinstance(product, PackedLinearF32):
@@ -149,13 +151,13 @@ class GraphBuilder:
         return y.width % ALIGNMENT == 0 and product.depth == x.width
 
     def linear(self, x: Buffer, product: Any, y: Buffer) -> None:
-        """y = x Wᵀ + b."""
+        """Append y = x Wᵀ + b, `product` being a packed linear layer."""
         self._add_linears(x, [product], y, [TOKENS], None)
 
     def expert_linears(
         self, x: Buffer, products: Sequence[Any], y: Buffer, layout: ExpertLayout
     ) -> None:
-        """The same of every expert's rows, x and y being places of this spread."""
+        """Append `linear` of every expert on its rows; x and y are buffers with this layout."""
         self._add_linears(x, products, y, layout.all_rows(), layout)
 
     def _add_linears(
@@ -167,10 +169,10 @@ class GraphBuilder:
         layout: ExpertLayout | None,
     ) -> None:
         if len({type(product) for product in products}) != 1:
-            raise UnsupportedGraph("products of several kinds")
+            raise UnsupportedGraph("linear layers of several kinds")
         for product in products:
             if not self.supports_linear(x, product, y):
-                raise UnsupportedGraph(f"a product of {x} and {y} by {type(product).__name__}")
+                raise UnsupportedGraph(f"product from {x} to {y} by {type(product).__name__}")
             assert (x.width, y.width) == (product.num_inputs, product.num_outputs)
         self._kept += products
         if not isinstance(products[0], PackedLinearInt8):
@@ -178,7 +180,7 @@ class GraphBuilder:
             return
         qvalues = self.scratch("levels", x.width // 4, layout)
         factors = self.scratch("factors", 1, layout)
-        # Of all rows before the first product: so that threads meet once.
+        # Quantize all rows before the first product, so that one barrier is enough.
         self._add_each(rows, [(QUANTIZE, x.at, x.width, qvalues.at, factors.at)] * len(rows))
         self._add_each(
             rows, [self._int8_fields(x, qvalues, factors, product, y) for product in products]
@@ -201,19 +203,19 @@ class GraphBuilder:
         )  # fmt: skip
 
     def _add_each(self, rows: list[RowRange], operations: Sequence[tuple[int, ...]]) -> None:
-        """One operation after another, each on rows of its own: threads meet after the last."""
+        """Append operations, each on its own rows, with a single barrier after the last."""
         for number, (own, fields) in enumerate(zip(rows, operations, strict=True)):
             self._write(*fields, rows=own, goes_on=number + 1 < len(rows))
 
     def attend(self, heads: Buffer, how: AttentionParams, layer: int, out: Buffer) -> None:
-        """Turns heads, keeps keys and values in the layer's cache, and attends to what is there."""
+        """Append rotary embedding, the write of keys and values to the cache, and attention."""
         num_sides, _, num_kv_heads, block_size, head_dim = self._cache.shape[1:]
         if (num_sides, num_kv_heads, head_dim) != (2, how.num_kv_heads, how.head_dim):
             raise UnsupportedGraph(
-                f"a cache {list(self._cache.shape)} for {how.num_kv_heads} KV heads"
+                f"KV cache of shape {list(self._cache.shape)} for {how.num_kv_heads} KV heads"
             )
         if how.num_heads > MAX_GROUP * num_kv_heads:
-            raise UnsupportedGraph(f"{how.num_heads} heads of {num_kv_heads} KV heads")
+            raise UnsupportedGraph(f"{how.num_heads} query heads over {num_kv_heads} KV heads")
         assert heads.width == (how.num_heads + 2 * num_kv_heads) * head_dim
         assert out.width == how.num_heads * head_dim
         scores, size = how.scores, self._cache[0].numel()
@@ -227,19 +229,21 @@ class GraphBuilder:
         )  # fmt: skip
 
     def gate(self, x: Buffer, kind: str, out: Buffer, layout: ExpertLayout | None = None) -> None:
-        """out = f(the first half of x) times the second half; kind: of GATES; layout: that of both
-        places."""
+        """Append out = f(first half of x) * (second half of x).
+
+        kind: a key of GATES; layout: the layout of x and out, if they have one.
+        """
         assert x.width == 2 * out.width
         rows = layout.all_rows() if layout else [TOKENS]
         self._add_each(rows, [(GATE, x.at, out.width, out.at, GATES[kind])] * len(rows))
 
     def add(self, x: Buffer, more: Buffer) -> None:
-        """x += more."""
+        """Append x += more."""
         assert x.width == more.width
         self._write(ADD, x.at, x.width, more.at)
 
     def gemv(self, x: Buffer, weight: Tensor, out: Buffer) -> None:
-        """out = x Wᵀ with a small W, as it is loaded."""
+        """Append out = x Wᵀ for a small W that is not packed."""
         assert weight.shape == (out.width, x.width)
         address = self._address(weight.contiguous())
         self._write(SCORE, x.at, x.width, address, out.width, out.at)
@@ -247,7 +251,10 @@ class GraphBuilder:
     def topk_softmax(
         self, logits: Buffer, layout: ExpertLayout, normalise: bool, weights: Buffer
     ) -> None:
-        """Each token's experts by `route`'s plain rule, and their weights; logits are used up."""
+        """Append the choice of each token's experts (plain softmax, see `route`) and their sorting.
+
+        Writes the weights, and overwrites the logits.
+        """
         num_experts, top_k = layout.num_experts, layout.top_k
         assert (logits.width, weights.width) == (num_experts, top_k)
         self._write(
@@ -256,7 +263,7 @@ class GraphBuilder:
         self._write(SORT, layout.at, num_experts, top_k, layout.choices)
 
     def permute(self, x: Buffer, layout: ExpertLayout, out: Buffer) -> None:
-        """Each token's row to those of its experts; out: a place of this spread."""
+        """Append the copy of each token's row to its experts' rows in `out`, which has `layout`."""
         assert x.width == out.width
         self._write(GATHER, x.at, x.width, out.at, layout.choices, layout.top_k)
 
@@ -269,8 +276,10 @@ class GraphBuilder:
         shared: Buffer | None = None,
         gate: Buffer | None = None,
     ) -> None:
-        """out = the sum of what each token's experts made, a place of this spread, by weights; and
-        of what another made of every token, by the sigmoid of its gate."""
+        """Append out = sum of each token's expert outputs `made` (with `layout`) by their weights.
+
+        shared: output of a shared expert, which is added; gate: its gate, applied as a sigmoid.
+        """
         assert made.width == out.width
         assert out.width % 16 == 0
         self._write(
@@ -279,7 +288,7 @@ class GraphBuilder:
         )  # fmt: skip
 
     def build(self) -> "CpuStepGraph":
-        """What was written."""
+        """Return the step graph of all operations appended so far."""
         table = np.array(self._table, np.int64)
         following = -1
         for number in range(len(table) - 1, -1, -1):
@@ -290,25 +299,19 @@ class GraphBuilder:
                 following = table[number, NEXT] = -1
         numbers = np.array(self._numbers, np.float32)
         storage = torch.zeros(self._size + ALIGNMENT)
-        start = -storage.data_ptr() // 4 % 16  # so that places begin with a line of the cache
-        arena, num_slots = (
-            storage[start : start + self._size],
-            self._cache[0, 0, :, 0, :, 0].numel(),
-        )
+        start = -storage.data_ptr() // 4 % 16  # aligns buffers to cache lines
+        arena = storage[start : start + self._size]
+        num_slots = self._cache[0, 0, :, 0, :, 0].numel()
         ints = np.zeros(self._num_ints, np.int64)
-        return CpuStepGraph(table, numbers, ints, arena, self._flat(), num_slots, self._kept)
-
-    def _flat(self) -> npt.NDArray[Any]:
-        flat = self._cache.view(-1)
-        if flat.dtype == torch.float32:
-            return flat.numpy()
-        return flat.view(torch.int16).numpy().view(np.uint16)
+        return CpuStepGraph(table, numbers, ints, arena, _flat(self._cache), num_slots, self._kept)
 
     def _by_head(self, values: Tensor | None, num_heads: int, none: float) -> int:
+        """Return the address of one value per head: `none` each if there are no values."""
         given = torch.full((num_heads,), none) if values is None else values.float().contiguous()
         return self._address(given)
 
     def _address(self, tensor: Tensor) -> int:
+        """Return the address of float32 weights, which are kept alive with the graph."""
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
             raise UnsupportedGraph(f"weights of {tensor.dtype} on {tensor.device}")
         self._kept.append(tensor)
@@ -327,30 +330,43 @@ class GraphBuilder:
         self._numbers.append(numbers)
 
 
+def _flat(cache: Tensor) -> npt.NDArray[Any]:
+    """Return a cache as a flat array; bfloat16 as uint16 with the same bits."""
+    flat = cache.view(-1)
+    if flat.dtype == torch.float32:
+        return flat.numpy()
+    return flat.view(torch.int16).numpy().view(np.uint16)
+
+
 @dataclass(frozen=True, slots=True)
 class CpuStepGraph:
-    """One at a time plays it."""
+    """A compiled step graph. Not thread-safe: only one `run` may be active."""
 
     table: npt.NDArray[np.int64]  # [operations, FIELDS]
-    numbers: Floats  # [operations, 2]
-    ints: npt.NDArray[np.int64]  # its whole numbers, see `RowRange` and `ExpertLayout`
-    arena: Tensor  # all places
-    cache: npt.NDArray[Any]  # flat
+    numbers: Floats  # [operations, 2] float parameters
+    ints: npt.NDArray[np.int64]  # integers that change per step, see `RowRange`, `ExpertLayout`
+    arena: Tensor  # memory of all buffers
+    cache: npt.NDArray[Any]  # flat KV cache
     num_slots: int  # of the cache
-    kept: list[Any]  # what the table has addresses of
+    kept: list[Any]  # owners of the memory whose addresses are in the table
 
     def view(self, buffer: Buffer, num_rows: int) -> Tensor:
-        """The first rows of a place: [num_rows, width]."""
+        """Return the first rows of a buffer: [num_rows, width]."""
         return self.arena[buffer.at :][: num_rows * buffer.width].view(num_rows, buffer.width)
 
     def run(self, slots: Ints, context_lens: Ints, block_tables: Ints) -> None:
-        """Computes one token of each of T sequences.
+        """Compute one token of each of T sequences.
 
-        slots: [T] where each token's keys and values go; context_lens: [T] what it sees, itself
-        included; block_tables: [T, M]. IndexError where a slot is not in the cache.
+        Args:
+            slots: [T] slot of each token's keys and values.
+            context_lens: [T] number of positions that the token attends to, itself included.
+            block_tables: [T, M].
+
+        Raises:
+            IndexError: a slot is outside of the cache.
         """
         if not 0 <= slots.min() <= slots.max() < self.num_slots:
-            raise IndexError(f"slots: {slots.tolist()}, of a cache of {self.num_slots}")
+            raise IndexError(f"slots: {slots.tolist()}, expected from 0 to {self.num_slots} - 1")
         self.ints[TOKENS.count] = len(slots)
         _interpreter(self.cache.dtype == np.uint16)(
             self.table, self.numbers, self.ints, self.arena.numpy(), self.cache,
@@ -360,7 +376,7 @@ class CpuStepGraph:
 
 
 def load_cpu_kernels(cache: torch.dtype) -> None:
-    """Loads the loops for a cache of this dtype; compiles them, the first time on a machine."""
+    """Load the interpreter for this cache dtype, compiling it if it is not in the cache on disk."""
     _interpreter(cache == torch.bfloat16)
 
 

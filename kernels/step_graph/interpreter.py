@@ -1,4 +1,4 @@
-"""The loops of `program`, compiled by numba."""
+"""Interpreter of CPU step graphs, compiled by numba."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
 
@@ -55,7 +55,7 @@ from penstock.kernels.step_graph.opcodes import (
 _f32_avx512_columns: Any = cpu_f32_avx512.compute_columns
 _f32_amx_columns: Any = (
     cpu_f32_avx512.compute_columns
-)  # these two are not called without a matrix unit
+)  # placeholders: these two are not called without AMX
 _int8_amx_columns: Any = cpu_f32_avx512.compute_columns
 
 HAS_AMX = has_amx()
@@ -66,11 +66,12 @@ if HAS_AMX:
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
 
-_LINE = 16  # float32 of a cache line
+_LINE = 16  # float32 per cache line
 
 
 @inner()
 def _norm(op: Longs, eps: float, arena: Floats, num_rows: int, me: int, count: int) -> None:
+    """Opcode NORM, see `GraphBuilder.norm`."""
     groups, dim, more = op[3], op[4], arena if op[8] >= 0 else arena[:0]
     weight, spare = _floats(op[5], dim), np.empty(16, np.float32)
     first, last = _partition(num_rows * groups, me, count)
@@ -84,6 +85,7 @@ def _norm(op: Longs, eps: float, arena: Floats, num_rows: int, me: int, count: i
 def _linear(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
+    """Opcode PRODUCT, see `GraphBuilder.linear`."""
     num_inputs, num_outputs = op[2], op[8]
     x, y = arena[op[1] + first_row * num_inputs :], arena[op[7] + first_row * num_outputs :]
     panels, bias = _floats(op[3], op[4]), _floats(op[5], op[6])
@@ -104,6 +106,7 @@ def _linear(
 def _quantize(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
+    """Opcode QUANTIZE: activations of an INT8 linear layer."""
     width = op[2]
     x = arena[op[1] + first_row * width :][: num_rows * width].reshape(num_rows, width)
     bytes_at = first_row * width
@@ -116,6 +119,7 @@ def _quantize(
 def _int8_linear(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
+    """Opcode INT8_PRODUCT, see `GraphBuilder.linear`."""
     num_outputs = op[9]
     qvalues = arena[op[1] :].view(np.uint8)[first_row * op[2] :]
     y, factors = arena[op[8] + first_row * num_outputs :], arena[op[10] + first_row :]
@@ -134,7 +138,7 @@ def _attend(
     op: Longs, scale: float, cap: float, arena: Floats, cache: Any, slots: Longs, contexts: Longs,
     tables: Any, me: int, count: int,
 ) -> None:  # fmt: skip
-    """Pieces in turns, each a token and a KV head."""
+    """Opcode ATTEND: threads take turns at pairs of a token and a KV head."""
     num_heads, num_kv_heads, head_dim, block_size = op[2], op[3], op[4], op[5]
     num_rows, group, all_heads = len(slots), num_heads // num_kv_heads, num_heads + 2 * num_kv_heads
     query = arena[op[1] :][: num_rows * all_heads * head_dim].reshape(num_rows, all_heads, head_dim)
@@ -171,7 +175,7 @@ def _attend(
 
 @inner()
 def _rotate(op: Longs, arena: Floats, heads: Any, t: int, head: int) -> None:
-    """A KV head's queries and its key, in place."""
+    """Apply the rotary embedding to a KV head's queries and key, in place."""
     num_heads, num_kv_heads, rotary_dim = op[2], op[3], op[8]
     if op[7] < 0:
         return
@@ -190,6 +194,7 @@ def _rotate(op: Longs, arena: Floats, heads: Any, t: int, head: int) -> None:
 def _gate(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
+    """Opcode GATE, see `GraphBuilder.gate`."""
     inner, scratch = op[2], gate_scratch()
     first, last = _partition(inner // 16, me, count)
     for t in range(first_row, first_row + num_rows):
@@ -203,6 +208,7 @@ def _gate(
 
 @inner()
 def _add(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
+    """Opcode ADD, see `GraphBuilder.add`."""
     first, last = _partition(num_rows * op[2], me, count)
     x, more = arena[op[1] + first : op[1] + last], arena[op[3] + first : op[3] + last]
     for i in range(len(x)):
@@ -211,7 +217,7 @@ def _add(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
 
 @inner()
 def _prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> int:
-    """A line more of what this thread reads first of a product's weights; how many were asked."""
+    """Prefetch the next cache line of this thread's weights; return the number of lines so far."""
     if op[0] == INT8_PRODUCT:
         first, last = _partition(op[9] // ALIGNMENT, me, count)
         at = first * op[2] * ALIGNMENT + num_prefetched * 64
@@ -226,7 +232,7 @@ def _prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> in
 
 
 MAX_PREFETCHED_LINES = (1 << 20) // 64
-"""Lines that are brought near at most: half of what is near a core."""
+"""Most cache lines to prefetch: 1 MiB, half of a core's L2 cache."""
 
 
 @inner()
@@ -234,9 +240,11 @@ def _compute(
     op: Longs, eps: float, cap: float, ints: Longs, arena: Floats, cache: Any, slots: Longs,
     contexts: Longs, tables: Any, rotation: int, me: int, count: int,
 ) -> None:  # fmt: skip
-    """This thread's part of an operation; eps, cap: its two numbers; rotation: products since
-    threads met. Parts of a small product are uneven: of several each thread has large ones and
-    small."""
+    """Compute this thread's part of an operation.
+
+    eps, cap: the operation's two float parameters; rotation: number of products since the last
+    barrier. The parts of a small product are uneven; rotating them evens out several products.
+    """
     kind, first, num_rows, thread = op[0], ints[op[FIRST]], ints[op[COUNT]], (me + rotation) % count
     if kind == NORM:
         _norm(op, eps, arena, num_rows, me, count)
@@ -260,7 +268,7 @@ def _compute(
 def _moe_op(
     op: Longs, ints: Longs, arena: Floats, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """The same of what only mixtures of experts have."""
+    """`_compute` for the opcodes of mixtures of experts."""
     if op[0] == SCORE:
         expert_loops.gemv(op, arena, num_rows, me, count)
     elif op[0] == CHOOSE:
@@ -275,7 +283,7 @@ def _moe_op(
 
 @inner()
 def _next_matmul(table: Any, ints: Longs, number: int) -> int:
-    """The first product from this one on that has rows; -1: nobody knows."""
+    """Return the first product from `number` on that has rows; -1 if `number` is -1."""
     while number >= 0 and ints[table[number, COUNT]] == 0:
         number += 1
     return number
@@ -286,9 +294,11 @@ def _barrier_and_prefetch(
     barrier: Longs, table: Any, ints: Longs, number: int, times: int, num_prefetched: int,
     me: int, count: int,
 ) -> int:  # fmt: skip
-    """Waits for all of the team, who come here so many times; meanwhile, asks for weights of the
-    next product. Of that, `num_prefetched` lines were prefetched before; returns how many
-    are now."""
+    """Wait until all threads have arrived `times` times, prefetching the next product's weights.
+
+    num_prefetched: cache lines of that product that were prefetched before. Returns their new
+    number.
+    """
     arrive(barrier)
     following, looks = _next_matmul(table, ints, table[number, NEXT]), 0
     while not phase_done(barrier, count, times):
@@ -305,13 +315,13 @@ def _run(
     numbers: Any,  # [operations, 2]
     ints: Longs,
     arena: Floats,
-    cache: Any,  # flat
+    cache: Any,  # flat KV cache
     slots: Longs,  # [T]
     contexts: Longs,  # [T]
     tables: Any,  # [T, M]
     num_threads: int,
 ) -> None:
-    """Plays all operations."""
+    """Run all operations of a step graph, see `CpuStepGraph`."""
     barrier = np.zeros(BARRIER_WORDS, np.int64)
     for _thread in numba.prange(num_threads):
         me, count = join(barrier, num_threads)
@@ -334,7 +344,7 @@ def _run(
 
 @cache
 def compile_interpreter(narrow: bool) -> Any:
-    """`_play` over a cache of float32, or a narrow one; compiled when it is first asked for."""
+    """Return `_run` compiled for a float32 cache or, if `narrow`, a bfloat16 cache."""
     rows = "uint16" if narrow else "float32"
     signature = (
         f"void(int64[:, ::1], float32[:, ::1], int64[::1], float32[::1], {rows}[::1],"

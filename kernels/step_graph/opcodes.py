@@ -1,19 +1,18 @@
-"""How operations of a `program` are written in its table, of which numba compiles the loops."""
+"""Opcodes and fields of the table of operations in a CPU step graph."""
 
 NORM, PRODUCT, ATTEND, GATE, ADD, QUANTIZE, INT8_PRODUCT = range(7)
 SCORE, CHOOSE, SORT, GATHER, MIX = range(7, 12)
-"""The first field; the others are as `program.GraphBuilder` writes them."""
+"""Opcodes, in the first field. `builder.GraphBuilder` defines the following fields of each."""
 
 FIELDS = 24
 NEXT = FIELDS - 1
-"""The field with the number of the product that comes next; -1: none, or nobody knows yet."""
+"""Field: index of the next product in the table; -1: none, or unknown until experts are sorted."""
 
 FIRST, COUNT, CONTINUES = FIELDS - 2, FIELDS - 3, FIELDS - 4
-"""Fields: where among a program's whole numbers is the first row that an operation computes, and
-how many they are; 1 where threads do not meet after it."""
+"""Fields: `first` and `count` of the operation's `RowRange`; 1 if no barrier follows it."""
 
 GATES = {"silu": 0, "gelu": 1}
-"""`gelu` in its tanh form."""
+"""Numbers of the gates; `gelu` is its tanh approximation."""
 
 ALIGNMENT = 64
-"""Columns of a product are a multiple of it, and rows of a place: loops may write that many."""
+"""Products' columns and buffers' rows are multiples of this, since loops write whole blocks."""

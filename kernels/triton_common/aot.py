@@ -1,7 +1,8 @@
-"""What is compiled ahead of time, to be sure of it without the device: see `make aot`.
+"""Cases of `make aot`, which compiles the Triton kernels ahead of time, without their GPUs.
 
-Every file with a kernel yields its cases. A case calls the launcher itself, with tensors on the
-"meta" device: what is compiled is what the launcher would have launched, tiles, alignment and all.
+Every file with a Triton kernel yields its cases. A case calls the real launcher with tensors on the
+"meta" device, so the kernel is compiled with the tiles, the alignment and the other options that
+the launcher would choose.
 """
 
 from collections.abc import Callable
@@ -27,24 +28,23 @@ E4M3_CHIPS = tuple(chip for chip in CHIPS if chip.converts_e4m3)
 
 @dataclass(frozen=True, slots=True)
 class AotCase:
-    """One call of a launcher in a configuration that models really have.
+    """One call of a launcher, in the configuration of an existing model.
 
-    products and streams name kernels by their function: those that must use tensor cores, and
-    those that must move 16 bytes at a time. All must be launched by the call.
+    The call must launch every kernel that `products` and `streams` name.
     """
 
     name: str  # of the configuration, such as "llama 8b, bf16"
     call: Callable[[], object]
-    products: tuple[str, ...] = ()
-    streams: tuple[str, ...] = ()
-    chips: tuple[DeviceInfo, ...] = CHIPS
+    products: tuple[str, ...] = ()  # names of kernels that must use tensor cores
+    streams: tuple[str, ...] = ()  # names of kernels that must move 16 bytes per access
+    chips: tuple[DeviceInfo, ...] = CHIPS  # to compile for
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A tensor without memory, as an argument of a case."""
+    """Return a tensor without memory, to be an argument of a case."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def kernel_name(kernel: Any) -> str:
-    """Its function's, as `products` and `streams` have it."""
+    """Return the name of a kernel, as used in `products` and `streams`."""
     return str(kernel.__name__)

@@ -1,8 +1,8 @@
-"""What the launchers of all Triton kernels share.
+"""Functions that the launchers of all Triton kernels share.
 
-Triton computes on CUDA and ROCm devices. With TRITON_INTERPRET=1 in the environment it also
-"computes" on the CPU, for tests: the same launchers then take the same kernels, op by op in numpy.
-Everywhere else, and where triton is not installed, a launcher has its CPU form.
+Triton kernels run on CUDA and ROCm devices. With TRITON_INTERPRET=1 in the environment, the same
+launchers run the same kernels on the CPU, for tests: Triton interprets them with numpy. In all
+other cases, and if triton is not installed, a launcher runs its CPU version.
 """
 
 import os
@@ -23,11 +23,11 @@ try:
     from triton import language
 
     tl: Any = language
-except ImportError:  # a machine that serves on its CPU
+except ImportError:  # not needed to serve on a CPU
     triton = None
 
     class Names:
-        """What the signatures of kernels name."""
+        """Stand-in for `triton.language` with the names that kernel signatures use."""
 
         constexpr = Any
 
@@ -38,11 +38,13 @@ INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def jit(function: Callable[..., Any] | None = None, *, unspecialized: Sequence[str] = ()) -> Any:
-    """`triton.jit` where there is a triton; bare, or with names of arguments of changing value.
+    """Decorate a kernel with `triton.jit`; return it unchanged if triton is not installed.
 
-    unspecialized: integers that differ from step to step, and tensors that do not always begin at a
-    multiple of 16 bytes: without it a kernel is compiled anew, in the middle of serving, when an
-    integer first is 1 or a multiple of 16, or a tensor first is not so aligned.
+    Args:
+        function: the kernel, if the decorator is used without arguments.
+        unspecialized: names of integers that differ between steps and of tensors whose start is not
+            always aligned to 16 bytes. Otherwise Triton compiles the kernel again, while serving,
+            when an integer is first 1 or a multiple of 16, or a tensor is first unaligned.
     """
     if function is None:
         return lambda function: jit(function, unspecialized=unspecialized)
@@ -53,20 +55,20 @@ def jit(function: Callable[..., Any] | None = None, *, unspecialized: Sequence[s
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What a launcher may know of a device when it chooses its tiles."""
+    """Properties of a device from which a launcher chooses its tiles."""
 
     name: str  # sm_90, gfx942, interpreter
     num_cores: int  # streaming multiprocessors, or compute units
-    shared_bytes: int  # of shared memory, at most, of one program
+    shared_bytes: int  # largest shared memory of one program
     warp_size: int = 32
 
     @property
     def converts_e4m3(self) -> bool:
-        """Whether it converts to float8_e4m3fn, and does so rightly."""
+        """True if Triton on this device converts to float8_e4m3fn correctly."""
         return self.is_cuda and self.name not in ("sm_80", "sm_86")
 
     def warps(self, num_threads: int) -> int:
-        """Warps of a program of so many threads."""
+        """Return the number of warps of a program with `num_threads` threads."""
         return max(1, num_threads // self.warp_size)
 
     @property
@@ -79,7 +81,7 @@ INTERPRETER = DeviceInfo("interpreter", num_cores=4, shared_bytes=1 << 30)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch, as it would have been."""
+    """A recorded kernel launch, which was not executed."""
 
     kernel: Any
     arguments: tuple[Any, ...]
@@ -97,7 +99,10 @@ _recording: ContextVar[_Recording | None] = ContextVar("recording", default=None
 
 @contextmanager
 def record_launches(chip: DeviceInfo) -> Iterator[list[Launch]]:
-    """Launchers choose as on `chip` and take "meta" tensors; what they launch is noted, not run."""
+    """Record launches instead of executing them, with the tiles that launchers choose for `chip`.
+
+    Launchers then accept tensors on the "meta" device. Yields the list of launches.
+    """
     launches: list[Launch] = []
     token = _recording.set(_Recording(chip, launches))
     try:
@@ -107,11 +112,15 @@ def record_launches(chip: DeviceInfo) -> Iterator[list[Launch]]:
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether a launcher takes its kernel for this tensor, or its CPU form; `KernelFallbackError`
-    where that may not be, see `fallback.forbid_fallback`."""
+    """Return whether a launcher runs its Triton kernel for this tensor, not its CPU version.
+
+    Raises:
+        KernelFallbackError: it would run the CPU version, which `fallback.forbid_fallback` forbids.
+        RuntimeError: the tensor is on a GPU, but triton is not installed.
+    """
     if tensor.is_cuda:
         if triton is None:
-            raise RuntimeError("a CUDA device needs triton, which is not installed")
+            raise RuntimeError("triton is not installed; it is required for tensors on a GPU")
         return True
     if INTERPRETED or (tensor.is_meta and _recording.get() is not None):
         return True
@@ -120,12 +129,12 @@ def use_triton(tensor: Tensor) -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether launchers take their kernels for what is on this device."""
+    """Return whether launchers run their Triton kernels for tensors on this device."""
     return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
 
 
 def device_info(tensor: Tensor) -> DeviceInfo:
-    """The device that a launch with this tensor is for."""
+    """Return the device that a launcher chooses tiles for, given one of its tensors."""
     if (recording := _recording.get()) is not None:
         return recording.chip
     return _device_info(tensor.device) if tensor.is_cuda else INTERPRETER
@@ -142,9 +151,16 @@ def _device_info(device: torch.device) -> DeviceInfo:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launches a kernel; nothing, where the grid is empty. `options`: constants, num_warps, ...
+    """Launch a kernel, unless the grid is empty.
 
-    TypeError for bfloat16 under the interpreter, which computes it wrongly without a word.
+    Args:
+        kernel: the kernel.
+        grid: number of programs per dimension.
+        arguments: its runtime arguments; it runs on the device of the first tensor.
+        options: its constexpr arguments, and Triton's options such as `num_warps`.
+
+    Raises:
+        TypeError: bfloat16 under the interpreter, which computes it wrongly.
     """
     if (recording := _recording.get()) is not None:
         recording.launches.append(Launch(kernel, arguments, options))
@@ -153,7 +169,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         return
     tensors = [each for each in arguments if isinstance(each, Tensor)]
     if INTERPRETED and any(tensor.dtype == torch.bfloat16 for tensor in tensors):
-        raise TypeError("kernels take no bfloat16 under TRITON_INTERPRET: wrong results")
+        raise TypeError("bfloat16 gives wrong results under TRITON_INTERPRET=1; use float32")
     run_kernel(kernel, grid, tensors[0].device, arguments, options)
 
 
@@ -164,7 +180,7 @@ def run_kernel(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """Triton launches on the current device, whatever its arguments are on: so that is `device`."""
+    """Launch on `device`, made current first: Triton ignores the device of the arguments."""
     with _current(device):
         kernel[grid](*arguments, **options)
 
@@ -176,7 +192,7 @@ def _current(device: torch.device) -> Any:
 
 
 def power_of_2(number: int) -> int:
-    """The least power of two that is not less."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -187,10 +203,16 @@ def check(
     dtypes: Sequence[torch.dtype],
     like: Tensor | None = None,
 ) -> None:
-    """ValueError, which says what was expected, unless a kernel may read `tensor` as announced.
+    """Raise ValueError unless a tensor has a shape and dtype that a kernel can read.
 
-    shape: a size, or a letter for any, of every dimension; like: must be on the same device.
-    Elements of the last dimension lie side by side.
+    Its last dimension must be contiguous.
+
+    Args:
+        name: name of the tensor, for the message.
+        tensor: the tensor.
+        shape: for each dimension its size, or a letter that allows any size.
+        dtypes: the allowed dtypes.
+        like: a tensor that must be on the same device, if any.
     """
     sizes = tensor.shape
     wrong = len(sizes) != len(shape) or any(
@@ -213,7 +235,7 @@ def check(
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:
-    """ValueError unless the whole tensor is contiguous."""
+    """Raise ValueError unless the tensor is contiguous."""
     if not tensor.is_contiguous():
         strides = list(tensor.stride())
         raise ValueError(f"{name}: a contiguous tensor expected, not one of strides {strides}")

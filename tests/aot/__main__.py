@@ -1,7 +1,7 @@
-"""Compiles all Triton kernels ahead of time: `python -m tests.aot [FILE OF KERNELS...]`.
+"""Compile all Triton kernels ahead of time: `python -m tests.aot [MODULE...]` (e.g. `norm.op`).
 
-No device is needed. Writes `report.json` and `table.txt` into `build/aot`, and keeps there what was
-compiled; fails where a kernel breaks one of `rules`, does not compile, or is in no case.
+Needs no GPU. Writes `report.json` and `table.txt` to `build/aot`, and caches the compiled kernels
+there. Fails if a kernel breaks one of `rules`, does not compile, or is in no case.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "build" / "aot"
 
-# Before triton is imported, here and in every process of `jobs`.
+# Must be set before triton is imported, here and in the worker processes of `jobs`.
 os.environ["TRITON_CACHE_DIR"] = str(FOLDER / "cache")
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -24,14 +24,14 @@ COLUMNS = ("kernel", "case", "chip", "regs", "spill", "shared", "warps", "tensor
 
 
 def modules(names: list[str]) -> list[str]:
-    """The files of kernels that have cases, or those named."""
+    """Return the modules that have AOT cases; `names` selects some. Raises SystemExit."""
     files = sorted((ROOT / "kernels").rglob("*.py"))
     paths = [path for path in files if "def aot_cases(" in path.read_text()]
     found = [".".join(path.relative_to(ROOT / "kernels").with_suffix("").parts) for path in paths]
     if not found:
-        raise SystemExit("no kernels with cases were found")
+        raise SystemExit("found no kernel file that defines aot_cases()")
     if unknown := set(names) - set(found):
-        raise SystemExit(f"no kernels with cases: {', '.join(sorted(unknown))}")
+        raise SystemExit(f"not a kernel file with aot_cases(): {', '.join(sorted(unknown))}")
     return [f"penstock.kernels.{name}" for name in names or found]
 
 
@@ -55,25 +55,26 @@ def table(reports: list[Report]) -> str:
 
 
 def main() -> int:
-    begun = time.monotonic()
+    started = time.monotonic()
     names = modules(sys.argv[1:])
-    left_out = [f"{name}: {kernel} is in no case" for name in names for kernel in forgotten(name)]
+    left_out = [
+        f"{name}: no case launches {kernel}" for name in names for kernel in forgotten(name)
+    ]
     reports = run(jobs_of(names))
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "table.txt").write_text(table(reports))
     (FOLDER / "report.json").write_text(json.dumps([dataclasses.asdict(each) for each in reports]))
-    wrong = left_out + [
+    violations = left_out + [
         f"{each.kernel} ({each.case}) for {each.chip}: {complaint}"
         for each in reports
         for complaint in each.complaints
     ]
-    for line in wrong:
+    for line in violations:
         print(line)
-    seconds = time.monotonic() - begun
-    print(
-        f"{len(reports)} kernels compiled in {seconds:.0f} s, {len(wrong)} complaints; see {FOLDER}"
-    )
-    return 1 if wrong else 0
+    seconds = time.monotonic() - started
+    compiled = f"{len(reports)} kernels compiled in {seconds:.0f} s"
+    print(f"{compiled}, {len(violations)} violations; see {FOLDER}")
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

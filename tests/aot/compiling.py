@@ -1,4 +1,4 @@
-"""A recorded launch, compiled as a device would have it, and what the machine code shows."""
+"""Compile a recorded launch for a chip, and measure its machine code."""
 
 import dataclasses
 import hashlib
@@ -28,33 +28,33 @@ CUDA_READS = re.compile(r"(?:LDG|LDGSTS|UTMALDG|UBLKCP)\b")
 HIP_READS = re.compile(r"(?:buffer|global|flat)_load_")
 WIDTHS = {
     **{"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32},
-    **{"UTMALDG": 16, "UBLKCP": 16},  # the memory unit reads a whole tile
+    **{"UTMALDG": 16, "UBLKCP": 16},  # TMA loads, counted as 16 bytes wide
     **{"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2},
     **{"dwordx2": 8, "dwordx3": 12, "dwordx4": 16},
 }
-"""Bytes, by a part of an instruction's name; four where there is none of these."""
+"""Bytes per load, by a part of the instruction's name; 4 if it has none of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
-    """What was made of one kernel for one chip."""
+    """Measures of one kernel's machine code on one chip."""
 
     registers: int
-    spilled: int  # bytes a thread, or reads and writes of local memory, if any
+    spilled: int  # bytes per thread, or the number of local memory accesses if larger
     shared_bytes: int
     num_warps: int
-    tensor_core: int  # instructions
-    read_bytes: dict[int, int]  # by the bytes that an instruction reads, as the code has it
+    tensor_core: int  # number of tensor core instructions
+    read_bytes: dict[int, int]  # bytes that the code's loads read, by bytes per load
 
     @property
     def wide_share(self) -> float:
-        """Of what its instructions read, the share of those that read 16 bytes and more."""
+        """Share of `read_bytes` that is read by loads of 16 bytes or more."""
         wide = sum(total for width, total in self.read_bytes.items() if width >= 16)
         return wide / max(1, sum(self.read_bytes.values()))
 
 
 def compiled(launch: Launch, chip: DeviceInfo) -> Artefact:
-    """Specialised by Triton's own binder, as `kernel[grid](...)` would have it, then compiled."""
+    """Compile a launch, with the specialization that `kernel[grid](...)` would choose."""
     target = (
         GPUTarget("cuda", int(chip.name.removeprefix("sm_")), chip.warp_size)
         if chip.is_cuda
@@ -64,11 +64,11 @@ def compiled(launch: Launch, chip: DeviceInfo) -> Artefact:
     options = {**launch.options, "debug": False}
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = bind(*launch.arguments, **options)
-    made, signature, constants, attributes = kernel._pack_args(
+    parsed, signature, constants, attributes = kernel._pack_args(
         backend, options, bound, specialization, dict(options)
     )
     source = ASTSource(kernel, signature, constants, attributes)
-    result = triton.compile(source, target=target, options=made.__dict__)
+    result = triton.compile(source, target=target, options=parsed.__dict__)
     known = Path(triton.knobs.cache.dir) / f"{result.hash}-{_VERSION}.json"
     if known.exists():
         return _from_json(known.read_text())
@@ -83,7 +83,7 @@ def _from_json(text: str) -> Artefact:
 
 
 _VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-"""What is read out of an artefact changes with this file."""
+"""Hash of this file, which computes the cached measures."""
 
 
 def _cuda(result: Any) -> Artefact:
@@ -128,7 +128,7 @@ def _count(code: Counter[str], pattern: re.Pattern[str]) -> int:
 
 
 def _reads(code: Counter[str], pattern: re.Pattern[str]) -> dict[int, int]:
-    """Bytes that instructions of each width read together."""
+    """Sum the bytes that loads of each width read."""
     found: Counter[int] = Counter()
     for name, number in code.items():
         if pattern.match(name):

@@ -1,6 +1,6 @@
-"""Cases to reports: each job compiles what one case launches on one chip, in a process of its own.
+"""Compile the kernels of AOT cases in worker processes, and report rule violations.
 
-A compiler that dies takes its process along, and its job only.
+A job compiles the kernels of one case for one chip. If the compiler crashes, only that job fails.
 """
 
 import dataclasses
@@ -20,25 +20,27 @@ from penstock.kernels.triton_common.launch import DeviceInfo, Launch, record_lau
 from tests.aot.compiling import compiled
 from tests.aot.rules import complaints
 
-LANES = 2
+NUM_PROCESSES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    module: str  # an importable name, with an `aot_cases`
-    case: int
+    """One case to compile for one chip."""
+
+    module: str  # import name of a module with `aot_cases`
+    case: int  # index in `aot_cases`
     chip: DeviceInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One kernel of a case on one chip."""
+    """The result of one kernel of a case on one chip."""
 
     module: str
     case: str
     chip: str
     kernel: str
-    artefact: dict[str, Any] | None
+    artefact: dict[str, Any] | None  # fields of `Artefact`; None if it did not compile
     complaints: list[str]
 
 
@@ -56,27 +58,27 @@ def cases_of(module: str) -> list[AotCase]:
 
 
 def run(jobs: Sequence[Job]) -> list[Report]:
-    """In the order of the jobs."""
-    lanes: Queue[_Lane] = Queue()
-    for _ in range(LANES):
-        lanes.put(_Lane())
+    """Run the jobs in parallel; return their reports in the order of the jobs."""
+    processes: Queue[_CompilerProcess] = Queue()
+    for _ in range(NUM_PROCESSES):
+        processes.put(_CompilerProcess())
 
     def one(job: Job) -> list[Report]:
-        lane = lanes.get()
+        process = processes.get()
         try:
-            return lane.run(job)
+            return process.run(job)
         finally:
-            lanes.put(lane)
+            processes.put(process)
 
-    with ThreadPoolExecutor(LANES) as threads:
-        found = [report for made in threads.map(one, jobs) for report in made]
-    while not lanes.empty():
-        lanes.get().close()
+    with ThreadPoolExecutor(NUM_PROCESSES) as threads:
+        found = [report for job_reports in threads.map(one, jobs) for report in job_reports]
+    while not processes.empty():
+        processes.get().close()
     return found
 
 
-class _Lane:
-    """A process that is replaced when it dies."""
+class _CompilerProcess:
+    """A compiler process, replaced if it crashes."""
 
     def __init__(self) -> None:
         self._pool = self._fresh()
@@ -87,7 +89,7 @@ class _Lane:
         except BrokenProcessPool:
             self._pool = self._fresh()
             case = cases_of(job.module)[job.case]
-            return [_report(job, case, "?", ["the compiler died"])]
+            return [_report(job, case, "?", ["the compiler crashed"])]
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -97,7 +99,7 @@ class _Lane:
 
 
 def reports(job: Job) -> list[Report]:
-    """Compiles a job, here."""
+    """Compile a job in this process."""
     case = cases_of(job.module)[job.case]
     launches = _launches(case, job.chip)
     absent = {*case.products, *case.streams} - {kernel_name(each.kernel) for each in launches}
@@ -117,7 +119,7 @@ def _compiled(job: Job, case: AotCase, launch: Launch) -> Report:
 
 
 def _innermost(error: BaseException) -> str:
-    """The first cause: Triton wraps one in another, each with all the source of its function."""
+    """Format the first cause; Triton's outer errors quote the whole source of their functions."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"
@@ -140,7 +142,7 @@ def _launches(case: AotCase, chip: DeviceInfo) -> list[Launch]:
 
 
 def forgotten(module: str) -> list[str]:
-    """Kernels of a file that none of its cases launches."""
+    """Return the kernels of a module that none of its cases launches."""
     launched = {
         kernel_name(launch.kernel)
         for case in cases_of(module)

@@ -1,24 +1,24 @@
-"""What compiled kernels are held to."""
+"""Rules for compiled kernels: no spills, shared memory, tensor cores, wide loads."""
 
 from penstock.kernels.triton_common.aot import AotCase
 from penstock.kernels.triton_common.launch import DeviceInfo
 from tests.aot.compiling import Artefact
 
-LEAST_WIDE = 0.5
-"""Of what a streaming kernel's instructions read; offsets and the like come in smaller pieces."""
+MIN_WIDE_SHARE = 0.5
+"""Share of a streaming kernel's reads that must be 16-byte loads; the rest are offsets, scalars."""
 
 
 def complaints(artefact: Artefact, kernel: str, case: AotCase, chip: DeviceInfo) -> list[str]:
-    """Why this kernel, in this case and for this chip, is not good enough; empty where it is."""
+    """Return a message for each rule that this kernel breaks."""
     found = []
     if artefact.spilled:
-        found.append(f"spills: {artefact.spilled} bytes of registers go to memory and back")
+        found.append(f"spills: {artefact.spilled} bytes of registers in local memory")
     if artefact.shared_bytes > chip.shared_bytes:
-        limit = f"{chip.shared_bytes} that {chip.name} has"
-        found.append(f"shared memory: {artefact.shared_bytes} bytes, more than the {limit}")
+        found.append(
+            f"shared memory: {artefact.shared_bytes} bytes, but {chip.name} has {chip.shared_bytes}"
+        )
     if kernel in case.products and not artefact.tensor_core:
-        found.append("a product without tensor cores")
-    if kernel in case.streams and artefact.wide_share < LEAST_WIDE:
-        share = f"{artefact.wide_share:.0%} of what it reads"
-        found.append(f"a streaming kernel that reads 16 bytes at a time only for {share}")
+        found.append("does not use tensor cores")
+    if kernel in case.streams and artefact.wide_share < MIN_WIDE_SHARE:
+        found.append(f"reads only {artefact.wide_share:.0%} of its bytes with 16-byte loads")
     return found

@@ -1,4 +1,4 @@
-"""Every rule refuses a kernel that breaks it, and lets its better twin pass."""
+"""AOT compilation: each rule reports a kernel that breaks it and accepts the corrected kernel."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.support import broken_kernels
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled"),
+    pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled"),
 ]
 
 JOBS = {
@@ -31,7 +31,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
 
 
-def only(case: str, chip: str) -> Report:
+def single_report(case: str, chip: str) -> Report:
     (report,) = reports(JOBS[case, chip])
     return report
 
@@ -40,14 +40,14 @@ def only(case: str, chip: str) -> Report:
     ("case", "chip", "complaint"),
     [
         ("spills", "sm_90", "spills: "),
-        ("no tensor cores", "sm_90", "a product without tensor cores"),
-        ("narrow reads", "sm_90", "a streaming kernel that reads 16 bytes at a time only for 0%"),
-        ("narrow reads", "gfx942", "a streaming kernel that reads 16 bytes at a time only for 0%"),
+        ("no tensor cores", "sm_90", "does not use tensor cores"),
+        ("narrow reads", "sm_90", "reads only 0% of its bytes with 16-byte loads"),
+        ("narrow reads", "gfx942", "reads only 0% of its bytes with 16-byte loads"),
         ("does not compile", "sm_90", "does not compile: "),
     ],
 )
-def test_a_bad_kernel_is_refused(case: str, chip: str, complaint: str) -> None:
-    (found,) = only(case, chip).complaints
+def test_a_kernel_that_breaks_a_rule_is_reported(case: str, chip: str, complaint: str) -> None:
+    (found,) = single_report(case, chip).complaints
     assert found.startswith(complaint)
 
 
@@ -61,14 +61,14 @@ def test_a_bad_kernel_is_refused(case: str, chip: str, complaint: str) -> None:
         ("wide reads", "gfx942"),
     ],
 )
-def test_its_better_twin_passes(case: str, chip: str) -> None:
-    report = only(case, chip)
+def test_the_corrected_kernel_passes(case: str, chip: str) -> None:
+    report = single_report(case, chip)
     assert report.complaints == []
     assert report.artefact is not None
     assert report.artefact["registers"] > 0
 
 
-def test_too_much_shared_memory_is_refused() -> None:
+def test_too_much_shared_memory_is_reported() -> None:
     job = JOBS["tensor cores", "sm_90"]
     case, chip = cases_of(job.module)[job.case], job.chip
     with record_launches(chip) as launches:
@@ -80,40 +80,40 @@ def test_too_much_shared_memory_is_refused() -> None:
     assert found.startswith(f"shared memory: {artefact.shared_bytes} bytes")
 
 
-def test_a_kernel_that_a_case_names_must_be_launched() -> None:
+def test_a_kernel_named_by_a_case_and_not_launched_is_reported() -> None:
     first, second = reports(JOBS["absent", "sm_90"])
     assert (first.kernel, first.complaints) == ("_multiplier", ["is not launched by its case"])
     assert (second.kernel, second.complaints) == ("_copier", [])
 
 
-def test_kernels_in_no_case_are_named() -> None:
+def test_kernels_without_a_case_are_listed() -> None:
     assert forgotten("penstock.kernels.norm.op") == []
-    # The one case that would end this process is not called for that.
+    # Leave out the case that would exit this process.
     cases = [case for case in broken_kernels.aot_cases() if case.name != "dies"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(broken_kernels, "aot_cases", lambda: iter(cases))
         assert forgotten(broken_kernels.__name__) == ["_outsider"]
 
 
-def test_a_launch_while_recording_touches_nothing() -> None:
+def test_recorded_launches_do_not_run() -> None:
     with record_launches(SM_90) as launches:
         rms_norm(meta(3, 64), meta(64), 1e-5)
     assert [launch.arguments[0].shape for launch in launches] == [(3, 1, 64)]
 
 
 @pytest.mark.process
-def test_a_compiler_that_dies_takes_one_job_along() -> None:
+def test_a_crash_of_the_compiler_fails_only_its_job() -> None:
     jobs = [JOBS["dies", "sm_90"], JOBS["wide reads", "sm_90"], JOBS["dies", "sm_90"]]
     assert [report.complaints for report in run(jobs)] == [
-        ["the compiler died"],
+        ["the compiler crashed"],
         [],
-        ["the compiler died"],
+        ["the compiler crashed"],
     ]
 
 
-def test_the_answer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measures_are_cached_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    fresh = only("wide reads", "sm_90")
+    fresh = single_report("wide reads", "sm_90")
     assert list(tmp_path.glob("*.json"))
     monkeypatch.setattr("tests.aot.compiling._cuda", None)
-    assert only("wide reads", "sm_90") == fresh
+    assert single_report("wide reads", "sm_90") == fresh

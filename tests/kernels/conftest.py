@@ -1,4 +1,4 @@
-"""Tests that take the fixture `device` hold a kernel to its reference: interpreted, or on a GPU."""
+"""Fixtures of the kernel tests; tests with `device` run Triton, interpreted or on a GPU."""
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ __all__ = ["only_kernels"]
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The CPU, where kernels are interpreted, or the GPU of `make gpu`."""
+    """Return the CPU if Triton kernels are interpreted, or the GPU with `make gpu`."""
     if not runs_kernels():
-        pytest.skip("needs TRITON_INTERPRET=1 from the start (make kernels), or a GPU (make gpu)")
+        pytest.skip("needs TRITON_INTERPRET=1 before the start (make kernels), or a GPU (make gpu)")
     return DEVICE
 
 

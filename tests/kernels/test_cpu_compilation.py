@@ -1,4 +1,4 @@
-"""Groups of loops: each is compiled by one process, whoever ends in between."""
+"""Compilation of CPU kernels: each group is compiled once, even if a process is killed."""
 
 import os
 import signal
@@ -20,52 +20,53 @@ from penstock.kernels.cpu_compilation import CpuKernelLoader, KernelGroup, requi
 pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
 
 
-class Disk:
-    """What is compiled, as two processes see it. Threads play the processes: flock tells open
-    files apart, not processes."""
+class SharedCache:
+    """A disk cache shared by two simulated processes.
+
+    Threads stand in for processes: an flock belongs to an open file, not to a process.
+    """
 
     def __init__(self) -> None:
-        self.compiled: list[tuple[str, str]] = []  # by whom, what
-        self.loaded: list[tuple[str, str]] = []
+        self.compiled: list[tuple[str, str]] = []  # (process, group)
+        self.loaded: list[tuple[str, str]] = []  # (process, group)
         self._lock = threading.Lock()
 
     def group(
-        self, who: str, name: str, begun: threading.Event, go_on: threading.Event
+        self, process: str, name: str, started: threading.Event, resume: threading.Event
     ) -> KernelGroup:
-        """One that, when it is compiled, says that it has begun and waits."""
+        """Return a group whose compilation sets `started`, then waits for `resume`."""
 
         def load() -> None:
             with self._lock:
-                is_new = name not in [what for _, what in self.compiled]
-                (self.compiled if is_new else self.loaded).append((who, name))
-            if is_new:
-                begun.set()
-                assert go_on.wait(60)
+                is_first = name not in [group for _, group in self.compiled]
+                (self.compiled if is_first else self.loaded).append((process, name))
+            if is_first:
+                started.set()
+                assert resume.wait(60)
 
         return KernelGroup(name, load)
 
 
-def test_two_share_the_work_and_each_has_all(tmp_path: Path) -> None:
-    disk = Disk()
-    begun = {who: threading.Event() for who in "ab"}
-    go_on = threading.Event()
+def test_two_processes_divide_the_compilation_and_both_load_all_groups(tmp_path: Path) -> None:
+    cache = SharedCache()
+    started = {process: threading.Event() for process in "ab"}
+    resume = threading.Event()
     loaders = []
-    for who in "ab":
-        groups = [disk.group(who, name, begun[who], go_on) for name in ("one", "two")]
+    for process in "ab":
+        groups = [cache.group(process, name, started[process], resume) for name in ("one", "two")]
         loaders.append(CpuKernelLoader(groups, folder=tmp_path))
-        assert begun[who].wait(60)  # for `b`: while `a` compiles
-    go_on.set()
+        assert started[process].wait(60)  # `b` starts while `a` compiles
+    resume.set()
     for loader in loaders:
         loader.join()
-    assert disk.compiled == [("a", "one"), ("b", "two")]
-    assert sorted(disk.loaded) == [("a", "two"), ("b", "one")]
+    assert cache.compiled == [("a", "one"), ("b", "two")]
+    assert sorted(cache.loaded) == [("a", "two"), ("b", "one")]
 
 
-def test_importing_the_program_compiles_nothing(tmp_path: Path) -> None:
-    """Whoever compiles it must not compile the loops of single operations as well, which another
-    process may be compiling."""
+def test_importing_the_step_graph_interpreter_compiles_nothing(tmp_path: Path) -> None:
+    """It must not compile loops of other groups, which another process may be compiling."""
     if not has_avx512():
-        pytest.skip("no AVX-512: there are no programs")
+        pytest.skip("step graphs need AVX-512")
     code = (
         "from numba.core import event\n"
         "from penstock.kernels.cpu_common.numba_runtime import configure_numba\n"
@@ -81,7 +82,7 @@ def test_importing_the_program_compiles_nothing(tmp_path: Path) -> None:
     assert done.stdout == "[]\n"
 
 
-def test_entries_are_compiled_when_they_are_loaded_or_called(monkeypatch: Any) -> None:
+def test_entries_are_compiled_once_when_first_loaded_or_called(monkeypatch: Any) -> None:
     import numba
 
     monkeypatch.setattr(numba, "njit", lambda signature, **options: partial(Compiled, signature))
@@ -103,7 +104,7 @@ def test_entries_are_compiled_when_they_are_loaded_or_called(monkeypatch: Any) -
 
 
 class Compiled:
-    """Stands for a compiled function."""
+    """A fake compiled function that records its signature."""
 
     made: ClassVar[list[str]] = []
 
@@ -114,7 +115,7 @@ class Compiled:
         pass
 
 
-def test_a_holder_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     program = (
         "import fcntl, sys, time\n"
         "file = open(sys.argv[1], 'w')\n"
@@ -123,19 +124,19 @@ def test_a_holder_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
         "time.sleep(600)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "one.lock")]
-    told, loaded = threading.Event(), threading.Event()
+    notified, loaded = threading.Event(), threading.Event()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        loader = CpuKernelLoader([KernelGroup("one", loaded.set)], told.set, tmp_path)
-        assert told.wait(60)
+        loader = CpuKernelLoader([KernelGroup("one", loaded.set)], notified.set, tmp_path)
+        assert notified.wait(60)
         assert not loaded.is_set()
         os.kill(holder.pid, signal.SIGKILL)
     loader.join()
     assert loaded.is_set()
 
 
-def test_a_holder_that_stands_still_is_waited_for_only_so_long(
+def test_waiting_for_a_suspended_process_ends_after_max_lock_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_compilation, "MAX_LOCK_SECONDS", 0.1)
@@ -146,13 +147,13 @@ def test_a_holder_that_stands_still_is_waited_for_only_so_long(
         assert loaded.is_set()
 
 
-def test_without_locks_everybody_loads(tmp_path: Path) -> None:
+def test_groups_load_without_a_folder_for_locks(tmp_path: Path) -> None:
     loaded = threading.Event()
     CpuKernelLoader([KernelGroup("one", loaded.set)], folder=tmp_path / "missing").join()
     assert loaded.is_set()
 
 
-def test_what_goes_wrong_is_raised_where_it_is_waited_for(tmp_path: Path) -> None:
+def test_join_raises_the_error_of_the_loader_thread(tmp_path: Path) -> None:
     def fail() -> None:
         raise OSError("disk full")
 
@@ -161,7 +162,7 @@ def test_what_goes_wrong_is_raised_where_it_is_waited_for(tmp_path: Path) -> Non
         loader.join()
 
 
-def test_a_worker_asks_for_what_it_computes_with() -> None:
+def test_required_groups_depend_on_device_and_dtypes() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert required_groups(gpu, torch.bfloat16, torch.bfloat16, False, True) == []
     wide = required_groups(cpu, torch.float32, torch.float32, False, True)

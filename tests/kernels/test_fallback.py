@@ -1,4 +1,4 @@
-"""Plain forms on a GPU are counted, and refused where only kernels are wanted."""
+"""Kernel fallbacks on a GPU are counted, and raise within `forbid_fallback`."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from penstock.kernels.fallback import (
 GPU = torch.device("cuda")
 
 
-def test_plain_forms_count_on_a_gpu_only() -> None:
+def test_fallbacks_are_counted_on_a_gpu_only() -> None:
     before = fallback_counts()
     record_fallback("attention", torch.device("cpu"), "float64")
     assert fallback_counts() == before
@@ -22,15 +22,15 @@ def test_plain_forms_count_on_a_gpu_only() -> None:
     assert fallback_counts()["attention"] == before.get("attention", 0) + 1
 
 
-def test_they_are_refused_within_kernels_only() -> None:
+def test_fallbacks_raise_only_within_forbid_fallback() -> None:
     with forbid_fallback():
         record_fallback("attention", torch.device("cpu"), "float64")
-        with pytest.raises(KernelFallbackError, match="attention has no kernel for this: float64"):
+        with pytest.raises(KernelFallbackError, match="attention has no Triton kernel for float64"):
             record_fallback("attention", GPU, "float64")
     record_fallback("attention", GPU, "float64")
 
 
-def test_a_cpus_form_is_refused_where_a_gpu_is_meant() -> None:
+def test_computing_on_a_cpu_raises_within_forbid_fallback_for_a_gpu() -> None:
     x = torch.randn(2, 4)
     with (
         forbid_fallback(GPU),
@@ -39,7 +39,10 @@ def test_a_cpus_form_is_refused_where_a_gpu_is_meant() -> None:
         ),
     ):
         silu_and_mul(x)
-    with forbid_fallback(GPU), pytest.raises(KernelFallbackError, match="attention has no kernel"):
+    with (
+        forbid_fallback(GPU),
+        pytest.raises(KernelFallbackError, match="attention has no Triton kernel"),
+    ):
         record_fallback("attention", torch.device("cpu"), "float64")
     for device in (None, torch.device("cpu")):
         with forbid_fallback(device):

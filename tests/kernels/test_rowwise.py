@@ -1,4 +1,4 @@
-"""Norm, rotation and gate against their references."""
+"""Norms, rotary embeddings and gated activations, compared with their references."""
 
 import math
 from collections.abc import Callable
@@ -36,23 +36,23 @@ def test_rms_norm() -> None:
     assert torch.equal(rms_norm(zero, weight, 1e-5), zero)
 
 
-@pytest.mark.parametrize("by_loops", [True, False])
+@pytest.mark.parametrize("numba", [True, False])
 @pytest.mark.parametrize("width", [1, 15, 64, 100, 768])
-def test_the_norm_of_a_sum(width: int, by_loops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "has_numba", lambda: by_loops)
+def test_fused_add_rms_norm(width: int, numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "has_numba", lambda: numba)
     hidden, x, weight = torch.randn(70, width) * 9, torch.randn(70, width), torch.randn(width)
     x[3, 0], x[5, -1] = torch.nan, torch.inf
     expected = hidden + x
     found = fused_add_rms_norm(hidden, x, weight, 1e-5)
     torch.testing.assert_close(hidden, expected, rtol=0, atol=0, equal_nan=True)
-    sound = [row for row in range(70) if row not in (3, 5)]
-    exactly = rms_norm_reference(expected, weight, 1e-5)
-    torch.testing.assert_close(found[sound], exactly[sound])
+    finite_rows = [row for row in range(70) if row not in (3, 5)]
+    reference = rms_norm_reference(expected, weight, 1e-5)
+    torch.testing.assert_close(found[finite_rows], reference[finite_rows])
     assert found[3].isnan().all()
     assert not found[5].isfinite()[-1]
 
 
-def test_a_norm_has_the_same_bits_of_a_view() -> None:
+def test_rms_norm_of_a_strided_view_has_the_same_bits() -> None:
     x, weight = torch.randn(9, 2, 100), torch.randn(100)
     whole = rms_norm(x[:, 0].clone(), weight, 1e-5)
     assert torch.equal(rms_norm(x[:, 0], weight, 1e-5), whole)
@@ -65,27 +65,27 @@ def test_layer_norm() -> None:
     torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5), expected)
 
 
-def test_silu_mul() -> None:
+def test_silu_and_mul() -> None:
     gate_up = torch.randn(7, 22) * 4
     expected = silu_and_mul_reference(gate_up)
     torch.testing.assert_close(silu_and_mul_batch_invariant(gate_up), expected)
     torch.testing.assert_close(silu_and_mul(gate_up), expected)
 
 
-def test_gelu_mul() -> None:
+def test_gelu_and_mul() -> None:
     gate_up = torch.randn(7, 22) * 4
     torch.testing.assert_close(gelu_tanh_and_mul(gate_up), gelu_tanh_and_mul_reference(gate_up))
 
 
-def test_clamped_silu_mul() -> None:
+def test_swiglu_oai_clamps() -> None:
     gate_up = torch.tensor([[9.0, 0.5, -1.0, 8.0, 2.0, -9.0]])
     found = swiglu_oai(gate_up, 1.5, 7.0)
-    pairs = [(7.0, 0.5), (-1.0, 7.0), (2.0, -7.0)]
-    expected = [(up + 1) * gate / (1 + math.exp(-1.5 * gate)) for gate, up in pairs]
+    clamped_pairs = [(7.0, 0.5), (-1.0, 7.0), (2.0, -7.0)]
+    expected = [(up + 1) * gate / (1 + math.exp(-1.5 * gate)) for gate, up in clamped_pairs]
     torch.testing.assert_close(found, torch.tensor([expected]))
 
 
-def test_far_from_zero() -> None:
+def test_activations_of_large_inputs_saturate() -> None:
     x = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4])
     assert sigmoid(x).tolist() == [0, 0, 0.5, 1, 1]
     assert gelu(x).tolist() == [0, 0, 0, 100, 1e4]
@@ -94,7 +94,7 @@ def test_far_from_zero() -> None:
     ]
 
 
-WIDTH = 2050  # no vector's multiple
+WIDTH = 2050  # not a multiple of any vector length
 WEIGHT = torch.randn(WIDTH)
 ROWWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu_mul": silu_and_mul_batch_invariant,
@@ -112,7 +112,7 @@ ROWWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ROWWISE)
-def test_a_row_is_the_same_alone_and_in_a_crowd(name: str) -> None:
+def test_row_bits_do_not_depend_on_batch_or_threads(name: str) -> None:
     x = torch.randn(67, WIDTH)
     whole = ROWWISE[name](x.clone())
     for count in (1, 2, 3):
@@ -122,7 +122,7 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(name: str) -> None:
                 assert torch.equal(found, whole[first : first + rows])
 
 
-def test_rms_norm_above_one() -> None:
+def test_gemma_rms_norm_adds_one_in_float32() -> None:
     x, weight = torch.randn(5, 24) * 9, torch.randn(24)
     expected = rms_norm_reference(x, 1 + weight, 1e-5)
     torch.testing.assert_close(gemma_rms_norm(x, weight, 1e-5), expected)
@@ -132,16 +132,16 @@ def test_rms_norm_above_one() -> None:
     assert not torch.equal(found, plain)
 
 
-@pytest.mark.parametrize("neighbours", [False, True])
-def test_rotation_in_place_of_a_view(neighbours: bool) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_of_a_view_in_place(interleaved: bool) -> None:
     frequencies = torch.rand(6)
-    table = rotary_table(frequencies, 300, torch.float32, interleaved=neighbours)
+    table = rotary_table(frequencies, 300, torch.float32, interleaved=interleaved)
     positions = torch.tensor([0, 299, 17, 17])
     fused = torch.randn(4, 5, 12)
     expected = fused.clone()
-    expected[:, 1:4] = rotate_reference(fused[:, 1:4], positions, frequencies, neighbours)
-    rotate_(fused[:, 1:4], table[positions], neighbours)
-    # Angles of up to 300 are known to half of 2^-15, whereas the reference is in float64.
+    expected[:, 1:4] = rotate_reference(fused[:, 1:4], positions, frequencies, interleaved)
+    rotate_(fused[:, 1:4], table[positions], interleaved)
+    # A float32 angle near 300 is rounded by up to 2^-16; the reference uses float64.
     torch.testing.assert_close(fused, expected, rtol=0, atol=2.0**-16 * 5)
 
 

@@ -1,4 +1,4 @@
-"""What differs from step to step compiles no kernel anew: a server would stand still meanwhile."""
+"""Steps of any shape use only kernels compiled at warm-up; compiling later would stall a server."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ from penstock.workers.sampling.sampler import Sampler
 from penstock.workers.scheduling.config import SchedulerConfig
 from tests.support.specialized import specializations
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
 META = torch.device("meta")
 SIZES = (1, 2, 3, 4, 5, 8, 15, 16, 17, 48, 100)
@@ -51,24 +51,24 @@ def floats(*shape: int) -> Tensor:
 
 
 @torch.inference_mode()
-def drawn(num_rows: int) -> None:
-    """As the engine does: what of the rows is wished lies in one tensor."""
+def draw_tokens(num_rows: int) -> None:
+    """Sample with parameters that are views of one tensor, as in the engine."""
     sampler = Sampler(num_rows, 1000, META)
     for row in range(num_rows):
         sampler.admit(row, SamplingParams(temperature=1.0, top_p=0.9, top_k=5), 0)
-    places = np.arange(num_rows, dtype=np.int32)
-    wishes = sampler._sampling_tensors(sampler._params[places], places)
-    sample(floats(num_rows, 1000), wishes)
+    rows = np.arange(num_rows, dtype=np.int32)
+    params = sampler._sampling_tensors(sampler._params[rows], rows)
+    sample(floats(num_rows, 1000), params)
 
 
-def penalized(num_rows: int) -> None:
+def penalize(num_rows: int) -> None:
     logits, tokens = floats(num_rows, 1000), ints(num_rows, 7 * num_rows)
     each = Penalties(*(floats(num_rows) for _ in range(3)))
     apply_penalties_(logits, tokens, ints(num_rows), ints(num_rows), each)
 
 
-def moved(count: int, kv: Tensor, heads: slice) -> None:
-    """A KV transfer of so many blocks."""
+def transfer(count: int, kv: Tensor, heads: slice) -> None:
+    """Gather, scatter and checksum `count` blocks, as a KV transfer does."""
     blocks, layers = ints(count, dtype=torch.int32), slice(1, 2)
     staged = gather_blocks(kv, blocks, layers, heads)
     scatter_blocks(kv, blocks, layers, heads, staged)
@@ -77,16 +77,16 @@ def moved(count: int, kv: Tensor, heads: slice) -> None:
 
 
 CALLS: dict[str, Callable[[int], object]] = {
-    "draw": drawn,
-    "penalties": penalized,
+    "draw": draw_tokens,
+    "penalties": penalize,
     "biases": lambda n: add_logit_bias_(floats(n, 1000), ints(3 * n), ints(3 * n), floats(3 * n)),
     "logprobs": lambda n: logprobs(floats(n, 1000), ints(n), n),
-    "KV transfer": lambda n: moved(n, meta(4, 2, 99, 8, 16, 128), slice(4, 8)),
+    "KV transfer": lambda n: transfer(n, meta(4, 2, 99, 8, 16, 128), slice(4, 8)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_of_any_size_takes_the_same_kernels(name: str) -> None:
+def test_calls_of_all_sizes_use_the_same_specialized_kernels(name: str) -> None:
     first = specializations(lambda: CALLS[name](7))
     assert first
     for size in SIZES:
@@ -96,20 +96,20 @@ def test_a_call_of_any_size_takes_the_same_kernels(name: str) -> None:
 @pytest.mark.parametrize(
     "kv_shape", [(4, 2, 99, 8, 16, 128), (2, 2, 50, 5, 8, 80), (3, 1, 99, 1, 64, 576)]
 )
-def test_moves_take_kernels_that_warming_up_compiles(kv_shape: tuple[int, ...]) -> None:
-    """Of any heads and layers: what another worker has of them."""
+def test_block_moves_use_only_kernels_compiled_at_warm_up(kv_shape: tuple[int, ...]) -> None:
+    """For every range of KV heads that another worker may have."""
     kv = meta(*kv_shape)
-    with mock.patch("penstock.kernels.kv_cache.checksum.int", create=True):  # reads what is nowhere
+    with mock.patch("penstock.kernels.kv_cache.checksum.int", create=True):  # meta: no values
         warm = specializations(lambda: warm_up_block_moves(kv))
     for count in SIZES:
         found = specializations(lambda: copy_blocks(kv, ints(count), ints(count)))  # noqa: B023
         assert found <= warm
         for first, last in itertools.combinations(range(kv_shape[3] + 1), 2):
-            found = specializations(lambda: moved(count, kv, slice(first, last)))  # noqa: B023
+            found = specializations(lambda: transfer(count, kv, slice(first, last)))  # noqa: B023
             assert found <= warm, (count, first, last)
 
 
-LADDER = GraphBuckets(250, 4096)
+BUCKETS = GraphBuckets(250, 4096)
 NUM_BLOCKS = 999
 
 
@@ -123,28 +123,28 @@ def runner_of(name: str, folder: Path, deterministic: bool) -> DeviceRunner:
         with mock.patch.object(products, "runs_kernels", return_value=True):
             pack(decoder, "none", deterministic)
     cache = KvCache(spec.num_layers, NUM_BLOCKS, 16, spec.kv_shape, decoder.dtype, META)
-    return DeviceRunner(decoder, cache, LADDER, deterministic)
+    return DeviceRunner(decoder, cache, BUCKETS, deterministic)
 
 
 @torch.inference_mode()
-def computed(runner: DeviceRunner, lengths: Sequence[int]) -> None:
-    """A step of chunks, uncaptured: its inputs have places of their own."""
-    total, count, most = sum(lengths), len(lengths), max(lengths)
+def compute_chunks(runner: DeviceRunner, lengths: Sequence[int]) -> None:
+    """Compute a step of prefill chunks, without a CUDA graph and its static inputs."""
+    total, count, longest = sum(lengths), len(lengths), max(lengths)
     runner._compute(
         DeviceBatch(
-            tokens=narrow(total),
-            positions=narrow(total),
-            slots=narrow(total),
-            query_starts=narrow(count + 1),
-            context_lens=narrow(count),
-            block_tables=narrow(count, -(-most // 16)),
-            max_query=most,
-            max_context=most,
+            tokens=int32s(total),
+            positions=int32s(total),
+            slots=int32s(total),
+            query_starts=int32s(count + 1),
+            context_lens=int32s(count),
+            block_tables=int32s(count, -(-longest // 16)),
+            max_query=longest,
+            max_context=longest,
         )
     )
 
 
-def narrow(*shape: int) -> Tensor:
+def int32s(*shape: int) -> Tensor:
     return ints(*shape, dtype=torch.int32)
 
 
@@ -152,19 +152,19 @@ CHUNKS = ([17], [1, 1, 40], [5], [33, 1, 1], [300], [700, 3], [2000, 2, 1], [1, 
 
 
 @pytest.mark.parametrize(("name", "deterministic"), [("1b", False), ("moe", False), ("1b", True)])
-def test_a_step_takes_kernels_that_warming_up_compiles(
+def test_steps_use_only_kernels_compiled_at_warm_up(
     name: str, deterministic: bool, tmp_path: Path
 ) -> None:
     runner = runner_of(name, tmp_path, deterministic)
-    inputs = DecodeInputs(LADDER.rows[-1], 256, 16, NUM_BLOCKS - 1, META)
+    inputs = DecodeInputs(BUCKETS.rows[-1], 256, 16, NUM_BLOCKS - 1, META)
     warm = set()
-    for rung in LADDER.buckets():
-        batch = inputs.batch(rung.rows, rung.context)
+    for bucket in BUCKETS.buckets():
+        batch = inputs.batch(bucket.rows, bucket.context)
         warm |= specializations(lambda: runner._compute(batch))  # noqa: B023
-    limits = SchedulerConfig(NUM_BLOCKS, LADDER.contexts[-1], 16, 250, 8192)
+    limits = SchedulerConfig(NUM_BLOCKS, BUCKETS.contexts[-1], 16, 250, 8192)
     for new in warm_up_sequences(limits, compiles=True):
         length = new.num_prompt
-        warm |= specializations(lambda: computed(runner, [length]))  # noqa: B023
+        warm |= specializations(lambda: compute_chunks(runner, [length]))  # noqa: B023
     for lengths in CHUNKS:
-        found = specializations(lambda: computed(runner, lengths))  # noqa: B023
+        found = specializations(lambda: compute_chunks(runner, lengths))  # noqa: B023
         assert found <= warm, (lengths, {each[0] for each in found - warm})

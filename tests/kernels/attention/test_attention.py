@@ -1,4 +1,4 @@
-"""Paged attention against its reference, token by token: gathered, and read in place."""
+"""Paged attention on a CPU, gathered or read in place, compared with its reference."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +20,13 @@ from tests.support.batches import Batch, make_batch, poison
 
 
 @contextmanager
-def form(in_place: bool, near: int = torch_gather.MAX_PADDING) -> Iterator[None]:
-    """Plans made within take this form, whatever the rules say; chunks up to `near` positions."""
+def forced_form(
+    reads_in_place: bool, max_in_place: int = torch_gather.MAX_PADDING
+) -> Iterator[None]:
+    """Make plans read chunks of up to `max_in_place` positions in place, or gather everything."""
     with (
-        mock.patch.object(attention, "supports_cpu_paged", return_value=in_place),
-        mock.patch.object(torch_gather, "MAX_PADDING", near),
+        mock.patch.object(attention, "supports_cpu_paged", return_value=reads_in_place),
+        mock.patch.object(torch_gather, "MAX_PADDING", max_in_place),
     ):
         yield
 
@@ -49,8 +51,8 @@ def check(
     )
     exact = paged_attention_reference(query.double(), layer.double(), *batch, window, wide)
     forms = ((False, 0, False), (True, 0, False), (True, 25, False), (True, 512, True))
-    for in_place, near, one_path in forms:
-        with form(in_place, near):
+    for reads_in_place, max_in_place, one_path in forms:
+        with forced_form(reads_in_place, max_in_place):
             plan = plan_attention(*batch, layer, window, one_path)
         found = paged_attention(query, layer, plan, scores)
         torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
@@ -78,7 +80,7 @@ def test_any_ragged_batch(
 
 
 @pytest.mark.parametrize("window", [0, 5, 40])
-def test_decodes_alone(window: int) -> None:
+def test_decodes_without_prefills(window: int) -> None:
     check([(1, 1), (1, 16), (1, 17), (1, 90)], (2, 3, 8), 16, window)
 
 
@@ -94,16 +96,16 @@ def test_decodes_alone(window: int) -> None:
         ScoreMod(cap=0.7, sinks=torch.arange(6.0), slopes=torch.arange(6.0) / 9),
     ],
 )
-def test_bent_scores(scores: ScoreMod, window: int) -> None:
+def test_score_mods(scores: ScoreMod, window: int) -> None:
     lengths = [(1, 1), (7, 7), (1, 30), (5, 21), (1, 17)]
     check(lengths, (2, 3, 8), 4, window, scores)
 
 
-def test_unlike_lengths_are_padded_apart() -> None:
+def test_decodes_of_very_different_lengths_are_padded_separately() -> None:
     lengths = [(1, 5), (1, 1500), (1, 30), (1, 1400), (1, 7)]
     batch, num_blocks = make_batch(lengths, 16, 0)
     layer = torch.zeros(2, num_blocks, 4, 16, 64)
-    with form(in_place=False):
+    with forced_form(reads_in_place=False):
         plan = plan_attention(*batch, layer).backend
     assert isinstance(plan, GatheredPlan)
     assert len(plan.decodes) == 2
@@ -111,7 +113,7 @@ def test_unlike_lengths_are_padded_apart() -> None:
     check(lengths, (4, 1, 64), 16, 0)
 
 
-def test_narrow_dtypes() -> None:
+def test_bfloat16() -> None:
     batch, num_blocks = make_batch([(1, 40), (9, 30)], 16, 0)
     layer = torch.randn(2, num_blocks, 2, 16, 8)
     poison(layer, batch)
@@ -122,7 +124,7 @@ def test_narrow_dtypes() -> None:
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
 
 
-def test_a_cache_of_eight_bits() -> None:
+def test_an_fp8_cache_with_scales() -> None:
     batch, num_blocks = make_batch([(1, 40), (9, 30), (4, 4)], 16, 0)
     layer = torch.randn(2, num_blocks, 2, 16, 8)
     poison(layer, batch)
@@ -134,7 +136,7 @@ def test_a_cache_of_eight_bits() -> None:
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
-def in_place(
+def attend_in_place(
     query: torch.Tensor,
     layer: torch.Tensor,
     batch: Batch,
@@ -149,26 +151,24 @@ def in_place(
 
 @pytest.mark.parametrize("window", [0, 9, 33])
 @pytest.mark.parametrize("scores", [PLAIN, ScoreMod(cap=0.7, sinks=torch.arange(6.0))])
-def test_in_place_a_token_is_the_same_however_its_prompt_is_cut(
-    scores: ScoreMod, window: int
-) -> None:
+def test_in_place_bits_do_not_depend_on_chunking(scores: ScoreMod, window: int) -> None:
     lengths = [(1, 1), (9, 90), (33, 33), (8, 64), (1, 50)]
     batch, num_blocks = make_batch(lengths, 16, 0)
     starts, _, tables = batch
     layer, query = torch.randn(2, num_blocks, 2, 16, 24), torch.randn(int(starts[-1]), 6, 24)
-    whole = in_place(query, layer, batch, scores, window)
+    whole = attend_in_place(query, layer, batch, scores, window)
     exact = paged_attention_reference(query, layer, *batch, window, scores)
     torch.testing.assert_close(whole, exact, rtol=1e-5, atol=1e-5)
     for threads in (1, 3):
         with mock.patch.object(torch, "get_num_threads", return_value=threads):
-            assert torch.equal(in_place(query, layer, batch, scores, window), whole)
+            assert torch.equal(attend_in_place(query, layer, batch, scores, window), whole)
     for b, (length, context) in enumerate(lengths):
         for token in range(length):
             row = int(starts[b]) + token
-            seen = np.array([context - length + token + 1], np.int32)
-            one = (np.array([0, 1], np.int32), seen, tables[b : b + 1])
+            context_len = np.array([context - length + token + 1], np.int32)
+            one = (np.array([0, 1], np.int32), context_len, tables[b : b + 1])
             assert torch.equal(
-                in_place(query[row : row + 1], layer, one, scores, window)[0], whole[row]
+                attend_in_place(query[row : row + 1], layer, one, scores, window)[0], whole[row]
             )
 
 
@@ -176,7 +176,7 @@ def test_in_place_a_token_is_the_same_however_its_prompt_is_cut(
     ("num_heads", "group", "head_dim"),
     [(2, 1, 64), (1, 5, 36), (1, 20, 8), (1, 2, 7), (1, 130, 80)],
 )
-def test_in_place_a_lane_a_row_has_the_bits_of_a_row_by_itself(
+def test_in_place_one_row_per_simd_lane_has_the_bits_of_a_single_row(
     num_heads: int, group: int, head_dim: int
 ) -> None:
     batch, num_blocks = make_batch([(50, 71)], 8, 0)
@@ -184,17 +184,19 @@ def test_in_place_a_lane_a_row_has_the_bits_of_a_row_by_itself(
     layer = torch.randn(2, num_blocks, num_heads, 8, head_dim)
     query = torch.randn(50, num_heads * group, head_dim)
     scores = ScoreMod(slopes=torch.linspace(0, 0.3, num_heads * group))
-    whole = in_place(query, layer, batch, scores)
+    whole = attend_in_place(query, layer, batch, scores)
     exact = paged_attention_reference(query.double(), layer.double(), *batch, 0, scores)
     torch.testing.assert_close(whole, exact.float(), rtol=1e-5, atol=1e-5)
     for token in (0, 1, 31, 49):
         one = np.array([0, 1], np.int32), contexts - 49 + token, tables
-        assert torch.equal(in_place(query[token : token + 1], layer, one, scores)[0], whole[token])
+        assert torch.equal(
+            attend_in_place(query[token : token + 1], layer, one, scores)[0], whole[token]
+        )
 
 
-def test_one_path_is_refused_where_there_is_none() -> None:
+def test_one_path_is_refused_for_unsupported_dtypes() -> None:
     batch, num_blocks = make_batch([(3, 7)], 16, 0)
-    with pytest.raises(ValueError, match="no one path for"):
+    with pytest.raises(ValueError, match="no batch-invariant attention for"):
         plan_attention(*batch, torch.zeros(2, num_blocks, 1, 16, 8).half(), one_path=True)
 
 
@@ -206,10 +208,10 @@ NARROW_LENGTHS = [(1, 1), (9, 90), (33, 33), (1, 16), (8, 64), (1, 50)]
     ("num_heads", "group", "head_dim", "block_size"),
     [(2, 3, 24, 16), (1, 1, 7, 1), (1, 20, 8, 3), (2, 2, 64, 128), (1, 40, 36, 16)],
 )
-def test_a_narrow_cache_is_read_as_if_it_were_wide(
+def test_a_bfloat16_cache_is_computed_in_float32(
     num_heads: int, group: int, head_dim: int, block_size: int, window: int
 ) -> None:
-    """Bit for bit on one path: what is computed of the nearest bfloat16 is float32 all through."""
+    """Same bits as a float32 cache with the rounded values, if `one_path` is set."""
     batch, num_blocks = make_batch(NARROW_LENGTHS, block_size, 0)
     layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
     poison(layer, batch)
@@ -217,34 +219,34 @@ def test_a_narrow_cache_is_read_as_if_it_were_wide(
     query = torch.randn(int(batch[0][-1]), num_heads * group, head_dim)
     exact = paged_attention_reference(query, narrow.float(), *batch, window, scores)
     forms = ((False, 0, False), (True, 0, False), (True, 25, False), (True, 512, True))
-    for reads_in_place, near, one_path in forms:
-        with form(reads_in_place, near):
+    for reads_in_place, max_in_place, one_path in forms:
+        with forced_form(reads_in_place, max_in_place):
             plans = [plan_attention(*batch, x, window, one_path) for x in (narrow, narrow.float())]
         found = paged_attention(query, narrow, plans[0], scores)
-        if one_path:  # torch's own forms may see how memory lies
+        if one_path:  # torch's own kernels may depend on the memory layout
             wide = paged_attention(query, narrow.float(), plans[1], scores)
             assert torch.equal(found, wide)
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [0, 33])
-def test_in_a_narrow_cache_a_token_is_the_same_however_its_prompt_is_cut(window: int) -> None:
+def test_in_place_bfloat16_bits_do_not_depend_on_chunking(window: int) -> None:
     batch, num_blocks = make_batch(NARROW_LENGTHS, 16, 0)
     starts, _, tables = batch
     layer = torch.randn(2, num_blocks, 2, 16, 24).bfloat16()
     query = torch.randn(int(starts[-1]), 6, 24)
-    whole = in_place(query, layer, batch, window=window)
+    whole = attend_in_place(query, layer, batch, window=window)
     with mock.patch.object(torch, "get_num_threads", return_value=3):
-        assert torch.equal(in_place(query, layer, batch, window=window), whole)
+        assert torch.equal(attend_in_place(query, layer, batch, window=window), whole)
     for b, (length, context) in enumerate(NARROW_LENGTHS):
         for token in range(length):
-            row, seen = int(starts[b]) + token, context - length + token + 1
-            one = np.array([0, 1], np.int32), np.array([seen], np.int32), tables[b : b + 1]
-            alone = in_place(query[row : row + 1], layer, one, window=window)[0]
-            assert torch.equal(alone, whole[row])
+            row, context_len = int(starts[b]) + token, context - length + token + 1
+            one = np.array([0, 1], np.int32), np.array([context_len], np.int32), tables[b : b + 1]
+            single = attend_in_place(query[row : row + 1], layer, one, window=window)[0]
+            assert torch.equal(single, whole[row])
 
 
-def test_only_float32_reads_a_narrower_cache() -> None:
+def test_only_a_bfloat16_cache_may_have_another_dtype_than_the_query() -> None:
     batch, num_blocks = make_batch([(1, 7)], 16, 0)
     layer = torch.zeros(2, num_blocks, 1, 16, 8)
     for cached, dtype in ((torch.bfloat16, torch.float16), (torch.float16, torch.float32)):
@@ -257,19 +259,19 @@ def test_only_float32_reads_a_narrower_cache() -> None:
 
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_in_place_a_broken_slot_is_not_hidden(side: int, value: float) -> None:
+def test_in_place_nan_and_inf_in_a_slot_reach_the_output(side: int, value: float) -> None:
     batch, num_blocks = make_batch([(1, 40), (1, 40)], 16, 0)
     layer, query = torch.randn(2, num_blocks, 1, 16, 8), torch.rand(2, 1, 8)
     layer[side, batch[2][1, 1], 0, 3] = value
-    found = in_place(query, layer, batch)
+    found = attend_in_place(query, layer, batch)
     assert found[0].isfinite().all()
     assert not found[1].isfinite().all()
 
 
-def test_in_place_scores_far_apart() -> None:
-    """Shares from one to nothing, and past what an exponent holds."""
+def test_in_place_scores_beyond_the_range_of_exp() -> None:
+    """Softmax weights from 1 to 0, and score differences for which float32 `exp` underflows."""
     batch, num_blocks = make_batch([(1, 50)], 16, 0)
     layer, query = torch.randn(2, num_blocks, 1, 16, 8) * 30, torch.randn(1, 1, 8) * 30
     exact = paged_attention_reference(query.double(), layer.double(), *batch)
-    found = in_place(query, layer, batch)
+    found = attend_in_place(query, layer, batch)
     torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-4)

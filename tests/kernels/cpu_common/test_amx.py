@@ -1,4 +1,4 @@
-"""A float32 is the sum of its parts."""
+"""Splitting a float32 into three bfloat16 parts is exact."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ import pytest
 from penstock.kernels.linear.cpu_packed_f32 import has_avx512
 
 
-@pytest.mark.skipif(not has_avx512(), reason="this machine's vectors are shorter")
-def test_parts_are_the_number_exactly() -> None:
+@pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+def test_three_bfloat16_parts_sum_exactly_to_the_float32() -> None:
     import numba
 
     from penstock.kernels.cpu_common.amx import split_bf16x3

@@ -1,4 +1,4 @@
-"""Every tile is where it is multiplied, every sum has one order."""
+"""The AMX schedule: register allocation, and one order of products for all accumulators."""
 
 from itertools import pairwise
 
@@ -17,18 +17,20 @@ SHAPES = [(4, 1, 1), (2, 2, 2), (1, 4, 1)]
 
 
 @pytest.mark.parametrize(("rows", "columns", "for_rows"), SHAPES)
-def test_registers_hold_what_is_multiplied(rows: int, columns: int, for_rows: int) -> None:
+def test_operands_are_loaded_before_each_multiplication(
+    rows: int, columns: int, for_rows: int
+) -> None:
     dots = tile_products(rows, columns)
-    held: dict[int, Load] = {}
+    registers: dict[int, Load] = {}
     done = []
     for each in allocate_registers(dots, columns, for_rows):
         if isinstance(each, Load):
-            of_rows = range(4, 4 + for_rows)
-            assert each.register in (of_rows if each.of_rows else range(4 + for_rows, 8))
-            held[each.register] = each
+            row_registers = range(4, 4 + for_rows)
+            assert each.register in (row_registers if each.of_rows else range(4 + for_rows, 8))
+            registers[each.register] = each
             continue
         assert isinstance(each, Multiply)
-        row, column = held[each.rows], held[each.columns]
+        row, column = registers[each.rows], registers[each.columns]
         assert row.of_rows
         assert not column.of_rows
         assert each.sums == row.number * columns + column.number
@@ -36,7 +38,7 @@ def test_registers_hold_what_is_multiplied(rows: int, columns: int, for_rows: in
     assert done == dots
 
 
-def test_nothing_is_loaded_that_is_held() -> None:
+def test_no_tile_is_loaded_twice_in_a_row() -> None:
     work = allocate_registers(tile_products(4, 1), 1, 1)
     loads = [each for each in work if isinstance(each, Load)]
     assert len(loads) == NUM_SPLITS + 4 * NUM_SPLITS
@@ -44,7 +46,9 @@ def test_nothing_is_loaded_that_is_held() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns", "for_rows"), SHAPES)
-def test_every_sum_has_the_same_order(rows: int, columns: int, for_rows: int) -> None:
+def test_every_accumulator_adds_its_products_in_the_same_order(
+    rows: int, columns: int, for_rows: int
+) -> None:
     orders: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for dot in tile_products(rows, columns):
         orders.setdefault((dot.row, dot.column), []).append((dot.row_split, dot.column_split))

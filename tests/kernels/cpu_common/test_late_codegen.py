@@ -1,4 +1,4 @@
-"""Code that is assembled late computes what it would otherwise, loaded from the cache too."""
+"""Late code generation gives the same results as numba's own, from the disk cache too."""
 
 import subprocess
 import sys
@@ -64,17 +64,17 @@ print(sorted(name.partition("<")[0] for name in assembled))
 """
 
 
-def run(tmp_path: Path, when: str, cache: str) -> list[str]:
-    """Lines that the program prints: an error, bits, cache hits, what was assembled late."""
+def run(tmp_path: Path, mode: str, cache: str) -> list[str]:
+    """Run PROGRAM; return its output lines: error, result bits, cache hits, late functions."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, str(program), when, str(tmp_path / cache)]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    return made.stdout.splitlines()
+    command = [sys.executable, str(program), mode, str(tmp_path / cache)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
 
 
-def test_late_code_computes_the_same_and_is_assembled_once(tmp_path: Path) -> None:
+def test_late_code_has_the_same_results_and_is_assembled_once(tmp_path: Path) -> None:
     plain = run(tmp_path, "plain", "one")
     late = run(tmp_path, "late", "two")
     again = run(tmp_path, "late", "two")
@@ -82,5 +82,7 @@ def test_late_code_computes_the_same_and_is_assembled_once(tmp_path: Path) -> No
     assert plain[:2] == late[:2] == again[:2] == by_numba[:2]
     assert plain[0] == "negative"
     assert [lines[2] for lines in (plain, late, again, by_numba)] == ["0", "0", "2", "2"]
-    assert late[3] == "['alone', 'in_threads']", "neither callees nor bodies of parallel loops"
+    assert late[3] == "['alone', 'in_threads']", (
+        "inlined callees and bodies of parallel loops are not assembled"
+    )
     assert plain[3] == again[3] == "[]"

@@ -1,4 +1,4 @@
-"""The cache of compiled loops: its key covers every source, and its folder must be private."""
+"""The disk cache of compiled loops: its key covers all sources, and its folder is private."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ SOURCES = Path(penstock.__file__).parent / "kernels"
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The root of a user's caches."""
+    """Return the root of the user's caches, set by XDG_CACHE_HOME."""
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -41,7 +41,7 @@ def mode(path: Path) -> int:
         "attention/triton_launch.py",
     ],
 )
-def test_every_source_counts(tmp_path: Path, changed: str) -> None:
+def test_digest_depends_on_every_source_file(tmp_path: Path, changed: str) -> None:
     copy = tmp_path / "kernels"
     shutil.copytree(SOURCES, copy)
     before = numba_runtime.source_digest(copy)
@@ -52,7 +52,7 @@ def test_every_source_counts(tmp_path: Path, changed: str) -> None:
     assert numba_runtime.source_digest(copy) != before
 
 
-def test_paths_and_folders_count(tmp_path: Path) -> None:
+def test_digest_depends_on_contents_and_paths(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "ops.py").write_text("ADD = 1\n")
     first = numba_runtime.source_digest(tmp_path)
@@ -62,7 +62,7 @@ def test_paths_and_folders_count(tmp_path: Path) -> None:
     assert len({first, second, numba_runtime.source_digest(tmp_path)}) == 3
 
 
-def test_versions_and_options_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_depends_on_compiler_version_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     import llvmlite
     import numba
 
@@ -74,7 +74,7 @@ def test_versions_and_options_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(digests) == 3
 
 
-def test_the_folder_is_made_for_this_user_alone(cache: Path) -> None:
+def test_cache_folder_is_private_to_its_user(cache: Path) -> None:
     found = folder()
     digest = numba_runtime.source_digest(SOURCES)
     assert found == cache / "penstock" / "kernels" / digest
@@ -82,7 +82,7 @@ def test_the_folder_is_made_for_this_user_alone(cache: Path) -> None:
     assert folder() == found
 
 
-def test_a_cache_folder_of_numba_has_one_of_ours(
+def test_cache_folder_is_below_numba_cache_dir_if_that_is_set(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
@@ -91,44 +91,44 @@ def test_a_cache_folder_of_numba_has_one_of_ours(
 
 @pytest.mark.parametrize("depth", [0, 1, 2], ids=["digest", "kernels", "penstock"])
 @pytest.mark.parametrize("others", [0o770, 0o707])
-def test_a_folder_that_others_may_write_is_refused(
+def test_a_folder_writable_by_other_users_is_not_used(
     cache: Path, depth: int, others: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = folder()
-    open_to_others = [found, found.parent, found.parent.parent][depth]
-    open_to_others.chmod(others)
+    writable = [found, found.parent, found.parent.parent][depth]
+    writable.chmod(others)
     with caplog.at_level(logging.WARNING):
-        instead = folder()
-    assert cache not in instead.parents
-    assert mode(instead) == 0o700
-    assert f"{open_to_others} can be written by other users" in caplog.text
+        fallback = folder()
+    assert cache not in fallback.parents
+    assert mode(fallback) == 0o700
+    assert f"{writable} can be written by other users" in caplog.text
 
 
 @pytest.mark.parametrize("by_link", [False, True])
-def test_a_folder_of_somebody_else_is_refused(
+def test_a_folder_or_link_of_another_user_is_not_used(
     cache: Path, by_link: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The folder or, with `by_link`, a link to one of our own that another user has made."""
+    """With `by_link`, another user has made a link to a folder of this user."""
     found = folder()
-    theirs = found.parent if not by_link else found
+    foreign = found.parent if not by_link else found
     if by_link:
         found.rename(cache / "elsewhere")
         found.symlink_to(cache / "elsewhere")
     lstat = Path.lstat
 
-    def of_another(path: Path) -> os.stat_result:
-        is_of = lstat(path)
-        if path == theirs:
-            return os.stat_result((*is_of[:4], os.geteuid() + 1, *is_of[5:]))
-        return is_of
+    def foreign_lstat(path: Path) -> os.stat_result:
+        status = lstat(path)
+        if path == foreign:
+            return os.stat_result((*status[:4], os.geteuid() + 1, *status[5:]))
+        return status
 
-    monkeypatch.setattr(Path, "lstat", of_another)
+    monkeypatch.setattr(Path, "lstat", foreign_lstat)
     with caplog.at_level(logging.WARNING):
         assert cache not in folder().parents
-    assert f"{theirs} belongs to user {os.geteuid() + 1}" in caplog.text
+    assert f"{foreign} belongs to user {os.geteuid() + 1}" in caplog.text
 
 
-def test_a_link_of_this_user_is_followed(cache: Path) -> None:
+def test_a_link_of_the_same_user_is_followed(cache: Path) -> None:
     found = folder()
     found.rename(cache / "elsewhere")
     found.symlink_to(cache / "elsewhere")
@@ -137,7 +137,9 @@ def test_a_link_of_this_user_is_followed(cache: Path) -> None:
     assert cache not in folder().parents
 
 
-def test_a_file_in_the_way_is_told(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_in_place_of_the_folder_is_logged(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache.write_text("")
     with caplog.at_level(logging.WARNING):
         assert folder().is_dir()

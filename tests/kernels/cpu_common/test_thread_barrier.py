@@ -1,4 +1,4 @@
-"""Threads that join and meet: none goes on too early, none waits for one that is not there."""
+"""The thread barrier: no thread passes it early, and none waits for a thread that never runs."""
 
 import resource
 import sys
@@ -21,77 +21,77 @@ def loops() -> Any:
     from penstock.kernels.cpu_common.thread_barrier import arrive, backoff, join, phase_done
 
     @numba.njit(parallel=True, nogil=True)
-    def rounds(shared: Any, written: Any, wrong: Any, asked: int) -> None:
-        """In every round each writes, and then reads what all have written in it."""
-        for _thread in numba.prange(asked):
-            me, count = join(shared, asked)
-            for number in range(len(written) if me >= 0 else 0):
-                written[number, me] = number + 1
+    def rounds(shared: Any, written: Any, errors: Any, num_threads: int) -> None:
+        """In each round, write a value, pass the barrier, and check the values of all threads."""
+        for _thread in numba.prange(num_threads):
+            index, count = join(shared, num_threads)
+            for number in range(len(written) if index >= 0 else 0):
+                written[number, index] = number + 1
                 arrive(shared)
-                looks = 0
+                spins = 0
                 while not phase_done(shared, count, number + 1):
-                    backoff(looks)
-                    looks += 1
+                    backoff(spins)
+                    spins += 1
                 for other in range(count):
-                    wrong[me] += written[number, other] != number + 1
+                    errors[index] += written[number, other] != number + 1
 
     @numba.njit
-    def join_in_turns(shared: Any, asked: int, times: int) -> list[tuple[int, int]]:
-        return [join(shared, asked) for _ in range(times)]
+    def join_repeatedly(shared: Any, num_threads: int, times: int) -> list[tuple[int, int]]:
+        return [join(shared, num_threads) for _ in range(times)]
 
     @numba.njit
-    def wait(looks: int) -> None:
-        backoff(looks)
+    def wait(spins: int) -> None:
+        backoff(spins)
 
-    return rounds, join_in_turns, wait
+    return rounds, join_repeatedly, wait
 
 
-@pytest.mark.parametrize("asked", [1, 2, 3])
-def test_all_see_what_all_have_written(asked: int) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_threads_see_all_writes_made_before_the_barrier(num_threads: int) -> None:
     from penstock.kernels.cpu_common.thread_barrier import BARRIER_WORDS
 
-    asked = use_threads(asked)
-    written, wrong = np.zeros((ROUNDS, asked), np.int64), np.zeros(asked, np.int64)
+    num_threads = use_threads(num_threads)
+    written, errors = np.zeros((ROUNDS, num_threads), np.int64), np.zeros(num_threads, np.int64)
     for _ in range(20):
         written[:] = 0
-        loops()[0](np.zeros(BARRIER_WORDS, np.int64), written, wrong, asked)
-        assert not wrong.any()
-        # Whoever came in time did every round.
+        loops()[0](np.zeros(BARRIER_WORDS, np.int64), written, errors, num_threads)
+        assert not errors.any()
+        # A thread that joined in time did all rounds; a late one did none.
         assert {column.all() for column in written.T} <= {True, False}
         assert written[:, 0].all()
         assert all(column.all() or not column.any() for column in written.T)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts of one thread are Linux's")
-def test_who_waits_long_sleeps_between_looks() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="RUSAGE_THREAD needs Linux")
+def test_a_long_wait_sleeps_between_polls() -> None:
     configure_numba()
     from penstock.kernels.cpu_common import thread_barrier
 
     code: Any = thread_barrier
     wait = loops()[2]
-    for looks in range(
+    for spins in range(
         2 * code._SPINS_BEFORE_SLEEP, 2 * code._SPINS_BEFORE_SLEEP + 100 * code._SPINS_BEFORE_YIELD
     ):
-        if looks % code._SPINS_BEFORE_YIELD == code._SPINS_BEFORE_YIELD - 1:
+        if spins % code._SPINS_BEFORE_YIELD == code._SPINS_BEFORE_YIELD - 1:
             before = num_sleeps()
-            wait(looks)
+            wait(spins)
             assert num_sleeps() > before
 
 
 def num_sleeps() -> int:
-    """How often this thread has given its core up to wait for something."""
+    """Return the number of voluntary context switches of this thread."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
-def test_who_is_there_does_not_wait_for_ever() -> None:
-    """One thread that takes all turns: in its first it is alone, in the others too late."""
+def test_a_thread_that_joins_without_the_others_starts_after_a_limit() -> None:
+    """One thread joins three times: first as a team of one, then too late."""
     from penstock.kernels.cpu_common.thread_barrier import BARRIER_WORDS
 
     shared = np.zeros(BARRIER_WORDS, np.int64)
     assert list(loops()[1](shared, 3, 3)) == [(0, 1), (-1, 0), (-1, 0)]
 
 
-def test_as_many_as_were_asked_for_are_let_in_at_once() -> None:
+def test_a_complete_team_starts_without_waiting() -> None:
     from penstock.kernels.cpu_common.thread_barrier import BARRIER_WORDS
 
     assert list(loops()[1](np.zeros(BARRIER_WORDS, np.int64), 1, 2)) == [(0, 1), (-1, 0)]

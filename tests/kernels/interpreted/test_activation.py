@@ -1,4 +1,4 @@
-"""The kernel of the gates against float64."""
+"""The Triton kernel of gated activations, compared with float64."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ GATES = [
 @pytest.mark.parametrize("gate", range(len(GATES)), ids=["silu", "gelu", "clamped"])
 @settings(max_examples=8)
 @given(st.integers(0, 9), st.sampled_from([1, 3, 64, 500, 2049]), st.sampled_from(DTYPES))
-def test_gates(gate: int, num_rows: int, dim: int, dtype: torch.dtype) -> None:
+def test_gates_match_the_reference(gate: int, num_rows: int, dim: int, dtype: torch.dtype) -> None:
     found, expected = GATES[gate]
     gate_up = (torch.randn(num_rows, 2 * dim) * 4).to(dtype)
     wide = expected(gate_up.double())
@@ -38,7 +38,7 @@ def test_gates(gate: int, num_rows: int, dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("found", "expected"), GATES, ids=["silu", "gelu", "clamped"])
-def test_far_from_zero(found: object, expected: object) -> None:
+def test_large_inputs_and_nan(found: object, expected: object) -> None:
     assert callable(found)
     assert callable(expected)
     edges = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, torch.nan])
@@ -52,7 +52,7 @@ def test_far_from_zero(found: object, expected: object) -> None:
     )
 
 
-def test_rows_may_be_part_of_wider_ones() -> None:
+def test_strided_rows() -> None:
     wide = torch.randn(6, 96)
     assert torch.equal(silu_and_mul(wide[:, 32:]), silu_and_mul(wide[:, 32:].contiguous()))
 
@@ -60,18 +60,18 @@ def test_rows_may_be_part_of_wider_ones() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 200, 2049])
 @pytest.mark.parametrize("gate", range(len(GATES)), ids=["silu", "gelu", "clamped"])
-def test_a_row_alone_is_the_row_in_a_crowd(gate: int, dim: int, dtype: torch.dtype) -> None:
-    """Also of rows that the clamped gate cuts, and beside one that is broken."""
+def test_row_bits_do_not_depend_on_the_batch(gate: int, dim: int, dtype: torch.dtype) -> None:
+    """Also for inputs that the clamped gate clamps, and with a row of NaN in the batch."""
     found = GATES[gate][0]
     gate_up = (torch.randn(9, 2 * dim) * 9).to(dtype)
     gate_up[2] = torch.nan
-    crowd = found(gate_up)
+    batched = found(gate_up)
     for row in (0, 5, 8):
-        assert torch.equal(found(gate_up[row : row + 1])[0], crowd[row])
-    assert torch.equal(found(gate_up[4:8]), crowd[4:8])
+        assert torch.equal(found(gate_up[row : row + 1])[0], batched[row])
+    assert torch.equal(found(gate_up[4:8]), batched[4:8])
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="gate_up: rows of two equal halves expected, not of 7"):
         silu_and_mul(torch.randn(3, 7))
     with pytest.raises(ValueError, match=r"gate_up: shape \[T, 2 I\] expected, not \[8\]"):

@@ -1,4 +1,4 @@
-"""The kernels of paged attention against the reference in float64, through the very launcher."""
+"""The Triton kernels of paged attention, with their launcher, compared with float64."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ from tests.support.devices import DEVICE, exact_products
 pytestmark = pytest.mark.interpreted
 
 RAGGED = [(1, 1), (5, 5), (1, 33), (0, 9), (1, 64), (20, 50), (1, 65), (2, 40), (9, 9)]
-"""Nothing before, all cached but one, edges of parts and tiles, an empty chunk."""
+"""(query tokens, context): no context, decodes, edges of partitions and tiles, an empty chunk."""
 
 
 @pytest.mark.parametrize("window", [0, 7, 40])
@@ -57,7 +57,7 @@ SLOPES = torch.tensor([0.5, 0.0, 0.03], device=DEVICE)
         ScoreMod(scale=0.9, cap=0.7, sinks=torch.full_like(SINKS, -torch.inf), slopes=SLOPES),
     ],
 )
-def test_bent_scores(scores: ScoreMod, window: int) -> None:
+def test_score_mods(scores: ScoreMod, window: int) -> None:
     check([(1, 33), (13, 40), (1, 1), (1, 70)], scores=scores, window=window)
 
 
@@ -70,11 +70,11 @@ def test_bent_scores(scores: ScoreMod, window: int) -> None:
         ((1, 5, 112), 32),
         ((2, 8, 128), 16),
         ((1, 2, 256), 64),
-        ((1, 20, 16), 3),  # a token's heads are more than a tile has rows
+        ((1, 20, 16), 3),  # one token has more query heads than a tile has rows
         ((3, 1, 6), 5),
     ],
 )
-def test_sizes_of_heads_and_blocks(heads: tuple[int, int, int], block_size: int) -> None:
+def test_head_and_block_sizes(heads: tuple[int, int, int], block_size: int) -> None:
     check([(1, 34), (19, 30), (2, 2)], heads, block_size)
 
 
@@ -95,20 +95,20 @@ def test_any_batch(
     check(lengths, heads, block_size, window)
 
 
-def test_nothing_to_do() -> None:
+def test_no_query_tokens() -> None:
     query, layer, batch = make_case([(0, 5), (0, 0)], (1, 3, 16), 16)
     assert paged_attention(query, layer, plan_attention(*batch, layer)).shape == (0, 3, 16)
 
 
-def test_the_real_tiles() -> None:
-    """Those that a device gets; with them a part is 512 positions."""
+def test_default_tile_sizes() -> None:
+    """Tile sizes of a GPU, with partitions of 512 positions."""
     query, layer, batch = make_case([(1, 513), (40, 90), (1, 512)], (1, 4, 64), 16, torch.float16)
     found = paged_attention(query, layer, plan_attention(*batch, layer))
     compare(found, exactly(query, layer, batch, 0, PLAIN, None))
 
 
 @pytest.mark.parametrize("window", [0, 20])
-def test_a_cache_of_eight_bits(window: int) -> None:
+def test_an_fp8_cache_with_scales(window: int) -> None:
     query, layer, batch = make_case([(1, 40), (11, 20), (1, 9)], (2, 2, 32), 16)
     scales = torch.tensor([[0.5, 2.0], [0.25, 1.5]], device=DEVICE)
     narrow = layer.nan_to_num(torch.nan).to(E4M3)
@@ -128,7 +128,7 @@ def test_a_shared_prefix_is_read_once(sinks: Tensor | None) -> None:
     ("num_tokens", "prefix", "contexts", "window", "shared"),
     [
         (8, 96, [97], 0, 96),
-        (8, 96, [96], 0, 64),  # everyone's own token is behind it
+        (8, 96, [96], 0, 64),  # the last position is each sequence's own token
         (8, 96, [97, 33], 0, 32),
         (8, 16, [97], 0, 0),
         (8, 0, [97], 0, 0),
@@ -136,38 +136,38 @@ def test_a_shared_prefix_is_read_once(sinks: Tensor | None) -> None:
         (8, 96, [97], 50, 0),
     ],
 )
-def test_what_is_a_shared_prefix(
+def test_length_of_the_shared_prefix(
     num_tokens: int, prefix: int, contexts: list[int], window: int, shared: int
 ) -> None:
     check_prefix(num_tokens, prefix, contexts, shared, window=window)
 
 
-def test_a_chunk_shares_no_prefix() -> None:
+def test_a_batch_with_a_chunk_shares_no_prefix() -> None:
     _, layer, batch = make_case([(1, 80)] * 8 + [(3, 80)], (1, 3, 16), 16)
     batch[2][:, :4] = batch[2][0, :4]
     with small_tiles():
-        assert prefix_of(plan_attention(*batch, layer, use_cascade=True)) == 0
+        assert shared_positions(plan_attention(*batch, layer, use_cascade=True)) == 0
 
 
-def prefix_of(plan: AttentionPlan) -> int:
+def shared_positions(plan: AttentionPlan) -> int:
     assert isinstance(plan.backend, TiledPlan)
     return plan.backend.prefix
 
 
 def on_device(
-    batch: Batch, layer: Tensor, max_query: int, room: int, window: int, one_path: bool = False
+    batch: Batch, layer: Tensor, max_query: int, slack: int, window: int, one_path: bool = False
 ) -> AttentionPlan:
-    """Of tensors, with wider tables than needed and bounds that are not met."""
+    """Plan on device tensors, with block tables and `max_context` larger than needed."""
     starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
-    tables = torch.nn.functional.pad(tables, (0, room // layer.shape[3] + 1), value=-1)
-    bound = int(contexts.max()) + room
+    tables = torch.nn.functional.pad(tables, (0, slack // layer.shape[3] + 1), value=-1)
+    bound = int(contexts.max()) + slack
     return plan_attention_on_device(
         starts, contexts, tables, layer, max_query, bound, window, one_path
     )
 
 
 @pytest.mark.parametrize("window", [0, 20])
-def test_a_plan_of_device_tensors_is_the_same(window: int) -> None:
+def test_a_plan_of_device_tensors_has_the_same_bits(window: int) -> None:
     query, layer, batch = make_case(RAGGED, (1, 3, 16), 16)
     with small_tiles(), as_if_on_a_device():
         plan = on_device(batch, layer, 30, 100, window)
@@ -186,31 +186,29 @@ def test_decodes_planned_on_a_device() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 37])
-def test_a_sequence_is_the_same_alone_and_in_a_crowd(window: int) -> None:
+def test_bits_of_a_sequence_do_not_depend_on_the_batch(window: int) -> None:
     query, layer, batch = make_case(RAGGED, (1, 3, 16), 16, torch.float16)
     starts, contexts, tables = batch
     with small_tiles():
-        crowd = paged_attention(query, layer, plan_attention(*batch, layer, window))
+        batched = paged_attention(query, layer, plan_attention(*batch, layer, window))
         for b in (2, 5, 6, 7):
             tokens = slice(starts[b], starts[b + 1])
             length = np.array([0, starts[b + 1] - starts[b]], np.int32)
-            alone = (length, contexts[b : b + 1], tables[b : b + 1])
-            plan = plan_attention(*alone, layer, window)
-            assert torch.equal(paged_attention(query[tokens], layer, plan), crowd[tokens])
+            single = (length, contexts[b : b + 1], tables[b : b + 1])
+            plan = plan_attention(*single, layer, window)
+            assert torch.equal(paged_attention(query[tokens], layer, plan), batched[tokens])
 
 
 @pytest.mark.parametrize("window", [0, 37])
 @pytest.mark.parametrize("scores", [PLAIN, ScoreMod(cap=0.7, sinks=SINKS, slopes=SLOPES)])
-def test_on_one_path_a_token_is_the_same_however_its_prompt_is_cut(
-    scores: ScoreMod, window: int
-) -> None:
-    """Whole, by itself, and in pieces that take the other form."""
+def test_one_path_bits_do_not_depend_on_chunking(scores: ScoreMod, window: int) -> None:
+    """Compare the whole chunk with single tokens and with pieces that fit one tile."""
     pieces = [(0, 1), (3, 1), (3, 30), (17, 2), (35, 15), (49, 1)]
     check_one_path([(50, 110), (1, 70), (9, 9)], pieces, window, scores)
 
 
 @pytest.mark.parametrize("window", [0, 37])
-def test_on_one_path_a_plan_of_device_tensors_is_the_same(window: int) -> None:
+def test_one_path_with_a_plan_of_device_tensors_has_the_same_bits(window: int) -> None:
     query, layer, batch = make_case([(50, 110), (1, 70), (9, 9)], (1, 3, 16), 16)
     with small_tiles(), exact_products():
         whole = paged_attention(query, layer, plan_attention(*batch, layer, window, one_path=True))
@@ -219,11 +217,11 @@ def test_on_one_path_a_plan_of_device_tensors_is_the_same(window: int) -> None:
             assert torch.equal(paged_attention(query, layer, plan), whole)
 
 
-def test_on_one_path_no_prefix_is_shared() -> None:
+def test_one_path_shares_no_prefix() -> None:
     check_prefix(8, 96, [97], 0, one_path=True)
 
 
-def test_a_broken_slot_harms_its_own_sequence_only() -> None:
+def test_nan_in_a_slot_affects_its_own_sequence_only() -> None:
     query, layer, batch = make_case([(1, 40), (1, 40), (9, 20)], (1, 2, 16), 16)
     layer[1, batch[2][1, 1], 0, 3] = torch.nan
     with small_tiles():
@@ -276,8 +274,8 @@ def refusals() -> dict[str, Callable[[Tensor, Tensor, Batch], object]]:
         "scales: none expected": lambda q, c, b: call(q, c, b, scales=wrong),
         r"scales: shape \[2, 2\]": lambda q, c, b: call(q, c.to(E4M3), b, scales=wrong),
         "query_starts, block_tables: shapes": planned(query_starts=np.zeros(1, np.int32)),
-        "query_starts: numbers that ascend": changed(0, (1,), 11),
-        "context_lens: 9 at least expected of sequence 1, not 8": changed(1, (1,), 8),
+        "query_starts: non-decreasing numbers": changed(0, (1,), 11),
+        "context_lens: at least 9 expected for sequence 1, not 8": changed(1, (1,), 8),
         "block_tables: 63 columns expected, not 4": changed(1, (0,), 1000),
         r"block_tables: blocks below 8 expected, not 8 at \[0, 2\]": changed(2, (0, 2), 8),
         r"block_tables: blocks below 8 expected, not -1 at \[1, 0\]": changed(2, (1, 0), -1),
@@ -285,19 +283,19 @@ def refusals() -> dict[str, Callable[[Tensor, Tensor, Batch], object]]:
 
 
 @pytest.mark.parametrize("message", refusals())
-def test_what_would_be_a_wild_read_is_refused(message: str) -> None:
+def test_arguments_that_would_read_out_of_bounds_are_refused(message: str) -> None:
     query, layer, batch = make_case([(1, 40), (9, 20)], (2, 3, 16), 16)
     with pytest.raises(ValueError, match=message):
         refusals()[message](query, layer, batch)
 
 
-def test_what_the_interpreter_cannot_do_is_refused() -> None:
+def test_bfloat16_is_refused_in_the_interpreter() -> None:
     query, layer, batch = make_case([(1, 40), (9, 20)], (2, 3, 16), 16, torch.bfloat16)
     with pytest.raises(TypeError, match="bfloat16"):
         paged_attention(query, layer, plan_attention(*batch, layer))
 
 
-def test_device_tensors_that_do_not_fit_are_refused() -> None:
+def test_invalid_device_tensors_are_refused() -> None:
     _, layer, batch = make_case([(1, 40), (9, 20)], (2, 3, 16), 16)
     starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
     for bad, message in (
@@ -307,5 +305,5 @@ def test_device_tensors_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             plan_attention_on_device(*bad, layer, 9, 40)
-    with pytest.raises(ValueError, match="block_tables: 4 columns end before 65"):
+    with pytest.raises(ValueError, match="block_tables: 4 columns cannot hold max_context=65"):
         plan_attention_on_device(starts, contexts, tables, layer, 9, 65)

@@ -1,5 +1,7 @@
-"""The comparisons with the reference notice every off-by-one planted in kernels and plans: of the
-form in parts, of the one path, and of the one that reads a shared prefix once."""
+"""Mutation tests: comparisons with the reference detect off-by-one errors in kernels and plans.
+
+Covers split KV, the batch-invariant path (`one_path`) and cascade attention (shared prefix).
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,43 +29,49 @@ pytestmark = pytest.mark.interpreted
 PLAIN_KERNEL: dict[str, Change] = {
     **KERNEL,
     **IN_PARTS,
-    "all see, window": (
+    "unmasked columns, window": (
         "tl.maximum(latest - WINDOW + 1, low)",
         "tl.maximum(earliest - WINDOW, low)",
     ),
-    "all see, causal": ("tl.minimum(earliest + 1, high)", "tl.minimum(latest + 1, high)"),
-    "alone": ("single = count == 1", "single = count <= 2"),
+    "unmasked columns, causal": ("tl.minimum(earliest + 1, high)", "tl.minimum(latest + 1, high)"),
+    "single partition": ("single = count == 1", "single = count <= 2"),
 }
 
 PLAIN_PLAN: dict[str, Change] = {
-    "first part": ("firsts = (low // SPLIT)", "firsts = (low // SPLIT + 1)"),
-    "parts": ("(contexts + SPLIT - 1) // SPLIT - firsts", "contexts // SPLIT - firsts"),
+    "first partition": ("firsts = (low // SPLIT)", "firsts = (low // SPLIT + 1)"),
+    "partitions": ("(contexts + SPLIT - 1) // SPLIT - firsts", "contexts // SPLIT - firsts"),
     "tiles": ("(lengths * group + of_chunks.rows - 1) // ", "(lengths * group) // "),
     "lowest": ("lengths - self.window + 1", "lengths - self.window + 2"),
-    "rows of parts": ("partitions.tokens if partitions else 1,", "1,"),
+    "tokens of partitions": ("partitions.tokens if partitions else 1,", "1,"),
     "merges": ("len(partitions.items) > int(is_few.sum())", "False"),
 }
 
 ONE_PATH_KERNEL: dict[str, Change] = {
     **KERNEL,
     **IN_PARTS,
-    "first turn": ("first_partition = low // SPLIT", "first_partition = low // SPLIT + 1"),
-    "turns": ("(high + SPLIT - 1) // SPLIT - first_partition", "high // SPLIT - first_partition"),
-    "begin of turn": (
+    "first partition of loop": (
+        "first_partition = low // SPLIT",
+        "first_partition = low // SPLIT + 1",
+    ),
+    "number of partitions": (
+        "(high + SPLIT - 1) // SPLIT - first_partition",
+        "high // SPLIT - first_partition",
+    ),
+    "begin of partition": (
         "tl.maximum(begin, (first_partition + partition) * SPLIT)",
         "tl.maximum(begin, (first_partition + partition) * SPLIT - 1)",
     ),
-    "end of turn": (
+    "end of partition": (
         "tl.minimum(high, (first_partition + partition + 1) * SPLIT)",
         "tl.minimum(high, (first_partition + partition + 1) * SPLIT + 1)",
     ),
-    "what is before a turn": ("all_total * fade + total", "all_total + total"),
+    "total before a partition": ("all_total * fade + total", "all_total + total"),
 }
 
 ONE_PATH_PLAN: dict[str, Change] = {
-    **{name: PLAIN_PLAN[name] for name in ("first part", "parts", "tiles", "lowest")},
+    **{name: PLAIN_PLAN[name] for name in ("first partition", "partitions", "tiles", "lowest")},
     "tiles of one size": ("return fixed, fixed", "return fixed, fixed._replace(columns=32)"),
-    "one part after another": ("BLOCK_P=1 if self.one_path else ", "BLOCK_P="),
+    "sequential partitions": ("BLOCK_P=1 if self.one_path else ", "BLOCK_P="),
 }
 
 PREFIX_KERNEL: dict[str, Change] = {
@@ -71,25 +79,25 @@ PREFIX_KERNEL: dict[str, Change] = {
     **{name: IN_PARTS[name] for name in ("end of part", "begin of part", "merge, count")},
     "tile of rows": ("tl.program_id(2) * BLOCK_M", "tl.program_id(2) * BLOCK_M + 1"),
     "all merged": ("if SPLIT and not (SEQUENTIAL or ALL_MERGED)", "if SPLIT and not SEQUENTIAL"),
-    "count of parts": ("count = num_own + num_shared", "count = num_own + num_shared - 1"),
-    "which shared part": ("(numbers - num_own) *", "(numbers - num_own - 1) *"),
-    "whose shared part": ("num_sequences + sequence", "num_sequences + sequence // 2"),
+    "count of partitions": ("count = num_own + num_shared", "count = num_own + num_shared - 1"),
+    "index of shared partition": ("(numbers - num_own) *", "(numbers - num_own - 1) *"),
+    "token of shared partition": ("num_sequences + sequence", "num_sequences + sequence // 2"),
     "own or shared": ("tl.where(numbers < num_own,", "tl.where(numbers <= num_own,"),
     "nothing to merge": ("| (count == 1)", "| (count <= 2)"),
 }
 
 PREFIX_PLAN: dict[str, Change] = {
-    "own parts": (".clamp(min=self.prefix // SPLIT)", ".clamp(min=self.prefix // SPLIT + 1)"),
-    "own parts, all": (".clamp(min=self.prefix // SPLIT)", ".clamp(min=0)"),
-    "shared parts": ("[self.prefix // SPLIT]", "[self.prefix // SPLIT - 1]"),
-    "whole parts": ("prefix // SPLIT * SPLIT", "-(-prefix // SPLIT) * SPLIT"),
-    "where they stand": ("(starts[1:] + self.prefix)", "starts[1:]"),
+    "own partitions": (".clamp(min=self.prefix // SPLIT)", ".clamp(min=self.prefix // SPLIT + 1)"),
+    "own partitions, all": (".clamp(min=self.prefix // SPLIT)", ".clamp(min=0)"),
+    "shared partitions": ("[self.prefix // SPLIT]", "[self.prefix // SPLIT - 1]"),
+    "whole partitions": ("prefix // SPLIT * SPLIT", "-(-prefix // SPLIT) * SPLIT"),
+    "start positions": ("(starts[1:] + self.prefix)", "starts[1:]"),
     "tiles of rows": (
         "-(-partitions.tokens * group // tiles",
         "(partitions.tokens * group // tiles",
     ),
-    "where sums are": ("sums[own:]", "sums[own - 1 :]"),
-    "where the merge finds them": (
+    "offset of shared sums": ("sums[own:]", "sums[own - 1 :]"),
+    "offset of shared sums in the merge": (
         "len(items.items) * partitions.tokens,",
         "len(items.items) * partitions.tokens - 1,",
     ),
@@ -97,10 +105,10 @@ PREFIX_PLAN: dict[str, Change] = {
 
 PREFIX_FOUND: dict[str, Change] = {
     "own token": ("int(context_lens.min() - 1)", "int(context_lens.min())"),
-    "first that differs": ("else same.argmin()", "else same.argmin() + 1"),
+    "first different block": ("else same.argmin()", "else same.argmin() + 1"),
     "a window": ("not (one_path or window)", "not one_path"),
     "one path": ("not (one_path or window)", "not window"),
-    "few": (">= MIN_SHARED_TOKENS", ">= MIN_SHARED_TOKENS - 1"),
+    "small batch": (">= MIN_SHARED_TOKENS", ">= MIN_SHARED_TOKENS - 1"),
 }
 
 
@@ -125,7 +133,7 @@ def compare_prefix() -> None:
 
 
 class Form(NamedTuple):
-    """A comparison, and what is changed under it."""
+    """A comparison with the reference, and the mutants that it must detect."""
 
     compare: Callable[[], None]
     kernel: dict[str, Change]
@@ -147,7 +155,7 @@ def under_plan(compare: Callable[[], None], change: Change, folder: Path) -> Non
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("under", [under_kernel, under_plan])
-def test_what_is_sound_lives(
+def test_unchanged_source_passes(
     form: str, under: Callable[[Callable[[], None], Change, Path], None], tmp_path: Path
 ) -> None:
     under(FORMS[form].compare, NOTHING, tmp_path)
@@ -156,7 +164,7 @@ def test_what_is_sound_lives(
 @pytest.mark.parametrize(
     ("form", "name"), [(form, name) for form in FORMS for name in FORMS[form].kernel]
 )
-def test_a_broken_kernel_is_noticed(form: str, name: str, tmp_path: Path) -> None:
+def test_a_mutant_kernel_is_detected(form: str, name: str, tmp_path: Path) -> None:
     with noticed():
         under_kernel(FORMS[form].compare, FORMS[form].kernel[name], tmp_path)
 
@@ -164,18 +172,18 @@ def test_a_broken_kernel_is_noticed(form: str, name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("form", "name"), [(form, name) for form in FORMS for name in FORMS[form].plan]
 )
-def test_a_broken_plan_is_noticed(form: str, name: str, tmp_path: Path) -> None:
+def test_a_mutant_plan_is_detected(form: str, name: str, tmp_path: Path) -> None:
     with noticed():
         under_plan(FORMS[form].compare, FORMS[form].plan[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", PREFIX_FOUND)
-def test_a_prefix_wrongly_found_is_noticed(name: str, tmp_path: Path) -> None:
+def test_a_mutant_prefix_search_is_detected(name: str, tmp_path: Path) -> None:
     mutant = mutant_of(attention, PREFIX_FOUND[name], tmp_path)
     with swapped(checks, mutant, "plan_attention"), noticed():
         compare_prefix()
 
 
-def test_a_mutant_that_lives_fails() -> None:
+def test_an_undetected_mutant_fails_the_test() -> None:
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"), noticed():
         check([(1, 3)], (1, 1, 16), 8)

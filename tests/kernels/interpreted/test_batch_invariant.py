@@ -1,4 +1,4 @@
-"""The product whose rows know nothing of each other."""
+"""The Triton kernels of batch-invariant matrix products."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ SHAPES = [(1, 1, 1), (3, 5, 7), (129, 130, 65), (70, 150, 1100)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
-def test_as_the_reference(
+def test_matches_the_reference(
     device: torch.device, dtype: torch.dtype, rows: int, outputs: int, inputs: int
 ) -> None:
     torch.manual_seed(rows)
@@ -34,30 +34,30 @@ def test_as_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_company(
+def test_row_bits_do_not_depend_on_the_batch(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(140, 1100).to(device, dtype), torch.randn(40, 1100).to(device, dtype)
     bias = torch.randn(40).to(device, dtype)
-    crowd = batch_invariant_matmul(x, weight, bias)
-    # numpy's products, by which the interpreter multiplies, are not alike at all places of a tile.
+    batched = batch_invariant_matmul(x, weight, bias)
+    # The interpreter multiplies with numpy, whose bits vary with the row's place in the tile.
     for row in (0, 128, *((77, 139) if ON_GPU else ())):
-        assert torch.equal(batch_invariant_matmul(x[row : row + 1], weight, bias)[0], crowd[row])
-    assert torch.equal(batch_invariant_matmul(x[128:], weight, bias), crowd[128:])
-    # With many rows a program has all slices, one after another.
+        assert torch.equal(batch_invariant_matmul(x[row : row + 1], weight, bias)[0], batched[row])
+    assert torch.equal(batch_invariant_matmul(x[128:], weight, bias), batched[128:])
+    # With many rows, one program computes all K slices of a tile in order.
     monkeypatch.setattr(module, "are_few", lambda num_tiles: False)
-    assert torch.equal(batch_invariant_matmul(x, weight, bias), crowd)
+    assert torch.equal(batch_invariant_matmul(x, weight, bias), batched)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("across", [False, True])
-def test_heads(device: torch.device, dtype: torch.dtype, across: bool) -> None:
-    """Each by its own weight, whose rows or columns lie side by side; a row alone is the same."""
+@pytest.mark.parametrize("transposed", [False, True])
+def test_bmm_of_heads(device: torch.device, dtype: torch.dtype, transposed: bool) -> None:
+    """One weight per head, row-major or column-major; a single row has the same bits."""
     torch.manual_seed(1)
     x = torch.randn(70, 3, 1100).to(device, dtype)[:, :, :1030]
     weight = (torch.randn(3, 9, 1030) / 32).to(device, dtype)
-    if across:
+    if transposed:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
     with poisoned_memory(), exact_products():
         found = batch_invariant_bmm(x, weight)
@@ -68,7 +68,7 @@ def test_heads(device: torch.device, dtype: torch.dtype, across: bool) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=eps, atol=4e-6)
 
 
-def test_slices_are_cut_by_the_weights_shape() -> None:
+def test_slices_depend_on_the_weight_shape_only() -> None:
     assert module.slicing(4096, 4096, module.HALF) == (512, 8)
     assert module.slicing(28672, 4096, module.HALF) == (2048, 2)
     assert module.slicing(152064, 4096, module.HALF) == (4096, 1)
@@ -78,19 +78,19 @@ def test_slices_are_cut_by_the_weights_shape() -> None:
         assert (count - 1) * size < inputs <= count * size
 
 
-def test_a_broken_row_breaks_no_other(device: torch.device) -> None:
+def test_a_row_with_nan_or_inf_does_not_affect_others(device: torch.device) -> None:
     x, weight = torch.randn(5, 40, device=device), torch.randn(9, 40, device=device)
     x[1], x[3, 0] = torch.nan, torch.inf
-    good = batch_invariant_matmul(x, weight).isfinite().all(-1)
-    assert good.tolist() == [True, False, True, False, True]
+    finite = batch_invariant_matmul(x, weight).isfinite().all(-1)
+    assert finite.tolist() == [True, False, True, False, True]
 
 
-def test_nothing_to_multiply(device: torch.device) -> None:
+def test_no_rows(device: torch.device) -> None:
     none = torch.empty(0, 8, device=device)
     assert batch_invariant_matmul(none, torch.randn(3, 8, device=device)).shape == (0, 3)
 
 
-def test_what_is_wrong_is_named(device: torch.device) -> None:
+def test_invalid_arguments_are_refused(device: torch.device) -> None:
     x, weight = torch.randn(2, 8, device=device), torch.randn(3, 8, device=device)
     with pytest.raises(ValueError, match="weight: shape"):
         batch_invariant_matmul(x, weight[:, 1:])

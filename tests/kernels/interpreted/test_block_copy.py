@@ -1,4 +1,4 @@
-"""The kernels that move blocks and sum them."""
+"""The Triton kernels that move KV blocks and compute their checksums."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def random_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @settings(max_examples=14)
 @given(st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.data())
-def test_a_rectangle_moves_whole(
+def test_gather_and_scatter_move_ranges_of_layers_and_heads(
     shape: tuple[int, ...], dtype: torch.dtype, draw: st.DataObject
 ) -> None:
     layers, heads = (
@@ -42,7 +42,7 @@ def test_a_rectangle_moves_whole(
     assert torch.equal(target, expected)
 
 
-def test_blocks_that_trade_places() -> None:
+def test_copy_blocks_swaps_blocks() -> None:
     kv = torch.randn(2, 2, 6, 3, 4, 8)
     expected = kv.clone()
     expected[:, :, [1, 4, 5]] = kv[:, :, [4, 1, 4]]
@@ -50,17 +50,17 @@ def test_blocks_that_trade_places() -> None:
     assert torch.equal(kv, expected)
 
 
-def test_blocks_that_are_not_there() -> None:
+def test_unknown_blocks_read_as_zero_and_are_not_written() -> None:
     memory = poisoned(3, 2, 4, 2, 4, 8)
     kv, whole = memory[1:2].view(1, 2, 4, 2, 4, 8), (slice(0, 1), slice(0, 2))
     untouched = memory.clone()
-    strange = torch.tensor([-1, 4, 1 << 40])
-    assert not gather_blocks(kv, strange, *whole).any()
-    scatter_blocks(kv, strange, *whole, torch.randn(1, 2, 3, 2, 4, 8))
+    unknown = torch.tensor([-1, 4, 1 << 40])
+    assert not gather_blocks(kv, unknown, *whole).any()
+    scatter_blocks(kv, unknown, *whole, torch.randn(1, 2, 3, 2, 4, 8))
     assert torch.equal(memory.view(torch.int32), untouched.view(torch.int32))
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_invalid_arguments_are_refused() -> None:
     kv, blocks = torch.zeros(2, 2, 5, 4, 2, 8), torch.arange(3)
     layers, heads = slice(0, 2), slice(1, 3)
     with pytest.raises(ValueError, match=r"heads: a range within \[0, 4\) expected"):
@@ -75,12 +75,12 @@ def test_wrong_arguments_are_named() -> None:
 
 @settings(max_examples=10)
 @given(st.sampled_from([0, 1, 7, 8, 9, 4000, 32768, 32776, 70000]))
-def test_checksum_is_that_of_the_cpu(num_bytes: int) -> None:
+def test_checksum_matches_the_cpu_reference(num_bytes: int) -> None:
     data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     assert checksum(data) == checksum_reference(data.cpu().numpy().tobytes())
 
 
-def test_weights_must_reach() -> None:
+def test_too_few_checksum_weights_are_refused() -> None:
     words = torch.zeros(8, dtype=torch.int64)
     with pytest.raises(ValueError, match="weights: more than 8 expected, not 8"):
         sum_words(words, words)

@@ -1,4 +1,4 @@
-"""The kernel that writes keys and values."""
+"""The Triton kernel that writes keys and values to the KV cache."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.interpreted
 E4M3 = torch.float8_e4m3fn
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """To the bit, poison included."""
+def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check that two tensors have the same dtype and bits, NaN poison included."""
     assert found.dtype == expected.dtype
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
@@ -26,7 +26,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
     st.sampled_from([(2, 1, 1, 8), (2, 3, 4, 5), (2, 8, 16, 64), (1, 1, 16, 72)]),
     st.sampled_from(DTYPES),
 )
-def test_writes_go_to_the_slots_and_nowhere_else(
+def test_write_kv_changes_only_the_given_slots(
     num_tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
     num_sides, num_heads, block_size, dim = shape
@@ -36,7 +36,7 @@ def test_writes_go_to_the_slots_and_nowhere_else(
     fused = torch.randn(len(slots), 4 + num_sides * num_heads, dim).to(dtype)
     write_kv(layer, slot_rows(slots, layer.shape), fused[:, 4:])
     write_kv_reference(expected, slots, fused[:, 4:])
-    same(layer, expected)
+    assert_same_bits(layer, expected)
 
 
 @settings(max_examples=14)
@@ -47,40 +47,40 @@ def test_writes_go_to_the_slots_and_nowhere_else(
     st.booleans(),
     st.sampled_from(DTYPES),
 )
-def test_heads_turn_on_their_way(
+def test_rope_and_cache_rotates_and_writes(
     num_tokens: int,
     shape: tuple[int, int, int, int],
-    neighbours: bool,
-    narrow: bool,
+    interleaved: bool,
+    fp8: bool,
     dtype: torch.dtype,
 ) -> None:
-    num_heads, num_kv_heads, dim, turned = shape
-    frequencies, positions = torch.rand(turned // 2), torch.randint(0, 50, (num_tokens,))
-    table = rotary_table(frequencies, 50, torch.float32, interleaved=neighbours)
+    num_heads, num_kv_heads, dim, rotary_dim = shape
+    frequencies, positions = torch.rand(rotary_dim // 2), torch.randint(0, 50, (num_tokens,))
+    table = rotary_table(frequencies, 50, torch.float32, interleaved=interleaved)
     heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, dim).to(dtype)
     wide = heads.double()
-    part = wide[:, : num_heads + num_kv_heads, :turned]
-    part.copy_(rotate_reference(part, positions, frequencies, neighbours))
+    rotated = wide[:, : num_heads + num_kv_heads, :rotary_dim]
+    rotated.copy_(rotate_reference(rotated, positions, frequencies, interleaved))
     slots = torch.randperm(7 * 4)[:num_tokens]
-    layer = torch.zeros(2, 7, num_kv_heads, 4, dim).to(E4M3 if narrow else dtype)
-    scales = torch.rand(2, num_kv_heads) + 0.01 if narrow else None
+    layer = torch.zeros(2, 7, num_kv_heads, 4, dim).to(E4M3 if fp8 else dtype)
+    scales = torch.rand(2, num_kv_heads) + 0.01 if fp8 else None
     rows = slot_rows(slots, layer.shape)
-    rope_and_cache(heads, num_heads, table[positions], rows, layer, neighbours, scales)
+    rope_and_cache(heads, num_heads, table[positions], rows, layer, interleaved, scales)
     close(heads[:, :num_heads], wide[:, :num_heads], 50.0 if dtype == torch.float32 else 1.0)
     expected = torch.zeros(layer.shape, dtype=torch.float64)
     write_kv_reference(expected, slots, wide[:, num_heads:], None)
     if scales is None:
         close(layer, expected, 50.0 if dtype == torch.float32 else 1.0)
         return
-    held = layer.double() * scales.double()[:, None, :, None, None]
+    stored = layer.double() * scales.double()[:, None, :, None, None]
     limits = 448 * scales.double()[:, None, :, None, None]
-    # Half a step of three bits, or of the smallest number there is.
+    # Half a unit of E4M3's 3 mantissa bits, or of its smallest subnormal.
     torch.testing.assert_close(
-        held, expected.clamp(-limits, limits), rtol=2**-4 * 1.01, atol=1.1 * 2**-10
+        stored, expected.clamp(-limits, limits), rtol=2**-4 * 1.01, atol=1.1 * 2**-10
     )
 
 
-def test_narrow_values_are_the_nearest() -> None:
+def test_fp8_values_are_rounded_to_nearest() -> None:
     halves = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.float16).float()
     heads = torch.cat((halves, halves * 2.0**-7, torch.rand(1 << 17) * 2 - 1)).view(16, 2, -1)
     layer = torch.zeros(2, 4, 1, 4, heads.shape[-1]).to(E4M3)
@@ -89,52 +89,52 @@ def test_narrow_values_are_the_nearest() -> None:
     write_kv(layer, slots, heads, ones)
     write_kv_reference(expected, slots, heads, ones)
     good = ~expected.isnan()
-    same(layer[good], expected[good])
+    assert_same_bits(layer[good], expected[good])
     assert layer[~good].isnan().all()
 
 
-def test_narrow_values_saturate_and_nan_stays() -> None:
+def test_fp8_values_saturate_and_nan_stays_nan() -> None:
     layer = torch.zeros(2, 3, 1, 4, 8).to(E4M3)
     scales = torch.tensor([[0.5], [4.0]])
     row = torch.tensor([1.0, -1e9, torch.inf, torch.nan, 0.0, 225.0, 3.3, -0.01])
     write_kv(layer, slot_rows(torch.tensor([5]), layer.shape), row.expand(1, 2, 8), scales)
     expected = torch.zeros_like(layer)
     write_kv_reference(expected, torch.tensor([5]), row.expand(1, 2, 8), scales)
-    same(layer, expected)
+    assert_same_bits(layer, expected)
     keys = layer[0, 1, 0, 1].float()
     assert keys[:3].tolist() == [2.0, -448.0, 448.0]
     assert keys[3].isnan()
 
 
-def test_slots_that_are_not_there_are_written_nowhere() -> None:
+def test_slots_outside_the_layer_are_not_written() -> None:
     memory = poisoned(3, 2, 4, 2, 4, 8)
-    layer = memory[1]  # a slot outside of it would be seen beside it
+    layer = memory[1]  # a write outside it would change memory[0] or memory[2]
     untouched = memory.clone()
     heads = torch.randn(3, 4, 8)
     write_kv(layer, torch.tensor([-1, 16, 1 << 40]), heads)
-    same(memory, untouched)
+    assert_same_bits(memory, untouched)
     angles = rotary_table(torch.rand(4), 3, torch.float32)
     heads = torch.randn(3, 6, 8)
     rope_and_cache(heads, 2, angles, torch.tensor([-1, 3, 99]), layer)
     untouched[1, :, 0, :, 3] = layer[:, 0, :, 3]
-    same(memory, untouched)
+    assert_same_bits(memory, untouched)
     assert not layer[:, 0, :, 3].isnan().any()
 
 
-def test_a_token_alone_is_the_token_in_a_crowd() -> None:
+def test_bits_of_a_token_do_not_depend_on_the_batch() -> None:
     angles = rotary_table(torch.rand(16), 20, torch.float32)
     heads = torch.randn(20, 6, 32)
     slots = torch.randperm(24)[:20]
-    crowd, alone = torch.zeros(2, 6, 2, 4, 32), torch.zeros(2, 6, 2, 4, 32)
+    batched, single = torch.zeros(2, 6, 2, 4, 32), torch.zeros(2, 6, 2, 4, 32)
     whole, one = heads.clone(), heads[11:12].clone()
-    rope_and_cache(whole, 2, angles, slots, crowd)
-    rope_and_cache(one, 2, angles[11:12], slots[11:12], alone)
+    rope_and_cache(whole, 2, angles, slots, batched)
+    rope_and_cache(one, 2, angles[11:12], slots[11:12], single)
     block, offset = divmod(int(slots[11]), 4)
-    assert torch.equal(alone[:, block, :, offset], crowd[:, block, :, offset])
+    assert torch.equal(single[:, block, :, offset], batched[:, block, :, offset])
     assert torch.equal(one[0, :2], whole[11, :2])
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_invalid_arguments_are_refused() -> None:
     layer, heads = torch.zeros(2, 3, 2, 4, 8), torch.randn(5, 6, 8)
     slots, angles = torch.arange(5), rotary_table(torch.rand(4), 5, torch.float32)
     with pytest.raises(ValueError, match=r"heads: shape \[T, 7, 8\] expected, not \[5, 6, 8\]"):

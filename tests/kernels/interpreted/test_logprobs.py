@@ -1,4 +1,4 @@
-"""The kernels of logprobs."""
+"""The Triton kernels of logprobs, compared with their reference."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.support.poison import poisoned_memory
 
 @pytest.mark.parametrize(("vocab_size", "count"), [(7, 3), (300, 20), (4200, 5), (4200, 0)])
 @pytest.mark.parametrize("spread", [0.0, 3.0])
-def test_logprobs_as_the_reference(
+def test_logprobs_match_the_reference(
     device: torch.device, vocab_size: int, count: int, spread: float
 ) -> None:
     torch.manual_seed(vocab_size)
@@ -25,7 +25,7 @@ def test_logprobs_as_the_reference(
     assert torch.equal(found.tokens.cpu(), expected.tokens)
 
 
-def test_a_broken_row_breaks_no_other(device: torch.device) -> None:
+def test_a_row_with_nan_does_not_affect_others(device: torch.device) -> None:
     logits, tokens = torch.randn(3, 90), torch.tensor([4, 5, 6])
     broken = logits.clone()
     broken[1, 8] = torch.nan
@@ -38,12 +38,14 @@ def test_a_broken_row_breaks_no_other(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [90, 4200])
-def test_a_row_is_told_alike_in_any_company(device: torch.device, vocab_size: int) -> None:
+def test_logprobs_of_a_row_do_not_depend_on_the_batch(
+    device: torch.device, vocab_size: int
+) -> None:
     torch.manual_seed(3)
     logits, tokens = torch.randn(4, vocab_size) * 3, torch.tensor([4, 5, 6, 89])
-    crowd = logprobs(logits.to(device), tokens.to(device), 4)
+    batched = logprobs(logits.to(device), tokens.to(device), 4)
     for row in (0, 3):
         one = slice(row, row + 1)
-        alone = logprobs(logits[one].to(device), tokens[one].to(device), 4)
+        single = logprobs(logits[one].to(device), tokens[one].to(device), 4)
         for name in ("chosen", "ranks", "tokens", "values"):
-            assert torch.equal(getattr(alone, name)[0], getattr(crowd, name)[row])
+            assert torch.equal(getattr(single, name)[0], getattr(batched, name)[row])

@@ -1,4 +1,4 @@
-"""Latent attention in the kernels of paged attention, through the very launcher."""
+"""MLA with the Triton kernels of paged attention, compared with float64."""
 
 from unittest import mock
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.mla import op as file
+from penstock.kernels.mla import op as mla
 from penstock.kernels.mla.op import mla_attention, plan_mla_on_device
 from tests.support.attention import as_if_on_a_device, small_tiles
 from tests.support.devices import DEVICE
@@ -33,7 +33,7 @@ def test_a_ragged_batch(sizes: Sizes, dtype: torch.dtype, absorbs: bool) -> None
     check(RAGGED, sizes, dtype, absorbs)
 
 
-def test_the_real_tiles() -> None:
+def test_default_tile_sizes() -> None:
     case = make_case([(1, 514), (1, 40)], (16, 64, 32, 64, 256), torch.float16)
     check_exact(*case, attend(*case))
 
@@ -47,29 +47,29 @@ def test_a_plan_of_device_tensors() -> None:
     check_exact(query, layer, up, batch, found)
 
 
-def test_a_sequence_is_the_same_alone_and_in_a_crowd() -> None:
+def test_bits_of_a_sequence_do_not_depend_on_the_batch() -> None:
     query, layer, up, batch = make_case(RAGGED)
     starts, contexts, tables = batch
-    sums = torch.bmm  # the products of a library are not held to this
+    bmm = torch.bmm  # cuBLAS and numpy need not be batch-invariant
 
     def one_by_one(x: Tensor, y: Tensor) -> Tensor:
-        return torch.stack([sums(row[:, None], y)[:, 0] for row in x.unbind(1)], 1)
+        return torch.stack([bmm(row[:, None], y)[:, 0] for row in x.unbind(1)], 1)
 
-    absorbed = mock.patch.object(file, "_absorbed_is_cheaper", return_value=True)
+    absorbed = mock.patch.object(mla, "_absorbed_is_cheaper", return_value=True)
     with small_tiles(), absorbed, mock.patch.object(torch, "bmm", one_by_one):
-        crowd = attend(query, layer, up, batch)
+        batched = attend(query, layer, up, batch)
         for b in (1, 4, 6):
             tokens = slice(starts[b], starts[b + 1])
             length = np.array([0, starts[b + 1] - starts[b]], np.int32)
-            alone = (length, contexts[b : b + 1], tables[b : b + 1])
-            assert torch.equal(attend(query[tokens], layer, up, alone), crowd[tokens])
+            single = (length, contexts[b : b + 1], tables[b : b + 1])
+            assert torch.equal(attend(query[tokens], layer, up, single), batched[tokens])
 
 
-def test_on_one_path_a_token_is_the_same_however_its_prompt_is_cut() -> None:
+def test_one_path_bits_do_not_depend_on_chunking() -> None:
     check_one_path([(40, 90), (1, 70), (9, 9)], [(0, 1), (3, 30), (39, 1)])
 
 
-def test_a_block_that_is_not_there_is_refused() -> None:
+def test_a_block_outside_the_cache_is_refused() -> None:
     query, layer, up, (starts, contexts, tables) = make_case([(1, 40)])
     tables[0, 1] = layer.shape[1]
     with pytest.raises(

@@ -1,5 +1,8 @@
-"""The comparison with the reference notices every off-by-one planted in latent attention: in the
-kernels, where a row of the cache is a key with a tail, and in what is expanded beside them."""
+"""Mutation tests: comparisons with the reference detect off-by-one errors in MLA.
+
+Mutants of the absorbed form change the kernels, which read a cache row as a key with a tail;
+mutants of the expanded form change the torch code that expands keys and values.
+"""
 
 from pathlib import Path
 
@@ -26,28 +29,31 @@ ABSORBED: dict[str, Change] = {
     "tail of the key": ("layer + D + kv_at", "layer + D - 1 + kv_at"),
     "width of the tail": ("behind < TAIL if", "behind < TAIL - 1 if"),
     "width of the value": ("features < D if", "features < D - 1 if"),
-    "where a head is": ("heads * (D + TAIL)", "heads * D + TAIL"),
-    "turns": ("(high + SPLIT - 1) // SPLIT - first_partition", "high // SPLIT - first_partition"),
-    "end of turn": (
+    "offset of a head": ("heads * (D + TAIL)", "heads * D + TAIL"),
+    "number of partitions": (
+        "(high + SPLIT - 1) // SPLIT - first_partition",
+        "high // SPLIT - first_partition",
+    ),
+    "end of partition": (
         "tl.minimum(high, (first_partition + partition + 1) * SPLIT)",
         "tl.minimum(high, (first_partition + partition + 1) * SPLIT + 1)",
     ),
 }
 
-BESIDE: dict[str, Change] = {
+EXPANDED: dict[str, Change] = {
     "causal mask": ("seen = positions <= positions[", "seen = positions < positions["),
     "first row of the mask": (
         "[context - query_len :, None]",
         "[context - query_len - 1 : -1, None]",
     ),
-    "nothing before": ("query_len in (1, context)", "query_len in (1, 7, context)"),
+    "causal without context": ("query_len in (1, context)", "query_len in (1, 7, context)"),
     "block": ("table[: -(-context", "table[1 : 1 - (-context"),
     "shared key": (
         "query_dim : query.shape[2]] = shared_key",
         "query_dim - 1 : query.shape[2] - 1] = shared_key",
     ),
     "heads at once": ("min(start + size, num_heads)", "min(start + size, num_heads - 1)"),
-    "turned part of a query": ("= query[:, :, query_dim:]", "= query[:, :, query_dim - 1 : -1]"),
+    "rotated part of a query": ("= query[:, :, query_dim:]", "= query[:, :, query_dim - 1 : -1]"),
 }
 
 
@@ -56,23 +62,23 @@ def compare_absorbed() -> None:
     check_one_path([(12, 50), (1, 33)], [(4, 1)])
 
 
-def test_what_is_sound_lives(tmp_path: Path) -> None:
+def test_unchanged_source_passes(tmp_path: Path) -> None:
     under_kernel(compare_absorbed, NOTHING, tmp_path)
-    check_beside(("Plan", "Plan"), tmp_path)
+    check_expanded(("Plan", "Plan"), tmp_path)
 
 
 @pytest.mark.parametrize("name", ABSORBED)
-def test_a_broken_kernel_is_noticed(name: str, tmp_path: Path) -> None:
+def test_a_mutant_kernel_is_detected(name: str, tmp_path: Path) -> None:
     with noticed():
         under_kernel(compare_absorbed, ABSORBED[name], tmp_path)
 
 
-def check_beside(change: Change, folder: Path) -> None:
+def check_expanded(change: Change, folder: Path) -> None:
     mutant = mutant_of(latent_attention, change, folder)
     check([(1, 33), (7, 20), (5, 5)], absorbs=False, file=mutant)
 
 
-@pytest.mark.parametrize("name", BESIDE)
-def test_what_is_broken_beside_the_kernels_is_noticed(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", EXPANDED)
+def test_a_mutant_expansion_is_detected(name: str, tmp_path: Path) -> None:
     with noticed():
-        check_beside(BESIDE[name], tmp_path)
+        check_expanded(EXPANDED[name], tmp_path)

@@ -1,4 +1,4 @@
-"""Whole models by their kernels, as a device runs them: the launchers are the layers' own."""
+"""Whole models with interpreted Triton kernels, compared with the CPU ops."""
 
 from collections import Counter
 from pathlib import Path
@@ -30,11 +30,11 @@ KERNELS = {
     "gpt-oss": {"attend_tiles", "_norm_rows", "_write_tokens", "_grouped_gemm"},
     "deepseek-v3": {"_norm_rows", "_write_tokens", "_gate_rows", "_rotate_heads", "_grouped_gemm"},
 }
-"""What each family must have launched, of the kernels that it has here."""
+"""Kernels that each model family must launch."""
 
 
 @pytest.mark.parametrize("family", KERNELS)
-def test_logits_are_those_of_the_cpu(
+def test_logits_match_the_cpu_ops(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, family)
@@ -56,15 +56,15 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     launched: Counter[str] = Counter()
     run = launch.run_kernel
 
-    def counted(kernel: Any, *rest: Any) -> None:
+    def count_and_run(kernel: Any, *rest: Any) -> None:
         launched[kernel_name(kernel)] += 1
         run(kernel, *rest)
 
-    monkeypatch.setattr(launch, "run_kernel", counted)
+    monkeypatch.setattr(launch, "run_kernel", count_and_run)
     return launched
 
 
-def test_a_hand_over_goes_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_transfer_staging_uses_the_block_move_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = LayerHeadRange(0, 3, 0, 4)
     source, target = (torch.randn(3, 2, 9, 4, BLOCK_SIZE, 8) for _ in range(2))
     shard = Shard(LayerHeadRange(1, 3, 2, 4), 0, 2 * BLOCK_SIZE)
@@ -76,7 +76,7 @@ def test_a_hand_over_goes_through_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(launch, "INTERPRETED", True)
     expected = target.clone()
     expected[1:3, :, [3, 5], 2:4] = source[1:3, :, [7, 2], 2:4]
-    there = torch.tensor([3, 5], dtype=torch.int32).numpy()
-    KvStaging(target, whole).scatter(there, shard, message)
+    target_blocks = torch.tensor([3, 5], dtype=torch.int32).numpy()
+    KvStaging(target, whole).scatter(target_blocks, shard, message)
     assert torch.equal(target, expected)
     assert launched == {"_move_blocks": 2}

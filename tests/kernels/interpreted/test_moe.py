@@ -1,4 +1,4 @@
-"""The products of all experts at once."""
+"""The Triton kernels of MoE layers: grouped products of all experts."""
 
 import pytest
 import torch
@@ -17,76 +17,80 @@ from tests.support.poison import poisoned_memory
 GATES = [GatedActivation("silu"), GatedActivation("gelu"), GatedActivation("clamped", 1.702, 7.0)]
 
 
-def stacks_of(
+def make_experts(
     gate: GatedActivation,
     num_experts: int,
-    size: int,
+    dim: int,
     inner: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> ExpertWeights:
-    """As checkpoints have them: outputs first; for the clamped gate inputs, with biases."""
+    """Return weights as checkpoints store them: [E, out, in]; clamped: [E, in, out] and biases."""
 
-    def made(*shape: int, by: float) -> torch.Tensor:
+    def random(*shape: int, by: float) -> torch.Tensor:
         return torch.randn(shape).div(by**0.5).to(device, dtype)
 
     if gate.kind == "clamped":
         return ExpertWeights(
-            made(num_experts, size, 2 * inner, by=size),
-            made(num_experts, inner, size, by=inner),
+            random(num_experts, dim, 2 * inner, by=dim),
+            random(num_experts, inner, dim, by=inner),
             gate,
-            made(num_experts, 2 * inner, by=1),
-            made(num_experts, size, by=1),
+            random(num_experts, 2 * inner, by=1),
+            random(num_experts, dim, by=1),
         )
     gate_up, down = (
-        made(num_experts, 2 * inner, size, by=size),
-        made(num_experts, size, inner, by=inner),
+        random(num_experts, 2 * inner, dim, by=dim),
+        random(num_experts, dim, inner, by=inner),
     )
     return ExpertWeights(gate_up.transpose(1, 2), down.transpose(1, 2), gate)
 
 
-def on_cpu(stacks: ExpertWeights) -> ExpertWeights:
-    biases = (None if b is None else b.cpu() for b in (stacks.gate_up_bias, stacks.down_bias))
-    return ExpertWeights(stacks.gate_up.cpu(), stacks.down.cpu(), stacks.gate, *biases)
+def on_cpu(params: ExpertWeights) -> ExpertWeights:
+    biases = (None if b is None else b.cpu() for b in (params.gate_up_bias, params.down_bias))
+    return ExpertWeights(params.gate_up.cpu(), params.down.cpu(), params.gate, *biases)
 
 
 def check(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, stacks: ExpertWeights
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, params: ExpertWeights
 ) -> None:
     with poisoned_memory():
-        found = grouped_moe_forward(x, experts, weights, stacks)
-    expected = grouped_moe_forward_reference(x.cpu(), experts.cpu(), weights.cpu(), on_cpu(stacks))
+        found = grouped_moe_forward(x, experts, weights, params)
+    expected = grouped_moe_forward_reference(x.cpu(), experts.cpu(), weights.cpu(), on_cpu(params))
     eps = torch.finfo(x.dtype).eps
     torch.testing.assert_close(found.cpu().double(), expected, rtol=4 * eps, atol=4 * eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", GATES)
-def test_as_the_reference(device: torch.device, dtype: torch.dtype, gate: GatedActivation) -> None:
+def test_matches_the_reference(
+    device: torch.device, dtype: torch.dtype, gate: GatedActivation
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 70).to(device, dtype)
     routed = route(torch.randn(7, 5, device=device), Routing(2, True))
-    check(x, *routed, stacks_of(gate, 5, 70, 35, dtype, device))
+    check(x, *routed, make_experts(gate, 5, 70, 35, dtype, device))
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("num_tokens", [1, 20, 65])
-def test_any_number_of_rows(device: torch.device, num_tokens: int, top_k: int) -> None:
-    """With so many rows an expert has a part of a tile, a whole one, more; in all three tilings."""
+def test_any_number_of_rows_per_expert(device: torch.device, num_tokens: int, top_k: int) -> None:
+    """Experts get less than a tile, about one tile or more, for all three tile sizes."""
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, 24).to(device, torch.float16)
     routed = route(torch.randn(num_tokens, 3, device=device), Routing(top_k))
-    check(x, *routed, stacks_of(GatedActivation("silu"), 3, 24, 16, torch.float16, device))
+    check(x, *routed, make_experts(GatedActivation("silu"), 3, 24, 16, torch.float16, device))
 
 
-def test_all_to_one_expert_and_none_to_the_others(device: torch.device) -> None:
+def test_all_tokens_to_one_expert(device: torch.device) -> None:
     x = torch.randn(130, 16).to(device, torch.float16)
     experts = torch.full((130, 1), 1, dtype=torch.int32, device=device)
     weights = torch.rand(130, 1, device=device)
-    check(x, experts, weights, stacks_of(GatedActivation("silu"), 2, 16, 8, torch.float16, device))
+    check(
+        x, experts, weights, make_experts(GatedActivation("silu"), 2, 16, 8, torch.float16, device)
+    )
 
 
-def test_tilings() -> None:
+def test_tile_sizes() -> None:
     half = torch.float16
     assert module.tiles_for(half, 0.1, False) == module.tiles_for(half, 16, False) == module.FEW
     assert module.tiles_for(half, 64, False) == module.SOME
@@ -95,47 +99,51 @@ def test_tilings() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_has_the_same_bits_in_any_company(device: torch.device, dtype: torch.dtype) -> None:
+def test_bits_of_a_token_do_not_depend_on_the_batch(
+    device: torch.device, dtype: torch.dtype
+) -> None:
     torch.manual_seed(2)
     x, weights = torch.randn(90, 40).to(device, dtype), torch.rand(90, 2, device=device)
-    stacks = stacks_of(GatedActivation("gelu"), 3, 40, 24, dtype, device)
+    params = make_experts(GatedActivation("gelu"), 3, 40, 24, dtype, device)
     experts = torch.tensor([[2, 0]], dtype=torch.int32, device=device).repeat(90, 1)
-    crowd = grouped_moe_forward(x, experts, weights, stacks, fixed_tiles=True)
-    # numpy's products, by which the interpreter multiplies, are not alike at all places of a tile.
+    batched = grouped_moe_forward(x, experts, weights, params, fixed_tiles=True)
+    # The interpreter multiplies with numpy, whose bits vary with the row's place in the tile.
     for at in (slice(64, 65), slice(64, 90), *((slice(7, 8), slice(20, 90)) if ON_GPU else ())):
-        alone = grouped_moe_forward(x[at], experts[at], weights[at], stacks, fixed_tiles=True)
-        assert torch.equal(alone, crowd[at])
+        single = grouped_moe_forward(x[at], experts[at], weights[at], params, fixed_tiles=True)
+        assert torch.equal(single, batched[at])
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_a_broken_token_breaks_no_other(device: torch.device, gate: GatedActivation) -> None:
+def test_a_token_with_nan_does_not_affect_others(
+    device: torch.device, gate: GatedActivation
+) -> None:
     torch.manual_seed(3)
     x = torch.randn(6, 20, device=device)
     experts, weights = route(torch.randn(6, 3, device=device), Routing(2))
     x[1], x[4, 3], weights[2, 0] = torch.nan, torch.nan, torch.nan
     found = grouped_moe_forward(
-        x, experts, weights, stacks_of(gate, 3, 20, 8, torch.float32, device)
+        x, experts, weights, make_experts(gate, 3, 20, 8, torch.float32, device)
     )
     assert found.isfinite().all(-1).tolist() == [True, False, False, True, False, True]
 
 
-def test_nothing_to_mix(device: torch.device) -> None:
-    stacks = stacks_of(GATES[0], 3, 20, 8, torch.float32, device)
+def test_no_tokens(device: torch.device) -> None:
+    params = make_experts(GATES[0], 3, 20, 8, torch.float32, device)
     none = torch.empty(0, 2, device=device)
-    assert grouped_moe_forward(none.new_empty(0, 20), none.int(), none, stacks).shape == (0, 20)
+    assert grouped_moe_forward(none.new_empty(0, 20), none.int(), none, params).shape == (0, 20)
 
 
-def test_what_is_wrong_is_named(device: torch.device) -> None:
+def test_invalid_arguments_are_refused(device: torch.device) -> None:
     x = torch.randn(2, 20, device=device)
-    stacks = stacks_of(GATES[0], 3, 20, 8, torch.float32, device)
+    params = make_experts(GATES[0], 3, 20, 8, torch.float32, device)
     experts = torch.zeros(2, 1, dtype=torch.int32, device=device)
     weights = torch.ones(2, 1, device=device)
     with pytest.raises(ValueError, match="experts: int32"):
-        grouped_moe_forward(x, experts.long(), weights, stacks)
+        grouped_moe_forward(x, experts.long(), weights, params)
     with pytest.raises(ValueError, match="weights: shape"):
-        grouped_moe_forward(x, experts, weights[:1], stacks)
+        grouped_moe_forward(x, experts, weights[:1], params)
     with pytest.raises(ValueError, match="gate_up: float16"):
-        grouped_moe_forward(x.half(), experts, weights, stacks)
-    wrong = ExpertWeights(stacks.gate_up, stacks.down, GATES[0], None, torch.zeros(3, 8))
+        grouped_moe_forward(x.half(), experts, weights, params)
+    wrong = ExpertWeights(params.gate_up, params.down, GATES[0], None, torch.zeros(3, 8))
     with pytest.raises(ValueError, match="down_bias: shape"):
         grouped_moe_forward(x, experts, weights, wrong)

@@ -1,4 +1,4 @@
-"""The kernel that sorts choices by expert."""
+"""The Triton kernels that sort the tokens' choices by expert."""
 
 import torch
 from hypothesis import given, settings
@@ -25,23 +25,23 @@ def check(device: torch.device, experts: torch.Tensor, num_experts: int, tile_ro
     tile_rows=st.sampled_from([16, 64]),
     seed=st.integers(0, 100),
 )
-def test_any_choice(
+def test_matches_the_reference(
     device: torch.device, num_tokens: int, top_k: int, num_experts: int, tile_rows: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
     check(device, torch.randint(0, num_experts, (num_tokens, top_k)), num_experts, tile_rows)
 
 
-def test_more_than_a_chunk(device: torch.device) -> None:
+def test_several_chunks(device: torch.device) -> None:
     torch.manual_seed(0)
     check(device, torch.randint(0, 130, (2 * CHUNK + 5, 1)), 130, 16)
 
 
-def test_all_to_one_expert(device: torch.device) -> None:
+def test_all_tokens_to_one_expert(device: torch.device) -> None:
     check(device, torch.full((CHUNK + 9, 1), 6), 7, 64)
 
 
-def test_an_expert_that_does_not_exist_is_left_out(device: torch.device) -> None:
+def test_choices_of_unknown_experts_are_left_out(device: torch.device) -> None:
     experts = torch.tensor([[0, 3], [-1, 2], [2, 99]])
     order, tiles = align_blocks_reference(experts, 3, 16)
     assert order == [0, 3, 4]

@@ -1,4 +1,4 @@
-"""The kernel of the norms against float64."""
+"""The Triton kernel of RMS and layer norms, compared with float64."""
 
 from collections.abc import Callable
 
@@ -30,40 +30,40 @@ pytestmark = pytest.mark.interpreted
     st.sampled_from([1, 2, 3, 63, 64, 100, 256, 1100]),
     st.sampled_from(DTYPES),
 )
-def test_rms_norm(num_rows: int, dim: int, dtype: torch.dtype) -> None:
+def test_rms_norm_matches_the_reference(num_rows: int, dim: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(num_rows, dim).to(dtype) * 9, torch.randn(dim).to(dtype)
     close(rms_norm(x, weight, 1e-5), rms_norm_reference(x.double(), weight, 1e-5))
 
 
 @settings(max_examples=8)
 @given(st.integers(1, 9), st.sampled_from([1, 24, 100, 128]), st.sampled_from(DTYPES))
-def test_layer_norm(num_rows: int, dim: int, dtype: torch.dtype) -> None:
+def test_layer_norm_matches_the_reference(num_rows: int, dim: int, dtype: torch.dtype) -> None:
     x, weight, bias = (torch.randn(*n, dim).to(dtype) for n in ((num_rows,), (), ()))
-    x = x * 3 + 7  # the mean is most of it
+    x = x * 3 + 7  # mean 7, standard deviation 3
     expected = layer_norm_reference(x.double(), weight, bias, 1e-5)
     close(layer_norm(x, weight, bias, 1e-5), expected, 3.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sum_is_rounded_before_it_is_normalised(dtype: torch.dtype) -> None:
+def test_fused_add_rounds_the_sum_before_the_norm(dtype: torch.dtype) -> None:
     hidden, x, weight, bias = (torch.randn(*n, 96).to(dtype) for n in ((5,), (5,), (), ()))
     summed = hidden + x
-    above_one = gemma_rms_norm(summed, weight, 1e-5)
-    made: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = [
+    gemma = gemma_rms_norm(summed, weight, 1e-5)
+    cases: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = [
         (lambda h: fused_add_rms_norm(h, x, weight, 1e-5), rms_norm(summed, weight, 1e-5)),
-        (lambda h: fused_add_gemma_rms_norm(h, x, weight, 1e-5), above_one),
+        (lambda h: fused_add_gemma_rms_norm(h, x, weight, 1e-5), gemma),
         (
             lambda h: fused_add_layer_norm(h, x, weight, bias, 1e-5),
             layer_norm(summed, weight, bias, 1e-5),
         ),
     ]
-    for add, expected in made:
+    for fused, expected in cases:
         stream = hidden.clone()
-        assert torch.equal(add(stream), expected)
+        assert torch.equal(fused(stream), expected)
         assert torch.equal(stream, summed)
 
 
-def test_above_one_keeps_small_weights() -> None:
+def test_gemma_rms_norm_adds_one_in_float32() -> None:
     x = torch.randn(4, 64).half()
     weight = torch.full((64,), 2.0**-13).half()  # 1 + weight is 1 in float16
     expected = rms_norm_reference(x.double(), 1 + weight.double(), 1e-5)
@@ -72,7 +72,7 @@ def test_above_one_keeps_small_weights() -> None:
     assert not torch.equal(found, rms_norm(x, torch.ones(64).half(), 1e-5))
 
 
-def test_in_place_of_a_view_of_heads() -> None:
+def test_rms_norm_of_views_in_place() -> None:
     fused, weight = torch.randn(7, 6, 24), torch.randn(24)
     expected = fused.clone()
     expected[:, 2:5] = rms_norm_reference(fused[:, 2:5].double(), weight, 1e-6).float()
@@ -108,14 +108,14 @@ FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
 
 @pytest.mark.parametrize("dim", [48, 4096])
 @pytest.mark.parametrize("name", FORMS)
-def test_a_row_alone_is_the_row_in_a_crowd(name: str, dim: int) -> None:
+def test_row_bits_do_not_depend_on_the_batch(name: str, dim: int) -> None:
     x, weight, bias = torch.randn(90, dim), torch.randn(dim), torch.randn(dim)
-    together = FORMS[name](x.clone(), weight, bias)
+    batched = FORMS[name](x.clone(), weight, bias)
     for row in (0, 41, 89):
-        assert torch.equal(FORMS[name](x[row : row + 1].clone(), weight, bias)[0], together[row])
+        assert torch.equal(FORMS[name](x[row : row + 1].clone(), weight, bias)[0], batched[row])
 
 
-def test_one_row_of_nan_stays_alone() -> None:
+def test_a_row_with_nan_does_not_affect_others() -> None:
     x = torch.randn(50, 48)
     x[7, 3] = torch.nan
     found = rms_norm(x, torch.ones(48), 1e-5)
@@ -123,7 +123,7 @@ def test_one_row_of_nan_stays_alone() -> None:
     assert found.isnan().any(1).sum() == 1
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_invalid_arguments_are_refused() -> None:
     x, weight = torch.randn(4, 64), torch.randn(64)
     with pytest.raises(ValueError, match=r"weight: shape \[64\] expected, not \[63\]"):
         rms_norm(x, weight[:63], 1e-5)

@@ -1,4 +1,4 @@
-"""The kernels of penalties and biases."""
+"""The Triton kernels of penalties and logit biases."""
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ from penstock.kernels.sampling.penalties import (
 from tests.support.penalized import Penalized, penalized, unpenalized
 
 
-def on(device: torch.device, case: Penalized) -> tuple[torch.Tensor, ...]:
+def history_on(device: torch.device, case: Penalized) -> tuple[torch.Tensor, ...]:
     return tuple(each.to(device) for each in (case.tokens, case.num_prompt, case.num_tokens))
 
 
-def moved(penalties: Penalties, device: torch.device) -> Penalties:
+def penalties_on(penalties: Penalties, device: torch.device) -> Penalties:
     return Penalties(
         penalties.repetition.to(device),
         penalties.presence.to(device),
@@ -27,18 +27,18 @@ def moved(penalties: Penalties, device: torch.device) -> Penalties:
 
 @settings(max_examples=12, derandomize=True)
 @given(case=penalized())
-def test_penalties_as_the_reference(device: torch.device, case: Penalized) -> None:
+def test_penalties_match_the_reference(device: torch.device, case: Penalized) -> None:
     arguments = (case.tokens, case.num_prompt, case.num_tokens, case.penalties)
     expected = apply_penalties_reference(case.logits, *arguments)
     found = case.logits.to(device, copy=True)
-    tokens, starts, ends = on(device, case)
-    apply_penalties_(found, tokens, starts, ends, moved(case.penalties, device))
+    tokens, starts, ends = history_on(device, case)
+    apply_penalties_(found, tokens, starts, ends, penalties_on(case.penalties, device))
     torch.testing.assert_close(found.cpu(), expected)
     same = unpenalized(case)
     assert torch.equal(found.cpu()[same], case.logits[same])
 
 
-def test_a_long_text_of_few_words(device: torch.device) -> None:
+def test_long_history_with_many_repetitions(device: torch.device) -> None:
     torch.manual_seed(0)
     logits, tokens = torch.randn(2, 40), torch.randint(0, 5, (2, 2500))
     starts, ends = torch.tensor([1500, 1]), torch.tensor([2500, 1030])
@@ -52,13 +52,13 @@ def test_a_long_text_of_few_words(device: torch.device) -> None:
         tokens.to(device),
         starts.to(device),
         ends.to(device),
-        moved(penalties, device),
+        penalties_on(penalties, device),
     )
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_is_penalised_alike_in_any_company(device: torch.device) -> None:
-    """By the bit; texts of several programs, all kinds of penalties, and a neighbour of NaN."""
+def test_penalties_of_a_row_do_not_depend_on_the_batch(device: torch.device) -> None:
+    """Bitwise; histories span several programs, and the batch has a row of NaN."""
     torch.manual_seed(1)
     logits, tokens = torch.randn(5, 300) * 7, torch.randint(0, 300, (5, 2300))
     logits[1] = torch.nan
@@ -72,34 +72,36 @@ def test_a_row_is_penalised_alike_in_any_company(device: torch.device) -> None:
 
     def penalised(rows: list[int], length: int) -> torch.Tensor:
         found = logits[rows].to(device, copy=True)
-        said, first, last = (each[rows].to(device) for each in (tokens[:, :length], starts, ends))
+        history, first, last = (
+            each[rows].to(device) for each in (tokens[:, :length], starts, ends)
+        )
         own = Penalties(*(getattr(penalties, name)[rows].to(device) for name in names))
-        apply_penalties_(found, said, first, last, own)
+        apply_penalties_(found, history, first, last, own)
         return found
 
-    crowd = penalised([0, 1, 2, 3, 4], 2300)
+    batched = penalised([0, 1, 2, 3, 4], 2300)
     for row in (0, 2, 3, 4):
-        assert torch.equal(penalised([row], int(ends[row]))[0], crowd[row])
-    assert torch.equal(penalised([3, 0], 1200), crowd[[3, 0]])
+        assert torch.equal(penalised([row], int(ends[row]))[0], batched[row])
+    assert torch.equal(penalised([3, 0], 1200), batched[[3, 0]])
 
 
-def test_a_row_is_shifted_and_masked_alike_in_any_company(device: torch.device) -> None:
+def test_logit_bias_of_a_row_does_not_depend_on_the_batch(device: torch.device) -> None:
     torch.manual_seed(2)
     logits = (torch.randn(4, 3000) * 7).to(device)
     rows = torch.arange(4, device=device).repeat_interleave(700)
     tokens = torch.cat([torch.randperm(3000)[:700] for _ in range(4)]).to(device)
     values = torch.randn(2800).where(torch.rand(2800) < 0.9, -torch.inf).to(device)
-    crowd = logits.clone()
-    add_logit_bias_(crowd, rows, tokens, values)
-    assert (crowd == -torch.inf).any(1).all()
+    batched = logits.clone()
+    add_logit_bias_(batched, rows, tokens, values)
+    assert (batched == -torch.inf).any(1).all()
     for row in (0, 3):
-        alone, own = logits[row : row + 1].clone(), slice(700 * row, 700 * row + 700)
-        add_logit_bias_(alone, rows[own] * 0, tokens[own], values[own])
-        assert torch.equal(alone[0], crowd[row])
+        single, own = logits[row : row + 1].clone(), slice(700 * row, 700 * row + 700)
+        add_logit_bias_(single, rows[own] * 0, tokens[own], values[own])
+        assert torch.equal(single[0], batched[row])
 
 
-def test_nothing_behind_a_text_is_read(device: torch.device) -> None:
-    """Of one that is said to be longer than it is; nor are tokens that do not exist."""
+def test_tokens_beyond_the_history_are_not_read(device: torch.device) -> None:
+    """`num_tokens` exceeds the width of `tokens`, and some token ids are out of range."""
     memory = torch.full((2, 64), 3, device=device)
     tokens = memory[:1, :20]
     tokens[:] = torch.tensor([5, 50, -1, 5], device=device).repeat(5)
@@ -110,7 +112,7 @@ def test_nothing_behind_a_text_is_read(device: torch.device) -> None:
     assert (logits[0, torch.arange(50, device=device) != 5] == 8).all()
 
 
-def test_biases_and_pairs_that_do_not_exist(device: torch.device) -> None:
+def test_biases_of_unknown_rows_and_tokens_are_ignored(device: torch.device) -> None:
     wide = torch.zeros(3, 70, device=device)
     logits = wide[:, :50]
     rows = torch.tensor([0, 2, 1, -1, 3, 1, 1], device=device)
@@ -121,12 +123,12 @@ def test_biases_and_pairs_that_do_not_exist(device: torch.device) -> None:
     assert wide[[0, 1, 2], [49, 7, 0]].tolist() == [1.5, -2, -torch.inf]
 
 
-def test_what_is_wrong_is_named(device: torch.device) -> None:
-    logits, some = (
+def test_invalid_arguments_are_refused(device: torch.device) -> None:
+    logits, ints = (
         torch.zeros(3, 50, device=device),
         torch.zeros(2, dtype=torch.int64, device=device),
     )
     with pytest.raises(ValueError, match="values: float32"):
-        add_logit_bias_(logits, some, some, some)
+        add_logit_bias_(logits, ints, ints, ints)
     with pytest.raises(ValueError, match="logits: float32"):
-        add_logit_bias_(logits.half(), some, some, some.float())
+        add_logit_bias_(logits.half(), ints, ints, ints.float())

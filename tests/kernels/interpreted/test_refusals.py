@@ -1,5 +1,7 @@
-"""Every tensor that a launcher takes, spoiled in ways that a kernel would turn into a wild read:
-refused, by its name."""
+"""Every launcher refuses, by name, each tensor whose shape, dtype, strides or device is wrong.
+
+A kernel would read or write out of bounds with such a tensor.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +41,7 @@ from penstock.kernels.triton_common.launch import E4M3
 
 pytestmark = pytest.mark.interpreted
 
-WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+CORRUPTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "rank": lambda tensor: tensor[None],
     "rows": lambda tensor: tensor[:-1],
     "dtype": lambda tensor: tensor.to(torch.bool),
@@ -48,19 +50,25 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-ALL = set(WAYS)
+ALL = set(CORRUPTIONS)
 ROWS, RANK, DTYPE = {"rows"}, {"rank"}, {"dtype"}
-LEADS = {"rows", "device"}
-"""The first tensor is what others are held to: they are named in its place."""
+REFERENCE = {"rows", "device"}
+"""Exemptions of the first tensor: others are compared with it, so the error names them instead."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """may: in which ways a tensor may differ, or has another one named."""
+    """A launcher under test.
+
+    Attributes:
+        call: calls the launcher with tensors by name.
+        tensors: makes valid tensors.
+        exempt: corruptions, by tensor, that are valid or for which the error names another tensor.
+    """
 
     call: Callable[..., object]
     tensors: Callable[[], dict[str, Tensor]]
-    may: dict[str, set[str]] = field(default_factory=dict)
+    exempt: dict[str, set[str]] = field(default_factory=dict)
 
 
 def floats(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
@@ -71,7 +79,7 @@ def ints(dtype: torch.dtype = torch.int64, **shapes: tuple[int, ...]) -> dict[st
     return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
-def of_batch(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+def batch_and(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
     sizes = {"context_lens": (3,), "query_starts": (4,), "block_tables": (3, 2)}
     return floats(**shapes) | ints(torch.int32, **sizes)
 
@@ -112,7 +120,7 @@ LAUNCHERS = {
     "paged attention": Launcher(
         paged, lambda: floats(layer=PAGED, query=(3, 6, 16), sinks=(6,), slopes=(6,))
     ),
-    "paged attention, narrow": Launcher(
+    "paged attention, fp8": Launcher(
         narrow,
         lambda: floats(layer=PAGED, query=(3, 6, 16), scales=(2, 2)),
         {"layer": ALL},
@@ -121,30 +129,30 @@ LAUNCHERS = {
         lambda layer, **batch: plan_attention_on_device(
             **batch, layer=layer, max_query=1, max_context=16
         ),
-        lambda: of_batch(layer=PAGED),
+        lambda: batch_and(layer=PAGED),
         {"layer": DTYPE | {"device"}, "context_lens": ROWS},
     ),
-    "latent attention": Launcher(
+    "mla": Launcher(
         latent, lambda: floats(layer=LATENT, up=(3, 12, 16), query=(3, 3, 10)), {"up": ROWS}
     ),
-    "latent device plan": Launcher(
+    "mla device plan": Launcher(
         lambda layer, **batch: plan_mla_on_device(
             **batch, layer=layer, rank=16, max_query=1, max_context=16
         ),
-        lambda: of_batch(layer=LATENT),
+        lambda: batch_and(layer=LATENT),
         {"layer": DTYPE | {"device"}, "context_lens": ROWS},
     ),
     "write": Launcher(
         write_kv,
         lambda: floats(layer=PAGED, new=(3, 4, 16)) | ints(rows=(3,)),
-        {"layer": LEADS, "new": ROWS},
+        {"layer": REFERENCE, "new": ROWS},
     ),
-    "turn and write": Launcher(
+    "rope and write": Launcher(
         lambda layer, **others: rope_and_cache(num_heads=2, layer=layer, **others),
         lambda: floats(layer=PAGED, heads=(3, 6, 16), cos_sin=(3, 2, 8)) | ints(rows=(3,)),
-        {"layer": LEADS, "heads": ROWS},
+        {"layer": REFERENCE, "heads": ROWS},
     ),
-    "turn and write, narrow": Launcher(
+    "rope and write, fp8": Launcher(
         lambda layer, **others: rope_and_cache(
             num_heads=2, layer=layer.to(E4M3), interleaved=True, **others
         ),
@@ -157,7 +165,7 @@ LAUNCHERS = {
     "gather": Launcher(
         lambda kv, blocks: gather_blocks(kv, blocks, *WHOLE),
         lambda: floats(kv=(2, 2, 5, 2, 4, 8)) | ints(blocks=(3,)),
-        {"kv": LEADS | DTYPE, "blocks": ROWS},
+        {"kv": REFERENCE | DTYPE, "blocks": ROWS},
     ),
     "scatter": Launcher(
         lambda kv, blocks, staged: scatter_blocks(kv, blocks, *WHOLE, staged),
@@ -165,87 +173,89 @@ LAUNCHERS = {
             floats(kv=(2, 2, 5, 2, 4, 8), staged=(2, 2, 3, 2, 4, 8))
             | ints(torch.int32, blocks=(3,))
         ),
-        {"kv": LEADS | DTYPE, "blocks": ROWS},
+        {"kv": REFERENCE | DTYPE, "blocks": ROWS},
     ),
     "copy": Launcher(
         copy_blocks,
         lambda: floats(kv=(2, 2, 5, 2, 4, 8)) | ints(sources=(3,), targets=(3,)),
-        {"kv": LEADS | DTYPE, "sources": ROWS},
+        {"kv": REFERENCE | DTYPE, "sources": ROWS},
     ),
     "checksum": Launcher(checksum, lambda: floats(data=(3, 4)), {"data": ALL - {"strides"}}),
-    "sum of words": Launcher(sum_words, lambda: ints(words=(8,), weights=(9,)), {"words": LEADS}),
+    "sum of words": Launcher(
+        sum_words, lambda: ints(words=(8,), weights=(9,)), {"words": REFERENCE}
+    ),
     "norm": Launcher(
         lambda x, weight: rms_norm(x, weight, 1e-5),
         lambda: floats(x=(3, 8), weight=(8,)),
-        {"x": LEADS | RANK},
+        {"x": REFERENCE | RANK},
     ),
     "norm in place": Launcher(
         lambda x, weight: rms_norm_(x, weight, 1e-5),
         lambda: floats(x=(3, 8), weight=(8,)),
-        {"x": LEADS | RANK},
+        {"x": REFERENCE | RANK},
     ),
     "layer norm": Launcher(
         lambda x, weight, bias: layer_norm(x, weight, bias, 1e-5),
         lambda: floats(x=(3, 8), weight=(8,), bias=(8,)),
-        {"x": LEADS | RANK},
+        {"x": REFERENCE | RANK},
     ),
     "layer norm of a sum": Launcher(
-        lambda **given: fused_add_layer_norm(**given, eps=1e-5),
+        lambda **tensors: fused_add_layer_norm(**tensors, eps=1e-5),
         lambda: floats(hidden=(3, 8), x=(3, 8), weight=(8,), bias=(8,)),
-        {"hidden": LEADS | RANK},
+        {"hidden": REFERENCE | RANK},
     ),
     "norm of a sum": Launcher(
-        lambda **given: fused_add_rms_norm(**given, eps=1e-5),
+        lambda **tensors: fused_add_rms_norm(**tensors, eps=1e-5),
         lambda: floats(hidden=(3, 8), x=(3, 8), weight=(8,)),
-        {"hidden": LEADS | RANK},
+        {"hidden": REFERENCE | RANK},
     ),
-    "rotation": Launcher(rotate_, lambda: floats(x=(3, 2, 8), cos_sin=(3, 2, 8)), {"x": LEADS}),
-    "silu": Launcher(silu_and_mul, lambda: floats(gate_up=(3, 8)), {"gate_up": LEADS}),
-    "gelu": Launcher(gelu_tanh_and_mul, lambda: floats(gate_up=(3, 8)), {"gate_up": LEADS}),
+    "rotation": Launcher(rotate_, lambda: floats(x=(3, 2, 8), cos_sin=(3, 2, 8)), {"x": REFERENCE}),
+    "silu": Launcher(silu_and_mul, lambda: floats(gate_up=(3, 8)), {"gate_up": REFERENCE}),
+    "gelu": Launcher(gelu_tanh_and_mul, lambda: floats(gate_up=(3, 8)), {"gate_up": REFERENCE}),
     "clamped silu": Launcher(
         lambda gate_up: swiglu_oai(gate_up, 1.7, 7.0),
         lambda: floats(gate_up=(3, 8)),
-        {"gate_up": LEADS},
+        {"gate_up": REFERENCE},
     ),
     "routing": Launcher(
         lambda logits, bias: route(logits, Routing(2), bias),
         lambda: floats(logits=(3, 8), bias=(8,)),
-        {"logits": LEADS},
+        {"logits": REFERENCE},
     ),
-    "sort": Launcher(
+    "align": Launcher(
         lambda experts: align_blocks(experts, 4, 16),
         lambda: ints(torch.int32, experts=(3, 2)),
-        {"experts": LEADS},
+        {"experts": REFERENCE},
     ),
-    "experts": Launcher(
+    "grouped experts": Launcher(
         mixed,
         lambda: (
             floats(x=(3, 8), weights=(3, 2), down=(4, 5, 8), gate_up=(4, 8, 10))
             | floats(down_bias=(4, 8), gate_up_bias=(4, 10))
             | ints(torch.int32, experts=(3, 2))
         ),
-        {"x": LEADS, "down": ROWS, "experts": ROWS},
+        {"x": REFERENCE, "down": ROWS, "experts": ROWS},
     ),
     "invariant product": Launcher(
         batch_invariant_matmul,
         lambda: floats(x=(3, 8), weight=(5, 8), bias=(5,)),
-        {"x": LEADS, "weight": ROWS},
+        {"x": REFERENCE, "weight": ROWS},
     ),
     "invariant heads": Launcher(
-        batch_invariant_bmm, lambda: floats(x=(3, 2, 8), weight=(2, 5, 8)), {"x": LEADS}
+        batch_invariant_bmm, lambda: floats(x=(3, 2, 8), weight=(2, 5, 8)), {"x": REFERENCE}
     ),
-    "draw": Launcher(
-        lambda logits, **wishes: sample(logits, SamplingTensors(**wishes)),
+    "sample": Launcher(
+        lambda logits, **params: sample(logits, SamplingTensors(**params)),
         lambda: (
             floats(logits=(3, 9), temperature=(3,), top_p=(3,), min_p=(3,), typical_p=(3,))
             | ints(top_k=(3,), seeds=(3,), indices=(3,), choices=(3,))
         ),
-        {"logits": LEADS},
+        {"logits": REFERENCE},
     ),
     "logprobs": Launcher(
         lambda logits, tokens: logprobs(logits, tokens, 2),
         lambda: floats(logits=(3, 9)) | ints(tokens=(3,)),
-        {"logits": LEADS},
+        {"logits": REFERENCE},
     ),
     "penalties": Launcher(
         penalised,
@@ -253,34 +263,34 @@ LAUNCHERS = {
             floats(logits=(3, 9), repetition=(3,), presence=(3,), frequency=(3,))
             | ints(tokens=(3, 4), num_prompt=(3,), num_tokens=(3,))
         ),
-        {"logits": LEADS},
+        {"logits": REFERENCE},
     ),
-    "shift": Launcher(
+    "logit bias": Launcher(
         add_logit_bias_,
         lambda: floats(logits=(3, 9), values=(4,)) | ints(rows=(4,), tokens=(4,)),
-        {"logits": LEADS, "rows": ROWS},
+        {"logits": REFERENCE, "rows": ROWS},
     ),
 }
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_what_is_right_is_taken(name: str) -> None:
+def test_valid_arguments_are_accepted(name: str) -> None:
     LAUNCHERS[name].call(**LAUNCHERS[name].tensors())
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_what_is_wrong_is_refused_by_its_name(name: str) -> None:
-    launcher, taken = LAUNCHERS[name], []
+def test_each_invalid_tensor_is_refused_by_name(name: str) -> None:
+    launcher, accepted = LAUNCHERS[name], []
     for tensor in launcher.tensors():
-        for way in sorted(ALL - launcher.may.get(tensor, set())):
-            given = launcher.tensors()
-            given[tensor] = WAYS[way](given[tensor])
+        for corruption in sorted(ALL - launcher.exempt.get(tensor, set())):
+            tensors = launcher.tensors()
+            tensors[tensor] = CORRUPTIONS[corruption](tensors[tensor])
             try:
-                launcher.call(**given)
+                launcher.call(**tensors)
             except ValueError as error:
                 if str(error).startswith(f"{tensor}: "):
                     continue
-                taken.append(f"{tensor}, {way}: {error}")
+                accepted.append(f"{tensor}, {corruption}: {error}")
             else:
-                taken.append(f"{tensor}, {way}: it was taken")
-    assert not taken
+                accepted.append(f"{tensor}, {corruption}: accepted")
+    assert not accepted

@@ -1,4 +1,4 @@
-"""The kernel that turns heads, against float64."""
+"""The Triton kernel of rotary embeddings, compared with float64."""
 
 import pytest
 import torch
@@ -19,22 +19,22 @@ pytestmark = pytest.mark.interpreted
     st.booleans(),
     st.sampled_from(DTYPES),
 )
-def test_views_are_turned_in_place(
-    num_tokens: int, num_heads: int, dim: int, neighbours: bool, dtype: torch.dtype
+def test_views_are_rotated_in_place(
+    num_tokens: int, num_heads: int, dim: int, interleaved: bool, dtype: torch.dtype
 ) -> None:
     frequencies = torch.rand(dim // 2)
-    table = rotary_table(frequencies, 300, torch.float32, interleaved=neighbours)
+    table = rotary_table(frequencies, 300, torch.float32, interleaved=interleaved)
     positions = torch.randint(0, 300, (num_tokens,))
     fused = torch.randn(num_tokens, num_heads + 2, dim + 10).to(dtype)
     expected = fused.clone()
-    part = expected[:, 1:-1, 10:]
-    part.copy_(rotate_reference(part.double(), positions, frequencies, neighbours))
-    rotate_(fused[:, 1:-1, 10:], table[positions], neighbours)
-    # Angles of up to 300 are known to 2^-24 of that.
+    rotated = expected[:, 1:-1, 10:]
+    rotated.copy_(rotate_reference(rotated.double(), positions, frequencies, interleaved))
+    rotate_(fused[:, 1:-1, 10:], table[positions], interleaved)
+    # A float32 angle up to 300 has an error of up to 300 x 2^-24.
     close(fused, expected, 300.0 if dtype == torch.float32 else 1.0)
 
 
-def test_the_table_may_have_the_dtype_of_the_heads() -> None:
+def test_the_table_may_have_the_dtype_of_x() -> None:
     x = torch.randn(3, 2, 16).half()
     table = rotary_table(torch.rand(8), 3, torch.float16)
     expected = x.double()
@@ -44,18 +44,18 @@ def test_the_table_may_have_the_dtype_of_the_heads() -> None:
     close(x, expected * cos + torch.cat((high, low), -1) * sin)
 
 
-@pytest.mark.parametrize("neighbours", [False, True])
-def test_a_token_alone_is_the_token_in_a_crowd(neighbours: bool) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_bits_of_a_token_do_not_depend_on_the_batch(interleaved: bool) -> None:
     x, table = torch.randn(70, 3, 24), rotary_table(torch.rand(12), 70, torch.float32)
-    crowd = x.clone()
-    rotate_(crowd, table, neighbours)
+    batched = x.clone()
+    rotate_(batched, table, interleaved)
     for row in (0, 33, 69):
-        alone = x[row : row + 1].clone()
-        rotate_(alone, table[row : row + 1], neighbours)
-        assert torch.equal(alone[0], crowd[row])
+        single = x[row : row + 1].clone()
+        rotate_(single, table[row : row + 1], interleaved)
+        assert torch.equal(single[0], batched[row])
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_invalid_arguments_are_refused() -> None:
     x, table = torch.randn(3, 2, 16), rotary_table(torch.rand(8), 3, torch.float32)
     with pytest.raises(ValueError, match=r"cos_sin: shape \[3, 2, R\] expected, not \[2, 2, 16\]"):
         rotate_(x, table[:2])

@@ -1,4 +1,4 @@
-"""The kernel that routes tokens to experts."""
+"""The Triton kernel that routes tokens to experts."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.support.routings import routings
 
 @settings(max_examples=12, derandomize=True)
 @given(found=routings(), biased=st.booleans(), half=st.booleans(), seed=st.integers(0, 100))
-def test_any_routing(
+def test_matches_the_reference_for_any_routing(
     device: torch.device, found: tuple[Routing, int], biased: bool, half: bool, seed: int
 ) -> None:
     routing, num_experts = found
@@ -23,17 +23,19 @@ def test_any_routing(
         experts, weights = route(
             logits.to(device), routing, None if bias is None else bias.to(device)
         )
-    expected, shares = route_reference(logits, routing, bias)
+    expected, expected_weights = route_reference(logits, routing, bias)
     assert torch.equal(experts.cpu().long(), expected)
-    torch.testing.assert_close(weights.cpu(), shares)
+    torch.testing.assert_close(weights.cpu(), expected_weights)
 
 
-def test_equal_merits_go_to_the_lower_expert(device: torch.device) -> None:
+def test_ties_go_to_the_lower_expert(device: torch.device) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]], device=device)
     assert route(logits, Routing(4))[0].tolist() == [[1, 2, 4, 0]]
 
 
-def test_a_broken_token_has_experts_and_harms_nobody(device: torch.device) -> None:
+def test_a_token_with_nan_or_inf_gets_experts_and_does_not_affect_others(
+    device: torch.device,
+) -> None:
     torch.manual_seed(1)
     logits = torch.randn(4, 12)
     broken = logits.clone()
@@ -53,17 +55,17 @@ def test_a_broken_token_has_experts_and_harms_nobody(device: torch.device) -> No
     [(Routing(6, True), False), (Routing(4, True, True, 8, 4, 2, 2.5), True)],
     ids=["mixtral", "deepseek"],
 )
-def test_a_token_is_routed_alike_in_any_company(
+def test_routing_of_a_token_does_not_depend_on_the_batch(
     device: torch.device, routing: Routing, biased: bool
 ) -> None:
     logits = torch.randn(5, 40, device=device)
     bias = torch.randn(40, device=device) if biased else None
-    crowd = route(logits, routing, bias)
-    alone = route(logits[3:4], routing, bias)
-    assert all(torch.equal(a[0], b[3]) for a, b in zip(alone, crowd, strict=True))
+    batched = route(logits, routing, bias)
+    single = route(logits[3:4], routing, bias)
+    assert all(torch.equal(a[0], b[3]) for a, b in zip(single, batched, strict=True))
 
 
-def test_what_is_wrong_is_named(device: torch.device) -> None:
+def test_invalid_arguments_are_refused(device: torch.device) -> None:
     logits = torch.randn(2, 8, device=device)
     with pytest.raises(ValueError, match="routing: top_k"):
         route(logits, Routing(5, num_groups=2))

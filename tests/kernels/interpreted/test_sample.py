@@ -1,4 +1,4 @@
-"""The kernels that draw: the CPU's noise by its bits, the reference's cuts, rows apart."""
+"""The Triton kernels of sampling: noise bits as on the CPU, filters, independent rows."""
 
 from typing import Any
 
@@ -25,22 +25,25 @@ PLAIN: Row = (1.0, 0, 1.0, 0.0, 1.0)
 GREEDY: Row = (0.0, 0, 1.0, 0.0, 1.0)
 
 
-def wishes_of(rows: list[Row], device: torch.device) -> SamplingTensors:
-    heat, top_k, top_p, min_p, typical_p = zip(*rows, strict=True)
+def sampling_tensors(rows: list[Row], device: torch.device) -> SamplingTensors:
+    temperature, top_k, top_p, min_p, typical_p = zip(*rows, strict=True)
     numbers = torch.arange(len(rows))
-    seeds = (numbers + 1) * -7_046_029_254_386_353_131  # beyond 2^63 as unsigned
-    floats = (torch.tensor(each, dtype=torch.float32) for each in (heat, top_p, min_p, typical_p))
-    whole = (torch.tensor(top_k, dtype=torch.int64), seeds, numbers * 70_001, numbers % 3)
-    return SamplingTensors(*(each.to(device) for each in (*floats, *whole)))
+    seeds = (numbers + 1) * -7_046_029_254_386_353_131  # some exceed 2^63 as unsigned integers
+    floats = (
+        torch.tensor(each, dtype=torch.float32) for each in (temperature, top_p, min_p, typical_p)
+    )
+    ints = (torch.tensor(top_k, dtype=torch.int64), seeds, numbers * 70_001, numbers % 3)
+    return SamplingTensors(*(each.to(device) for each in (*floats, *ints)))
 
 
 @jit
 def _noise_of(words: Any, out: Any, TILE: tl.constexpr) -> None:
+    """Store the Gumbel noise of TILE random words. A single program."""
     at = tl.arange(0, TILE)
     tl.store(out + at, module._gumbel(tl.load(words + at).to(tl.uint32, bitcast=True)))
 
 
-def test_noise_has_the_bits_of_the_cpus(device: torch.device) -> None:
+def test_noise_has_the_bits_of_the_cpu_noise(device: torch.device) -> None:
     words = np.random.default_rng(5).integers(0, 2**32, 4096, dtype=np.uint32)
     words[:6] = [0, 1, 2**31, 2**32 - 129, 2**32 - 128, 2**32 - 1]
     found = torch.full((4096,), torch.nan, device=device)
@@ -50,35 +53,35 @@ def test_noise_has_the_bits_of_the_cpus(device: torch.device) -> None:
     assert np.array_equal(found.cpu().numpy().view(np.int32), expected.view(np.int32))
 
 
-def test_a_draw_is_the_largest_with_the_cpus_noise(device: torch.device) -> None:
+def test_sampled_token_is_the_argmax_of_logits_plus_cpu_noise(device: torch.device) -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 4301)
-    wishes = wishes_of([(0.3 + row, 0, 1.0, 0.0, 1.0) for row in range(6)], device)
+    params = sampling_tensors([(0.3 + row, 0, 1.0, 0.0, 1.0) for row in range(6)], device)
     with poisoned_memory():
-        tokens, finite = sample(logits.to(device), wishes)
+        tokens, finite = sample(logits.to(device), params)
     noise = gumbel_noise(
-        wishes.seeds.cpu().numpy().view(np.uint64),
-        wishes.indices.cpu().numpy(),
-        wishes.choices.cpu().numpy(),
+        params.seeds.cpu().numpy().view(np.uint64),
+        params.indices.cpu().numpy(),
+        params.choices.cpu().numpy(),
         4301,
     )
-    expected = (logits / wishes.temperature.cpu()[:, None] + noise).argmax(-1)
+    expected = (logits / params.temperature.cpu()[:, None] + noise).argmax(-1)
     assert torch.equal(tokens.cpu(), expected)
     assert finite.all()
 
 
-def limits_of(logits: torch.Tensor, wishes: SamplingTensors) -> tuple[torch.Tensor, ...]:
-    """What decides which tokens may be drawn."""
-    cuts = FilterParams(wishes.top_k, wishes.top_p, wishes.min_p)
-    found = scan(logits, wishes.temperature, bans=True)
-    near = compact(found, cuts, wishes.typical_p, with_tokens=False)
-    return module._thresholds(found, near, cuts, wishes.typical_p)
+def thresholds_of(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, ...]:
+    """Return the score thresholds of each row: floors, centres and widths, each [R]."""
+    filters = FilterParams(params.top_k, params.top_p, params.min_p)
+    found = scan(logits, params.temperature, bans=True)
+    near = compact(found, filters, params.typical_p, with_tokens=False)
+    return module._thresholds(found, near, filters, params.typical_p)
 
 
-def kept(logits: torch.Tensor, wishes: SamplingTensors) -> torch.Tensor:
-    """Which tokens may be drawn: [R, V]."""
-    floors, centres, widths = limits_of(logits, wishes)
-    scores = logits / wishes.temperature[:, None]
+def kept(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """Return a mask [R, V] of the tokens that the filters keep."""
+    floors, centres, widths = thresholds_of(logits, params)
+    scores = logits / params.temperature[:, None]
     keep = (scores >= floors[:, None]) & (scores > -torch.inf)
     return keep & ((scores - centres[:, None]).abs() <= widths[:, None])
 
@@ -103,73 +106,76 @@ ROWS = st.lists(
     vocab_size=st.sampled_from([103, 4150]),
     rows=ROWS,
 )
-def test_cuts_as_the_reference(
+def test_filters_match_the_reference(
     device: torch.device, seed: int, spread: float, vocab_size: int, rows: list[Row]
 ) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(len(rows), vocab_size) * spread
     logits[:, 5] = logits[:, 80]  # a tie
-    wishes = wishes_of(rows, device)
+    params = sampling_tensors(rows, device)
     with poisoned_memory():
-        found = kept(logits.to(device), wishes).cpu()
-    cuts = FilterParams(*(each.cpu() for each in (wishes.top_k, wishes.top_p, wishes.min_p)))
+        found = kept(logits.to(device), params).cpu()
+    filters = FilterParams(*(each.cpu() for each in (params.top_k, params.top_p, params.min_p)))
     expected = (
-        top_k_top_p_min_p_reference(logits / wishes.temperature.cpu()[:, None], cuts) > -torch.inf
+        top_k_top_p_min_p_reference(logits / params.temperature.cpu()[:, None], filters)
+        > -torch.inf
     )
-    # A nucleus may end one token, or two that tie, earlier or later where rounding decides.
+    # Rounding may decide about one token, or about two that tie.
     assert int((found != expected).sum(-1).max()) <= 2
     assert found.gather(1, logits.argmax(-1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize("typical_p", [0.2, 0.9])
-def test_typical_as_the_reference(device: torch.device, typical_p: float) -> None:
+def test_typical_p_matches_the_reference(device: torch.device, typical_p: float) -> None:
     torch.manual_seed(4)
     logits = torch.randn(3, 300) * torch.tensor([[0.3], [2.0], [8.0]])
     logits[:, ::3] = -torch.inf
     top_k: list[Row] = [(1.0, top_k, 1.0, 0.0, typical_p) for top_k in (0, 90, 0)]
-    found = kept(logits.to(device), wishes_of(top_k, device)).cpu()
-    cuts = FilterParams(torch.tensor([0, 90, 0]), torch.ones(3), torch.zeros(3))
+    found = kept(logits.to(device), sampling_tensors(top_k, device)).cpu()
+    filters = FilterParams(torch.tensor([0, 90, 0]), torch.ones(3), torch.zeros(3))
     expected = typical_p_reference(
-        top_k_top_p_min_p_reference(logits, cuts), torch.full((3,), typical_p)
+        top_k_top_p_min_p_reference(logits, filters), torch.full((3,), typical_p)
     )
     assert int((found != (expected > -torch.inf)).sum(-1).max()) <= 1
 
 
-def test_each_cut_alone(device: torch.device) -> None:
+def test_each_filter_by_itself(device: torch.device) -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(6, 1).to(device)
     one: list[Row] = [
         *((1.0, 2, 1.0, 0.0, 1.0), (1.0, 0, 0.8, 0.0, 1.0), (1.0, 0, 0.81, 0.0, 1.0)),
         *((1.0, 0, 1.0, 0.29, 1.0), (1.0, 0, 1.0, 0.31, 1.0), (1.0, 3, 0.85, 0.0, 1.0)),
     ]
-    # The last: of the three likeliest, 0.95 in all, two hold 0.84 of it.
-    assert kept(logits, wishes_of(one, device)).sum(-1).tolist() == [2, 2, 3, 3, 2, 3]
+    # Last row: top_k keeps 0.95 of the probability, of which two tokens have only 0.84.
+    assert kept(logits, sampling_tensors(one, device)).sum(-1).tolist() == [2, 2, 3, 3, 2, 3]
 
 
-def test_a_row_is_drawn_alike_in_any_company(device: torch.device) -> None:
+def test_sampling_of_a_row_does_not_depend_on_the_batch(device: torch.device) -> None:
     torch.manual_seed(3)
     logits = (torch.randn(5, 4200) * 3).to(device)
     rows: list[Row] = [
         *((1.0, 0, 0.9, 0.0, 1.0), (0.7, 40, 0.7, 0.0, 1.0), GREEDY),
         *((1.0, 0, 0.9999, 1e-9, 1.0), (1.0, 0, 1.0, 0.0, 0.5)),
     ]
-    wishes = wishes_of(rows, device)
-    crowd, _ = sample(logits, wishes)
+    params = sampling_tensors(rows, device)
+    batched, _ = sample(logits, params)
     for row in (0, 1, 4):
-        alone, _ = sample(logits[row : row + 1], picked(wishes, [row]))
-        assert int(alone[0]) == int(crowd[row])
-    crowds = limits_of(logits, wishes)
+        single, _ = sample(logits[row : row + 1], select_rows(params, [row]))
+        assert int(single[0]) == int(batched[row])
+    batched_thresholds = thresholds_of(logits, params)
     for row in (0, 1, 3, 4):
-        limits = limits_of(logits[row : row + 1], picked(wishes, [row]))
-        assert all(torch.equal(a[0], b[row]) for a, b in zip(limits, crowds, strict=True))
-    assert int(crowd[2]) == int(logits[2].argmax())
+        thresholds = thresholds_of(logits[row : row + 1], select_rows(params, [row]))
+        assert all(
+            torch.equal(a[0], b[row]) for a, b in zip(thresholds, batched_thresholds, strict=True)
+        )
+    assert int(batched[2]) == int(logits[2].argmax())
 
 
-def picked(wishes: SamplingTensors, rows: list[int]) -> SamplingTensors:
+def select_rows(params: SamplingTensors, rows: list[int]) -> SamplingTensors:
     names = ("temperature", "top_p", "min_p", "typical_p", "top_k", "seeds", "indices", "choices")
-    return SamplingTensors(*(getattr(wishes, name)[rows] for name in names))
+    return SamplingTensors(*(getattr(params, name)[rows] for name in names))
 
 
-def test_a_broken_row_is_flagged_and_breaks_no_other(device: torch.device) -> None:
+def test_a_row_with_nan_or_inf_is_flagged_and_does_not_affect_others(device: torch.device) -> None:
     torch.manual_seed(6)
     logits = torch.randn(6, 70)
     rows: list[Row] = [
@@ -180,35 +186,35 @@ def test_a_broken_row_is_flagged_and_breaks_no_other(device: torch.device) -> No
         GREEDY,
         (1.0, 3, 1.0, 0.0, 1.0),
     ]
-    wishes = wishes_of(rows, device)
-    whole, _ = sample(logits.to(device), wishes)
+    params = sampling_tensors(rows, device)
+    ints, _ = sample(logits.to(device), params)
     logits[1, 3], logits[2, 69], logits[3, 0] = torch.nan, torch.inf, -torch.inf
-    tokens, finite = sample(logits.to(device), wishes)
+    tokens, finite = sample(logits.to(device), params)
     assert finite.tolist() == [True, False, False, False, True, True]
     assert finite.tolist() == finite_rows(logits.to(device)).tolist()
     assert tokens[~finite].tolist() == [0, 0, 0]
-    assert torch.equal(tokens[finite], whole[finite])
+    assert torch.equal(tokens[finite], ints[finite])
 
 
-def test_what_is_banned_is_not_drawn_and_no_mistake(device: torch.device) -> None:
+def test_banned_tokens_are_not_sampled_and_not_flagged(device: torch.device) -> None:
     logits = torch.full((4, 130), -torch.inf)
     logits[0, 128], logits[1, [3, 129]], logits[2, 7] = 1.0, torch.tensor([2.0, 2.0]), -4.0
     rows: list[Row] = [PLAIN, GREEDY, (1.0, 50, 0.5, 0.0, 0.9), PLAIN]
-    tokens, finite = sample(logits.to(device), wishes_of(rows, device), bans=True)
+    tokens, finite = sample(logits.to(device), sampling_tensors(rows, device), bans=True)
     assert finite.tolist() == [True, True, True, False]
     assert tokens.tolist() == [128, 3, 7, 0]
 
 
 def test_a_vocabulary_of_one(device: torch.device) -> None:
     logits = torch.zeros(2, 1, device=device)
-    tokens, finite = sample(logits, wishes_of([PLAIN, (1.0, 1, 0.5, 0.5, 0.5)], device))
+    tokens, finite = sample(logits, sampling_tensors([PLAIN, (1.0, 1, 0.5, 0.5, 0.5)], device))
     assert tokens.tolist() == [0, 0]
     assert finite.all()
 
 
-def test_what_is_wrong_is_named(device: torch.device) -> None:
+def test_invalid_arguments_are_refused(device: torch.device) -> None:
     logits = torch.zeros(2, 9, device=device)
     with pytest.raises(ValueError, match="seeds: shape"):
-        sample(logits, wishes_of([PLAIN], device))
+        sample(logits, sampling_tensors([PLAIN], device))
     with pytest.raises(ValueError, match="logits: float32"):
-        sample(logits.half(), wishes_of([PLAIN] * 2, device))
+        sample(logits.half(), sampling_tensors([PLAIN] * 2, device))

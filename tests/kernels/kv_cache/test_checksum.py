@@ -1,4 +1,4 @@
-"""The checksum sees what can happen to bytes on their way."""
+"""The checksum changes when bytes are corrupted, reordered or missing."""
 
 import pytest
 import torch
@@ -14,43 +14,43 @@ def data(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 
 @given(st.integers(1, 3000), st.data())
-def test_every_flipped_bit_is_seen(num_bytes: int, draw: st.DataObject) -> None:
+def test_up_to_three_flipped_bits_change_the_checksum(num_bytes: int, draw: st.DataObject) -> None:
     bits = st.tuples(st.integers(0, num_bytes - 1), st.integers(0, 7))
     flips = draw.draw(st.sets(bits, min_size=1, max_size=3))
     good = data(num_bytes)
     bad = good.clone()
-    for place, bit in flips:
-        bad[place] ^= 1 << bit
+    for index, bit in flips:
+        bad[index] ^= 1 << bit
     assert checksum(good) != checksum(bad)
 
 
-def test_the_top_bits_of_two_words_do_not_cancel() -> None:
-    seen = {checksum(data(4096))}
+def test_top_bits_flipped_in_two_words_do_not_cancel() -> None:
+    checksums = {checksum(data(4096))}
     for first in range(0, 64):
         bad = data(4096)
         bad[8 * first + 7] ^= 128
         bad[8 * first + 15] ^= 128
-        seen.add(checksum(bad))
-    assert len(seen) == 65
+        checksums.add(checksum(bad))
+    assert len(checksums) == 65
 
 
-def test_words_that_change_places_are_seen() -> None:
+def test_reordered_words_change_the_checksum() -> None:
     good = data(4096)
     bad = good.view(-1, 8).flip(0).reshape(-1).contiguous()
     assert checksum(good) != checksum(bad)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 9, 100_000])
-def test_lengths_are_told_apart(num_bytes: int) -> None:
+def test_zeros_of_different_lengths_have_different_checksums(num_bytes: int) -> None:
     zeros = torch.zeros(num_bytes + 1, dtype=torch.uint8)
     assert checksum(zeros) != checksum(zeros[:num_bytes])
     assert 0 <= checksum(zeros) < 1 << 64
 
 
-def test_it_is_of_the_bytes_and_not_of_the_shape() -> None:
+def test_checksum_does_not_depend_on_shape_or_dtype() -> None:
     flat = data(4 * 1024)
     assert checksum(flat.view(torch.float32).view(2, -1)) == checksum(flat)
 
 
-def test_it_is_the_same_in_every_process_and_version() -> None:
+def test_checksum_is_the_same_in_every_process_and_version() -> None:
     assert checksum(torch.arange(4096, dtype=torch.int32)) == 5102688214588787076

@@ -1,4 +1,4 @@
-"""Writing keys and values, and moving rectangles of blocks."""
+"""Writes to the KV cache, and block copies of ranges of layers and heads."""
 
 import pytest
 import torch
@@ -10,17 +10,17 @@ from penstock.kernels.rope.op import rotary_table, rotate_reference
 from tests.support.threads import threads
 
 
-def test_write_goes_to_the_slots_and_nowhere_else() -> None:
+def test_write_kv_changes_only_the_given_slots() -> None:
     layer = torch.randn(2, 7, 3, 4, 5)
     expected = layer.clone()
     slots = torch.tensor([0, 27, 13, 14, 3])
-    fused = torch.randn(5, 4 + 6, 5)  # query heads before: the tail is a strided view
+    fused = torch.randn(5, 4 + 6, 5)  # query heads first: keys and values are a strided view
     write_kv(layer, slot_rows(slots, layer.shape), fused[:, 4:])
     write_kv_reference(expected, slots, fused[:, 4:])
     assert torch.equal(layer, expected)
 
 
-def test_compressed_rows_have_one_side() -> None:
+def test_mla_rows_are_written_without_a_value_side() -> None:
     layer = torch.randn(1, 7, 1, 4, 5)
     expected = layer.clone()
     slots, rows = torch.tensor([9, 0, 27]), torch.randn(3, 1, 5)
@@ -30,7 +30,7 @@ def test_compressed_rows_have_one_side() -> None:
     assert torch.equal(layer[0, 2, 0, 1], rows[0, 0])
 
 
-def test_a_narrow_cache_holds_the_nearest() -> None:
+def test_a_bfloat16_cache_rounds_to_nearest() -> None:
     layer = torch.zeros(2, 7, 3, 4, 5).bfloat16()
     expected = layer.clone()
     slots, new = torch.tensor([9, 0, 27]), torch.randn(3, 6, 5)
@@ -42,36 +42,36 @@ def test_a_narrow_cache_holds_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("neighbours", [False, True])
-@pytest.mark.parametrize("turned", [4, 10, 0])
-def test_heads_turn_on_their_way(
-    turned: int, neighbours: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [4, 10, 0])
+def test_rope_and_cache_rotates_and_writes(
+    rotary_dim: int, interleaved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "MIN_PARALLEL_ELEMENTS", 1)
-    frequencies = 0.5 ** torch.arange(turned // 2).float()
-    table = rotary_table(frequencies, 40, torch.float32, interleaved=neighbours)
+    frequencies = 0.5 ** torch.arange(rotary_dim // 2).float()
+    table = rotary_table(frequencies, 40, torch.float32, interleaved=interleaved)
     slots, positions = torch.randperm(28)[:9], torch.randperm(40)[:9]
     heads = torch.randn(9, 5 + 2 * 3, 10)
     heads[2, 6, 1], heads[3, 9, 9] = torch.nan, torch.inf
     expected_heads = heads.clone()
-    part = expected_heads[:, :8, :turned]
-    part.copy_(rotate_reference(part, positions, frequencies, neighbours))
+    rotated = expected_heads[:, :8, :rotary_dim]
+    rotated.copy_(rotate_reference(rotated, positions, frequencies, interleaved))
     expected = torch.randn(2, 7, 3, 4, 10).to(dtype)
     before = expected.clone()
     write_kv_reference(expected, slots, expected_heads[:, 5:])
-    for by_loops, count in ((True, 1), (True, 2), (False, 1)):
-        monkeypatch.setattr(cache, "has_numba", lambda by_loops=by_loops: by_loops)
+    for numba, count in ((True, 1), (True, 2), (False, 1)):
+        monkeypatch.setattr(cache, "has_numba", lambda numba=numba: numba)
         layer, wide = before.clone(), torch.cat((heads, heads), 1)
-        own = wide[:, : heads.shape[1]] if count == 2 else heads.clone()
+        actual_heads = wide[:, : heads.shape[1]] if count == 2 else heads.clone()
         with threads(count):
             rows = slot_rows(slots, layer.shape)
-            rope_and_cache(own, 5, table[positions], rows, layer, neighbours)
-        torch.testing.assert_close(own[:, :5], expected_heads[:, :5])
-        least = 1e-5 if dtype == torch.float32 else 8e-3
-        torch.testing.assert_close(layer, expected, equal_nan=True, rtol=least, atol=1e-5)
+            rope_and_cache(actual_heads, 5, table[positions], rows, layer, interleaved)
+        torch.testing.assert_close(actual_heads[:, :5], expected_heads[:, :5])
+        rtol = 1e-5 if dtype == torch.float32 else 8e-3
+        torch.testing.assert_close(layer, expected, equal_nan=True, rtol=rtol, atol=1e-5)
 
 
-def test_no_row_is_written_that_is_not_there() -> None:
+def test_rows_outside_the_cache_are_refused() -> None:
     layer, heads = torch.zeros(2, 7, 3, 4, 8), torch.randn(2, 8, 8)
     rows = slot_rows(torch.tensor([3, 4]), layer.shape)
     rows[1, 2] = 2 * 7 * 3 * 4
@@ -81,7 +81,7 @@ def test_no_row_is_written_that_is_not_there() -> None:
         rope_and_cache(heads[:, :7].contiguous(), 2, torch.ones(2, 2, 8), rows, layer)
 
 
-def test_an_fp8_cache_holds_what_its_scales_say() -> None:
+def test_an_fp8_cache_is_scaled_per_side_and_head() -> None:
     layer = torch.zeros(2, 7, 3, 4, 8).to(torch.float8_e4m3fn)
     expected = layer.clone()
     scales = torch.tensor([[0.25, 1.0, 2.0], [4.0, 0.5, 1.0]])
@@ -92,7 +92,7 @@ def test_an_fp8_cache_holds_what_its_scales_say() -> None:
     assert (layer.float().abs() == 448).any()
 
 
-def test_a_rectangle_of_blocks_moves_whole() -> None:
+def test_gather_and_scatter_move_ranges_of_layers_and_heads() -> None:
     source = torch.randn(4, 2, 9, 6, 3, 5)
     target = torch.zeros(4, 2, 8, 6, 3, 5)
     layers, heads = slice(1, 3), slice(2, 6)

@@ -1,4 +1,4 @@
-"""Products with weights in panels: right for any shape, and a row's bits are its own."""
+"""float32 linears with panel-packed weights: correct for any shape, and batch-invariant."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,20 +16,20 @@ from penstock.kernels.linear.cpu_packed_f32 import (
 )
 from tests.support.threads import threads
 
-# As in `linear/cpu_f32_avx512`, which takes numba to be imported; panels of 24 columns or 48.
-DEEP, HIGH, PANEL = 192, 8, 48
+# Constants of `linear/cpu_f32_avx512`, which needs numba; a panel has 24 or 48 columns.
+BLOCK_K, TILE_ROWS, PANEL = 192, 8, 48
 EDGES = (1, 2, 23, 24, 25, PANEL - 1, PANEL, PANEL + 1, 3 * PANEL, 9 * PANEL + 1)
-ROWS = (0, 1, 2, HIGH - 1, HIGH, HIGH + 1, 15, 16, 17, 32, 33, 64, 65, 90, 300)
+ROWS = (0, 1, 2, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 15, 16, 17, 32, 33, 64, 65, 90, 300)
 
 
-@pytest.fixture(params=["vectors", "matrix unit"], autouse=True)
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """All products of a test go this way."""
-    by_tiles = request.param == "matrix unit"
-    if by_tiles and not panels.has_amx():
-        pytest.skip("this machine has no matrix unit")
+@pytest.fixture(params=["avx512", "amx"], autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Force all linears of a test to use AVX-512 vectors, or AMX."""
+    uses_amx = request.param == "amx"
+    if uses_amx and not panels.has_amx():
+        pytest.skip("needs AMX")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(panels, "has_amx", lambda: by_tiles)
+        patch.setattr(panels, "has_amx", lambda: uses_amx)
         patch.setattr(panels, "MIN_AMX_ROWS", 0)
         yield request.param
 
@@ -38,16 +38,16 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     return packed_f32_reference(x, weight, bias).float()
 
 
-def test_the_edges_are_those_of_the_loops() -> None:
+def test_constants_match_the_loops() -> None:
     from penstock.kernels.linear import cpu_f32_avx512 as loops
 
-    assert (loops.BLOCK_K, loops.TILE_ROWS) == (DEEP, HIGH)
+    assert (loops.BLOCK_K, loops.TILE_ROWS) == (BLOCK_K, TILE_ROWS)
     assert loops.PANEL in (PANEL, PANEL // 2)
 
 
-@pytest.mark.parametrize("num_inputs", [1, DEEP - 1, DEEP, DEEP + 1, 2 * DEEP + 7])
+@pytest.mark.parametrize("num_inputs", [1, BLOCK_K - 1, BLOCK_K, BLOCK_K + 1, 2 * BLOCK_K + 7])
 @pytest.mark.parametrize("num_outputs", EDGES)
-def test_it_is_the_product(num_inputs: int, num_outputs: int) -> None:
+def test_matches_the_reference_for_any_shape(num_inputs: int, num_outputs: int) -> None:
     weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
     for added in (None, bias):
         product = pack_f32(weight, added)
@@ -61,13 +61,13 @@ def test_it_is_the_product(num_inputs: int, num_outputs: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(1, 2 * DEEP + 9),
+    st.integers(1, 2 * BLOCK_K + 9),
     st.integers(1, 3 * PANEL),
     st.integers(1, 200),
     st.integers(1, 4),
     st.data(),
 )
-def test_a_row_has_the_same_bits_in_any_company(
+def test_row_bits_do_not_depend_on_rows_columns_or_threads(
     num_inputs: int, num_outputs: int, rows: int, count: int, data: st.DataObject
 ) -> None:
     generator = torch.Generator().manual_seed(rows)
@@ -84,19 +84,19 @@ def test_a_row_has_the_same_bits_in_any_company(
         assert torch.equal(pack_f32(weight[:columns], None)(x), whole[:, :columns])
 
 
-def test_many_rows_are_shared_among_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_change_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "MIN_PARALLEL_MACS", 0)
     weight, x = torch.randn(2 * PANEL + 5, 40), torch.randn(1030, 40)
     product = pack_f32(weight, None)
     with threads(1):
-        alone = product(x)
-    torch.testing.assert_close(alone, exact(x, weight, None), rtol=1e-5, atol=1e-4)
+        single = product(x)
+    torch.testing.assert_close(single, exact(x, weight, None), rtol=1e-5, atol=1e-4)
     for count in (2, 3, 5):
         with threads(count):
-            assert torch.equal(product(x), alone)
+            assert torch.equal(product(x), single)
 
 
-def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+def test_rows_with_nan_or_inf_do_not_affect_other_rows() -> None:
     weight, x = torch.randn(PANEL + 3, 30), torch.randn(11, 30)
     product = pack_f32(weight, None)
     before = product(x)
@@ -108,8 +108,8 @@ def test_a_row_that_is_not_finite_spoils_no_other() -> None:
     assert torch.equal(after[kept], before[kept])
 
 
-def test_numbers_of_every_size_keep_their_bits(way: str) -> None:
-    """No error is larger than float32's own, of numbers whose last bits all count."""
+def test_inputs_of_all_magnitudes_keep_float32_precision(isa: str) -> None:
+    """Errors stay below 2^-22 of the sum of absolute products."""
     generator = torch.Generator().manual_seed(1)
     scales = torch.logspace(-30, 30, 200, base=2.0)[None]
     weight = torch.randn(64, 200, generator=generator) / scales
@@ -120,7 +120,7 @@ def test_numbers_of_every_size_keep_their_bits(way: str) -> None:
     assert ((found - exactly).abs() / sizes).max() < 2**-22
 
 
-def test_strided_weights_and_rows_are_taken() -> None:
+def test_strided_weights_and_rows() -> None:
     weight, x = torch.randn(30, 2 * PANEL).T, torch.randn(9, 60)[:, ::2]
     found = pack_f32(weight, None)(x)
     torch.testing.assert_close(found, exact(x, weight, None), rtol=1e-5, atol=1e-4)
@@ -129,38 +129,36 @@ def test_strided_weights_and_rows_are_taken() -> None:
 @pytest.mark.parametrize(
     "x", [torch.randn(3, 7), torch.randn(8), torch.randn(3, 8).double(), torch.randn(2, 3, 8)]
 )
-def test_what_does_not_fit_is_refused(x: torch.Tensor) -> None:
+def test_invalid_inputs_are_refused(x: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"x: \[T, 8\] float32 expected, not \["):
         pack_f32(torch.randn(5, 8), None)(x)
 
 
-def test_a_few_rows_go_by_vectors_and_more_by_tiles(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if way == "vectors":
+def test_few_rows_use_avx512_and_more_use_amx(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isa == "avx512":
         return
-    taken: list[str] = []
+    calls: list[str] = []
 
-    def telling(name: str, loops: Any) -> Callable[[], Any]:
-        def taken_now() -> Any:
-            taken.append(name)
+    def recording(name: str, loops: Any) -> Callable[[], Any]:
+        def record() -> Any:
+            calls.append(name)
             return loops
 
-        return taken_now
+        return record
 
     monkeypatch.setattr(panels, "MIN_AMX_ROWS", 12)
-    monkeypatch.setattr(panels, "_avx512_kernels", telling("vectors", panels._avx512_kernels()))
-    monkeypatch.setattr(panels, "_amx_kernels", telling("tiles", panels._amx_kernels()))
+    monkeypatch.setattr(panels, "_avx512_kernels", recording("vectors", panels._avx512_kernels()))
+    monkeypatch.setattr(panels, "_amx_kernels", recording("tiles", panels._amx_kernels()))
     weight = torch.randn(64, 32)
-    own, alike = pack_f32(weight, None), pack_f32(weight, None, batch_invariant=True)
-    taken.clear()
+    default, invariant = pack_f32(weight, None), pack_f32(weight, None, batch_invariant=True)
+    calls.clear()
     for rows in (1, 11, 12):
-        own(torch.randn(rows, 32))
-        alike(torch.randn(rows, 32))
-    assert taken == ["vectors", "tiles", "vectors", "tiles", "tiles", "tiles"]
+        default(torch.randn(rows, 32))
+        invariant(torch.randn(rows, 32))
+    assert calls == ["vectors", "tiles", "vectors", "tiles", "tiles", "tiles"]
 
 
-def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supported_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "has_avx512", lambda: True)
     assert supports_packed_f32(torch.randn(5, 8))
     assert not supports_packed_f32(torch.randn(5, 8).bfloat16())

@@ -1,4 +1,4 @@
-"""INT8 products by the matrix unit: exact sums, for any shape, and a row's bits are its own."""
+"""INT8 linears on AMX: exact sums for any shape, and batch-invariant."""
 
 from typing import Any
 
@@ -18,31 +18,37 @@ from penstock.kernels.linear.op import int8_linear_reference, pack_int8
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
 from tests.support.threads import threads
 
-pytestmark = pytest.mark.skipif(not has_amx(), reason="this machine has no matrix unit")
+pytestmark = pytest.mark.skipif(not has_amx(), reason="needs AMX")
 
-# As in `linear/cpu_int8_amx`, which takes numba to be imported.
-DEEP, BROAD, HIGH = 64, 64, 32
+# Constants of `linear/cpu_int8_amx`, which needs numba.
+TILE_K, BLOCK_COLUMNS, BLOCK_ROWS = 64, 64, 32
 ROWS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 200)
 
 
-def test_the_edges_are_those_of_the_loops() -> None:
+def test_constants_match_the_loops() -> None:
     from penstock.kernels.linear import cpu_int8_amx
 
     loops: Any = cpu_int8_amx
-    assert (loops.TILE_K, loops.BLOCK_COLUMNS, loops.BLOCK_ROWS) == (DEEP, BROAD, HIGH)
+    assert (loops.TILE_K, loops.BLOCK_COLUMNS, loops.BLOCK_ROWS) == (
+        TILE_K,
+        BLOCK_COLUMNS,
+        BLOCK_ROWS,
+    )
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Of the same levels of x, which where two are as near may be either."""
+    """Return the reference for the same quantized `x`; ties between levels may round either way."""
     rows, factors = quantize_per_token(x)
     y = int8_linear_reference(127 * torch.eye(weight.shape[1]), weight, None, 127)
     y = (rows.double() - ZERO_POINT) @ y * (factors.double() / 127)
     return (y if bias is None else y + bias.double()).float()
 
 
-@pytest.mark.parametrize("num_inputs", [DEEP, 2 * DEEP, 13 * DEEP])
-@pytest.mark.parametrize("num_outputs", [1, 31, BROAD - 1, BROAD, BROAD + 1, 5 * BROAD])
-def test_it_is_the_product(num_inputs: int, num_outputs: int) -> None:
+@pytest.mark.parametrize("num_inputs", [TILE_K, 2 * TILE_K, 13 * TILE_K])
+@pytest.mark.parametrize(
+    "num_outputs", [1, 31, BLOCK_COLUMNS - 1, BLOCK_COLUMNS, BLOCK_COLUMNS + 1, 5 * BLOCK_COLUMNS]
+)
+def test_matches_the_reference_for_any_shape(num_inputs: int, num_outputs: int) -> None:
     weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
     for added in (None, bias):
         product = pack_int8(weight, added)
@@ -56,8 +62,8 @@ def test_it_is_the_product(num_inputs: int, num_outputs: int) -> None:
 
 
 def test_the_largest_sums_are_exact() -> None:
-    """All levels at their ends: 255 x 127 in each of many inputs, less what -128 stands for."""
-    num_inputs = 200 * DEEP
+    """All weights are 127 and all inputs +-127 (255 or 1 as unsigned, with zero point 128)."""
+    num_inputs = 200 * TILE_K
     ends = torch.full((2, num_inputs), 127, dtype=torch.int8)
     product = pack_int8_amx(ends, torch.ones(2), None)
     x = torch.ones(3, num_inputs)
@@ -67,12 +73,12 @@ def test_the_largest_sums_are_exact() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 200), st.integers(1, 90), st.integers(1, 4), st.data())
-def test_a_row_has_the_same_bits_in_any_company(
+def test_row_bits_do_not_depend_on_rows_or_threads(
     steps: int, num_outputs: int, rows: int, count: int, data: st.DataObject
 ) -> None:
     generator = torch.Generator().manual_seed(rows)
-    weight = torch.randn(num_outputs, steps * DEEP, generator=generator)
-    x = torch.randn(rows, steps * DEEP, generator=generator)
+    weight = torch.randn(num_outputs, steps * TILE_K, generator=generator)
+    x = torch.randn(rows, steps * TILE_K, generator=generator)
     whole = pack_int8(weight, None)(x)
     first = data.draw(st.integers(0, rows - 1))
     last = data.draw(st.integers(first + 1, rows))
@@ -81,21 +87,21 @@ def test_a_row_has_the_same_bits_in_any_company(
         assert torch.equal(pack_int8(weight, None)(x[first:last]), whole[first:last])
 
 
-def test_a_row_that_is_not_finite_looks_so_and_harms_no_other() -> None:
-    product = pack_int8(torch.randn(70, DEEP), None)
-    x = torch.randn(20, DEEP)
-    sound = product(x)
+def test_rows_with_nan_or_inf_are_not_finite_and_do_not_affect_others() -> None:
+    product = pack_int8(torch.randn(70, TILE_K), None)
+    x = torch.randn(20, TILE_K)
+    before = product(x)
     x[3, 5], x[17, 0] = torch.nan, torch.inf
     found = product(x)
     broken = [3, 17]
     assert not found[broken].isfinite().any()
     rest = [row for row in range(20) if row not in broken]
-    assert torch.equal(found[rest], sound[rest])
+    assert torch.equal(found[rest], before[rest])
 
 
-def test_other_inputs_are_refused() -> None:
-    product = pack_int8(torch.randn(70, DEEP), None)
-    for x in (torch.randn(2, DEEP + 1), torch.randn(DEEP), torch.randn(2, DEEP).double()):
+def test_invalid_inputs_are_refused() -> None:
+    product = pack_int8(torch.randn(70, TILE_K), None)
+    for x in (torch.randn(2, TILE_K + 1), torch.randn(TILE_K), torch.randn(2, TILE_K).double()):
         with pytest.raises(ValueError, match=r"x: \[T, 64\] float32 expected"):
             product(x)
-    assert not supports_amx_int8(torch.randn(70, DEEP + 8))
+    assert not supports_amx_int8(torch.randn(70, TILE_K + 8))

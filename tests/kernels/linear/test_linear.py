@@ -1,4 +1,4 @@
-"""Packed products against their meaning."""
+"""Packed linears, compared with their references."""
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ ROWS = (1, 2, 7, 64)
 BIASES = (None, torch.randn(19))
 needs_int8 = pytest.mark.skipif(
     bool(int8_unsupported_reason(torch.device("cpu"), torch.float32)),
-    reason="no INT8 products here",
+    reason="needs INT8 linears on this CPU",
 )
 
 
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_blocked(rows: int, bias: torch.Tensor | None) -> None:
+def test_onednn(rows: int, bias: torch.Tensor | None) -> None:
     x, weight = torch.randn(rows, 45), torch.randn(19, 45)
     found = pack_onednn(weight, bias)(x)
     exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -37,7 +37,7 @@ def test_blocked(rows: int, bias: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("in_panels", [True, False])
 @pytest.mark.parametrize("shape", [(1, 45), (19, 45), (7, 1), (130, 2050), (600, 768)])
-def test_a_fixed_row_is_the_same_alone_and_in_a_crowd(
+def test_batch_invariant_row_bits_do_not_depend_on_batch_or_threads(
     shape: tuple[int, int], in_panels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "supports_packed_f32", lambda weight: in_panels)
@@ -52,19 +52,21 @@ def test_a_fixed_row_is_the_same_alone_and_in_a_crowd(
                 assert torch.equal(product(x[first : first + rows]), whole[first : first + rows])
 
 
-def varied(product: OneDnnLinear, x: torch.Tensor) -> torch.Tensor:
-    """A library whose rows' last bits depend on how many there are."""
+def batch_dependent(product: OneDnnLinear, x: torch.Tensor) -> torch.Tensor:
+    """Fake oneDNN linear whose last bits depend on the number of rows."""
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
         x, product.blocked, product.bias, "none", [], ""
     )
     return y * (1 + 2**-22 * (len(x) % 5))
 
 
-def test_where_rows_are_not_alone_they_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_if_the_library_is_not_batch_invariant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weight, bias, x = torch.randn(9, 33), torch.randn(9), torch.randn(50, 33)
     monkeypatch.setattr(products, "supports_packed_f32", lambda weight: False)
     monkeypatch.setattr(products, "_fixed_by_itself", {})
-    monkeypatch.setattr(OneDnnLinear, "__call__", varied)
+    monkeypatch.setattr(OneDnnLinear, "__call__", batch_dependent)
     product = pack_batch_invariant(weight, bias)
     assert isinstance(product, PaddedLinear)
     whole = product(x)
@@ -73,7 +75,7 @@ def test_where_rows_are_not_alone_they_are_padded(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(product(x[first : first + rows]), whole[first : first + rows])
 
 
-def test_why_it_is_not_fixed() -> None:
+def test_batch_invariant_unsupported_reasons() -> None:
     assert batch_invariant_unsupported_reason(torch.device("cpu"), torch.float32) == ""
     assert "float16" in batch_invariant_unsupported_reason(torch.device("cpu"), torch.float16)
     assert batch_invariant_unsupported_reason(torch.device("cuda"), torch.bfloat16) == ""
@@ -102,7 +104,7 @@ def test_int8_at_its_largest_does_not_saturate() -> None:
 
 
 @needs_int8
-def test_an_int8_row_is_the_same_alone_and_in_a_crowd() -> None:
+def test_int8_row_bits_do_not_depend_on_the_batch() -> None:
     x = torch.randn(33, 96) * torch.logspace(-3, 3, 33)[:, None]
     product = pack_int8(torch.randn(40, 96), None)
     whole = product(x)
@@ -111,7 +113,7 @@ def test_an_int8_row_is_the_same_alone_and_in_a_crowd() -> None:
 
 
 @needs_int8
-def test_an_int8_row_that_is_broken_stays_so_and_breaks_no_other() -> None:
+def test_an_int8_row_with_nan_stays_nan_and_does_not_affect_others() -> None:
     x = torch.randn(4, 32)
     x[1, 5], x[2] = torch.nan, 0
     found = pack_int8(torch.randn(8, 32), None)(x)
@@ -120,6 +122,6 @@ def test_an_int8_row_that_is_broken_stays_so_and_breaks_no_other() -> None:
     assert found[[0, 3]].isfinite().all()
 
 
-def test_why_there_is_none() -> None:
+def test_int8_unsupported_reasons() -> None:
     assert "float32" in int8_unsupported_reason(torch.device("cpu"), torch.bfloat16)
     assert "cuda" in int8_unsupported_reason(torch.device("cuda"), torch.float32)

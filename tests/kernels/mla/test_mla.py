@@ -1,4 +1,4 @@
-"""Latent attention, in both of its forms, against its reference."""
+"""MLA on a CPU, absorbed and expanded, compared with its reference."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.kernels.attention.cpu_plan import CpuPagedPlan
 from penstock.kernels.linear.op import pack_batch_invariant
-from penstock.kernels.mla import op as file
+from penstock.kernels.mla import op as mla
 from penstock.kernels.mla.cpu import mla_attention_cpu
 from penstock.kernels.mla.op import (
     MlaPlan,
@@ -18,7 +18,7 @@ from penstock.kernels.mla.op import (
 )
 from tests.support.batches import Batch, make_batch, poison
 
-Sizes = tuple[int, int, int, int, int]  # H, Q, P, V, R
+Sizes = tuple[int, int, int, int, int]  # H, Q, P, V, R as in `mla/op`
 SMALL = (3, 5, 4, 7, 11)
 DEEPSEEK = (512, 64, 256)  # R, P, Q + V
 
@@ -62,7 +62,7 @@ lengths = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=lengths,
-    # A rank below a head's features makes absorption the cheaper form of a chunk too.
+    # With R smaller than a head's dims, the absorbed form is cheaper for prefill chunks too.
     sizes=st.tuples(*(st.integers(1, 3), *(st.sampled_from([2, 6, 16]) for _ in range(4)))),
     block_size=st.sampled_from([1, 3, 16]),
 )
@@ -71,8 +71,8 @@ def test_any_ragged_batch(lengths: list[tuple[int, int]], sizes: Sizes, block_si
 
 
 @pytest.mark.parametrize("absorbs", [True, False])
-def test_each_form(monkeypatch: pytest.MonkeyPatch, absorbs: bool) -> None:
-    monkeypatch.setattr(file, "_absorbed_is_cheaper", lambda *sizes: absorbs)
+def test_absorbed_and_expanded_forms(monkeypatch: pytest.MonkeyPatch, absorbs: bool) -> None:
+    monkeypatch.setattr(mla, "_absorbed_is_cheaper", lambda *sizes: absorbs)
     plan = check([(1, 1), (1, 30), (7, 7), (5, 21), (1, 16), (16, 16), (3, 19)], SMALL)
     assert (len(plan.absorbed), len(plan.expanded)) == ((7, 0) if absorbs else (3, 4))
 
@@ -82,9 +82,9 @@ def test_both_forms_in_one_batch() -> None:
     assert (len(plan.absorbed), len(plan.expanded)) == (3, 2)
 
 
-def test_heads_are_expanded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "MAX_NAIVE_BYTES", 2 * 2 * 20 * 9 * 4)
-    assert [heads.stop for heads in file._head_groups(3, 2 * 20 * 9 * 4)] == [2, 3]
+def test_heads_are_expanded_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "MAX_NAIVE_BYTES", 2 * 2 * 20 * 9 * 4)
+    assert [heads.stop for heads in mla._head_groups(3, 2 * 20 * 9 * 4)] == [2, 3]
     check([(20, 20), (9, 12)], SMALL)
 
 
@@ -100,38 +100,40 @@ def test_heads_are_expanded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         (4096, 4096, False),
     ],
 )
-def test_the_form_with_fewer_products(query_len: int, context: int, absorbs: bool) -> None:
-    assert file._absorbed_is_cheaper(query_len, context, *DEEPSEEK) is absorbs
+def test_the_form_with_fewer_multiplications_is_chosen(
+    query_len: int, context: int, absorbs: bool
+) -> None:
+    assert mla._absorbed_is_cheaper(query_len, context, *DEEPSEEK) is absorbs
 
 
-def test_narrow_dtypes() -> None:
+def test_bfloat16() -> None:
     query, layer, up, batch = make_inputs([(1, 40), (9, 30), (12, 12)], SMALL)
     expected = mla_attention_reference(query, layer, up, *batch, 0.3)
-    kind = torch.bfloat16
-    found, _ = attend(query.to(kind), layer.to(kind), up.to(kind), batch)
+    dtype = torch.bfloat16
+    found, _ = attend(query.to(dtype), layer.to(dtype), up.to(dtype), batch)
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("absorbs", [True, False])
-def test_a_narrow_cache_is_read_as_if_it_were_wide(
+def test_a_bfloat16_cache_is_computed_in_float32(
     monkeypatch: pytest.MonkeyPatch, absorbs: bool
 ) -> None:
-    monkeypatch.setattr(file, "_absorbed_is_cheaper", lambda *sizes: absorbs)
+    monkeypatch.setattr(mla, "_absorbed_is_cheaper", lambda *sizes: absorbs)
     query, layer, up, batch = make_inputs([(1, 40), (9, 30), (12, 12), (1, 1)], SMALL)
     narrow = layer.bfloat16()
     found, _ = attend(query, narrow, up, batch)
     assert torch.equal(found, attend(query, narrow.float(), up, batch)[0])
     assert torch.equal(
-        in_place(query, narrow, up, batch), in_place(query, narrow.float(), up, batch)
+        attend_in_place(query, narrow, up, batch), attend_in_place(query, narrow.float(), up, batch)
     )
 
 
-def test_one_sequence_alone() -> None:
+def test_a_single_sequence() -> None:
     check([(6, 6)], SMALL)
     check([(1, 6)], SMALL)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     query, layer, up, batch = make_inputs([(1, 9), (7, 7)], SMALL)
     plan = plan_mla(*batch, layer, 11, 12)
     with pytest.raises(ValueError, match="layer: more than 15 features expected, not 15"):
@@ -155,10 +157,10 @@ def test_what_does_not_fit_is_refused() -> None:
     assert np.isfinite(mla_attention(query, layer, up, plan, 0.3).numpy()).all()
 
 
-def in_place(
+def attend_in_place(
     query: torch.Tensor, layer: torch.Tensor, up: torch.Tensor, batch: Batch
 ) -> torch.Tensor:
-    """Q is the sizes' second."""
+    """Compute absorbed MLA with the CPU kernels that read the cache in place."""
     rank = up.shape[2]
     query_dim = query.shape[2] - (layer.shape[4] - rank)
     keys = [pack_batch_invariant(each.T, None) for each in up[:, :query_dim]]
@@ -168,16 +170,16 @@ def in_place(
 
 
 @pytest.mark.parametrize("sizes", [SMALL, (2, 16, 6, 2, 16), (5, 2, 2, 16, 6)])
-def test_in_place_a_token_is_the_same_however_its_prompt_is_cut(sizes: Sizes) -> None:
+def test_in_place_bits_do_not_depend_on_chunking(sizes: Sizes) -> None:
     lengths = [(1, 1), (20, 20), (1, 30), (9, 40), (3, 12)]
     query, layer, up, batch = make_inputs(lengths, sizes)
     starts, _, tables = batch
-    whole = in_place(query, layer, up, batch)
+    whole = attend_in_place(query, layer, up, batch)
     expected = mla_attention_reference(query, layer, up, *batch, 0.3)
     torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
     for b, (length, context) in enumerate(lengths):
         for token in range(length):
             row = int(starts[b]) + token
-            seen = np.array([context - length + token + 1], np.int32)
-            one = (np.array([0, 1], np.int32), seen, tables[b : b + 1])
-            assert torch.equal(in_place(query[row : row + 1], layer, up, one)[0], whole[row])
+            context_len = np.array([context - length + token + 1], np.int32)
+            one = (np.array([0, 1], np.int32), context_len, tables[b : b + 1])
+            assert torch.equal(attend_in_place(query[row : row + 1], layer, up, one)[0], whole[row])

@@ -1,15 +1,14 @@
-"""Mixing of experts against its references."""
+"""MoE layers on a CPU, compared with their references."""
 
 import pytest
 import torch
 
+from penstock.kernels.moe.expert_loop import moe_forward, moe_forward_reference
 from penstock.kernels.moe.op import (
     ExpertWeights,
     GatedActivation,
     grouped_moe_forward,
     grouped_moe_forward_reference,
-    moe_forward,
-    moe_forward_reference,
 )
 from penstock.kernels.moe.routing import Routing, route
 
@@ -17,7 +16,7 @@ NUM_EXPERTS = 5
 
 
 @pytest.mark.parametrize("top_k", [1, 2, NUM_EXPERTS])
-def test_mixing(top_k: int) -> None:
+def test_moe_forward_matches_the_reference(top_k: int) -> None:
     torch.manual_seed(top_k)
     x, matrices = torch.randn(11, 6), torch.randn(NUM_EXPERTS, 6, 6)
     experts, weights = route(torch.randn(11, NUM_EXPERTS), Routing(top_k, True))
@@ -30,7 +29,7 @@ def test_mixing(top_k: int) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_a_neighbour_that_is_not_finite_harms_nobody() -> None:
+def test_a_row_with_nan_does_not_affect_other_rows() -> None:
     torch.manual_seed(0)
     x, matrices = torch.randn(4, 6), torch.randn(NUM_EXPERTS, 6, 6)
     x[2] = torch.nan
@@ -42,7 +41,7 @@ def test_a_neighbour_that_is_not_finite_harms_nobody() -> None:
 @pytest.mark.parametrize(
     "gate", [GatedActivation("silu"), GatedActivation("gelu"), GatedActivation("clamped", 1.7, 7.0)]
 )
-def test_stacked_weights(gate: GatedActivation) -> None:
+def test_grouped_moe_forward_matches_the_reference(gate: GatedActivation) -> None:
     torch.manual_seed(0)
     x = torch.randn(9, 6)
     experts, weights = route(torch.randn(9, NUM_EXPERTS), Routing(2))

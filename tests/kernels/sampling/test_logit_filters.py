@@ -1,4 +1,4 @@
-"""Cuts against their references."""
+"""Logit filters (top-k, top-p, min-p, typical-p), compared with their references."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from penstock.kernels.sampling.logit_filters import (
 )
 
 
-def cuts(*rows: tuple[int, float, float]) -> FilterParams:
+def filter_params(*rows: tuple[int, float, float]) -> FilterParams:
     top_k, top_p, min_p = zip(*rows, strict=True)
     return FilterParams(torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
 
@@ -35,43 +35,46 @@ def cuts(*rows: tuple[int, float, float]) -> FilterParams:
         max_size=5,
     ),
 )
-def test_cuts_as_the_reference(
+def test_filters_match_the_reference(
     seed: int, spread: float, rows: list[tuple[int, float, float]]
 ) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(len(rows), 103) * spread
     logits[:, 5] = logits[:, 80]  # a tie
-    expected = top_k_top_p_min_p_reference(logits, cuts(*rows))
+    expected = top_k_top_p_min_p_reference(logits, filter_params(*rows))
     found = logits.clone()
-    apply_top_k_top_p_min_p_(found, cuts(*rows))
-    # A nucleus may end one token earlier or later where rounding decides.
+    apply_top_k_top_p_min_p_(found, filter_params(*rows))
+    # Rounding may make top_p keep one token more or fewer.
     assert int((found != expected).sum()) <= len(rows)
     kept = found > -torch.inf
     assert torch.equal(found[kept], logits[kept])
     assert bool(kept.gather(1, logits.argmax(-1, keepdim=True)).all())
     for row, (top_k, _, _) in enumerate(rows):
-        assert not top_k or int(kept[row].sum()) <= top_k + 1  # the tie
+        assert not top_k or int(kept[row].sum()) <= top_k + 1  # + 1: the tie
 
 
-def test_each_cut_alone() -> None:
+def test_each_filter_by_itself() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(6, 1)
     apply_top_k_top_p_min_p_(
-        logits, cuts((2, 1, 0), (0, 0.8, 0), (0, 0.81, 0), (0, 1, 0.29), (0, 1, 0.31), (3, 0.85, 0))
+        logits,
+        filter_params(
+            (2, 1, 0), (0, 0.8, 0), (0, 0.81, 0), (0, 1, 0.29), (0, 1, 0.31), (3, 0.85, 0)
+        ),
     )
-    # The last: of the three likeliest, 0.95 in all, two hold 0.84 of it.
+    # Last row: top_k keeps 0.95 of the probability, of which two tokens have only 0.84.
     assert (logits > -torch.inf).sum(-1).tolist() == [2, 2, 3, 3, 2, 3]
 
 
-def test_a_row_is_cut_alike_in_any_company() -> None:
+def test_filters_of_a_row_do_not_depend_on_the_batch() -> None:
     torch.manual_seed(3)
     logits = torch.randn(6, 5000) * 3
     rows = [(0, 0.9, 0.0), (40, 0.7, 0.0), (0, 1.0, 0.0), (0, 0.9999, 1e-9), (1, 1, 0), (999, 1, 0)]
-    crowd = logits.clone()
-    apply_top_k_top_p_min_p_(crowd, cuts(*rows))
-    for row, one in enumerate(rows):
-        alone = logits[row : row + 1].clone()
-        apply_top_k_top_p_min_p_(alone, cuts(one))
-        assert torch.equal(alone[0], crowd[row])
+    batched = logits.clone()
+    apply_top_k_top_p_min_p_(batched, filter_params(*rows))
+    for row, params in enumerate(rows):
+        single = logits[row : row + 1].clone()
+        apply_top_k_top_p_min_p_(single, filter_params(params))
+        assert torch.equal(single[0], batched[row])
 
 
 MASSES = [0.05, 0.2, 0.5, 0.9, 0.99]
@@ -82,19 +85,19 @@ MASSES = [0.05, 0.2, 0.5, 0.9, 0.99]
     seed=st.integers(0, 2**31),
     spread=st.sampled_from([0.1, 1.0, 5.0, 60.0]),
     masses=st.lists(st.sampled_from(MASSES), min_size=1, max_size=5),
-    cut_before=st.integers(0, 100),
+    num_removed=st.integers(0, 100),
 )
-def test_typical_as_the_reference(
-    seed: int, spread: float, masses: list[float], cut_before: int
+def test_typical_p_matches_the_reference(
+    seed: int, spread: float, masses: list[float], num_removed: int
 ) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(len(masses), 103) * spread
     logits[:, 5] = logits[:, 80]  # a tie
-    logits.scatter_(1, torch.rand(logits.shape).topk(cut_before).indices, -torch.inf)
+    logits.scatter_(1, torch.rand(logits.shape).topk(num_removed).indices, -torch.inf)
     found = logits.clone()
     apply_typical_p_(found, torch.tensor(masses))
     expected = typical_p_reference(logits, torch.tensor(masses))
-    # It may end one token, or two that tie, earlier or later where rounding decides.
+    # Rounding may decide about one token, or about two that tie.
     assert int((found != expected).sum(-1).max()) <= 2
     kept = found > -torch.inf
     assert kept.any(-1).all()
@@ -104,7 +107,7 @@ def test_typical_as_the_reference(
 @pytest.mark.slow
 @pytest.mark.parametrize("mass", MASSES)
 @pytest.mark.parametrize("spread", [0.3, 2.0, 10.0])
-def test_typical_as_transformers(mass: float, spread: float) -> None:
+def test_typical_p_matches_transformers(mass: float, spread: float) -> None:
     torch.manual_seed(7)
     logits = torch.randn(40, 997) * spread
     logits[:, ::3] = -torch.inf
@@ -112,28 +115,28 @@ def test_typical_as_transformers(mass: float, spread: float) -> None:
     found = logits.clone()
     apply_typical_p_(found, torch.full((40,), mass))
     same = (found == expected).all(-1)
-    assert int(same.sum()) >= 39  # one row at most where rounding decides
+    assert int(same.sum()) >= 39  # rounding may decide about one row
     assert int((found != expected).sum()) <= 1
 
 
-def test_typical_may_leave_out_the_likeliest() -> None:
-    chances = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]])  # of entropy 1.47: 0.2 is 0.14 away from it
-    logits = chances.log()
+def test_typical_p_may_remove_the_most_probable_token() -> None:
+    probs = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]])  # entropy 1.47; -log 0.2 = 1.61 is nearest
+    logits = probs.log()
     apply_typical_p_(logits, torch.tensor([0.3]))
     assert (logits > -torch.inf).tolist() == [[False, True, True, False, False]]
 
 
-def test_a_row_is_as_typical_in_any_company() -> None:
+def test_typical_p_of_a_row_does_not_depend_on_the_batch() -> None:
     torch.manual_seed(3)
-    for vocab_size in (1001, 40_003):  # beyond 32768 torch would share a lone row's sum out
+    for vocab_size in (1001, 40_003):  # torch splits the sum of one row above 32768
         logits = torch.randn(7, vocab_size) * 3
         masses = torch.tensor([0.9, 0.2, 0.95, 0.5, 0.999, 0.1, 0.7])
-        crowd = logits.clone()
-        apply_typical_p_(crowd, masses)
+        batched = logits.clone()
+        apply_typical_p_(batched, masses)
         for row in range(len(logits)):
-            alone = logits[row : row + 1].clone()
-            apply_typical_p_(alone, masses[row : row + 1])
-            assert torch.equal(alone[0], crowd[row])
+            single = logits[row : row + 1].clone()
+            apply_typical_p_(single, masses[row : row + 1])
+            assert torch.equal(single[0], batched[row])
 
 
 def test_argmax_takes_the_first_of_equals() -> None:

@@ -1,11 +1,11 @@
-"""Logprobs on a CPU against their reference."""
+"""Logprobs on a CPU, compared with their reference."""
 
 import torch
 
 from penstock.kernels.sampling.logprobs import logprobs, logprobs_reference
 
 
-def test_logprobs_as_the_reference() -> None:
+def test_logprobs_match_the_reference() -> None:
     torch.manual_seed(0)
     logits, tokens = torch.randn(5, 301) * 4, torch.randint(0, 301, (5,))
     tokens[0] = logits[0].argmax()

@@ -1,4 +1,4 @@
-"""Philox against its published vectors, and Gumbel noise against Philox."""
+"""Philox compared with its published test vectors, and Gumbel noise with Philox."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from penstock.kernels.sampling.philox import (
 
 ALL = 0xFFFFFFFF
 
-# Random123's known answers for philox4x32-10: counter, key, words.
+# Random123's known answers for philox4x32-10: (counter, key, output words).
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((ALL, ALL, ALL, ALL), (ALL, ALL), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -36,7 +36,7 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: ob
     assert (*even.ravel()[:1], *odd.ravel()[:1], *even.ravel()[1:], *odd.ravel()[1:]) == words
 
 
-def test_noise_is_philox_of_seed_index_choice_purpose_and_token() -> None:
+def test_noise_is_derived_from_philox_of_seed_index_choice_and_token() -> None:
     seeds = np.array([3, 2**64 - 1, 0x1234567890ABCDEF], np.uint64)
     indices, choices = np.array([0, 9, 70000]), np.array([0, 2, 1])
     noise = gumbel_noise(seeds, indices, choices, 1003)
@@ -52,17 +52,17 @@ def test_noise_is_philox_of_seed_index_choice_purpose_and_token() -> None:
         torch.testing.assert_close(noise[row].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_noise_of_a_row_is_the_same_bits_in_any_company() -> None:
+def test_noise_bits_of_a_row_do_not_depend_on_the_batch() -> None:
     numbers = np.random.default_rng(0)
     seeds = numbers.integers(0, 2**64, 40, dtype=np.uint64)
     indices, choices = numbers.integers(0, 1000, 40), numbers.integers(0, 4, 40)
-    crowd = gumbel_noise(seeds, indices, choices, 2047)  # more than are worked on at a time
+    batched = gumbel_noise(seeds, indices, choices, 2047)  # more than one chunk
     for row in range(40):
         at = slice(row, row + 1)
-        assert torch.equal(gumbel_noise(seeds[at], indices[at], choices[at], 2047)[0], crowd[row])
+        assert torch.equal(gumbel_noise(seeds[at], indices[at], choices[at], 2047)[0], batched[row])
 
 
-def test_another_seed_index_choice_or_purpose_is_other_noise() -> None:
+def test_noise_differs_for_another_seed_index_choice_or_purpose() -> None:
     def noise(seed: int, index: int, choice: int, purpose: int) -> torch.Tensor:
         return gumbel_noise(
             np.array([seed], np.uint64), np.array([index]), np.array([choice]), 64, purpose
@@ -74,22 +74,22 @@ def test_another_seed_index_choice_or_purpose_is_other_noise() -> None:
         assert not any(torch.equal(one, other) for other in found[:number])
 
 
-def test_the_least_and_the_largest_word_give_finite_noise() -> None:
+def test_smallest_and_largest_words_give_finite_noise() -> None:
     words = np.array([0, 1, 2**31, 2**32 - 129, 2**32 - 128, 2**32 - 1], np.float32)
     noise = gumbel_(words)
     assert np.isfinite(noise).all()
     assert float(noise[0]) == pytest.approx(-np.log(2.0**-33), rel=1e-6)
 
 
-def test_noise_is_as_exact_as_float32_lets_it_be() -> None:
+def test_noise_has_float32_precision() -> None:
     words = np.random.default_rng(1).integers(0, 2**32, 100_000).astype(np.float32)
     uniform = np.minimum((words.astype(np.float64) + 0.5) / 2**32, 1 - 2.0**-24)
-    uniform = uniform.astype(np.float32).astype(np.float64)  # as it is rounded there
+    uniform = uniform.astype(np.float32).astype(np.float64)  # rounded as in `gumbel_`
     exact = -np.log(-np.log1p(-uniform))
     np.testing.assert_allclose(gumbel_(words), exact, rtol=4e-7, atol=4e-7)
 
 
-def test_compiled_noise_has_the_bits_of_the_definition() -> None:
+def test_compiled_noise_has_the_bits_of_the_reference() -> None:
     fill_fast = pytest.importorskip("penstock.kernels.sampling.cpu_philox").gumbel_noise
     numbers = np.random.default_rng(2)
     for num_lanes in (1, 511, 512, 1500):

@@ -1,4 +1,4 @@
-"""Programs of a CPU: every operation is what its launcher computes, for any rows and threads."""
+"""CPU step graphs: each operation equals the op it replaces, for any rows and threads."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ from tests.support.threads import threads
 
 ROWS = (1, 2, 7, 8, 9, 12, 17, 64, 65, 100)
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
-NOTHING = np.zeros((1, 1), np.int32)
+NO_BLOCKS = np.zeros((1, 1), np.int32)
 
 
 @pytest.fixture(params=[1, 2, 3], autouse=True)
@@ -42,128 +42,128 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
         yield request.param
 
 
-def cache_of(num_kv_heads: int = 1, head_dim: int = 8, dtype: Any = torch.float32) -> Tensor:
+def make_cache(num_kv_heads: int = 1, head_dim: int = 8, dtype: Any = torch.float32) -> Tensor:
     shape = (2, 2, NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, head_dim)
     return torch.randn(shape).to(dtype)
 
 
-def play(writer: GraphBuilder, given: dict[Buffer, Tensor], wanted: Buffer) -> Tensor:
-    """What is in a place once a program was played, of so many rows as are given."""
-    program, num_rows = writer.build(), len(next(iter(given.values())))
-    for place, values in given.items():
-        program.view(place, num_rows).copy_(values)
+def run_graph(builder: GraphBuilder, inputs: dict[Buffer, Tensor], output: Buffer) -> Tensor:
+    """Build and run the graph on `inputs`; return the contents of the `output` buffer."""
+    graph, num_rows = builder.build(), len(next(iter(inputs.values())))
+    for buffer, values in inputs.items():
+        graph.view(buffer, num_rows).copy_(values)
     slots = np.arange(num_rows)
-    program.run(slots, slots * 0 + 1, NOTHING.repeat(num_rows, 0))
-    return program.view(wanted, num_rows).clone()
+    graph.run(slots, slots * 0 + 1, NO_BLOCKS.repeat(num_rows, 0))
+    return graph.view(output, num_rows).clone()
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("dim", [16, 48, 90, 256])
-def test_a_norm(num_rows: int, dim: int) -> None:
-    writer = GraphBuilder(100, cache_of())
-    x, out, more = (writer.alloc(dim) for _ in range(3))
+def test_rms_norm_has_the_bits_of_the_op(num_rows: int, dim: int) -> None:
+    builder = GraphBuilder(100, make_cache())
+    x, out, addend = (builder.alloc(dim) for _ in range(3))
     weight, values, added = torch.randn(dim), torch.randn(num_rows, dim), torch.randn(num_rows, dim)
-    writer.norm(x, weight, 1e-5, out)
-    assert torch.equal(play(writer, {x: values}, out), rms_norm(values, weight, 1e-5))
-    writer = GraphBuilder(100, cache_of())
-    x, out, more = (writer.alloc(dim) for _ in range(3))
-    writer.norm(x, weight, 1e-5, out, more)
-    given = {x: values, more: added}
+    builder.norm(x, weight, 1e-5, out)
+    assert torch.equal(run_graph(builder, {x: values}, out), rms_norm(values, weight, 1e-5))
+    builder = GraphBuilder(100, make_cache())
+    x, out, addend = (builder.alloc(dim) for _ in range(3))
+    builder.norm(x, weight, 1e-5, out, addend)
+    inputs = {x: values, addend: added}
     stream = values.clone()
-    assert torch.equal(play(writer, given, out), fused_add_rms_norm(stream, added, weight, 1e-5))
-    assert torch.equal(play(writer, given, x), stream)
+    assert torch.equal(
+        run_graph(builder, inputs, out), fused_add_rms_norm(stream, added, weight, 1e-5)
+    )
+    assert torch.equal(run_graph(builder, inputs, x), stream)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_a_norm_of_some_heads(num_rows: int) -> None:
-    writer = GraphBuilder(100, cache_of())
-    heads, weight, values = writer.alloc(6 * 16), torch.randn(16), torch.randn(num_rows, 6, 16)
-    writer.norm(heads, weight, 1e-5, heads, groups=slice(1, 4))
+def test_norm_of_selected_heads(num_rows: int) -> None:
+    builder = GraphBuilder(100, make_cache())
+    heads, weight, values = builder.alloc(6 * 16), torch.randn(16), torch.randn(num_rows, 6, 16)
+    builder.norm(heads, weight, 1e-5, heads, groups=slice(1, 4))
     expected = values.clone()
     expected[:, 1:4] = rms_norm(values[:, 1:4].contiguous(), weight, 1e-5)
-    assert torch.equal(play(writer, {heads: values.flatten(1)}, heads), expected.flatten(1))
+    assert torch.equal(run_graph(builder, {heads: values.flatten(1)}, heads), expected.flatten(1))
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(32, 64), (96, 192), (800, 448)])
-def test_a_product_has_the_launchers_bits(num_rows: int, num_inputs: int, num_outputs: int) -> None:
+def test_linear_has_the_bits_of_the_op(num_rows: int, num_inputs: int, num_outputs: int) -> None:
     weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
     product = pack_f32(weight, bias)
-    writer = GraphBuilder(100, cache_of())
-    x, y = writer.alloc(num_inputs), writer.alloc(num_outputs)
-    writer.linear(x, product, y)
+    builder = GraphBuilder(100, make_cache())
+    x, y = builder.alloc(num_inputs), builder.alloc(num_outputs)
+    builder.linear(x, product, y)
     values = torch.randn(num_rows, num_inputs)
-    assert torch.equal(play(writer, {x: values}, y), product(values))
+    assert torch.equal(run_graph(builder, {x: values}, y), product(values))
 
 
-@pytest.mark.skipif(not panels.has_amx(), reason="this machine has no matrix unit")
+@pytest.mark.skipif(not panels.has_amx(), reason="needs AMX")
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_products_of_eight_bits_have_the_launchers_bits(num_rows: int) -> None:
-    """Two of them, which share what is made on the way."""
+def test_int8_linears_have_the_bits_of_the_op(num_rows: int) -> None:
+    """Two layers, which share the scratch buffers of the quantized rows."""
     first = pack_int8(torch.randn(192, 128), torch.randn(192))
     second = pack_int8(torch.randn(128, 192), None)
-    writer = GraphBuilder(100, cache_of())
-    x, y, z = (writer.alloc(width) for width in (128, 192, 128))
-    writer.linear(x, first, y)
-    writer.linear(y, second, z)
+    builder = GraphBuilder(100, make_cache())
+    x, y, z = (builder.alloc(width) for width in (128, 192, 128))
+    builder.linear(x, first, y)
+    builder.linear(y, second, z)
     values = torch.randn(num_rows, 128)
-    assert torch.equal(play(writer, {x: values}, z), second(first(values)))
+    assert torch.equal(run_graph(builder, {x: values}, z), second(first(values)))
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("kind", ["silu", "gelu"])
-def test_a_gate(num_rows: int, kind: str) -> None:
-    writer = GraphBuilder(100, cache_of())
-    both, out = writer.alloc(192), writer.alloc(96)
-    writer.gate(both, kind, out)
+def test_gate(num_rows: int, kind: str) -> None:
+    builder = GraphBuilder(100, make_cache())
+    both, out = builder.alloc(192), builder.alloc(96)
+    builder.gate(both, kind, out)
     values = 5 * torch.randn(num_rows, 192)
     values[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -0.0])
     expected = (silu_and_mul if kind == "silu" else gelu_tanh_and_mul)(values.double())
-    found = play(writer, {both: values}, out)
+    found = run_graph(builder, {both: values}, out)
     torch.testing.assert_close(found, expected.float(), rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("inner", [32, 96, 1056])
 @pytest.mark.parametrize("kind", ["silu", "gelu"])
-def test_a_gate_has_the_bits_of_one_that_is_computed_alike(
-    num_rows: int, inner: int, kind: str
-) -> None:
-    writer = GraphBuilder(100, cache_of())
-    both, out = writer.alloc(2 * inner), writer.alloc(inner)
-    writer.gate(both, kind, out)
+def test_gate_has_the_bits_of_the_batch_invariant_op(num_rows: int, inner: int, kind: str) -> None:
+    builder = GraphBuilder(100, make_cache())
+    both, out = builder.alloc(2 * inner), builder.alloc(inner)
+    builder.gate(both, kind, out)
     values = 5 * torch.randn(num_rows, 2 * inner)
-    found = play(writer, {both: values}, out)
+    found = run_graph(builder, {both: values}, out)
     assert torch.equal(
         found,
         (silu_and_mul_batch_invariant if kind == "silu" else gelu_tanh_and_mul_batch_invariant)(
             values
         ),
     )
-    # An element's do not depend on its place: here everything is one place further.
-    moved = (silu_and_mul_batch_invariant if kind == "silu" else gelu_tanh_and_mul_batch_invariant)(
-        values.roll(1, 1)
-    )
-    assert torch.equal(moved[:, 1:], found[:, :-1])
+    # An element's bits do not depend on its index: shift all elements by one.
+    rolled = (
+        silu_and_mul_batch_invariant if kind == "silu" else gelu_tanh_and_mul_batch_invariant
+    )(values.roll(1, 1))
+    assert torch.equal(rolled[:, 1:], found[:, :-1])
 
 
-def test_a_gate_hides_nothing_that_is_not_finite() -> None:
-    writer = GraphBuilder(1, cache_of())
-    both, out = writer.alloc(64), writer.alloc(32)
-    writer.gate(both, "silu", out)
+def test_gate_propagates_nan_and_inf() -> None:
+    builder = GraphBuilder(1, make_cache())
+    both, out = builder.alloc(64), builder.alloc(32)
+    builder.gate(both, "silu", out)
     values = torch.ones(1, 64)
     values[0, 3], values[0, 5], values[0, 32 + 7] = torch.nan, torch.inf, torch.nan
-    found = play(writer, {both: values}, out)
+    found = run_graph(builder, {both: values}, out)
     assert found.isfinite().logical_not().nonzero()[:, 1].tolist() == [3, 5, 7]
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_a_sum(num_rows: int) -> None:
-    writer = GraphBuilder(100, cache_of())
-    x, more = writer.alloc(48), writer.alloc(48)
-    writer.add(x, more)
+def test_add(num_rows: int) -> None:
+    builder = GraphBuilder(100, make_cache())
+    x, addend = builder.alloc(48), builder.alloc(48)
+    builder.add(x, addend)
     values, added = torch.randn(num_rows, 48), torch.randn(num_rows, 48)
-    assert torch.equal(play(writer, {x: values, more: added}, x), values + added)
+    assert torch.equal(run_graph(builder, {x: values, addend: added}, x), values + added)
 
 
 SCORES = {
@@ -177,20 +177,20 @@ SCORES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["wide", "narrow"])
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize(
-    ("num_kv_heads", "head_dim", "rotated", "neighbours", "window"),
+    ("num_kv_heads", "head_dim", "rotary_dim", "interleaved", "window"),
     [(2, 32, 32, False, 0), (1, 24, 8, True, 7), (6, 16, 0, False, 5)],
 )
-def test_attention_has_the_launchers_bits(
+def test_attention_has_the_bits_of_the_op(
     num_kv_heads: int,
     head_dim: int,
-    rotated: int,
-    neighbours: bool,
+    rotary_dim: int,
+    interleaved: bool,
     window: int,
     scores: str,
     dtype: torch.dtype,
 ) -> None:
     num_rows, num_heads = 5, 6
-    cache = cache_of(num_kv_heads, head_dim, dtype)
+    cache = make_cache(num_kv_heads, head_dim, dtype)
     generator = np.random.default_rng(0)
     lengths = np.array([1, 4, 9, 30, 17])
     tables = generator.permutation(NUM_BLOCKS)[: num_rows * 8].reshape(num_rows, 8).astype(np.int32)
@@ -198,67 +198,67 @@ def test_attention_has_the_launchers_bits(
     slots = tables[np.arange(num_rows), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
     width = (num_heads + 2 * num_kv_heads) * head_dim
     heads = torch.randn(num_rows, width)
-    table = rotary_table(torch.rand(rotated // 2), 32, torch.float32, 1.0, neighbours)
+    table = rotary_table(torch.rand(rotary_dim // 2), 32, torch.float32, 1.0, interleaved)
 
-    writer, layer = GraphBuilder(8, cache), cache[1].clone()
-    place, out = writer.alloc(width), writer.alloc(num_heads * head_dim)
-    angles = writer.alloc(2 * rotated) if rotated else None
-    how = AttentionParams(
-        num_heads, num_kv_heads, head_dim, angles, neighbours, window, SCORES[scores]
+    builder, layer = GraphBuilder(8, cache), cache[1].clone()
+    buffer, out = builder.alloc(width), builder.alloc(num_heads * head_dim)
+    angles = builder.alloc(2 * rotary_dim) if rotary_dim else None
+    params = AttentionParams(
+        num_heads, num_kv_heads, head_dim, angles, interleaved, window, SCORES[scores]
     )
-    writer.attend(place, how, 1, out)
-    program = writer.build()
-    program.view(place, num_rows).copy_(heads)
+    builder.attend(buffer, params, 1, out)
+    graph = builder.build()
+    graph.view(buffer, num_rows).copy_(heads)
     if angles is not None:
-        program.view(angles, num_rows).copy_(table[last].flatten(1))
-    program.run(slots, lengths, tables)
+        graph.view(angles, num_rows).copy_(table[last].flatten(1))
+    graph.run(slots, lengths, tables)
 
     heads = heads.view(num_rows, -1, head_dim)
     rows = slot_rows(torch.from_numpy(slots), layer.shape)
-    cos_sin = table[last] if rotated else torch.zeros(num_rows, 2, 0)
-    rope_and_cache(heads, num_heads, cos_sin, rows, layer, neighbours)
+    cos_sin = table[last] if rotary_dim else torch.zeros(num_rows, 2, 0)
+    rope_and_cache(heads, num_heads, cos_sin, rows, layer, interleaved)
     starts = np.arange(num_rows + 1)
     plan = plan_attention(starts, lengths, tables, layer, window, True)
     expected = paged_attention(heads[:, :num_heads], layer, plan, SCORES[scores])
     assert torch.equal(cache[1], layer)
-    assert torch.equal(program.view(out, num_rows), expected.flatten(1))
+    assert torch.equal(graph.view(out, num_rows), expected.flatten(1))
 
 
-def test_a_slot_that_is_not_there_is_refused() -> None:
-    cache = cache_of()
-    writer, before = GraphBuilder(1, cache), cache.clone()
-    place, out = writer.alloc(3 * 8), writer.alloc(8)
-    writer.attend(place, AttentionParams(1, 1, 8, None, False, 0, PLAIN), 0, out)
-    program = writer.build()
+def test_slots_outside_the_cache_are_refused() -> None:
+    cache = make_cache()
+    builder, before = GraphBuilder(1, cache), cache.clone()
+    buffer, out = builder.alloc(3 * 8), builder.alloc(8)
+    builder.attend(buffer, AttentionParams(1, 1, 8, None, False, 0, PLAIN), 0, out)
+    graph = builder.build()
     for slot in (-1, NUM_BLOCKS * BLOCK_SIZE):
         with pytest.raises(IndexError, match="slots"):
-            program.run(np.array([slot]), np.array([1]), NOTHING)
+            graph.run(np.array([slot]), np.array([1]), NO_BLOCKS)
     assert torch.equal(cache, before)
 
 
-def test_what_no_program_computes_is_refused() -> None:
+def test_unsupported_operations_are_refused() -> None:
     with pytest.raises(UnsupportedGraph, match="float16"):
-        GraphBuilder(1, cache_of(dtype=torch.float16))
-    writer = GraphBuilder(1, cache_of())
-    x, y, odd = writer.alloc(32), writer.alloc(64), writer.alloc(65)
-    for product, to in [
+        GraphBuilder(1, make_cache(dtype=torch.float16))
+    builder = GraphBuilder(1, make_cache())
+    x, y, unaligned = builder.alloc(32), builder.alloc(64), builder.alloc(65)
+    for product, out in [
         (torch.nn.Linear(32, 64), y),
-        (pack_f32(torch.randn(65, 32), None), odd),
+        (pack_f32(torch.randn(65, 32), None), unaligned),
     ]:
         with pytest.raises(UnsupportedGraph, match="product"):
-            writer.linear(x, product, to)
+            builder.linear(x, product, out)
     with pytest.raises(UnsupportedGraph, match="norm"):
-        writer.norm(x, torch.ones(16), 1e-5, x)
+        builder.norm(x, torch.ones(16), 1e-5, x)
     with pytest.raises(UnsupportedGraph, match="float64"):
-        writer.norm(x, torch.ones(32, dtype=torch.float64), 1e-5, x)
+        builder.norm(x, torch.ones(32, dtype=torch.float64), 1e-5, x)
     many = MAX_GROUP + 1
-    heads, out = writer.alloc((many + 2) * 8), writer.alloc(many * 8)
+    heads, out = builder.alloc((many + 2) * 8), builder.alloc(many * 8)
     with pytest.raises(UnsupportedGraph, match="heads"):
-        writer.attend(heads, AttentionParams(many, 1, 8, None, False, 0, PLAIN), 0, out)
+        builder.attend(heads, AttentionParams(many, 1, 8, None, False, 0, PLAIN), 0, out)
 
 
-@pytest.mark.skipif(not panels.has_amx(), reason="this machine has no matrix unit")
-def test_rows_from_which_on_the_matrix_unit_computes_are_the_launchers() -> None:
+@pytest.mark.skipif(not panels.has_amx(), reason="needs AMX")
+def test_interpreter_uses_amx_from_the_same_row_count_as_the_op() -> None:
     from penstock.kernels.step_graph import interpreter
 
     loops: Any = interpreter
