@@ -1,4 +1,4 @@
-"""What a worker is told at its start: names, sizes and bounds. Free of torch."""
+"""Settings of a worker: names, sizes and limits. Imports no torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,41 +15,41 @@ _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """One worker. `ValueError` with one clear line where a value makes no sense.
+    """Settings of one worker. Raises ValueError, with one line, if a value is invalid.
 
-    Of the sizes, `None` means: what the model or the machine gives.
+    A size of None is derived from the model or the machine.
     """
 
     name: str
     model: Path  # a checkpoint folder
     role: str = "mixed"
-    host: str = "127.0.0.1"  # the address bound, which routers and other workers reach it by
-    port: int = 0  # 0: any free one
-    token: str | None = field(default=None, repr=False)  # what routers must show
-    block_size: int = 16  # tokens
+    host: str = "127.0.0.1"  # address to bind; routers and other workers connect to it
+    port: int = 0  # 0: any free port
+    token: str | None = field(default=None, repr=False)  # cluster token that routers must send
+    block_size: int = 16  # tokens per block
     kv_cache_mib: int | None = None
     max_sequences: int = 64
-    max_batched_tokens: int = 512  # of one step
+    max_batched_tokens: int = 512  # token budget of one step
     max_model_len: int | None = None
     max_queued: int = 1024
-    threads: int | None = None  # of torch, on a CPU
-    dtype: str = "auto"  # float32 on a CPU, bfloat16 on a GPU
+    threads: int | None = None  # torch threads, on a CPU
+    dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # of the weights
-    kv_cache_dtype: str = "auto"  # the model's; bfloat16 with INT8 weights on a CPU
-    deterministic: bool = False  # an answer's bits depend on no other request
-    static_batching: bool = False  # to measure continuous batching against
+    kv_cache_dtype: str = "auto"  # auto: as `dtype`; bfloat16 with INT8 weights on a CPU
+    deterministic: bool = False  # deterministic mode: bits depend on no other request
+    static_batching: bool = False  # a baseline to measure continuous batching against
     device: str = "auto"
-    plan_ahead: bool | None = None  # the next step while one computes; None: on a GPU
-    heartbeat_seconds: float = 0.5  # the longest silence of a stream; ten of them end it
-    canary_seconds: float = 10.0  # without a step, then a token is decoded to see that it can be
-    transfer_seconds: float = 5.0  # the longest silence of a KV transfer before it is given up
-    tp: int = 1  # ranks that share each layer; see `parallel.mesh` for this and the next three
-    pp: int = 1  # stages of layers
-    ep: int = 1  # groups of ranks that experts are spread over
-    rank: int = 0  # this process's, of tp x pp
-    ranks_seconds: float = 60.0  # the longest that ranks wait for each other within a step
-    step_timeout_seconds: float = 30.0  # a step, or anything else, may take so long: see `watchdog`
-    crash_dump_dir: Path | None = None  # folder for what is left of a process that hung
+    plan_ahead: bool | None = None  # plan the next step while one computes; None: on a GPU
+    heartbeat_seconds: float = 0.5  # send one after this silence; ten times that end a stream
+    canary_seconds: float = 10.0  # time without a step after which a canary is sent
+    transfer_seconds: float = 5.0  # longest silence of a KV transfer before it is aborted
+    tp: int = 1  # ranks that share each layer; `parallel.mesh` describes tp, pp and ep
+    pp: int = 1  # pipeline stages
+    ep: int = 1  # groups of ranks that the experts are divided among
+    rank: int = 0  # of this process, below tp x pp
+    ranks_seconds: float = 60.0  # longest wait of ranks for each other within a step
+    step_timeout_seconds: float = 30.0  # watchdog's time limit; longer if recent steps were
+    crash_dump_dir: Path | None = None  # None: in the folder for temporary files
 
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES)
@@ -63,11 +63,11 @@ class WorkerConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if not 0 <= self.rank < Mesh(self.tp, self.pp, self.ep).num_ranks:
-            raise ValueError(f"rank {self.rank} is none of tp {self.tp} x pp {self.pp} ranks")
+            raise ValueError(f"rank must be below tp {self.tp} x pp {self.pp}, not {self.rank}")
         if not self.name:
             raise ValueError("a worker needs a name")
         if self.host in _WILDCARDS:
-            raise ValueError(f"host {self.host!r} is no address that others can reach: name one")
+            raise ValueError(f"host must be an address that others can reach, not {self.host!r}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be 0 to 65535, not {self.port}")
         seconds = ("heartbeat_seconds", "canary_seconds", "transfer_seconds", "ranks_seconds")
@@ -77,7 +77,7 @@ class WorkerConfig:
 
     @property
     def coord(self) -> MeshCoord:
-        """This process's, among the worker's ranks."""
+        """Position of this process in the mesh of the worker's ranks."""
         return MeshCoord(Mesh(self.tp, self.pp, self.ep), self.rank)
 
 

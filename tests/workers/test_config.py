@@ -1,4 +1,4 @@
-"""What a worker is told: senseless values are refused in one clear line."""
+"""WorkerConfig: an invalid value is refused by a one-line error that names its field."""
 
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,12 @@ from penstock.workers.config import WorkerConfig
         ("transfer_seconds", -1.0),
     ],
 )
-def test_senseless_values_are_refused_by_name(field: str, value: Any) -> None:
+def test_invalid_values_are_refused_with_the_field_name(field: str, value: Any) -> None:
     given: dict[str, Any] = {"name": "w", "model": Path("m"), field: value}
     with pytest.raises(ValueError, match=field if field != "name" else "needs a name") as caught:
         WorkerConfig(**given)
     assert "\n" not in str(caught.value)
 
 
-def test_secrets_are_not_shown() -> None:
+def test_token_is_not_shown_in_the_repr() -> None:
     assert "hush" not in repr(WorkerConfig("w", Path("m"), token="hush"))

@@ -1,8 +1,8 @@
-"""What a deterministic worker promises, tried before it is ready.
+"""Start-up check of deterministic mode: results must not depend on chunking or batch.
 
-How a library computes so and so many rows is not ours to know on every machine. So one prompt is
-computed whole, then in pieces beside another, then its beginning token by token: every key and
-value that is written, and what is drawn from, must come out the same to the last bit.
+Whether a library's kernels are batch invariant cannot be known for every machine. So one prompt is
+computed whole, then in chunks beside another prompt, then its beginning token by token: the keys
+and values written, and the logits, must be bitwise equal.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ _TWO = SamplingParams(temperature=0.0, max_tokens=2)
 
 
 def check_batch_invariance(engine: Engine) -> None:
-    """ValueError where a token's bits depend on how its prompt is cut, or on other sequences.
+    """Raise ValueError if a token's bits depend on the chunks of its prompt or on other sequences.
 
-    Only before `warm_up`, which leaves no trace of it.
+    Call before `warm_up`, which replaces the scheduler that was used here.
     """
     length = max(1, min(engine.limits.max_batched_tokens, engine.limits.max_model_len - 2))
     prompt, other = (_prompt(engine, length, first) for first in (7, 11))
@@ -41,8 +41,8 @@ def check_batch_invariance(engine: Engine) -> None:
     )
     if not same:
         raise ValueError(
-            "deterministic cannot be had: on this machine a prompt computed in pieces gave other "
-            "bits than the whole"
+            "deterministic mode is not available on this machine: a prompt computed in chunks gave "
+            "other bits than the same prompt computed whole"
         )
 
 
@@ -53,8 +53,12 @@ def _prompt(engine: Engine, length: int, first: int) -> list[int]:
 def _bits(
     engine: Engine, prompts: Sequence[list[int]], max_batched_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Of the first prompt and two tokens more: the last layer's keys and values, token by token,
-    and the logits that were drawn from."""
+    """Compute prompts with two answer tokens each; return the bits of the first prompt.
+
+    Returns:
+        Keys and values of the last layer, [tokens, sides, heads, D], and the logits that its tokens
+        were drawn from, [2, vocab_size].
+    """
     limits = replace(
         engine.limits, max_sequences=len(prompts), max_batched_tokens=max_batched_tokens
     )
@@ -73,7 +77,7 @@ def _bits(
 
 
 def _written(engine: Engine, plan: StepPlan, of: npt.NDArray[np.bool_]) -> Tensor:
-    """What this step wrote of some of its sequences: [tokens, sides, heads, D]."""
+    """Return the last layer's KV of the sequences in mask `of`: [tokens, sides, heads, D]."""
     slots = torch.from_numpy(plan.slots[of.repeat(np.diff(plan.query_starts))].astype(np.int64))
     block_size = engine.limits.block_size
     return engine.cache.data[-1][:, slots // block_size, :, slots % block_size].cpu()

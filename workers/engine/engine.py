@@ -1,8 +1,8 @@
 """The engine: scheduler, model and sampler as one object.
 
-It belongs to one thread; `step` runs one step and says what came of it. A pipeline runs the parts
-of a step itself, of which `compute` and `draw` may belong to another thread. One sequence's failure
-ends that sequence only; an exception of the model ends the engine.
+It belongs to one thread; `step` runs one step and returns its result. An `OverlapStepper` calls the
+parts of a step itself, `compute` and `sample` on a second thread. A sequence that fails is ended
+alone; an exception of the model ends the engine.
 """
 
 import time
@@ -51,7 +51,7 @@ from penstock.workers.scheduling.sequence import (
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """Blocks [n] of positions [have, stop) wait to be written by a transfer."""
+    """Reserved blocks [n] of positions [have, stop), to be written by a KV transfer."""
 
     key: Key
     have: int
@@ -61,7 +61,7 @@ class Receiving:
 
 @dataclass(frozen=True, slots=True)
 class BeamResult:
-    """The answers of a beam search, which is over: the best first, all of them whole."""
+    """The complete answers of a finished beam search, best first."""
 
     key: Key
     answers: list[Hypothesis]
@@ -69,13 +69,13 @@ class BeamResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step gave. `logprobs` has an entry for each of the output's tokens."""
+    """Result of one step. `logprobs` has one entry per token of `output`."""
 
     output: StepOutput | None = None  # None: there was nothing to compute
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
     beam_results: list[BeamResult] = field(default_factory=list)
-    failed: list[Key] = field(default_factory=list)  # ended: their logits were not finite
+    failed: list[Key] = field(default_factory=list)  # ended because of logits that are not finite
     yielded: list[Yielded] = field(default_factory=list)
     reserved: list[Receiving] = field(default_factory=list)
     finished: list[Key] = field(default_factory=list)
@@ -87,21 +87,20 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that a device computes, or will."""
+    """A step that was launched on a device."""
 
     plan: StepPlan
-    tokens: Tensor | None  # [S] what it draws, on the device; None: only the host knows
-    wait: Callable[[], Sampled]  # until its tokens are here; from any thread
-    began: float  # seconds, of `perf_counter`
+    tokens: Tensor | None  # [S] on the device; None: drawn on the host
+    wait: Callable[[], Sampled]  # waits for its tokens; callable from any thread
+    began: float  # seconds, `time.perf_counter`
 
 
 class Engine:
-    """One model on one device, or on several, of which this process leads one: the others follow
-    (`Follower`), having met it in `store`.
+    """One model on one or several ranks. This process is rank 0; the others run a `Follower`.
 
-    `progress` is told of the weights while they load, `tell` of stages by their names; `decoder` is
-    a model that is there already.
-    Where the engine cannot be, a ValueError says why in one line.
+    `progress` is called with (done, total) bytes of weights, `on_stage` with the name of each
+    start-up stage. `store` is the rendezvous of several ranks; `decoder` a model that is loaded
+    already. Raises ValueError, with the reason in one line, if the engine cannot start.
     """
 
     def __init__(
@@ -128,10 +127,10 @@ class Engine:
         self.on_device = isinstance(self._runner, DeviceRunner)
         ahead = self.on_device if config.plan_ahead is None else config.plan_ahead
         self.plans_ahead = ahead and config.pp == 1
-        self._in_flight: deque[StepPlan] = deque()  # that the other ranks were told of
-        self._live: dict[Key, NewSequence] = {}  # all but leases
+        self._in_flight: deque[StepPlan] = deque()  # steps sent to the ranks, not committed
+        self._live: dict[Key, NewSequence] = {}  # sequences that have not ended or yielded
         self._beam_searches = BeamSearches()
-        self._has_canary = False  # a canary is among the live
+        self._has_canary = False  # whether `_live` contains a canary
         self._step_seconds = 0.0
         self._times = StepTimes()
         self._num_steps = 0
@@ -150,31 +149,31 @@ class Engine:
             )
 
     def submit_canary(self) -> None:
-        """Queue a canary; QueueFull if it is not taken."""
+        """Queue a canary. Raises QueueFull if it is refused."""
         self.submit(make_canary())
         self._has_canary = True
 
     def drop_choice(self, key: Key, choice: int) -> None:
-        """Let go of one of its choices; unknown: nothing."""
+        """Remove one choice of a sequence; ignore an unknown key or choice."""
         self.batcher.drop_choice(key, choice)
 
     def drop(self, key: Key) -> None:
-        """Let go of it, in whatever form it is held; unknown: nothing."""
+        """Remove a sequence in any state, or its lease; ignore an unknown key."""
         self.batcher.drop(key)
         self._beam_searches.close(key)
         self._live.pop(key, None)
 
     def request_yield(self, key: Key) -> None:
-        """Stop it at the next step boundary and keep its blocks; unknown: nothing."""
+        """Yield a sequence at the next step boundary, leasing its blocks; ignore an unknown key."""
         self.batcher.request_yield(key)
 
     # ------------------------------------------------------------ steps
 
     def step(self) -> StepResult:
-        """Plan, compute and book one step, if there is anything to compute."""
+        """Plan, compute and commit one step, if there is anything to compute."""
         started = time.perf_counter()
         result = StepResult()
-        # Of a pipeline as many as it has stages, so that each of them has one to compute.
+        # One step in flight per pipeline stage, so that no stage idles.
         while len(self._in_flight) < self.limits.num_stages and (plan := self.plan(result)):
             self._broadcast(plan)
             self._in_flight.append(plan)
@@ -191,35 +190,34 @@ class Engine:
         return self.sample(plan, self.compute(plan))
 
     def plan(self, result: StepResult) -> StepPlan | None:
-        """What the next step computes; None if there is nothing to compute."""
+        """Plan the next step; return None if there is nothing to compute."""
         plan = self.batcher.plan(time.perf_counter())
         self.drain_events(result)
         return plan
 
     def plan_ahead(self) -> StepPlan | None:
-        """What the step after the one that computes will compute; None if that must end first."""
+        """Plan the step behind the one that computes; None if that must be committed first."""
         return self.batcher.plan(time.perf_counter())
 
     def compute(self, plan: StepPlan) -> Tensor:
-        """Run the model; the logits [S + P, vocab_size] of the rows that draw, and of the prompt
-        tokens that are scored."""
+        """Run the model; return logits [S + P, vocab_size]: sampling rows, then scored tokens."""
         if not any(plan is each for each in self._in_flight):
             self._broadcast(plan)
         self._gap_seconds = time.perf_counter() - self._sampled_at
         return self._runner.run(plan)
 
     def _broadcast(self, plan: StepPlan) -> None:
-        """Have the other ranks compute it too."""
+        """Send the plan to the other ranks, which compute it too."""
         if self._plan_writer is not None:
             self._plan_writer.write(encode(plan))
 
     def stop(self) -> None:
-        """The other ranks may end. After the last step."""
+        """Let the other ranks end. Call after the last step."""
         if self._plan_writer is not None:
             self._plan_writer.end()
 
     def sample(self, plan: StepPlan, logits: Tensor) -> Sampled:
-        """Draw the tokens, once every step before is booked."""
+        """Draw the tokens of a step; every step before must be committed."""
         rows, table = plan.sampling_rows, self.batcher.table
         indices = self._indices(plan)
         sampled = self._sampler.sample(logits[: len(rows)], rows, indices, table)
@@ -231,11 +229,10 @@ class Engine:
         return sampled
 
     def launch(self, plan: StepPlan, before: LaunchedStep | None) -> LaunchedStep:
-        """Compute and draw, as far as that needs nobody to wait.
+        """Launch a step on the device, and its sampling too if that needs nothing from the host.
 
-        before: the step launched before, whose tokens a plan made ahead goes on from: they are not
-        None. What is drawn with the answer so far in sight is drawn before this returns, and wants
-        every step before to be booked.
+        Otherwise the tokens are drawn before this returns, and every step before must be committed.
+        `before` is the step launched before; a plan made ahead reads its tokens (not None).
         """
         began = time.perf_counter()
         drawn = before.tokens if plan.ahead and before is not None else None
@@ -251,7 +248,7 @@ class Engine:
         return LaunchedStep(plan, tokens, lambda: self._finish_launch(arriving), began)
 
     def computing(self) -> AbstractContextManager[object]:
-        """Within, what is launched on a device computes after what the engine launched before."""
+        """Return a context whose device work runs after all that the engine launched before."""
         return self._streams.computing()
 
     def _finish_launch(self, arriving: AsyncTokenCopy) -> Sampled:
@@ -260,7 +257,7 @@ class Engine:
         return Sampled(tokens, finite, [None] * len(tokens))
 
     def _indices(self, plan: StepPlan) -> Ints:
-        """[S] of the tokens to draw in their answers; the steps before need not be booked."""
+        """Return [S] answer indices of the tokens to draw; steps before may be uncommitted."""
         rows, table = plan.sampling_rows, self.batcher.table
         lengths = plan.context_lens[plan.samples]
         if len(plan.forks):
@@ -269,11 +266,11 @@ class Engine:
         return indices
 
     def commit(self, plan: StepPlan, sampled: Sampled, seconds: float, result: StepResult) -> None:
-        """Take up what a step gave; it took `seconds`."""
+        """Record the results of a step, which took `seconds`, and add them to `result`."""
         rows = plan.sampling_rows
         if not sampled.finite.all():
             keys = self.batcher.table.keys[rows[~sampled.finite]].tolist()
-            # One that has ended meanwhile is in the step still; one with several choices is once.
+            # Report each key once, for all its choices, and only if it has not ended meanwhile.
             result.failed = [key for key in keys if self._live.pop(key, None) is not None]
             for key in result.failed:
                 self.batcher.fail(key)
@@ -295,7 +292,7 @@ class Engine:
             self._times.add(seconds, with_prompts=len(plan.tokens) > len(plan.rows))
 
     def _exclude_canary(self, plan: StepPlan, output: StepOutput) -> bool:
-        """Count its prompt nowhere; whether the step was for it alone."""
+        """Take a canary's prompt off the totals; return whether it was alone in the step."""
         if CANARY not in output.keys:
             self._has_canary = CANARY in self._live
             return False
@@ -304,12 +301,12 @@ class Engine:
         return len(plan.rows) == 1
 
     def drain_events(self, result: StepResult) -> None:
-        """Take up what has happened in the scheduler since the last call."""
+        """Process the scheduler's events since the last call, and add them to `result`."""
         for event in self.batcher.events():
             self._handle_event(event, result)
 
     def load(self) -> WorkerLoad:
-        """The worker's load, without the bytes that transfers have moved."""
+        """Return the worker load, without the byte counts of KV transfers."""
         times = self._times
         return self.batcher.load()._replace(
             last_step_seconds=self._step_seconds,
@@ -322,24 +319,23 @@ class Engine:
 
     @property
     def gap_seconds(self) -> float:
-        """From the newest step's begin back to the end of the one before."""
+        """Seconds between the end of the step before and the begin of the newest one."""
         return self._gap_seconds
 
     @property
     def longest_step(self) -> float:
-        """Seconds that a step took of late, at most."""
+        """Decaying maximum of the recent step times, in seconds."""
         return self._times.longest
 
     def debug_state(self) -> dict[str, Any]:
-        """What is known of its work, but for what is said in it; also while it hangs."""
+        """Return load and scheduler state, without tokens; callable while the engine hangs."""
         return {"load": self.load()._asdict(), "scheduler": self.batcher.debug_state()}
 
     def warm_up(self, captured: ProgressCallback = lambda done, total: None) -> None:
-        """Run what `warm_up` has, so that no request, and no KV transfer, pays for what is made
-        once.
+        """Do one-time work, such as compiling kernels, before requests and KV transfers need it.
 
-        On a GPU, capture the decodes first; `captured` is told how many are, and of how many.
-        Only before the first submission: the scheduler starts afresh.
+        On a GPU, first capture the graphs of decode steps, calling `captured` with (done, total).
+        Call before the first submission: the scheduler is replaced.
         """
         device = self._runner.decoder.device
         with self.computing():
@@ -357,7 +353,7 @@ class Engine:
     def _advance_beams(
         self, sampled: Sampled, candidates: Candidates, rows: Ints, logits: Tensor
     ) -> Sampled:
-        """Let every search choose among its candidates; rows: [S], logits: [S + P, V]."""
+        """Choose the next beams of every search; rows: [S], logits: [S + P, V]."""
         at, table = sampled.beams, self.batcher.table
         beams, tokens, parents = rows[at], sampled.tokens, rows.copy()
         keys = table.keys[beams]
@@ -379,7 +375,7 @@ class Engine:
         return replace(sampled, parents=parents, finished_searches=steps.finished)
 
     def _score_prompt(self, plan: StepPlan, logits: Tensor) -> list[PromptLogprobs]:
-        """Logprobs of prompt tokens; those of one row stand together."""
+        """Return the logprobs of the plan's scored prompt tokens, one entry per sequence."""
         table, positions = self.batcher.table, plan.positions[plan.scored] + 1
         at = np.searchsorted(plan.query_starts, plan.scored, side="right") - 1
         rows, starts = np.unique(plan.rows[at], return_index=True)
@@ -399,7 +395,7 @@ class Engine:
     def _handle_event(self, event: SchedulerEvent, result: StepResult) -> None:
         match event:
             case Admitted(key, row, choice):
-                with self.computing():  # where what is brought to the device is read
+                with self.computing():  # copy to the device in the stream of the steps
                     self._sampler.admit(row, self._live[key].params, choice)
             case Reserved(key, have):
                 stop, blocks = self._live[key].source_len, self.batcher.reserved_blocks(key)

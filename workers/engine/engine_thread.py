@@ -1,7 +1,7 @@
-"""The engine's thread: commands in, results out to the event loop.
+"""The engine's thread: takes commands, and passes step results to the event loop.
 
-Neither waits for the other: a command is a function put in an inbox and applied before the next
-step; what a step gave goes to the event loop in one call.
+Neither side waits for the other: a command is a function in an inbox, applied before the next step;
+a step's result is passed to the event loop in one call.
 """
 
 import asyncio
@@ -47,10 +47,13 @@ class _Reply:
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own.
+    """A thread that runs an engine.
 
-    `deliver` gets each step's result and the load after it; `fatal` the exception that ended the
-    engine. Both are called on the event loop. `pulse` is kept while there is something to compute.
+    Args:
+        engine: used by this thread only from now on.
+        deliver: called on the event loop with each step's result and the load after it.
+        fatal: called on the event loop with the exception that ended the engine.
+        timer: runs while there is something to compute; None: no watchdog.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class EngineThread:
         timer: ProgressTimer | None = None,
     ) -> None:
         self._engine = engine
-        self._timer = ProgressTimer("nobody's", inf) if timer is None else timer
+        self._timer = ProgressTimer("unwatched engine", inf) if timer is None else timer
         self._deliver = deliver
         self._fatal = fatal
         self._loop = asyncio.get_running_loop()
@@ -72,23 +75,23 @@ class EngineThread:
         self._thread.start()
 
     def post(self, run: Callable[[Engine], object]) -> None:
-        """Have that done before the next step; from any thread."""
+        """Queue a function to run before the next step. Callable from any thread."""
         self._put(_Command(run, None))
 
     def call(self, run: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """The same, with what it returns or raises; from the event loop."""
+        """Queue a function like `post`; return a future of its result. For the event loop only."""
         answer: asyncio.Future[T] = self._loop.create_future()
         self._put(_Command(run, answer))
         return answer
 
     def stop(self) -> None:
-        """End after the step in flight; does not wait."""
+        """End the thread after the step in flight, without waiting for it."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def join(self, seconds: float) -> None:
-        """Wait so long for its end; not on the event loop."""
+        """Wait at most `seconds` for the thread to end. Blocks: not for the event loop."""
         self._thread.join(seconds)
 
     def _put(self, command: _Command) -> None:
@@ -105,14 +108,14 @@ class EngineThread:
                 result = steps.advance(bool(commands))
                 if result.output is not None:
                     pulse.progressed(self._engine.longest_step)
-                # The end of a step that computes will tell of the load.
+                # If a step computes, its result will carry the new load.
                 if not result.empty or (commands and not steps.busy):
                     self._call_on_loop(self._deliver, result, self._engine.load())
                 steps.plan_next()
                 if not steps.busy:
                     pulse.idle()
         except BaseException as error:
-            log.critical("the engine failed and ends this worker", exc_info=True)
+            log.critical("the engine failed; the worker stops", exc_info=True)
             self._call_on_loop(self._fatal, error)
         finally:
             pulse.idle()
@@ -121,7 +124,7 @@ class EngineThread:
                 self._engine.stop()
 
     def _next_commands(self, steps: SyncStepper | OverlapStepper) -> list[_Command] | None:
-        """What is to be done now; waits while there is nothing, and no step to be booked."""
+        """Wait for commands or for a step to commit; return the commands, or None to stop."""
         with self._changed:
             self._changed.wait_for(lambda: steps.due or self._inbox or self._stopping)
             commands = list(self._inbox)
@@ -140,11 +143,11 @@ class EngineThread:
                 error = raised
             if command.reply is not None:
                 answers.append(_Reply(command.reply, value, error))
-        if answers:  # before the step: who asked need not wait for it
+        if answers:  # now, not after the step
             self._call_on_loop(_resolve_all, answers)
 
     def _call_on_loop(self, function: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # the event loop is closed: nobody is there to be told
+        with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
 

@@ -1,4 +1,4 @@
-"""Runs the model once over a step's ragged batch."""
+"""The model runner: computes a step's ragged batch in one run of the model."""
 
 import numpy as np
 import torch
@@ -19,14 +19,17 @@ from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 FIRST_POSITIONS = 64
-"""Rows of the rotary table at first."""
+"""Initial number of rows of the rotary tables."""
 
 
 class ModelRunner:
-    """A model with its cache: turns step plans into logits.
+    """A model with its KV cache: computes the logits of step plans.
 
-    deterministic: a token attends by one path, whatever else is there; num_positions: rows of the
-    rotary tables, which grow where a step needs more.
+    Args:
+        decoder: the model.
+        cache: this rank's KV cache.
+        deterministic: use attention that is batch invariant.
+        num_positions: initial rows of the rotary tables, which grow when a step needs more.
     """
 
     def __init__(
@@ -46,11 +49,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
-        """Copies the plan's blocks, computes its tokens and writes their keys and values.
+        """Copy the plan's blocks, compute its tokens and write their keys and values.
 
-        drawn: [T] the tokens, where the plan was made ahead and has none yet.
-        Returns [S + P, vocab_size] float32: the logits that each of the plan's drawing rows draws
-        from, then those after each of its scored tokens; good until the next step.
+        Args:
+            plan: of the step.
+            drawn: [T] tokens of a plan made ahead, which has none yet.
+
+        Returns:
+            [S + P, vocab_size] float32 logits of the plan's sampling rows, then of its scored
+            tokens; valid until the next step.
         """
         if len(plan.copies):
             sources, targets = self._put(plan.copies[:, 0]), self._put(plan.copies[:, 1])
@@ -64,19 +71,19 @@ class ModelRunner:
         return self._append_forks(plan, logits)
 
     def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
-        """[T, hidden_size]; good until the next step."""
+        """Return the hidden states [T, hidden_size]; valid until the next step."""
         tokens = self._put(plan.tokens) if drawn is None else drawn
         return self.decoder(tokens, self._inputs(plan), self.cache.data)
 
     def _select_logit_rows(self, plan: StepPlan, made: Tensor) -> Tensor:
-        """Of what was made of each token [T, ...] those whose logits are wanted."""
+        """Select the rows of `made` [T, ...] whose logits are needed: sampling, then scored."""
         last = plan.query_starts[1:][plan.samples] - 1
         if len(last) == len(made) and not len(plan.scored):
             return made
         return made[self._put(np.concatenate((last, plan.scored)))]
 
     def _append_forks(self, plan: StepPlan, logits: Tensor) -> Tensor:
-        """With those of forks behind those of samples."""
+        """Insert a copy of the leader's logits for each fork, after those of the sampling rows."""
         if not len(plan.forks):
             return logits
         num_samples = len(logits) - len(plan.scored)
@@ -113,9 +120,9 @@ class ModelRunner:
         return plan_mla(*batch, data[0], latent.rank, latent.up_dim, self._batch_invariant)
 
     def _grow_rope_tables(self, needed: int) -> tuple[Tensor, ...]:
-        """The rotary tables, of so many positions or more."""
+        """Return the rotary tables, enlarged to at least `needed` positions."""
         if self._rope_tables and needed > len(self._rope_tables[0]):
-            # Made as sequences grow: a table of all positions of a long model takes a gigabyte.
+            # Grown on demand: for a model with a long context, all positions would take a gigabyte.
             size = 1 << (needed - 1).bit_length()
             self._rope_tables = self._make_rope_tables(size)
         return self._rope_tables

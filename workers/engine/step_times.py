@@ -1,25 +1,26 @@
-"""How long an engine's steps took: counts by length, as plain numbers."""
+"""Statistics of an engine's step times: a histogram, sums and a recent maximum."""
 
 from bisect import bisect_left
 
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Seconds, rising: a step counts under the first that it does not pass, or past the last."""
+"""Upper bounds of the histogram's buckets, in seconds; a last bucket takes longer steps."""
 
 
 LONGEST_DECAY = 0.98
-"""With every step the longest of late is so much less long, unless the step was longer."""
+"""Factor by which `StepTimes.longest` shrinks at each step that is not longer."""
 
 
 class StepTimes:
-    """All steps since the start. Belongs to the engine's thread.
+    """Times of all steps since the start. For the engine's thread only.
 
-    longest: seconds that a step is known to take already.
+    Args:
+        longest: initial value of `longest`, in seconds.
     """
 
     def __init__(self, longest: float = 0.0) -> None:
-        self.longest = longest  # of late, in seconds: what a next step may well take
-        self.seconds = 0.0  # of all steps together
-        self.prompt_seconds = 0.0  # of those that computed prompts
+        self.longest = longest  # decaying maximum, in seconds: estimate for the next step
+        self.seconds = 0.0  # sum over all steps
+        self.prompt_seconds = 0.0  # sum over steps that computed prompts
         self._counts = [0] * (len(STEP_BOUNDS) + 1)
 
     def add(self, seconds: float, with_prompts: bool) -> None:
@@ -29,5 +30,5 @@ class StepTimes:
         self._counts[bisect_left(STEP_BOUNDS, seconds)] += 1
 
     def counts(self) -> tuple[int, ...]:
-        """Steps under each bound but not under the one before, then those past all bounds."""
+        """Return the number of steps in each bucket of `STEP_BOUNDS`, then of longer ones."""
         return tuple(self._counts)

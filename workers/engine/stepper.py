@@ -1,13 +1,13 @@
-"""How the engine's thread runs steps: one by one, or the next planned while one computes.
+"""Running the engine's steps: one at a time, or planning the next one while one computes.
 
-In a pipeline there are two threads. The computing one runs the model and draws; the engine's own
-plans, books, and applies commands. A step planned ahead begins as soon as the one before it has
-drawn its tokens, whatever the engine's thread does then; it draws its own once that one is booked,
-since penalties and the like read the answer so far.
+Overlap needs a second thread, which runs the model and samples, while the engine's thread plans,
+commits and applies commands. A step planned ahead begins as soon as the step before has drawn its
+tokens, without waiting for the engine's thread. It samples only once that step is committed, since
+penalties and similar settings read the answer so far.
 
-A GPU computes by itself. There the engine's thread launches too: a step planned ahead goes to the
-device behind the one that computes, and finds that one's tokens there. The second thread only waits
-for tokens to arrive.
+A GPU computes asynchronously. There the engine's thread also launches the steps: one planned ahead
+is queued on the device behind the running one and reads that one's tokens on the device. The second
+thread only waits for tokens to arrive.
 """
 
 import threading
@@ -28,46 +28,47 @@ class _Computed:
 
 
 class SyncStepper:
-    """Computes each step where it is asked for."""
+    """Stepper that runs each step from begin to end within `advance`."""
 
     busy = False
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.due = False  # whether the last step may be followed by another
+        self.due = False  # whether another step may follow the last one
 
     def advance(self, commanded: bool) -> StepResult:
-        """One step, if there is anything to compute."""
+        """Run one step, if there is anything to compute."""
         result = self._engine.step()
         self.due = result.output is not None
         return result
 
     def plan_next(self) -> None:
-        """Nothing computes now that could be planned behind."""
+        """Do nothing: there is no step in flight to plan behind."""
 
     def stop(self) -> None:
-        """Nothing computes."""
+        """Do nothing: there is no second thread to end."""
 
 
 def make_stepper(engine: Engine, changed: threading.Condition) -> "SyncStepper | OverlapStepper":
-    """As the engine was told, on the device that it has."""
+    """Return the stepper for the engine's configuration and device."""
     if not engine.plans_ahead:
         return SyncStepper(engine)
     return DeviceStepper(engine, changed) if engine.on_device else OverlapStepper(engine, changed)
 
 
 class OverlapStepper:
-    """Runs an engine's steps. All methods are the engine's thread's; none waits for the device.
+    """Stepper that computes steps on a second thread.
 
+    The methods are for the engine's thread; all but `stop` return without waiting for a step.
     `changed` is notified when a step has been computed.
     """
 
     def __init__(self, engine: Engine, changed: threading.Condition) -> None:
         self._engine = engine
         self._changed = changed
-        self._pending: deque[StepPlan] = deque()  # not begun
+        self._pending: deque[StepPlan] = deque()  # planned, not begun
         self._computing: StepPlan | None = None
-        self._computed: deque[_Computed] = deque()  # not booked
+        self._computed: deque[_Computed] = deque()  # computed, not committed
         self._error: BaseException | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -75,19 +76,20 @@ class OverlapStepper:
 
     @property
     def due(self) -> bool:
-        """Whether `advance` has something to do. Under `changed`."""
+        """True if a step is to be committed or has failed. Call with `changed` held."""
         return bool(self._computed) or self._error is not None
 
     @property
     def busy(self) -> bool:
-        """Whether a step computes or will, without another command."""
+        """True if a step computes, or will without another command, or is to be committed."""
         return self._num_uncommitted() > 0
 
     def advance(self, commanded: bool) -> StepResult:
-        """Book what has been computed and see to it that something computes.
+        """Commit a computed step, and plan the next one if none is left to compute.
 
-        `commanded`: something was asked of the engine since the last call, so that the next step
-        may be another than the one planned.
+        Args:
+            commanded: commands were applied since the last call, so the next step may differ from
+                the one planned ahead, which is withdrawn.
         """
         if self._error is not None:
             raise self._error
@@ -106,12 +108,12 @@ class OverlapStepper:
         return result
 
     def plan_next(self) -> None:
-        """Plan the step behind the one that computes, if that can be known already."""
+        """Plan the step behind the one that computes, if it does not depend on its result."""
         if self._num_uncommitted() == 1:
             self._enqueue(self._engine.plan_ahead())
 
     def stop(self) -> None:
-        """End after the step that computes, and wait for it."""
+        """End the second thread after the step that computes, and wait for it."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -124,13 +126,13 @@ class OverlapStepper:
     def _enqueue(self, plan: StepPlan | None) -> None:
         if plan is not None:
             with self._changed:
-                if plan.ahead and self._computed:  # it was computed meanwhile
+                if plan.ahead and self._computed:  # the step before was computed meanwhile
                     plan.fill(self._computed[-1].sampled.tokens)
                 self._pending.append(plan)
                 self._changed.notify_all()
 
     def _withdraw_pending(self) -> None:
-        """Whatever has not begun, newest first, but what makes copies that are counted on."""
+        """Withdraw steps that have not begun, newest first, up to one that copies blocks."""
         plans = []
         with self._changed:
             while self._pending and not len(self._pending[-1].copies):
@@ -138,7 +140,7 @@ class OverlapStepper:
         for plan in plans:
             self._engine.batcher.withdraw(plan)
 
-    # ------------------------------------------------------------ the computing thread
+    # ------------------------------------------------------------ second thread
 
     def _run(self) -> None:
         try:
@@ -168,21 +170,21 @@ class OverlapStepper:
             return self._computing
 
     def _wait_until_committed(self) -> None:
-        """The step before has to be in the history."""
+        """Wait until the step before is committed: sampling reads the answers so far."""
         with self._changed:
             self._changed.wait_for(lambda: not self._computed or self._stopping)
 
 
 class DeviceStepper(OverlapStepper):
-    """The same where the engine's thread launches steps and does not compute them."""
+    """Overlap stepper for a GPU: the engine's thread launches steps, the second one waits."""
 
     def __init__(self, engine: Engine, changed: threading.Condition) -> None:
-        self._launched: deque[LaunchedStep] = deque()  # tokens not arrived
+        self._launched: deque[LaunchedStep] = deque()  # their tokens have not arrived
         self._newest: LaunchedStep | None = None
         super().__init__(engine, changed)
 
     def plan_next(self) -> None:
-        """As of `OverlapStepper`; but what is drawn on the host has to be there first."""
+        """Plan as `OverlapStepper` does, unless the newest step's tokens are drawn on the host."""
         if self._newest is not None and self._newest.tokens is not None:
             super().plan_next()
 
@@ -198,7 +200,7 @@ class DeviceStepper(OverlapStepper):
                 self._changed.notify_all()
 
     def _withdraw_pending(self) -> None:
-        """What is launched runs."""
+        """Do nothing: a launched step cannot be withdrawn."""
 
     def _run(self) -> None:
         arrived = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What an engine computes before it serves, so that no request pays for what is made once."""
+"""Work that an engine does before it serves, so that no request pays for one-time costs."""
 
 from collections.abc import Iterator
 
@@ -31,11 +31,13 @@ MIN_PROMPT_TOKENS = 64  # tokens
 
 
 def warm_up_sequences(limits: SchedulerConfig, compiles: bool) -> Iterator[NewSequence]:
-    """To be computed one after another: the largest prompt of one step, and a decode.
+    """Yield sequences to compute one after another: the longest prompt of one step, and a decode.
 
-    compiles: kernels are compiled when they are first launched, and which ones a mixture of experts
-    launches follows the number of tokens: so prompts of half as many tokens and so on, and one that
-    is drawn with every wish, come too.
+    Args:
+        limits: of the scheduler.
+        compiles: kernels are compiled at their first launch. The kernels of an MoE layer depend on
+            the number of tokens, so prompts of 1/2, 1/4, ... of the length follow, and a sequence
+            that uses all sampling options.
     """
     most = max(1, min(limits.max_batched_tokens, limits.max_model_len - 2))
     yield _prompt(most, GREEDY)
@@ -49,21 +51,24 @@ def warm_up_sequences(limits: SchedulerConfig, compiles: bool) -> Iterator[NewSe
 
 
 def _prompt(length: int, params: SamplingParams) -> NewSequence:
-    """That finds none of its blocks cached."""
+    """Return a sequence that finds no block in the prefix cache."""
     key = f"warm-up of {length}"
     return NewSequence(key, [0] * length, length, params, salt=key.encode())
 
 
 def warm_up_block_moves(kv: Tensor) -> None:
-    """What a KV transfer and a fork launch, once: block 0 goes where it is already.
+    """Launch each kernel of KV transfers and forks once, copying block 0 onto itself.
 
-    kv: this rank's whole cache, see `kernels.blocks`; nothing else may write to its first block
-    meanwhile. Parts of heads or layers take the same kernels, where a head has a multiple of 128
-    bytes in a block.
+    A transfer of some layers or heads uses the same kernels if a head has a multiple of 128 bytes
+    in a block.
+
+    Args:
+        kv: this rank's whole KV cache (see `kernels.kv_cache.block_copy`); no other code may write
+            its first block meanwhile.
     """
     first = torch.zeros(1, dtype=torch.int32, device=kv.device)
     copy_blocks(kv, first.to(torch.int64), first.to(torch.int64))
     layers, heads = slice(0, kv.shape[0]), slice(0, kv.shape[3])
     staged = gather_blocks(kv, first, layers, heads)
     scatter_blocks(kv, first, layers, heads, staged)
-    checksum(staged)  # the host waits for it, and so for what was launched before
+    checksum(staged)  # waits for all kernels launched before

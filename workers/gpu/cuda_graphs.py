@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs: one launch a step instead of hundreds."""
+"""Captured CUDA graphs of decode steps: one launch per step instead of hundreds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from penstock.workers.gpu.inputs import DecodeInputs, DeviceBatch
 from penstock.workers.scheduling.sequence import StepPlan
 
 Compute = Callable[[DeviceBatch], Tensor]
-"""From a batch in its places to hidden states [T, hidden_size]; launches, and waits for nothing."""
+"""Maps a batch to hidden states [T, hidden_size]; only launches kernels and does not wait."""
 
 
 class Captures(Protocol):
-    """What captures."""
+    """Interface that captures and replays work of a device; `CudaCaptures` implements it."""
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """What does the same again, on the same memory."""
+        """Capture `compute` and return a function that replays it on the same memory."""
         ...
 
 
 class CudaCaptures:
-    """Graphs that share one pool of memory: only one of them runs at a time."""
+    """Captures CUDA graphs that share one memory pool; only one of them may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,9 +34,9 @@ class CudaCaptures:
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            compute()  # kernels are compiled and libraries set up by the first call
+            compute()  # warm-up: compiles kernels and initialises libraries
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use CUDA meanwhile: a KV transfer's do.
+        # Other threads, such as those of KV transfers, may use CUDA during the capture.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -48,7 +48,7 @@ class CudaCaptures:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     replay: Callable[[], None]
-    hidden: Tensor  # [rows, hidden_size], the first rows of what all graphs write
+    hidden: Tensor  # [rows, hidden_size], the first rows of the output buffer of all graphs
 
 
 class DecodeGraphs:
@@ -65,15 +65,21 @@ class DecodeGraphs:
         self._hidden: Tensor | None = None
 
     def capture(self, buckets: list[GraphBucket], progress: Callable[[int, int], None]) -> None:
-        """Captures these, in order; the first has the most rows."""
+        """Capture a graph for each bucket, in order; the first must have the most rows.
+
+        progress: called with the number of graphs captured so far, from 0, and their total.
+        """
         progress(0, len(buckets))
         for number, rung in enumerate(buckets, 1):
             self._captured[rung] = self._capture(rung)
             progress(number, len(buckets))
 
     def run(self, plan: StepPlan, drawn: Tensor | None) -> Tensor | None:
-        """The hidden states [B, hidden_size] of a step, there until the next run; None if no graph
-        was captured for it. `drawn`: see `DecodeInputs.fill`."""
+        """Run a step's graph and return its hidden states [B, hidden_size].
+
+        They are valid until the next run. Returns None if no graph was captured for such a step.
+        drawn: see `DecodeInputs.fill`.
+        """
         rung = self._buckets.bucket_for(plan)
         captured = None if rung is None else self._captured.get(rung)
         if rung is None or captured is None:

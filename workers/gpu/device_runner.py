@@ -1,4 +1,4 @@
-"""The runner on a GPU: decodes by captured graphs, everything without waiting for the device."""
+"""Model runner for GPUs: replays captured decode graphs, and never waits for the device."""
 
 from collections.abc import Callable
 
@@ -21,11 +21,11 @@ from penstock.workers.scheduling.sequence import StepPlan
 
 
 class DeviceRunner(ModelRunner):
-    """As `ModelRunner`. What it returns is not computed yet: the device gets to it.
+    """`ModelRunner` for a GPU; it returns tensors that the device has yet to compute.
 
-    The last block of the cache is scratch: no plan may name it. A step's hidden states and a
-    captured decode's inputs are in places that the next step takes, so that steps are run, and
-    what is made of their logits is launched, on one stream.
+    The last block of the cache is a scratch block, which no plan may use. A step overwrites the
+    previous step's hidden states and captured inputs, so all steps, and everything that is
+    computed from their logits, must be launched on one stream.
     """
 
     def __init__(
@@ -47,10 +47,12 @@ class DeviceRunner(ModelRunner):
         progress: Callable[[int, int], None] = lambda done, total: None,
         buckets: list[GraphBucket] | None = None,
     ) -> None:
-        """Captures the decode steps of these rungs, the largest first; None: of all.
+        """Capture the decode steps of these buckets, largest first; None: of all buckets.
 
-        Nothing where the model's steps cannot be captured: what `transformers` computes may read
-        the device. progress: is told how many are captured, and of how many; from 0 on.
+        Does nothing for a model of the `transformers` backend, whose steps may wait for the device
+        and therefore cannot be captured.
+
+        progress: called with the number of graphs captured so far, from 0, and their total.
         """
         if not isinstance(self.decoder, Decoder):
             return
@@ -67,7 +69,7 @@ class DeviceRunner(ModelRunner):
         return self._compute(self._batch(plan, drawn)) if found is None else found
 
     def _batch(self, plan: StepPlan, drawn: Tensor | None) -> DeviceBatch:
-        """An uncaptured step's, in places of its own."""
+        """Copy the inputs of an uncaptured step into new tensors on the device."""
         device = self._device
         return DeviceBatch(
             tokens=put(plan.tokens, device) if drawn is None else drawn,
@@ -81,7 +83,7 @@ class DeviceRunner(ModelRunner):
         )
 
     def _compute(self, batch: DeviceBatch) -> Tensor:
-        """[T, hidden_size]. Launches only: it is captured."""
+        """Return hidden states [T, hidden_size]. Must only launch kernels, since it is captured."""
         layer, latent = self.cache.data[0], self._latent
         positions = batch.positions.to(torch.int64)
         where = (batch.query_starts, batch.context_lens, batch.block_tables, layer)

@@ -1,4 +1,4 @@
-"""The inputs of decode steps, in places that never change: a captured graph reads them there."""
+"""Inputs of decode steps at fixed addresses, from which captured graphs read them."""
 
 from dataclasses import dataclass
 
@@ -15,29 +15,32 @@ _TOKENS, _POSITIONS, _SLOTS, _CONTEXTS = range(4)
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """One ragged batch where it computes: T tokens of B sequences. All int32."""
+    """One ragged batch on the device: T tokens of B sequences. All tensors are int32."""
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
     slots: Tensor  # [T]
     query_starts: Tensor  # [B + 1]
     context_lens: Tensor  # [B]
-    block_tables: Tensor  # [B, M]; entries past a sequence's blocks mean nothing
-    max_query: int  # a bound: no sequence has more tokens here
-    max_context: int  # a bound: none has a longer context
+    block_tables: Tensor  # [B, M]; entries past a sequence's blocks are ignored
+    max_query: int  # upper bound of a sequence's tokens in this batch
+    max_context: int  # upper bound of `context_lens`
 
 
 class DecodeInputs:
-    """Places for the inputs of up to R rows, a token each.
+    """Buffers on the device for the inputs of up to R rows of one token each.
 
-    Rows that a step lacks are padding: token 0 at position 0 of a sequence of its own, in the
-    scratch block, which no sequence ever has. What comes of them is nobody's.
+    Unused rows are padding: token 0 at position 0 of a separate sequence, in the scratch block,
+    which no real sequence uses. Their results are ignored.
     """
 
     def __init__(
         self, max_rows: int, num_columns: int, block_size: int, scratch: int, device: torch.device
     ) -> None:
-        """num_columns: of a block table; scratch: number of the scratch block."""
+        """Allocate the buffers.
+
+        num_columns: columns of the block table; scratch: number of the scratch block.
+        """
         self._padding = padding(max_rows, block_size, scratch)
         self._scratch = scratch
         self._vectors = torch.from_numpy(self._padding.copy()).to(device)
@@ -46,7 +49,7 @@ class DecodeInputs:
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
     def batch(self, num_rows: int, max_context: int) -> DeviceBatch:
-        """The first rows' places."""
+        """Return the buffers of the first `num_rows` rows as a batch."""
         vectors = self._vectors[:, :num_rows]
         return DeviceBatch(
             tokens=vectors[_TOKENS],
@@ -60,10 +63,10 @@ class DecodeInputs:
         )
 
     def fill(self, plan: StepPlan, num_rows: int, drawn: Tensor | None) -> None:
-        """Sets the first rows as the plan says, and the padding behind it.
+        """Copy the plan into the first rows, followed by padding, without waiting for the device.
 
-        plan: of decodes only, at most `num_rows`. drawn: [B] its tokens, where they are on the
-        device but not in the plan yet. The device works on meanwhile: nothing here waits for it.
+        plan: contains only decodes, at most `num_rows`; drawn: [B] the plan's tokens on the device,
+        if they are not in the plan yet.
         """
         device = self._vectors.device
         vectors, tables = packed(plan, self._padding, num_rows, self._scratch)
@@ -75,7 +78,7 @@ class DecodeInputs:
 
 
 def padding(max_rows: int, block_size: int, scratch: int) -> Ints:
-    """[4, max_rows]: tokens, positions, slots and contexts of rows that are all padding."""
+    """Return tokens, positions, slots and context lengths of padding rows: [4, max_rows]."""
     rows = np.zeros((4, max_rows), np.int32)
     rows[_SLOTS] = scratch * block_size + np.arange(max_rows) % block_size
     rows[_CONTEXTS] = 1
@@ -85,7 +88,7 @@ def padding(max_rows: int, block_size: int, scratch: int) -> Ints:
 def packed(
     plan: StepPlan, padding_rows: Ints, num_rows: int, scratch: int
 ) -> tuple[Ints, npt.NDArray[np.int32]]:
-    """The vectors [4, R] and block tables [num_rows, M] of a step, padding behind its own rows."""
+    """Return a step's vectors [4, R] and block tables [num_rows, M], padded after its own rows."""
     count = len(plan.rows)
     vectors = padding_rows.copy()
     for index, values in enumerate((plan.tokens, plan.positions, plan.slots, plan.context_lens)):

@@ -1,4 +1,4 @@
-"""What steps and graphs take of a GPU's memory beside weights and cache: tried out, not guessed."""
+"""Measures the GPU memory that steps and CUDA graphs need besides weights and KV cache."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,13 +14,13 @@ from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.scheduling.sequence import StepPlan
 
 LOGIT_COPIES = 6
-"""Float32 copies of the logits of a whole batch that exist at once while tokens are drawn with
-every cut (scaled, sorted values and their places, shares, noise)."""
+"""Float32 copies of a full batch's logits that exist at once while it is sampled with all filters
+(scaled logits, sorted values and their indices, probabilities, noise)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a step can be at most."""
+    """Upper limits of a step."""
 
     num_sequences: int
     num_tokens: int
@@ -29,10 +29,13 @@ class StepLimits:
 
 
 def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -> int:
-    """Bytes that the largest step, its draw and all graphs take. `decoder` is on a CUDA device."""
+    """Return the bytes that the largest step, its sampling and all CUDA graphs need.
+
+    `decoder` must be on a CUDA device.
+    """
     spec, device = decoder.spec, decoder.device
     ladder = GraphBuckets(sizes.num_sequences, sizes.model_len)
-    num_blocks = 2  # one to compute with, and the scratch block: what is in them is nobody's
+    num_blocks = 2  # one to compute with and the scratch block; their contents do not matter
     cache = KvCache(
         spec.num_layers, num_blocks, sizes.block_size, spec.kv_shape, decoder.dtype, device
     )
@@ -44,6 +47,7 @@ def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -
     free: list[int] = []
 
     def look(done: int, total: int) -> None:
+        """Record the device's free memory."""
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         free.append(torch.cuda.mem_get_info(device)[0])
@@ -57,8 +61,11 @@ def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -
 
 
 def graph_bytes(free: list[int], num_graphs: int) -> int:
-    """Of `num_graphs` that share a pool, by the memory that was free before the first and after
-    each one of a few, the largest: the first takes the pool, the others what a graph itself is."""
+    """Estimate the bytes of `num_graphs` graphs that share a pool.
+
+    free: free memory before the first capture and after each of the first few, largest graph
+    first. The first graph allocates the pool; the others show the cost of a graph itself.
+    """
     if len(free) < 2:
         return 0
     pool = max(0, free[0] - free[1])
@@ -67,7 +74,7 @@ def graph_bytes(free: list[int], num_graphs: int) -> int:
 
 
 def largest_step(sizes: StepLimits) -> StepPlan:
-    """Prompts, from their beginnings, that fill a step; all in block 0."""
+    """Return a plan of prompts, from position 0, that fills a step; all use block 0."""
     lengths: list[int] = []
     left = sizes.num_tokens
     while left and len(lengths) < sizes.num_sequences:

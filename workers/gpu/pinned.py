@@ -1,4 +1,4 @@
-"""Arrays on their way between host and device, while both go on."""
+"""Asynchronous copies of arrays between host and device."""
 
 from typing import Any
 
@@ -8,45 +8,46 @@ from torch import Tensor
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A copy in memory that the device reads by itself: a copy from it need not wait.
+    """Return the array as a tensor, for a GPU in pinned memory so that copies from it are async.
 
-    torch keeps such memory from being used again until the device has read it.
+    torch does not reuse pinned memory until the device has read it.
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def put(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """An array on the device, once the device gets to it."""
+    """Copy an array to the device without waiting for the copy."""
     return pinned(array, device).to(device, non_blocking=True)
 
 
 class AsyncTokenCopy:
-    """Drawn tokens on their way to the host, while the device goes on computing.
+    """A copy of sampled tokens to the host that runs while the device computes.
 
-    tokens: [S] int32; finite: [S] bool. `copying`: the stream that copies, on CUDA.
+    tokens: [S] int32; finite: [S] bool, False for invalid rows; copying: the CUDA stream for the
+    copy, None on a CPU.
     """
 
     def __init__(
         self, tokens: Tensor, finite: Tensor, copying: "torch.cuda.Stream | None" = None
     ) -> None:
-        marked = torch.where(finite, tokens, _NOT_FINITE)  # in one copy
+        marked = torch.where(finite, tokens, _NOT_FINITE)  # so that one copy is enough
         self._event: torch.cuda.Event | None = None
         if copying is None:
             self._host = marked
             return
         drawn = torch.cuda.Event()
-        drawn.record()  # on the stream that computes
+        drawn.record()  # on the compute stream
         self._host = torch.empty(marked.shape, dtype=marked.dtype, pin_memory=True)
         with torch.cuda.stream(copying):
             copying.wait_event(drawn)
             self._host.copy_(marked, non_blocking=True)
-            marked.record_stream(copying)  # or its memory would be used again before it is read
+            marked.record_stream(copying)  # keeps its memory until the copy is done
             self._event = torch.cuda.Event()
             self._event.record(copying)
 
     def wait(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """The tokens [S] int32, 0 where they were not finite, and whether they were [S]."""
+        """Wait for the copy; return tokens [S] int32 (0 in invalid rows) and `finite` [S] bool."""
         if self._event is not None:
             self._event.synchronize()
         marked = self._host.numpy()

@@ -1,4 +1,4 @@
-"""Where an engine computes: on a CPU as it is called, on a GPU in streams of its own."""
+"""CUDA streams of an engine. On a CPU there are none, and calls compute immediately."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,21 +9,21 @@ from penstock.workers.gpu.pinned import AsyncTokenCopy
 
 
 class Streams:
-    """One stream computes, in order; another brings tokens to the host meanwhile."""
+    """A stream that computes, and one that copies tokens to the host at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.asynchronous = device.type == "cuda"
         if self.asynchronous:
-            torch.cuda.synchronize(device)  # weights and cache, made so far in no stream of ours
+            torch.cuda.synchronize(device)  # weights and cache come from the default stream
         self._computing = _stream(device)
         self._copying = _stream(device)
 
     def computing(self) -> AbstractContextManager[object]:
-        """Within, whatever is launched computes after what was launched so before."""
+        """Return a context in which kernels are launched on the compute stream."""
         return nullcontext() if self._computing is None else torch.cuda.stream(self._computing)
 
     def copy_to_host(self, tokens: Tensor, finite: Tensor) -> AsyncTokenCopy:
-        """Sends drawn tokens [S] int32 to the host, with whether they are any [S]."""
+        """Start copying sampled tokens [S] int32 to the host; `finite` [S] marks the valid rows."""
         return AsyncTokenCopy(tokens, finite, self._copying)
 
 

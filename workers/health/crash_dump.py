@@ -1,6 +1,6 @@
-"""What is left of a process that hung: the stacks of its threads, and what its scheduler held.
+"""Crash dumps of a process that hung: the stacks of its threads and the scheduler's state.
 
-A folder each, of which the newest are kept. No token and no text of anybody's is in them.
+Each dump is a folder; the newest ones are kept. They contain no tokens and no text of requests.
 """
 
 import faulthandler
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 MAX_DUMPS = 16
-"""Dumps in a folder; older ones are removed when a new one is written."""
+"""Number of dumps to keep; older ones are removed when a new one is written."""
 
 PREFIX = "hung-"
 STACKS, STATE = "stacks.txt", "state.json"
 
 
 def default_folder() -> Path:
-    """The folder of crash dumps by default. It outlives the cluster, whose own files do not."""
+    """Return the default folder of crash dumps; unlike the cluster's own files, it is kept."""
     return Path(tempfile.gettempdir()) / f"penstock-crash-dumps-{os.getuid()}"
 
 
@@ -35,7 +35,8 @@ def write_crash_dump(
 ) -> Path:
     """Write a crash dump and return its folder. Raises OSError if that fails.
 
-    `about` may fail or find things in disorder: whoever works on them hangs in the midst of it.
+    `state_source` may raise, since a thread may hang in the middle of a change of the state; then
+    the dump contains the error instead.
     """
     folder = default_folder() if folder is None else folder
     _open_folder(folder)
@@ -60,11 +61,11 @@ def write_crash_dump(
 
 
 def _open_folder(folder: Path) -> None:
-    """Make it, for ourselves only; one that somebody else made is not written to."""
+    """Create the folder for this user only. Raises PermissionError if it is another user's."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} is not a folder of ours")
+        raise PermissionError(f"{folder} is not a folder of this user")
 
 
 def _state_or_error(state_source: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -1,19 +1,19 @@
-"""How evenly the experts of a mixture are chosen, as one number that a worker can tell."""
+"""Balance of an MoE model's expert choices, as one number of the worker load."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-SECONDS_BETWEEN_READS = 10.0  # a look waits for the device
-MIN_CHOICES = 16  # of an expert, on average: with fewer, chance makes one look busy
+SECONDS_BETWEEN_READS = 10.0  # reading the counts waits for the device
+MIN_CHOICES = 16  # mean number per expert; fewer are too few to judge
 
 
 class ExpertBalance:
-    """Of the layers that a rank has; every rank counts the choices of all tokens.
+    """Balance over the MoE layers of this rank, which counts the choices of all tokens.
 
     Args:
-        counts: of each layer [E]: how often each expert was chosen since the start.
+        counts: for each layer, [E] how often each expert was chosen since the start.
     """
 
     def __init__(self, counts: Sequence[Tensor]) -> None:
@@ -23,9 +23,13 @@ class ExpertBalance:
         self._ratio = 0.0
 
     def ratio(self, now: float) -> float:
-        """Choices of a layer's busiest expert over those of its mean one, the mean of the layers:
-        1 where all are chosen alike, E where always the same one is. Of what was computed between
-        the last two looks; 0: nothing is known. `now` is in seconds, of any clock.
+        """Return the choices of a layer's busiest expert divided by the mean per expert.
+
+        Averaged over layers, for tokens computed between the last two reads: 1 if all experts are
+        chosen equally often, E if it is always the same one, 0 if not known yet.
+
+        Args:
+            now: time in seconds, of any clock.
         """
         if not self._counts:
             return 0.0

@@ -1,8 +1,8 @@
-"""Sees that a process stands still, writes down where, and ends it: that one only.
+"""Watchdog: detects that its process hangs, writes a crash dump and ends the process.
 
-Whoever does something that must come to an end has a pulse; a thread looks at all of them. What is
-late is told with a bundle (see `bundle`), then the process ends with `EXIT_HUNG`. A process that is
-stopped, or whose interpreter lock is held for ever, cannot see itself: its silence tells others.
+Each activity that must make progress has a `ProgressTimer`, and a thread checks all of them. If one
+is late, the thread writes a crash dump (see `crash_dump`) and exits with `EXIT_HUNG`. A process
+that is stopped, or whose GIL is held forever, cannot detect that; others notice its silence.
 """
 
 import asyncio
@@ -19,55 +19,58 @@ from penstock.workers.health.crash_dump import write_crash_dump
 log = logging.getLogger(__name__)
 
 EXIT_HUNG = 86
-"""The exit code of a process that its watchdog has ended."""
+"""Exit code of a process that its watchdog has ended."""
 
 HANG_FACTOR = 5.0
-"""A step may take so many times what the longest of late took."""
+"""A step may take this many times as long as the longest recent one."""
 
-WRITE_SECONDS = 5.0  # the bundle: its folder may hang too
-NOTIFY_SECONDS = 1.0
-_NUM_CHECKS = 10  # in the shortest bound
+WRITE_SECONDS = 5.0  # limit for the crash dump, whose file system may hang too
+NOTIFY_SECONDS = 1.0  # for `notify` to take effect before the exit
+_NUM_CHECKS = 10  # within the shortest time limit
 
 
 class ProgressTimer:
-    """One thing that comes to an end again and again while there is any of it.
+    """Timer of an activity that must make progress repeatedly, such as the engine's steps.
 
-    Kept by whoever does it, from one thread; read by the watchdog's. `floor`: seconds that it may
-    take, however short it has been before.
+    Updated by the activity's thread and read by the watchdog's.
+
+    Args:
+        name: of the activity, for messages.
+        floor: minimum of the time limit, in seconds.
     """
 
     def __init__(self, name: str, floor: float) -> None:
         self.name = name
         self._floor = floor
         self._predicted = 0.0
-        self._since: float | None = None  # None: nothing is due
+        self._since: float | None = None  # None: no progress is due
 
     def begin(self) -> None:
-        """Something is due from now on, if nothing was before."""
+        """Start the timer if it is not running."""
         if self._since is None:
             self._since = time.monotonic()
 
     def progressed(self, predicted: float = 0.0) -> None:
-        """What was due has come, and the next of it is due; it takes about so many seconds."""
+        """Restart the timer; the next progress is expected in about `predicted` seconds."""
         self._predicted = predicted
         self._since = time.monotonic()
 
     def idle(self) -> None:
-        """Nothing is due."""
+        """Stop the timer: no progress is due."""
         self._since = None
 
     @property
     def bound(self) -> float:
-        """Seconds."""
+        """Time limit, in seconds."""
         return max(self._floor, HANG_FACTOR * self._predicted)
 
     def extend(self, seconds: float) -> None:
-        """It could not go on for so long, as nothing here could."""
+        """Do not count `seconds` in which the whole process was suspended."""
         if self._since is not None:
             self._since += seconds
 
     def waited(self, now: float) -> float:
-        """Seconds since something was due; 0 if nothing is."""
+        """Return the seconds that the timer has run; 0 if it is stopped."""
         since = self._since
         return 0.0 if since is None else now - since
 
@@ -77,14 +80,14 @@ def _no_state() -> Mapping[str, Any]:
 
 
 class Watchdog:
-    """Watches from `start` until `stop`.
+    """A thread that checks timers from `start` until `stop`.
 
     Args:
-        name: of whom it watches, for the bundle.
-        seconds: that anything may take.
-        folder: of the crash dumps; None: one of its own in the folder for temporary files.
-        tell: told why, in one line, just before the end; called in the watchdog's thread.
-        end: ends the process; given the exit code.
+        name: of the process, for log and crash dump.
+        seconds: minimum of every timer's limit.
+        folder: of the crash dumps; None: `crash_dump.default_folder`.
+        notify: called with the reason, one line, before the exit, in the watchdog's thread.
+        end: ends the process; called with the exit code.
     """
 
     def __init__(
@@ -95,9 +98,7 @@ class Watchdog:
         notify: Callable[[str], object] = log.critical,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self.state_source: Callable[[], Mapping[str, Any]] = (
-            _no_state  # for the bundle: who works on what
-        )
+        self.state_source: Callable[[], Mapping[str, Any]] = _no_state  # state for the crash dump
         self._name = name
         self._seconds = seconds
         self._folder = folder
@@ -109,13 +110,13 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def timer(self, name: str) -> ProgressTimer:
-        """A new one, for who does that."""
+        """Add a timer for the activity `name`."""
         pulse = ProgressTimer(name, self._seconds)
         self._timers.append(pulse)
         return pulse
 
     def start(self) -> None:
-        """From now on; on the event loop, which it watches too."""
+        """Start to check. Call on the event loop, which is watched too."""
         self._event_loop_task = asyncio.create_task(
             self._report_progress(self.timer("the event loop"))
         )
@@ -139,7 +140,7 @@ class Watchdog:
         while not self._stopping.wait(pause):
             now = time.monotonic()
             slept, looked = now - looked - pause, now
-            if slept > pause:  # the process was stopped, or has no share of the machine
+            if slept > pause:  # the process was stopped or got no CPU time
                 for pulse in self._timers:
                     pulse.extend(slept)
             late = [pulse for pulse in self._timers if pulse.waited(now) > pulse.bound]
@@ -148,17 +149,17 @@ class Watchdog:
                 return
 
     def _report_and_exit(self, late: ProgressTimer, now: float) -> None:
-        why = f"{late.name} has not moved for {late.waited(now):.1f} s"
+        why = f"{late.name} made no progress for {late.waited(now):.1f} s"
         bundle = self._write(why, late)
-        where = "no bundle could be written" if bundle is None else f"see {bundle}"
-        reason = f"it hung: {why} ({where})"
+        where = "no crash dump could be written" if bundle is None else f"crash dump: {bundle}"
+        reason = f"process hung: {why} ({where})"
         log.critical("%s: %s", self._name, reason)
         self._notify(reason)
         self._stopping.wait(NOTIFY_SECONDS)
         self._exit(EXIT_HUNG)
 
     def _write(self, why: str, late: ProgressTimer) -> Path | None:
-        """The bundle, unless its folder takes too long or refuses."""
+        """Write the crash dump; return its folder, or None if that fails or takes too long."""
         written: list[Path] = []
 
         def write() -> None:
@@ -166,7 +167,7 @@ class Watchdog:
             try:
                 written.append(write_crash_dump(self._folder, self._name, facts, self.state_source))
             except OSError as error:
-                log.error("no bundle: %s", error)
+                log.error("cannot write a crash dump: %s", error)
 
         thread = threading.Thread(target=write, name="bundle", daemon=True)
         thread.start()

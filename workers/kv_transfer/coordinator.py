@@ -1,9 +1,9 @@
-"""KV transfers as a worker takes part in them: between routers' messages, the engine and the pairs.
+"""Coordinator of a worker's KV transfers: connects router messages, the engine and the rank pairs.
 
-As destination: blocks are reserved, so an epoch is minted and the router told (Ready); the verdict
-of the transfer goes to the scheduler and to the router (Received, or Failed and computed here). As
-source: a lease is pinned, sent and unpinned; what cannot be served is said to the destination, or
-to the router if that cannot be reached. Belongs to the event loop.
+As destination: once blocks are reserved it opens an epoch and sends Ready to the router; the result
+goes to the scheduler and to the router (Received, or Failed and the prompt is computed here). As
+source: it pins a lease, sends its blocks and unpins it; if the lease cannot be sent, it informs the
+destination, or the router if the destination is unreachable. All methods run on the event loop.
 """
 
 import asyncio
@@ -29,7 +29,12 @@ log = logging.getLogger(__name__)
 
 
 class KvTransfer:
-    """Both sides of this worker's KV transfers; `address` is where sources find it."""
+    """Source and destination side of this worker's KV transfers.
+
+    Args:
+        address: host:port at which other workers open the control channel to this one.
+        seconds: Timeout of each network operation and of a transfer without progress.
+    """
 
     def __init__(
         self,
@@ -53,15 +58,17 @@ class KvTransfer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def source_len(self, source: wire.Source) -> int:
-        """How many positions can be had from there: 0 if its blocks mean something else, or if it
-        is this worker itself, which finds them in its own prefix cache."""
+        """Return the number of positions that can be transferred from `source`.
+
+        0 if its cache layout differs, or if it is this worker, whose prefix cache has the blocks.
+        """
         own = (self._identity.worker, self._identity.incarnation)
         if source.layout != self._identity.layout or (source.worker, source.incarnation) == own:
             return 0
         return source.kv_len
 
     def stop(self) -> None:
-        """Break off every pair and transfer."""
+        """Close all channels, and cancel all transfers."""
         for task in self._tasks:
             task.cancel()
         self.sender.stop()
@@ -70,7 +77,10 @@ class KvTransfer:
     # ------------------------------------------------------------ as destination
 
     def expect(self, session: Session | None, receiving: Receiving) -> None:
-        """The scheduler has reserved blocks: have them filled, if they are still wanted."""
+        """Request a transfer into blocks that the scheduler has reserved.
+
+        Release the blocks instead if the session or the request has ended.
+        """
         key = sequence_key(receiving.key)
         held = session.held.get(key) if session is not None else None
         if session is None or held is None or held.source is None:
@@ -96,7 +106,7 @@ class KvTransfer:
         session.put(wire.ToRouter(ready=ready))
 
     def _on_result(self, session: Session, key: SequenceKey, result: TransferResult) -> None:
-        """Nothing of the transfer is being written any more."""
+        """Report a transfer's result to engine and router; no rank writes its blocks any more."""
         about = {"request": key.request, "attempt": key.attempt, "epoch": result.epoch}
         if key not in session.held:
             self._engine.post(lambda engine: engine.batcher.transfer_drained(key))
@@ -105,14 +115,18 @@ class KvTransfer:
             received = wire.Received(**about, bytes=result.num_bytes)
             session.put(wire.ToRouter(received=received))
         else:
-            log.warning("request %d computes its prompt: %s", key.request, result.reason)
+            log.warning(
+                "request %d: KV transfer failed, computing its prompt here: %s",
+                key.request,
+                result.reason,
+            )
             self._engine.post(lambda engine: engine.batcher.transfer_failed(key))
             session.put(wire.ToRouter(failed=wire.Failed(**about, reason=result.reason)))
 
     # ------------------------------------------------------------ as source
 
     def send(self, session: Session, command: wire.Send) -> None:
-        """Send a lease's blocks; does not wait."""
+        """Start to send a lease's blocks, in a task of its own."""
         task = asyncio.create_task(self._send_lease(session, command))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -127,8 +141,8 @@ class KvTransfer:
             else:
                 await self.sender.send(peer, outgoing, self._unpin(session, command))
         except Exception as error:
-            # Whatever it was, the destination may not know that nothing will come.
-            log.warning("epoch %d to %s: %s", command.epoch, to.worker, error)
+            # The destination may still expect data, so the router has to end its transfer.
+            log.warning("KV transfer %d to worker %s failed: %s", command.epoch, to.worker, error)
             failed = wire.Failed(
                 request=command.request,
                 attempt=command.attempt,
@@ -138,7 +152,7 @@ class KvTransfer:
             session.put(wire.ToRouter(failed=failed))
 
     async def _pin_lease(self, session: Session, command: wire.Send) -> OutgoingTransfer | None:
-        """The transfer, its blocks pinned; None if the lease is not there or has nothing for it."""
+        """Pin the lease's blocks; None if the lease is gone or has no positions from `have` on."""
         key, have = session.key(command.request, command.attempt), command.have
         held = session.held.get(key)
         if held is None or not have < held.kv_len:
@@ -156,7 +170,7 @@ class KvTransfer:
             held.kv_len,
             blocks,
         )
-        # Dropped while it was being pinned: its blocks are the pin's until it is read.
+        # The lease may have been dropped meanwhile; the pin keeps its blocks until it is released.
         outgoing.aborted = key not in session.held
         held.sends.append(outgoing)
         return outgoing

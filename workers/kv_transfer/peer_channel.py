@@ -1,4 +1,4 @@
-"""The source's end of what leads to one other worker: its host channel, and its pairs of ranks."""
+"""Sender side of the connection to one peer worker: the gRPC control channel and its rank pairs."""
 
 import asyncio
 import logging
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WINDOW = 4  # messages of a pair that are announced and not yet sent: bounds its staging
+WINDOW = 4  # maximum messages per pair announced but not yet sent; bounds staging memory
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A destination, and how it is reached."""
+    """Address and credentials of a destination worker."""
 
     worker: str
     incarnation: str
@@ -47,19 +47,22 @@ class Peer:
 class _Message:
     pair: PairKey
     piece: ranks_pb2.Piece
-    sent: asyncio.Future[int]  # so many bytes; 0: the destination did not want it
+    sent: asyncio.Future[int]  # number of bytes sent; 0: the destination discarded the message
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRoutes:
-    """How blocks get from this worker to the other, once that has said what its ranks hold."""
+    """Routes of the blocks from this worker's ranks to the peer's, and the unit of transfer."""
 
     routes: Sequence[Route]
-    unit: BlockShape  # what travels whole
+    unit: BlockShape  # smallest part of a block that is sent; divides the block sizes of both sides
 
 
 class PeerChannel:
-    """Belongs to the event loop. Once it breaks it is of no use: another is to be made."""
+    """Control channel and rank pairs from this worker to one destination.
+
+    Runs on the event loop. A broken channel cannot be repaired; create a new one.
+    """
 
     def __init__(
         self,
@@ -70,10 +73,10 @@ class PeerChannel:
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.peer = peer
-        self.broken = ""  # why, once it is
-        self.num_users = 0  # transfers that it serves
-        self._on_idle = on_idle  # called when it may have become idle
-        self._open_epochs: set[int] = set()  # epochs that the destination has not judged
+        self.broken = ""  # the reason, once the channel is broken
+        self.num_users = 0  # transfers that use this channel
+        self._on_idle = on_idle  # called when the channel may have become idle
+        self._open_epochs: set[int] = set()  # epochs without an Outcome from the destination
         self._identity = identity
         self._rank_endpoints = endpoints
         self._seconds = seconds
@@ -90,25 +93,28 @@ class PeerChannel:
 
     @property
     def idle(self) -> bool:
-        """Whether it may go: what has been sent may still be on its way into blocks."""
+        """Whether the channel can be closed: no user, and no data that may still be in flight."""
         return not self.num_users and not self._open_epochs
 
     def begin(self, epoch: int) -> None:
-        """A transfer that lasts until the destination has judged it, or `end` aborts it."""
+        """Record `epoch` as open until its Outcome arrives, or until `end` aborts it."""
         self._open_epochs.add(epoch)
 
     async def wait_connected(self) -> TransferRoutes:
-        """Once all pairs are connected."""
-        return await self._bounded(asyncio.shield(self._ready), "the destination did not answer")
+        """Wait until all rank pairs are connected and return the routes."""
+        return await self._bounded(asyncio.shield(self._ready), "no answer from the destination")
 
     async def announce(
         self, pair: PairKey, header: wire.Header, piece: ranks_pb2.Piece
     ) -> asyncio.Future[int]:
-        """Say what is to be sent. The result comes when nobody reads its blocks any more."""
+        """Announce a message; its future gets the bytes sent, once its blocks are no longer read.
+
+        Waits while `WINDOW` messages of the pair are pending.
+        """
         window = self._windows[pair]
-        await self._bounded(window.acquire(), "the destination gives no credit")
+        await self._bounded(window.acquire(), "no credit from the destination")
         if self.broken:
-            window.release()  # on to the next who waits
+            window.release()  # so that the next waiter wakes up and raises as well
             raise PairBroken(self.broken)
         sent: asyncio.Future[int] = self._loop.create_future()
         sent.add_done_callback(lambda _: window.release())
@@ -117,12 +123,12 @@ class PeerChannel:
         return sent
 
     async def drain(self, sent: list[asyncio.Future[int]]) -> None:
-        """Until nobody reads the blocks of these any more, whatever happens to the link."""
+        """Wait until the messages' blocks are no longer read, even if the channel breaks."""
         if not sent:
             return
         _, late = await asyncio.wait(sent, timeout=self._seconds)
         if late:
-            self.close(f"the destination gives no credit for {self._seconds:g} s")
+            self.close(f"no credit from the destination for {self._seconds:g} s")
             await asyncio.wait(sent)
 
     async def end(self, epoch: int, num_messages: int, aborted: bool) -> None:
@@ -134,9 +140,9 @@ class PeerChannel:
         self._outbox.put_nowait(wire.FromSource(end=end))
 
     def close(self, reason: str) -> None:
-        """Break it off: whoever waits for something from it gets `PairBroken`.
+        """Close the channel; calls that wait for it raise `PairBroken(reason)`.
 
-        What ranks were told to send already is over when they have said so.
+        Messages that ranks are already sending complete when those ranks report them.
         """
         if self.broken:
             return
@@ -148,10 +154,10 @@ class PeerChannel:
         for message in self._announced.values():
             _fail(message.sent, reason)
 
-    # ------------------------------------------------------------ the host channel
+    # ------------------------------------------------------------ control channel
 
     async def _run(self) -> None:
-        reason = "the destination ended the pair"
+        reason = "the destination closed the channel"
         try:
             async with grpc.aio.insecure_channel(self.peer.address) as channel:
                 metadata = (("authorization", f"Bearer {self.peer.secret}"),)
@@ -189,18 +195,18 @@ class PeerChannel:
 
     def _on_outcome(self, outcome: wire.Outcome) -> None:
         if not outcome.received:
-            log.info("epoch %d: %s", outcome.epoch, outcome.reason)
+            log.info("KV transfer %d failed at its destination: %s", outcome.epoch, outcome.reason)
         self._open_epochs.discard(outcome.epoch)
         self._on_idle()
 
     def _on_accepted(self, accepted: wire.Accepted) -> None:
-        """Have every rank make its ends of the pairs."""
+        """Check that the destination is compatible and open this side of each rank pair."""
         ranks = self._rank_endpoints
         problem = check_peer(ranks, accepted)
         if accepted.backend != ranks.backend:
-            problem = f"its blocks move by {accepted.backend}, and ours by {ranks.backend}"
+            problem = f"it communicates through {accepted.backend}, this worker {ranks.backend}"
         if problem or self._routes is not None or self.broken:
-            self.close(f"the destination does not fit: {problem or 'it speaks twice'}")
+            self.close(f"incompatible destination: {problem or 'it sent Accepted twice'}")
             return
         theirs = [rectangle_of(each) for each in accepted.ranks]
         unit = ranks.shape.cut(gcd(ranks.shape.block_size, accepted.block_size))
@@ -214,7 +220,7 @@ class PeerChannel:
     def _on_value(self, value: wire.StoreValue) -> None:
         end = self._endpoints.get((value.source_rank, value.destination_rank))
         if end is None or len(value.key) + len(value.value) > MAX_VALUE_BYTES:
-            self.close("the destination's ranks do not know how to meet")
+            self.close("the destination sent a store value of an unknown pair or that is too large")
         else:
             end.value(value.key, value.value)
 
@@ -222,15 +228,15 @@ class PeerChannel:
         name = (credit.epoch, credit.index)
         message = self._announced.pop(name, None)
         if message is None or self.broken:
-            self.close("a credit came for a message that was not announced")
+            self.close("the destination sent a credit for a message that was not announced")
         elif credit.discard:
             _resolve(message.sent, 0)
         else:
-            # Told in the order of the credits, which is the order in which it is received.
+            # Send in the order of the credits: the destination receives in that order.
             self._sending[name] = message
             self._endpoints[message.pair].send(message.piece)
 
-    # ------------------------------------------------------------ from the ranks
+    # ------------------------------------------------------------ reports of the ranks
 
     def _on_report(self, pair: PairKey, report: ranks_pb2.Report) -> None:
         match report.WhichOneof("body"):
@@ -256,7 +262,7 @@ class PeerChannel:
         if message is None:
             return
         if outcome.broken:
-            _fail(message.sent, self.broken)  # the first reason
+            _fail(message.sent, self.broken)  # `close` keeps the first reason
         else:
             _resolve(message.sent, outcome.bytes)
 
@@ -277,4 +283,4 @@ def _resolve(future: asyncio.Future[T], value: T) -> None:
 def _fail(future: asyncio.Future[T], reason: str) -> None:
     if not future.done():
         future.set_exception(PairBroken(reason))
-        future.exception()  # nobody has to look at it
+        future.exception()  # mark as retrieved: asyncio logs exceptions that are never read

@@ -1,4 +1,4 @@
-"""The ends of pairs that this worker's ranks have: who is told what, and who hears of it."""
+"""Endpoints of this worker's ranks in rank pairs: sends them moves and dispatches their reports."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from penstock.protos import transfer_pb2
 from penstock.workers.kv_transfer.rank_mover import Mover, Movers, ReportCallback, rectangle_of
 from penstock.workers.kv_transfer.shards import BadShard, LayerHeadRange, check_same_coverage
 
-MAX_RANKS = 1024  # of a worker
-MAX_VALUE_BYTES = 4096  # of what two ranks tell each other to meet
+MAX_RANKS = 1024  # per worker
+MAX_VALUE_BYTES = 4096  # key and value of one entry in a pair's rendezvous store
 MAX_PEERS = 16
-"""Workers that pairs lead from, or to: beyond, one that is idle makes room."""
+"""Maximum number of connected source workers, and of destinations; idle ones are evicted."""
 
 PairKey = tuple[int, int]
-"""A rank of the source, and one of the destination."""
+"""(source rank, destination rank)."""
 
 
 def store_value(pair: PairKey, value: wire.Value) -> transfer_pb2.StoreValue:
-    """What a rank set in the store of its pair, as the other side is told."""
+    """Convert an entry that a rank set in its pair's rendezvous store for the peer worker."""
     source, destination = pair
     return transfer_pb2.StoreValue(
         key=value.key, value=value.value, source_rank=source, destination_rank=destination
@@ -31,14 +31,14 @@ def store_value(pair: PairKey, value: wire.Value) -> transfer_pb2.StoreValue:
 
 @dataclass(frozen=True, slots=True)
 class RankEndpoint:
-    """One rank's end of one pair."""
+    """One rank's endpoint of one rank pair."""
 
     rank: int
     endpoint_id: int
     mover: Mover
 
     def value(self, key: str, value: bytes) -> None:
-        """The other side has set this in the store of the pair."""
+        """Pass on an entry that the other side set in the pair's rendezvous store."""
         message = wire.Value(key=key, value=value)
         self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, value=message))
 
@@ -49,34 +49,36 @@ class RankEndpoint:
         self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, receive=piece))
 
     def close(self) -> None:
-        """Break it off: each piece still gets its report."""
+        """Close the endpoint; each pending piece still gets its report."""
         self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, close=wire.Close()))
 
 
 class RankEndpoints:
-    """Made and used on the event loop."""
+    """Opens endpoints on all ranks of this worker. Created and used on the event loop."""
 
     def __init__(self, movers: Movers) -> None:
         self.shape = movers.own.shape
         self.backend = movers.own.backend
         self.rectangles = [mover.rectangle for mover in movers.all]
-        self.on_drained: Callable[[int, int], None] = lambda rank, epoch: None  # its destination's
+        self.on_drained: Callable[[int, int], None] = lambda rank, epoch: None  # set by KvReceiver
         self._movers = movers.all
         self._ids = count(1)
         self._listeners: dict[int, ReportCallback] = {}
         loop = asyncio.get_running_loop()
 
         def forward_report(rank: int, report: wire.Report) -> None:
-            with suppress(RuntimeError):  # the event loop is closed: nothing is left to notify
+            with suppress(RuntimeError):  # the event loop is closed: the worker is stopping
                 loop.call_soon_threadsafe(self._dispatch_report, rank, report)
 
         for rank, mover in enumerate(self._movers):
             mover.listen(partial(forward_report, rank))
 
     def open(self, rank: int, takes: bool, on_report: ReportCallback) -> RankEndpoint:
-        """Have that rank make its end, without waiting; `heard` gets what it reports of it.
+        """Open an endpoint of a new pair on `rank`, without waiting.
 
-        takes: it is the destination's end.
+        Args:
+            takes: True for the destination's endpoint, False for the source's.
+            on_report: Called with each report about this endpoint.
         """
         end = RankEndpoint(rank, next(self._ids), self._movers[rank])
         self._listeners[end.endpoint_id] = on_report
@@ -84,11 +86,11 @@ class RankEndpoints:
         return end
 
     def drain(self, rank: int, epoch: int) -> None:
-        """Have that rank write nothing more of it; `settled` is told when nothing is written."""
+        """Stop `rank` from writing blocks of `epoch`; it reports the end through `on_drained`."""
         self._movers[rank].execute(wire.Move(rank=rank, settle=epoch))
 
     def holdings(self) -> list[transfer_pb2.Holding]:
-        """What the ranks hold, as peers are told it."""
+        """Return the layers and heads of each rank, as sent to peers."""
         return [_holding(each) for each in self.rectangles]
 
     def _dispatch_report(self, rank: int, report: wire.Report) -> None:
@@ -106,9 +108,12 @@ class RankEndpoints:
 def check_peer(
     endpoints: RankEndpoints, peer: transfer_pb2.Introduction | transfer_pb2.Accepted
 ) -> str:
-    """What is wrong with another worker's ranks, if anything is."""
+    """Return why blocks cannot be exchanged with the ranks of `peer`; empty if they can."""
     if not 0 < len(peer.ranks) <= MAX_RANKS or not peer.block_size:
-        return "ranks and the size of blocks are to be said"
+        return (
+            f"{len(peer.ranks)} ranks with a block size of {peer.block_size}: expected 1 to "
+            f"{MAX_RANKS} ranks and a positive block size"
+        )
     try:
         check_same_coverage(endpoints.rectangles, [rectangle_of(each) for each in peer.ranks])
     except BadShard as error:

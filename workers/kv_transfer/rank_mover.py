@@ -1,8 +1,8 @@
-"""One rank's part in KV transfers: it moves what it has of the blocks, as it is told.
+"""One rank's part in KV transfers: executes moves on its shard of the blocks and reports results.
 
-The leading rank decides, and tells each rank what to do with which end of a pair; the ranks tell
-it what has come of it. Bytes land in staging, are verified here, and only then copied into blocks:
-what was settled meanwhile is never written.
+Rank 0 decides and sends each rank its moves, each for one endpoint of a rank pair. Received bytes
+are first verified in a staging buffer and then copied into blocks; data of an epoch that was
+settled (closed for writing) meanwhile is discarded.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ ReportCallback: TypeAlias = "Callable[[wire.Report], None]"
 
 
 class Mover(Protocol):
-    """A rank of this worker, as whoever leads sees it: nobody waits for it."""
+    """A rank of this worker, as rank 0's KV transfer code uses it; no method blocks."""
 
     @property
     def rectangle(self) -> LayerHeadRange: ...
 
     def listen(self, on_report: ReportCallback) -> None:
-        """Have its reports, from any thread."""
+        """Set the callback for the rank's reports; it may be called from any thread."""
         ...
 
     def execute(self, move: wire.Move) -> None: ...
@@ -54,7 +54,7 @@ class Mover(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Movers:
-    """All ranks of this worker: the one that leads, which is here, and the others."""
+    """The movers of all ranks of this worker: rank 0, in this process, and the other ranks."""
 
     own: RankMover
     others: Sequence[Mover] = ()
@@ -65,7 +65,7 @@ class Movers:
 
 
 class WriteGate:
-    """Lets writers into a transfer's blocks until it is closed; says when the last one has left."""
+    """Admits writers to a transfer's blocks until closed, then reports when the last has left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class WriteGate:
             after()
 
     def close(self, after: Callable[[], None]) -> None:
-        """Nobody enters from now on; `after` is called once nobody is inside, in any thread."""
+        """Admit no more writers; call `after`, in any thread, once the last writer has left."""
         with self._lock:
             self._closed = True
             if self._num_inside:
@@ -96,10 +96,11 @@ class WriteGate:
 
 
 class RankMover:
-    """Moves what this rank has. Told from one thread; each pair's bytes move in the pair's own.
+    """Executes the moves of this rank. Call it from one thread; each pair has a thread of its own.
 
-    host: the address that its communicators listen on; seconds: the longest that an operation with
-    another worker's rank may take.
+    Args:
+        host: Address on which its communicators listen.
+        seconds: Timeout of each operation with a rank of another worker.
     """
 
     def __init__(self, staging: KvStaging, host: str, seconds: float) -> None:
@@ -110,7 +111,7 @@ class RankMover:
         self._host = host
         self._seconds = seconds
         self._pairs: dict[int, RankPair] = {}
-        self._gates: dict[int, WriteGate] = {}  # by epoch: of what is taken
+        self._gates: dict[int, WriteGate] = {}  # by epoch of an incoming transfer
         self._on_report: ReportCallback = lambda report: None
 
     def listen(self, on_report: ReportCallback) -> None:
@@ -135,7 +136,7 @@ class RankMover:
                 self._drain(move.settle)
 
     def stop(self) -> None:
-        """Break off every pair."""
+        """Close all pairs."""
         for number in list(self._pairs):
             self._close(number)
 
@@ -167,7 +168,7 @@ class RankMover:
     def _run(
         self, number: int, piece: wire.Piece, work: Callable[[RankPair, wire.Piece], str]
     ) -> None:
-        """Move it after what that pair was told before, and report once what became of it."""
+        """Queue `work` behind the pair's earlier moves, and report its result exactly once."""
         pair = self._pairs.get(number)
         if pair is None:
             self._report(number, piece, broken="the pair is closed")
@@ -190,7 +191,7 @@ class RankMover:
         self._on_report(wire.Report(end=number, moved=outcome))
 
     def _send(self, pair: RankPair, piece: wire.Piece) -> str:
-        """In the pair's thread."""
+        """Send a piece and its trailer. Runs in the pair's thread."""
         data = self._staging.gather(_blocks(piece), shard_of(piece), piece.unit)
         trailer = _trailer(piece, data)
         pair.send(data)
@@ -198,7 +199,7 @@ class RankMover:
         return ""
 
     def _receive(self, pair: RankPair, piece: wire.Piece, gate: WriteGate) -> str:
-        """In the pair's thread. Returns what is wrong with the bytes, if anything is."""
+        """Receive a piece in the pair's thread; return the problem with its bytes, or ""."""
         shard = shard_of(piece)
         data = self._staging.empty(self.shape.cut(piece.unit).num_bytes(shard))
         trailer = torch.empty(3, dtype=torch.int64, device=data.device)
@@ -206,11 +207,14 @@ class RankMover:
         pair.receive(trailer)
         expected = _trailer(piece, data)
         if not torch.equal(trailer[:2], expected[:2]):
-            raise PairBroken("a message came that was not due")
+            raise PairBroken(
+                f"a message came out of order: expected message {piece.index} of "
+                f"transfer {piece.epoch}"
+            )
         if not torch.equal(trailer, expected):
-            return "the checksum of a message does not fit its bytes"
+            return f"checksum mismatch in message {piece.index}"
         if not gate.enter():
-            return ""  # settled meanwhile: thrown away
+            return ""  # the epoch was settled meanwhile: discard the bytes
         try:
             self._staging.scatter(_blocks(piece), shard, data, piece.unit)
         finally:
@@ -219,7 +223,7 @@ class RankMover:
 
 
 def make_piece(epoch: int, index: int, blocks: Ints, shard: Shard, unit: int) -> wire.Piece:
-    """A message: `blocks` are those that it covers."""
+    """Build the move of one message; `blocks` are the numbers of the blocks that it covers."""
     rectangle = shard.rectangle
     return wire.Piece(
         epoch=epoch,
@@ -252,7 +256,7 @@ def _blocks(piece: wire.Piece) -> Ints:
 
 
 def _trailer(piece: wire.Piece, data: torch.Tensor) -> torch.Tensor:
-    """[3] int64: what follows a message's bytes."""
+    """Return the trailer sent after a message's bytes: [3] int64 of epoch, index and checksum."""
     value = checksum(data)
     signed = value - (1 << 64) if value >> 63 else value
     return torch.tensor([piece.epoch, piece.index, signed], device=data.device)

@@ -1,4 +1,4 @@
-"""What comes here, as the destination keeps it: expected transfers, and pairs that lead here."""
+"""State that the destination keeps: expected transfers and connected source workers."""
 
 import asyncio
 from collections import Counter
@@ -20,12 +20,12 @@ from penstock.workers.scheduling.sequence import Ints
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTransfer:
-    """What one transfer is to bring: positions [start, stop) into `blocks`."""
+    """The contents of an incoming transfer: positions [start, stop), to be written to `blocks`."""
 
     router: str
     request: int
     attempt: int
-    source: tuple[str, str]  # the worker that has it, and its incarnation
+    source: tuple[str, str]  # worker that sends it, and its incarnation
     start: int
     stop: int
     blocks: Ints
@@ -33,7 +33,7 @@ class ExpectedTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """How a transfer ended: all is in (`reason` empty), or nothing of it counts."""
+    """Result of a transfer: complete if `reason` is empty, else failed and none of it is used."""
 
     epoch: int
     num_bytes: int
@@ -45,11 +45,11 @@ Outbox = asyncio.Queue[wire.FromDestination | None]
 
 @dataclass(slots=True, eq=False)
 class IncomingPeer:
-    """The pairs that lead here from one worker, and what waits to be said to it."""
+    """A connected source worker: its rank pairs and the queue of messages to it."""
 
     source: tuple[str, str]
     generation: int
-    unit: BlockShape  # what travels whole
+    unit: BlockShape  # smallest part of a block that is sent; divides the block sizes of both sides
     outbox: Outbox
     endpoints: dict[PairKey, RankEndpoint] = field(default_factory=dict)
     is_closed: bool = False
@@ -64,15 +64,15 @@ class IncomingPeer:
 
 @dataclass(slots=True, eq=False)
 class IncomingTransfer:
-    """One that is expected, and how far it has come."""
+    """An open transfer and its progress."""
 
     expected: ExpectedTransfer
     done: Callable[[TransferResult], None]
-    deadline: float  # on the loop's clock: the end of a silence that is too long
-    incoming: IncomingPeer | None = None  # that brings it, once it has said so
-    coverages: list[Coverage] = field(default_factory=list)  # of each rank, from then on
-    pieces: dict[int, tuple[int, Shard]] = field(default_factory=dict)  # by index: of which rank
-    receiving: Counter[int] = field(default_factory=Counter)  # pieces that a rank has not reported
+    deadline: float  # time of the event loop's clock; extended by each sign of progress
+    incoming: IncomingPeer | None = None  # set by the first message from the source
+    coverages: list[Coverage] = field(default_factory=list)  # per rank; set together with incoming
+    pieces: dict[int, tuple[int, Shard]] = field(default_factory=dict)  # message index: rank, shard
+    receiving: Counter[int] = field(default_factory=Counter)  # pieces not yet reported, per rank
     num_bytes: int = 0
 
     def begin(self, incoming: IncomingPeer, rectangles: list[LayerHeadRange]) -> None:
@@ -89,13 +89,13 @@ class IncomingTransfer:
         return all(each.complete for each in self.coverages)
 
     def announce(self, header: wire.Header) -> None:
-        """`BadShard` if such a message has no place in it."""
+        """Record an announced message; raise `BadShard` if it does not belong to this transfer."""
         expected = self.expected
         named = (header.router, header.request, header.attempt)
         if named != (expected.router, expected.request, expected.attempt):
-            raise BadShard("a message of another request came under this epoch")
+            raise BadShard("a message of another request came with this transfer's epoch")
         if header.index in self.pieces:
-            raise BadShard("two messages have the same number")
+            raise BadShard(f"two messages have the same index {header.index}")
         shard, rank = shard_of(header), header.destination_rank
         self.coverages[rank].announce(shard, header.bytes)
         self.pieces[header.index] = rank, shard

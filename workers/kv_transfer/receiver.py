@@ -1,8 +1,8 @@
-"""The destination's side of KV transfers: epochs, and the pairs of ranks that lead here.
+"""Destination side of KV transfers: opens epochs and accepts connections from source workers.
 
-All of it lives on the event loop, so that commands and arrivals are seen in one order; only bytes
-are moved elsewhere, by the ranks that they belong to (`mover`). What one rank fails to get fails
-the transfer on all; it has ended once nobody writes into its blocks any more, on any rank.
+Everything runs on the event loop, so commands and messages are handled in one order; only the bytes
+are moved elsewhere, by the ranks (`rank_mover`). A failure on one rank fails the whole transfer. A
+transfer has ended once no rank writes into its blocks any more.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from penstock.workers.rank.fingerprint import layout_mismatch
 
 @dataclass(slots=True)
 class _DrainingTransfer:
-    """A transfer that has ended, while some ranks may still write into its blocks."""
+    """A closed transfer into whose blocks some ranks may still be writing."""
 
     ranks: set[int]
     done: Callable[[TransferResult], None]
@@ -48,7 +48,7 @@ class _DrainingTransfer:
 
 
 class KvReceiver(transfer_pb2_grpc.TransferServicer):
-    """Takes transfers in. Made and used on the event loop."""
+    """Receives KV transfers. Created and used on the event loop."""
 
     def __init__(self, identity: WorkerIdentity, endpoints: RankEndpoints, seconds: float) -> None:
         self._identity = identity
@@ -61,7 +61,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         self._draining: dict[int, _DrainingTransfer] = {}
         self._incoming: dict[
             str, IncomingPeer
-        ] = {}  # by the source's name, the last used at the end
+        ] = {}  # by name of the source worker, least recently used first
         self._deadline_timer: asyncio.TimerHandle | None = None
         self.bytes_by_pair: Counter[PairKey] = Counter()
         endpoints.on_drained = self._on_drained
@@ -70,12 +70,12 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
     def bytes_received(self) -> int:
         return self.bytes_by_pair.total()
 
-    # ------------------------------------------------------------ what the worker asks
+    # ------------------------------------------------------------ called by this worker
 
     def open(self, expected: ExpectedTransfer, done: Callable[[TransferResult], None]) -> int:
-        """Expect a transfer under a new epoch, which is returned.
+        """Expect a transfer and return its new epoch.
 
-        `done` is called exactly once, on the loop, when nothing of it is being written any more.
+        `done` is called exactly once, on the event loop, when no rank writes its blocks any more.
         """
         epoch = next(self._epochs)
         deadline = self._loop.time() + self._seconds
@@ -85,17 +85,17 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         return epoch
 
     def close(self, epoch: int) -> None:
-        """Take no more of that transfer: its verdict comes soon, if it has not come."""
+        """Cancel a transfer; it fails with reason "dropped" unless it has already ended."""
         self._finish(epoch, "dropped")
 
     def stop(self) -> None:
-        """Break off every pair."""
+        """Close the connections to all sources."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         for incoming in list(self._incoming.values()):
-            self._drop_peer(incoming, "the worker stops")
+            self._drop_peer(incoming, "the worker is stopping")
 
-    # ------------------------------------------------------------ the host channel
+    # ------------------------------------------------------------ control channel
 
     async def Pair(
         self, request_iterator: AsyncIterator[wire.FromSource], context: grpc.aio.ServicerContext
@@ -104,7 +104,8 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         introduction = await self._introduction(request_iterator, context)
         if not self._evict_idle_peer(introduction.worker):
             await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_PEERS} workers are sending here already"
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"already receiving from {MAX_PEERS} workers, the maximum: retry later",
             )
         incoming = self._accept_peer(introduction)
         reader = asyncio.create_task(self._read(request_iterator, incoming))
@@ -120,13 +121,13 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
                 await context.write(message)
         finally:
             reader.cancel()
-            self._drop_peer(incoming, "its source has ended it")
+            self._drop_peer(incoming, "the source closed the channel")
 
     async def _authorize(self, context: grpc.aio.ServicerContext) -> None:
         shown = dict(context.invocation_metadata() or ()).get("authorization", "")
         wanted = f"Bearer {self._identity.secret}"
         if not hmac.compare_digest(str(shown).encode(), wanted.encode()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or no transfer secret")
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing transfer secret")
 
     async def _introduction(
         self, messages: AsyncIterator[wire.FromSource], context: grpc.aio.ServicerContext
@@ -150,21 +151,24 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         return introduction
 
     def _evict_idle_peer(self, worker: str) -> bool:
-        """For pairs from that worker: one that has nothing to bring may have to go."""
+        """Make room for `worker` by closing an idle source; return False if all are busy.
+
+        A source is busy if an open transfer expects data from it.
+        """
         if worker in self._incoming or len(self._incoming) < MAX_PEERS:
             return True
         busy = {transfer.expected.source for transfer in self._transfers.values()}
         idle = [each for each in self._incoming.values() if each.source not in busy]
         if idle:
-            self._drop_peer(idle[0], "another source needs the room")
+            self._drop_peer(idle[0], f"it was idle, and worker {worker} needs its slot")
         return bool(idle)
 
     def _accept_peer(self, introduction: wire.Introduction) -> IncomingPeer:
-        """Start to connect; whatever led here from that worker before is over."""
+        """Open the rank pairs from a source, closing its earlier connection if it has one."""
         earlier = self._incoming.get(introduction.worker)
         if earlier is not None:
             source_alive = earlier.source[1] == introduction.incarnation
-            self._drop_peer(earlier, "its source has opened another", source_alive)
+            self._drop_peer(earlier, "the source opened another channel", source_alive)
         source = (introduction.worker, introduction.incarnation)
         unit = self._endpoints.shape.cut(
             gcd(self._endpoints.shape.block_size, introduction.block_size)
@@ -179,7 +183,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         return incoming
 
     def _on_report(self, incoming: IncomingPeer, pair: PairKey, report: ranks_pb2.Report) -> None:
-        """What a rank has to say of its end."""
+        """Handle a rank's report about its endpoint of `pair`."""
         match report.WhichOneof("body"):
             case "value":
                 value = store_value(pair, report.value)
@@ -207,13 +211,17 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
     def _on_value(self, value: wire.StoreValue, incoming: IncomingPeer) -> None:
         end = incoming.endpoints.get((value.source_rank, value.destination_rank))
         if end is None or len(value.key) + len(value.value) > MAX_VALUE_BYTES:
-            self._drop_peer(incoming, "its ranks do not know how to meet")
+            self._drop_peer(
+                incoming, "the source sent a store value of an unknown pair or that is too large"
+            )
         else:
             end.value(value.key, value.value)
 
     def _drop_peer(self, incoming: IncomingPeer, reason: str, source_alive: bool = False) -> None:
-        """Its pairs are over, and with them what they were bringing or, unless the source lives,
-        were to bring."""
+        """Close a source's connection and fail the transfers that it was sending.
+
+        Transfers expected from it that have not begun fail as well, unless `source_alive`.
+        """
         if incoming.is_closed:
             return
         incoming.close()
@@ -224,12 +232,12 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             if (expected and not source_alive) or transfer.incoming is incoming:
                 self._finish(epoch, f"the pair with {incoming.source[0]} broke: {reason}")
 
-    # ------------------------------------------------------------ messages of bytes
+    # ------------------------------------------------------------ KV messages
 
     def _on_header(self, header: wire.Header, incoming: IncomingPeer) -> None:
         transfer = self._find(header.epoch, incoming)
         end = incoming.endpoints.get((header.source_rank, header.destination_rank))
-        problem = "" if end is not None else "a message came by a pair that there is not"
+        problem = "" if end is not None else "a message was announced for an unknown rank pair"
         if transfer is not None and end is not None:
             try:
                 transfer.announce(header)
@@ -240,7 +248,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         discard = transfer is None or end is None or bool(problem)
         if transfer is not None and end is not None and not problem:
             transfer.deadline = self._loop.time() + self._seconds
-            # Told in the order of the credits, which is the order in which the source sends.
+            # Receive in the order of the credits: the source sends in that order.
             end.receive(self._piece(header, transfer.expected, incoming.unit.block_size))
         credit = wire.Credit(epoch=header.epoch, index=header.index, discard=discard)
         incoming.outbox.put_nowait(wire.FromDestination(credit=credit))
@@ -251,14 +259,14 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         return make_piece(header.epoch, header.index, blocks, shard, unit)
 
     def _find(self, epoch: int, incoming: IncomingPeer) -> IncomingTransfer | None:
-        """The open transfer of that epoch, if it is that worker's pairs that may bring it."""
+        """Return the open transfer of `epoch`; None if `incoming` is not its source."""
         transfer = self._transfers.get(epoch)
         if transfer is None or transfer.expected.source != incoming.source:
             return None
         if transfer.incoming is None:
             transfer.begin(incoming, self._endpoints.rectangles)
         name = incoming.source[0]
-        if self._incoming.get(name) is incoming:  # the last used
+        if self._incoming.get(name) is incoming:  # move to the end: most recently used
             self._incoming[name] = self._incoming.pop(name)
         return transfer if transfer.incoming is incoming else None
 
@@ -290,7 +298,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             self._finish(end.epoch, "the source ended before everything was sent")
 
     def _finish(self, epoch: int, reason: str) -> None:
-        """Close the epoch; an empty reason: everything is in, on all ranks."""
+        """Close the epoch; an empty `reason` means that all ranks have received everything."""
         transfer = self._transfers.pop(epoch, None)
         if transfer is None:
             return
@@ -307,7 +315,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             self._endpoints.drain(rank, epoch)
 
     def _on_drained(self, rank: int, epoch: int) -> None:
-        """That rank writes nothing of it any more."""
+        """Record that `rank` writes no more of `epoch`; after the last rank, report the result."""
         settling = self._draining.get(epoch)
         if settling is None:
             return
@@ -317,7 +325,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             settling.done(settling.result)
 
     def _check_deadlines(self) -> None:
-        """Give up what has been silent for too long."""
+        """Fail transfers that have made no progress within the timeout."""
         now = self._loop.time()
         for epoch, transfer in list(self._transfers.items()):
             if transfer.deadline <= now:

@@ -1,8 +1,8 @@
-"""The source's side of KV transfers: the sending of a lease's blocks, over links to destinations.
+"""Source side of KV transfers: sends a lease's blocks over the channels to other workers.
 
-A header announces each message; the destination's credit lets its bytes go. A credit is an
-obligation: whatever becomes of the transfer, the bytes that were announced are sent, or the pair
-breaks. Ranks gather and send what is theirs (`mover`); the lease is let go when none reads it.
+A header announces each message, and its bytes are sent after the destination's credit. A credit is
+binding: even if the transfer is aborted, the bytes are sent or the pair breaks. Each rank gathers
+and sends its own shard (`rank_mover`); the lease is unpinned once no rank reads its blocks.
 """
 
 import asyncio
@@ -21,26 +21,28 @@ from penstock.workers.kv_transfer.staging import WorkerIdentity, blocks_of
 from penstock.workers.kv_transfer.transport import PairBroken
 from penstock.workers.scheduling.sequence import Ints
 
-MESSAGE_BYTES = 4 << 20  # of a message, at most
+MESSAGE_BYTES = 4 << 20  # maximum size of a message
 
 
 @dataclass(slots=True)
 class OutgoingTransfer:
-    """One transfer: positions [start, stop) of a sequence. `blocks`, which are pinned, hold them;
-    the first of them holds `start`."""
+    """One transfer: positions [start, stop) of a sequence.
+
+    `blocks` are the pinned blocks that hold these positions; the first holds `start`.
+    """
 
     router: str
     request: int
-    attempt: int  # the destination's
+    attempt: int  # the attempt at the destination
     epoch: int
     start: int
     stop: int
     blocks: Ints
-    aborted: bool = False  # set by whoever wants no more of it to be sent
+    aborted: bool = False  # set from outside to stop announcing further messages
 
 
 class KvSender:
-    """Sends transfers out. Made and used on the event loop."""
+    """Sends KV transfers. Created and used on the event loop."""
 
     def __init__(self, identity: WorkerIdentity, endpoints: RankEndpoints, seconds: float) -> None:
         self._identity = identity
@@ -48,8 +50,8 @@ class KvSender:
         self._seconds = seconds
         self._channels: dict[
             str, PeerChannel
-        ] = {}  # by the destination's name, the last used at the end
-        self._channel_idle = asyncio.Event()  # a link has nothing to do any more
+        ] = {}  # by name of the destination worker, least recently used first
+        self._channel_idle = asyncio.Event()  # set when a channel may have become idle
         self.bytes_by_pair: Counter[PairKey] = Counter()
 
     @property
@@ -59,9 +61,10 @@ class KvSender:
     async def send(
         self, peer: Peer, outgoing: OutgoingTransfer, on_read: Callable[[], None]
     ) -> None:
-        """Send it; `read` is called once its blocks are not read any more, whatever happens.
+        """Send a transfer; `on_read` is always called once its blocks are no longer read.
 
-        `PairBroken`: the destination could not be reached, and may not know that nothing comes.
+        Raises:
+            PairBroken: The connection failed; the destination may still expect the transfer.
         """
         sent: list[asyncio.Future[int]] = []
         try:
@@ -76,12 +79,12 @@ class KvSender:
         finally:
             on_read()
         wanted = [each.result() > 0 for each in sent]
-        # Nothing of it fits the units that travel, and it is not empty.
+        # `sent` is empty if `start` is not a multiple of the unit: nothing could be sent.
         aborted = outgoing.aborted or not sent or not all(wanted)
         await link.end(outgoing.epoch, len(sent), aborted)
 
     async def refuse(self, peer: Peer, epoch: int) -> None:
-        """Tell the destination that nothing will come; `PairBroken` if it cannot be told."""
+        """Inform the destination that a transfer is aborted; `PairBroken` if it is unreachable."""
         link = await self._acquire(peer)
         try:
             await link.end(epoch, 0, aborted=True)
@@ -89,9 +92,9 @@ class KvSender:
             self._release(link)
 
     def stop(self) -> None:
-        """Break off every pair."""
+        """Close all channels."""
         for link in self._channels.values():
-            link.close("the worker stops")
+            link.close("the worker is stopping")
 
     async def _announce(
         self,
@@ -100,7 +103,7 @@ class KvSender:
         outgoing: OutgoingTransfer,
         sent: list[asyncio.Future[int]],
     ) -> None:
-        """Announce its messages, as many at a time as pairs have room for."""
+        """Announce all messages, each as soon as its pair's window has room; append to `sent`."""
         unit, size = ways.unit.block_size, self._endpoints.shape.block_size
         if outgoing.start % unit:
             return
@@ -119,11 +122,11 @@ class KvSender:
             self.bytes_by_pair[pair] += sent.result()
 
     async def _acquire(self, peer: Peer) -> PeerChannel:
-        """The link to that worker, made if there is none: `_release` of it afterwards."""
+        """Return the channel to a worker, opened if needed; call `_release` on it afterwards."""
         link = self._find(peer)
         if link is None:
             await self._wait_for_slot()
-            # Another may have made it meanwhile.
+            # Another task may have opened it while this one waited.
             link = self._find(peer) or self._new_channel(peer)
         self._channels[peer.worker] = link
         link.num_users += 1
@@ -135,10 +138,10 @@ class KvSender:
         )
 
     def _find(self, peer: Peer) -> PeerChannel | None:
-        """Takes it out."""
+        """Remove and return the usable channel to `peer`; close it if broken or outdated."""
         link = self._channels.pop(peer.worker, None)
         if link is not None and (link.broken or link.peer != peer):
-            link.close("the destination is another one now")
+            link.close(f"worker {peer.worker} has restarted or changed its address")
             return None
         return link
 
@@ -147,14 +150,14 @@ class KvSender:
         self._channel_idle.set()
 
     async def _wait_for_slot(self) -> None:
-        """For one more link: one that is idle may have to go; waits while there is none."""
+        """Make room for one more channel; if all are busy, wait until one becomes idle."""
         try:
             async with asyncio.timeout(self._seconds):
                 while not self._evict():
                     self._channel_idle.clear()
                     await self._channel_idle.wait()
         except TimeoutError:
-            reason = f"pairs to {MAX_PEERS} workers are busy for {self._seconds:g} s"
+            reason = f"all {MAX_PEERS} channels to other workers are busy for {self._seconds:g} s"
             raise PairBroken(reason) from None
 
     def _evict(self) -> bool:
@@ -165,12 +168,12 @@ class KvSender:
             return True
         idle = [name for name, link in self._channels.items() if link.idle]
         if idle:
-            self._channels.pop(idle[0]).close("another destination needs the room")
+            self._channels.pop(idle[0]).close("it was idle, and another destination needs its slot")
         return bool(idle)
 
 
 def _messages(ways: TransferRoutes, outgoing: OutgoingTransfer) -> Iterator[tuple[PairKey, Shard]]:
-    """All of them, those of different pairs by turns."""
+    """Yield all messages of a transfer, alternating between the pairs."""
     positions = (outgoing.start, outgoing.stop)
     by_route = [
         [

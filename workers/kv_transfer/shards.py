@@ -1,9 +1,9 @@
-"""What moves in a KV transfer, as plain geometry: no tensors, no I/O.
+"""Geometry of KV transfers: which rank sends which layers, heads and positions. No tensors, no I/O.
 
-What a rank holds of a sequence's KV is a rectangle, layers x KV heads, over positions; what latent
-attention keeps is one head, as wide as its rows are. The plan of a transfer is the list of
-non-empty intersections of source and destination rectangles, each cut into messages of a few
-megabytes. Blocks of both sides are cut into units, which travel whole: what divides both sizes.
+A rank holds a rectangle of a sequence's KV, layers x KV heads, for all positions; MLA counts as one
+head as wide as its cache rows. A transfer is planned as the list of non-empty intersections of
+source and destination rectangles, each split into messages of a few megabytes. If the block sizes
+differ, blocks are sent in units: the greatest common divisor of the two sizes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ class LayerHeadRange:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One message: a rectangle over positions [start, stop); `start` begins a unit."""
+    """Contents of one message: a rectangle over positions [start, stop) that begins at a unit."""
 
     rectangle: LayerHeadRange
     start: int
@@ -56,23 +56,23 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What one block of one layer and one KV head is, in tokens and bytes (K and V together)."""
+    """Size of one block of one layer and one KV head, in tokens and in bytes (K and V together)."""
 
     block_size: int
     bytes_per_head: int
 
     def num_bytes(self, shard: Shard) -> int:
-        """Of the message: whole blocks travel, also where the last one is not full."""
+        """Return the size of a message; a last block that is not full counts as a whole one."""
         return shard.num_blocks(self.block_size) * shard.rectangle.area * self.bytes_per_head
 
     def cut(self, unit: int) -> "BlockShape":
-        """Of the units of so many positions, which divide a block, as if they were blocks."""
+        """Return the shape of a unit of `unit` positions, which must divide the block size."""
         return BlockShape(unit, self.bytes_per_head // self.block_size * unit)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank of the source sends to one of the destination."""
+    """The rectangle that one source rank sends to one destination rank."""
 
     source: int
     destination: int
@@ -82,10 +82,10 @@ class Route:
 def routes(
     sources: Sequence[LayerHeadRange], destinations: Sequence[LayerHeadRange]
 ) -> list[Route]:
-    """The non-empty intersections, at most one for two ranks.
+    """Return the non-empty intersections, at most one per pair of ranks.
 
-    What several source ranks hold alike is sent by one of them, by turns of the destination's
-    ranks; every destination rank gets all that it holds.
+    Source ranks that hold the same rectangle take turns over the destination ranks; each
+    destination rank receives its whole rectangle.
     """
     holders: dict[LayerHeadRange, list[int]] = {}
     for rank, rectangle in enumerate(sources):
@@ -100,8 +100,10 @@ def routes(
 
 
 def check_same_coverage(ours: Sequence[LayerHeadRange], theirs: Sequence[LayerHeadRange]) -> None:
-    """`BadShard` unless the ranks of both sides hold the same whole, each part of it once (or
-    several times alike)."""
+    """Raise `BadShard` unless the ranks of both sides together hold the same layers and heads.
+
+    Rectangles of one side must be disjoint or identical.
+    """
     held, peer_ranges = set(ours), set(theirs)
     real = all(each.contains(each) for each in peer_ranges)
     apart = all(a.intersect(b) is None for a, b in combinations(peer_ranges, 2))
@@ -122,10 +124,10 @@ def split(
     shape: BlockShape,
     message_bytes: int,
 ) -> Iterator[Shard]:
-    """Cut a rectangle over positions [start, stop) into messages of at most `message_bytes`.
+    """Split a rectangle over positions [start, stop) into messages of at most `message_bytes`.
 
-    Layers are cut only where one block of all of them is more than that, and heads never: one block
-    of one layer always is a message. Parts are even, so that there is no small last one.
+    Layers are split only if one block of all layers is larger, and heads never, so one block of one
+    layer may exceed the limit. The parts are of even size, to avoid a small last message.
     """
     heads = rectangle.last_head - rectangle.first_head
     num_layers = rectangle.last_layer - rectangle.first_layer
@@ -140,17 +142,17 @@ def split(
 
 
 def _even_ranges(num_items: int, most: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of as few parts as can be, each of at most `most` items, or of one."""
+    """Split items into the fewest even parts of at most `most` items; yield each [first, last)."""
     num_ranges = -(-num_items // max(1, most))
     return pairwise(num_items * index // num_ranges for index in range(num_ranges + 1))
 
 
 class BadShard(ValueError):
-    """A message that has no place in its transfer, or ranks that make none: the text says why."""
+    """A message does not belong to its transfer, or two workers' ranks are incompatible."""
 
 
 class Coverage:
-    """Which part of a rectangle over positions [start, stop) is announced, and which is in."""
+    """Record of the announced and received parts of a rectangle over positions [start, stop)."""
 
     def __init__(self, rectangle: LayerHeadRange, start: int, stop: int, shape: BlockShape) -> None:
         self.rectangle = rectangle
@@ -161,27 +163,30 @@ class Coverage:
         self._unannounced = self._missing = (stop - start) * rectangle.area
 
     def announce(self, shard: Shard, num_bytes: int) -> None:
-        """A message is coming; `BadShard` if it is outside, overlaps or has a wrong size."""
+        """Record a message; `BadShard` if it lies outside, overlaps or has a wrong size."""
         block_size = self.shape.block_size
         inside = self.start <= shard.start < shard.stop <= self.stop
         if not inside or not self.rectangle.contains(shard.rectangle):
-            raise BadShard("a message lies outside of what was asked for")
+            raise BadShard(
+                f"a message lies outside of positions {self.start} to {self.stop} or of the layers "
+                "and heads of its destination rank"
+            )
         if shard.start % block_size or (shard.stop % block_size and shard.stop != self.stop):
-            raise BadShard("a message does not begin and end with a block")
+            raise BadShard(f"a message does not begin and end with a block of {block_size}")
         if num_bytes != self.shape.num_bytes(shard):
             raise BadShard(f"a message of {num_bytes} bytes, not {self.shape.num_bytes(shard)}")
         if any(shard.overlaps(other) for other in self._messages):
-            raise BadShard("a message repeats what another brought")
+            raise BadShard("a message repeats a part of an earlier one")
         self._messages.append(shard)
         self._unannounced -= _volume(shard)
 
     def fill(self, shard: Shard) -> None:
-        """An announced message is in and verified."""
+        """Record that an announced message was received and verified."""
         self._missing -= _volume(shard)
 
     @property
     def announced(self) -> bool:
-        """Whether every position, layer and head is in some message."""
+        """Whether messages for every position, layer and head have been announced."""
         return self._unannounced == 0
 
     @property

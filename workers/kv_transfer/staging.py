@@ -1,4 +1,4 @@
-"""Between a rank's paged cache and the flat messages that travel; and who a side of a pair is."""
+"""Copies between a rank's paged KV cache and flat message buffers; identity of a worker."""
 
 from dataclasses import dataclass, field
 
@@ -8,12 +8,12 @@ from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
 from penstock.workers.kv_transfer.shards import BlockShape, LayerHeadRange, Shard
 from penstock.workers.scheduling.sequence import Ints
 
-PROTOCOL = 2  # of protos/transfer.proto
+PROTOCOL = 2  # version of protos/transfer.proto
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """One worker, as its peers see it."""
+    """Identity of this worker for its peers, with the secret that sources must present."""
 
     worker: str
     incarnation: str
@@ -25,8 +25,10 @@ class WorkerIdentity:
 class KvStaging:
     """Packs rectangles of cache blocks into messages and back.
 
-    `kv` is this rank's whole cache, [layers, 2, blocks, KV heads, block_size, head_dim]: the layers
-    and heads of `rectangle` out of the model's. Of latent attention: one side, and one head.
+    Args:
+        kv: This rank's cache, [layers, sides, blocks, KV heads, block_size, head_dim]. Sides are
+            K and V; MLA has one side and one head.
+        rectangle: Layers and heads of the whole model that this rank holds.
     """
 
     def __init__(self, kv: torch.Tensor, rectangle: LayerHeadRange) -> None:
@@ -37,10 +39,13 @@ class KvStaging:
         self.shape = BlockShape(block_size, num_sides * block_size * head_dim * kv.element_size())
 
     def gather(self, blocks: Ints, shard: Shard, unit: int | None = None) -> torch.Tensor:
-        """Bytes [num_bytes] uint8 of the message, copied out of the `blocks` that hold it.
+        """Copy a message out of the `blocks` that hold it.
 
-        They are [layers, sides, units, heads, unit, head_dim]; unit: positions of one, a whole
-        block if it is not said.
+        Args:
+            unit: Positions per unit; a whole block if None.
+
+        Returns:
+            [num_bytes] uint8, the bytes of [layers, sides, units, heads, unit, head_dim].
         """
         unit = unit or self.shape.block_size
         layers, heads = self._slices(shard.rectangle)
@@ -55,9 +60,9 @@ class KvStaging:
     def scatter(
         self, blocks: Ints, shard: Shard, data: torch.Tensor, unit: int | None = None
     ) -> None:
-        """Copy a message's bytes [num_bytes] uint8 into `blocks`; in when it returns.
+        """Copy a message's bytes `data` ([num_bytes] uint8) into `blocks`.
 
-        Of blocks that it covers in part, the rest stays as it is.
+        The copy is complete on return, also on a GPU. Slots outside the message are not changed.
         """
         unit = unit or self.shape.block_size
         rectangle = shard.rectangle
@@ -79,14 +84,18 @@ class KvStaging:
             torch.cuda.current_stream(self.device).synchronize()
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Room for a message."""
+        """Allocate a buffer for a message: [num_bytes] uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def _cut(
         self, layers: slice, heads: slice, indices: torch.Tensor, shard: Shard, unit: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The cache as units, [layers, sides, blocks, heads, units of a block, unit, head_dim], and
-        in which block each unit of the message is, and where there."""
+        """Split the cache's blocks into units.
+
+        Returns:
+            View of the cache, [layers, sides, blocks, heads, units per block, unit, head_dim]; and
+            for each unit of the message its block and its index in that block, [units] int64.
+        """
         block_size = self.shape.block_size
         first = shard.start % block_size // unit
         units = torch.arange(first, first + shard.num_blocks(unit), device=self.device)
@@ -104,6 +113,6 @@ class KvStaging:
 
 
 def blocks_of(shard: Shard, blocks: Ints, start: int, block_size: int) -> Ints:
-    """Those of `blocks`, of which the first holds position `start`, that the message covers."""
+    """Return the part of `blocks` that a message covers; `blocks[0]` holds position `start`."""
     first = shard.start // block_size - start // block_size
     return blocks[first : first + shard.num_blocks(block_size)]

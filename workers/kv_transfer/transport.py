@@ -1,8 +1,7 @@
-"""Pairs of ranks: a two-rank communicator for bytes, gloo or NCCL, and the thread that works it.
+"""Rank pairs: a two-rank communicator (gloo or NCCL) and the thread that sends and receives on it.
 
-A communicator needs a store in which its two ranks find each other. Here it is mirrored over the
-pair's host channel: nothing listens for it, and whoever cannot speak on that channel cannot take
-part.
+The two ranks find each other through a rendezvous store that is mirrored over the authenticated
+control channel, so no port is opened for it and no other process can join.
 """
 
 import threading
@@ -24,19 +23,19 @@ from penstock.workers.parallel.communicator import (
 )
 
 SOURCE, DESTINATION = 0, 1
-"""The ranks of a pair."""
+"""Rank numbers within a pair's communicator."""
 
 T = TypeVar("T")
 
 
 class PairBroken(RuntimeError):
-    """The other side is gone, or silent for too long."""
+    """The connection to the other side is closed, failed or timed out."""
 
 
 class MirrorStore(Store):
-    """A store of two: what one side sets, `publish` carries to the other side's `receive`.
+    """A two-party store: `publish` sends each value set here to the other side's `receive`.
 
-    `publish` is called from whichever thread sets a value; waiting ends with `close`.
+    `publish` is called in the thread that sets the value. `close` ends all waits.
     """
 
     def __init__(self, publish: Callable[[str, bytes], None], seconds: float) -> None:
@@ -57,7 +56,7 @@ class MirrorStore(Store):
             self._closed = True
             self._changed.notify_all()
 
-    # What communicators call on a store.
+    # Methods of `Store` that communicators call.
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
@@ -73,17 +72,19 @@ class MirrorStore(Store):
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self.check(keys), seconds)
             if not self.check(keys):
-                raise PairBroken(f"the other side did not say {', '.join(keys)}")
+                raise PairBroken(
+                    f"the other side did not set {', '.join(keys)} within {seconds:g} s"
+                )
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
 
 class RankPair:
-    """One rank's end of a directed pair. Its operations run in its own thread, in order.
+    """One rank's endpoint of a directed pair. Its operations run in order, in its own thread.
 
-    Both sides must ask for operations in the same order; credits on the host channel see to that.
-    An operation that fails or outlasts `seconds` breaks the pair for good.
+    Both sides must queue operations in the same order, which the credits on the control channel
+    ensure. An operation that fails or takes longer than `seconds` breaks the pair permanently.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class RankPair:
         self._connected = self._thread.submit(self._connect, host)
 
     def connected(self) -> Future[None]:
-        """Done when both sides have met; `PairBroken` if they did not."""
+        """Return the future of the connection; it raises `PairBroken` if connecting failed."""
         return self._connected
 
     def run(self, work: Callable[[], T]) -> Future[T]:
-        """Run that in the pair's thread, after what was asked before; `PairBroken` once closed."""
+        """Queue `work` for the pair's thread; the future raises `PairBroken` if it is closed."""
 
         def guarded() -> T:
             with torch.inference_mode():
@@ -117,19 +118,19 @@ class RankPair:
         return self._thread.submit(guarded)
 
     def send(self, data: torch.Tensor) -> None:
-        """Blocks; to be called in the pair's thread. `data` is contiguous."""
+        """Send contiguous `data` and wait for it. Call in the pair's thread."""
         self._operate(lambda group: group.send([data], DESTINATION, 0))
 
     def receive(self, data: torch.Tensor) -> None:
-        """Blocks; to be called in the pair's thread. Fills `data`."""
+        """Receive into contiguous `data` and wait for it. Call in the pair's thread."""
         self._operate(lambda group: group.recv([data], SOURCE, 0))
 
     def close(self) -> Future[None]:
-        """Break it off, from any thread, without waiting; done when all that was asked is over."""
+        """Close the pair from any thread, without waiting; done when queued work has finished."""
         if self._released is None:
             self._closed = True
             self.store.close()
-            # Not here: an abort may wait for an operation to notice.
+            # In a thread of its own: `abort` may block until a running operation has ended.
             threading.Thread(target=self._abort, daemon=True, name="pair-close").start()
             self._released = self._thread.submit(self._release)
             self._thread.shutdown(wait=False)
@@ -145,7 +146,7 @@ class RankPair:
         except RuntimeError as error:
             waited = time.monotonic() - started
             raise PairBroken(
-                f"no {backend} pair after {waited:.1f} s: {first_sentence(error)}"
+                f"could not connect over {backend} in {waited:.1f} s: {first_sentence(error)}"
             ) from error
 
     def _operate(self, start: Callable[[Communicator], dist.Work]) -> None:

@@ -1,4 +1,4 @@
-"""Self-attention over the paged cache."""
+"""Self-attention over the paged KV cache."""
 
 from dataclasses import dataclass
 
@@ -17,17 +17,19 @@ from penstock.workers.layers.norm import Norm
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the layers share of one step: T tokens. The runner makes it once a step."""
+    """Inputs that all layers share in one step of T tokens; the model runner builds them."""
 
     positions: Tensor  # [T]
-    cos_sin: tuple[Tensor, ...]  # [T, 2, R] rows of each rotary table
-    cache_rows: Tensor  # of `slot_rows`: where this step's keys and values go
-    plans: dict[int, AttentionPlan]  # by window; none where attention is latent
-    latent: MlaPlan | CpuPagedPlan | None  # where it is
+    cos_sin: tuple[Tensor, ...]  # per rotary table: its rows for these tokens, [T, 2, R]
+    cache_rows: Tensor  # result of `slot_rows`: where to write this step's keys and values
+    plans: dict[int, AttentionPlan]  # by window size; empty for MLA
+    latent: MlaPlan | CpuPagedPlan | None  # for MLA only
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
+    """Multi-head or grouped-query self-attention of one layer, with its projections."""
+
     qkv: Linear
     output: Linear | RowParallelLinear
     q_norm: Norm | None
@@ -37,14 +39,22 @@ class Attention:
     head_dim: int
     window: int
     scores: ScoreMod
-    rotary: int | None  # which of the rotary tables; None: no head turns
-    interleaved: bool  # whether the pairs that turn are neighbours
-    clip: float  # of queries, keys and values; 0: none
-    biases: CachedAlibiBias | None  # of scores, where they are rounded
+    rotary: int | None  # index of the rotary table; None: no rotary embedding
+    interleaved: bool  # rotary pairs are adjacent features instead of half a head apart
+    clip: float  # limit to which queries, keys and values are clamped; 0: no clamp
+    biases: CachedAlibiBias | None  # set for rounded ALiBi biases (Falcon)
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
-        """x: [T, hidden]; layer: this layer's cache, [2, N, H, S, D], which is written.
-        (D is `head_dim`, and more where biases are kept.)"""
+        """Write the tokens' keys and values to the cache and attend.
+
+        Args:
+            x: [T, hidden].
+            layer: This layer's cache, [2, N, H, S, D]; updated in place. D is `head_dim`, plus
+                `biases.num_features` if `biases` is set.
+
+        Returns:
+            [T, hidden].
+        """
         heads = self.qkv(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         if self.clip:
             heads.clamp_(-self.clip, self.clip)
@@ -66,8 +76,11 @@ class Attention:
         return self.output(out[:, :, : self.head_dim].flatten(1))
 
     def ungroup(self) -> None:
-        """In place, once: rows of `qkv` that were loaded by group, each KV head's query heads
-        before its key and value, become all query heads, then all keys, then all values."""
+        """Reorder the rows of `qkv` in place; call once after loading.
+
+        The checkpoint has, for each KV head, its query heads, its key and its value. `qkv` needs
+        all query heads, then all keys, then all values.
+        """
         group = self.num_heads // self.num_kv_heads
         for rows in (self.qkv.weight, self.qkv.bias):
             if rows is not None and rows.device.type != "meta":
@@ -76,5 +89,5 @@ class Attention:
                 rows.copy_(torch.cat([chunk.reshape(-1, *rows.shape[1:]) for chunk in chunks]))
 
     def _normalise(self, heads: Tensor, norm: Norm) -> None:
-        """In place, head by head or all heads together, as long as the norm's weight is."""
+        """Normalise in place, per head or over all heads, depending on the size of the weight."""
         norm.normalize_(heads.view(len(heads), -1, norm.weight.shape[0]))

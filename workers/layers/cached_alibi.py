@@ -1,4 +1,4 @@
-"""Attention with linear biases that are rounded: what each position adds to scores."""
+"""ALiBi biases rounded to bfloat16 (Falcon), stored in the KV cache with the keys."""
 
 from dataclasses import dataclass
 
@@ -8,24 +8,31 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class CachedAlibiBias:
-    """What position j adds to a head's scores, bfloat16(slope * j), is kept with its key.
+    """Adds the bias bfloat16(slope * j) of position j to a head's scores through its key.
 
-    It is a feature more of the key, and of the query that feature is 1. So attention computes
-    nothing but products. It is exact in a cache of any floating dtype of 16 bits or more, but for
-    positions whose bias float16 cannot hold (above 65,504).
+    The bias is stored as an extra feature of the key, and the query has a 1 there, so the plain
+    dot product includes it. Exact in caches of any floating dtype of at least 16 bits, except for
+    biases above float16's maximum (65,504) in a float16 cache.
     """
 
-    slopes: Tensor  # [H] bfloat16, of as many KV heads as heads
-    num_features: int  # beside a head's own; those behind the first are zero
+    slopes: Tensor  # [H] bfloat16; there are as many KV heads as heads
+    num_features: int  # extra features per head: the bias, then zeros as padding
 
     def append(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """Return `heads` [T, 3 H, D] (queries, keys, values) as a new tensor with `num_features`
-        more features per head. positions: [T]."""
+        """Return a copy of `heads` with `num_features` more features per head.
+
+        Args:
+            heads: [T, 3 H, D]: queries, keys, values.
+            positions: [T].
+
+        Returns:
+            [T, 3 H, D + num_features].
+        """
         num_heads, own = len(self.slopes), heads.shape[2]
         wide = heads.new_zeros((*heads.shape[:2], own + self.num_features))
         wide[:, :, :own] = heads
         wide[:, :num_heads, own] = 1
-        # bfloat16 all through: positions above 256 are rounded too, as transformers has it.
+        # All in bfloat16, as in transformers: positions above 256 are rounded as well.
         biases = self.slopes * positions[:, None].to(torch.bfloat16)
         wide[:, num_heads : 2 * num_heads, own] = biases.to(heads.dtype)
         return wide

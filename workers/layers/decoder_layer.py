@@ -1,4 +1,4 @@
-"""One layer of the decoder: attention, then feed-forward, on the residual stream."""
+"""One decoder layer: attention and feed-forward on the residual stream."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,11 @@ from penstock.workers.layers.norm import Norm
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Each half normalised before, after or both, as the family has it, and added to the stream.
+    """Attention and feed-forward, each added to the residual stream.
 
-    In a parallel block both halves read the same stream; without a norm of its own the
-    feed-forward layer then reads what attention reads.
+    Each has a norm before it, after it or both, depending on the model family. With `parallel` both
+    read the same hidden states; a feed-forward without a norm of its own then reads the output of
+    `attention_norm`.
     """
 
     attention_norm: Norm | None
@@ -29,7 +30,13 @@ class DecoderLayer:
     parallel: bool = False
 
     def __call__(self, hidden: Tensor, step: StepInputs, layer_cache: Tensor) -> None:
-        """hidden: [T, hidden_size], changed in place."""
+        """Compute the layer in place.
+
+        Args:
+            hidden: [T, hidden_size], the residual stream; updated in place.
+            step: Inputs that all layers share.
+            layer_cache: This layer's part of the KV cache; updated in place.
+        """
         x = hidden if self.attention_norm is None else self.attention_norm(hidden)
         if self.parallel:
             made = self.mlp(x if self.mlp_norm is None else self.mlp_norm(hidden))

@@ -1,15 +1,15 @@
-"""A mixture of experts that are spread over the ranks of a stage.
+"""Mixture of experts with the experts divided among the ranks of a stage (expert parallel).
 
-Every rank of a stage has the hidden states of all tokens. Each group of ranks that share their
-experts takes an even part of the tokens: it sends them to the groups that have their experts,
-weighs and sums what comes back, and runs the shared expert on them; then every rank gets every
-part. Since all ranks route all tokens, each knows what comes from where without being told.
+Every rank of a stage has the hidden states of all tokens. Ranks with the same experts form a group,
+and each group processes an even part of the tokens: it sends them to the groups that own their
+experts (all-to-all), sums the weighted results and adds the shared expert. An all-gather then gives
+every rank all parts. All ranks route all tokens, so each knows the message sizes in advance.
 
-    tokens 0 1 2 3   group 0: 0 1 ──▶ experts' owners ──▶ weighed, summed, shared expert ─┐
-                     group 1: 2 3 ──▶ experts' owners ──▶ weighed, summed, shared expert ─┴─▶ all
+    tokens 0 1 2 3   group 0: 0 1 ──▶ experts' owners ──▶ weighted sum, shared expert ─┐
+                     group 1: 2 3 ──▶ experts' owners ──▶ weighted sum, shared expert ─┴─▶ all ranks
 
-A token's sum is in the order of its own choice, as where one rank has all experts. Within a group
-each rank has a part of every expert's inner features, and what they give is summed at the end.
+A token's results are summed in the order of its choices, as on a single rank. Within a group each
+rank has a slice of every expert's intermediate features; the partial results are summed at the end.
 """
 
 from collections.abc import Sequence
@@ -28,19 +28,21 @@ from penstock.workers.parallel.mesh import MeshCoord, even_partition
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallelMoE:
+    """Mixture of E experts; this rank has some of them, or a slice of each of those."""
+
     router: Linear
-    bias: Tensor | None  # [E] float32, of the choice
+    bias: Tensor | None  # [E] float32, affects which experts are chosen but not their weights
     routing: Routing
-    experts: tuple[Mlp, ...]  # this rank's, or its part of them
-    shared: SharedExpert | None  # its part of it
-    stacks: dict[str, Tensor] | None  # where the checkpoint has all experts in one: [e, in, out]
+    experts: tuple[Mlp, ...]  # this rank's experts, or its slices of them
+    shared: SharedExpert | None  # this rank's slice of the shared expert
+    stacks: dict[str, Tensor] | None  # if the checkpoint stacks all experts: [e, in, out]
     coord: MeshCoord
     stage: ProcessGroup
-    owners: ProcessGroup | None  # the ranks that have other experts; None: nobody has
-    load: Tensor  # [E] int64: tokens that each expert was chosen for, since the start
+    owners: ProcessGroup | None  # one rank of each group; None if there is one group only
+    load: Tensor  # [E] int64: how many tokens each expert was chosen for since the start
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, hidden], the same on all ranks."""
+        """Compute the layer: x [T, hidden], equal on all ranks, to [T, hidden]."""
         logits = self.router(x.to(self.router.weight.dtype))
         chosen, weights = route(logits, self.routing, self.bias)
         self.load.add_(torch.bincount(chosen.flatten(), minlength=len(self.load)))
@@ -55,7 +57,7 @@ class ExpertParallelMoE:
         return even_partition(num_tokens, coord.mesh.ep, coord.ep_rank if group is None else group)
 
     def _mix(self, x: Tensor, chosen: Tensor, weights: Tensor, mine: range) -> Tensor:
-        """What the experts make of this group's tokens."""
+        """Return the weighted sums of the experts' results for this group's tokens `mine`."""
         top_k = chosen.shape[1]
         here = slice(mine.start, mine.stop)
         order = chosen[here].flatten().argsort(stable=True)
@@ -69,7 +71,7 @@ class ExpertParallelMoE:
         return out
 
     def _compute(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """rows [n, D]: this group's tokens, once for each expert chosen, in the experts' order."""
+        """Run the experts on rows [n, D]: this group's tokens per choice, sorted by expert."""
         num_experts = len(self.load)
         counts = torch.stack([
             torch.bincount(chosen[span.start : span.stop].flatten(), minlength=num_experts)
@@ -89,8 +91,12 @@ class ExpertParallelMoE:
         return self.owners.all_to_all(made, received, sent)
 
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, D]: from each group in turn, sorted by this rank's experts, of which each has
-        counts [groups, e]."""
+        """Run this rank's e experts.
+
+        Args:
+            rows: [n, D], one group's rows after another's, each sorted by expert.
+            counts: [groups, e], the number of rows per group and expert.
+        """
         made = torch.empty_like(rows)
         ends = counts.flatten().cumsum(0).view(counts.shape).tolist()
         sizes = counts.tolist()
@@ -105,7 +111,7 @@ class ExpertParallelMoE:
         return made
 
     def _all_gather_sum(self, out: Tensor, num_tokens: int) -> Tensor:
-        """All groups' tokens [T, D], of each the sum of what its ranks have."""
+        """Sum each group's results over its ranks and return those of all groups: [T, D]."""
         coord, most = self.coord, -(-num_tokens // self.coord.mesh.ep)
         if coord.mesh.ep == 1:
             return self.stage.all_reduce(out)

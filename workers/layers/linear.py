@@ -1,4 +1,4 @@
-"""Products of activations with weights."""
+"""Linear layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from penstock.workers.parallel.groups import ProcessGroup
 
 @dataclass(slots=True, eq=False)
 class Linear:
-    """y = x Wᵀ + b; several products of one x are fused, the rows of W one after another."""
+    """y = x Wᵀ + b. Several projections of one x are fused by concatenating the rows of W."""
 
-    weight: Tensor  # [sum(sizes), in]; empty once quantized or fixed
+    weight: Tensor  # [sum(sizes), in]; empty if `packed` replaces it
     bias: Tensor | None  # [sum(sizes)]
-    sizes: tuple[int, ...]  # outputs of each product
-    packed: PackedLinear | None = None  # the loaded weights in a faster form
+    sizes: tuple[int, ...]  # outputs of each projection
+    packed: PackedLinear | None = None  # the loaded weights, rearranged for a faster kernel
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is not None:
@@ -33,22 +33,22 @@ class Linear:
         return functional.linear(x, self.weight, self.bias)
 
     def pack_f32(self) -> None:
-        """Keep the weights in panels only."""
+        """Replace the weights by float32 panels, the layout that the CPU kernel reads."""
         self.packed = pack_f32(self.weight, self.bias)
         self._drop_weight()
 
     def pack_onednn(self) -> None:
-        """Keep a second copy of the weights that products with several rows read faster."""
+        """Add a copy of the weights packed by oneDNN, which is faster for several rows."""
         if supports_onednn(self.weight):
             self.packed = pack_onednn(self.weight, self.bias)
 
     def pack_int8(self) -> None:
-        """Keep the weights in INT8 only."""
+        """Replace the weights by INT8 ones."""
         self.packed = pack_int8(self.weight, self.bias)
         self._drop_weight()
 
     def pack_batch_invariant(self) -> None:
-        """Keep the weights in a form that computes every row by itself, and in no other."""
+        """Replace the weights by the batch-invariant form, in which rows are independent."""
         self.packed = pack_batch_invariant(self.weight, self.bias)
         self._drop_weight()
 
@@ -56,9 +56,11 @@ class Linear:
         self.weight = self.weight.new_empty(0, self.weight.shape[1])
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Where each product's weight and bias go, by the product's name in the checkpoint.
+        """Return views of the weights and biases to load into, by their names in the checkpoint.
 
-        With a single name: the checkpoint has them fused too, in the same order.
+        Args:
+            names: One per projection; or a single one if the checkpoint has them fused as well, in
+                the same order.
         """
         sizes = list(self.sizes) if len(names) > 1 else [sum(self.sizes)]
         weights = dict(zip(names, torch.split(self.weight, sizes), strict=True))
@@ -71,9 +73,9 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class RowParallelLinear:
-    """A product whose inputs are spread over ranks, each of which has a part of the sum."""
+    """A linear layer whose input features are divided among ranks; an all-reduce sums the parts."""
 
-    linear: Linear  # with the bias, if there is one, on the first of the ranks
+    linear: Linear  # a bias is on the first rank only, so that it is added once
     group: ProcessGroup
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ class RowParallelLinear:
 def empty_linear(
     num_inputs: int, sizes: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device
 ) -> Linear:
-    """A `Linear` whose weights are yet to be loaded."""
+    """Return a `Linear` with uninitialised weights."""
     num_outputs = sum(sizes)
     return Linear(
         torch.empty(num_outputs, num_inputs, dtype=dtype, device=device),

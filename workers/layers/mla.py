@@ -1,4 +1,4 @@
-"""Self-attention over a cache of compressed rows (DeepSeek)."""
+"""Multi-head latent attention (MLA, DeepSeek): self-attention over a cache of compressed rows."""
 
 from dataclasses import dataclass
 
@@ -19,23 +19,27 @@ from penstock.workers.layers.norm import Norm
 
 @dataclass(slots=True, eq=False)
 class LatentAttention:
-    """A head's features are Q plain ones and then P rotated ones; a cached row is R and P."""
+    """MLA of one layer.
 
-    down: Linear  # to a query's latent (or, without `query_up`, to all its heads), and to R + P
+    A query head has Q plain features and then P rotated ones. A cache row has R compressed features
+    and then P rotated ones, shared by all heads.
+    """
+
+    down: Linear  # to the query's latent (all query heads if `query_up` is None), and to R + P
     query_norm: Norm | None
     query_up: Linear | None
-    row_norm: Norm  # of the first R
-    up: Tensor  # [H, Q + V, R]
+    row_norm: Norm  # of a row's first R features
+    up: Tensor  # [H, Q + V, R]: makes a head's Q key and V value features from R
     output: Linear | RowParallelLinear
     rope_dim: int  # P
-    interleaved: bool  # whether pairs of rotated features are neighbours
+    interleaved: bool  # rotary pairs are adjacent features instead of half of P apart
     scale: float
     packed_up: tuple[list[PackedLinear], list[PackedLinear]] | None = (
-        None  # `up`, as `mla_attention_cpu` has it
+        None  # parts of `up` for keys and values, per head, as `mla_attention_cpu` takes them
     )
 
     def pack_batch_invariant(self) -> None:
-        """Have every token computed by itself. (By kernels a step's plan says so.)"""
+        """Pack `up` for batch-invariant results on a CPU. Triton kernels follow the step's plan."""
         if runs_kernels(self.up.device):
             return
         output = self.output.linear if isinstance(self.output, RowParallelLinear) else self.output
@@ -47,7 +51,15 @@ class LatentAttention:
         )
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
-        """x: [T, hidden]; layer: this layer's cache, [1, N, 1, S, R + P], which is written."""
+        """Write the tokens' rows to the cache and attend.
+
+        Args:
+            x: [T, hidden].
+            layer: This layer's cache, [1, N, 1, S, R + P]; updated in place.
+
+        Returns:
+            [T, hidden].
+        """
         query, row = torch.split(self.down(x), list(self.down.sizes), dim=-1)
         if self.query_up is not None and self.query_norm is not None:
             query = self.query_up(self.query_norm(query))

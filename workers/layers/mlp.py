@@ -1,4 +1,4 @@
-"""The feed-forward layer, gated or not."""
+"""Feed-forward layer, with or without a gate."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,9 @@ from penstock.workers.layers.linear import Linear, RowParallelLinear
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    gate_up: Linear  # up alone, where there is no gate
+    """Feed-forward layer. A gated activation computes act(gate) * up from `gate_up`'s output."""
+
+    gate_up: Linear  # only the up projection if there is no gate
     down: Linear | RowParallelLinear
     activation: Callable[[Tensor], Tensor]
 

@@ -1,11 +1,12 @@
-"""The feed-forward layer as a mixture of experts."""
+"""Mixture-of-experts feed-forward layer with all experts on one rank."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from penstock.kernels.activation.op import sigmoid
-from penstock.kernels.moe.op import ExpertWeights, grouped_moe_forward, moe_forward
+from penstock.kernels.moe.expert_loop import moe_forward
+from penstock.kernels.moe.op import ExpertWeights, grouped_moe_forward
 from penstock.kernels.moe.routing import Routing, route
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.mlp import Mlp
@@ -13,10 +14,10 @@ from penstock.workers.layers.mlp import Mlp
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """What every token goes through beside its own experts."""
+    """Expert that is applied to every token in addition to the token's routed experts."""
 
     mlp: Mlp
-    gate: Linear | None  # one output: the weight of what it gives
+    gate: Linear | None  # one output, whose sigmoid scales the expert's result
 
     def __call__(self, x: Tensor) -> Tensor:
         made = self.mlp(x)
@@ -25,19 +26,21 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class MoE:
+    """Mixture of E experts."""
+
     router: Linear
-    bias: Tensor | None  # [E] float32, of the choice
+    bias: Tensor | None  # [E] float32, affects which experts are chosen but not their weights
     routing: Routing
     experts: tuple[Mlp, ...]
     shared: SharedExpert | None
-    stacks: dict[str, Tensor] | None  # where the checkpoint has all experts in one: [E, in, out]
+    stacks: dict[str, Tensor] | None  # if the checkpoint stacks all experts: [E, in, out]
     grouped: ExpertWeights | None = (
-        None  # the same weights on a GPU, which computes all experts at once
+        None  # the same weights for the grouped GPU kernel, which computes all experts at once
     )
-    batch_invariant: bool = False  # there: whether no bit of a token depends on other tokens
+    batch_invariant: bool = False  # for `grouped`: a token's bits do not depend on other tokens
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, hidden]."""
+        """Compute the layer: x [T, hidden] to [T, hidden]."""
         logits = self.router(x.to(self.router.weight.dtype))
         chosen, weights = route(logits, self.routing, self.bias)
         if self.grouped is not None:

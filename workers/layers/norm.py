@@ -1,7 +1,8 @@
-"""Normalisations with their weights.
+"""Normalisation layers with their weights.
 
-Each makes a new tensor of one (`norm(x)`), or of a stream once something is added to it, in place
-(`norm.add_and_norm(hidden, x)`), or normalises in place (`norm.normalize_(x)`).
+- `norm(x)` returns a new, normalised tensor.
+- `norm.add_and_norm(hidden, x)` adds x to `hidden` in place and returns the normalised sum.
+- `norm.normalize_(x)` normalises in place.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from penstock.kernels.norm.op import (
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
+    """RMS norm over the last dimension, of size D."""
+
     weight: Tensor  # [D]
     eps: float
 
@@ -35,13 +38,13 @@ class RmsNorm:
         rms_norm_(x, self.weight, self.eps)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Where its weights go, by their names in the checkpoint."""
+        """Return the tensors to load into, by their names in the checkpoint."""
         return {f"{name}.weight": self.weight}
 
 
 @dataclass(frozen=True, slots=True)
 class GemmaRmsNorm:
-    """Its weight counts from one."""
+    """RMS norm that multiplies by 1 + weight (Gemma)."""
 
     weight: Tensor  # [D]
     eps: float
@@ -61,10 +64,12 @@ class GemmaRmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
+    """Layer norm over the last dimension, of size D."""
+
     weight: Tensor  # [D]
     bias: Tensor  # [D]
     eps: float
-    biased: bool = True  # in the checkpoint; else the bias is zero
+    biased: bool = True  # whether the checkpoint has the bias; otherwise it is zero
 
     def __call__(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)

@@ -1,4 +1,4 @@
-"""Loaded weights in the forms that compute fastest."""
+"""Packing of loaded weights: chooses the fastest form for each linear layer."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,29 +16,31 @@ from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.mla import LatentAttention
 
 MIN_WEIGHTS = 1 << 14
-"""Smaller products gain nothing."""
+"""Smallest number of weights for which packing pays off."""
 
 MEMORY_FRACTION = 0.125
-"""Of what is available: a second copy of the weights may take as much."""
+"""Largest share of the available memory that a second copy of the weights may take."""
 
 
 def check_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """ValueError where products cannot be quantized as asked."""
+    """Raise ValueError if this quantization is not available for the device and dtype."""
     if name == "int8" and (reason := int8_unsupported_reason(device, dtype)):
-        raise ValueError(f"quantization int8 cannot be had: {reason}")
+        raise ValueError(f"quantization int8 is not available: {reason}")
 
 
 def check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
-    """ValueError where rows cannot be computed each by itself."""
+    """Raise ValueError if batch-invariant layers are not available for the device and dtype."""
     if reason := batch_invariant_unsupported_reason(device, dtype):
-        raise ValueError(f"deterministic cannot be had: {reason}")
+        raise ValueError(f"deterministic mode is not available: {reason}")
 
 
 def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
-    """Packs the products of a loaded model, in place.
+    """Pack the linear layers of a loaded model in place.
 
-    model: records of records and tuples, with every `Linear` somewhere in it. A mixture's router is
-    not quantized: a token that goes to another expert is another token.
+    MoE routers are not quantized: a rounding error there could select another expert.
+
+    Args:
+        model: Tree of dataclasses and tuples that contains every `Linear`.
     """
     found = [linear for linear in linears(model) if linear.weight.numel() >= MIN_WEIGHTS]
     if quantization == "int8":
@@ -61,7 +63,7 @@ def _pack_onednn(found: list[Linear]) -> None:
 
 
 def _available() -> int:
-    import psutil  # not where only GPUs compute, see docs/gpu.md
+    import psutil  # imported here because GPU-only installations may lack it, see docs/gpu.md
 
     return int(psutil.virtual_memory().available)
 
@@ -75,14 +77,14 @@ def _pack_batch_invariant(model: Any) -> None:
 
 
 def linears(model: Any) -> Iterator[Linear]:
-    """Every `Linear` in a tree of records, but for routers."""
+    """Yield every `Linear` in a tree of dataclasses, except MoE routers."""
     return (
         module for module in iter_modules(model, without="router") if isinstance(module, Linear)
     )
 
 
 def iter_modules(module: Any, without: str = "") -> Iterator[Any]:
-    """Every record in a tree of records and tuples; not what is in a field named `without`."""
+    """Yield every dataclass in a tree of dataclasses and tuples; skip fields named `without`."""
     if isinstance(module, tuple):
         for each in module:
             yield from iter_modules(each, without)

@@ -1,4 +1,4 @@
-"""Embeddings and the head, where the vocabulary is spread over ranks."""
+"""Embeddings and logits with the vocabulary divided among ranks."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,11 @@ from penstock.workers.parallel.groups import ProcessGroup
 def vocab_parallel_embedding(
     tokens: Tensor, weight: Tensor, first: int, group: ProcessGroup
 ) -> Tensor:
-    """The embeddings [T, D] of tokens [T]; weight [n, D] has those from token `first` on."""
+    """Return the embeddings [T, D] of tokens [T].
+
+    Args:
+        weight: [n, D], this rank's part: the embeddings of tokens `first` to `first + n - 1`.
+    """
     rows = tokens - first
     elsewhere = (rows < 0) | (rows >= len(weight))
     if len(weight):
@@ -22,8 +26,7 @@ def vocab_parallel_embedding(
 
 
 def gather_logits(logits: Tensor, vocab_size: int, group: ProcessGroup) -> Tensor:
-    """Logits [S, V] out of every rank's [S, its part of the vocabulary], as `MeshCoord.tokens`
-    cuts."""
+    """Gather the ranks' parts of the logits, divided as by `MeshCoord.tokens`, into [S, V]."""
     size = -(-vocab_size // group.size)
     padded = functional.pad(logits, (0, size - logits.shape[1]))
     gathered = group.all_gather(padded)

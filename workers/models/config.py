@@ -1,4 +1,4 @@
-"""Reading `config.json` with care: every value is checked, every error names its key."""
+"""Checked reading of `config.json`: every value is validated, and every error names its key."""
 
 import json
 from collections.abc import Mapping
@@ -8,22 +8,24 @@ from typing import Any, TypeAlias
 Config: TypeAlias = Mapping[str, Any]
 
 MAX_JSON_BYTES = 64 << 20
-MAX_SIZE = 1 << 24  # of any one dimension; what is beyond is not a model
+MAX_SIZE = 1 << 24  # limit of any one dimension; larger values are invalid
 
 
 class BadCheckpoint(ValueError):
-    """The folder is not a whole and sound checkpoint; the message says what to do."""
+    """The folder is not a complete and valid checkpoint; the message says what to do."""
 
 
 class UnsupportedModel(ValueError):
-    """A sound checkpoint of something that is not served; the message names it."""
+    """The checkpoint is valid, but its model or an option is not served; the message names it."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size; `BadCheckpoint` if it is not one."""
+    """Read a JSON object from a file of at most `MAX_JSON_BYTES`; `BadCheckpoint` if invalid."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise BadCheckpoint(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB: not read")
+            raise BadCheckpoint(
+                f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, the limit of a JSON file"
+            )
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from None
@@ -32,12 +34,12 @@ def read_json(path: Path) -> dict[str, Any]:
             raise
         raise BadCheckpoint(f"{path} is not valid JSON ({error}): download it again") from None
     if not isinstance(value, dict):
-        raise BadCheckpoint(f"{path} holds no JSON object: download it again")
+        raise BadCheckpoint(f"{path} contains no JSON object: download it again")
     return value
 
 
 class Fields:
-    """A configuration whose values are checked as they are read."""
+    """A configuration whose values are validated when they are read."""
 
     def __init__(self, values: dict[str, Any], path: Path) -> None:
         self.values: Config = values
@@ -50,7 +52,7 @@ class Fields:
         return UnsupportedModel(f"{self.path}: {what}")
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive whole number; null counts as absent."""
+        """Return a positive integer; null counts as absent."""
         value = self.values.get(key)
         if value is None:
             value = default
@@ -59,7 +61,7 @@ class Fields:
         return value
 
     def count(self, key: str) -> int:
-        """A whole number from 0 on; null counts as absent, and is 0."""
+        """Return an integer of 0 or more; null or absent means 0."""
         return 0 if self.values.get(key) in (None, 0) else self.size(key)
 
     def number(self, key: str, default: float) -> float:

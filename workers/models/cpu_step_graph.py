@@ -1,8 +1,7 @@
-"""A decoder's step of single tokens as a program of a CPU, where its parts can be one.
+"""Builds the CPU step graph of a decoder, for decode steps (one token per sequence).
 
-So it is for models of gated layers with RMS norms in float32 (Llama, Mistral, Qwen, Gemma and their
-kind), also with experts chosen by a plain softmax, of one rank. Whatever else there is computes
-operation by operation.
+Supports float32 models on one rank with gated layers and RMS norms (Llama, Mistral, Qwen, Gemma and
+similar), also with experts chosen by a plain softmax. Other models run operation by operation.
 """
 
 from collections.abc import Callable
@@ -42,7 +41,7 @@ from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 MAX_ROWS = 128
-"""Tokens of a step; of more the calls are a small part."""
+"""Most tokens of a step; in larger steps the call overhead that a graph saves is negligible."""
 
 _GATES: dict[Callable[[Tensor], Tensor], str] = {
     silu_and_mul: "silu",
@@ -54,21 +53,28 @@ _GATES: dict[Callable[[Tensor], Tensor], str] = {
 
 @dataclass(frozen=True, slots=True)
 class DecodeStepGraph:
-    """Computes steps in which every sequence has one token."""
+    """Step graph of a decoder: computes steps in which every sequence has one token."""
 
     decoder: Decoder
     graph: CpuStepGraph
     hidden: Buffer
-    angles: tuple[Buffer, ...]  # of each rotary table
-    logits: Buffer | None  # None: the head is none of a program's products
+    angles: tuple[Buffer, ...]  # cosines and sines of each rotary table
+    logits: Buffer | None  # None: the graph does not support the head, so it runs afterwards
 
     def supports(self, plan: StepPlan) -> bool:
-        """Whether it computes this step."""
+        """Whether the graph can compute this step."""
         return len(plan.tokens) == len(plan.rows) <= MAX_ROWS
 
     def run(self, plan: StepPlan, tokens: Ints, rotary: tuple[Tensor, ...]) -> Tensor:
-        """Logits [T, vocab_size] of tokens [T], there until the next run; rotary: all rows of each
-        table, [positions, 2, R]."""
+        """Compute a step and return its logits.
+
+        Args:
+            tokens: [T].
+            rotary: The complete rotary tables, each [positions, 2, R].
+
+        Returns:
+            [T, vocab_size], valid until the next run.
+        """
         decoder, program, num_rows = self.decoder, self.graph, len(tokens)
         assert decoder.embeddings is not None
         hidden = program.view(self.hidden, num_rows)
@@ -85,7 +91,7 @@ class DecodeStepGraph:
 
 
 def build_cpu_step_graph(decoder: Model, cache: KvCache) -> DecodeStepGraph | None:
-    """The program of this model over this cache; None if it cannot be one."""
+    """Build the step graph of this model and cache; None if the model is not supported."""
     device = cache.data.device
     if not isinstance(decoder, Decoder) or decoder.ranks is not SINGLE_RANK or runs_kernels(device):
         return None
@@ -114,8 +120,11 @@ def _lower(decoder: Decoder, cache: Tensor) -> DecodeStepGraph:
 
 @dataclass(frozen=True, slots=True)
 class _LayerLowering:
-    """Writes one layer after another. What a layer's second half made is in `made`, which the next
-    one adds to the stream."""
+    """Adds the layers to the graph, one after another.
+
+    A layer leaves its feed-forward result in `made`; the next layer's first norm adds it to
+    `hidden`.
+    """
 
     builder: GraphBuilder
     hidden: Buffer
@@ -126,7 +135,7 @@ class _LayerLowering:
 
     def lower_layer(self, number: int, block: DecoderLayer) -> None:
         if block.parallel or block.attention_norm is None or block.mlp_norm is None:
-            raise UnsupportedGraph("another order of norms")
+            raise UnsupportedGraph("a parallel block, or a layer without norms before its halves")
         if not isinstance(block.attention, Attention):
             raise UnsupportedGraph(f"{type(block.attention).__name__}")
         self._norm(block.attention_norm, added=number > 0)
@@ -143,7 +152,10 @@ class _LayerLowering:
         self._norm_made(block.mlp_post_norm)
 
     def lower_head(self, decoder: Decoder) -> Buffer | None:
-        """Where the logits are; None: the head fits no program, and the stream is complete."""
+        """Add the head and return the buffer of its logits.
+
+        Return None if the head is not supported; then `hidden` is the output of the last layer.
+        """
         assert decoder.norm is not None
         assert decoder.head is not None
         logits = self.builder.alloc(decoder.spec.vocab_size)
@@ -165,7 +177,7 @@ class _LayerLowering:
 
     def _attention(self, attention: Attention, number: int) -> None:
         if attention.clip or attention.biases is not None:
-            raise UnsupportedGraph("clipped heads, or rounded biases")
+            raise UnsupportedGraph("clamped queries, keys and values, or rounded ALiBi biases")
         writer, dim = self.builder, attention.head_dim
         num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
         heads = self.builder.scratch("heads", (num_heads + 2 * num_kv_heads) * dim)
@@ -185,7 +197,7 @@ class _LayerLowering:
     def _norm_heads(self, norm: Norm, heads: Buffer, first: int, size: int) -> None:
         weight, eps = _rms(norm)
         if first % len(weight):
-            raise UnsupportedGraph("a norm of all heads")
+            raise UnsupportedGraph("a norm over all heads together")
         groups = slice(first // len(weight), (first + size) // len(weight))
         self.builder.norm(heads, weight, eps, heads, groups=groups)
 
@@ -208,7 +220,7 @@ class _LayerLowering:
         weights = self.builder.scratch("weights of experts", routing.top_k)
         self.builder.gemv(self.normal, _unpacked_weight(router), logits)
         self.builder.topk_softmax(logits, layout, routing.normalise, weights)
-        # Here: whoever waits for the choice can ask for these weights, which all tokens need.
+        # At this place, threads that wait for the routing can prefetch the shared expert's weights.
         shared = gate = None
         if experts.shared is not None:
             shared, gate = self._shared(experts.shared)
@@ -221,7 +233,7 @@ class _LayerLowering:
         return self.expert_layouts[num_experts, top_k]
 
     def _shared(self, shared: SharedExpert) -> tuple[Buffer, Buffer | None]:
-        """What it makes, and the gate of that."""
+        """Add the shared expert; return the buffers of its result and of its gate, if any."""
         made, gate = self.builder.scratch("shared", self.made.width), None
         if shared.gate is not None:
             gate = self.builder.scratch("gate of the shared", 1)
@@ -230,7 +242,7 @@ class _LayerLowering:
         return made, gate
 
     def _routed_experts(self, mlps: tuple[Mlp, ...], layout: ExpertLayout) -> Buffer:
-        """What each expert makes of its rows."""
+        """Add the routed experts; return the buffer of their results, in the order of `layout`."""
         writer, width = self.builder, sum(mlps[0].gate_up.sizes)
         x, made = (
             self.builder.scratch(name, self.made.width, layout) for name in ("normal", "made")
@@ -247,13 +259,13 @@ class _LayerLowering:
 def _gate_kind(mlp: Mlp) -> str:
     kind = _GATES.get(mlp.activation)
     if kind is None:
-        raise UnsupportedGraph("another activation")
+        raise UnsupportedGraph("an activation other than gated SiLU or GELU (tanh)")
     return kind
 
 
 def _unpacked_weight(linear: Linear) -> Tensor:
     if linear.packed is not None or linear.bias is not None:
-        raise UnsupportedGraph("a router in another form, or with a bias")
+        raise UnsupportedGraph("a router with packed weights or a bias")
     return linear.weight
 
 
@@ -264,10 +276,10 @@ def _rms(norm: Norm) -> tuple[Tensor, float]:
         case GemmaRmsNorm():
             return 1.0 + norm.weight, norm.eps
         case _:
-            raise UnsupportedGraph(f"a {type(norm).__name__}")
+            raise UnsupportedGraph(f"the norm {type(norm).__name__}")
 
 
 def _unsharded(linear: Linear | RowParallelLinear) -> Linear:
     if isinstance(linear, RowParallelLinear):
-        raise UnsupportedGraph("a product over several ranks")
+        raise UnsupportedGraph("a linear layer divided among several ranks")
     return linear

@@ -1,4 +1,4 @@
-"""The decoder: one for all families, set up by a `ModelSpec`."""
+"""The decoder-only transformer of all model families, configured by a `ModelSpec`."""
 
 from dataclasses import dataclass
 
@@ -21,27 +21,33 @@ from penstock.workers.weights.sharding import local_spec
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A model on one device, or one rank's share of it. Its weights are filled in through
-    `tensors`."""
+    """A model on one device, or one rank's shard of it. Weights are loaded through `tensors`."""
 
-    spec: ModelSpec  # as this rank computes it
+    spec: ModelSpec  # of this rank's shard
     dtype: torch.dtype
     device: torch.device
-    embeddings: Tensor | None  # [vocab_size, hidden_size]; None: the first stage's
-    embedding_scale: float  # as it is in the embeddings' dtype
+    embeddings: Tensor | None  # [vocab_size, hidden_size]; None except on the first stage
+    embedding_scale: float  # rounded to the dtype of the embeddings
     embedding_norm: Norm | None
     first_layer: int
     layers: tuple[DecoderLayer, ...]
-    norm: Norm | None  # this and the head: None: the last stage's
-    head: Linear | None  # to the vocabulary; its weight is the embeddings where they are tied
-    rotaries: tuple[Rotary, ...]  # the layers name theirs by number
+    norm: Norm | None  # `norm` and `head` are None except on the last stage
+    head: Linear | None  # to the vocabulary; its weight is `embeddings` if these are tied
+    rotaries: tuple[Rotary, ...]  # layers refer to these by index
     ranks: ParallelGroups
 
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
-        """Runs T tokens and writes their keys and values.
+        """Run this stage's layers on T tokens and write their keys and values to the cache.
 
-        tokens: [T] integers; cache: the data of a `KvCache`. Returns [T, hidden_size], before
-        the last norm; if this is not the last stage, the next one is sent that too.
+        Stages exchange the hidden states: each receives them from the previous stage and sends its
+        own to the next.
+
+        Args:
+            tokens: [T] integers.
+            cache: `KvCache.data`.
+
+        Returns:
+            Hidden states [T, hidden_size], before the final norm.
         """
         links = self.ranks.links
         if links is not None and links.prev_stage is not None:
@@ -56,8 +62,14 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden_size] of chosen tokens to [S, vocab_size] float32; [S, 0] on all ranks but
-        those of the last stage."""
+        """Compute the logits of S chosen tokens.
+
+        Args:
+            hidden: [S, hidden_size].
+
+        Returns:
+            [S, vocab_size] float32; [S, 0] on all stages except the last.
+        """
         if self.head is None or self.norm is None:
             return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         logits = self.head(self.norm(hidden)).to(torch.float32)
@@ -66,12 +78,12 @@ class Decoder:
         return self.cap_logits(logits)
 
     def cap_logits(self, logits: Tensor) -> Tensor:
-        """In place, as the family has it."""
+        """Apply the model's soft cap to the logits in place, if it has one."""
         cap = self.spec.logit_cap
         return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Where each tensor of the checkpoint goes: views of the weights, by its name there."""
+        """Return views of the weights to load into, by the tensors' names in the checkpoint."""
         names = self.spec.names
         found: dict[str, Tensor] = {}
         if self.norm is not None and self.head is not None:
@@ -87,7 +99,7 @@ class Decoder:
         return found
 
     def finish_loading(self) -> None:
-        """Puts what was loaded as the checkpoint has it into our order; once."""
+        """Reorder weights whose layout in the checkpoint differs; call once after loading."""
         for block in self.layers:
             if self.spec.qkv_grouped and isinstance(block.attention, Attention):
                 block.attention.ungroup()
@@ -116,9 +128,13 @@ def empty_decoder(
     deterministic: bool = False,
     ranks: ParallelGroups = SINGLE_RANK,
 ) -> Decoder:
-    """A decoder whose weights are yet to be loaded (on the `meta` device: shapes only).
+    """Create a decoder with uninitialised weights (on the `meta` device: shapes only).
 
-    spec: of the whole model. `BadShape` if it cannot be cut over the ranks.
+    Args:
+        spec: Spec of the whole model.
+
+    Raises:
+        BadShape: The model cannot be divided among the ranks.
     """
     coord, local = ranks.coord, local_spec(spec, ranks.coord)
     assembly = ModelBuilder(local, dtype, device, deterministic, ranks)

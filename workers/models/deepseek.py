@@ -1,4 +1,4 @@
-"""What DeepSeek's `config.json` says that others' does not: latent attention, and its routing."""
+"""Settings that only DeepSeek's `config.json` has: MLA and expert routing."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from penstock.workers.models.config import Fields
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Latent attention: its cache has one row a token, of a latent and a rotated key."""
+    """MLA: the cache has one row per token, a compressed latent followed by a rotated key."""
 
-    rank: int  # of the latent
-    query_rank: int  # of the query's own latent; 0: it has none
+    rank: int  # features of the latent
+    query_rank: int  # features of the query's own latent; 0: the query is not compressed
     plain_dim: int  # features of a head's query and key that are not rotated
-    rope_dim: int  # and that are
+    rope_dim: int  # rotated features of a head's query and key
     value_dim: int  # features of a head's value
 
     @property
@@ -22,18 +22,18 @@ class LatentSpec:
 
     @property
     def up_dim(self) -> int:
-        """Features of a head that are made from the latent."""
+        """Features of a head that `row_up` computes from the latent: plain key and value."""
         return self.plain_dim + self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
-    """How a token's experts are chosen, beside how many there are."""
+    """How a token's experts are chosen."""
 
     method: str  # "greedy", "group_limited_greedy" or "noaux_tc"
-    scale: float  # of their weights
-    num_groups: int = 1  # of experts; this and the next: the last two methods
-    top_groups: int = 1  # that a token may choose from
+    scale: float  # factor of the experts' weights
+    num_groups: int = 1  # groups of experts; used by the last two methods
+    top_groups: int = 1  # groups from which a token's experts are chosen; last two methods
 
 
 def read_latent(config: Fields) -> LatentSpec:
@@ -42,7 +42,7 @@ def read_latent(config: Fields) -> LatentSpec:
         raise config.unsupported("attention_bias without q_lora_rank is not served")
     rope_dim = config.size("qk_rope_head_dim")
     if rope_dim % 2:
-        raise config.bad("qk_rope_head_dim", "even, which rotary embedding needs")
+        raise config.bad("qk_rope_head_dim", "even, as rotary embedding requires")
     return LatentSpec(
         rank=config.size("kv_lora_rank"),
         query_rank=config.size("q_lora_rank") if has_query_rank else 0,
@@ -55,7 +55,7 @@ def read_latent(config: Fields) -> LatentSpec:
 def read_routing(
     config: Fields, methods: tuple[str, ...], num_experts: int, top_k: int
 ) -> RoutingSpec:
-    """methods: the values of `topk_method` that the family has, the usual one first."""
+    """Read the routing of experts; `methods` are the supported `topk_method`s, default first."""
     values = config.values
     method = values.get("topk_method") or methods[0]
     if method not in methods:
@@ -73,7 +73,7 @@ def read_routing(
     num_groups, top_groups = config.size("n_group"), config.size("topk_group")
     size, rest = divmod(num_experts, num_groups)
     if rest or (method == "noaux_tc" and size < 2):
-        raise config.bad("n_group", f"one that cuts {num_experts} experts into equal groups")
+        raise config.bad("n_group", f"a divisor that cuts {num_experts} experts into equal groups")
     if top_groups > num_groups or top_groups * size < top_k:
-        raise config.bad("topk_group", f"enough groups for {top_k} experts, and at most n_group")
+        raise config.bad("topk_group", f"at most n_group and enough for {top_k} experts")
     return RoutingSpec(method, scale, num_groups, top_groups)

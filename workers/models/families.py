@@ -1,7 +1,7 @@
-"""The families of models that are served: what sets each apart from the one decoder.
+"""Table of the model families that the native decoder serves.
 
-A family is named in `config.json` by its architecture. To add one, add a row (and, if it needs
-what no family had, a field of `Family` and its meaning in the decoder).
+`config.json` names a family by its architecture. To add one, add a row; if it needs something new,
+add a field to `Family` and implement it in the decoder.
 """
 
 from typing import Any
@@ -142,7 +142,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(
         "deepseek-v2",
         experts=ExpertConfigKeys(
-            normalise=False,  # whatever `norm_topk_prob` says, as transformers does
+            normalise=False,  # transformers ignores `norm_topk_prob` for this family
             methods=("greedy", "group_limited_greedy"),
             **DEEPSEEK_EXPERTS,
         ),
@@ -173,4 +173,4 @@ FAMILIES: dict[str, Family] = {
     ),
     **LEGACY_FAMILIES,
 }
-"""By the architecture's name in `config.json`."""
+"""Families by architecture name in `config.json`."""

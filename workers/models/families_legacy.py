@@ -1,4 +1,4 @@
-"""Families whose configurations have other keys than Llama's."""
+"""Families whose configurations use other keys than Llama's: Falcon, GPT-J, BLOOM and MPT."""
 
 import math
 from dataclasses import replace
@@ -10,13 +10,13 @@ from penstock.workers.models.tensor_names import TensorNames
 
 
 def _renamed(config: Config, names: dict[str, str]) -> dict[str, Any]:
-    """What is there under their names, under ours. Null counts as absent."""
+    """Return the values of `names` (ours: theirs) under our names; null counts as absent."""
     found = {ours: config.get(theirs) for ours, theirs in names.items()}
     return {ours: value for ours, value in found.items() if value is not None}
 
 
 def _four_times_as_wide(config: Config) -> dict[str, Any]:
-    """The feed-forward layer, where the configuration is silent."""
+    """Return the default `intermediate_size`, 4 * hidden_size, if the configuration has none."""
     hidden = config.get("hidden_size")
     if type(hidden) is not int or config.get("intermediate_size") is not None:
         return {}
@@ -37,7 +37,7 @@ def _usual_gpt_j(config: Config) -> dict[str, Any]:
     rotary_dim = config.get("rotary_dim", 64)
     sizes = (heads, hidden, rotary_dim)
     if all(type(size) is int and size > 0 for size in sizes) and hidden >= heads:
-        # A step above, so that as many features as that are a whole number and not just below it.
+        # Rounded up, so that int(head_dim * fraction) gives `rotary_dim` and not one less.
         found["partial_rotary_factor"] = math.nextafter(rotary_dim / (hidden // heads), math.inf)
     return found | _four_times_as_wide(found)
 
@@ -84,7 +84,11 @@ def _usual_mpt(config: Config) -> dict[str, Any]:
 
 
 def _falcon(config: Config) -> dict[str, Any]:
-    """The first decoder has one norm, or halves in turn; the new one two norms, or one if told."""
+    """Choose Falcon's norms.
+
+    The original architecture is parallel with one norm, or sequential. The new one is parallel with
+    two norms, or with one if `num_ln_in_parallel_attn` says so.
+    """
     alibi = {"alibi": "rounded"} if config.get("alibi") else {}
     if not config.get("new_decoder_architecture"):
         parallel = bool(config.get("parallel_attn", True))
@@ -210,4 +214,4 @@ LEGACY_FAMILIES: dict[str, Family] = {
         ),
     ),
 }
-"""By the architecture's name in `config.json`."""
+"""Families by architecture name in `config.json`."""

@@ -1,4 +1,4 @@
-"""Blocks built as a `ModelSpec` says, their weights yet to be loaded."""
+"""Builds the layers of a `ModelSpec`, with uninitialised weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -47,16 +47,16 @@ UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_new": gelu,
 }
-"""Activations, without a gate."""
+"""Activations of layers without a gate."""
 
-LATENT_NORM_EPS = 1e-6  # whatever the configuration says of the others
+LATENT_NORM_EPS = 1e-6  # fixed: the configured epsilon is for the other norms
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBuilder:
-    """Makes the parts of one model in one place, or of one rank's share of it."""
+    """Creates the layers of a model, or of one rank's shard of it, on one device."""
 
-    spec: ModelSpec  # as the rank computes it
+    spec: ModelSpec  # of the rank's shard
     dtype: torch.dtype
     device: torch.device
     deterministic: bool = False
@@ -71,7 +71,7 @@ class ModelBuilder:
     def row_parallel_linear(
         self, num_inputs: int, size: int, bias: bool = False
     ) -> Linear | RowParallelLinear:
-        """A product whose inputs are spread over the stage's ranks."""
+        """Create a linear layer whose input features are divided among the stage's ranks."""
         stage = self.ranks.stage
         if stage is None:
             return self.linear(num_inputs, (size,), bias)
@@ -137,7 +137,7 @@ class ModelBuilder:
     def scores(self, sinks: Tensor | None) -> ScoreMod:
         spec, slopes, scale = self.spec, None, self.spec.attention_scale
         if spec.alibi is not None and spec.alibi.rounded:
-            scale = spec.head_dim**-0.5  # and not that of the wider heads in the cache
+            scale = spec.head_dim**-0.5  # the default would use the wider heads of the cache
         elif spec.alibi is not None:
             slopes = torch.tensor(spec.alibi.slopes, dtype=torch.float32, device=self.device)
         return ScoreMod(scale, spec.attention_cap, sinks, slopes)
@@ -177,7 +177,7 @@ class ModelBuilder:
         return Mlp(self.gate_up(inner), down, self.activation())
 
     def expert_mlp(self, inner: int) -> Mlp:
-        """Of which the caller sums what ranks give."""
+        """Create an expert whose result is not reduced: the caller sums the ranks' parts."""
         down = self.linear(inner, (self.spec.hidden_size,), self.spec.mlp_bias)
         return Mlp(self.gate_up(inner), down, self.activation())
 
@@ -200,7 +200,7 @@ class ModelBuilder:
             mlps = _expert_views(stacks, *experts.clamp)
             can_group = (
                 runs_kernels(self.device) and ranks.stage is None
-            )  # else a bias may be absent
+            )  # with several ranks, only one of them has the bias of `down_proj`
             together = _grouped_weights(stacks, *experts.clamp) if can_group else None
         fields: dict[str, Any] = {
             "router": self.router(experts),
@@ -222,7 +222,7 @@ class ModelBuilder:
         return SharedExpert(self.expert_mlp(experts.shared_size), gate)
 
     def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], ExpertWeights | None]:
-        """On a GPU their weights lie in one tensor, as the product of all of them reads it."""
+        """Create the experts; on a GPU their weights are views of stacked `ExpertWeights`."""
         spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
         if not runs_kernels(self.device) or kind is None or spec.mlp_bias or not spec.gated:
             return tuple(self.expert_mlp(inner) for _ in range(count)), None
@@ -243,7 +243,7 @@ class ModelBuilder:
         return Linear(self.wide_empty(*sizes, hidden), None, sizes)
 
     def wide_empty(self, *shape: int) -> Tensor:
-        """In float32, as DeepSeek's routing is, whatever the rest is in."""
+        """Create a float32 tensor: DeepSeek's routing is in float32, whatever the model's dtype."""
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def stacks(self, experts: ExpertsSpec, count: int) -> dict[str, Tensor]:
@@ -253,7 +253,7 @@ class ModelBuilder:
             "gate_up_proj_bias": self.empty(count, 2 * inner),
             "down_proj": self.empty(count, inner, hidden),
         }
-        if self.ranks.coord.expert_tp_rank == 0:  # once in the sum
+        if self.ranks.coord.expert_tp_rank == 0:  # the ranks' results are summed: add it once
             found["down_proj_bias"] = self.empty(count, hidden)
         return found
 
@@ -284,7 +284,7 @@ def _grouped_weights(stacks: dict[str, Tensor], gain: float, limit: float) -> Ex
 
 
 def _expert_views(stacks: dict[str, Tensor], gain: float, limit: float) -> tuple[Mlp, ...]:
-    """Experts whose weights are views of the stacks."""
+    """Create experts whose weights are views of the stacked tensors."""
     activation = partial(swiglu_oai, gain=gain, limit=limit)
 
     def linears(name: str) -> list[Linear]:

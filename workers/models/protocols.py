@@ -1,4 +1,4 @@
-"""What the engine needs of a model, whoever computes it."""
+"""Interfaces through which the engine uses a model, native or of `transformers`."""
 
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from penstock.workers.models.rotary import Rotary
 
 
 class ModelInfo(Protocol):
-    """Its sizes; see `ModelSpec`, which is our decoder's."""
+    """Sizes of a model; `ModelSpec` has the meaning of each."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -34,7 +34,7 @@ class ModelInfo(Protocol):
 
 
 class Model(Protocol):
-    """What computes; see `Decoder`."""
+    """A model that computes steps; `Decoder` has the meaning of each member."""
 
     @property
     def spec(self) -> ModelInfo: ...

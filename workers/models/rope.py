@@ -1,4 +1,4 @@
-"""Rotary embedding as a configuration describes it, without torch."""
+"""Rotary position embedding (RoPE) as described by `config.json`. Does not need torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,28 +10,28 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: its base, and how frequencies are stretched for longer contexts.
+    """Rotary embedding: its base and how its frequencies are scaled for longer contexts.
 
-    "dynamic" stretches nothing within the positions that a model has, so it is "default" here.
+    "dynamic" is read as "default": it scales only beyond the model's maximum length.
     """
 
     theta: float
     kind: str = "default"  # "default", "linear", "llama3", "yarn" or "longrope"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # this and the next: llama3
-    high_freq_factor: float = 4.0
-    original_max_len: int = 8192  # positions the model was first trained on
-    rotated_fraction: float = 1.0  # of a head's features that are rotated, the first ones
-    scale: float = 1.0  # of what is rotated
-    interleaved: bool = False  # pairs are neighbours, not half a head apart
-    beta_fast: float = 32.0  # this and the next two: yarn
-    beta_slow: float = 1.0
-    truncate: bool = True
-    divisors: tuple[float, ...] = ()  # of each pair's frequency: longrope
-    short_divisors: tuple[float, ...] = ()  # the same within `original_max_len`
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_len: int = 8192  # context length of the original training
+    rotated_fraction: float = 1.0  # share of a head's features that is rotated, from the first on
+    scale: float = 1.0  # factor of the rotated features
+    interleaved: bool = False  # pairs are adjacent features, not half a head apart
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    divisors: tuple[float, ...] = ()  # longrope: divisor of each pair's frequency
+    short_divisors: tuple[float, ...] = ()  # longrope: divisors within `original_max_len`
 
     def within(self, num_positions: int) -> "RopeSpec":
-        """For a model that is used for so many positions only."""
+        """Return the spec to use if only `num_positions` positions are served."""
         if num_positions > self.original_max_len or not self.short_divisors:
             return self
         return replace(self, divisors=self.short_divisors)
@@ -40,7 +40,7 @@ class RopeSpec:
 def read_ropes(
     config: Fields, partial: bool, local_theta: float | None
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """Of all layers and, where the family has a `local_theta`, of the layers with a window."""
+    """Read the rope of all layers, and that of windowed layers if the family has `local_theta`."""
     if local_theta is None:
         return read_rope(config, partial), None
     values = dict(config.values)
@@ -57,9 +57,10 @@ def read_ropes(
 
 
 def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
-    """Both ways of writing it: `rope_parameters`, and the older `rope_theta` + `rope_scaling`.
+    """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
-    `partial`: whether the family looks at `partial_rotary_factor`.
+    Args:
+        partial: Whether the family supports `partial_rotary_factor`.
     """
     values = config.values
     found = values.get("rope_scaling") or values.get("rope_parameters") or {}
@@ -81,12 +82,10 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
         rotated_fraction=rope.number("partial_rotary_factor", 1.0),
     )
     kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "su" or (kind == "yarn" and "long_factor" in found):  # its first names
+    if kind == "su" or (kind == "yarn" and "long_factor" in found):  # earlier names of longrope
         kind = "longrope"
     if kind not in KINDS:
-        raise config.unsupported(
-            f"rope scaling {kind!r} is not served; served are {', '.join(KINDS)}"
-        )
+        raise config.unsupported(f"rope scaling {kind!r} is not served, only {', '.join(KINDS)}")
     if kind in ("default", "dynamic"):
         return plain
     return _stretched(config, rope, replace(plain, kind=kind))
@@ -94,14 +93,14 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
 
 def _stretched(config: Fields, rope: Fields, plain: RopeSpec) -> RopeSpec:
     kind, longest = plain.kind, config.size("max_position_embeddings")
-    # Beside the rope's own parameters (Phi-3 keeps it there) it goes before them.
+    # A value at the top level (Phi-3) takes precedence over the one in the rope parameters.
     holder = config if config.values.get("original_max_position_embeddings") else rope
     original = holder.size("original_max_position_embeddings", longest)
     factor = rope.values.get("factor")
     if factor is None and kind in ("yarn", "longrope"):
         factor = longest / original
     if factor is None:
-        raise rope.bad("factor", f"given, which rope scaling {kind!r} needs")
+        raise rope.bad("factor", f"a number, as rope scaling {kind!r} requires")
     if type(factor) not in (int, float) or not 0 < factor < float("inf"):
         raise rope.bad("factor", "a positive number")
     spec = replace(plain, factor=float(factor))
@@ -119,7 +118,7 @@ def _llama3(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
 
 
 def _yarn(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
-    """Peng et al., 2023; `mscale` and `mscale_all_dim` are DeepSeek's."""
+    """Read YaRN parameters (Peng et al., 2023); `mscale` and `mscale_all_dim` are DeepSeek's."""
     scale = _yarn_scale(spec.factor, 1.0)
     if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
         scale = _yarn_scale(spec.factor, rope.number("mscale", 1.0)) / _yarn_scale(
@@ -139,7 +138,7 @@ def _yarn_scale(factor: float, weight: float) -> float:
 
 
 def stretched_scores(config: Fields) -> float:
-    """What DeepSeek multiplies scores by where rope is stretched, beside the rope's own scale."""
+    """Return DeepSeek's extra factor of attention scores under rope scaling (`mscale_all_dim`)."""
     found = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "default" or not found.get("mscale_all_dim"):
@@ -150,7 +149,10 @@ def stretched_scores(config: Fields) -> float:
 
 
 def _longrope(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
-    """Ding et al., 2024. All sequences share one set of divisors, so that their keys agree."""
+    """Read LongRoPE parameters (Ding et al., 2024).
+
+    All sequences use the same divisors, whatever their length, so that cached keys can be shared.
+    """
     scale = 1.0
     if spec.factor > 1:
         scale = math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_max_len))
@@ -167,7 +169,7 @@ def _divisors(rope: Fields, key: str) -> tuple[float, ...]:
     if not isinstance(found, list) or not all(
         type(value) in (int, float) and value > 0 for value in found
     ):
-        raise rope.bad(key, "a list of positive numbers, one a pair of rotated features")
+        raise rope.bad(key, "a list of positive numbers, one per pair of rotated features")
     return tuple(found)
 
 

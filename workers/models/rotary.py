@@ -1,4 +1,4 @@
-"""The frequencies of rotary embedding, as its kinds stretch them."""
+"""Frequencies of rotary embedding, with the scaling methods for longer contexts."""
 
 import math
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from penstock.workers.models.rope import RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """What turns the heads of some layers."""
+    """Rotary embedding of some layers, which rotates the first R features of each head."""
 
-    frequencies: Tensor  # [R / 2] float32: radians a position; the first R features are turned
-    scale: float  # of what is turned
-    interleaved: bool  # whether the pairs that turn are neighbours
+    frequencies: Tensor  # [R / 2] float32: radians per position
+    scale: float  # factor of the rotated features
+    interleaved: bool  # pairs are adjacent features instead of R / 2 apart
 
 
 def make_rotary(rope: RopeSpec, head_dim: int, device: torch.device) -> Rotary:
-    # On the host: arithmetic on `meta` tensors makes torch load its compiler, which takes seconds.
+    # Computed on the CPU: arithmetic on `meta` tensors loads torch's compiler, which takes seconds.
     frequencies = rotary_frequencies(rope, int(head_dim * rope.rotated_fraction))
     return Rotary(frequencies.to(device), rope.scale, rope.interleaved)
 
 
 def rotary_frequencies(rope: RopeSpec, num_features: int) -> Tensor:
-    """Radians a position of each feature pair: [num_features / 2] float32."""
+    """Return the radians per position of each feature pair: [num_features / 2] float32."""
     exponents = torch.arange(0, num_features, 2, dtype=torch.float32) / num_features
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -40,7 +40,7 @@ def rotary_frequencies(rope: RopeSpec, num_features: int) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Long waves are stretched, short ones kept, those between blended linearly."""
+    """Divide low frequencies by the factor, keep high ones, and interpolate linearly between."""
     rotations = rope.original_max_len * frequencies / (2 * math.pi)
     blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -48,7 +48,10 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    """As `_llama3`, but blended by the pair's number between two numbers of turns."""
+    """Scale as in `_llama3`, but interpolate over the index of the pair.
+
+    The interpolation runs between the pairs that make `beta_fast` and `beta_slow` rotations.
+    """
     num_features = 2 * len(frequencies)
     low = _pair_of_rotations(rope, num_features, rope.beta_fast)
     high = _pair_of_rotations(rope, num_features, rope.beta_slow)
@@ -61,6 +64,6 @@ def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
 
 
 def _pair_of_rotations(rope: RopeSpec, num_features: int, rotations: float) -> float:
-    """The pair that makes so many turns in the positions first trained on."""
+    """Return the index of the pair that makes `rotations` turns in `original_max_len` positions."""
     ratio = rope.original_max_len / (rotations * 2 * math.pi)
     return num_features * math.log(ratio) / (2 * math.log(rope.theta))

@@ -1,4 +1,4 @@
-"""Which layers of a family have a sliding window: the positions that each sees; 0: all."""
+"""Sliding windows per layer, as visible positions; 0: all positions are visible."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ def every_layer(config: Config) -> list[int]:
 
 
 def upper_layers(config: Config) -> list[int]:
-    """The layers named in `layer_types` or, without that, from `max_window_layers` up."""
+    """Windows of the layers given by `layer_types`, else of those from `max_window_layers` on."""
     num_layers = config["num_hidden_layers"]
     if not config.get("use_sliding_window"):
         return [0] * num_layers
@@ -27,7 +27,7 @@ def upper_layers(config: Config) -> list[int]:
 
 
 def alternating(period: int) -> Callable[[Config], list[int]]:
-    """The layers named in `layer_types` or, without that, all but every `period`th one."""
+    """Windows of the layers given by `layer_types`, else of all but every `period`-th layer."""
 
     def windows(config: Config) -> list[int]:
         window = config.get("sliding_window") or 0
@@ -46,7 +46,10 @@ def every_layer_if_used(config: Config) -> list[int]:
 
 
 def alternate_lower_layers(config: Config) -> list[int]:
-    """The layers named in `layer_types` or, without that, every other one of the lower layers."""
+    """Windows of the layers given by `layer_types`, else of every second lower layer.
+
+    The lower layers are those below `max_window_layers`.
+    """
     if not config.get("use_sliding_window"):
         return no_window(config)
     window = config.get("sliding_window", 4096) or 0

@@ -1,4 +1,4 @@
-"""What a checkpoint folder says of its model: read from `config.json`, without torch."""
+"""Model description (`ModelSpec`), read from a checkpoint's `config.json`. Does not need torch."""
 
 import math
 from collections.abc import Mapping
@@ -23,22 +23,22 @@ from penstock.workers.models.tensor_names import TensorNames
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A feed-forward layer of experts."""
+    """Mixture-of-experts feed-forward layers."""
 
     num_experts: int
-    top_k: int  # experts a token
-    inner_size: int  # of each expert
+    top_k: int  # experts per token
+    inner_size: int  # intermediate features of each expert
     normalise: bool  # whether the weights of a token's experts sum to one
-    shared_size: int  # of the expert that every token goes through; 0: there is none
-    layers: tuple[bool, ...]  # which layers have experts
-    clamp: tuple[float, float] | None = None  # gain and limit of the gate, as gpt-oss has it
-    shared_gate: bool = True  # whether the shared expert has a weight of its own
-    routing: RoutingSpec | None = None  # None: the likeliest, no more
+    shared_size: int  # intermediate features of the shared expert; 0: no shared expert
+    layers: tuple[bool, ...]  # True for the layers with experts
+    clamp: tuple[float, float] | None = None  # gpt-oss: gain and limit of the gate
+    shared_gate: bool = True  # whether a gate scales the shared expert's result
+    routing: RoutingSpec | None = None  # None: the top k of a softmax
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Everything the decoder needs to know of a model."""
+    """Complete description of a model for the native decoder."""
 
     family: str
     vocab_size: int
@@ -56,29 +56,29 @@ class ModelSpec:
     output_bias: bool
     mlp_bias: bool
     qk_norm: str  # "", "head" or "whole"
-    norm_position: str  # "before", "after" or "both"; "once": before, one for both halves
-    parallel: bool  # whether attention and feed-forward read the same stream
-    qkv_grouped: bool  # in the checkpoint: each KV head's query heads, its key, its value
-    gated: bool  # the feed-forward layer
-    sinks: bool  # whether each head has a score that takes probability and gives nothing
-    norm_kind: str  # "rms", "layer", "layer_unbiased", "rms_above_one": its weight counts from one
+    norm_position: str  # "before", "after", "both" or "once" (before, shared by both halves)
+    parallel: bool  # whether attention and feed-forward read the same hidden states
+    qkv_grouped: bool  # checkpoint order is, per KV head: query heads, key, value
+    gated: bool  # whether the feed-forward layer has a gate
+    sinks: bool  # attention sinks: a learned score without a value in each head's softmax
+    norm_kind: str  # "rms", "layer", "layer_unbiased" or "rms_above_one" (uses 1 + weight)
     norm_eps: float
-    activation: str  # of the gate "silu" or "gelu_pytorch_tanh", without one "gelu" or "gelu_new"
+    activation: str  # gated: "silu" or "gelu_pytorch_tanh"; otherwise "gelu" or "gelu_new"
     embedding_scale: float
     embedding_norm: bool
-    qkv_clip: float  # what queries, keys and values are clipped to; 0: they are not
-    attention_scale: float | None  # of the scores; None: 1 / sqrt(head_dim)
+    qkv_clip: float  # limit to which queries, keys and values are clamped; 0: no clamp
+    attention_scale: float | None  # factor of the scores; None: 1 / sqrt(head_dim)
     attention_cap: float  # soft cap of the scores; 0: none
     logit_cap: float  # soft cap of the logits; 0: none
-    alibi: AlibiSpec | None  # then no head turns, whatever `rope` says
+    alibi: AlibiSpec | None  # if set, there is no rotary embedding and `rope` is ignored
     rope: RopeSpec
-    local_rope: RopeSpec | None  # of the layers with a window, where it differs
-    windows: tuple[int, ...]  # positions that a layer's token sees, itself included; 0: all
+    local_rope: RopeSpec | None  # rope of the layers with a window, if it differs
+    windows: tuple[int, ...]  # per layer: visible positions, the token's own included; 0: all
     experts: ExpertsSpec | None
     names: TensorNames
-    dtype: str  # of the checkpoint: float32, bfloat16 or float16
-    latent: LatentSpec | None
-    num_mtp_layers: int  # that predict further tokens: in the checkpoint, and not used
+    dtype: str  # dtype of the checkpoint: float32, bfloat16 or float16
+    latent: LatentSpec | None  # set for MLA
+    num_mtp_layers: int  # multi-token prediction layers in the checkpoint; they are not loaded
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -88,32 +88,36 @@ class ModelSpec:
 
     @property
     def rotated_dim(self) -> int:
-        """Features of a head that rope may turn."""
+        """Features of a head that rotary embedding may rotate."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def extra_dim(self) -> int:
-        """Features of a cached head beside its own: a bias, and what makes a multiple of 8 (rows
-        of 16 bytes) with it."""
+        """Extra features of a cached head: an ALiBi bias and padding to a multiple of 8 (16 bytes).
+
+        0 unless the model uses rounded ALiBi.
+        """
         rounded = self.alibi is not None and self.alibi.rounded
         return 8 - self.head_dim % 8 if rounded else 0
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """What one position has in a layer's cache: sides (keys and values), heads, features."""
+        """Shape of one position in a layer's cache: sides (keys and values), heads, features."""
         if self.latent is None:
             return 2, self.num_kv_heads, self.head_dim + self.extra_dim
         return 1, 1, self.latent.rank + self.latent.rope_dim
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values that one position takes, all layers together."""
+        """Return the cache bytes of one position, over all layers."""
         return self.num_layers * math.prod(self.kv_shape) * dtype_bytes
 
 
 def read_config(folder: Path) -> Fields:
-    """The folder's `config.json`, of a single architecture and not quantized.
+    """Read the folder's `config.json` and check its architecture entry and quantization.
 
-    Raises `BadCheckpoint` or `UnsupportedModel`, each with a line for the user.
+    Raises:
+        BadCheckpoint: The file is missing or invalid.
+        UnsupportedModel: It names no single architecture, or quantized weights.
     """
     if not folder.is_dir():
         raise BadCheckpoint(f"{folder} is not a folder: give the path of a checkpoint folder")
@@ -126,23 +130,24 @@ def read_config(folder: Path) -> Fields:
     method = config.values.get("quantization_config")
     if method:
         name = method.get("quant_method") if isinstance(method, Mapping) else method
-        raise config.unsupported(f"weights quantized by {name} are not served: take bfloat16")
+        raise config.unsupported(
+            f"weights quantized by {name} are not served: use a bfloat16 checkpoint"
+        )
     return config
 
 
 def supported_architectures() -> str:
-    """The architectures that are ours, for a message."""
-    return f"served are {', '.join(sorted(FAMILIES))}"
+    """List the native architectures, for an error message."""
+    return f"native architectures are {', '.join(sorted(FAMILIES))}"
 
 
 def is_native(config: Fields) -> bool:
-    """Whether our own decoder computes it."""
+    """Whether the native decoder supports the architecture; otherwise `transformers` runs it."""
     return config.values["architectures"][0] in FAMILIES
 
 
 def check_config(folder: Path) -> None:
-    """That the folder's model may be served, as far as its configuration tells. Raises as
-    `read_config` does."""
+    """Check by its configuration that the folder's model can be served; raises like `read_spec`."""
     config = read_config(folder)
     if is_native(config):
         read_spec(folder)
@@ -151,18 +156,20 @@ def check_config(folder: Path) -> None:
 
 
 def require_transformers(config: Fields) -> None:
-    """Raise `UnsupportedModel` if `transformers` is not installed, as in an image for routers."""
+    """Raise `UnsupportedModel` if `transformers` is not installed, as in router images."""
     if find_spec("transformers") is None:
         raise config.unsupported(
-            f"{config.values['architectures'][0]} is computed by transformers, which is not "
-            f"installed here: pip install transformers. Without it, {supported_architectures()}"
+            f"{config.values['architectures'][0]} needs transformers, which is not installed "
+            f"here: pip install transformers. Without it, {supported_architectures()}"
         )
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """What the folder's `config.json` (and `generation_config.json`, for the end tokens) says.
+    """Read the model's spec from `config.json`, and its EOS tokens from `generation_config.json`.
 
-    Raises `BadCheckpoint` or `UnsupportedModel`, each with a line for the user.
+    Raises:
+        BadCheckpoint: A file is missing or has invalid values.
+        UnsupportedModel: The architecture or one of its options is not supported.
     """
     config = read_config(folder)
     family = _family(config)
@@ -191,7 +198,7 @@ def _family(config: Fields) -> Family:
 
 
 def _value_at(values: Config, key: str) -> Any:
-    """Of "a.b": b in the object a; None where it is not there."""
+    """Return the value at a dotted key ("a.b" is key b of object a); None if absent."""
     *outer, last = key.split(".")
     for name in outer:
         found = values.get(name)
@@ -253,7 +260,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
 
 
 def _heads(config: Fields, family: Family, latent: LatentSpec | None) -> tuple[int, int]:
-    """The number of KV heads, and the features of a query's head."""
+    """Return the number of KV heads and the features of a query head."""
     if latent is not None:
         return 1, latent.head_dim
     num_heads = config.size("num_attention_heads")
@@ -263,7 +270,7 @@ def _heads(config: Fields, family: Family, latent: LatentSpec | None) -> tuple[i
     default = family.head_dim or config.size("hidden_size") // num_heads
     head_dim = config.size("head_dim", default)
     if head_dim % 2 and not family.alibi:
-        raise config.bad("head_dim", "even, which rotary embedding needs")
+        raise config.bad("head_dim", "even, as rotary embedding requires")
     return num_kv_heads, head_dim
 
 
@@ -278,7 +285,7 @@ def _attention_scale(config: Fields, family: Family, head_dim: int) -> float | N
 
 
 def _if_given(config: Fields, key: str, used: bool) -> float:
-    """0 where it is not there, or the family does not look at it."""
+    """Return the number at `key`; 0 if it is absent or the family does not use it."""
     if not used or config.values.get(key) is None:
         return 0.0
     return config.number(key, 1.0)
@@ -296,9 +303,11 @@ def _alibi(config: Fields, family: Family, num_heads: int, num_kv_heads: int) ->
 def _checked_rope(config: Fields, family: Family, rope: RopeSpec, head_dim: int) -> RopeSpec:
     num_features = int(head_dim * rope.rotated_fraction)
     if num_features % 2 or not 0 < num_features <= head_dim:
-        raise config.bad("partial_rotary_factor", "a share that makes an even number of features")
+        raise config.bad(
+            "partial_rotary_factor", "a fraction of head_dim that is an even number of features"
+        )
     if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
-        raise config.bad("rope_scaling", f"one with {num_features // 2} factors each")
+        raise config.bad("rope_scaling", f"one whose lists have {num_features // 2} factors each")
     interleaved = family.latent and config.flag("rope_interleave", True)
     return replace(rope, interleaved=interleaved or family.interleaved)
 
@@ -316,7 +325,7 @@ def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
     try:
         layers = tuple(found.layers(config.values))
     except (TypeError, ZeroDivisionError):
-        raise config.bad("decoder_sparse_step", "a positive whole number, every so many") from None
+        raise config.bad("decoder_sparse_step", "a positive whole number") from None
     shared_size = config.size(found.shared_size) if found.shared_size else 0
     if found.shared_count:
         shared_size = config.size(found.shared_count) * config.size(found.inner_size)
@@ -342,11 +351,11 @@ def _windows(config: Fields, family: Family) -> tuple[int, ...]:
     try:
         windows = tuple(family.windows(config.values))
     except TypeError:
-        raise config.bad("layer_types", "a list of the layers' kinds") from None
+        raise config.bad("layer_types", "a list with the type of each layer") from None
     if len(windows) != config.size("num_hidden_layers"):
-        raise config.bad("layer_types", "one entry a layer")
+        raise config.bad("layer_types", "a list with one entry per layer")
     if any(type(window) is not int or window < 0 for window in windows):
-        raise config.bad("sliding_window", "a positive whole number")
+        raise config.bad("sliding_window", "a whole number of 0 or more")
     return windows
 
 
@@ -354,12 +363,14 @@ def read_dtype(config: Fields) -> str:
     values = config.values
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
     if name not in ("float32", "bfloat16", "float16"):
-        raise config.unsupported(f"dtype {name!r} is not served: float32, bfloat16 or float16")
+        raise config.unsupported(
+            f"dtype {name!r} is not served, only float32, bfloat16 and float16"
+        )
     return name
 
 
 def read_eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
-    """Of `generation_config.json` where it names some, else of `config.json`."""
+    """Return the EOS token ids of `generation_config.json` if it has any, else of `config.json`."""
     found = None
     path = folder / "generation_config.json"
     if path.is_file():
@@ -368,5 +379,5 @@ def read_eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
         found, path = config.values.get("eos_token_id"), config.path
     tokens = [] if found is None else found if isinstance(found, list) else [found]
     if any(type(token) is not int or token < 0 for token in tokens):
-        raise BadCheckpoint(f"{path}: eos_token_id is {found!r}, not token ids")
+        raise BadCheckpoint(f"{path}: eos_token_id is {found!r}, not a token id or a list of them")
     return tuple(tokens)

@@ -1,4 +1,4 @@
-"""Communicators of torch, made outside of its global state: gloo on CPUs, NCCL on GPUs."""
+"""torch communicators created without its global state: gloo on CPUs, NCCL on GPUs."""
 
 import re
 from datetime import timedelta
@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 
 class Communicator(Protocol):
-    """What is used of a process group."""
+    """The methods of torch's process groups that are used here."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
@@ -22,16 +22,18 @@ class Communicator(Protocol):
 
 
 def backend_for(device: torch.device) -> str:
-    """The communicator that moves tensors of that device."""
+    """Return the backend for tensors of `device`: "nccl" or "gloo"."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def connect(
     backend: str, store: Store, rank: int, num_ranks: int, host: str, seconds: float
 ) -> Communicator:
-    """The communicator of those who meet in `store`; waits for the others.
+    """Create a communicator of the `num_ranks` ranks that share `store`; wait for the others.
 
-    `host` is the address that gloo listens on; an operation that takes longer than `seconds` fails.
+    Args:
+        host: Address that gloo listens on.
+        seconds: Timeout of each operation.
     """
     if backend == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
@@ -44,5 +46,5 @@ def connect(
 
 
 def first_sentence(error: Exception) -> str:
-    """The first sentence of torch's message, without its place in the source."""
+    """Return the first sentence of torch's error message, without the source location."""
     return re.sub(r"^\[[^]]*\] ", "", str(error)).splitlines()[0].split(". ")[0]

@@ -1,7 +1,7 @@
-"""Ranks that compute together: sums in the order of ranks, gathering, exchange, handing on.
+"""Collectives of a worker's ranks: all-reduce, all-gather, all-to-all, and links between stages.
 
-A sum is made where its parts have met, one after the other: which bits it has depends on the
-number of ranks and on nothing else, neither on time nor on how many rows there are.
+An all-reduce gathers the parts and adds them in the order of ranks. The bits of a sum therefore
+depend on the number of ranks only, not on timing or on the number of rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +19,20 @@ from penstock.workers.parallel.communicator import (
 )
 
 SMALL_BYTES = 1 << 16
-"""Sums up to here take one round, in which everybody gets all parts; others two, of less each."""
+"""Up to this size an all-reduce is one all-gather; above, an all-to-all and an all-gather, which
+send less."""
 
 
 class RankLost(RuntimeError):
-    """Another rank of this worker is gone, or silent for too long."""
+    """Another rank of this worker has exited or does not respond within the timeout."""
 
 
 class ProcessGroup:
-    """Some ranks of a worker, this one among them. All make the same calls in the same order.
+    """A group of a worker's ranks that includes this one.
 
-    An operation that fails or takes too long raises `RankLost`; the group is of no use then. (By
-    NCCL operations only begin here; it is its own watchdog that ends what takes too long.)
+    All ranks must make the same calls in the same order. An operation that fails or times out
+    raises `RankLost`; the group cannot be used any more. (With NCCL, calls only enqueue operations,
+    and NCCL's own watchdog handles timeouts.)
     """
 
     def __init__(self, communicator: Communicator, size: int) -> None:
@@ -38,7 +40,7 @@ class ProcessGroup:
         self._communicator = communicator
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        """Everybody's parts, which are of one shape: [size, *shape], in the order of ranks."""
+        """Gather the ranks' shards, all of one shape: [size, *shape], in the order of ranks."""
         shard = shard.contiguous()
         gathered = shard.new_empty((self.size, *shard.shape))
         if shard.numel():
@@ -46,10 +48,10 @@ class ProcessGroup:
         return gathered
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """What all parts, which are of one shape, make together; nobody's part is changed."""
+        """Return the sum of the ranks' tensors, all of one shape; `tensor` is not changed."""
         if tensor.nbytes <= SMALL_BYTES:
             return _sum_in_order(self.all_gather(tensor))
-        # Each rank adds up one slice of it, and tells the others.
+        # Reduce-scatter, then all-gather: each rank sums one slice.
         size = -(-tensor.numel() // self.size)
         padded = tensor.new_zeros(self.size * size)
         padded[: tensor.numel()] = tensor.reshape(-1)
@@ -58,9 +60,10 @@ class ProcessGroup:
         return self.all_gather(mine).view(-1)[: tensor.numel()].view(tensor.shape)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Rows to everybody and from everybody: [sum(sent), D] to [sum(received), D].
+        """Exchange rows with all ranks: [sum(sent), D] to [sum(received), D].
 
-        The first `sent[0]` rows go to the first rank, and so on; likewise what comes back.
+        The first `sent[0]` rows go to the group's first rank, and so on. The first `received[0]`
+        rows of the result come from the first rank, and so on.
         """
         into = rows.new_empty((sum(received), *rows.shape[1:]))
         out = rows.contiguous()
@@ -76,7 +79,7 @@ class ProcessGroup:
 
 
 class StageLinks:
-    """To the ranks of other stages that hidden states come from and go to."""
+    """Connection to the ranks of the previous and next stage, for hidden states."""
 
     def __init__(
         self, communicator: Communicator, prev_stage: int | None, next_stage: int | None
@@ -87,27 +90,27 @@ class StageLinks:
         self._sending: tuple[dist.Work, Tensor] | None = None
 
     def receive(self, into: Tensor) -> Tensor:
-        """Fills it with what the stage before sent, and returns it."""
+        """Receive hidden states from the previous stage into `into`, and return it."""
         before = self.prev_stage
         assert before is not None
         _wait(lambda: self._communicator.recv([into], before, 0))
         return into
 
     def send(self, hidden: Tensor) -> None:
-        """To the next stage; returns when what was sent before this has gone."""
+        """Send to the next stage; wait only for the previous send to complete."""
         assert self.next_stage is not None
         if self._sending is not None:
             work = self._sending[0]
             _wait(lambda: work)
         hidden = hidden.contiguous()
-        # Kept until it has gone; the next stage may be a step behind.
+        # Keep the tensor until the send has completed; the next stage may be a step behind.
         self._sending = self._communicator.send([hidden], self.next_stage, 0), hidden
 
 
 def make_process_group(
     store: Store, ranks: Sequence[int], rank: int, device: torch.device, host: str, seconds: float
 ) -> ProcessGroup:
-    """The group of `ranks`, of which `rank` is one; waits for the others in `store`."""
+    """Create the group of `ranks`, which include `rank`; wait for the other ranks."""
     name = "-".join(map(str, ranks))
     communicator = _connect(
         store, f"group {name}", ranks.index(rank), len(ranks), device, host, seconds
@@ -125,7 +128,7 @@ def make_stage_links(
     host: str,
     seconds: float,
 ) -> StageLinks:
-    """This rank's links between stages, out of a communicator of all ranks."""
+    """Create this rank's links to other stages, over a communicator of all ranks."""
     communicator = _connect(store, "stages", rank, num_ranks, device, host, seconds)
     return StageLinks(communicator, prev_stage, next_stage)
 
@@ -143,18 +146,18 @@ def _connect(
     try:
         return connect(backend_for(device), prefixed, rank, num_ranks, host, seconds)
     except RuntimeError as error:
-        raise RankLost(f"the ranks of {name} did not meet: {first_sentence(error)}") from error
+        raise RankLost(f"the ranks of {name} could not connect: {first_sentence(error)}") from error
 
 
 def _wait(start: Callable[[], dist.Work]) -> None:
     try:
-        start().wait()  # as long as the communicator was told; with a bound NCCL would block here
+        start().wait()  # no timeout argument (NCCL would block for it): the communicator has one
     except RuntimeError as error:
         raise RankLost(first_sentence(error)) from error
 
 
 def _sum_in_order(tensors: Tensor) -> Tensor:
-    """[size, *shape] to [*shape], in order; narrow numbers are added up in float32."""
+    """Sum [size, *shape] to [*shape] in the order of ranks; accumulate in float32."""
     total = tensors[0].to(torch.float32, copy=True)
     for tensor in tensors[1:]:
         total += tensor
@@ -162,12 +165,12 @@ def _sum_in_order(tensors: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Any dtype as bytes: not every communicator knows each."""
+    """View a tensor of any dtype as bytes; communicators do not support all dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _row_bytes(rows: Tensor) -> Tensor:
-    """The same, row by row: [rows, bytes of a row]."""
+    """View rows as bytes: [rows, bytes per row] uint8."""
     return rows.view(len(rows), -1).view(torch.uint8) if rows.numel() else (
         rows.new_empty((len(rows), rows[:0].numel()), dtype=torch.uint8)
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Modules that are imported when something of them is first used.
+"""Modules that are imported on first use.
 
-An engine of one rank speaks to nobody: it computes where protobuf is not installed (`make gpu`).
+An engine with one rank sends no messages, so it must run without protobuf (`make gpu`).
 """
 
 from importlib import import_module
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LazyModule:
-    """Stands for a module."""
+    """Proxy of a module that imports it when an attribute is read."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,34 +1,36 @@
-"""Which rank of a worker does what: its place in a mesh of tensor, pipeline and expert parallel.
+"""Mesh of a worker's ranks: tensor, pipeline and expert parallel.
 
-A worker has tp x pp ranks. Layers are cut into `pp` stages of `tp` ranks each; heads, columns and
-the vocabulary are cut over a stage's ranks; experts are spread over `ep` groups of them, each
-expert whole in one group. (A fourth number, data-parallel attention, is to stand beside `tp` in
-`num_ranks`, and will let experts spread over more ranks than share a head.)
+A worker has tp x pp ranks. Layers are divided into `pp` stages of `tp` ranks each. Heads, columns
+and the vocabulary are divided among a stage's ranks; experts among `ep` groups of them, each expert
+complete in one group. (Planned: a fourth number for data-parallel attention, a further factor of
+`num_ranks`, with which experts can be divided among more ranks than heads are.)
 
-Rank 0 leads and is in the *last* stage, where the logits are: what is drawn there goes into the
-next step's plan, and no other rank needs to know how.
+Rank 0 leads and is in the *last* stage, where the logits are: it samples the tokens and puts them
+into the next step's plan, so no other rank needs a sampler.
 """
 
 from dataclasses import dataclass
 
 
 class BadShape(ValueError):
-    """The ranks that were asked for make no mesh, or cannot have this model: why, in a line."""
+    """The numbers of ranks form no valid mesh, or the model cannot be divided among them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    tp: int = 1  # ranks of a stage
+    """Shape of a worker: numbers of tensor, pipeline and expert parallel ranks."""
+
+    tp: int = 1  # ranks per stage
     pp: int = 1  # stages
-    ep: int = 1  # groups of a stage's ranks that experts are spread over
+    ep: int = 1  # groups of a stage's ranks among which the experts are divided
 
     def __post_init__(self) -> None:
         if min(self.tp, self.pp, self.ep) < 1:
             raise BadShape(f"tp, pp and ep must be 1 or more, not {self.tp}, {self.pp}, {self.ep}")
         if self.tp % self.ep:
             raise BadShape(
-                f"ep {self.ep} does not divide tp {self.tp}: experts are spread over the tp ranks "
-                "of a stage"
+                f"ep {self.ep} does not divide tp {self.tp}: experts are divided among the tp "
+                "ranks of a stage"
             )
 
     @property
@@ -37,7 +39,7 @@ class Mesh:
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that share each expert."""
+        """Number of ranks that share each expert."""
         return self.tp // self.ep
 
     def coord(self, rank: int) -> "MeshCoord":
@@ -46,7 +48,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class MeshCoord:
-    """One rank's place in the mesh."""
+    """Coordinates of one rank in the mesh."""
 
     mesh: Mesh = Mesh()
     rank: int = 0
@@ -65,63 +67,63 @@ class MeshCoord:
 
     @property
     def tp_rank(self) -> int:
-        """Which part of heads, columns and vocabulary."""
+        """Index among the stage's ranks, which divide heads, columns and vocabulary."""
         return self.rank % self.mesh.tp
 
     @property
     def ep_rank(self) -> int:
-        """Which of the groups that experts are spread over."""
+        """Index of the rank's group among the `ep` groups that divide the experts."""
         return self.tp_rank // self.mesh.expert_tp
 
     @property
     def expert_tp_rank(self) -> int:
-        """Which part of each of its experts."""
+        """Index among the ranks of the group, which divide the features of each expert."""
         return self.tp_rank % self.mesh.expert_tp
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The ranks of this stage, itself included."""
+        """The ranks of this stage, including this one."""
         first = self.rank - self.tp_rank
         return tuple(range(first, first + self.mesh.tp))
 
     @property
     def expert_ranks(self) -> tuple[int, ...]:
-        """Of those, the ranks that have the same part of other experts, itself included."""
+        """The ranks of this stage with the same `expert_tp_rank`, including this one."""
         return self.stage_ranks[self.expert_tp_rank :: self.mesh.expert_tp]
 
     @property
     def prev_stage(self) -> int | None:
-        """The rank of the stage before whose hidden states come here."""
+        """The rank of the previous stage that sends hidden states to this one."""
         return None if self.is_first else self._adjacent_rank(-1)
 
     @property
     def next_stage(self) -> int | None:
-        """The rank of the next stage that hidden states go to."""
+        """The rank of the next stage that receives this one's hidden states."""
         return None if self.is_last else self._adjacent_rank(1)
 
     def _adjacent_rank(self, step: int) -> int:
         return (self.rank + step * self.mesh.tp) % self.mesh.num_ranks
 
     def layers(self, num_layers: int) -> range:
-        """Those of this stage, out of all; stages differ by one layer at most."""
+        """Return the layers of this stage; stages differ by at most one layer."""
         pp = self.mesh.pp
         return range(num_layers * self.stage // pp, num_layers * (self.stage + 1) // pp)
 
     def experts(self, num_experts: int) -> range:
-        """Those of this rank's group, out of all."""
+        """Return the experts of this rank's group."""
         return even_partition(num_experts, self.mesh.ep, self.ep_rank)
 
     def tokens(self, vocab_size: int) -> range:
-        """This rank's part of the vocabulary; the last one's may be shorter."""
+        """Return this rank's part of the vocabulary; the last rank's may be shorter."""
         size = -(-vocab_size // self.mesh.tp)
         first = min(vocab_size, self.tp_rank * size)
         return range(first, min(vocab_size, first + size))
 
 
 SINGLE_COORD = MeshCoord()
-"""Of a rank that is alone."""
+"""Coordinates in a worker of one rank."""
 
 
 def even_partition(num_items: int, num_owners: int, owner: int) -> range:
-    """What one of several owners has of things in order; they differ by one at most."""
+    """Return the consecutive items of one owner; owners differ by at most one item."""
     return range(num_items * owner // num_owners, num_items * (owner + 1) // num_owners)

@@ -1,4 +1,4 @@
-"""What a rank shares with the other ranks of its worker."""
+"""The communication groups of one rank of a worker."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ from penstock.workers.parallel.mesh import SINGLE_COORD, MeshCoord
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups:
-    """Its place among them, and what they do together; alone: nothing."""
+    """A rank's coordinates and its groups; each group is None if the rank would be alone in it."""
 
     coord: MeshCoord = SINGLE_COORD
-    stage: ProcessGroup | None = None  # the ranks of its stage, if it is not the only one
-    experts: ProcessGroup | None = None  # those of them that have other experts, if there are any
-    links: StageLinks | None = None  # to other stages, if there are any
+    stage: ProcessGroup | None = None  # the ranks of its stage
+    experts: ProcessGroup | None = None  # one rank of each expert group, see `expert_ranks`
+    links: StageLinks | None = None  # to the previous and next stage
 
 
 SINGLE_RANK = ParallelGroups()
@@ -30,9 +30,10 @@ SINGLE_RANK = ParallelGroups()
 def connect_ranks(
     coord: MeshCoord, store: Store, device: torch.device, host: str, seconds: float
 ) -> ParallelGroups:
-    """Meet the others; `RankLost` if they do not come.
+    """Connect the ranks of a worker; raise `RankLost` if that fails.
 
-    seconds: the longest that an operation with the others may take, from then on.
+    Args:
+        seconds: Timeout of each later operation between the ranks.
     """
     mesh = coord.mesh
     stage = experts = links = None
@@ -51,6 +52,6 @@ def connect_ranks(
 
 
 def all_reduce_min(store: Store, name: str, coord: MeshCoord, value: int) -> int:
-    """The least that any rank has; all ranks ask, and wait until each of them has said its own."""
+    """Return the minimum of the ranks' values; every rank must call this, and waits for all."""
     store.set(f"{name} {coord.rank}", str(value))
     return min(int(store.get(f"{name} {rank}")) for rank in range(coord.mesh.num_ranks))

@@ -1,7 +1,7 @@
-"""The other ranks of a worker, as its leading rank has them move blocks; and what they answer.
+"""Sends KV transfer moves from rank 0 to the other ranks, and their reports back.
 
-They are told in the same line as step plans, and obey in order: so one reads a block after every
-step that was to write it. What came of it goes back over a communicator of the hosts.
+Moves are sent on the same channel as step plans and executed in order, so a rank reads a block only
+after all steps that write it. Reports return over a communicator between the hosts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class OrderQueue:
-    """Says to all other ranks what one of them is to do; who asks for it does not wait."""
+    """Queues moves and broadcasts them to all other ranks from a thread; `put` does not wait."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self._write = write
@@ -37,7 +37,7 @@ class OrderQueue:
 
     def put(self, move: wire.Move) -> None:
         self._orders.put(wire.Order(move=move).SerializeToString())
-        if self._thread is None:  # nobody waits for its end: a rank that is gone may hold it
+        if self._thread is None:  # a daemon, never joined: a lost rank may block it
             self._thread = threading.Thread(target=self._run, daemon=True, name="orders")
             self._thread.start()
 
@@ -45,12 +45,12 @@ class OrderQueue:
         try:
             while True:
                 self._write(self._orders.get())
-        except RankLost as error:  # a step will find out too, and end the worker
-            log.info("no more orders to move blocks: %s", error)
+        except RankLost as error:  # the next step fails as well and ends the worker
+            log.info("stopped sending KV transfer moves to the other ranks: %s", error)
 
 
 class RemoteRankMover:
-    """Another rank: `obey` has it told."""
+    """Mover of another rank: sends it moves and receives its reports."""
 
     def __init__(
         self, rank: int, rectangle: LayerHeadRange, orders: OrderQueue, reports: RemoteReader
@@ -73,14 +73,14 @@ class RemoteRankMover:
         try:
             while message := self._reports.read():
                 on_report(wire.Report.FromString(message))
-        except RankLost as error:  # with it the worker ends
-            log.info("rank %d reports no more: %s", self._rank, error)
+        except RankLost as error:  # a lost rank ends the worker
+            log.info("lost the connection for reports of rank %d: %s", self._rank, error)
 
 
 def make_remote_movers(
     rectangles: Sequence[LayerHeadRange], orders: OrderQueue, communicator: Communicator
 ) -> list[RemoteRankMover]:
-    """All ranks but the leading one; rectangles: of all."""
+    """Return the movers of all ranks except rank 0; `rectangles` are those of all ranks."""
     return [
         RemoteRankMover(rank, rectangles[rank], orders, RemoteReader(communicator, rank))
         for rank in range(1, len(rectangles))
@@ -88,7 +88,7 @@ def make_remote_movers(
 
 
 class Reporter:
-    """Another rank's end: says what came of its orders, from any thread."""
+    """Sends the reports of a rank other than 0 to rank 0, from any thread."""
 
     def __init__(self, communicator: Communicator, seconds: float) -> None:
         self._writer = RemoteWriter(communicator, 0, seconds)
@@ -96,12 +96,12 @@ class Reporter:
         self._lost = False
 
     def report(self, report: wire.Report) -> None:
-        """To the leading rank, if it is still there: each more would wait for it as long."""
+        """Send a report. After a failure drop all further ones: each would wait for the timeout."""
         with self._lock:
             if self._lost:
                 return
             try:
                 self._writer.write(report.SerializeToString())
-            except RankLost as error:  # the next step ends this rank
+            except RankLost as error:  # the next step fails as well and ends this rank
                 self._lost = True
-                log.warning("the leading rank takes no reports: %s", error)
+                log.warning("cannot send KV transfer reports to rank 0: %s", error)

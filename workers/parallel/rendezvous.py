@@ -1,7 +1,7 @@
-"""Where the ranks of a worker meet before they compute: a store that rank 0 keeps.
+"""Rendezvous of a worker's ranks: a key-value store in rank 0, served over gRPC.
 
-Communicators find each other in it, and ranks agree in it on what they must have alike. Others read
-and write it by calls that carry the cluster's token; strangers get nothing.
+Communicators find each other through it, and ranks agree on common settings. Calls must carry the
+cluster's token.
 """
 
 import hmac
@@ -17,14 +17,14 @@ from penstock.protos import ranks_pb2 as wire
 from penstock.protos import ranks_pb2_grpc
 from penstock.workers.parallel.groups import RankLost
 
-MAX_BYTES = 1 << 16  # of a message
+MAX_BYTES = 1 << 16  # maximum size of a message
 MAX_ENTRIES = 1 << 14
-_POLL_SECONDS = 1.0  # the longest that a call for what is not there yet waits
-_WAIT_SECONDS = 3600.0  # for what another rank is to say: it may be loading weights
+_POLL_SECONDS = 1.0  # how long one `Get` call waits for a key
+_WAIT_SECONDS = 3600.0  # default timeout for a key: the other rank may still be loading weights
 
 
 class LocalStore(Store):
-    """The store itself, in rank 0. Its methods are those that communicators call."""
+    """The store itself, in rank 0, with the methods that communicators call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class LocalStore(Store):
         data = value.encode() if isinstance(value, str) else bytes(value)
         with self._changed:
             if key not in self._values and len(self._values) >= MAX_ENTRIES:
-                raise ValueError(f"the ranks have said {MAX_ENTRIES} things: that is too much")
+                raise ValueError(f"the rendezvous store is full ({MAX_ENTRIES} entries)")
             self._values[key] = data
             self._changed.notify_all()
 
@@ -49,26 +49,26 @@ class LocalStore(Store):
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self.check(keys), seconds)
             if not self.check(keys):
-                reason = self._closed or f"another rank did not say {', '.join(keys)}"
+                reason = self._closed or f"another rank did not set {', '.join(keys)} in time"
                 raise RankLost(reason)
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
     def close(self, reason: str) -> None:
-        """Whoever waits gets `RankLost`, now and later."""
+        """Close the store: present and later waits raise `RankLost(reason)`."""
         with self._changed:
             self._closed = reason
             self._changed.notify_all()
 
 
 class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
-    """Serves the store of rank 0 at `address`. OSError if it cannot listen there."""
+    """gRPC server of rank 0's store, at `address`; raises OSError if it cannot listen there."""
 
     def __init__(self, host: str, token: str | None, num_ranks: int) -> None:
         self.store = LocalStore()
         self._token = token
-        # Each rank may wait in two of its threads.
+        # Each rank may wait for keys in two threads at once.
         threads = ThreadPoolExecutor(4 * num_ranks, thread_name_prefix="meeting")
         self._server = grpc.server(threads, options=_OPTIONS)
         ranks_pb2_grpc.add_RendezvousServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
@@ -76,7 +76,9 @@ class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
         try:
             port = self._server.add_insecure_port(f"{shown}:0")
         except RuntimeError:
-            raise OSError(f"the ranks cannot meet at {host}: not this machine's address") from None
+            raise OSError(
+                f"cannot serve the ranks' rendezvous at {host}: not an address of this machine"
+            ) from None
         self.address = f"{shown}:{port}"
         self._server.start()
 
@@ -102,17 +104,18 @@ class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
         shown = dict(context.invocation_metadata()).get("authorization", "")
         if not hmac.compare_digest(str(shown).encode(), f"Bearer {self._token}".encode()):
             context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "wrong or no cluster token: a rank must show it"
+                grpc.StatusCode.UNAUTHENTICATED,
+                "wrong or missing cluster token: start all ranks with the same token",
             )
 
     def close(self) -> None:
-        """Nobody is met here any more."""
-        self.store.close("rank 0 has ended")
+        """Stop the server and close the store."""
+        self.store.close("rank 0 has stopped")
         self._server.stop(0)
 
 
 class RemoteStore(Store):
-    """The same store, from another rank. `RankLost` where rank 0 does not answer."""
+    """Client of rank 0's store, for the other ranks; `RankLost` if rank 0 does not answer."""
 
     def __init__(self, address: str, token: str | None) -> None:
         super().__init__()
@@ -127,14 +130,14 @@ class RemoteStore(Store):
     def get(self, key: str) -> bytes:
         found = self._get(key, _WAIT_SECONDS)
         if found is None:
-            raise RankLost(f"another rank did not say {key}")
+            raise RankLost(f"another rank did not set {key} within {_WAIT_SECONDS:g} s")
         return found
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = _WAIT_SECONDS if timeout is None else timeout.total_seconds()
         for key in keys:
             if self._get(key, seconds) is None:
-                raise RankLost(f"another rank did not say {key}")
+                raise RankLost(f"another rank did not set {key} within {seconds:g} s")
 
     def check(self, keys: list[str]) -> bool:
         return all(self._get(key, 0.0) is not None for key in keys)
@@ -150,7 +153,7 @@ class RemoteStore(Store):
                 return bytes(entry.value)
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
-                    raise RankLost(f"rank 0 says: {error.details()}") from None
+                    raise RankLost(f"rendezvous with rank 0 failed: {error.details()}") from None
             if time.monotonic() >= deadline:
                 return None
 
@@ -158,7 +161,7 @@ class RemoteStore(Store):
         try:
             call()
         except grpc.RpcError as error:
-            raise RankLost(f"rank 0 says: {error.details()}") from None
+            raise RankLost(f"rendezvous with rank 0 failed: {error.details()}") from None
 
 
 _OPTIONS = (

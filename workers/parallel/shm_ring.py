@@ -1,7 +1,7 @@
 """A ring buffer in shared memory with one writer; all readers on the node read every message.
 
-The memory has no name in the file system. Readers open it through the writer's process (Linux), so
-nothing is left behind when processes are killed. A process that waits sleeps in the kernel (futex).
+The memory is an anonymous file that readers open through the writer's /proc entry (Linux), so
+nothing is left behind when processes are killed. Waiting processes sleep on a futex.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from penstock.workers.parallel.groups import RankLost
 
-_LINE = 64  # bytes: what two processes write at the same time lies in cache lines of its own
+_LINE = 64  # bytes: each process's counter has a cache line of its own (no false sharing)
 _WAIT, _WAKE = 0, 1
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())
-_CHECK_SECONDS = 0.5  # between looks whether the others still live
+_CHECK_SECONDS = 0.5  # interval of the checks whether the other process is alive
 _SLEEP_SECONDS = 50e-6
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_fence = threading.Lock()  # taking it orders what was written before and after
+_fence = threading.Lock()  # used as a memory fence: acquiring it orders the writes around it
 
 
 class _TimeSpec(ctypes.Structure):
@@ -32,10 +32,10 @@ class _TimeSpec(ctypes.Structure):
 
 
 class ShmRing:
-    """The memory, as both sides see it.
+    """The shared memory and its layout.
 
-    A counter of messages written (one cache line), one of messages read a reader, then the slots:
-    each a length (8 bytes) and the message.
+    A counter of written messages, one counter of read messages per reader (each in a cache line of
+    its own), then the slots: 8 bytes of length and the message. Counters wrap at 2³².
     """
 
     def __init__(self, file: int, num_readers: int, num_slots: int, slot_bytes: int) -> None:
@@ -75,7 +75,7 @@ class ShmRing:
         return self.memory[start + 8 : start + 8 + size]
 
     def wait_written(self, number: int) -> None:
-        """Until more than `number` messages are written, or for a while."""
+        """Wait until the counter of written messages is not `number`, or for a short time."""
         if _FUTEX is None:
             time.sleep(_SLEEP_SECONDS)
             return
@@ -102,7 +102,7 @@ class ShmRing:
 
 
 class ShmRingWriter:
-    """The writing side; `path` and `shape` are what a reader on this node opens it by."""
+    """Writer of a ring; readers on this node open it with `path` and `shape`."""
 
     def __init__(self, num_readers: int, num_slots: int, slot_bytes: int, seconds: float) -> None:
         self._file = os.memfd_create("penstock-plans")
@@ -113,32 +113,39 @@ class ShmRingWriter:
         self.shape = (num_readers, num_slots, slot_bytes)
 
     def write(self, message: bytes) -> None:
-        """To all readers. ValueError if it is too long; `RankLost` if a reader falls behind."""
+        """Write a message for all readers; wait while the ring is full.
+
+        Raises:
+            ValueError: The message is larger than a slot.
+            RankLost: A reader did not free a slot within the timeout.
+        """
         ring = self._ring
         if len(message) > ring.slot_bytes:
-            raise ValueError(f"a message of {len(message)} bytes, and {ring.slot_bytes} is most")
+            raise ValueError(
+                f"a message of {len(message)} bytes is larger than a slot ({ring.slot_bytes} bytes)"
+            )
         deadline = time.monotonic() + self._seconds
         while (self._number - self._slowest()) >= ring.num_slots:
             if time.monotonic() > deadline:
-                raise RankLost(f"a rank took no step plan for {self._seconds:g} s")
+                raise RankLost(f"a rank read no step plan for {self._seconds:g} s")
             time.sleep(_SLEEP_SECONDS)
         ring.put(self._number, message)
         self._number += 1
         ring.count_written(self._number % (1 << 32))
 
     def close(self) -> None:
-        """Readers that have opened it keep it."""
+        """Close the file; readers that have opened it can still use the ring."""
         os.close(self._file)
 
     def _slowest(self) -> int:
-        """Messages that all have read; counters begin anew at 2³²."""
+        """Return the number of messages that all readers have read (counters wrap at 2³²)."""
         ring, whole = self._ring, 1 << 32
         behind = ((self._number - ring.read(i)) % whole for i in range(ring.num_readers))
         return self._number - max(behind)
 
 
 class ShmRingReader:
-    """One reading side. OSError where `path` is on another node, or its writer has gone."""
+    """One reader of a ring; OSError if `path` is on another node or its writer has exited."""
 
     def __init__(
         self, path: str, shape: tuple[int, int, int], reader: int, is_alive: Callable[[], bool]
@@ -153,12 +160,12 @@ class ShmRingReader:
         self._is_alive = is_alive
 
     def read(self) -> bytes:
-        """The next message; waits for it. `RankLost` if the writer has gone."""
+        """Wait for the next message and return it; raise `RankLost` if the writer has exited."""
         ring = self._ring
         while ring.written() == self._number:
             ring.wait_written(self._number)
             if ring.written() == self._number and not self._is_alive():
-                raise RankLost("the leading rank is gone")
+                raise RankLost("the process of rank 0 has exited")
         with _fence:
             message = ring.get(self._number)
         self._number = (self._number + 1) % (1 << 32)

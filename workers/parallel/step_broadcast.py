@@ -1,7 +1,7 @@
-"""How the step plans of the leading rank reach the others.
+"""Broadcast of step plans from rank 0 to the other ranks of a worker.
 
-Within a node they lie in shared memory; to other nodes they go by gloo, on the host, whatever the
-ranks compute on. An empty message is the end.
+Ranks on the same node read them from shared memory; ranks on other nodes receive them over gloo
+between hosts, also where the ranks compute on GPUs. An empty message marks the end.
 """
 
 import json
@@ -21,18 +21,20 @@ from penstock.workers.parallel.communicator import Communicator, connect, first_
 from penstock.workers.parallel.groups import RankLost
 from penstock.workers.parallel.shm_ring import ShmRingReader, ShmRingWriter
 
-NUM_SLOTS = 32  # plans and orders that may wait: more plans than are in flight. A power of two
-_FOR_EVER = timedelta(days=365)  # an idle worker has no plans; a dead peer's connection breaks
+NUM_SLOTS = 32  # capacity for plans and moves; a power of two, more than plans in flight
+_FOR_EVER = timedelta(days=365)  # an idle worker sends nothing; if a peer exits, its socket fails
 
 
 class PlanReader(Protocol):
+    """Receiving side of the broadcast."""
+
     def read(self) -> bytes:
-        """The next message; waits for it. `RankLost`."""
+        """Wait for the next message and return it; raise `RankLost` if rank 0 is lost."""
         ...
 
 
 class PlanWriter:
-    """The leading rank's end."""
+    """Sending side of the broadcast, in rank 0."""
 
     def __init__(self, ring: ShmRingWriter | None, remote: Sequence["RemoteWriter"]) -> None:
         self._ring = ring
@@ -40,7 +42,7 @@ class PlanWriter:
         self._lock = threading.Lock()
 
     def write(self, message: bytes) -> None:
-        """To all other ranks, from any thread. `RankLost`."""
+        """Send a message to all other ranks, from any thread; raise `RankLost` if one is lost."""
         with self._lock:
             for one in self._remote:
                 one.write(message)
@@ -48,12 +50,12 @@ class PlanWriter:
                 self._ring.write(message)
 
     def end(self) -> None:
-        """There will be no more."""
+        """Send the end marker."""
         self.write(b"")
 
 
 class RemoteWriter:
-    """To one rank on another node."""
+    """Sends messages to one rank on another node."""
 
     def __init__(self, communicator: Communicator, rank: int, seconds: float) -> None:
         self._communicator = communicator
@@ -77,7 +79,7 @@ class RemoteWriter:
 
 
 class RemoteReader:
-    """From one rank, the leading one if none is named, on another node."""
+    """Receives messages from one rank (default: rank 0) on another node."""
 
     def __init__(self, communicator: Communicator, rank: int = 0) -> None:
         self._communicator = communicator
@@ -98,17 +100,23 @@ class RemoteReader:
 
 
 def node_name() -> str:
-    """Equal in two processes only if they see each other's memory."""
+    """Return a name that is equal in two processes only if they can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
-        return f"process {os.getpid()}"  # shared memory is for Linux
+        return f"process {os.getpid()}"  # the shared-memory ring needs Linux
     return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
 def connect_plan_writer(
     store: Store, num_ranks: int, max_bytes: int, node: str, host: str, seconds: float
 ) -> PlanWriter:
-    """The leading rank's end, on that node; waits until the others have theirs."""
+    """Create rank 0's side of the broadcast; wait until the other ranks have connected.
+
+    Args:
+        max_bytes: Maximum size of a message.
+        node: Result of `node_name` in this process.
+        seconds: Timeout of each write.
+    """
     near = [rank for rank in range(1, num_ranks) if _get_text(store, f"node {rank}") == node]
     far = [rank for rank in range(1, num_ranks) if rank not in near]
     ring = ShmRingWriter(len(near), NUM_SLOTS, max_bytes, seconds) if near else None
@@ -128,7 +136,7 @@ def connect_plan_writer(
 def connect_plan_reader(
     store: Store, rank: int, num_ranks: int, node: str, host: str
 ) -> PlanReader:
-    """Another rank's end, on that node."""
+    """Create the reader of a rank other than 0; `node` is the result of `node_name` there."""
     store.set(f"node {rank}", node)
     info = json.loads(_get_text(store, "plans"))
     far = len(info["readers"]) < num_ranks - 1
@@ -143,7 +151,7 @@ def connect_plan_reader(
 
 
 def connect_hosts(store: Store, name: str, rank: int, num_ranks: int, host: str) -> Communicator:
-    """One of all ranks, between their hosts, that may be silent for as long as it likes."""
+    """Create a gloo communicator of all ranks between their hosts, without idle timeout."""
     prefixed = PrefixStore(name, store)
     return connect("gloo", prefixed, rank, num_ranks, host, _FOR_EVER.total_seconds())
 
@@ -153,8 +161,8 @@ def _get_text(store: Store, key: str) -> str:
 
 
 def _liveness_check(pid: int) -> Callable[[], bool]:
-    """Asks whether a process lives; one whose number was given anew counts as dead."""
-    import psutil  # not where one rank computes on a GPU, see docs/gpu.md
+    """Return a check whether process `pid` is running; a process that reuses the id is not it."""
+    import psutil  # imported here because single-GPU installations may lack it, see docs/gpu.md
 
     process = psutil.Process(pid)
 

@@ -1,4 +1,4 @@
-"""What makes two workers' blocks mean the same: short strings that are equal only then."""
+"""Fingerprints and layout strings: equal for two workers only if they can exchange KV blocks."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -7,16 +7,16 @@ import torch
 
 from penstock.workers.models.protocols import ModelInfo
 
-KV_TRANSFER_VERSION = 2  # raised when what travels between workers changes its meaning
+KV_TRANSFER_VERSION = 2  # increased when the meaning of transferred blocks changes
 
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Of a checkpoint: its configuration, its files' headers, and samples of their weights.
+    """Return a hash of a checkpoint's configuration, file headers and samples of the weights.
 
-    The samples tell a model from its fine-tuned siblings without reading all of it.
+    The samples distinguish fine-tuned variants of a model without reading all weights.
     """
     digest = blake2b(digest_size=16)
     digest.update((folder / "config.json").read_bytes())
@@ -38,11 +38,15 @@ def layout_of(
     cached: torch.dtype,
     deterministic: int | None = None,
 ) -> str:
-    """Of the KV of a worker with that model, kept as `cached`: it travels only where this is the
-    same.
+    """Return the layout string of a worker's KV; only workers with equal strings exchange blocks.
 
-    Ranks and block sizes may differ. What a deterministic worker goes on from must have been
-    computed as it would have done, in blocks of its size too, which is `deterministic`.
+    Numbers of ranks and block sizes may differ. A deterministic worker may only continue from KV
+    that was computed as it would compute it, so its block size must be the same.
+
+    Args:
+        model: Result of `model_fingerprint`.
+        cached: Dtype of the KV cache.
+        deterministic: Block size of a worker in deterministic mode, otherwise None.
     """
     shape = (spec.num_layers, *spec.kv_shape, spec.rope.divisors)
     described = f"{KV_TRANSFER_VERSION} {model} {dtype} {shape}"
@@ -53,13 +57,11 @@ def layout_of(
 
 
 def layout_mismatch(theirs: str, ours: str) -> str:
-    """Why KV does not travel between two layouts; empty where it does."""
+    """Return why workers with these layouts cannot exchange KV; empty if they can."""
     if theirs == ours:
         return ""
     of_them, _, their_dtype = theirs.partition(" ")
     of_us, _, our_dtype = ours.partition(" ")
     if of_them == of_us and their_dtype:
-        return (
-            f"its KV cache is of {their_dtype}, ours of {our_dtype}: give both one kv_cache_dtype"
-        )
-    return "the layouts differ: another model or dtype"
+        return f"its KV cache is of {their_dtype}, ours of {our_dtype}: use the same kv_cache_dtype"
+    return "the layouts differ: use the same model and dtype for both workers"

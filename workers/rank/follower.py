@@ -1,4 +1,4 @@
-"""A rank that leads nothing: it computes what rank 0 plans, on its share of the model."""
+"""A follower: a rank other than 0, which executes rank 0's step plans on its model shard."""
 
 import time
 from math import inf
@@ -23,7 +23,12 @@ else:
 
 
 class Follower:
-    """Loads, and is ready when rank 0 is. ValueError or `RankLost` as for an engine."""
+    """Loads its shard when created and is ready when rank 0 is.
+
+    Raises:
+        ValueError: The configuration is invalid or not supported here.
+        RankLost: Another rank failed or did not connect.
+    """
 
     def __init__(
         self,
@@ -32,7 +37,7 @@ class Follower:
         progress: ProgressCallback,
         watchdog: Watchdog | None = None,
     ) -> None:
-        name = "an order of rank 0"
+        name = "a message from rank 0"
         self._timer = ProgressTimer(name, inf) if watchdog is None else watchdog.timer(name)
         self._times = StepTimes()
         self._current_work: dict[str, Any] = {}
@@ -47,7 +52,7 @@ class Follower:
         self._orders = runtime.connect_as_follower(store)
 
     def run(self) -> None:
-        """Obey, one order after the other, until rank 0 ends; `RankLost` if it does not say so."""
+        """Execute messages until rank 0 sends the end marker; `RankLost` if rank 0 fails before."""
         try:
             while message := self._orders.read():
                 self._timer.progressed(self._times.longest)
@@ -68,5 +73,5 @@ class Follower:
                 self._mover.execute(move)
 
     def debug_state(self) -> dict[str, Any]:
-        """What it works on, or did last."""
+        """Return the current or last work, for crash dumps."""
         return {"rank": self._rank, **self._current_work}

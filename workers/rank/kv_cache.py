@@ -1,4 +1,4 @@
-"""The memory that keys and values live in."""
+"""Memory of the KV cache of one rank."""
 
 import math
 
@@ -10,10 +10,10 @@ from penstock.kernels.triton_common.launch import runs_kernels
 
 
 class KvCache:
-    """Paged keys and values of all layers; block numbers are the scheduler's.
+    """Paged keys and values of all layers, indexed by the scheduler's block numbers.
 
-    `data`: [num_layers, sides, num_blocks, heads, block_size, features], zero at first, with the
-    (sides, heads, features) of `kv_shape`.
+    `data` is [num_layers, sides, num_blocks, heads, block_size, features], initially zero. `sides`,
+    `heads` and `features` are those of `kv_shape`.
     """
 
     def __init__(
@@ -33,21 +33,25 @@ class KvCache:
 def choose_cache_dtype(
     name: str, quantization: str, dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """What keys and values are kept in, of a model that computes in `dtype`.
+    """Return the dtype of the KV cache of a model that computes in `dtype`.
 
-    name: "auto", "float32" or "bfloat16". "auto" is `dtype`; but bfloat16 with INT8 weights on a
-    CPU, where reading the cache would take most of a step. ValueError where it cannot be had.
+    Args:
+        name: "auto", "float32" or "bfloat16". "auto" means `dtype`, but bfloat16 for float32 models
+            with INT8 weights on a CPU, where reading the cache would dominate a step.
+
+    Raises:
+        ValueError: This combination is not supported.
     """
-    # Kernels read what they compute with, so far; torch's forms and numba's widen.
+    # Triton kernels need a cache in the compute dtype; the torch and numba paths convert.
     narrows = dtype == torch.float32 and not runs_kernels(device)
     if name == "auto":
         return torch.bfloat16 if narrows and quantization == "int8" else dtype
     chosen: torch.dtype = getattr(torch, name)
     if chosen != dtype and not (narrows and chosen == torch.bfloat16):
         raise ValueError(
-            f"kv_cache_dtype {name} cannot be had: the model computes in "
-            f"{str(dtype).removeprefix('torch.')} on {device.type}, and a cache of another dtype "
-            "is only read on a CPU, of bfloat16 where it computes in float32; use auto"
+            f"kv_cache_dtype {name} is not available: the model computes in "
+            f"{str(dtype).removeprefix('torch.')} on {device.type}, and only float32 models on a "
+            "CPU support another dtype, which is bfloat16; use auto"
         )
     return chosen
 
@@ -55,6 +59,6 @@ def choose_cache_dtype(
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros come from the kernel: a page takes memory only once it is written. torch writes.
+    # np.zeros maps pages that take memory only once written; torch.zeros writes all of them.
     memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(memory).view(dtype).view(shape)

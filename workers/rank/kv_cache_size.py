@@ -1,4 +1,4 @@
-"""How many KV blocks a worker has."""
+"""Choice of the number of KV blocks of a worker."""
 
 from collections.abc import Callable
 
@@ -7,9 +7,9 @@ import torch
 from penstock.workers.config import WorkerConfig
 from penstock.workers.models.protocols import ModelInfo
 
-_CPU_FRACTION = 0.25  # of what is available: other workers and the router live there too
-_GPU_FRACTION = 0.85  # of what the weights left, where what a step needs is not tried out
-_GPU_FRACTION_OF_REST = 0.97  # where it is: communicators, and odd ends
+_CPU_FRACTION = 0.25  # share of available memory; other workers and the router need some too
+_GPU_FRACTION = 0.85  # share of the memory left by the weights, if steps are not profiled
+_GPU_FRACTION_OF_REST = 0.97  # share of what is left after profiling; the rest is for communicators
 
 
 def choose_num_blocks(
@@ -20,12 +20,19 @@ def choose_num_blocks(
     itemsize: int,
     profile: Callable[[], int] | None = None,
 ) -> int:
-    """As many as `config` says or memory allows; on a CPU no more than all sequences could fill.
+    """Return the number of KV blocks that `config` sets or that fit into memory.
 
-    spec: of the model as this rank computes it; itemsize: of the cache. Ranks share what a worker
-    may have, evenly.
-    beside: finds the bytes that a GPU needs for steps and graphs; asked where memory decides.
-    ValueError if not even one sequence of `max_model_len` tokens would fit.
+    The worker's ranks share `kv_cache_mib`, or a CPU's memory, evenly. On a CPU the result is at
+    most what `max_sequences` sequences of full length can fill.
+
+    Args:
+        spec: Spec of this rank's shard.
+        itemsize: Bytes per element of the cache.
+        profile: Measures the bytes that steps and graphs need on a GPU; called unless `config` sets
+            the size.
+
+    Raises:
+        ValueError: Not even one sequence of `max_model_len` tokens fits.
     """
     block_bytes = spec.kv_bytes_per_token(itemsize) * config.block_size
     one = -(-max_model_len // config.block_size)
@@ -34,7 +41,7 @@ def choose_num_blocks(
         num_blocks = (config.kv_cache_mib << 20) // num_ranks // block_bytes
     else:
         num_blocks = _available_bytes(device, profile) // block_bytes
-        if device.type == "cpu":  # whose memory is everybody's
+        if device.type == "cpu":  # all ranks on the host share its memory
             num_blocks = min(num_blocks // num_ranks, one * config.max_sequences)
     if num_blocks < one:
         needed = -(-one * block_bytes >> 20)
@@ -52,6 +59,6 @@ def _available_bytes(device: torch.device, profile: Callable[[], int] | None) ->
             return int(torch.cuda.mem_get_info(device)[0] * _GPU_FRACTION)
         needed = profile()
         return max(0, int((torch.cuda.mem_get_info(device)[0] - needed) * _GPU_FRACTION_OF_REST))
-    import psutil  # not where only GPUs compute, see docs/gpu.md
+    import psutil  # imported here because GPU-only installations may lack it, see docs/gpu.md
 
     return int(psutil.virtual_memory().available * _CPU_FRACTION)

@@ -1,4 +1,4 @@
-"""What a worker's process asks of the C libraries under it. Loads none of them: see `settle`."""
+"""Process settings for OpenMP and malloc in workers. Importing this loads none of the libraries."""
 
 import ctypes
 import os
@@ -8,25 +8,27 @@ from contextlib import suppress
 from penstock.kernels.cpu_common.numba_runtime import OPENMP
 
 SPINS = "30000"
-"""Turns that an OpenMP thread waits for the next piece of work before it sleeps. By default it is
-300,000, some milliseconds, all of them taken from whoever else wants the core; with 1,000 it is
-asleep whenever a product begins, which made a step a fifth longer (docs/performance.md)."""
+"""Iterations that an OpenMP thread spins for new work before it sleeps. The default, 300,000, keeps
+the core busy for some milliseconds; with 1,000 threads sleep whenever a linear layer begins, which
+made a step a fifth longer (docs/performance.md)."""
 
 KEPT_BYTES = 1 << 30
-"""Of freed memory; a step's tensors would else be asked of the kernel, page by page, every time."""
+"""Freed memory that malloc keeps, so that a step's tensors need no new pages from the kernel."""
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of mallopt
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt
 _TOP_PAD_BYTES = 64 << 20
 
 
 def tune_process() -> None:
-    """Tunes waiting and memory for an engine. Once, before torch is loaded; a user's own settings
-    in the environment stay."""
+    """Tune thread waiting and malloc for an engine; call once, before torch is loaded.
+
+    Settings that the user made in the environment are kept.
+    """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPINS
-    # Reading memory in pages of 2 MiB, attention waits less for the tables of smaller ones.
+    # Pages of 2 MiB: attention waits less for TLB misses.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Or there are two pools of threads, torch's own and numba's, in each other's way.
+    # Load one OpenMP for both torch and numba; otherwise their two thread pools compete for cores.
     with suppress(OSError):
         ctypes.CDLL(OPENMP)
     if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -34,7 +36,7 @@ def tune_process() -> None:
 
 
 def _keep_memory() -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, KEPT_BYTES)
         mallopt(_TRIM_THRESHOLD, KEPT_BYTES)

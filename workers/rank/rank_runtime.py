@@ -1,7 +1,4 @@
-"""What one rank has of a worker: its share of the model, and of the cache, with the others' known.
-
-A worker of one rank has all of both.
-"""
+"""Everything one rank owns: its model shard, its KV cache and its channels to the other ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,24 +41,26 @@ from penstock.workers.weights.loading import choose_dtype, load
 from penstock.workers.weights.sharding import kv_heads
 
 ProgressCallback = Callable[[int, int], None]
-"""Told how much is done, and of how much: bytes of weights read, or graphs captured."""
+"""Called with (done, total): bytes of weights read, or graphs captured."""
 
 COMPILING = "compiling CPU kernels, first start only"
 WARMING_UP = "warming up"
-"""Stages of a start that are told by name."""
+"""Names of start-up stages that are reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRuntime:
+    """A loaded rank; creates its runner, KV movers and channels."""
+
     config: WorkerConfig
     spec: ModelInfo  # of the whole model
-    decoder: Model
+    decoder: Model  # this rank's shard
     limits: SchedulerConfig
     cache: KvCache
-    reports: Communicator | None  # between hosts of ranks, if there are others
+    reports: Communicator | None  # between the ranks' hosts, for KV transfer reports
 
     def runner(self) -> ModelRunner:
-        """What computes steps on it. On a GPU, of a worker that has no other: without waiting."""
+        """Create the runner of steps; asynchronous on the GPU of a worker with one rank."""
         limits = self.limits
         if not _runs_asynchronously(self.config, self.decoder):
             return ModelRunner(self.decoder, self.cache, self.config.deterministic)
@@ -69,13 +68,13 @@ class RankRuntime:
         return DeviceRunner(self.decoder, self.cache, ladder, self.config.deterministic)
 
     def mover(self) -> RankMover:
-        """Of what this rank has of the KV blocks."""
+        """Create the mover of this rank's shard of the KV blocks."""
         config = self.config
         staging = KvStaging(self.cache.data, _layer_heads(self.spec, config.coord))
         return RankMover(staging, config.host, config.transfer_seconds)
 
     def movers(self, plans: PlanWriter | None) -> Movers:
-        """Of the whole worker's KV blocks, for the rank that leads."""
+        """Create the movers of all ranks, for rank 0."""
         if plans is None or self.reports is None:
             return Movers(self.mover())
         mesh = self.config.coord.mesh
@@ -84,25 +83,28 @@ class RankRuntime:
         return Movers(self.mover(), others)
 
     def reporter(self) -> Reporter:
-        """How the leading rank is told of what came of its orders."""
+        """Create the sender of KV transfer reports to rank 0."""
         assert self.reports is not None
         return Reporter(self.reports, self.config.ranks_seconds)
 
     def layout(self, model: str) -> str:
-        """Of the whole worker's KV blocks, with that fingerprint of its model."""
+        """Return the layout string of the worker's KV; `model` is the model's fingerprint."""
         block_size = self.limits.block_size if self.config.deterministic else None
         dtypes = (self.decoder.dtype, self.cache.data.dtype)
         return layout_of(model, self.spec, *dtypes, block_size)
 
     def expert_counts(self) -> list[Tensor]:
-        """How often each expert [E] of this rank's layers was chosen, where ranks share them."""
+        """Return per MoE layer of this rank how often each expert was chosen ([E] int64).
+
+        Empty if `tp` is 1.
+        """
         if not isinstance(self.decoder, Decoder):
             return []
         mlps = [block.mlp for block in self.decoder.layers]
         return [mlp.load for mlp in mlps if isinstance(mlp, ExpertParallelMoE)]
 
     def connect_as_leader(self, store: Store | None) -> PlanWriter | None:
-        """How to tell the others what to compute; waits until they listen."""
+        """Create the broadcast of step plans and wait for the other ranks; None without any."""
         config = self.config
         num_ranks, limits = config.coord.mesh.num_ranks, self.limits
         if store is None or num_ranks == 1:
@@ -113,7 +115,7 @@ class RankRuntime:
         return connect_plan_writer(store, num_ranks, size, node_name(), config.host, seconds)
 
     def connect_as_follower(self, store: Store) -> PlanReader:
-        """How to be told it."""
+        """Create the reader of rank 0's step plans."""
         config = self.config
         num_ranks = config.coord.mesh.num_ranks
         return connect_plan_reader(store, config.rank, num_ranks, node_name(), config.host)
@@ -126,11 +128,16 @@ def load_rank(
     decoder: Model | None = None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> RankRuntime:
-    """Load it. If there are other ranks, they are met in `store` (`RankLost` if they do not come).
+    """Load one rank of a worker and connect it to the other ranks, if there are any.
 
-    decoder: a whole model that is there already, with no other rank. tell: takes the name of the
-    stage while loops are compiled, and that of the stage that follows.
-    Where it cannot be, a ValueError says why in one line.
+    Args:
+        store: Rendezvous store of the ranks; None for a worker with one rank.
+        decoder: A complete model that is already loaded, for a worker with one rank.
+        on_stage: Called with the name of a stage while CPU kernels are compiled and afterwards.
+
+    Raises:
+        ValueError: The configuration is not supported here; the message is one line.
+        RankLost: Another rank failed or did not connect.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -174,7 +181,7 @@ def load_rank(
 
 
 def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup]:
-    """The loops that a worker of this configuration needs; none where it cannot be."""
+    """Return the CPU kernels that this configuration needs; none if it is invalid."""
     try:
         dtype = choose_dtype(config.dtype, "float32", device)
         cached = choose_cache_dtype(config.kv_cache_dtype, config.quantization, dtype, device)
@@ -185,18 +192,18 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
 
 
 def _runs_asynchronously(config: WorkerConfig, decoder: Model) -> bool:
-    """Whether a device computes while nobody waits: a GPU does, as long as no other rank is met."""
+    """Whether steps run asynchronously: on a GPU, in a worker with one rank."""
     return decoder.device.type == "cuda" and config.coord.mesh.num_ranks == 1
 
 
 def _layer_heads(spec: ModelInfo, coord: MeshCoord) -> LayerHeadRange:
-    """What a rank has of the model's keys and values."""
+    """Return the layers and KV heads of a rank."""
     layers, heads = coord.layers(spec.num_layers), kv_heads(spec, coord)
     return LayerHeadRange(layers.start, layers.stop, heads.start, heads.stop)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that "auto", "cpu" or "cuda" means here; ValueError if there is no GPU."""
+    """Return the device for "auto", "cpu" or "cuda"; ValueError for "cuda" without a GPU."""
     there = torch.cuda.is_available()
     if name == "cuda" and not there:
         raise ValueError("device is cuda, but torch sees no CUDA device here: use cpu or auto")
@@ -210,12 +217,12 @@ def _limits(
     itemsize: int,
     store: Store | None,
 ) -> SchedulerConfig:
-    """itemsize: of the cache."""
+    """Choose the scheduler's limits; `itemsize` is the bytes per element of the KV cache."""
     max_model_len = config.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
         raise ValueError(
             f"max_model_len {max_model_len} is more than the {spec.max_model_len} positions that "
-            "the model has"
+            "the model supports"
         )
     sizes = StepLimits(
         config.max_sequences, config.max_batched_tokens, max_model_len, config.block_size

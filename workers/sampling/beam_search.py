@@ -1,7 +1,8 @@
-"""Beam search: which beams go on, which are finished, and when it is over. Pure.
+"""Beam search: which beams continue, which are finished, and when a search ends. Pure code.
 
-Exactly as `transformers` does it, numbers in float32: of all continuations of all beams the best
-`width` that end become hypotheses, the best `width` that do not end go on.
+Gives exactly the results of `transformers`, with float32 scores. All continuations of all beams are
+ranked: those of the best `width` that end become hypotheses, and the best `width` that do not end
+continue.
 """
 
 from collections.abc import Hashable, Iterator
@@ -18,21 +19,21 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 UNLIKELY = np.float32(-1e9)
-"""Where all beams but one begin: they are alike until they have parted."""
+"""Initial score of all beams but the first, because all beams of a prompt are equal at first."""
 
 
 class Node:
-    """The last token of a beam, and the beam that it goes on from."""
+    """A token of a beam's answer, with a link to the token before it."""
 
     __slots__ = ("before", "logprobs", "token")
 
     def __init__(self, token: int, before: "Node | None") -> None:
         self.token = token
         self.before = before
-        self.logprobs: object = None  # filled by whoever knows them
+        self.logprobs: object = None  # set by the engine if they were requested
 
     def path(self) -> list["Node"]:
-        """From the first token of the answer to this one."""
+        """Return the nodes from the first token of the answer to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -54,28 +55,28 @@ class Hypothesis(NamedTuple):
 
 
 class NewNode(NamedTuple):
-    """A token that a turn has added: it came from this beam's logits."""
+    """A token that a step has added to a beam or hypothesis."""
 
-    beam: int
+    beam: int  # the beam whose logits it was chosen from
     node: Node
 
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """What becomes of the beams: beam i goes on from `parents[i]` with `tokens[i]`."""
+    """Result of one step: beam i continues beam `parents[i]` with token `tokens[i]`."""
 
     parents: Ints  # [W] beams
     tokens: Ints  # [W]
     new_nodes: list[NewNode]
-    is_finished: bool  # then nobody goes on
+    is_finished: bool  # the search has ended: no beam continues
 
 
 class BeamSearch:
-    """One search, from its prompt on.
+    """One beam search, which starts with a prompt.
 
     Args:
-        params: those of the search: `num_sequences` beams, of whose answers the best `n` are given.
-        limit: the most tokens that an answer may have.
+        params: `num_sequences` is the number of beams, `n` the number of answers returned.
+        limit: maximum tokens of an answer.
     """
 
     def __init__(self, params: SamplingParams, limit: int) -> None:
@@ -83,27 +84,27 @@ class BeamSearch:
         self._width = params.num_sequences
         self._limit = limit
         self._stops = np.array(sorted(params.stop_token_ids), np.int32)
-        self._length = 0  # of every beam's answer
+        self._length = 0  # tokens of every beam's answer
         self._scores = np.full(self._width, UNLIKELY, np.float32)
         self._scores[0] = 0
         self._beams: list[Node | None] = [None] * self._width
-        self._finished: list[Hypothesis] = []  # best first, `width` at most
+        self._finished: list[Hypothesis] = []  # best first, at most `width`
 
     @property
     def best(self) -> list[Hypothesis]:
-        """The best that have finished, best first; as many as are wanted, if there are."""
+        """The best hypotheses, best first: `n`, or fewer if fewer have finished."""
         return self._finished[: self._params.n]
 
     @property
     def failed(self) -> bool:
-        """Whether there are fewer than are wanted."""
+        """Whether fewer than `n` hypotheses have finished."""
         return len(self._finished) < self._params.n
 
     def advance(self, tokens: Ints, logprobs: Floats) -> BeamStep:
-        """One token more for every beam.
+        """Extend every beam by one token.
 
-        tokens, logprobs: [W, C] of each beam the C likeliest next tokens: `width` and as many more
-        as there are stop tokens suffice. Those of -inf (or NaN) may not come.
+        tokens, logprobs: [W, C] the C most likely next tokens of each beam, where C must be at
+        least `width` plus the number of stop tokens. Tokens with -inf or NaN are excluded.
         """
         totals = (logprobs + self._scores[:, None]).ravel()
         order = np.argsort(-totals, kind="stable")
@@ -127,8 +128,9 @@ class BeamSearch:
     def _extend_beams(
         self, origins: Ints, names: Ints, totals: Floats, made: list[NewNode]
     ) -> BeamStep:
+        """Continue the beams with these tokens, best first; `totals` are their scores."""
         missing = self._width - len(totals)
-        if missing:  # beams without a future keep their place, as shadows of the best one
+        if missing:  # fill up with copies of the best beam, with score -inf
             at = np.concatenate((np.arange(len(totals)), np.zeros(missing, np.intp)))
             origins, names = origins[at], names[at]
             totals = np.pad(totals, (0, missing), constant_values=-np.inf)
@@ -139,11 +141,15 @@ class BeamSearch:
         return BeamStep(origins.astype(np.int32), names.astype(np.int32), made, self._is_finished())
 
     def _penalised(self, total: np.float32, length: int | None = None) -> np.float32:
+        """Return `total` divided by the answer's length to the power of `length_penalty`."""
         power = (length or self._length) ** self._params.length_penalty
         return np.float32(total / np.float32(power))
 
     def _add(self, new: Hypothesis) -> bool:
-        """Keep it if it is among the best; of equals the earlier ones."""
+        """Keep a hypothesis if it is among the best `width`, and return whether it is.
+
+        Among equal scores the earlier hypothesis ranks first.
+        """
         position = sum(1 for old in self._finished if old.score >= new.score)
         self._finished.insert(position, new)
         del self._finished[self._width :]
@@ -154,36 +160,36 @@ class BeamSearch:
             return False
         if self._params.early_stopping is True:
             return True
-        # What the best beam could still become, by a guess that is not always right.
+        # Estimate of the best score that is still possible; not always right, as in transformers.
         never = self._params.early_stopping == "never"
         longest = self._limit if never and self._params.length_penalty > 0 else self._length
         return not self._penalised(self._scores[0], longest) > self._finished[-1].score
 
 
-# ------------------------------------------------------------------ all that run
+# ------------------------------------------------------------------ all running searches
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What may come next of R rows, the likeliest first."""
+    """Candidates for the next token of R rows, most likely first."""
 
     tokens: Ints  # [R, C]
-    logprobs: Floats  # [R, C] of the model, with penalties; -inf: may not come
+    logprobs: Floats  # [R, C] log probabilities after penalties; -inf: excluded
 
 
 @dataclass(slots=True)
 class BeamSteps:
-    """What becomes of R rows, and of their searches."""
+    """Result of one step of all searches, whose beams have R rows."""
 
     tokens: Ints  # [R]
-    parents: Ints  # [R] the rows that they go on from
-    finished: list[Hashable] = field(default_factory=list)
-    # A place among the rows, the token that came from its logits, and the place's key.
+    parents: Ints  # [R] rows of the sequence table that they continue
+    finished: list[Hashable] = field(default_factory=list)  # keys of the searches that ended
+    # (index from 0 to R - 1 of the row whose logits the token was chosen from, the token)
     new_nodes: list[tuple[int, Node]] = field(default_factory=list)
 
 
 class BeamSearches:
-    """The searches that run, by the key of their sequence."""
+    """The running beam searches, by the key of their sequence."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, BeamSearch] = {}
@@ -192,24 +198,29 @@ class BeamSearches:
         return key in self._open
 
     def open(self, key: Hashable, params: SamplingParams, limit: int) -> None:
-        """Begin one; `limit` is the most tokens that its answers may have."""
+        """Start a search; `limit` is the maximum number of tokens of an answer."""
         if params.max_tokens is not None:
             limit = min(limit, params.max_tokens)
         self._open[key] = BeamSearch(params, limit)
 
     def close(self, key: Hashable) -> BeamSearch | None:
-        """Forget one; unknown: None."""
+        """Remove a search and return it; None if the key is unknown."""
         return self._open.pop(key, None)
 
     def failed(self, key: Hashable) -> bool:
-        """Whether it has fewer answers than are wanted; unknown: no."""
+        """Return whether fewer than `n` hypotheses have finished; False if the key is unknown."""
         return key in self._open and self._open[key].failed
 
     def advance(self, keys: Ints, choices: Ints, rows: Ints, candidates: Candidates) -> BeamSteps:
-        """Let every search take its turn.
+        """Advance every search by one step.
 
-        keys (objects), choices, rows: [R] whose row, which beam of it, which row. Those of a search
-        that is closed stay as they are.
+        Args:
+            keys: [R] the sequence key of each row (dtype object).
+            choices: [R] number of the beam within its search.
+            rows: [R] rows of the sequence table.
+            candidates: candidates for the next token of each row.
+
+        Rows of a closed search get token 0 and remain their own parent.
         """
         steps = BeamSteps(np.zeros_like(rows), rows.copy())
         for key, indices in _by_key(keys, choices):
@@ -226,7 +237,7 @@ class BeamSearches:
 
 
 def _by_key(keys: Ints, choices: Ints) -> Iterator[tuple[Hashable, npt.NDArray[np.intp]]]:
-    """The places of each key's beams, in their order."""
+    """Yield each key with the indices of its beams, in the order of their choices."""
     indices: dict[Hashable, list[int]] = {}
     for at in np.argsort(choices, kind="stable").tolist():
         indices.setdefault(keys[at], []).append(at)

@@ -1,10 +1,10 @@
-"""Draws the next tokens of a whole batch at once.
+"""Samples the next tokens of a whole batch at once.
 
-In this order, each step only for the rows that want it: logit bias, penalties, allowed tokens, bad
-words, stop tokens held back until `min_tokens`; then the largest is taken (greedy), or the
-temperature, top-k, top-p, min-p and typical-p are applied and the largest is taken after noise is
-added. Of a beam the same changes are made to its log probabilities (as `transformers` does), and
-the likeliest tokens are its search's candidates.
+Logits are changed in this order, each change only for the rows that need it: logit bias, penalties,
+allowed tokens, bad words, and stop tokens that are excluded until `min_tokens`. Greedy rows then
+take the largest logit. Other rows apply temperature, top-k, top-p, min-p and typical-p, add noise
+and take the largest. For beams the same changes are made to log probabilities (as `transformers`
+does), and the most likely tokens become candidates of the beam search.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from penstock.workers.sampling.token_filter import History, TokenFilter
 from penstock.workers.scheduling.sequence import Bools, Ints, Key
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below it are greedy: dividing by them would leave float32."""
+"""Lower temperatures are treated as greedy: dividing by them could overflow float32."""
 
 ROW = np.dtype(
     [
@@ -44,10 +44,10 @@ ROW = np.dtype(
         ("logprobs", np.int64),  # -1: none
         ("penalized", np.bool_),
         ("biased", np.bool_),
-        ("has_token_filter", np.bool_),  # it has allowed tokens or bad words
-        ("modified", np.bool_),  # any of these three
-        ("stops", np.bool_),  # it has stop tokens
-        ("candidates", np.int64),  # of a beam: so many; 0: it is none
+        ("has_token_filter", np.bool_),  # has allowed tokens or bad words
+        ("modified", np.bool_),  # any of the three above
+        ("stops", np.bool_),  # has stop tokens
+        ("candidates", np.int64),  # candidates per beam; 0: the row is not a beam
     ]
 )
 
@@ -57,51 +57,57 @@ NO_BEAMS = np.empty(0, np.intp)
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own chances, before temperature, penalties and cuts."""
+    """Natural log probabilities of the model itself: before temperature, penalties and filters."""
 
-    chosen: float
-    rank: int  # of the chosen token: 1 is the likeliest
-    tokens: list[int]  # the likeliest, in falling order
-    values: list[float]
+    chosen: float  # of the chosen token
+    rank: int  # of the chosen token: 1 is the most likely
+    tokens: list[int]  # the most likely tokens, most likely first
+    values: list[float]  # log probabilities of `tokens`
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of a prompt's tokens from `position` on."""
+    """Log probabilities of a prompt's tokens from `position` on."""
 
     key: Key
     position: int
-    entries: list[TokenLogprobs | None]  # every one is there
+    entries: list[TokenLogprobs | None]  # none of them is None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One drawn token a row of the logits."""
+    """Result of sampling S rows of logits, one token per row."""
 
-    tokens: Ints  # [S]; 0 where there was nothing to draw, and of beams until they took their turn
-    finite: Bools  # [S] whether the row's logits were, and some token may be drawn
-    logprobs: list[TokenLogprobs | None]  # of the rows that asked
+    tokens: Ints  # [S]; 0 in invalid rows, and in beams until their search has advanced
+    finite: Bools  # [S] False for invalid rows: NaN, Inf, or every token excluded
+    logprobs: list[TokenLogprobs | None]  # [S]; None for rows that did not request them
     prompts: list[PromptLogprobs] = field(default_factory=list)
-    beams: npt.NDArray[np.intp] = field(default_factory=NO_BEAMS.copy)  # [R] which rows are some
-    candidates: Candidates | None = None  # of these
-    parents: Ints | None = None  # [S] rows of the table, where there are beams
-    finished_searches: list[Key] = field(default_factory=list)  # searches
+    beams: npt.NDArray[np.intp] = field(default_factory=NO_BEAMS.copy)  # [R] indices of beam rows
+    candidates: Candidates | None = None  # of these R rows
+    parents: Ints | None = None  # [S] table rows that the rows continue; None without beams
+    finished_searches: list[Key] = field(default_factory=list)  # keys
 
 
 class Sampler:
-    """Keeps every row's parameters; a draw depends on its row's logits and history alone."""
+    """Samples tokens, and holds the sampling parameters of every row of the sequence table.
+
+    A row's token depends only on its own logits, parameters and history.
+    """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._params = np.zeros(num_rows, ROW)
         self._token_filter = TokenFilter(num_rows, vocab_size, device)
-        # Of each row, on the device: the tokens of its bias and their shares; of one without a bias
-        # whatever was there before.
+        # Per row, on the device: tokens of the logit bias and their values. Rows without a bias
+        # keep those of an earlier sequence.
         self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
         self._vocab_size = vocab_size
         self._device = device
 
     def admit(self, row: int, params: SamplingParams, choice: int) -> None:
-        """A sequence takes the row. All tokens but stop tokens are within the vocabulary."""
+        """Set the row's parameters for a new sequence.
+
+        Token ids in `params`, except stop tokens, must be within the vocabulary.
+        """
         self._token_filter.admit(row, params)
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         bias = params.logit_bias
@@ -129,16 +135,19 @@ class Sampler:
             *changes,
             any(changes),
             self._token_filter.can_stop(row),
-            # Enough that as many are left once the stop tokens have ended theirs.
+            # Leaves a candidate for every beam even if all stop tokens are among them.
             params.num_sequences + len(params.stop_token_ids) if params.use_beam_search else 0,
         )
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Ints, indices: Ints, history: History) -> Sampled:
-        """Draws a token a row.
+        """Draw one token per row.
 
-        logits: [S, V] float32, left as they are; rows: [S] rows of the table; indices: [S] of the
-        tokens to draw in their answers.
+        Args:
+            logits: [S, V] float32, not modified.
+            rows: [S] rows of the sequence table.
+            indices: [S] index of the token to draw in its answer.
+            history: the tokens so far of all rows of the table.
         """
         if not len(rows):
             return Sampled(np.empty(0, np.int32), np.empty(0, np.bool_), [])
@@ -155,7 +164,7 @@ class Sampler:
         return Sampled(tokens, finite, entries, beams=beams, candidates=candidates)
 
     def can_sample_on_device(self, rows: Ints, indices: Ints) -> bool:
-        """Whether `launch` can draw these: nothing of it is done, or known, on the host."""
+        """Return whether `sample_on_device` supports these rows: no step needs data on the host."""
         params = self._params[rows]
         host = params["modified"] | (params["logprobs"] >= 0) | (params["candidates"] > 0)
         host |= params["stops"] & (indices < params["min_tokens"])
@@ -163,9 +172,9 @@ class Sampler:
 
     @torch.inference_mode()
     def sample_on_device(self, logits: Tensor, rows: Ints, indices: Ints) -> tuple[Tensor, Tensor]:
-        """Draws as `sample`, for rows that are plain; waits for nothing.
+        """`sample` for rows that `can_sample_on_device` accepts, without waiting for the device.
 
-        Returns tokens [S] int32, and whether a row's logits were finite [S], on their device.
+        Returns tokens [S] int32 and whether each row was valid [S] bool, on the device.
         """
         tokens, finite = sample(logits, self._sampling_tensors(self._params[rows], indices))
         return tokens.to(torch.int32), finite
@@ -174,11 +183,14 @@ class Sampler:
     def score(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
     ) -> list[TokenLogprobs | None]:
-        """Logprobs of given tokens [P] under logits [P, V], with so many of the likeliest [P]."""
+        """Return log probabilities of given tokens [P] under logits [P, V].
+
+        wanted: [P] number of most likely tokens to include; -1: return None for this row.
+        """
         return self._logprobs(logits, wanted, tokens)
 
     def _normalized(self, logits: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
-        """Log probabilities in place of the logits of the rows `at`; a new tensor."""
+        """Return new logits in which the rows `at` are log probabilities."""
         if len(at) == len(logits):
             return logits.log_softmax(-1)
         scores = logits.clone()
@@ -186,11 +198,11 @@ class Sampler:
         return scores
 
     def _candidates(self, scores: Tensor, counts: npt.NDArray[np.int64]) -> Candidates:
-        """The likeliest so many [R] tokens of scores [R, V]; the rest is filled up with -inf."""
+        """Return the `counts` [R] most likely tokens of scores [R, V], padded with -inf."""
         counts = counts.clip(max=self._vocab_size)
         shape = len(counts), int(counts.max())
         tokens, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
-        # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
+        # With ties, topk's choice depends on k, so rows are grouped by k: other rows do not matter.
         for count in np.unique(counts).tolist():
             at = np.flatnonzero(counts == count)
             found = _rows(scores, at).topk(count)
@@ -206,7 +218,10 @@ class Sampler:
         indices: Ints,
         history: History,
     ) -> Tensor:
-        """With bias and penalties, without the tokens that may not be drawn, ever or yet."""
+        """Return logits with biases and penalties, and -inf for excluded tokens.
+
+        Returns `logits` itself if no row needs a change, otherwise a new tensor.
+        """
         held_back = np.flatnonzero(params["stops"] & (indices < params["min_tokens"]))
         if not (len(held_back) or params["modified"].any()):
             return logits
@@ -257,7 +272,7 @@ class Sampler:
         indices: Ints,
         at: npt.NDArray[np.intp],
     ) -> tuple[Ints, Bools]:
-        """Tokens of the rows `at`; and of which rows all logits were finite."""
+        """Draw tokens of the rows `at`; return tokens and validity of all rows."""
         tokens, finite = np.zeros(len(logits), np.int32), np.ones(len(logits), np.bool_)
         bans = shaped is not logits
         if bans:
@@ -282,11 +297,12 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
     ) -> list[TokenLogprobs | None]:
+        """See `score`."""
         found: list[TokenLogprobs | None] = [None] * len(tokens)
         requested = np.flatnonzero(wanted >= 0)
         if not len(requested):
             return found
-        # Among equals, which ones are the k likeliest depends on k: not on what another row asks.
+        # With ties, topk's choice depends on k, so rows are grouped by k: other rows do not matter.
         for count in np.unique(wanted[requested]).tolist():
             at = np.flatnonzero(wanted == count)
             drawn = self._put(tokens[at].astype(np.int64))
@@ -300,7 +316,7 @@ class Sampler:
     def _update_rows_(
         self, tensor: Tensor, at: npt.NDArray[np.intp], change_: Callable[[Tensor], None]
     ) -> None:
-        """Changes some rows of a tensor in place."""
+        """Apply `change_` to rows `at` of a tensor, in place."""
         picked = _rows(tensor, at)
         change_(picked)
         if picked is not tensor:
@@ -311,7 +327,7 @@ class Sampler:
 
 
 def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
-    """Rows of a tensor; the tensor itself if that is all of them."""
+    """Return rows `at` of a tensor; the tensor itself if these are all its rows."""
     if len(at) == len(tensor):
         return tensor
     return tensor[put(at, tensor.device)]

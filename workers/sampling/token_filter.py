@@ -1,7 +1,7 @@
-"""What a row may never draw, or not yet: allowed tokens, bad words, stop tokens before their time.
+"""Token filters of a row: allowed tokens, bad words, and stop tokens before `min_tokens`.
 
-A bad word bans its last token where the tokens before it, in the prompt or the answer, are the rest
-of it; a bad word of one token bans it everywhere.
+The last token of a bad word is excluded if the tokens so far, prompt and answer together, end with
+the rest of the word. A bad word of one token is always excluded.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from penstock.workers.scheduling.sequence import Ints
 Tokens: TypeAlias = npt.NDArray[np.int64]
 RowIndices: TypeAlias = npt.NDArray[np.intp]
 
-WILDCARD = -1  # in a pattern: whatever is there, or nothing
-BEFORE_START = -2  # in a text: before its start
+WILDCARD = -1  # in a pattern: matches any token, or no token
+BEFORE_START = -2  # in a history: position before the first token
 
 NO_TOKENS: Tokens = np.empty(0, np.int64)
 NO_PATTERNS: Tokens = np.empty((0, 1), np.int64)
 
 
 class History(Protocol):
-    """What was said so far: the scheduler's table of sequences."""
+    """The tokens so far of every row; the scheduler's sequence table implements it."""
 
     @property
     def tokens(self) -> Ints: ...  # [R, L] prompt, then answer
@@ -39,32 +39,38 @@ class History(Protocol):
 
 
 class TokenFilter:
-    """Keeps every row's lists, on the host."""
+    """Token filters of all rows of the sequence table, stored on the host."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._stops = [NO_TOKENS] * num_rows
         self._allowed = [NO_TOKENS] * num_rows
-        self._patterns = [NO_PATTERNS] * num_rows  # [words, longest], a word at the right
+        self._patterns = [NO_PATTERNS] * num_rows  # [words, longest], right-aligned
         self._vocab_size = vocab_size
         self._device = device
 
     def admit(self, row: int, params: SamplingParams) -> None:
-        """A sequence takes the row. All its tokens but stop tokens are within the vocabulary."""
+        """Set the row's filters for a new sequence.
+
+        Token ids in `params`, except stop tokens, must be within the vocabulary.
+        """
         stops = np.array(params.stop_token_ids, np.int64)
         self._stops[row] = stops[(stops >= 0) & (stops < self._vocab_size)]
         self._allowed[row] = np.unique(np.array(params.allowed_token_ids or (), np.int64))
         self._patterns[row] = _right_aligned(params.bad_words_token_ids)
 
     def can_stop(self, row: int) -> bool:
-        """Whether the row has stop tokens that could be drawn."""
+        """Return whether the row has stop tokens within the vocabulary."""
         return len(self._stops[row]) > 0
 
     def mask_stop_tokens_(self, logits: Tensor, rows: Ints, at: RowIndices) -> None:
-        """Bans the stop tokens of the rows `at`; logits [S, V] of the table's rows [S]."""
+        """Exclude the stop tokens of the rows `at`, in place.
+
+        logits: [S, V]; rows: [S] rows of the table; at: indices of rows to change.
+        """
         self._mask_(logits, *_row_token_pairs([self._stops[row] for row in rows[at]], at))
 
     def apply_(self, logits: Tensor, rows: Ints, at: RowIndices, history: History) -> None:
-        """Leaves the rows `at` their allowed tokens without their bad words'."""
+        """Exclude all but the allowed tokens, and the bad words, of the rows `at`, in place."""
         self._mask_all_but_allowed_(logits, rows, at)
         self._mask_bad_words_(logits, rows, at, history)
 
@@ -112,12 +118,12 @@ def _left_padded(pattern: Tokens, width: int) -> Tokens:
 
 
 def _last_tokens(history: History, rows: Ints, count: int) -> Tokens:
-    """The last `count` tokens of each row's text: [R, count]."""
+    """Return the last `count` tokens of each row: [R, count]."""
     positions = history.num_tokens[rows, None] + np.arange(-count, 0)
     tokens = history.tokens[rows[:, None], np.maximum(positions, 0)]
     return np.where(positions >= 0, tokens, BEFORE_START).astype(np.int64)
 
 
 def _row_token_pairs(lists: Sequence[Tokens], at: RowIndices) -> tuple[RowIndices, Tokens]:
-    """Lists of tokens, one a place, as pairs of place and token."""
+    """Flatten lists of tokens, one per index in `at`, to pairs of index and token."""
     return np.repeat(at, [len(tokens) for tokens in lists]), np.concatenate(lists)

@@ -1,4 +1,4 @@
-"""Who gets a row, and who loses it."""
+"""Admission of waiting sequences to the batch, and preemption of running ones."""
 
 from penstock.workers.scheduling.config import SchedulerConfig
 from penstock.workers.scheduling.kv_pool import BlockPool
@@ -10,7 +10,7 @@ from penstock.workers.scheduling.waiting import SequenceState, WaitingQueue
 
 
 class Admission:
-    """Moves sequences from the queue to the seats and, when blocks run out, back again."""
+    """Policy that admits waiting sequences, and preempts running ones when blocks run out."""
 
     def __init__(
         self,
@@ -29,13 +29,17 @@ class Admission:
         self._leases = leases
         self.num_preempted = 0  # since the start
         self._blocked: tuple[SequenceState, int] | None = (
-            None  # and how many of its blocks were known
+            None  # head of the queue that did not fit, with its number of cached blocks
         )
 
     def reclaim_blocks(self, budget: int) -> Ints:
-        """Take back leases, then preempt, until a step of those who run fits.
+        """Reclaim leases, then preempt, until the next step of the running sequences fits.
 
-        Returns [running] how many tokens of the step's budget each of `batch.rows` gets.
+        Args:
+            budget: tokens of the step.
+
+        Returns:
+            [running] number of tokens that each of `batch.rows` computes.
         """
         batch = self._batch
         counts = batch.split_budget(budget)
@@ -47,9 +51,13 @@ class Admission:
         return counts
 
     def admit(self, budget: int) -> list[list[SequenceState]]:
-        """Give rows to who waits, in order, while room and tokens of the step's budget last.
+        """Give rows to waiting sequences, in queue order, while rows, blocks and budget last.
 
-        Returns those who got theirs, each with its followers behind it.
+        Args:
+            budget: tokens that are left in the step.
+
+        Returns:
+            One list per admitted sequence: the sequence, then its forks.
         """
         admitted: list[list[SequenceState]] = []
         static = self._limits.static
@@ -69,9 +77,9 @@ class Admission:
         return admitted
 
     def _match_if_fits(self, ticket: SequenceState) -> Ints | None:
-        """Blocks found in the cache for it, if there is room for the rest; None: not yet.
+        """Return the cached blocks that `ticket` reuses, or None if the rest does not fit yet.
 
-        Leases give way only when nobody is seated whose end could make room.
+        Leases are reclaimed only if no sequence has a row: otherwise one may end and free blocks.
         """
         size, batch, pool = self._limits.block_size, self._batch, self._pool
         num_tokens = len(ticket.tokens)
@@ -80,7 +88,7 @@ class Admission:
             return None
         kept_free = batch.num_still_needed() + self._limits.watermark * len(batch)
         if len(batch):
-            # Alone they need not all fit: what runs out of blocks later waits for the others.
+            # In an empty batch the forks need not all fit: those short of blocks are preempted.
             shared = ticket.new.num_prompt // size
             kept_free += sum(-(-len(one.tokens) // size) - shared for one in ticket.forks)
         while True:
@@ -93,7 +101,7 @@ class Admission:
                 return None
 
     def _is_still_blocked(self, ticket: SequenceState, chain: list[bytes]) -> bool:
-        """It was, and no more of its blocks are known than then: without matching them again."""
+        """Return True if `ticket` did not fit and still cannot, without another prefix match."""
         if self._blocked is None or self._blocked[0] is not ticket:
             return False
         num_matched = self._blocked[1]
@@ -104,7 +112,10 @@ class Admission:
         return least + kept_free > self._pool.num_available
 
     def _assign_row(self, ticket: SequenceState, matched: Ints) -> int:
-        """Start it, or let it wait for its source; how many tokens it wants computed."""
+        """Give `ticket` a row, and start it or reserve blocks for its KV transfer.
+
+        Returns the number of tokens left to compute; 0 while a transfer is awaited.
+        """
         self._batch.assign_row(ticket, matched)
         have = len(matched) * self._limits.block_size
         if ticket.source_len > have:

@@ -1,7 +1,8 @@
-"""The batcher: what each step computes, and what becomes of a sequence between its steps.
+"""Continuous batching: plans what each step computes and updates the sequences afterwards.
 
-There are no phases: every running sequence has tokens that are not computed yet, one (a decode) or
-more (a prompt, or everything after a preemption); a step computes some of them within one budget.
+Prefill and decode are not separate phases: every running sequence has uncomputed tokens, one
+(decode) or more (prefill, or recomputation after preemption), and a step computes some of them
+within one token budget.
 """
 
 from dataclasses import replace
@@ -43,9 +44,9 @@ __all__ = ["Batcher", "SchedulerConfig"]
 class Batcher:
     """Continuous batching over one block pool.
 
-    One step is in flight (of a pipeline: one a stage), and a second one may be planned behind it
-    where that needs none of the first one's tokens. Every verb may be called between `plan` and
-    `commit`: what a step in flight works on keeps its row and blocks until that step's commit.
+    One step is in flight (in a pipeline, one per stage), and a second one may be planned behind it
+    if that needs none of the first one's tokens. Every method may be called between `plan` and
+    `commit`: sequences of a step in flight keep their rows and blocks until that step's commit.
     """
 
     def __init__(self, limits: SchedulerConfig) -> None:
@@ -65,93 +66,101 @@ class Batcher:
         self._stats = SchedulerStats(*components, self._admission, self._in_flight, self._totals)
         self.fast_forward = FastForward(*queues, self._in_flight, self._fast_path, self._totals)
 
-    # ------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------ submission and removal
 
     def submit(self, new: NewSequence) -> None:
-        """Put it in the queue; NeverFits, QueueFull, or ValueError for a key that is taken."""
+        """Put a sequence into the queue.
+
+        Raises:
+            NeverFits: it could not run here even alone.
+            QueueFull: `max_queued` sequences are waiting.
+            ValueError: its key is in use.
+        """
         if new.key in self._groups or new.key in self._leases:
-            raise ValueError(f"sequence {new.key!r} is here already")
+            raise ValueError(f"sequence key {new.key!r} is in use already")
         check_fits(new, self.limits)
         if len(self._waiting) >= self.limits.max_queued:
-            raise QueueFull(f"{len(self._waiting)} sequences are waiting already: try again later")
+            raise QueueFull(f"queue full, {len(self._waiting)} sequences are waiting: try later")
         group = make_sequence_states(new, self._totals.submitted + 1)
         self._groups.add(new.key, group)
         self._totals.submitted += len(group)
         self._waiting.push(group[0])
 
     def drop(self, key: Key) -> None:
-        """Let go of it in whatever form it is held, and never speak of it again; unknown: nothing.
+        """Remove a sequence in any state without further events; ignore an unknown key.
 
-        Blocks that a transfer reads or writes are kept until `unpin` or `settled`.
+        Blocks that a KV transfer reads or writes are kept until `unpin` or `transfer_drained`.
         """
         self._groups.drop(key)
 
     def drop_choice(self, key: Key, choice: int) -> None:
-        """Let go of one choice; `Finished` if it was the last one. Unknown, or a beam: nothing."""
+        """Remove one choice; emit `Finished` if it was the last. Ignore beams and unknown ones."""
         self._groups.drop_choice(key, choice)
 
     def finish(self, key: Key) -> None:
-        """Its owner has all that it wants of it: let go of it. `Finished`; unknown: nothing."""
+        """End all choices of a sequence and emit `Finished`; ignore an unknown key."""
         self._groups.finish(key)
 
     def fail(self, key: Key) -> None:
-        """Drop a running sequence whose logits were not finite: its blocks are not for others."""
+        """Drop a sequence whose logits were not finite; unpublish its blocks so none is reused."""
         for ticket in self._groups.choices(key):
             if ticket.phase is SequencePhase.RUNNING:
                 self.pool.forget(self.table.blocks(ticket.row))
         self.drop(key)
 
     def request_yield(self, key: Key) -> None:
-        """Stop it at its next boundary and lease its blocks; unknown: nothing.
+        """Stop a sequence at its next step boundary and lease its blocks; ignore an unknown key.
 
-        A waiting one has none; a receiving one yields when its transfer has ended. Of several
-        choices, and of beams, only blocks of their prompt are kept.
+        A waiting sequence has no blocks to lease; a receiving one yields when its transfer has
+        ended. With several choices, or beams, only blocks of the prompt are kept.
         """
         self._groups.request_yield(key)
 
     # ------------------------------------------------------------ KV transfer
 
     def pin(self, key: Key, have: int) -> Ints:
-        """A lease's blocks of positions [have, kv_len), to be read until `unpin`; LeaseGone."""
+        """Pin a lease and return its blocks of positions [have, kv_len). Raises LeaseGone."""
         return self._leases.pin(key, have, self.limits.block_size)
 
     def unpin(self, key: Key) -> None:
-        """A send of this lease is over."""
+        """Undo one `pin`: a send of this lease has ended."""
         self._leases.unpin(key)
 
     def reserved_blocks(self, key: Key) -> Ints:
-        """The blocks reserved for positions [have, source_len); KeyError if it does not receive."""
+        """Return the blocks of positions [have, source_len). Raises KeyError if not receiving."""
         ticket = self._groups.receiver(key)
         if ticket is None:
             raise KeyError(key)
         return self._batch.reserved(ticket)
 
     def transfer_done(self, key: Key) -> None:
-        """Every reserved block is written and verified; not receiving (any more): nothing."""
+        """Run a sequence whose reserved blocks were all received; ignored if not receiving."""
         self._end_receiving(key, arrived=True)
 
     def transfer_failed(self, key: Key) -> None:
-        """Nobody writes, nor will: compute them; not receiving (any more): nothing."""
+        """Run a sequence whose transfer failed, computing its prompt; ignored if not receiving."""
         self._end_receiving(key, arrived=False)
 
     def transfer_drained(self, key: Key) -> None:
-        """Nobody writes the reserved blocks of a dropped receiver any more; unknown: nothing."""
+        """Free a dropped receiver's blocks: all writes have ended. Ignore an unknown key."""
         self._leases.release_abandoned(key)
 
     # ------------------------------------------------------------ steps
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step; None if there is nothing to compute until something else happens.
+        """Return the next step, or None if there is nothing to compute now.
 
-        Behind a step in flight, None also where the next one needs that step's commit first. What
-        is planned behind it may be taken back by `withdraw`. In a pipeline as many steps may be in
-        flight as it has stages, and each sequence is in one of them at most.
-        `now` [s] is for policies in which waiting has a price; the order served today has none.
+        While a step is in flight, None may also mean that the next one can only be planned after
+        its commit. A step planned behind it can be removed by `withdraw`. In a pipeline one step
+        per stage may be in flight, and a sequence is in at most one of them.
+
+        Args:
+            now: time in seconds, for policies that depend on waiting times; unused at present.
         """
         if self.limits.num_stages > 1:
             return self._plan_stage()
         if len(self._in_flight.plans) > 1:
-            raise ValueError("two steps are not committed yet")
+            raise ValueError("two steps are in flight: commit one before planning the next")
         ahead, number = bool(self._in_flight.plans), self._totals.steps + 1
         plan, rows = None, self._batch.rows
         if self._fast_path.can_continue(rows) and not self._admit(
@@ -166,29 +175,34 @@ class Batcher:
         return plan
 
     def withdraw(self, plan: StepPlan) -> None:
-        """Forget the newest step in flight, which nobody has begun to compute."""
+        """Remove the newest step in flight, whose computation must not have begun."""
         plans = self._in_flight.plans
         if not plans or plan is not plans[-1]:
             raise ValueError("not the newest step in flight")
         if len(plan.copies):
-            raise ValueError("it makes copies that are counted on: it has to run")
+            raise ValueError("a step that copies blocks cannot be withdrawn")
         plans.pop()
         self._fast_path.invalidate()
         self._in_flight.release_drained()
 
     def commit(self, plan: StepPlan, drawn: Ints, parents: Ints | None = None) -> StepOutput:
-        """Book the first step in flight; `drawn` [S] are the tokens of its drawing rows, in order.
+        """Record the results of the oldest step in flight.
 
-        Where beams are among them: `parents` [S] are the rows that each of these goes on from, a
-        beam from one of its search, others from themselves. What beams get is not in the output.
-        What has ended or was dropped meanwhile is left out: its token is thrown away.
+        Args:
+            plan: that step.
+            drawn: [S] tokens drawn for `plan.sampling_rows`, in order.
+            parents: [S] the row that each sampling row continues from: a row of the same search
+                for a beam, the row itself for others. None if there are no beams.
+
+        Returns:
+            The new tokens, without those of beams and of sequences that were removed meanwhile.
         """
         plans = self._in_flight.plans
         if not plans or plan is not plans[0]:
             raise ValueError("not the first step in flight")
         drawn = np.asarray(drawn, np.int32)
         if len(drawn) != len(plan.sampling_rows):
-            raise ValueError("not a token for each row that draws")
+            raise ValueError("drawn must have exactly a token for each sampling row of the plan")
         del plans[0]
         self.pool.check_total()
         if (
@@ -205,7 +219,7 @@ class Batcher:
         counts = self._admission.reclaim_blocks(budget)
         num_events = len(self._groups.events)
         if self._admit(budget - int(counts.sum())):
-            # Choices that fork from cached blocks may want more at once than there was room for.
+            # Forks of a cached prompt start at once and may need more blocks than there are.
             counts = self._admission.reclaim_blocks(budget)
             self._groups.forget_preempted(num_events)
         rows = self._batch.rows
@@ -217,24 +231,24 @@ class Batcher:
         copies = self._batch.grow(rows, counts)
         plan = self.table.pack(number, rows, counts, copies)
         if self._batch.fork_parents or self._batch.beam_groups:
-            # who follows will run after one of the next steps; beams move
+            # The fast path needs constant rows: forks start soon, and beams exchange blocks.
             self._fast_path.invalidate()
             return replace(plan, forks=self._batch.plan_forks(plan))
         self._fast_path.start(plan, self._batch.rows)
         return plan
 
     def _plan_stage(self) -> StepPlan | None:
-        """The next step of a pipeline, of sequences that are in no other one."""
+        """Plan a pipeline's next step from sequences that are in no step in flight."""
         plans, budget = self._in_flight.plans, self.limits.max_batched_tokens
         if len(plans) >= self.limits.num_stages:
             return None
-        if not plans:  # nobody loses blocks that a step works on
+        if not plans:  # preempt only while no step uses the blocks
             self._admission.reclaim_blocks(budget)
         self._admit(budget)
         number = self._totals.steps + 1
         if not self._batch.beam_groups:
             plan = self._plan_idle_rows(number)
-        else:  # beams change places: no other step may be under way
+        else:  # beams exchange blocks at commit: only one step may be in flight
             plan = None if plans else self._plan_from_tables(number)
         if plan is not None:
             self._totals.steps = number
@@ -242,7 +256,7 @@ class Batcher:
         return plan
 
     def _plan_idle_rows(self, number: int) -> StepPlan | None:
-        """A stage's part of those who are idle."""
+        """Plan one stage's share of the rows that are in no step in flight."""
         rows, counts = self._batch.split_budget_over_idle(self._in_flight.plans, self.limits)
         if not rows.size or self._batch.num_missing(rows, counts) > self.pool.num_available:
             return None
@@ -279,13 +293,13 @@ class Batcher:
         for row in ended:
             self._groups.finish_row(row)
         for row in due.tolist():
-            # With one choice of a sequence the others yield.
+            # If one choice of a sequence yields, all of them do.
             if row not in ended and row in self._batch:
                 self._groups.yield_if_due(self._batch.sequence(row).key)
         return output
 
     def _output(self, rows: Ints, indices: Ints, tokens: Ints, finishes: Ints) -> StepOutput:
-        """What the world is told: beams are for their search alone."""
+        """Return the step's output without the rows of beams, which only their search sees."""
         table = self.table
         if self._batch.beam_groups:
             visible = ~table.is_beam[rows]
@@ -295,37 +309,37 @@ class Batcher:
         keys = table.keys[rows].tolist()
         return StepOutput(keys, table.choices[rows], rows, indices, tokens, finishes)
 
-    # ------------------------------------------------------------ what others see
+    # ------------------------------------------------------------ events and state
 
     def events(self) -> list[SchedulerEvent]:
-        """What has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._groups.events = self._groups.events, []
         return events
 
     def load(self) -> WorkerLoad:
-        """How full it is now, and totals since the start."""
+        """Return the present load, and totals since the start."""
         return self._stats.load()
 
     def exclude_from_totals(self, num_prompt: int) -> None:
-        """Take so many computed prompt tokens off the totals: nobody had asked for them."""
+        """Subtract `num_prompt` computed prompt tokens, a canary's, from the totals."""
         self._totals.computed -= num_prompt
 
     def check(self) -> None:
-        """AssertionError if the ledger does not balance: every hold on a block has its holder."""
+        """Raise AssertionError if a block's reference counts do not match its holders."""
         self._stats.check(self._groups.sequences())
 
     def debug_state(self) -> dict[str, Any]:
-        """Who is here, who has which blocks, what is computed: all but what is said."""
+        """Return sequences, block counts and steps in flight as plain values, without tokens."""
         return self._stats.debug_state(self._groups.sequences())
 
-    # ------------------------------------------------------------ boundaries
+    # ------------------------------------------------------------ between steps
 
     def _admit(self, budget: int) -> bool:
         admitted = self._admission.admit(budget)
         for ticket, *followers in admitted:
             have = int(self.table.num_computed[ticket.row])
             if ticket.is_cancelled and not ticket.forks:
-                # Dropped while it waited; its followers forked from cached blocks just now.
+                # It was cancelled while it waited; its forks have just started from cached blocks.
                 self._batch.release_row(ticket)
                 self._groups.choice_ended(ticket)
             else:
@@ -338,7 +352,7 @@ class Batcher:
         return bool(admitted)
 
     def _fork(self, drawing: Ints) -> Bools:
-        """Let those who follow go on where their prompt is computed; who of the rows [n] draws."""
+        """Start forks whose prompt is computed; return a mask [n] of the rows that still draw."""
         kept = np.ones(len(drawing), np.bool_)
         for leader in [
             one for one in self._batch.fork_parents if one.phase is SequencePhase.RUNNING

@@ -1,4 +1,4 @@
-"""What the scheduler may take, and which sequence it could never run."""
+"""Limits of the scheduler, and the check whether a sequence can ever run within them."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ from penstock.workers.scheduling.sequence import NeverFits, NewSequence
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How much the scheduler may take; ValueError for what could not work."""
+    """Limits of the scheduler. Raises ValueError if a value is invalid."""
 
     num_blocks: int
-    max_model_len: int  # tokens of a sequence, answer included
-    block_size: int = 16  # tokens
-    max_sequences: int = 64  # that hold a row at a time
-    max_batched_tokens: int = 512  # of a step
-    max_queued: int = 1024  # sequences
-    lease_fraction: float = 0.5  # of the pool, that leases may keep from others
-    num_stages: int = 1  # of a pipeline: as many steps are in flight, of different sequences
-    watermark: int = 1  # blocks a seated sequence that stay free when another one is admitted
-    static: bool = False  # a batch comes in when the last one has ended: to measure against
+    max_model_len: int  # tokens of a sequence, prompt and answer
+    block_size: int = 16  # tokens per block
+    max_sequences: int = 64  # sequences that hold a row at a time
+    max_batched_tokens: int = 512  # token budget of a step
+    max_queued: int = 1024  # waiting sequences
+    lease_fraction: float = 0.5  # largest share of the blocks that leases may hold
+    num_stages: int = 1  # pipeline stages; as many steps can be in flight, of different sequences
+    watermark: int = 1  # free blocks to keep per sequence with a row when admitting another
+    static: bool = False  # static batching, as a baseline: admit only when the batch is empty
 
     def __post_init__(self) -> None:
         for name in (
@@ -34,16 +34,19 @@ class SchedulerConfig:
                 f"({self.max_sequences}): every sequence may need a token in a step"
             )
         if self.max_queued < 0 or self.watermark < 0 or not 0 <= self.lease_fraction <= 1:
-            raise ValueError("max_queued and watermark must be >= 0, lease_fraction within [0, 1]")
+            raise ValueError(
+                f"max_queued ({self.max_queued}) and watermark ({self.watermark}) must be >= 0, "
+                f"lease_fraction ({self.lease_fraction}) within [0, 1]"
+            )
 
 
 def check_fits(new: NewSequence, limits: SchedulerConfig) -> None:
-    """NeverFits if it could not run to its end here even alone."""
+    """Raise NeverFits if the sequence could not run to its end here even alone."""
     num_choices = 1 + len(new.siblings)
     if num_choices > limits.max_sequences:
         raise NeverFits(
-            f"{num_choices} choices of one request, and at most {limits.max_sequences} sequences "
-            "run here at a time"
+            f"the request has {num_choices} choices but this worker runs at most "
+            f"{limits.max_sequences} sequences at a time"
         )
     if new.params.use_beam_search:
         _check_beams(new, num_choices, limits)
@@ -52,7 +55,7 @@ def check_fits(new: NewSequence, limits: SchedulerConfig) -> None:
 
 
 def _check_beams(new: NewSequence, width: int, limits: SchedulerConfig) -> None:
-    """Beams run together or not at all, and nothing is sure to be shared but their prompt."""
+    """Raise NeverFits if all beams at full length, sharing only the prompt, exceed the cache."""
     size = limits.block_size
     longest = new.num_prompt + new.params.answer_limit(new.num_prompt, limits.max_model_len) - 1
     shared = new.num_prompt // size
@@ -68,7 +71,7 @@ def _check_lengths(new: NewSequence, num_tokens: int, limits: SchedulerConfig) -
     params = new.params
     if not 1 <= new.num_prompt <= num_tokens:
         raise NeverFits(
-            f"a prompt of {new.num_prompt} tokens in {num_tokens}: at least 1 is needed"
+            f"num_prompt must be 1 to the number of tokens ({num_tokens}), not {new.num_prompt}"
         )
     if num_tokens >= limits.max_model_len:
         raise NeverFits(
@@ -81,7 +84,9 @@ def _check_lengths(new: NewSequence, num_tokens: int, limits: SchedulerConfig) -
             f"and max_tokens is {params.max_tokens}"
         )
     if not 0 <= new.source_len < num_tokens:
-        raise NeverFits(f"{new.source_len} positions were offered for {num_tokens} tokens")
+        raise NeverFits(
+            f"the KV positions offered must be 0 to {num_tokens - 1}, not {new.source_len}"
+        )
     # The last token ends the sequence: its K and V are never computed.
     longest = new.num_prompt + params.answer_limit(new.num_prompt, limits.max_model_len) - 1
     if longest > limits.num_blocks * limits.block_size:

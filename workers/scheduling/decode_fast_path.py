@@ -1,7 +1,7 @@
-"""The next step while nothing changes: the same sequences, each a token further on.
+"""Fast planning of a decode step with the same sequences as the step before.
 
-Most steps of a busy server are like the one before. Such a plan follows from the last one by a few
-additions, and does not need its tokens: it can be made while the last one still computes.
+Most steps of a busy server only add a token to each sequence. Such a plan is derived from the last
+one by a few additions and does not need its tokens, so it can be made while that step computes.
 """
 
 from collections.abc import Callable
@@ -14,41 +14,43 @@ from penstock.workers.scheduling.table import SequenceTable
 
 
 class DecodeFastPath:
-    """Goes on from a plan in which every running sequence draws a token."""
+    """Planner that continues from a plan in which every running sequence draws one token."""
 
     def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
         self._table = table
         self._pool = pool
-        self._last: StepPlan | None = None  # the newest plan; None: it cannot be gone on from
-        self._has_snapshot = False  # whether what is below belongs to the rows of the last plan
-        self._first = 0  # number of the first plan made here
-        self._until = 0  # number of the plan whose tokens may reach a sequence's limit
+        self._last: StepPlan | None = None  # the newest plan; None if it cannot be continued
+        self._has_snapshot = False  # whether the fields below belong to the rows of `_last`
+        self._first = 0  # number of the first plan made from this snapshot
+        self._until = 0  # number of the first plan in which a sequence reaches a limit
         self._next_boundary = 0  # number of the next plan in which a sequence enters a new block
         self._filling: set[int] = set()  # numbers of plans that fill a block
         self._keys: list[object] = []
         self._choices: Ints = np.zeros(0, np.int32)  # [B]
         self._num_prompt: Ints = np.zeros(0, np.int32)  # [B]
         self._stops: Ints = np.zeros((0, 0), np.int32)  # [B, S]
-        self._no_finishes: Ints = np.zeros(0, np.int32)  # [B] of `Finish.NONE`
+        self._no_finishes: Ints = np.zeros(0, np.int32)  # [B] of `FinishReason.NONE`
 
     def invalidate(self) -> None:
-        """Something has changed that the rows do not show."""
+        """Forget the last plan: something has changed that its rows do not show."""
         self._last, self._has_snapshot = None, False
 
     def start(self, plan: StepPlan, rows: Ints) -> None:
-        """`plan` was made from the tables, while `rows` run."""
+        """Make `plan`, built from the tables, the last plan if it draws a token for each row."""
         self.invalidate()
         if plan.rows is rows and len(plan.tokens) == len(rows) and plan.samples.all():
             self._last = plan
 
     def can_continue(self, rows: Ints) -> bool:
-        """Whether the last plan can be gone on from while `rows` run."""
+        """Return True if the last plan can be continued while `rows` run."""
         return self._last is not None and self._last.rows is rows
 
     def next(self, number: int, ahead: bool) -> StepPlan | None:
-        """The step after the last one; None if a limit or the blocks left forbid it.
+        """Return the step after the last one; None if a sequence may end or blocks are short.
 
-        `ahead`: the last one is in flight; this one's tokens are those that it draws, in order.
+        Args:
+            number: of the new step.
+            ahead: the last step is still in flight; its tokens are filled in later.
         """
         last = self._last
         if last is None:
@@ -81,13 +83,16 @@ class DecodeFastPath:
 
     @property
     def num_to_fill(self) -> int:
-        """Steps from the last one, itself included, until one may fill a block."""
+        """Number of steps, counted from the last plan (included), until one may fill a block."""
         last = self._last
         return 0 if last is None else self._next_boundary - last.number
 
     def num_skippable(self) -> int:
-        """How many steps from the last one, itself included, are sure to end or yield nobody and to
-        find their blocks. 0 where what is drawn may end a sequence."""
+        """Return how many steps, from the last plan (included) on, need no scheduling decision.
+
+        No sequence ends or yields in them, and their blocks are available. 0 if a sequence has
+        stop tokens, since then a drawn token may end it.
+        """
         last = self._last
         if last is None:
             return 0
@@ -101,16 +106,19 @@ class DecodeFastPath:
         return max(num, 0)
 
     def skip(self, drawn: Ints, publish: Callable[[Ints, Ints], None]) -> None:
-        """Plan and commit the next steps at once, quiet ones that draw `drawn` [steps, B].
+        """Plan and commit the next steps at once.
 
-        The last one is committed. `publish` is called with rows and lengths where a block may have
-        become full.
+        The last plan must have been committed already.
+
+        Args:
+            drawn: [steps, B] tokens of the steps, none of which may need a scheduling decision.
+            publish: called with rows and lengths where a block may have become full.
         """
         done = 0
         while done < len(drawn):
             last = self._last
             if last is None or last.number + len(drawn) - done >= self._until:
-                raise ValueError("a step of a leap was not quiet")
+                raise ValueError("cannot fast-forward: a sequence would reach its limit")
             num = min(self._next_boundary - 1 - last.number, len(drawn) - done)
             plan = (
                 self._skip_within_blocks(last, drawn[done : done + num])
@@ -122,7 +130,7 @@ class DecodeFastPath:
             done += max(num, 1)
 
     def _skip_within_blocks(self, last: StepPlan, drawn: Ints) -> StepPlan:
-        """Steps [n, B] in which nobody enters a new block; the last one of them."""
+        """Commit steps `drawn` [n, B] that stay within their blocks; return the last plan."""
         table, num = self._table, len(drawn)
         lengths = last.context_lens + num
         columns = last.context_lens[:, None] + np.arange(1, num + 1, dtype=np.int32)
@@ -144,26 +152,29 @@ class DecodeFastPath:
         return plan
 
     def _skip_one(self, drawn: Ints) -> StepPlan:
-        """The next step, planned and committed as if it were alone."""
+        """Plan and commit the next single step, with tokens `drawn` [B]."""
         assert self._last is not None
         plan = self.next(self._last.number + 1, ahead=False)
         if plan is None or self.commit(plan, drawn) is None:
-            raise ValueError("a step of a leap was not quiet")
+            raise ValueError("cannot fast-forward: blocks ran out, or a sequence may end")
         return plan
 
     def _num_missing(self, last: StepPlan, num: int) -> int:
-        """Blocks that so many steps after the last one take."""
+        """Return the number of blocks that `num` steps after the last one take."""
         return int(self._table.num_missing_blocks(last.rows, last.context_lens + num).sum())
 
     def fills(self, plan: StepPlan) -> bool:
-        """Whether a plan made here may fill a block. To be asked once."""
+        """Return True if this plan may fill a block, and forget that: call once per plan."""
         if plan.number not in self._filling:
             return False
         self._filling.remove(plan.number)
         return True
 
     def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput | None:
-        """Book a plan made here; None, and nothing done, if a sequence may end by it."""
+        """Record a plan made here and return its output.
+
+        Return None, without a change, if it was not made here or may end a sequence.
+        """
         if not self._has_snapshot or not self._first <= plan.number < self._until:
             return None
         if (self._stops == drawn[:, None]).any():
@@ -190,7 +201,7 @@ class DecodeFastPath:
         self._find_block_boundary(last.number, last.slots)
 
     def _find_block_boundary(self, number: int, slots: Ints) -> None:
-        """When it comes, if plan `number` writes these."""
+        """Find the next plan in which a row enters a new block; plan `number` writes `slots`."""
         size = self._table.block_size
         self._next_boundary = number + size - int((slots % size).max())
         self._filling.add(self._next_boundary - 1)
@@ -200,7 +211,7 @@ class DecodeFastPath:
         return drawn
 
     def _grow(self, rows: Ints, positions: Ints) -> bool:
-        """Blocks for these positions, where they are not there yet; False: there are too few."""
+        """Take missing blocks for these positions; return False if too few are available."""
         table = self._table
         columns = positions // table.block_size
         missing = columns >= table.num_blocks[rows]
@@ -214,9 +225,10 @@ class DecodeFastPath:
         return True
 
     def _enter_block(self, last: StepPlan, crossing: Ints, slots: Ints) -> Ints:
-        """Let those who enter a new block go on there; the block tables [B, M] with it.
+        """Move the rows at `crossing` into their next block; return the block tables [B, M].
 
-        They are the last step's own: it may still run, but does not read what it has not reached.
+        The last step's arrays are changed in place. It may still run, but reads no column beyond
+        its own context lengths.
         """
         table = self._table
         rows, columns = last.rows[crossing], last.context_lens[crossing] // table.block_size

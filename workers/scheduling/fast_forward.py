@@ -1,7 +1,8 @@
-"""Several steps at once: those in which nothing is decided, for who plays a worker in virtual time.
+"""Fast-forward over decode steps that need no scheduling decision. Used by the simulator only.
 
-Nobody comes, ends, yields or loses blocks in them: where the batcher stands after them follows from
-where it stood before. `DecodeFastPath` knows the steps, this knows who else could have a say.
+In these steps no sequence arrives, ends, yields or loses blocks, so the state after them follows
+from the state before. `DecodeFastPath` checks the running sequences; this module also checks the
+waiting queue and the steps in flight.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from penstock.workers.scheduling.waiting import WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class FastForward:
-    """Asks how far a leap may go, and leaps."""
+    """Fast-forward of a batcher: counts the steps that can be skipped, and commits them at once."""
 
     table: SequenceTable
     waiting: WaitingQueue
@@ -27,20 +28,23 @@ class FastForward:
     totals: Totals
 
     def num_skippable(self) -> int:
-        """How many steps are sure to be quiet, the one in flight included, if no verb of the
-        batcher is called meanwhile; 0: not even that one is."""
+        """Return how many steps, the one in flight included, need no scheduling decision.
+
+        The number holds until another method of the batcher is called. 0 if even the step in flight
+        may need a decision.
+        """
         only_step = len(self.in_flight.plans) == 1 and not self.in_flight.released_later
         if not only_step or not self.fast_path.can_continue(self.batch.rows):
             return 0
         num = self.fast_path.num_skippable()
         if len(self.waiting) and self.table.num_free_rows:
-            # What waits for blocks may find its own among those that the next full block is.
+            # The next published block may extend the cached prefix of a waiting sequence.
             num = min(num, self.fast_path.num_to_fill)
         return num
 
     def skip(self, drawn: Ints) -> None:
-        """Plan and commit quiet steps that draw `drawn` [steps, B], with none in flight."""
+        """Plan and commit steps that draw `drawn` [steps, B]; no step may be in flight."""
         if self.in_flight.plans or not self.fast_path.can_continue(self.batch.rows):
-            raise ValueError("a leap starts between two steps of the same sequences")
+            raise ValueError("cannot fast-forward: a step is in flight or sequences changed")
         self.fast_path.skip(drawn, self.batch.publish)
         self.totals.steps += len(drawn)

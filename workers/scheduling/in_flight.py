@@ -1,4 +1,4 @@
-"""The steps that are planned and not committed, and who has left while in one of them."""
+"""Steps that are planned but not committed, and sequences removed during one of them."""
 
 import numpy as np
 
@@ -8,22 +8,25 @@ from penstock.workers.scheduling.waiting import SequenceState
 
 
 class InFlightSteps:
-    """Two steps at most, in order. What they work on keeps its row and blocks until they end."""
+    """The steps in flight, oldest first: at most two, or one per pipeline stage.
+
+    Their sequences keep rows and blocks until the commit.
+    """
 
     def __init__(self, batch: RunningBatch) -> None:
         self.plans: list[StepPlan] = []
-        self.released_later: list[SequenceState] = []  # dropped or ended, but in a step in flight
+        self.released_later: list[SequenceState] = []  # removed while in a step in flight
         self._batch = batch
 
     def holds(self, ticket: SequenceState) -> bool:
-        """Whether a step in flight works on it."""
+        """Return True if the sequence is in a step in flight."""
         return any(
             (plan.rows == ticket.row).any() or (plan.forks[:, 1] == ticket.row).any()
             for plan in self.plans
         )
 
     def release_row(self, ticket: SequenceState) -> bool:
-        """Give up its row and blocks now, True, or once the last step that it is in has ended."""
+        """Release row and blocks now (True), or when no step in flight has it any more (False)."""
         if self.holds(ticket):
             self.released_later.append(ticket)
             return False
@@ -31,11 +34,11 @@ class InFlightSteps:
         return True
 
     def still_held(self, rows: Ints) -> Bools:
-        """[n] whose of these rows have not been given up."""
+        """Return a mask [n]: True for rows whose sequence was not dropped and has not ended."""
         return ~np.isin(rows, [ticket.row for ticket in self.released_later])
 
     def release_drained(self) -> None:
-        """Let those leave who are in no step any more."""
+        """Release the removed sequences that are in no step in flight any more."""
         gone, self.released_later = self.released_later, []
         for ticket in gone:
             self.release_row(ticket)

@@ -1,9 +1,9 @@
-"""The pool of KV blocks: who holds each, what it is known to contain, which one is given out next.
+"""The pool of KV blocks: reference counts, content hashes and the order of eviction.
 
 A block is held by running sequences (used), by leases, or by a transfer that writes it (reserved).
-One that nobody holds is cached while it is published under its content's hash, and free otherwise.
-Cached blocks are given out again least recently used first, a sequence's deepest block before its
-parents, so that what remains of a prefix can still be reached.
+A block without a holder is cached while it is published under its content hash, and free otherwise.
+Cached blocks are evicted least recently used first, and of one sequence the last block first, so
+that the remaining prefix can still be matched.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,7 @@ from penstock.workers.scheduling.sequence import Ints
 
 
 class State(IntEnum):
-    """What a block counts as; the lower number wins where several hold it."""
+    """State of a block; with holders of several kinds, the lowest number applies."""
 
     USED = 0
     LEASED = 1
@@ -27,7 +27,7 @@ class State(IntEnum):
     FREE = 4
 
 
-# Looking a member up costs more than the arithmetic that is done with it.
+# Plain ints: enum member access would cost more than the arithmetic.
 _USED, _LEASED, _RESERVED, _CACHED, _FREE = (int(state) for state in State)
 _NUM_STATES = len(State)
 
@@ -35,18 +35,18 @@ Hold: TypeAlias = Literal[State.USED, State.LEASED, State.RESERVED]
 
 
 class BlockPool:
-    """Counts and files `num_blocks` blocks; every verb costs O(1) a block.
+    """Reference counts, hashes and LRU order of `num_blocks` blocks; methods cost O(1) per block.
 
-    Blocks are passed as int32 arrays [n] without repetition, in the order of the sequence.
+    Blocks are passed as int32 arrays [n] without duplicates, in the order of the sequence.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.state = np.full(num_blocks, State.FREE, np.int8)
-        self._counts = [0, 0, 0, 0, num_blocks]  # by state
-        self._holders = np.zeros((3, num_blocks), np.int32)  # a row each for USED, LEASED, RESERVED
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack: [0, num free)
-        self._lru: OrderedDict[int, None] = OrderedDict()  # the cached blocks, next to go first
+        self._counts = [0, 0, 0, 0, num_blocks]  # number of blocks by state
+        self._holders = np.zeros((3, num_blocks), np.int32)  # rows: USED, LEASED, RESERVED
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # stack of the free blocks
+        self._lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, in order of eviction
         self._hashed = np.zeros(num_blocks, np.bool_)
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -56,19 +56,19 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` could give now."""
+        """Number of blocks that `take` could return now."""
         return self._counts[_FREE] + self._counts[_CACHED]
 
     def num_idle(self, blocks: Ints) -> int:
-        """How many of these would no longer be available once somebody holds them."""
+        """Return how many of `blocks` have no holder; these count as available until held."""
         return int(np.count_nonzero(self.state[blocks] >= _CACHED))
 
     def is_findable(self, blocks: Ints) -> npt.NDArray[np.bool_]:
-        """Which of these `match` may give to somebody else."""
+        """Return a mask [n]: True for published blocks, which `match` may return."""
         return self._hashed[blocks]
 
     def take(self, num: int, hold: Hold) -> Ints:
-        """`num` <= `num_available` blocks of undefined content, held once."""
+        """Take `num` (<= `num_available`) blocks of undefined content, with one holder each."""
         num_free = self._counts[_FREE]
         from_free = min(num, num_free)
         blocks = self._free[num_free - from_free : num_free].copy()
@@ -84,38 +84,40 @@ class BlockPool:
         return blocks
 
     def retain(self, blocks: Ints, hold: Hold) -> None:
-        """One holder more; for blocks that are held or cached."""
+        """Add a holder to blocks that are held or cached."""
         self._holders[hold, blocks] += 1
         self._update_states(blocks[self.state[blocks] > hold])
 
     def move(self, blocks: Ints, old: Hold, new: Hold) -> None:
-        """A holder of one kind becomes one of another."""
+        """Turn one holder of kind `old` into one of kind `new`."""
         self._holders[old, blocks] -= 1
         self._holders[new, blocks] += 1
         self._update_states(blocks)
 
     def release(self, blocks: Ints, hold: Hold) -> None:
-        """One holder less; the last one's blocks become cached (if published) or free."""
+        """Remove a holder; blocks without holders become cached if published, otherwise free."""
         left = self._holders[hold, blocks] - 1
         self._holders[hold, blocks] = left
         self._update_states(blocks[left == 0])
 
     def num_copies(self, blocks: Ints) -> int:
-        """How many of these holders, who are to write their block [n] in place, need a copy first.
+        """Return how many copies these writes need (copy-on-write).
 
-        A block may stand here once a holder. The last of its holders writes it in place, unless
-        others may find it by its content.
+        Args:
+            blocks: [n] the block that each writer is about to write; a shared block occurs once per
+                writer. If all its holders write it, the last one writes in place, unless the block
+                is published.
         """
         own, writers = np.unique(blocks, return_counts=True)
         sole_holder = (self._holders[:, own].sum(0) == writers) & ~self._hashed[own]
         return int((writers - sole_holder).sum())
 
     def is_shared(self, block: int) -> bool:
-        """Whether it may not be written in place: somebody else holds it or may find it."""
+        """Return True if a write needs a copy: the block is published or has several holders."""
         return bool(self._hashed[block] or self._holders[:, block].sum() > 1)
 
     def match(self, hashes: Sequence[bytes]) -> Ints:
-        """The published blocks of the longest known prefix of this chain."""
+        """Return the published blocks of the longest known prefix of this hash chain."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -125,13 +127,13 @@ class BlockPool:
         return np.array(blocks, np.int32)
 
     def has_hash(self, digest: bytes) -> bool:
-        """Whether a block is published under it."""
+        """Return True if a block is published under this hash."""
         return digest in self._block_of
 
     def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Make used blocks findable; where a content is known already its first block stays."""
+        """Register used blocks by hash; a hash that is known already keeps its first block."""
         if (self.state[blocks] != _USED).any():
-            raise ValueError("only blocks that somebody uses can be published")
+            raise ValueError("only blocks in state USED can be published")
         new = []
         for block, digest in zip(blocks, hashes, strict=True):
             if digest not in self._block_of and block not in self._hash_of:
@@ -141,22 +143,30 @@ class BlockPool:
         self._hashed[new] = True
 
     def forget(self, blocks: Ints) -> None:
-        """What these hold is not to be trusted: nobody new may find them."""
+        """Unpublish blocks whose content may be wrong, so that `match` does not return them."""
         for block in blocks[self._hashed[blocks]].tolist():
             self._unpublish(block)
         self._update_states(blocks)
 
     def check_total(self) -> None:
-        """AssertionError if blocks were lost or made: cheap enough for every step."""
+        """Raise AssertionError if the counts do not add up; cheap enough for every step."""
         if sum(self._counts) != self.num_blocks or min(self._counts) < 0:
-            raise AssertionError(f"{self._counts} are not {self.num_blocks} blocks")
+            raise AssertionError(f"{self._counts} do not add up to {self.num_blocks}")
 
     def check(self, used: list[Ints], leased: list[Ints], reserved: list[Ints]) -> None:
-        """AssertionError if the ledger does not balance; every holder's blocks are given."""
+        """Raise AssertionError if the bookkeeping is inconsistent.
+
+        Args:
+            used: one array of blocks per sequence that holds any.
+            leased: one array per lease.
+            reserved: one array per KV transfer that writes.
+        """
         for hold, arrays in enumerate((used, leased, reserved)):
             blocks = np.concatenate([np.zeros(0, np.int32), *arrays])
             holders = np.bincount(blocks, minlength=self.num_blocks)
-            assert (holders == self._holders[hold]).all(), f"{State(hold).name}: by whom?"
+            assert (holders == self._holders[hold]).all(), (
+                f"{State(hold).name}: wrong reference counts"
+            )
         written = self._holders[State.RESERVED] > 0
         others = self._holders[State.USED] + self._holders[State.LEASED] > 0
         assert not (written & (others | self._hashed)).any(), "a reserved block is readable"
@@ -186,10 +196,10 @@ class BlockPool:
         return states
 
     def _update_states(self, blocks: Ints) -> None:
-        """Bring state, counts, free stack and LRU order up to date with the holders."""
+        """Update states, counts, free stack and LRU order after a change of holders."""
         if not blocks.size:
             return
-        blocks = blocks[::-1]  # tail first: the deepest go first
+        blocks = blocks[::-1]  # last block first: it is evicted before its parents
         old, new = self.state[blocks], self._states(blocks)
         self.state[blocks] = new
         was_cached, is_cached = old == _CACHED, new == _CACHED

@@ -1,4 +1,4 @@
-"""Blocks held for sequences that have no row any more: leases, and what a transfer still writes."""
+"""Blocks kept for sequences without a row: leases, and blocks that a transfer still writes."""
 
 from dataclasses import dataclass
 
@@ -10,27 +10,27 @@ from penstock.workers.scheduling.sequence import Ints, Key, LeaseGone
 class _Lease:
     blocks: Ints
     kv_len: int
-    num_pins: int = 0  # sends that read the blocks now
-    dropped: bool = False  # goes with its last pin
+    num_pins: int = 0  # sends that are reading the blocks
+    dropped: bool = False  # release with the last pin
 
 
 class Leases:
-    """Soft leases of yielded sequences, oldest first: kept until dropped, or taken back for room.
+    """Leases of yielded sequences, oldest first: kept until dropped or reclaimed for space.
 
-    Together they keep at most `max_blocks`, but for the newest alone and for those being read.
+    Together they keep at most `max_blocks`; only pinned leases and the newest one may exceed that.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self._pool = pool
         self._max_blocks = max_blocks
         self._leases: dict[Key, _Lease] = {}
-        self._abandoned: dict[Key, Ints] = {}  # reserved by receivers that were dropped
+        self._abandoned: dict[Key, Ints] = {}  # reserved blocks of dropped receivers
 
     def __contains__(self, key: Key) -> bool:
         return key in self._leases or key in self._abandoned
 
     def grant(self, key: Key, blocks: Ints, kv_len: int) -> None:
-        """Keep these blocks, which the caller uses, for positions [0, kv_len)."""
+        """Turn blocks that the caller uses into a lease of positions [0, kv_len)."""
         while self._pool.num(State.LEASED) + len(blocks) > self._max_blocks:
             if not self.reclaim():
                 break
@@ -38,7 +38,7 @@ class Leases:
         self._leases[key] = _Lease(blocks, kv_len)
 
     def pin(self, key: Key, have: int, block_size: int) -> Ints:
-        """Blocks of positions [have, kv_len), to be read until `unpin`; LeaseGone."""
+        """Pin a lease and return its blocks of positions [have, kv_len). Raises LeaseGone."""
         lease = self._leases.get(key)
         if lease is None or lease.dropped:
             raise LeaseGone(key)
@@ -46,6 +46,7 @@ class Leases:
         return lease.blocks[max(have, 0) // block_size :].copy()
 
     def unpin(self, key: Key) -> None:
+        """Undo one `pin`; release a dropped lease with its last pin."""
         lease = self._leases.get(key)
         if lease is None or lease.num_pins == 0:
             raise ValueError(f"the lease of {key!r} is not pinned")
@@ -54,7 +55,7 @@ class Leases:
             self._release(key)
 
     def drop(self, key: Key) -> None:
-        """Let go of it, now or with its last pin; unknown: nothing."""
+        """Release a lease, now or with its last pin; ignore an unknown key."""
         lease = self._leases.get(key)
         if lease is None:
             return
@@ -63,7 +64,7 @@ class Leases:
             self._release(key)
 
     def reclaim(self) -> bool:
-        """Take back the oldest that nobody reads; False if there is none."""
+        """Release the oldest lease that is not pinned; return False if there is none."""
         for key, lease in self._leases.items():
             if lease.num_pins == 0:
                 self._release(key)
@@ -71,17 +72,17 @@ class Leases:
         return False
 
     def abandon(self, key: Key, blocks: Ints) -> None:
-        """Keep reserved blocks from everybody while somebody may still write them."""
+        """Keep a dropped receiver's blocks reserved while its transfer may still write them."""
         self._abandoned[key] = blocks
 
     def release_abandoned(self, key: Key) -> None:
-        """Nobody writes them any more; unknown: nothing."""
+        """Free the blocks kept by `abandon`: all writes have ended. Ignore an unknown key."""
         blocks = self._abandoned.pop(key, None)
         if blocks is not None:
             self._pool.release(blocks, State.RESERVED)
 
     def holders(self) -> tuple[list[Ints], list[Ints]]:
-        """Leased and reserved blocks, an array a lease and a transfer, for the ledger."""
+        """Return leased and reserved blocks, one array per lease or transfer, to check the pool."""
         return [lease.blocks for lease in self._leases.values()], list(self._abandoned.values())
 
     def _release(self, key: Key) -> None:

@@ -16,9 +16,10 @@ _order = attrgetter("order")
 
 
 def split_token_budget(remaining: Ints, budget: int) -> Ints:
-    """How many of its `remaining` [B] tokens each row computes in a step of `budget` tokens.
+    """Return [B] how many of its `remaining` [B] tokens each row computes in a step.
 
-    Rows with one token left (decodes) come first and all fit; the rest goes down the rows in order.
+    Rows with one token left (decodes) are served first, and all fit. The other rows share the rest
+    of `budget`, in order.
     """
     decodes = remaining == 1
     if decodes.all():
@@ -31,23 +32,23 @@ def split_token_budget(remaining: Ints, budget: int) -> Ints:
 
 
 class RunningBatch:
-    """Who is seated, and who of them runs."""
+    """The sequences that hold a row, and the running ones among them, which are scheduled."""
 
     def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
         self._table = table
         self._pool = pool
-        self._by_row: dict[int, SequenceState] = {}  # by row
-        self._running: list[SequenceState] = []  # in order
-        self._shared_rows: set[int] = set()  # rows whose last block may be another row's too
-        self.fork_parents: list[SequenceState] = []  # seated, with others who follow
+        self._by_row: dict[int, SequenceState] = {}  # also those that receive, or wait for a fork
+        self._running: list[SequenceState] = []  # sorted by `order`
+        self._shared_rows: set[int] = set()  # rows whose last block may be shared
+        self.fork_parents: list[SequenceState] = []  # with a row and forks that wait
         self.beam_groups: list[
             list[SequenceState]
-        ] = []  # seated, the beams of each; the first one leads
+        ] = []  # with rows: the beams of each search, leader first
         self._rows: Ints | None = None
 
     @property
     def rows(self) -> Ints:
-        """[running] rows in the order in which they are served; another array once they change."""
+        """[running] rows of running sequences, in scheduling order; a new array at each change."""
         if self._rows is None:
             self._rows = np.array([ticket.row for ticket in self._running], np.int32)
         return self._rows
@@ -61,12 +62,12 @@ class RunningBatch:
     def sequence(self, row: int) -> SequenceState:
         return self._by_row[row]
 
-    # ------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------ rows
 
     def assign_row(self, ticket: SequenceState, matched: Ints) -> None:
-        """Give it a row that starts with `matched`, blocks found in the cache.
+        """Give the sequence a row whose first blocks are `matched`, found in the cache.
 
-        Those who follow it get theirs too, and wait in them.
+        Its forks get rows too, and wait there until the prompt is computed.
         """
         table = self._table
         for one in (ticket, *ticket.forks):
@@ -80,7 +81,7 @@ class RunningBatch:
         self._start_row(ticket, matched, len(matched) * table.block_size)
 
     def fork_if_due(self, ticket: SequenceState) -> bool:
-        """Once it has computed the prompt, those who follow it go on from there."""
+        """Start the forks of `ticket` if its prompt is computed; return whether it is."""
         num_prompt = ticket.new.num_prompt
         if self._table.num_computed[ticket.row] < num_prompt:
             return False
@@ -93,12 +94,16 @@ class RunningBatch:
         self._shared_rows.add(ticket.row)
         self.fork_parents.remove(ticket)
         ticket.forks = []
-        if ticket.beams:  # what they write from here on belongs to no one of them for long
+        if ticket.beams:  # beams exchange blocks: their answers are never published
             self._table.num_published[[one.row for one in ticket.beams]] = NEVER
         return True
 
     def plan_forks(self, plan: StepPlan) -> Ints:
-        """[F, 2] places among the plan's samples, and rows that draw their first token there."""
+        """Return the forks that draw their first token in this step, from their leader's logits.
+
+        Returns:
+            [F, 2] index of the leader among the rows that sample, and row of the fork.
+        """
         sampling, table = plan.rows[plan.samples].tolist(), self._table
         return np.array(
             [
@@ -112,13 +117,13 @@ class RunningBatch:
         ).reshape(-1, 2)
 
     def remove_fork(self, leader: SequenceState, follower: SequenceState) -> None:
-        """It will not need the prompt any more."""
+        """Detach a fork that does not need the leader's prompt any more."""
         leader.forks.remove(follower)
         if not leader.forks and leader.row >= 0:
             self.fork_parents.remove(leader)
 
     def _start_row(self, ticket: SequenceState, blocks: Ints, num_computed: int) -> None:
-        """Its first positions are in these blocks, which others hold or the cache knows."""
+        """Set the row's first `num_computed` positions to `blocks`, which are held or cached."""
         table, row = self._table, ticket.row
         self._pool.retain(blocks, State.USED)
         table.set_blocks(row, blocks)
@@ -126,7 +131,7 @@ class RunningBatch:
         table.num_computed[row] = num_computed
 
     def reserve(self, ticket: SequenceState) -> None:
-        """Blocks for what comes from elsewhere, beside those that it has."""
+        """Reserve blocks for the positions up to `source_len` that a KV transfer will write."""
         ticket.phase = SequencePhase.RECEIVING
         rows = np.array([ticket.row], np.int32)
         counts = self._table.num_missing_blocks(rows, np.array([ticket.source_len], np.int32))
@@ -134,11 +139,11 @@ class RunningBatch:
         self._table.add_blocks(rows, counts, blocks)
 
     def reserved(self, ticket: SequenceState) -> Ints:
-        """The blocks of a receiving sequence that are still to be written."""
+        """Return the blocks of a receiving sequence that its KV transfer writes."""
         return self._table.blocks(ticket.row)[self._table.num_published[ticket.row] :]
 
     def run(self, ticket: SequenceState) -> None:
-        """It may be scheduled from now on."""
+        """Make the sequence schedulable; its reserved blocks, if any, become used."""
         if ticket.phase is SequencePhase.RECEIVING:
             self._pool.move(self.reserved(ticket), State.RESERVED, State.USED)
         ticket.phase = SequencePhase.RUNNING
@@ -147,9 +152,9 @@ class RunningBatch:
         self._rows = None
 
     def release_row(self, ticket: SequenceState, num_kept: int = 0) -> Ints:
-        """Give up its row and all blocks but the first `num_kept`, which are returned, still held.
+        """Release the row and all blocks but the first `num_kept`; return those, still held.
 
-        A receiving sequence's reserved blocks are not touched.
+        The reserved blocks of a receiving sequence stay reserved.
         """
         table = self._table
         blocks = table.blocks(ticket.row)
@@ -170,9 +175,12 @@ class RunningBatch:
         return blocks[:num_kept]
 
     def preempt(self) -> SequenceState:
-        """Take row and blocks from the youngest that runs at the lowest priority.
+        """Take row and blocks from the youngest running sequence of the lowest priority.
 
-        Those who follow it wait with it; so do the other beams of its search, behind the first.
+        Its forks lose theirs too. The beams of a search are preempted together.
+
+        Returns:
+            The sequence to queue again, with its forks (or other beams) attached.
         """
         ticket = self._running[-1]
         if ticket.beams:
@@ -186,26 +194,27 @@ class RunningBatch:
         return ticket
 
     def _preempt_beams(self, beams: list[SequenceState]) -> SequenceState:
-        """Take the rows of a whole search; the one that leads, with the others behind it."""
+        """Release the rows of a search's beams; return the leader, with the others as its forks."""
         leader = beams[0]
-        for one in reversed(beams):  # the leader is needed until those who follow have left
+        for one in reversed(beams):  # the leader last: it must outlive its forks
             self._save(one)
             self.release_row(one)
             one.phase = SequencePhase.AWAITING_FORK
-            # The answer that these hashes name may be another beam's by now.
+            # Keep the prompt's hashes only: beams exchange the blocks of their answers.
             del one.hashes[leader.new.num_prompt // self._table.block_size :]
         leader.forks = beams[1:]
         return leader
 
     def _save(self, ticket: SequenceState) -> None:
+        """Copy the row's state back into `ticket` before the row is released."""
         table, row = self._table, ticket.row
         ticket.prompt_known = int(table.prompt_known[row])
         ticket.tokens = table.tokens[row, : table.num_tokens[row]].copy()
 
-    # ------------------------------------------------------------ a step
+    # ------------------------------------------------------------ steps
 
     def split_budget(self, budget: int) -> Ints:
-        """[running] how many tokens of a step of `budget` each row of `rows` gets."""
+        """Return [running] how many tokens of a step of `budget` each of `rows` computes."""
         rows = self.rows
         remaining = self._table.num_tokens[rows] - self._table.num_computed[rows]
         counts = split_token_budget(remaining, budget)
@@ -214,7 +223,7 @@ class RunningBatch:
         return counts
 
     def _align_beams(self, beams: list[SequenceState], remaining: Ints, counts: Ints) -> None:
-        """The beams of a search draw in the same step, or none of them does."""
+        """Lower `counts` so that either all beams of a search draw in this step, or none does."""
         leader = beams[0]
         if leader.forks and len(leader.tokens) == leader.new.num_prompt:
             return  # every beam draws its first token from the prompt's last position
@@ -225,9 +234,10 @@ class RunningBatch:
     def split_budget_over_idle(
         self, in_flight: Sequence[StepPlan], limits: SchedulerConfig
     ) -> tuple[Ints, Ints]:
-        """[n] rows that are in no step in flight, and [n] how many tokens each gets of the next.
+        """Plan one pipeline stage's share of the rows that are in no step in flight.
 
-        No more rows than leave each stage of the pipeline its part of those who run.
+        Returns:
+            [n] rows, at most 1 / `num_stages` of the running ones, and [n] their token counts.
         """
         busy = np.concatenate([plan.rows for plan in in_flight]) if in_flight else NO_TOKENS
         rows = self.rows[~np.isin(self.rows, busy)]
@@ -237,30 +247,31 @@ class RunningBatch:
         return rows[scheduled], counts[scheduled]
 
     def num_missing(self, rows: Ints, counts: Ints) -> int:
-        """Blocks that a step of the next `counts` tokens of these rows has to take."""
+        """Return how many blocks a step of the next `counts` tokens of `rows` has to take."""
         ends = self._table.num_computed[rows] + counts
         missing = int(self._table.num_missing_blocks(rows, ends).sum())
         return missing + (self._num_copies(rows[counts > 0]) if self._shared_rows else 0)
 
     def num_still_needed(self) -> int:
-        """Blocks that all who are seated still need for the tokens that they have."""
+        """Return how many blocks the sequences with a row still need for their present tokens."""
         rows = np.fromiter(self._by_row, np.int32, len(self._by_row))
         missing = int(self._table.num_missing_blocks(rows, self._table.num_tokens[rows]).sum())
-        for leader in self.fork_parents:  # theirs will be shared
+        for leader in self.fork_parents:  # forks share the prompt's full blocks
             shared = leader.new.num_prompt // self._table.block_size
             missing -= shared * len(leader.forks)
         return missing + (self._num_copies(rows) if self._shared_rows else 0)
 
     def num_unwritten(self) -> int:
-        """Slots of used blocks that hold nothing yet."""
+        """Return the number of slots without KV in the blocks of running sequences."""
         rows, table = self.rows, self._table
         return int((table.num_blocks[rows] * table.block_size - table.num_computed[rows]).sum())
 
     def grow(self, rows: Ints, counts: Ints) -> Ints:
         """Take the blocks for the next `counts` tokens of these rows.
 
-        Returns [C, 2] the blocks to copy first, from and to: those that a row is to write into and
-        that are not its alone.
+        Returns:
+            [C, 2] source and destination of the blocks to copy before the step: shared blocks that
+            a row is about to write.
         """
         copies = self._copy_on_write(rows) if self._shared_rows else NO_PAIRS
         missing = self._table.num_missing_blocks(rows, self._table.num_computed[rows] + counts)
@@ -270,8 +281,11 @@ class RunningBatch:
         return copies
 
     def _begun_shared_blocks(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Of these, the rows whose next token goes into a begun block that may be shared: [n] rows,
-        [n] the blocks' columns."""
+        """Find the rows whose next token goes into a partly filled block that may be shared.
+
+        Returns:
+            [n] these rows, and [n] the column of that block in the block table.
+        """
         rows = rows[np.isin(rows, np.fromiter(self._shared_rows, np.int32, len(self._shared_rows)))]
         computed = self._table.num_computed[rows]
         begun = computed % self._table.block_size > 0
@@ -292,9 +306,9 @@ class RunningBatch:
         return np.array(copies, np.int32).reshape(-1, 2)
 
     def reorder_beams(self, rows: Ints, parents: Ints) -> None:
-        """Let each of these rows [n] go on from another one's [n] tokens and blocks, all at once.
+        """Replace tokens and blocks of beam rows [n] by those of `parents` [n], all at once.
 
-        The rows of a search, which are all as long; the blocks are shared until they part.
+        All rows of a search have the same length. Blocks are shared until a row writes them.
         """
         moved = rows != parents
         if not moved.any():
@@ -311,7 +325,7 @@ class RunningBatch:
         self._shared_rows.update(rows.tolist(), parents.tolist())
 
     def publish(self, rows: Ints, lengths: Ints) -> None:
-        """Make the full blocks findable that these rows have, with `lengths` positions computed."""
+        """Publish the full blocks of `rows`, which have `lengths` computed positions."""
         table, size = self._table, self._table.block_size
         full = lengths // size
         (grown,) = (full > table.num_published[rows]).nonzero()
@@ -328,7 +342,7 @@ class RunningBatch:
         table.num_published[rows] = full
 
     def holders(self) -> tuple[list[Ints], list[Ints]]:
-        """Used and reserved blocks, an array a row, for the ledger."""
+        """Return used and reserved blocks, one array per row each, to check the pool."""
         used, reserved = [], []
         for row, ticket in self._by_row.items():
             blocks = self._table.blocks(row)

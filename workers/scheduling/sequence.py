@@ -1,7 +1,7 @@
-"""What the scheduler is told of a sequence, and the records that cross its boundary.
+"""The scheduler's inputs and outputs: sequences, step plans, step outputs and events.
 
 A sequence is one choice of one request: its prompt and the answer so far, as one list of tokens.
-Positions in *that* list are called positions; positions in the answer are called indices.
+`position` is an offset in that whole list, `index` an offset in the answer.
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from penstock.common.sampling_params import SamplingParams
 
 Key: TypeAlias = Hashable
-"""Names a sequence for its owner: the scheduler only compares it."""
+"""Identifies a sequence for its owner; the scheduler only compares keys."""
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -26,7 +26,7 @@ NEVER = int(np.iinfo(np.int32).max)
 
 
 class FinishReason(IntEnum):
-    """Why a choice ended; the numbers are those of the wire."""
+    """Why a choice ended; the values are those of the protocol."""
 
     NONE = 0
     STOP = 1
@@ -43,10 +43,10 @@ class Sibling:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence handed to the scheduler: complete, it can always be run from its tokens.
+    """A sequence to schedule; it can always be computed from its tokens alone.
 
-    With siblings it is several: the prompt is computed once, for all of them. The beams of a search
-    are siblings that stay together: they have rows, draw and leave at the same time.
+    With siblings, it stands for several sequences whose prompt is computed once. The beams of a
+    search are siblings that stay together: they get rows, draw and leave at the same time.
     """
 
     key: Key
@@ -54,18 +54,21 @@ class NewSequence:
     num_prompt: int
     params: SamplingParams
     choice: int = 0
-    yield_after: int = 0  # yield after so many new tokens; 0: never
-    priority: int = 0  # higher first
+    yield_after: int = 0  # number of new tokens after which to yield; 0: never
+    priority: int = 0  # higher runs first
     salt: bytes = b""  # sequences share cached blocks only under the same salt
-    source_len: int = 0  # KV positions that can be had from elsewhere; 0: none
+    source_len: int = 0  # KV positions that another worker can send; 0: none
     siblings: tuple[Sibling, ...] = ()
-    prompt_known: int = 1  # prompt positions below it need no logprobs; the first has none
+    prompt_known: int = 1  # prompt positions below it need no logprobs; position 0 never has any
 
 
 def usable_source(offered: int, num_prompt: int, lengths: Sequence[int]) -> int:
-    """How many of the KV positions that are offered choices of these lengths take: all, or none.
+    """Return `offered` if that many KV positions are usable for all choices, otherwise 0.
 
-    lengths: prompts included. Each needs a token to compute, and all they share is their prompt.
+    Args:
+        offered: KV positions that the source has.
+        num_prompt: tokens of the prompt, which is all that several choices share.
+        lengths: tokens of each choice, prompt included; each must compute at least its last token.
     """
     usable = min(lengths) - 1
     if len(lengths) > 1:
@@ -82,31 +85,31 @@ class StepPlan:
     """One ragged batch: B sequences, T tokens, in the same order in every array.
 
     Sequence b owns tokens `[query_starts[b], query_starts[b + 1])`. All `copies` are made at once,
-    before anything is written.
+    before the step writes any KV.
     """
 
-    number: int  # of the step, from 1
+    number: int  # step number, from 1
     rows: Ints  # [B] rows of the sequence table
-    tokens: Ints  # [T]
-    positions: Ints  # [T]
+    tokens: Ints  # [T] token ids
+    positions: Ints  # [T] in their sequences
     query_starts: Ints  # [B + 1]
     context_lens: Ints  # [B] KV positions readable once this step has written its own
     block_tables: Ints  # [B, M] blocks of each sequence; entries past its blocks are meaningless
     slots: Ints  # [T] where each token's K and V go: block * block_size + offset
-    samples: Bools  # [B] whether the sequence's last token here draws a new one
-    copies: Ints = field(default_factory=NO_PAIRS.copy)  # [C, 2] blocks: from, to
-    # [F, 2] a place among the samples, and the row that draws from its logits too
+    samples: Bools  # [B] whether the step draws a token for the sequence
+    copies: Ints = field(default_factory=NO_PAIRS.copy)  # [C, 2] source and destination block
+    # [F, 2] index among the rows that sample, and row of the fork that draws from the same logits
     forks: Ints = field(default_factory=NO_PAIRS.copy)
-    # [P] prompt tokens (places in `tokens`) whose successors' logprobs are wanted
+    # [P] indices into `tokens`: prompt tokens whose successors' logprobs are requested
     scored: Ints = field(default_factory=NO_TOKENS.copy)
-    ahead: bool = False  # `tokens` are not drawn yet: `fill` it before it runs
+    ahead: bool = False  # `tokens` are not known yet: call `fill` before the step runs
 
     def fill(self, drawn: Ints) -> None:
-        """Set the tokens of a plan made ahead: what the step before it drew, in order."""
+        """Set the tokens of a plan made ahead to those that the step before drew, in order."""
         self.tokens[:] = drawn
 
     def describe(self) -> dict[str, int | list[int]]:
-        """Its shape, without what is in it."""
+        """Return the plan's shape for debugging, without tokens."""
         return {
             "number": self.number,
             "rows": self.rows.tolist(),
@@ -127,19 +130,19 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a committed step gave: one entry a new token, in the order of the drawing rows."""
+    """New tokens of a committed step, one entry each, in the order of the plan's sampling rows."""
 
     keys: list[Key]
     choices: Ints  # [S]
     rows: Ints  # [S] rows of the sequence table
-    indices: Ints  # [S] in the answer
+    indices: Ints  # [S] index in the answer
     tokens: Ints  # [S]
-    finishes: Ints  # [S] values of `Finish`
+    finishes: Ints  # [S] values of `FinishReason`
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The sequence has its row: whoever keeps state a row (the sampler) sets it up now."""
+    """Event: the sequence got a row. Per-row state outside the scheduler is to be set up now."""
 
     key: Key
     row: int
@@ -148,7 +151,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Yielded:
-    """Nothing more will come of it; blocks of positions [0, kv_len) are kept under a lease."""
+    """Event: the sequence has stopped; blocks of positions [0, kv_len) are kept under a lease."""
 
     key: Key
     kv_len: int
@@ -156,7 +159,7 @@ class Yielded:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Blocks for what its source offers are reserved; below `have` they hold it already."""
+    """Event: blocks for a KV transfer are reserved; positions below `have` are already cached."""
 
     key: Key
     have: int
@@ -164,7 +167,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Every choice of it has ended by itself and let go of everything."""
+    """Event: every choice of the sequence has ended."""
 
     key: Key
 
@@ -173,12 +176,12 @@ SchedulerEvent: TypeAlias = Admitted | Yielded | Reserved | Finished
 
 
 class NeverFits(ValueError):
-    """The sequence could not run here even alone; the message says which limit it breaks."""
+    """The sequence could not run here even alone; the message names the limit."""
 
 
 class QueueFull(ValueError):
-    """No more sequences are taken for now."""
+    """The waiting queue is full; the sequence was not accepted."""
 
 
 class LeaseGone(KeyError):
-    """The lease was dropped or taken back."""
+    """The lease was dropped or reclaimed."""

@@ -1,4 +1,4 @@
-"""Everybody who is here: the choices of each sequence as one group, and how they leave."""
+"""The sequences of a worker, each a group of choices, and their removal."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,8 @@ from penstock.workers.scheduling.waiting import SequencePhase, SequenceState, Wa
 class SequenceGroups:
     """The choices that wait, receive or run, by the key of their sequence.
 
-    Who leaves gives back what it holds: now, or with the commit of the last step that it is in.
-    `events` are those that nobody has been told of yet.
+    A removed choice releases its row and blocks at once or, if it is in a step in flight, with the
+    commit of the last such step. `events` are those not yet returned by `Batcher.events`.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class SequenceGroups:
         self._groups[key] = group
 
     def choices(self, key: Key) -> Sequence[SequenceState]:
-        """None for a key that is unknown."""
+        """Return the choices of `key`; empty if the key is unknown."""
         return self._groups.get(key, ())
 
     def sequences(self) -> list[SequenceState]:
         return [ticket for group in self._groups.values() for ticket in group]
 
     def receiver(self, key: Key) -> SequenceState | None:
-        """The one whose blocks are on their way."""
+        """Return the choice of `key` that awaits a KV transfer, or None."""
         return next(
             (one for one in self.choices(key) if one.phase is SequencePhase.RECEIVING), None
         )
 
-    # ------------------------------------------------------------ leaving
+    # ------------------------------------------------------------ removal
 
     def drop(self, key: Key) -> None:
-        """Let all of it go, and never speak of it again; unknown: its lease, if there is one."""
+        """Remove a sequence and its pending events; for an unknown key, drop its lease."""
         self.events = [event for event in self.events if event.key != key]
         if key not in self._groups:
             self._leases.drop(key)
@@ -68,13 +68,13 @@ class SequenceGroups:
             self._release(ticket)
 
     def drop_choice(self, key: Key, choice: int) -> None:
-        """Let one choice go; `Finished` if it was the last one. Unknown, or a beam: nothing."""
+        """Remove one choice; emit `Finished` if it was the last. Ignore beams and unknown ones."""
         group = self.choices(key)
         ticket = next((one for one in group if one.choice == choice), None)
         if ticket is None or ticket.beams:
             return
         if ticket.forks:
-            ticket.is_cancelled = True  # until they have what they wait for
+            ticket.is_cancelled = True  # removed once its forks no longer need its prompt
             return
         over = [ticket]
         for leader in group:
@@ -87,13 +87,13 @@ class SequenceGroups:
             self.choice_ended(ticket)
 
     def finish(self, key: Key) -> None:
-        """Let all of it go. `Finished`; unknown: nothing."""
+        """Remove all choices and emit `Finished`; ignore an unknown key."""
         for ticket in list(self.choices(key)):
             self._release(ticket)
             self.choice_ended(ticket)
 
     def finish_row(self, row: int) -> None:
-        """The choice that runs in that row is over."""
+        """End the choice that runs in `row`."""
         ticket = self._batch.sequence(row)
         self._release_row(ticket)
         self.choice_ended(ticket)
@@ -102,7 +102,7 @@ class SequenceGroups:
         """Remove `Admitted` events of choices that have lost their row again.
 
         Args:
-            first: index of the first event to look at; the earlier ones are of earlier steps.
+            first: index of the first event to check; earlier events belong to earlier steps.
         """
         table = self._table
         self.events[first:] = [
@@ -113,7 +113,7 @@ class SequenceGroups:
         ]
 
     def choice_ended(self, ticket: SequenceState) -> None:
-        """One choice is over, and holds nothing any more."""
+        """Take an ended choice out of its group; emit `Finished` if it was the last."""
         group = self._groups[ticket.key]
         group.remove(ticket)
         if not group:
@@ -121,16 +121,16 @@ class SequenceGroups:
             self.events.append(Finished(ticket.key))
 
     def _release_row(self, ticket: SequenceState) -> None:
-        """Give up its row and blocks, now or with the commit of the last step that it is in."""
+        """Release row and blocks now, or with the commit of the last step in flight that has it."""
         if not self._in_flight.release_row(ticket):
             self._fast_path.invalidate()
 
     def _release(self, ticket: SequenceState) -> None:
-        """Give back what it holds, now or with the commit of the step in flight."""
+        """Release what a choice holds in its phase: queue entry, reserved blocks, or row."""
         if ticket.phase is SequencePhase.WAITING:
             self._waiting.remove(ticket)
         elif ticket.row < 0:
-            return  # it follows one that waits
+            return  # a fork whose leader waits
         elif ticket.phase is SequencePhase.RECEIVING:
             self._leases.abandon(ticket.key, self._batch.reserved(ticket))
             self._batch.release_row(ticket)
@@ -140,7 +140,7 @@ class SequenceGroups:
     # ------------------------------------------------------------ yielding
 
     def request_yield(self, key: Key) -> None:
-        """Have it yield at its next boundary, which may be now; unknown: nothing."""
+        """Make a sequence yield at its next step boundary, or now; ignore an unknown key."""
         group = self.choices(key)
         for ticket in group:
             ticket.yield_len = 0
@@ -151,7 +151,7 @@ class SequenceGroups:
             self.yield_if_due(key)
 
     def yield_if_due(self, key: Key) -> None:
-        """Lease its blocks and let the rest go, if it is to yield and no step works on it."""
+        """Yield a sequence that is due, unless it is in a step or a transfer; lease its blocks."""
         group, table = self._groups[key], self._table
         in_batch = [ticket for ticket in group if ticket.row >= 0]
         if any(
@@ -164,7 +164,7 @@ class SequenceGroups:
         running = [ticket for ticket in in_batch if ticket.phase is SequencePhase.RUNNING]
         longest = max(running, key=lambda one: int(table.num_computed[one.row]), default=None)
         kv_len = int(table.num_computed[longest.row]) if longest else 0
-        if len(group) > 1:  # what all have, or will have, in common
+        if len(group) > 1:  # the choices share only the prompt
             new = group[0].new
             kv_len = min(kv_len, new.num_prompt - new.params.use_beam_search)
         if longest and kv_len:

@@ -1,4 +1,4 @@
-"""How full the scheduler is, and whether its books balance."""
+"""Load figures and consistency check of the scheduler."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from penstock.workers.scheduling.waiting import SequencePhase, SequenceState, Wa
 
 @dataclass(slots=True)
 class Totals:
-    """Counted since the start."""
+    """Counts since the start."""
 
     steps: int = 0
     submitted: int = 0
-    computed: int = 0  # prompt positions run through the model
+    computed: int = 0  # prompt positions computed by the model
     cached: int = 0  # prompt positions found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Reads the scheduler's parts; writes none."""
+    """Read-only view of the scheduler's parts."""
 
     table: SequenceTable
     pool: BlockPool
@@ -38,7 +38,7 @@ class SchedulerStats:
     totals: Totals
 
     def load(self) -> WorkerLoad:
-        """What the scheduler knows of the worker's load; the engine adds its steps."""
+        """Return the scheduler's figures of the worker load; the engine adds those of its steps."""
         rows, pool = self.batch.rows, self.pool
         remaining = self.table.num_tokens[rows] - self.table.num_computed[rows]
         return WorkerLoad(
@@ -57,7 +57,7 @@ class SchedulerStats:
         )
 
     def debug_state(self, sequences: Collection[SequenceState]) -> dict[str, Any]:
-        """Everything but what is said, in plain values; `tickets` are all who are here."""
+        """Return the state as plain values, without tokens; `sequences`: all that are present."""
         try:
             self.check(sequences)
             balance = "balances"
@@ -88,7 +88,7 @@ class SchedulerStats:
         return found
 
     def check(self, sequences: Collection[SequenceState]) -> None:
-        """AssertionError if anything is held for nobody; `tickets` are all who are here."""
+        """Raise AssertionError if rows or blocks are held for a sequence not in `sequences`."""
         used, reserved = self.batch.holders()
         leased, abandoned = self.leases.holders()
         self.pool.check(used, leased, reserved + abandoned)

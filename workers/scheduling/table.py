@@ -1,4 +1,4 @@
-"""The sequences that have a row, as numpy tables: one row a sequence, one array a property."""
+"""State of the sequences that have a row, in numpy arrays: one row per sequence."""
 
 import numpy as np
 
@@ -15,9 +15,9 @@ from penstock.workers.scheduling.sequence import (
 
 
 class SequenceTable:
-    """R rows of at most L tokens and M = ceil(L / block_size) blocks; everything is int32.
+    """R rows of at most L tokens and M = ceil(L / block_size) blocks; integers are int32.
 
-    The arrays are read by the sampler (history) and the runner; only the scheduler writes them.
+    The sampler (token history) and the runner read the arrays; only the scheduler writes them.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
@@ -33,17 +33,17 @@ class SequenceTable:
         self.num_tokens = column()
         self.num_prompt = column()
         self.num_computed = column()  # positions whose K and V are in the blocks
-        self.num_published = column()  # full blocks that others may find
-        self.prompt_known = column()  # prompt positions from here on want logprobs
-        self.min_len = column()  # a stop token ends the sequence from this many tokens on
-        self.max_len = column()  # the sequence ends at this many tokens
-        self.yield_len = column()  # and yields at this many
-        self.stop_tokens: Ints = np.full((num_rows, 4), -1, np.int32)  # [R, S], filled up with -1
+        self.num_published = column()  # leading blocks that are full and published
+        self.prompt_known = column()  # prompt positions from here on need logprobs; NEVER: none
+        self.min_len = column()  # number of tokens from which on a stop token ends the sequence
+        self.max_len = column()  # number of tokens at which the sequence ends
+        self.yield_len = column()  # number of tokens at which it yields
+        self.stop_tokens: Ints = np.full((num_rows, 4), -1, np.int32)  # [R, S], padded with -1
         self.block_table: Ints = np.zeros((num_rows, num_columns), np.int32)
         self.num_blocks = column()
         self.keys = np.full(num_rows, None, object)
         self.choices = column()
-        self.is_beam: Bools = np.zeros(num_rows, np.bool_)  # of a search, which ends it
+        self.is_beam: Bools = np.zeros(num_rows, np.bool_)  # beams are ended by their search
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -51,7 +51,7 @@ class SequenceTable:
         return len(self._free_rows)
 
     def add(self, new: NewSequence, choice: int, tokens: Ints, yield_len: int) -> int:
-        """Give the sequence a row (there must be one); its blocks are set by the caller."""
+        """Give the sequence a free row (one must exist); the caller sets its blocks."""
         row = self._free_rows.pop()
         params = new.params
         self.tokens[row, : len(tokens)] = tokens
@@ -76,22 +76,22 @@ class SequenceTable:
         self._free_rows.append(row)
 
     def blocks(self, row: int) -> Ints:
-        """[num_blocks] the row's blocks, in order: a copy."""
+        """Return a copy, [num_blocks], of the row's blocks in order."""
         return self.block_table[row, : self.num_blocks[row]].copy()
 
     def add_blocks(self, rows: Ints, counts: Ints, blocks: Ints) -> None:
-        """Append `counts[i]` of `blocks` to the blocks of `rows[i]`."""
+        """Append to the blocks of each `rows[i]` the next `counts[i]` entries of `blocks`."""
         columns = self.num_blocks[rows].repeat(counts) + ragged_arange(counts)
         self.block_table[rows.repeat(counts), columns] = blocks
         self.num_blocks[rows] += counts
 
     def set_blocks(self, row: int, blocks: Ints) -> None:
-        """Give a row these blocks instead of those that it has."""
+        """Replace the row's blocks."""
         self.block_table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
 
     def copy_rows(self, rows: Ints, parents: Ints) -> None:
-        """Let each of these rows have its parent's tokens and blocks; all change at once."""
+        """Copy tokens and blocks of `parents[i]` to `rows[i]`; reads all before writing any."""
         longest = int(self.num_tokens[parents].max())
         self.tokens[rows, :longest] = self.tokens[parents, :longest]
         self.num_tokens[rows] = self.num_tokens[parents]
@@ -100,12 +100,12 @@ class SequenceTable:
         self.num_computed[rows] = self.num_computed[parents]
 
     def num_missing_blocks(self, rows: Ints, lengths: Ints) -> Ints:
-        """[n] blocks that each row still lacks to hold `lengths` positions."""
+        """Return [n] the number of blocks that each row lacks to hold `lengths` [n] positions."""
         missing: Ints = np.maximum(-(-lengths // self.block_size) - self.num_blocks[rows], 0)
         return missing
 
     def append(self, rows: Ints, drawn: Ints) -> Ints:
-        """Write each row's new token; returns why it ended [n], values of `Finish`."""
+        """Append a drawn token to each row; return [n] values of `FinishReason`."""
         lengths = self.num_tokens[rows]
         self.tokens[rows, lengths] = drawn
         lengths += 1
@@ -116,8 +116,12 @@ class SequenceTable:
         return np.where(stopped, FinishReason.STOP, limited).astype(np.int32)
 
     def scored(self, owners: Ints, positions: Ints) -> Ints:
-        """[P] of a step's tokens [T], the places of those whose successor, of the prompt, wants
-        its logprobs."""
+        """Return [P] indices of the tokens whose successor is a prompt token that needs logprobs.
+
+        Args:
+            owners: [T] row of each token of the step.
+            positions: [T] positions of these tokens.
+        """
         wanted = positions + 1 >= self.prompt_known[owners]
         if not wanted.any():
             return NO_TOKENS
@@ -125,19 +129,19 @@ class SequenceTable:
         return np.flatnonzero(wanted).astype(np.int32)
 
     def record_scored(self, rows: Ints, lengths: Ints) -> None:
-        """Of these rows' prompts the logprobs are known as far as `lengths` positions allow."""
+        """Record which prompt logprobs are known once `lengths` positions are computed."""
         requested = self.prompt_known[rows] != NEVER
         known, rows = lengths[requested] + 1, rows[requested]
         self.prompt_known[rows] = np.where(known < self.num_prompt[rows], known, NEVER)
 
     def num_prompt_computed(self, plan: StepPlan) -> int:
-        """Prompt positions that a step not yet booked runs through the model."""
+        """Return the number of prompt positions that a step not yet committed computes."""
         num_prompt = self.num_prompt[plan.rows]
         before = np.minimum(self.num_computed[plan.rows], num_prompt)
         return int((np.minimum(plan.context_lens, num_prompt) - before).sum())
 
     def pack(self, number: int, rows: Ints, counts: Ints, copies: Ints = NO_PAIRS) -> StepPlan:
-        """One ragged batch of the next `counts[b]` uncomputed tokens of each row."""
+        """Build the ragged batch of the next `counts[b]` uncomputed tokens of each row."""
         computed = self.num_computed[rows]
         query_starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
@@ -170,7 +174,7 @@ class SequenceTable:
 
 
 def ragged_arange(counts: Ints) -> Ints:
-    """[sum(counts)] 0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ..."""
+    """Return `arange(counts[0])`, `arange(counts[1])`, ... concatenated into one array."""
     ends = np.cumsum(counts, dtype=np.int32)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int32) - (ends - counts).repeat(counts)

@@ -1,4 +1,4 @@
-"""Sequences that wait for a row: by priority, then by arrival."""
+"""The queue of sequences that wait for a row, by priority and then by arrival."""
 
 import heapq
 from array import array
@@ -12,31 +12,31 @@ from penstock.workers.scheduling.sequence import NEVER, Ints, Key, NewSequence, 
 
 
 class SequencePhase(Enum):
-    """Where a submitted sequence stands."""
+    """Phase of a submitted sequence."""
 
     WAITING = auto()  # in the queue, without a row
-    RECEIVING = auto()  # has a row; its blocks are being written from elsewhere
+    RECEIVING = auto()  # has a row; a KV transfer writes its blocks
     RUNNING = auto()  # has a row and is scheduled
-    AWAITING_FORK = auto()  # goes on from another choice's prompt, once that is computed
+    AWAITING_FORK = auto()  # starts once another choice has computed the prompt
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A submitted sequence: what is known of it beside its row of the table."""
+    """State of a submitted sequence that is not in its row of the sequence table."""
 
     new: NewSequence
-    arrival: int  # of arrival; kept when it is preempted, so that it returns to its place
-    tokens: Ints  # [num_tokens] while it waits; the table's from then on
+    arrival: int  # arrival number; kept at preemption, so that it returns to its place
+    tokens: Ints  # [num_tokens] while it waits; later the table has them
     yield_len: int
-    source_len: int  # positions that may still come from elsewhere
+    source_len: int  # positions that a KV transfer may still bring
     phase: SequencePhase = SequencePhase.WAITING
-    row: int = -1  # while it has one
-    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as needed yet
+    row: int = -1  # -1: it has none
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as computed
     choice: int = 0
-    prompt_known: int = NEVER  # prompt positions from here on want logprobs
-    forks: list["SequenceState"] = field(default_factory=list)  # they wait for its prompt
-    is_cancelled: bool = False  # dropped, but others follow it
-    beams: list["SequenceState"] = field(default_factory=list)  # of its search, itself among them
+    prompt_known: int = NEVER  # prompt positions from here on need logprobs
+    forks: list["SequenceState"] = field(default_factory=list)  # choices that wait for its prompt
+    is_cancelled: bool = False  # dropped, but its forks still need its prompt
+    beams: list["SequenceState"] = field(default_factory=list)  # of its search, including itself
 
     @property
     def key(self) -> Key:
@@ -44,24 +44,25 @@ class SequenceState:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first has the smaller one."""
+        """Sort key: the sequence with the smallest one is served first."""
         return -self.new.priority, self.arrival
 
     @property
     def num_uncomputed(self) -> int:
+        """Tokens to compute for it and its forks, without those that its KV source provides."""
         own = sum(len(follower.tokens) - self.new.num_prompt for follower in self.forks)
         return len(self.tokens) - self.source_len + own
 
     def num_reusable(self, block_size: int) -> int:
-        """Blocks that may be found in the cache: what must be computed is not read from there.
+        """Return how many leading blocks may be taken from the prefix cache.
 
-        At least the last token must be: the next one is drawn from its logits. So must be every
-        prompt token whose successor's logprobs are wanted.
+        At least the last token must be computed, since the next one is drawn from its logits, and
+        every prompt token whose successor's logprobs are requested.
         """
         return (min(len(self.tokens), self.prompt_known) - 1) // block_size
 
     def chain(self, tokens: Ints, num_blocks: int, block_size: int) -> list[bytes]:
-        """Hashes of the first `num_blocks` full blocks of `tokens`, which are this sequence's."""
+        """Return the hashes of the first `num_blocks` full blocks of this sequence's `tokens`."""
         if len(self.hashes) < num_blocks:
             prefix = tokens[: num_blocks * block_size]
             extend_chain(self.hashes, self.new.salt, prefix, block_size)
@@ -69,12 +70,12 @@ class SequenceState:
 
 
 def make_sequence_states(new: NewSequence, arrival: int) -> list[SequenceState]:
-    """One for each of its choices; the first, which gets `number`, leads: the others follow it."""
-    # One that draws its first token from the prompt has to lead: the others can follow it.
+    """Return one state per choice: first the leader, with number `arrival`, then its forks."""
+    # The shortest choice leads: those without an answer draw their first token from its logits.
     siblings = sorted(
         (Sibling(new.choice, new.tokens), *new.siblings), key=lambda one: len(one.tokens)
     )
-    # A search yields nothing but its prompt, without the last token, which it draws from.
+    # A search yields its prompt except the last token, so a one-token prompt is never yielded.
     in_vain = new.params.use_beam_search and new.num_prompt == 1
     yield_after = NEVER if in_vain else new.yield_after or NEVER
     tickets = [
@@ -99,12 +100,12 @@ def make_sequence_states(new: NewSequence, arrival: int) -> list[SequenceState]:
 
 
 class WaitingQueue:
-    """A heap; what is taken out of its middle stays in it as a shadow until it surfaces."""
+    """A heap with lazy deletion: a removed entry stays in it until it reaches the top."""
 
     def __init__(self) -> None:
-        self.num_tokens = 0  # to compute, over all that wait
+        self.num_tokens = 0  # tokens to compute, over all waiting sequences
         self._heap: list[tuple[tuple[int, int], SequenceState]] = []
-        self._waiting: set[int] = set()  # numbers
+        self._waiting: set[int] = set()  # arrival numbers
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -115,15 +116,16 @@ class WaitingQueue:
         self.num_tokens += ticket.num_uncomputed
 
     def head(self) -> SequenceState | None:
-        """Who is next, left in its place."""
+        """Return the next sequence without removing it; None if the queue is empty."""
         while self._heap and self._heap[0][1].arrival not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def remove(self, ticket: SequenceState) -> None:
-        """Take one out, wherever it stands."""
+        """Remove a sequence from any place in the queue."""
         if self._heap[0][1] is ticket:
-            heapq.heappop(self._heap)  # only these come back, after a preemption: no shadow of them
+            # Only a head can be pushed again, after a preemption: leave no stale entry of it.
+            heapq.heappop(self._heap)
         self._waiting.remove(ticket.arrival)
         self.num_tokens -= ticket.num_uncomputed
         if len(self._heap) > 2 * len(self._waiting) + 16:

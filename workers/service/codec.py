@@ -1,4 +1,4 @@
-"""Between the messages of protos/worker.proto and the engine's records: checked once, here."""
+"""Conversion between messages of protos/worker.proto and engine records; validates all input."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -24,25 +24,25 @@ from penstock.workers.scheduling.sequence import (
     usable_source,
 )
 
-PROTOCOL = 1  # of protos/worker.proto
+PROTOCOL = 1  # version of protos/worker.proto
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_SALT_BYTES = 256
 MAX_COUNT = 1 << 30
 
 LIMITS = SamplingLimits(
     max_choices=256,
-    max_beam_tokens=1 << 14,  # all answers are one message, with their logprobs
+    max_beam_tokens=1 << 14,  # all answers of a search, with logprobs, are one message
     max_stop_tokens=1024,
     max_logit_bias=1 << 14,
     max_bad_words=512,
     max_bad_word_tokens=128,
     max_logprobs=64,
 )
-"""What a worker takes from a router, whose own limits are lower."""
+"""Limits of a submission to a worker; those of the router are lower."""
 
 
 class SequenceKey(NamedTuple):
-    """A sequence's name in a worker: `session` numbers the router's streams."""
+    """Key of a sequence within a worker; `session` is the number of the router's stream."""
 
     session: int
     request: int
@@ -50,17 +50,17 @@ class SequenceKey(NamedTuple):
 
 
 def sequence_key(key: Key) -> SequenceKey:
-    """A key of the scheduler, as what it is here."""
+    """Cast a scheduler key to `SequenceKey`, the type of all keys in a worker."""
     return cast(SequenceKey, key)
 
 
 class BadSubmit(ValueError):
-    """A submission that no worker of this model could run: the text says why."""
+    """A submission that no worker with this model could run; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a submission's tokens are held against."""
+    """The model's token ids, to validate submissions."""
 
     size: int
     eos_tokens: tuple[int, ...]
@@ -76,7 +76,7 @@ class Vocabulary:
 def new_sequence(
     submit: wire.Submit, key: SequenceKey, vocabulary: Vocabulary, source_len: int
 ) -> NewSequence:
-    """The sequence that a Submit asks for; BadSubmit."""
+    """Convert a Submit, whose source offers `source_len` KV positions. Raises BadSubmit."""
     prompt = list(submit.prompt)
     if not prompt:
         raise BadSubmit("the prompt is empty")
@@ -115,13 +115,13 @@ def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]
     """The answer so far of every choice that has not finished, or of every beam."""
     if params.use_beam_search:
         if submit.log:
-            raise BadSubmit("there is a log, but a beam search begins at its prompt")
+            raise BadSubmit("the submission has a log, but a beam search begins at its prompt")
         return {beam: [] for beam in range(params.num_sequences)}
     answers: dict[int, list[int]] = {choice: [] for choice in range(params.n)}
     if len({entry.choice for entry in submit.log}) < len(submit.log):
-        raise BadSubmit("the log has a choice twice")
+        raise BadSubmit("the log has more than one entry for a choice")
     if any(entry.choice not in answers for entry in submit.log):
-        raise BadSubmit("the log has choices that the request does not")
+        raise BadSubmit("the log has choices that the request does not have")
     for entry in submit.log:
         answers[entry.choice] = list(entry.tokens)
         if entry.finished:
@@ -147,7 +147,7 @@ def _params(message: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingPar
 def step_messages(
     result: StepResult, is_held: Callable[[SequenceKey], bool]
 ) -> dict[int, wire.Step]:
-    """A Step for each session that has something in it; loads are for the caller to set."""
+    """Build a Step per session from the results of sequences that `is_held`; sets no loads."""
     steps: dict[int, wire.Step] = defaultdict(wire.Step)
     output = result.output
     if output is not None:
@@ -175,7 +175,7 @@ def step_messages(
 
 
 def beam_result_message(result: BeamResult) -> wire.Step:
-    """The answers of a search, as so many choices."""
+    """Build the Step with all answers of a search, one choice each."""
     key, step = sequence_key(result.key), wire.Step()
     for choice, answer in enumerate(result.answers):
         nodes = answer.last.path()
@@ -200,7 +200,7 @@ def _add_tokens(
     output: StepOutput,
     logprobs: Sequence[TokenLogprobs | None],
 ) -> None:
-    """Those rows of the output, a column at a time: this runs while the engine waits for Python."""
+    """Add rows of the output, one column at a time: fast, since the engine waits for the GIL."""
     keys = [sequence_key(output.keys[row]) for row in rows]
     step.request.extend([key.request for key in keys])
     step.attempt.extend([key.attempt for key in keys])
@@ -220,4 +220,4 @@ def merge_steps(earlier: wire.Step, later: wire.Step) -> None:
     for logprobs in later.logprobs:
         logprobs.row += first
     earlier.MergeFrom(later)
-    earlier.load.CopyFrom(later.load)  # a merge would keep what has become 0
+    earlier.load.CopyFrom(later.load)  # a merge would keep old values of fields that are now 0

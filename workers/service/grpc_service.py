@@ -1,4 +1,4 @@
-"""A worker's gRPC service: the streams of routers, and what brings a worker up and down."""
+"""A worker's gRPC service: the streams of routers, and start and stop of the worker."""
 
 import asyncio
 import hmac
@@ -28,20 +28,20 @@ from penstock.workers.service.session_manager import BadCommand, SessionManager
 
 log = logging.getLogger(__name__)
 
-_MAX_MISSED_HEARTBEATS = 10  # so many beats of silence end a stream
-_MAX_MISSED_CANARIES = 3  # so many times a canary's seconds without a step: it does not serve
+_MAX_MISSED_HEARTBEATS = 10  # heartbeat intervals of silence that end a stream
+_MAX_MISSED_CANARIES = 3  # NOT_SERVING after this many `canary_seconds` without a step
 _CHECK_SECONDS = 1.0
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a second worker on a port is an error, not a partner
+    ("grpc.so_reuseport", 0),  # fail if another worker listens on the port
 )
 
 Requests = AsyncIterator[wire.ToWorker]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """One stream a router: introduces, numbers, listens and beats."""
+    """gRPC service with one stream per router: handshake, numbered messages and heartbeats."""
 
     def __init__(
         self, config: WorkerConfig, manager: SessionManager, welcome: wire.Welcome
@@ -53,12 +53,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._session_ids = count(1)
 
     async def Attach(self, request_iterator: Requests, context: grpc.aio.ServicerContext) -> None:
+        """Serve a router's stream until either side ends it."""
         await self._authorize(context)
         hello = await self._read_hello(request_iterator, context)
         session = Session(next(self._session_ids), hello)
         self._manager.open(session)
         reader = asyncio.create_task(self._read(session, request_iterator))
-        log.info("router %s has attached", session.router)
+        log.info("router %s attached", session.router)
         try:
             session.put(wire.ToRouter(welcome=self._welcome_with_load()))
             if self._manager.draining:
@@ -72,7 +73,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         finally:
             reader.cancel()
             self._manager.close(session)
-            log.info("router %s has gone: %s", session.router, session.stream_end)
+            log.info("router %s detached: %s", session.router, session.stream_end)
         if session.stream_end.code is not grpc.StatusCode.OK:
             await context.abort(session.stream_end.code, session.stream_end.reason)
 
@@ -82,7 +83,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         shown = dict(context.invocation_metadata() or ()).get("authorization", "")
         if not hmac.compare_digest(str(shown).encode(), f"Bearer {self._token}".encode()):
             await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "wrong or no cluster token: a router must show it"
+                grpc.StatusCode.UNAUTHENTICATED, "wrong or no cluster token: a router must send it"
             )
 
     async def _read_hello(
@@ -98,7 +99,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             problem = "the first message must be Hello, number 1, with the router's name"
         elif first.hello.protocol != PROTOCOL:
             problem = (
-                f"the router speaks worker protocol {first.hello.protocol} and this worker "
+                f"the router has worker protocol {first.hello.protocol} and this worker "
                 f"{PROTOCOL}: run the same version of both"
             )
         if problem:
@@ -112,32 +113,32 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return welcome
 
     async def _read(self, session: Session, requests: Requests) -> None:
-        """Obey until the router ends the stream, falls silent or says what makes no sense."""
+        """Handle messages until the stream ends, is silent for too long or sends an invalid one."""
         try:
             async with _HeartbeatTimeout(self._heartbeat_seconds) as silence:
                 for number in count(2):
                     message = await anext(requests)
                     silence.message_received()
                     if message.number != number:
-                        raise BadCommand(f"message {message.number} came where {number} was due")
+                        raise BadCommand(f"got message number {message.number}, expected {number}")
                     self._manager.handle(session, message)
         except StopAsyncIteration:
-            session.end(grpc.StatusCode.OK, "it closed the stream")
+            session.end(grpc.StatusCode.OK, "the router closed the stream")
         except TimeoutError:
             seconds = _MAX_MISSED_HEARTBEATS * self._heartbeat_seconds
-            session.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard for {seconds:g} s")
+            session.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"no message for {seconds:g} s")
         except BadCommand as error:
             session.end(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except Exception as error:  # the stream cannot be read, or we have a fault here
-            log.exception("the stream of router %s broke", session.router)
-            session.end(grpc.StatusCode.INTERNAL, f"the stream cannot be read: {error}")
+        except Exception as error:  # a broken stream, or a bug here
+            log.exception("the stream of router %s failed", session.router)
+            session.end(grpc.StatusCode.INTERNAL, f"the stream failed: {error}")
 
 
 class _HeartbeatTimeout:
-    """Ends its block with TimeoutError after ten beats in a row without a message.
+    """Async context that raises TimeoutError after ten heartbeat intervals without a message.
 
-    Beats are counted in turns of the event loop: a stall of this process, during which it cannot
-    hear anybody, counts as one.
+    The event loop counts the intervals: a stall of this process, which cannot receive meanwhile,
+    counts as one.
     """
 
     def __init__(self, heartbeat_seconds: float) -> None:
@@ -167,7 +168,7 @@ class _HeartbeatTimeout:
 
 
 class RunningWorker:
-    """A worker that serves."""
+    """A worker that is serving."""
 
     def __init__(
         self,
@@ -179,15 +180,15 @@ class RunningWorker:
         self.address = address  # host:port
         self._server = server
         self._manager = manager
-        self._health_task = health_task  # ends with it
+        self._health_task = health_task  # cancelled by `stop`
 
     @property
     def silence(self) -> float:
-        """Seconds since the last step that went well; while nothing is asked, canaries' too."""
+        """Seconds since the last successful step, which may be a canary's."""
         return self._manager.silence
 
     async def wait(self) -> None:
-        """Until it is stopped; RuntimeError if its engine fails."""
+        """Wait until the worker is stopped. Raises RuntimeError if its engine fails."""
         stopped = asyncio.create_task(self._server.wait_for_termination())
         await asyncio.wait((stopped, self._manager.failed), return_when=asyncio.FIRST_COMPLETED)
         if self._manager.failed.done():
@@ -195,16 +196,16 @@ class RunningWorker:
             self._manager.failed.result()
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, and wait so long for what is here to end."""
+        """Refuse new sequences, and wait at most `seconds` for the present ones to end."""
         self._manager.drain()
         deadline = time.monotonic() + seconds
         while not self._manager.idle and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
-        """End every stream and the engine, and give the port back."""
+        """End every stream and the engine, and release the port."""
         self._health_task.cancel()
-        self._manager.stop(grpc.StatusCode.UNAVAILABLE, "the worker stops")
+        self._manager.stop(grpc.StatusCode.UNAVAILABLE, "the worker is stopping")
         await self._server.stop(0)
         await self._manager.stopped()
 
@@ -217,15 +218,22 @@ async def serve_worker(
     watchdog: Watchdog | None = None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> RunningWorker:
-    """Load, warm up, serve. ValueError or OSError with one clear line where that cannot be.
+    """Load the model, warm up and serve. The callbacks are called from another thread.
 
-    `progress` is told of bytes of weights, `captured` of graphs and `tell` of other stages by their
-    names, all from another thread; `store`
-    is where other ranks are met, if there are any (`RankLost` if they do not come). `watchdog` is
-    given what to watch; it is the caller's to start.
+    Args:
+        config: of the worker.
+        progress: called with (done, total) bytes of weights.
+        captured: called with (done, total) CUDA graphs.
+        store: rendezvous of the worker's ranks, if there are several.
+        watchdog: gets a timer and the state of the engine; the caller starts it.
+        on_stage: called with the name of each other start-up stage.
+
+    Raises:
+        ValueError, OSError: the worker cannot start, for a reason given in one line.
+        RankLost: another rank did not connect.
     """
     server = grpc.aio.server(options=_OPTIONS)
-    address = _bind(server, config)  # first: a taken port is known before the weights are read
+    address = _bind(server, config)  # first: report a taken port before loading weights
     engine = await asyncio.to_thread(_warm_engine, config, progress, captured, store, on_stage)
     identity = WorkerIdentity(
         worker=config.name,
@@ -253,7 +261,7 @@ async def serve_worker(
 async def _watch_health(
     manager: SessionManager, healthy: health.aio.HealthServicer, canary_seconds: float
 ) -> None:
-    """See to it that canaries are sent; say it where nothing is computed in spite of them."""
+    """Send canaries, and set gRPC health to NOT_SERVING while not even they are computed."""
     status, serves = health_pb2.HealthCheckResponse, True
     while True:
         await asyncio.sleep(min(_CHECK_SECONDS, canary_seconds))
@@ -262,9 +270,9 @@ async def _watch_health(
             continue
         serves = not serves
         if serves:
-            log.warning("it computes again")
+            log.warning("worker is making progress again")
         else:
-            log.warning("nothing was computed for %.0f s, a canary neither", manager.silence)
+            log.warning("no step succeeded for %.0f s, not even a canary's", manager.silence)
         await healthy.set("", status.SERVING if serves else status.NOT_SERVING)
 
 

@@ -1,4 +1,4 @@
-"""One router's stream, as the worker keeps it: what is held for it, what is still to be said."""
+"""One router's stream at the worker: sequences held for it, and messages waiting to be sent."""
 
 import asyncio
 from collections import deque
@@ -11,39 +11,39 @@ from penstock.protos import worker_pb2 as wire
 from penstock.workers.kv_transfer.sender import OutgoingTransfer
 from penstock.workers.service.codec import SequenceKey, merge_steps
 
-MAX_TOKENS_WAITING = 1 << 15  # in the Step that a slow reader has not taken
+MAX_TOKENS_WAITING = 1 << 15  # in a Step that waits for a slow reader
 MAX_MESSAGES_WAITING = 1 << 12
 
 
 @dataclass(slots=True)
 class HeldSequence:
-    """A sequence that is here for a router, in whatever form."""
+    """A sequence, or its lease, that this worker holds for a router."""
 
-    source: tuple[str, str] | None = None  # the worker that has blocks for it, and its incarnation
-    epoch: int = 0  # of the transfer that brings them, once they are reserved
-    kv_len: int = 0  # of its lease, once it has yielded
-    sends: list[OutgoingTransfer] = field(default_factory=list)  # that read the lease
+    source: tuple[str, str] | None = None  # (worker, incarnation) that sends its KV
+    epoch: int = 0  # of its incoming KV transfer, once blocks are reserved
+    kv_len: int = 0  # positions of its lease, once it has yielded
+    sends: list[OutgoingTransfer] = field(default_factory=list)  # KV transfers that read its lease
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """Why a stream ends from here."""
+    """Why a stream ends: status code and reason."""
 
     code: grpc.StatusCode
     reason: str
 
 
 class Session:
-    """Belongs to the event loop."""
+    """State of one router's stream. For the event loop only."""
 
     def __init__(self, session_id: int, hello: wire.Hello) -> None:
         self.session_id = session_id
         self.router = hello.router
         self.held: dict[SequenceKey, HeldSequence] = {}
         self.stream_end: StreamEnd | None = None
-        self.last_load: wire.Load | None = None  # the last load it was sent
+        self.last_load: wire.Load | None = None  # the last load sent to the router
         self._waiting: deque[wire.ToRouter] = deque()
-        self._no_merge = False  # whether nothing may be added to the newest that waits
+        self._no_merge = False  # whether the newest waiting message must stay as it is
         self._changed = asyncio.Event()
         self._num_sent = 0
 
@@ -51,9 +51,12 @@ class Session:
         return SequenceKey(self.session_id, request, attempt)
 
     def put(self, message: wire.ToRouter, no_merge: bool = False) -> None:
-        """Say it, in order. Steps that wait become one; too much that waits ends the stream.
+        """Queue a message. Waiting Steps are merged; a backlog over its limit ends the stream.
 
-        alone: a Step of many tokens, made at once: it stays as it is, and does not count.
+        Args:
+            message: to send.
+            no_merge: send this Step, whose many tokens were made at once, as it is, and do not
+                apply the limit of tokens to it.
         """
         if self.stream_end is not None:
             return
@@ -71,13 +74,13 @@ class Session:
         self._changed.set()
 
     def end(self, code: grpc.StatusCode, reason: str) -> None:
-        """End the stream; the first reason counts."""
+        """End the stream; later calls change nothing."""
         if self.stream_end is None:
             self.stream_end = StreamEnd(code, reason)
         self._changed.set()
 
     async def next(self, seconds: float) -> wire.ToRouter | None:
-        """What to write now, numbered; None if that long there was nothing, or the stream ends."""
+        """Return the next message, numbered; None after `seconds` without one, or at stream end."""
         if not self._waiting and self.stream_end is None:
             await self._wait(seconds)
         if self.stream_end is not None or not self._waiting:

@@ -1,7 +1,7 @@
-"""What routers ask of a worker, carried to the engine; what the engine gives, carried to routers.
+"""Commands from routers to the engine, and results from the engine to routers.
 
-Belongs to the event loop, which sees commands and results in one order and never waits for a step.
-`docs/lifecycle.md` is the specification of the messages.
+Runs on the event loop, which handles commands and results in one order and never waits for a step.
+`docs/lifecycle.md` specifies the messages.
 """
 
 import asyncio
@@ -36,23 +36,23 @@ from penstock.workers.service.session import HeldSequence, Session
 log = logging.getLogger(__name__)
 
 
-_STEP_SECONDS = 10.0  # the longest wait for a last step
+_STEP_SECONDS = 10.0  # longest wait for the last step
 
 
 class BadCommand(ValueError):
-    """A message that makes no sense on this stream: the text says why."""
+    """A message that is not valid on this stream; the text gives the reason."""
 
 
 class SessionManager:
-    """The sessions of all routers over one engine, which runs from now on.
+    """The sessions of all routers with one engine, whose thread it starts.
 
     Args:
-        engine: nobody else calls it any more.
-        identity: of the worker, for KV transfers, and so are the next two.
-        address: of its service.
-        seconds: of silence that end a KV transfer.
-        canary_seconds: without a step, after which `look` sends a canary.
-        pulse: of the engine's thread, for a watchdog.
+        engine: called by its own thread only from now on.
+        identity: of the worker, for KV transfers.
+        address: of the worker's service, for KV transfers.
+        seconds: of silence that abort a KV transfer.
+        canary_seconds: time without a step after which `maybe_send_canary` sends a canary.
+        timer: of the engine's thread, for a watchdog.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SessionManager:
     # ------------------------------------------------------------ sessions
 
     def open(self, session: Session) -> None:
-        """A router's stream begins; an earlier one of the same router ends first."""
+        """Add a router's stream; end an earlier stream of the same router first."""
         for earlier in list(self._sessions.values()):
             if earlier.router == session.router:
                 earlier.end(grpc.StatusCode.ABORTED, "the router has opened another stream")
@@ -84,28 +84,28 @@ class SessionManager:
         self._sessions[session.session_id] = session
 
     def close(self, session: Session) -> None:
-        """Its stream has ended: everything that is here for it goes."""
+        """Remove a session whose stream has ended, and drop all sequences held for it."""
         self._sessions.pop(session.session_id, None)
         self._release(session, list(session.held))
 
     def drain(self) -> None:
-        """Take nothing new, and tell the routers."""
+        """Refuse new sequences from now on, and notify the routers."""
         self.draining = True
         for session in self._sessions.values():
             session.put(wire.ToRouter(draining=wire.Draining()))
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is held for anybody."""
+        """True if no sequence is held for any router."""
         return not any(session.held for session in self._sessions.values())
 
     @property
     def silence(self) -> float:
-        """Seconds since the last step that went well."""
+        """Seconds since the last successful step."""
         return self._liveness.silence(time.monotonic())
 
     def maybe_send_canary(self) -> None:
-        """Send a canary if nothing was computed for long; to be called every now and then."""
+        """Send a canary if no step has succeeded for `canary_seconds`. Call periodically."""
         if self._liveness.due(time.monotonic()):
             answer = self._engine.call(lambda engine: engine.submit_canary())
             answer.add_done_callback(self._sent_canary)
@@ -115,18 +115,18 @@ class SessionManager:
             self._liveness.ended(time.monotonic())
 
     def stop(self, code: grpc.StatusCode, reason: str) -> None:
-        """End every stream and the engine."""
+        """End every stream, every KV transfer and the engine."""
         for session in list(self._sessions.values()):
             session.end(code, reason)
         self.kv_transfer.stop()
         self._engine.stop()
 
     async def stopped(self) -> None:
-        """Wait for the step in flight, if that ends."""
+        """Wait for the end of the step in flight, but not longer than `_STEP_SECONDS`."""
         await asyncio.to_thread(self._engine.join, _STEP_SECONDS)
 
     def send_heartbeat(self, session: Session) -> None:
-        """Say something: the load where it has changed."""
+        """Send the load if it has changed, otherwise an empty heartbeat."""
         if session.last_load == self.load:
             session.put(wire.ToRouter(heartbeat=wire.Heartbeat()))
         else:
@@ -135,7 +135,7 @@ class SessionManager:
     # ------------------------------------------------------------ from the router
 
     def handle(self, session: Session, message: wire.ToWorker) -> None:
-        """Carry out one message; BadCommand if it makes no sense here."""
+        """Execute one message. Raises BadCommand if it is not valid here."""
         match message.WhichOneof("body"):
             case "submit":
                 self._submit(session, message.submit)
@@ -150,14 +150,14 @@ class SessionManager:
             case "heartbeat":
                 pass
             case other:
-                raise BadCommand(f"{other or 'an empty message'} is not expected here")
+                raise BadCommand(f"unexpected message: {other or 'empty'}")
 
     def _submit(self, session: Session, submit: wire.Submit) -> None:
         key = session.key(submit.request, submit.attempt)
         reject = partial(self._reject, session, key)
         others = [held for held in session.held if held.request == key.request]
         if any(other.attempt >= key.attempt for other in others):
-            reject(f"attempt {key.attempt} of this request is here already, or a later one", True)
+            reject(f"attempt {key.attempt} of this request, or a later one, is already here", True)
             return
         if self.draining:
             reject("the worker is draining", False)
@@ -169,7 +169,7 @@ class SessionManager:
             reject(str(error), True)
             return
         log.info("sequence", extra={"fields": _log_fields(submit)})
-        # This attempt replaces what else runs here of the request; a lease may be its source.
+        # This attempt replaces earlier ones, except leases, one of which may be its KV source.
         self._release(session, [other for other in others if not session.held[other].kv_len])
         source = (submit.source.worker, submit.source.incarnation)
         session.held[key] = HeldSequence(source if new.source_len else None)
@@ -197,7 +197,7 @@ class SessionManager:
             self._release(session, [key])
 
     def _release(self, session: Session, keys: list[SequenceKey]) -> None:
-        """Drop these, in whatever form they are held; what is being received or sent is cut."""
+        """Drop sequences and leases, and abort their KV transfers in both directions."""
         if not keys:
             return
         self._engine.post(partial(_drop_all, keys))
@@ -211,7 +211,7 @@ class SessionManager:
     # ------------------------------------------------------------ from the engine
 
     def _deliver(self, result: StepResult, load: WorkerLoad) -> None:
-        """Spread what a step gave; tokens come before what has become of their sequences."""
+        """Send a step's results to the routers, the tokens before the events of their sequences."""
         self._record_step(result, load)
         steps = step_messages(result, self._is_held)
         for number, step in steps.items():
@@ -223,7 +223,7 @@ class SessionManager:
                     self._sessions[key.session], beam_result_message(found), no_merge=True
                 )
         if result.output is None:
-            # No step will tell the load that the commands have changed.
+            # Commands have changed the load, and there is no step to report it.
             for session in self._sessions.values():
                 self._put_step(session, wire.Step())
         for key in map(sequence_key, (*result.failed, *result.finished)):
@@ -236,7 +236,7 @@ class SessionManager:
             self.kv_transfer.expect(self._sessions.get(key.session), receiving)
 
     def _record_step(self, result: StepResult, load: WorkerLoad) -> None:
-        """Note the load, but not that of a canary alone, and whether a step went well."""
+        """Record the load, except while only a canary runs, and the time of a successful step."""
         now = time.monotonic()
         if result.output is not None and not result.failed:
             self._liveness.computed(now)
@@ -272,7 +272,7 @@ class SessionManager:
         return encode_worker_load(load._replace(bytes_received=received, bytes_sent=sent))
 
     def _fail(self, error: BaseException) -> None:
-        """The engine is gone, and with it whatever was here for anybody."""
+        """End all streams, since the engine failed, and set `failed`."""
         reason = f"the engine failed: {type(error).__name__}: {error}"
         self.stop(grpc.StatusCode.INTERNAL, reason)
         if not self.failed.done():
@@ -280,7 +280,7 @@ class SessionManager:
 
 
 def _log_fields(submit: wire.Submit) -> dict[str, str | int]:
-    """What is logged of a submission: none of its content."""
+    """Return the log fields of a submission, which contain no text and no tokens."""
     return {
         "request": submit.request_id,
         "attempt": submit.attempt,

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a decoder with its weights."""
+"""Loads a checkpoint folder into a model."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -36,7 +36,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
-"""Tables that older checkpoints of Llama and GPT-J carry."""
+"""Precomputed tables in older checkpoints of Llama and GPT-J; they are not loaded."""
 
 
 def load(
@@ -49,7 +49,7 @@ def load(
     deterministic: bool = False,
     ranks: ParallelGroups = SINGLE_RANK,
 ) -> tuple[ModelInfo, Model]:
-    """As `load_model`; what is not ours is computed by `transformers`, where it can be."""
+    """Load a model like `load_model`, or through `transformers` if it has no native decoder."""
     config = read_config(folder)
     if is_native(config):
         return load_model(
@@ -72,8 +72,8 @@ def _check_transformers_options(folder: Path, quantization: str, deterministic: 
     }
     for what in (what for what, is_set in options.items() if is_set):
         raise UnsupportedModel(
-            f"{folder}: {what} is for the families that are computed here, not for those that "
-            "transformers computes"
+            f"{folder}: {what} is supported for native architectures only, and this one runs "
+            "through transformers"
         )
 
 
@@ -87,15 +87,24 @@ def load_model(
     deterministic: bool = False,
     ranks: ParallelGroups = SINGLE_RANK,
 ) -> tuple[ModelSpec, Decoder]:
-    """Loads a checkpoint folder, or what one rank has of it: no more of it is read.
+    """Load a checkpoint folder, or only the shard of one rank.
 
-    dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`. `progress` is told the
-    bytes read so far and the bytes in all, from (0, all) on. `max_model_len`: the positions that
-    will be used, where these are fewer than the model has (longrope has factors for that).
-    quantization: "none" or "int8", of what is computed (`packing`). deterministic: a token's bits
-    depend on no other token of its batch. Returns the spec of the whole model. Raises
-    `BadCheckpoint`, `UnsupportedModel`, or ValueError where one of these cannot be had or the
-    model cannot be cut over the ranks, before memory is taken for anything.
+    All checks are made before memory is allocated.
+
+    Args:
+        dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`.
+        progress: Called with (bytes read, total bytes), first with 0 bytes read.
+        max_model_len: Positions to be used, if fewer than the model has (changes longrope).
+        quantization: "none" or "int8"; applied after loading, see `packing`.
+        deterministic: Make a token's bits independent of the other tokens of its batch.
+
+    Returns:
+        The spec of the whole model, and the decoder of this rank.
+
+    Raises:
+        BadCheckpoint: The checkpoint is incomplete or invalid.
+        UnsupportedModel: The model is not supported.
+        ValueError: An option is not available here, or the ranks cannot divide the model.
     """
     spec = read_spec(folder)
     if max_model_len is not None:
@@ -116,8 +125,11 @@ def load_model(
 
 
 def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
-    """What the weights are kept in. "auto" is `own`, the checkpoint's, but float32 on a CPU,
-    where narrower products are several times slower."""
+    """Return the dtype of the weights.
+
+    "auto" means `own`, the checkpoint's dtype, but float32 on a CPU, where linear layers of 16-bit
+    dtypes are several times slower.
+    """
     if name == "auto":
         name = "float32" if device.type == "cpu" else own
     if name not in ("float32", "bfloat16", "float16"):
@@ -127,7 +139,7 @@ def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
 
 
 def find_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """All tensors of a checkpoint folder, by name, from one file or the files of an index."""
+    """Return all tensors of a checkpoint folder by name, from a single file or an index."""
     if (folder / INDEX).is_file():
         return _sharded(folder)
     if (folder / SINGLE).is_file():
@@ -143,7 +155,7 @@ def find_tensors(folder: Path) -> dict[str, TensorEntry]:
 def _sharded(folder: Path) -> dict[str, TensorEntry]:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(_is_name(file) for file in weight_map.values()):
-        raise BadCheckpoint(f"{folder / INDEX} has no sound weight_map: download it again")
+        raise BadCheckpoint(f"{folder / INDEX} has no valid weight_map: download it again")
     files = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in files[file]:
@@ -152,21 +164,21 @@ def _sharded(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _named_in_full(entries: dict[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
-    """With the prefix, where no name has it: the checkpoint was saved without a head."""
+    """Add `prefix` to all names if none has it (checkpoints saved without a head)."""
     if any(name.startswith(prefix) for name in entries):
         return entries
     return {prefix + name: replace(entry, name=prefix + name) for name, entry in entries.items()}
 
 
 def _is_name(file: object) -> bool:
-    """Whether it names a file of the folder itself, and nothing elsewhere."""
+    """Whether `file` is a plain file name, which cannot refer to another folder."""
     return isinstance(file, str) and file not in ("", ".", "..") and Path(file).name == file
 
 
 def _match(
     folder: Path, spec: ModelSpec, shapes: dict[str, Tensor], entries: dict[str, TensorEntry]
 ) -> None:
-    """Checks that the entries are exactly what the whole model needs."""
+    """Check that the checkpoint has exactly the tensors that the whole model needs."""
     tied = {f"{spec.names.head}.weight"} if spec.tie_embeddings else set()
     extra = {name for name in entries if not _is_unused(spec, name)} - tied - shapes.keys()
     problems = (("lacks", shapes.keys() - entries.keys()), ("has the unexpected", extra))
@@ -181,7 +193,7 @@ def _match(
 
 
 def _is_unused(spec: ModelSpec, name: str) -> bool:
-    """Whether it may be there and is not loaded."""
+    """Whether a checkpoint may contain this tensor although it is not loaded."""
     further = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
     prefixes = tuple(f"{spec.names.layers}.{number}." for number in further)
     return bool(_NOT_WEIGHTS.search(name)) or name.startswith(prefixes)
@@ -195,7 +207,7 @@ def _listed(names: Iterable[str]) -> str:
 def _check(entry: TensorEntry, target: Tensor) -> None:
     if entry.dtype not in DTYPES:
         raise UnsupportedModel(
-            f"{entry.path}: tensor {entry.name} is {entry.dtype}; served are {', '.join(DTYPES)}"
+            f"{entry.path}: tensor {entry.name} is {entry.dtype}, not one of {', '.join(DTYPES)}"
         )
     if entry.shape != tuple(target.shape):
         raise BadCheckpoint(
@@ -229,5 +241,5 @@ def _stream(
 
 
 def _num_bytes(entry: TensorEntry, target: Tensor) -> int:
-    """In the file, of what goes into `target`."""
+    """Return the bytes in the file of the part that is loaded into `target`."""
     return target.numel() * DTYPES[entry.dtype].itemsize

@@ -1,7 +1,7 @@
-"""Reading safetensors files: the header checked in full, the bytes streamed into tensors.
+"""Reader of safetensors files: validates the header and streams the data into tensors.
 
 A file is 8 bytes (the header's length, little endian), the header (a JSON object: name to dtype,
-shape and byte range) and the data. The format is that of the `safetensors` project's README.
+shape and byte range) and the data, as described in the README of the `safetensors` project.
 """
 
 import itertools
@@ -33,7 +33,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor in a file: `num_bytes` from `start`, which counts from the file's beginning."""
+    """Location of a tensor in a file: `num_bytes` bytes at offset `start` of the file."""
 
     path: Path
     name: str
@@ -44,7 +44,7 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a file, by name; `BadCheckpoint` if the file is not whole and sound."""
+    """Return the tensors of a file by name; `BadCheckpoint` if it is incomplete or invalid."""
     try:
         with path.open("rb") as file:
             return _read_header(path, file, path.stat().st_size)
@@ -85,12 +85,12 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntry:
     if not isinstance(fields, dict):
-        raise _broken(path, f"tensor {name} is described by {fields!r:.80}")
+        raise _broken(path, f"the entry of tensor {name} is {fields!r:.80}, not an object")
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise _broken(path, f"tensor {name} has the unknown dtype {dtype!r:.80}")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
-        raise _broken(path, f"tensor {name} has no sound shape and byte range")
+        raise _broken(path, f"tensor {name} has no valid shape and byte range")
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
         raise _broken(path, f"tensor {name}'s byte range does not fit its shape")
@@ -118,10 +118,12 @@ def load_tensor(
     progress: Callable[[int], None],
     region: Region = (),
 ) -> None:
-    """Streams one tensor, or a region of it, into `target` (contiguous, of the shape that is
-    wanted; any float dtype). No other bytes of it are read.
+    """Stream a tensor, or only a region of it, into `target`.
 
-    `file` is the entry's, open; `progress` is told the bytes of each piece as it is in.
+    Args:
+        target: Contiguous tensor with the shape of the region, of any float dtype.
+        file: The entry's open file.
+        progress: Called with the number of bytes of each piece that was read.
     """
     dtype = DTYPES[entry.dtype]
     flat = target.view(-1)
@@ -144,7 +146,7 @@ def load_tensor(
 
 
 def _runs(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]:
-    """Where a region's items lie behind each other in the file: (first item, number)."""
+    """Yield the contiguous runs of a region in the file: (index of the first item, count)."""
     cut = max((at for at, ranges in enumerate(region) if ranges is not None), default=-1)
     if cut < 0:
         yield 0, math.prod(shape)

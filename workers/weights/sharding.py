@@ -1,8 +1,8 @@
-"""What a rank has of a model: the model as its rank sees it, and which part of each tensor.
+"""Sharding of a model: the spec of one rank's shard, and the region of each tensor it loads.
 
-Column products (to heads, to the inner features of a feed-forward layer) have some of the outputs
-on each rank, row products (back to the hidden states) some of the inputs: what ranks give there is
-summed. Where there are more ranks than KV heads, several ranks have the same one.
+Column-parallel layers (to heads or to intermediate features) divide their outputs among the ranks;
+row-parallel layers (back to the hidden states) divide their inputs, and an all-reduce sums the
+results. If there are more ranks than KV heads, several ranks hold a copy of the same head.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ from penstock.workers.models.spec import (
 from penstock.workers.parallel.mesh import BadShape, Mesh, MeshCoord
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Parts [first, last) of a dimension, one behind the other."""
+"""Ranges [first, last) of one dimension, concatenated in this order."""
 
 Region: TypeAlias = tuple[Ranges | None, ...]
-"""What is wanted of each dimension, from the first on; None, or no more entries: all."""
+"""Selected ranges per dimension; None, or a missing entry at the end, selects all."""
 
 
 def check_folder(folder: Path, mesh: Mesh) -> None:
-    """`BadShape` if a checkpoint's model cannot be cut like that; raises as `read_spec` does."""
+    """Raise `BadShape` if the mesh cannot divide a checkpoint's model, or as `read_spec` does."""
     config = read_config(folder)
     check_native(config, mesh)
     if is_native(config):
@@ -37,16 +37,16 @@ def check_folder(folder: Path, mesh: Mesh) -> None:
 
 
 def check_native(config: Fields, mesh: Mesh) -> None:
-    """`BadShape` if several ranks are to have a model that only `transformers` computes."""
+    """Raise `BadShape` if several ranks are requested for a model that `transformers` runs."""
     if mesh.num_ranks > 1 and not is_native(config):
         raise BadShape(
-            f"tp {mesh.tp}, pp {mesh.pp}: {config.values['architectures'][0]} is computed by "
-            "transformers, on one rank only"
+            f"tp {mesh.tp}, pp {mesh.pp}: {config.values['architectures'][0]} runs through "
+            "transformers, which supports one rank only: use tp 1 and pp 1"
         )
 
 
 def check_shape(spec: ModelSpec, mesh: Mesh) -> None:
-    """`BadShape` if the model cannot be cut like that."""
+    """Raise `BadShape` if the mesh cannot divide the model."""
     tp, pp, ep = mesh.tp, mesh.pp, mesh.ep
     if pp > spec.num_layers:
         raise BadShape(f"pp {pp}: the model has {spec.num_layers} layers, too few for {pp} stages")
@@ -58,7 +58,7 @@ def check_shape(spec: ModelSpec, mesh: Mesh) -> None:
         raise BadShape(f"tp {tp} neither divides the model's {spec.num_kv_heads} KV heads nor is "
                        "a multiple of them")  # fmt: skip
     if spec.qk_norm == "whole" and tp > 1:
-        raise BadShape(f"tp {tp}: {spec.family} normalises all heads together, which tp cannot cut")
+        raise BadShape(f"tp {tp}: {spec.family} normalises all heads together, so it needs tp 1")
     for size, per, what in _cut_sizes(spec, mesh):
         if size % per:
             raise BadShape(f"tp {tp} does not divide the model's {size} {what}" + _etp(mesh, per))
@@ -79,8 +79,11 @@ def _cut_sizes(spec: ModelSpec, mesh: Mesh) -> Iterator[tuple[int, int, str]]:
 
 
 def local_spec(spec: ModelSpec, coord: MeshCoord) -> ModelSpec:
-    """The model as one rank computes it: its layers, heads and features. The vocabulary and the
-    number of experts stay those of all ranks. `BadShape`."""
+    """Return the spec of one rank's shard, with its layers, heads and features.
+
+    The vocabulary size and the number of experts remain those of the whole model. Raise `BadShape`
+    if the ranks cannot divide the model.
+    """
     check_shape(spec, coord.mesh)
     layers = coord.layers(spec.num_layers)
     here = slice(layers.start, layers.stop)
@@ -112,21 +115,21 @@ def _local_experts(experts: ExpertsSpec, coord: MeshCoord, here: slice) -> Exper
 
 
 class HasHeads(Protocol):
-    """What is asked of a spec here, anybody's."""
+    """A spec of any model, with the shape of its KV."""
 
     @property
     def kv_shape(self) -> tuple[int, int, int]: ...
 
 
 def kv_heads(spec: HasHeads, coord: MeshCoord) -> range:
-    """The KV heads that a rank keeps. A latent row counts as one, so that every rank has it."""
+    """Return the KV heads that a rank holds. An MLA row counts as one head, held by every rank."""
     num_heads = spec.kv_shape[1]
     first = num_heads * coord.tp_rank // coord.mesh.tp
     return range(first, first + max(1, num_heads // coord.mesh.tp))
 
 
 def region_shape(shape: tuple[int, ...], region: Region) -> tuple[int, ...]:
-    """Of a region of a tensor of that shape."""
+    """Return the shape of a region of a tensor of shape `shape`."""
     axis_ranges = [None if at >= len(region) else region[at] for at in range(len(shape))]
     return tuple(
         size if ranges is None else sum(last - first for first, last in ranges)
@@ -135,9 +138,10 @@ def region_shape(shape: tuple[int, ...], region: Region) -> tuple[int, ...]:
 
 
 def regions(spec: ModelSpec, coord: MeshCoord) -> dict[str, Region]:
-    """Of the checkpoint's tensors of which the rank has a part only, which part, by name.
+    """Return the regions of the tensors of which a rank has only a part, by checkpoint name.
 
-    spec: of the whole model.
+    Args:
+        spec: Spec of the whole model.
     """
     if coord.mesh.tp == 1:
         return {}
@@ -163,7 +167,7 @@ TensorRegions: TypeAlias = Iterator[tuple[str, Region]]
 
 
 class _Cut:
-    """Names relative to a layer, and what the rank has of them."""
+    """Regions of one layer's tensors, with names relative to the layer."""
 
     def __init__(self, spec: ModelSpec, coord: MeshCoord) -> None:
         self._spec = spec
@@ -182,7 +186,7 @@ class _Cut:
         yield names.sinks, (self._heads(1),)
 
     def _heads(self, size: int, first: int = 0) -> Ranges:
-        """The rows of this rank's heads, of `size` each, behind `first` heads of others' kind."""
+        """Return the rows of this rank's query heads, `size` rows per head, after `first` heads."""
         num = self._spec.num_heads // self._coord.mesh.tp
         start = first + num * self._coord.tp_rank
         return ((start * size, (start + num) * size),)
@@ -203,7 +207,10 @@ class _Cut:
             yield from _outputs(spec.names.qkv[0], self._heads(size) + rows)
 
     def _grouped(self, kept: range) -> Ranges:
-        """Each KV head's query heads, of which this rank may have some only, its key, its value."""
+        """Return the rows of `kept` in the grouped order: per KV head its query heads, key, value.
+
+        If several ranks hold the same KV head, each has some of its query heads.
+        """
         spec, size = self._spec, self._spec.head_dim
         group = spec.num_heads // spec.num_kv_heads
         num = spec.num_heads // self._coord.mesh.tp // len(kept)
@@ -222,7 +229,11 @@ class _Cut:
     def _feed_forward(
         self, prefix: str, gate_up: tuple[str, ...], down: str, cut: tuple[int, int, int]
     ) -> TensorRegions:
-        """cut: the inner features of all ranks, over how many they are cut, and which one."""
+        """Yield the regions of an MLP.
+
+        Args:
+            cut: (intermediate features of all ranks, number of parts, index of this rank's part).
+        """
         inner, num, column = cut
         first, last = inner // num * column, inner // num * (column + 1)
         rows: Ranges = ((first, last),)
@@ -248,7 +259,7 @@ class _Cut:
             yield from self._feed_forward(prefix, names.gate_up, names.down, cut)
 
     def _stacks(self, experts: ExpertsSpec) -> TensorRegions:
-        """gpt-oss: all experts in one tensor, gate and up features taking turns."""
+        """Yield the regions of gpt-oss: all experts in one tensor, gate and up interleaved."""
         coord, prefix = self._coord, f"{self._spec.names.experts}.experts"
         mine = coord.experts(experts.num_experts)
         num = experts.inner_size // coord.mesh.expert_tp
@@ -267,5 +278,5 @@ def _outputs(name: str, rows: Ranges) -> TensorRegions:
 
 
 def _inputs(name: str, columns: Ranges) -> TensorRegions:
-    """A row product's bias is whole: one rank adds it."""
+    """Yield the region of a row-parallel weight; its bias is not divided, one rank adds it."""
     yield f"{name}.weight", (None, columns)

@@ -1,4 +1,4 @@
-"""A deterministic engine gives the same request the same bits, whatever else happens to it."""
+"""Deterministic mode: a request's bits do not depend on batch, chunks, cache or preemption."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ def make_engine(folder: Path, **other: Any) -> Engine:
 
 
 def make_requests(vocab_size: int) -> list[Request]:
-    """Greedy and drawn, with logprobs of both ends; some begin alike."""
+    """Return greedy and sampled requests, with logprobs; some share a prefix."""
     tokens = np.random.default_rng(3).integers(4, vocab_size, 90).tolist()
     greedy = SamplingParams(temperature=0.0, max_tokens=12, logprobs=3)
     drawn = replace(greedy, temperature=0.8, top_p=0.9, seed=5, repetition_penalty=1.1)
@@ -56,18 +56,19 @@ def make_requests(vocab_size: int) -> list[Request]:
 
 
 REQUESTS = make_requests(150)
-ALONE = Schedule(shared=False)
+NO_SHARING = Schedule(shared=False)
 
 
-def alone(engine: Engine, requests: Sequence[Request]) -> list[Bits]:
-    """Each by itself, its prompt in two pieces at most."""
-    return [play(engine, [request], ALONE) for request in requests]
+def run_separately(engine: Engine, requests: Sequence[Request]) -> list[Bits]:
+    """Run each request by itself, its prompt in at most two chunks."""
+    return [play(engine, [request], NO_SHARING) for request in requests]
 
 
-def together(found: list[Bits]) -> Bits:
+def merge(results: list[Bits]) -> Bits:
+    """Merge the results of single requests, numbered by their order."""
     return {
         (number, choice): entries
-        for number, bits in enumerate(found)
+        for number, bits in enumerate(results)
         for (_, choice), entries in bits.items()
     }
 
@@ -96,16 +97,16 @@ def engine(folder: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> Bits:
-    return together(alone(engine, REQUESTS))
+    return merge(run_separately(engine, REQUESTS))
 
 
 @settings(max_examples=4, deadline=None)
 @given(schedule=schedules())
-def test_in_any_schedule(engine: Engine, expected: Bits, schedule: Schedule) -> None:
+def test_bits_are_equal_in_any_schedule(engine: Engine, expected: Bits, schedule: Schedule) -> None:
     assert play(engine, REQUESTS, schedule) == expected
 
 
-def test_a_full_pool_preempts(engine: Engine, expected: Bits) -> None:
+def test_bits_are_equal_after_preemption(engine: Engine, expected: Bits) -> None:
     found = play(engine, REQUESTS, Schedule(num_blocks=24))
     assert engine.load().preemptions > 0
     assert found == expected
@@ -113,19 +114,21 @@ def test_a_full_pool_preempts(engine: Engine, expected: Bits) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [2, 3])
-def test_in_more_threads(engine: Engine, expected: Bits, threads: int) -> None:
+def test_bits_are_equal_with_more_threads(engine: Engine, expected: Bits, threads: int) -> None:
     assert play(engine, REQUESTS, Schedule(max_batched_tokens=23, threads=threads)) == expected
 
 
-def test_a_cached_prompt(engine: Engine, expected: Bits) -> None:
+def test_bits_are_equal_with_cached_prompts(engine: Engine, expected: Bits) -> None:
     late = tuple(range(0, 60 * len(REQUESTS), 60))
     found = play(engine, REQUESTS, Schedule(arrivals=late))
     assert engine.load().prompt_tokens_cached > 0
     assert found == expected
 
 
-def test_another_engine_begun_long_ago(folder: Path, engine: Engine, expected: Bits) -> None:
-    """Its tables have grown, and its cache is full of what others left."""
+def test_bits_are_equal_in_an_engine_with_another_history(
+    folder: Path, engine: Engine, expected: Bits
+) -> None:
+    """The other engine's tables have grown, and its cache holds NaN and other requests' KV."""
     other = make_engine(folder)
     torch.nn.init.constant_(other.cache.data, torch.nan)
     run_greedy(other, [5] * 200, 30)
@@ -133,34 +136,34 @@ def test_another_engine_begun_long_ago(folder: Path, engine: Engine, expected: B
 
 
 @dataclass
-class Varied:
-    """A product whose rows' last bits depend on how many there are."""
+class BatchDependentLinear:
+    """A linear layer whose results' last bits depend on the number of rows."""
 
-    product: PackedLinear
+    linear: PackedLinear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.product(x)
+        y = self.linear(x)
         return y * (1 + 2**-22) if len(x) % 2 else y
 
 
-def vary(engine: Engine) -> None:
+def make_batch_dependent(engine: Engine) -> None:
     decoder: Any = engine._runner.decoder
     for linear in (decoder.layers[1].mlp.down, decoder.head):
         assert linear.weight.numel() == 0
-        linear.packed = Varied(linear.packed)
+        linear.packed = BatchDependentLinear(linear.packed)
 
 
-def test_a_product_that_varies_is_noticed(folder: Path) -> None:
+def test_batch_dependent_linear_layer_is_detected(folder: Path) -> None:
     engine = make_engine(folder)
-    vary(engine)
-    expected = together(alone(engine, REQUESTS[1:2]))
+    make_batch_dependent(engine)
+    expected = merge(run_separately(engine, REQUESTS[1:2]))
     assert play(engine, REQUESTS[1:2], Schedule(max_batched_tokens=8)) != expected
-    with pytest.raises(ValueError, match="deterministic cannot be had: on this machine"):
+    with pytest.raises(ValueError, match="deterministic mode is not available on this"):
         check_batch_invariance(engine)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"max_sequences": 1}, {"max_model_len": 4}])
-def test_a_rehearsal_leaves_no_trace(folder: Path, sizes: dict[str, int]) -> None:
+def test_check_and_warm_up_leave_no_work_and_no_counts(folder: Path, sizes: dict[str, int]) -> None:
     engine = make_engine(folder, **sizes)
     check_batch_invariance(engine)
     engine.warm_up()
@@ -171,11 +174,11 @@ def test_a_rehearsal_leaves_no_trace(folder: Path, sizes: dict[str, int]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str, tmp_path: Path) -> None:
+def test_bits_of_each_model_family_are_equal_in_any_schedule(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     engine = make_engine(tmp_path)
     check_batch_invariance(engine)
-    expected = together(alone(engine, REQUESTS))
+    expected = merge(run_separately(engine, REQUESTS))
     answers = [entries for (_, choice), entries in expected.items() if choice >= 0]
     assert len({token for entries in answers for token, _ in entries}) > 20
 
@@ -187,7 +190,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     check()
 
 
-PLAYED: dict[str, Any] = {
+GRAPH_CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**EVEN),
     "int8": transformers.LlamaConfig(**EVEN | {"intermediate_size": 128}),
     "gemma2": transformers.Gemma2Config(**EVEN, sliding_window=13, query_pre_attn_scalar=24),
@@ -196,22 +199,22 @@ PLAYED: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLAYED)
-def test_steps_of_single_tokens_as_a_program(
+@pytest.mark.parametrize("name", GRAPH_CONFIGS)
+def test_cpu_step_graph_has_the_bits_of_separate_operations(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that are one have the bits of those that are not."""
+    """A step run as a CPU step graph gives the same bits as one run operation by operation."""
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
     monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
-    make_even(tmp_path, PLAYED[name])
+    make_even(tmp_path, GRAPH_CONFIGS[name])
     quantization = "int8" if name == "int8" and cpu_packed_f32.has_amx() else "none"
     engine = make_engine(tmp_path, quantization=quantization)
     assert engine._runner._step_graph is not None
     check_batch_invariance(engine)
-    expected = together(alone(engine, REQUESTS))
+    expected = merge(run_separately(engine, REQUESTS))
     monkeypatch.setattr(model_runner, "build_cpu_step_graph", lambda *_: None)
-    plain = make_engine(tmp_path, quantization=quantization)
-    assert together(alone(plain, REQUESTS)) == expected
+    without_graph = make_engine(tmp_path, quantization=quantization)
+    assert merge(run_separately(without_graph, REQUESTS)) == expected
 
     @settings(max_examples=8, deadline=None)
     @given(schedule=schedules())
@@ -222,18 +225,18 @@ def test_steps_of_single_tokens_as_a_program(
 
 
 @pytest.mark.slow
-def test_int8(tmp_path: Path) -> None:
-    """Its small products and routers are float32."""
+def test_bits_are_equal_with_int8_weights(tmp_path: Path) -> None:
+    """Small linear layers and the MoE routers stay float32."""
     make_checkpoint(tmp_path, "qwen2-moe")
     engine = make_engine(tmp_path, quantization="int8")
-    expected = together(alone(engine, REQUESTS))
+    expected = merge(run_separately(engine, REQUESTS))
     for threads in (1, 2):
         schedule = Schedule(max_batched_tokens=11, num_blocks=30, threads=threads)
         assert play(engine, REQUESTS, schedule) == expected
 
 
-def bits_heard(attached: Attached, request: int, attempt: int) -> list[tuple[Any, ...]]:
-    """Positions, tokens and logprobs of an answer."""
+def received_bits(attached: Attached, request: int, attempt: int) -> list[tuple[Any, ...]]:
+    """Return positions, tokens and logprobs of an answer."""
     return [
         (
             step.position[entry.row],
@@ -248,7 +251,7 @@ def bits_heard(attached: Attached, request: int, attempt: int) -> list[tuple[Any
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_a_kv_transfer(folder: Path) -> None:
+async def test_bits_are_equal_after_a_kv_transfer(folder: Path) -> None:
     sizes: dict[str, Any] = {"kv_cache_mib": 1, "transfer_seconds": 20.0, "deterministic": True}
     workers = [
         await serve_worker(WorkerConfig(name, folder, **sizes)) for name in ("prefill", "decode")
@@ -261,29 +264,29 @@ async def test_a_kv_transfer(folder: Path) -> None:
     moving = await pools.prefilled(prompt, 12, **params)
     await moving.whole()
     await pools.decode.message("received", moving.request)
-    moved = bits_heard(pools.prefill, moving.request, 1) + bits_heard(
+    moved = received_bits(pools.prefill, moving.request, 1) + received_bits(
         pools.decode, moving.request, 2
     )
     assert len(moved) == 12
-    assert moved == bits_heard(pools.decode, 1000, 1)
+    assert moved == received_bits(pools.decode, 1000, 1)
     await pools.close()
     for worker in workers:
         await worker.stop()
 
 
-def test_what_cannot_be_had_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="deterministic cannot be had: on a CPU it takes float32"):
+def test_bfloat16_on_a_cpu_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"deterministic mode is not available: .*float32"):
         make_engine(folder, dtype="bfloat16")
 
 
 @pytest.mark.slow
-def test_what_transformers_computes_is_refused(tmp_path: Path) -> None:
+def test_transformers_backend_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "gpt-neox")
-    with pytest.raises(UnsupportedModel, match="deterministic is for the families"):
+    with pytest.raises(UnsupportedModel, match="deterministic is supported for native"):
         make_engine(tmp_path)
 
 
-def test_blocks_travel_between_deterministic_workers_only(engine: Engine) -> None:
+def test_layout_depends_on_deterministic_mode_and_its_block_size(engine: Engine) -> None:
     given = (engine.model, engine.spec, torch.float32, torch.float32)
     assert engine.layout == layout_of(*given, deterministic=BLOCK_SIZE)
     assert engine.layout not in (layout_of(*given), layout_of(*given, deterministic=1))

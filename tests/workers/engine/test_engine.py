@@ -1,4 +1,4 @@
-"""The engine as one synchronous object, called directly."""
+"""Engine: its methods are called directly, without its thread."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -45,8 +45,8 @@ def engine(checkpoint: Path) -> Engine:
     return make_engine(checkpoint)
 
 
-def step_by_step(engine: Engine, prompt: list[int], num_tokens: int) -> list[int]:
-    """Greedy, every token from the whole text anew: nothing is kept between two tokens."""
+def greedy_without_cache(engine: Engine, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return a greedy answer; the whole sequence is recomputed for each token."""
     tokens = list(prompt)
     for number in range(num_tokens):
         engine.submit(greedy_sequence("one", tokens, 1, salt=b"%d" % number))
@@ -54,9 +54,11 @@ def step_by_step(engine: Engine, prompt: list[int], num_tokens: int) -> list[int
     return tokens[len(prompt) :]
 
 
-def test_greedy_equals_the_straightforward_loop_alone_and_in_a_crowd(engine: Engine) -> None:
+def test_greedy_answers_equal_recomputation_alone_and_in_a_batch(engine: Engine) -> None:
     prompts = {length: PROMPT[:length] for length in (1, 15, 16, 17, 31, 33, 100)}
-    expected = {length: step_by_step(engine, prompt, 8) for length, prompt in prompts.items()}
+    expected = {
+        length: greedy_without_cache(engine, prompt, 8) for length, prompt in prompts.items()
+    }
     assert {n: run_greedy(engine, prompt, 8) for n, prompt in prompts.items()} == expected
     for length, prompt in prompts.items():
         engine.submit(greedy_sequence(length, prompt, 8, salt=b"crowd"))
@@ -75,7 +77,7 @@ def test_preempted_sequences_give_the_same_tokens(checkpoint: Path, engine: Engi
     small.batcher.check()
 
 
-def test_a_step_tells_what_has_happened(engine: Engine) -> None:
+def test_step_result_and_load_report_the_step(engine: Engine) -> None:
     assert engine.step().empty
     engine.submit(greedy_sequence("a", PROMPT[:5], 2))
     first, last = engine.step(), engine.step()
@@ -104,7 +106,7 @@ def test_logprobs_belong_to_their_tokens(engine: Engine) -> None:
                 assert len(logprobs.values) == 3
 
 
-def drawing(key: Any, num_prompt: int, choice: int, num_siblings: int = 0) -> NewSequence:
+def sampled_sequence(key: Any, num_prompt: int, choice: int, num_siblings: int = 0) -> NewSequence:
     prompt = PROMPT[:num_prompt]
     siblings = tuple(Sibling(choice + 1 + i, prompt) for i in range(num_siblings))
     params = SamplingParams(temperature=1.3, seed=11, max_tokens=24, logprobs=2)
@@ -112,13 +114,13 @@ def drawing(key: Any, num_prompt: int, choice: int, num_siblings: int = 0) -> Ne
 
 
 @pytest.mark.parametrize("num_prompt", [5, 16, 41])
-def test_choices_draw_what_they_would_draw_alone(engine: Engine, num_prompt: int) -> None:
+def test_choices_of_one_request_equal_separate_requests(engine: Engine, num_prompt: int) -> None:
     expected = []
     for choice in range(4):
-        engine.submit(drawing(choice, num_prompt, choice))
+        engine.submit(sampled_sequence(choice, num_prompt, choice))
         expected.append(run_out(engine)[choice])
     engine.batcher = Batcher(engine.limits)
-    engine.submit(drawing("all", num_prompt, 0, num_siblings=3))
+    engine.submit(sampled_sequence("all", num_prompt, 0, num_siblings=3))
     answers: list[list[int]] = [[] for _ in range(4)]
     while (output := (result := engine.step()).output) is not None:
         assert len(result.logprobs) == len(output.tokens)
@@ -143,7 +145,7 @@ def test_yield_keeps_the_blocks_until_they_are_dropped(engine: Engine) -> None:
     engine.batcher.check()
 
 
-def test_yield_on_command_comes_at_the_next_step(engine: Engine) -> None:
+def test_requested_yield_takes_effect_at_the_next_step(engine: Engine) -> None:
     engine.submit(greedy_sequence("running", PROMPT[:20], 50))
     for _ in range(3):
         engine.step()
@@ -171,7 +173,7 @@ def test_drop_frees_the_blocks_within_a_step(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_one_whose_logits_are_not_finite_fails_alone(
+def test_sequence_with_non_finite_logits_fails_without_affecting_others(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     expected = run_greedy(engine, PROMPT[:9], 6)
@@ -201,7 +203,7 @@ def test_one_whose_logits_are_not_finite_fails_alone(
     engine.batcher.check()
 
 
-def test_blocks_that_are_reserved_are_told_and_can_be_missed(engine: Engine) -> None:
+def test_reserved_blocks_are_reported_and_computed_if_the_transfer_fails(engine: Engine) -> None:
     expected = run_greedy(engine, PROMPT[:40], 5)
     params = SamplingParams(temperature=0.0, max_tokens=5)
     engine.submit(NewSequence("a", PROMPT[:40], 40, params, salt=b"x", source_len=39))
@@ -216,7 +218,7 @@ def test_blocks_that_are_reserved_are_told_and_can_be_missed(engine: Engine) -> 
     assert run_out(engine)["a"] == expected
 
 
-def test_blocks_that_arrive_are_not_computed_again(engine: Engine) -> None:
+def test_transferred_blocks_are_not_recomputed(engine: Engine) -> None:
     expected = run_greedy(engine, PROMPT[:40], 5)
     engine.submit(greedy_sequence("source", PROMPT[:40], 5, salt=b"s", yield_after=1))
     (first,) = run_out(engine)["source"]
@@ -233,7 +235,7 @@ def test_blocks_that_arrive_are_not_computed_again(engine: Engine) -> None:
     assert engine.load().prompt_tokens_computed == computed
 
 
-def test_warm_up_leaves_no_trace(checkpoint: Path) -> None:
+def test_warm_up_leaves_no_counts_and_no_used_blocks(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     engine.warm_up()
     load = engine.load()
@@ -242,47 +244,47 @@ def test_warm_up_leaves_no_trace(checkpoint: Path) -> None:
     assert load.free_blocks == engine.limits.num_blocks
 
 
-def test_warm_up_makes_what_a_kv_transfer_takes_too(
+def test_warm_up_includes_block_moves_and_leaves_the_cache_unchanged(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, warmed = make_engine(checkpoint), []
     engine.cache.data.normal_()
     before = engine.cache.data.clone()
 
-    def moves(kv: torch.Tensor) -> None:
+    def checked_block_moves(kv: torch.Tensor) -> None:
         warm_up_block_moves(kv)
         assert torch.equal(kv, before)
         warmed.append(kv)
 
-    monkeypatch.setattr(module, "warm_up_block_moves", moves)
+    monkeypatch.setattr(module, "warm_up_block_moves", checked_block_moves)
     engine.warm_up()
     assert len(warmed) == 1
     assert warmed[0] is engine.cache.data
 
 
-def test_what_a_row_brings_to_the_device_is_brought_where_steps_compute(
+def test_sampler_admits_rows_on_the_compute_stream(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU: on the stream of the steps, which wait for no other."""
-    within, admitted, admit = [], [], engine._sampler.admit
+    """On a GPU, steps do not wait for any other stream."""
+    in_compute_stream, admitted, admit = [], [], engine._sampler.admit
 
     @contextmanager
     def computing() -> Iterator[None]:
-        within.append(True)
+        in_compute_stream.append(True)
         yield
-        within.pop()
+        in_compute_stream.pop()
 
-    def watched(*arguments: Any) -> None:
-        admitted.append(bool(within))
+    def recorded_admit(*arguments: Any) -> None:
+        admitted.append(bool(in_compute_stream))
         admit(*arguments)
 
     monkeypatch.setattr(engine._streams, "computing", computing)
-    monkeypatch.setattr(engine._sampler, "admit", watched)
+    monkeypatch.setattr(engine._sampler, "admit", recorded_admit)
     run_greedy(engine, PROMPT[:5], 2)
     assert admitted == [True]
 
 
-def test_what_a_gpu_warms_up_with_runs(checkpoint: Path) -> None:
+def test_warm_up_sequences_of_a_gpu_run_to_their_end(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, max_batched_tokens=128)
     every = list(warm_up_sequences(engine.limits, compiles=True))
     assert [new.num_prompt for new in every] == [128, 64, 1]
@@ -293,7 +295,7 @@ def test_what_a_gpu_warms_up_with_runs(checkpoint: Path) -> None:
         assert engine.load().prompt_tokens_computed == computed + new.num_prompt
 
 
-def test_what_does_not_fit_is_refused(engine: Engine) -> None:
+def test_too_long_prompts_and_a_full_queue_are_refused(engine: Engine) -> None:
     with pytest.raises(NeverFits):
         engine.submit(greedy_sequence("a", [5] * 257, 1))
     for key in range(engine.limits.max_queued):
@@ -302,7 +304,7 @@ def test_what_does_not_fit_is_refused(engine: Engine) -> None:
         engine.submit(greedy_sequence("late", PROMPT[:3], 1))
 
 
-def test_too_little_memory_for_one_sequence_is_said_in_one_line(checkpoint: Path) -> None:
+def test_too_little_memory_for_one_sequence_is_a_one_line_error(checkpoint: Path) -> None:
     # One block of 4096 tokens would take 1.5 MiB.
     with pytest.raises(ValueError, match="too little memory for one sequence of 256 tokens") as e:
         make_engine(checkpoint, kv_cache_mib=1, block_size=256 * 16)
@@ -322,8 +324,8 @@ def test_layouts_differ_with_weights_and_dtype(checkpoint: Path, tmp_path: Path)
     assert make_engine(tiny_checkpoint(tmp_path, seed=1)).layout != layout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_said(checkpoint: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_missing_gpu_is_an_error(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="no CUDA device"):
         make_engine(checkpoint, device="cuda")
     assert choose_device("auto").type == "cpu"

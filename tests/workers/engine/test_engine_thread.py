@@ -1,4 +1,4 @@
-"""The engine's thread: commands between steps, results to the event loop, neither waits."""
+"""EngineThread: runs commands between steps and passes results to the event loop."""
 
 import asyncio
 import threading
@@ -21,11 +21,11 @@ class StubPlan:
     ahead: bool = False
 
     def fill(self, drawn: object) -> None:
-        raise AssertionError("nothing is planned ahead here")
+        raise AssertionError("the stub never plans ahead")
 
 
 class StubEngine:
-    """Counts; a step takes until it is let go, while there is work."""
+    """Engine with `work` steps, each of which blocks until `gate` is released; counts plans."""
 
     def __init__(self, plans_ahead: bool) -> None:
         self.plans_ahead = plans_ahead
@@ -74,8 +74,8 @@ class StubEngine:
         return cast(WorkerLoad, self.num_plans)
 
 
-class Heard:
-    """What the loop was told, and a way to wait for it."""
+class Received:
+    """Results and errors that the event loop received."""
 
     def __init__(self) -> None:
         self.results: list[StepResult] = []
@@ -97,36 +97,36 @@ class Heard:
                 await self._changed.wait()
 
 
-def started(ahead: bool) -> tuple[StubEngine, Heard, EngineThread]:
-    engine, heard = StubEngine(ahead), Heard()
-    return engine, heard, EngineThread(cast(Engine, engine), heard.deliver, heard.fatal)
+def start_engine(ahead: bool) -> tuple[StubEngine, Received, EngineThread]:
+    engine, received = StubEngine(ahead), Received()
+    return engine, received, EngineThread(cast(Engine, engine), received.deliver, received.fatal)
 
 
 AHEAD = pytest.mark.parametrize("ahead", [False, True])
 
 
 @AHEAD
-async def test_its_pulse_waits_for_a_step_that_does_not_end(ahead: bool) -> None:
-    engine, heard, pulse = StubEngine(ahead), Heard(), ProgressTimer("the engine", 60.0)
-    loop = EngineThread(cast(Engine, engine), heard.deliver, heard.fatal, pulse)
+async def test_progress_timer_runs_while_a_step_does_not_end(ahead: bool) -> None:
+    engine, received, timer = StubEngine(ahead), Received(), ProgressTimer("the engine", 60.0)
+    loop = EngineThread(cast(Engine, engine), received.deliver, received.fatal, timer)
     await loop.call(lambda _: None)
-    await heard.until(lambda: len(heard.results) == 1)
-    async with asyncio.timeout(60):  # a step is told before its thread rests
-        while pulse.waited(time.monotonic() + 100):
+    await received.until(lambda: len(received.results) == 1)
+    async with asyncio.timeout(60):  # the result is delivered before the thread is idle
+        while timer.waited(time.monotonic() + 100):
             await asyncio.sleep(0.001)
     loop.post(add_work(2))
     await asyncio.to_thread(engine.stepping.wait, 60)
-    # What is asked meanwhile is no step.
-    asked = [loop.call(lambda _: None) for _ in range(3)] if ahead else []
-    await asyncio.gather(*asked)
-    assert pulse.waited(time.monotonic() + 100) > 100
+    # Commands do not count as progress.
+    calls = [loop.call(lambda _: None) for _ in range(3)] if ahead else []
+    await asyncio.gather(*calls)
+    assert timer.waited(time.monotonic() + 100) > 100
     engine.longest_step = 40.0
     engine.gate.release(2)
-    await heard.until(lambda: engine.log.count("step") == 2)
+    await received.until(lambda: engine.log.count("step") == 2)
     loop.stop()
     await asyncio.to_thread(loop.join, 60)
-    assert pulse.bound == HANG_FACTOR * 40.0
-    assert pulse.waited(time.monotonic() + 100) == 0.0
+    assert timer.bound == HANG_FACTOR * 40.0
+    assert timer.waited(time.monotonic() + 100) == 0.0
 
 
 def add_work(amount: int) -> Callable[[Any], None]:
@@ -136,40 +136,40 @@ def add_work(amount: int) -> Callable[[Any], None]:
     return add
 
 
-async def test_commands_are_applied_in_order_at_the_next_boundary() -> None:
-    engine, heard, loop = started(ahead=False)
+async def test_commands_run_in_order_before_the_next_step() -> None:
+    engine, received, loop = start_engine(ahead=False)
     loop.post(add_work(3))
     await asyncio.to_thread(engine.stepping.wait, 60)
     for name in "ab":
         loop.post(lambda _, name=name: engine.log.append(name))  # type: ignore[misc]
-    assert engine.log == []  # a step is under way, and nobody waits for it
+    assert engine.log == []  # a step is running; `post` does not wait for it
     engine.gate.release()
-    await heard.until(lambda: len(heard.results) == 1)
+    await received.until(lambda: len(received.results) == 1)
     engine.gate.release(2)
-    await heard.until(lambda: len(heard.results) == 3)
+    await received.until(lambda: len(received.results) == 3)
     assert engine.log == ["step", "a", "b", "step", "step"]
     loop.stop()
     await asyncio.to_thread(loop.join, 60)
 
 
-async def test_planning_ahead_commands_do_not_wait_for_the_step() -> None:
-    engine, heard, loop = started(ahead=True)
+async def test_commands_do_not_wait_for_the_step_when_planning_ahead() -> None:
+    engine, received, loop = start_engine(ahead=True)
     loop.post(add_work(3))
     await asyncio.to_thread(engine.stepping.wait, 60)
     for name in "ab":
         loop.post(lambda _, name=name: engine.log.append(name))  # type: ignore[misc]
     await loop.call(lambda _: None)
-    assert engine.log == ["a", "b"]  # a step is under way
+    assert engine.log == ["a", "b"]  # the step is still running
     engine.gate.release(3)
-    await heard.until(lambda: engine.log.count("step") == 3)
+    await received.until(lambda: engine.log.count("step") == 3)
     assert engine.log == ["a", "b", "step", "step", "step"]
     loop.stop()
     await asyncio.to_thread(loop.join, 60)
 
 
 @AHEAD
-async def test_an_answer_does_not_wait_for_the_step_that_follows(ahead: bool) -> None:
-    engine, _, loop = started(ahead)
+async def test_reply_to_a_call_does_not_wait_for_the_next_step(ahead: bool) -> None:
+    engine, _, loop = start_engine(ahead)
     loop.post(add_work(1))
     answer = loop.call(lambda _: 42)
 
@@ -187,27 +187,27 @@ async def test_an_answer_does_not_wait_for_the_step_that_follows(ahead: bool) ->
 
 
 @AHEAD
-async def test_an_idle_engine_is_left_alone(ahead: bool) -> None:
-    engine, heard, loop = started(ahead)
+async def test_idle_engine_plans_only_after_a_command(ahead: bool) -> None:
+    engine, received, loop = start_engine(ahead)
     await loop.call(lambda _: None)
-    await heard.until(lambda: len(heard.results) == 1)
+    await received.until(lambda: len(received.results) == 1)
     num_plans = engine.num_plans
     assert num_plans == 1
     await loop.call(lambda _: None)
-    await heard.until(lambda: len(heard.results) == 2)
+    await received.until(lambda: len(received.results) == 2)
     assert engine.num_plans == num_plans + 1
     loop.stop()
     await asyncio.to_thread(loop.join, 60)
 
 
 @AHEAD
-async def test_what_a_command_raises_without_an_answer_is_fatal(ahead: bool) -> None:
-    _, heard, loop = started(ahead)
+async def test_exception_in_a_posted_command_is_fatal(ahead: bool) -> None:
+    _, received, loop = start_engine(ahead)
 
     def broken(_: Engine) -> None:
-        raise RuntimeError("a ledger that does not balance")
+        raise RuntimeError("block counts differ")
 
     loop.post(broken)
-    await heard.until(lambda: bool(heard.errors))
-    assert "ledger" in str(heard.errors[0])
+    await received.until(lambda: bool(received.errors))
+    assert "block counts" in str(received.errors[0])
     await asyncio.to_thread(loop.join, 60)

@@ -1,4 +1,4 @@
-"""The runner: which logits come back, and that a step touches nothing but its own slots."""
+"""ModelRunner: which logits it returns, and that a step writes only its own slots."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_only_rows_that_sample_have_logits(decoder: Decoder) -> None:
     assert none.shape == (0, VOCAB_SIZE)
 
 
-def test_a_step_writes_its_slots_and_no_other(decoder: Decoder) -> None:
+def test_step_writes_only_its_own_slots(decoder: Decoder) -> None:
     planner = Planner(PROMPTS, max_new=1)
     cache = make_cache(decoder, planner.num_blocks)
     cache.data.fill_(5.0)
@@ -48,8 +48,8 @@ def test_a_step_writes_its_slots_and_no_other(decoder: Decoder) -> None:
     assert torch.equal(touched, written[None, None, :, None].expand_as(touched))
 
 
-def test_blocks_that_move_are_as_good_as_before(decoder: Decoder) -> None:
-    """A sequence goes on elsewhere from its blocks, with the same logits."""
+def test_sequence_continues_from_copied_blocks(decoder: Decoder) -> None:
+    """Blocks copied to other numbers of another cache give the same logits."""
     planner = Planner(PROMPTS, max_new=2)
     cache = make_cache(decoder, planner.num_blocks)
     runner = ModelRunner(decoder, cache)
@@ -58,22 +58,22 @@ def test_blocks_that_move_are_as_good_as_before(decoder: Decoder) -> None:
     moved = make_cache(decoder, planner.num_blocks)
     order = torch.from_numpy(np.random.default_rng(1).permutation(planner.num_blocks))
     moved.data[:, :, order] = cache.data
-    there = Planner(PROMPTS, max_new=2)
-    there.tokens, there.computed = planner.tokens, planner.computed
-    there.tables = order.numpy()[planner.tables].astype(np.int32)
-    found = ModelRunner(decoder, moved).run(there.plan(chunk=1))
+    continued = Planner(PROMPTS, max_new=2)
+    continued.tokens, continued.computed = planner.tokens, planner.computed
+    continued.tables = order.numpy()[planner.tables].astype(np.int32)
+    found = ModelRunner(decoder, moved).run(continued.plan(chunk=1))
     torch.testing.assert_close(found, runner.run(planner.plan(chunk=1)), rtol=1e-5, atol=1e-5)
 
 
-def test_a_broken_sequence_breaks_no_neighbour(decoder: Decoder) -> None:
+def test_sequence_with_nan_does_not_affect_others(decoder: Decoder) -> None:
     planner = Planner(PROMPTS, max_new=2)
     cache = make_cache(decoder, planner.num_blocks)
     runner = ModelRunner(decoder, cache)
     plan = planner.plan(chunk=1000)
     planner.commit(plan, runner.run(plan).argmax(-1).tolist())
     plan = planner.plan(chunk=1)
-    whole = runner.run(plan)
+    expected = runner.run(plan)
     cache.data[:, :, planner.tables[1]] = torch.nan
     found = runner.run(plan)
     assert found[1].isnan().all()
-    torch.testing.assert_close(found[[0, 2]], whole[[0, 2]], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]], rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Pipeline: steps planned ahead give the same tokens, whatever comes between them."""
+"""OverlapStepper: steps planned ahead give the same tokens as steps run one by one."""
 
 import threading
 from collections.abc import Callable
@@ -33,28 +33,28 @@ def sequences() -> list[NewSequence]:
     ]
 
 
-class Driven:
-    """A pipeline turned by hand, and what it has given."""
+class StepperDriver:
+    """An overlap stepper that the test advances, with the results so far."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.changed = threading.Condition()
-        pipeline = make_stepper(engine, self.changed)
-        assert isinstance(pipeline, OverlapStepper)
-        self.pipeline = pipeline
+        stepper = make_stepper(engine, self.changed)
+        assert isinstance(stepper, OverlapStepper)
+        self.stepper = stepper
         self.answers: dict[Key, list[int]] = {}
         self.failed: list[Key] = []
         self.num_ended = 0
         self.num_ahead = 0
 
-    def turn(self, command: Callable[[Engine], object] | None = None) -> StepResult:
-        """What the engine's thread does once, after a command or a step's end."""
+    def advance(self, command: Callable[[Engine], object] | None = None) -> StepResult:
+        """Run one iteration of the engine's thread, after `command` or the end of a step."""
         if command is None:
             with self.changed:
-                assert self.changed.wait_for(lambda: self.pipeline.due, timeout=60)
+                assert self.changed.wait_for(lambda: self.stepper.due, timeout=60)
         else:
             command(self.engine)
-        result = self.pipeline.advance(command is not None)
+        result = self.stepper.advance(command is not None)
         if result.output is not None:
             columns = zip(
                 result.output.keys, result.output.tokens.tolist(), result.logprobs, strict=True
@@ -63,7 +63,7 @@ class Driven:
                 self.answers.setdefault(key, []).append(token)
         self.failed += result.failed
         self.num_ended += len(result.finished) + len(result.failed)
-        self.pipeline.plan_next()
+        self.stepper.plan_next()
         self.num_ahead += len(self.engine.batcher._in_flight.plans) == 2
         return result
 
@@ -81,64 +81,66 @@ def make_engine(checkpoint: Path) -> Engine:
 
 @pytest.fixture(params=["a thread computes", "a device computes"])
 def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Engine:
-    """In the second form the CPU stands in for a device: steps are launched, tokens read back."""
+    """Engine that plans ahead, with a compute thread or with the CPU as a stand-in for a device."""
     engine = make_engine(checkpoint)
     engine.plans_ahead = True
     engine.on_device = request.param == "a device computes"
     return engine
 
 
-def test_answers_are_those_of_steps_one_by_one(engine: Engine, checkpoint: Path) -> None:
+def test_answers_equal_those_of_steps_run_one_by_one(engine: Engine, checkpoint: Path) -> None:
     one_by_one = make_engine(checkpoint)
     for new in sequences():
         one_by_one.submit(new)
     expected = run_out(one_by_one)
-    driven = Driven(engine)
+    driver = StepperDriver(engine)
     for new in sequences():
-        driven.turn(lambda engine, new=new: engine.submit(new))  # type: ignore[misc]
-    while driven.num_ended < len(PROMPTS):
-        driven.turn()
-    assert driven.answers == expected
-    assert driven.num_ahead > 5
-    driven.pipeline.stop()
+        driver.advance(lambda engine, new=new: engine.submit(new))  # type: ignore[misc]
+    while driver.num_ended < len(PROMPTS):
+        driver.advance()
+    assert driver.answers == expected
+    assert driver.num_ahead > 5
+    driver.stepper.stop()
     engine.batcher.check()
 
 
-def test_command_takes_back_the_step_behind(engine: Engine) -> None:
-    driven = Driven(engine)
+def test_command_withdraws_the_step_planned_ahead(engine: Engine) -> None:
+    driver = StepperDriver(engine)
     first, second, *_ = sequences()
-    driven.turn(lambda engine: engine.submit(first))
+    driver.advance(lambda engine: engine.submit(first))
     for _ in range(5):
-        driven.turn()
-    driven.turn(lambda engine: engine.submit(second))
-    while driven.num_ended == 0:
-        driven.turn(lambda engine: engine.request_yield("nobody"))
-        driven.turn()
-    assert len(driven.answers[1]) == 30
-    driven.pipeline.stop()
+        driver.advance()
+    driver.advance(lambda engine: engine.submit(second))
+    while driver.num_ended == 0:
+        driver.advance(lambda engine: engine.request_yield("unknown"))
+        driver.advance()
+    assert len(driver.answers[1]) == 30
+    driver.stepper.stop()
 
 
-def test_failure_of_one_ends_it_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    driven = Driven(engine)
+def test_failing_sequence_does_not_affect_others(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = StepperDriver(engine)
     first, second, *_ = sequences()
     for new in (first, second):
-        driven.turn(lambda engine, new=new: engine.submit(new))  # type: ignore[misc]
-    while len(driven.answers.get(1, [])) < 3:
-        driven.turn()
+        driver.advance(lambda engine, new=new: engine.submit(new))  # type: ignore[misc]
+    while len(driver.answers.get(1, [])) < 3:
+        driver.advance()
     row = engine.batcher.table.keys.tolist().index(0)
     run = engine._runner.run
 
-    def spoilt(plan, drawn=None):  # type: ignore[no-untyped-def]
+    def run_with_nan(plan, drawn=None):  # type: ignore[no-untyped-def]
         logits = run(plan, drawn).clone()
         logits[plan.rows[plan.samples] == row] = torch.nan
         return logits
 
-    monkeypatch.setattr(engine._runner, "run", spoilt)
-    while driven.num_ended < 2:
-        driven.turn()
-    assert driven.failed == [0]
-    assert len(driven.answers[1]) == 30
-    driven.pipeline.stop()
+    monkeypatch.setattr(engine._runner, "run", run_with_nan)
+    while driver.num_ended < 2:
+        driver.advance()
+    assert driver.failed == [0]
+    assert len(driver.answers[1]) == 30
+    driver.stepper.stop()
     engine.batcher.check()
 
 
@@ -149,26 +151,26 @@ def test_exception_of_the_model_is_raised_on_the_engines_thread(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(engine._runner, "run", broken)
-    driven = Driven(engine)
+    driver = StepperDriver(engine)
 
     def submit_and_wait() -> None:
-        driven.turn(lambda engine: engine.submit(sequences()[0]))
-        driven.turn()
+        driver.advance(lambda engine: engine.submit(sequences()[0]))
+        driver.advance()
 
     with pytest.raises(RuntimeError, match="out of memory"):
         submit_and_wait()
-    driven.pipeline.stop()
+    driver.stepper.stop()
 
 
-def test_tokens_stay_on_the_device_until_a_draw_needs_the_answer(checkpoint: Path) -> None:
-    """Plain sequences are planned ahead all the way; one with a penalty wants its answer first."""
-    plain, *_, penalised, _ = sequences()
-    for new, ahead in ((plain, True), (penalised, False)):
+def test_steps_are_planned_ahead_unless_sampling_reads_the_answer(checkpoint: Path) -> None:
+    """A penalty reads the answer so far, so its sequence cannot be planned ahead."""
+    plain, *_, with_penalty, _ = sequences()
+    for new, ahead in ((plain, True), (with_penalty, False)):
         engine = make_engine(checkpoint)
         engine.plans_ahead = engine.on_device = True
-        driven = Driven(engine)
-        driven.turn(lambda engine, new=new: engine.submit(new))  # type: ignore[misc]
-        while driven.num_ended == 0:
-            driven.turn()
-        assert driven.num_ahead > 20 if ahead else driven.num_ahead == 0
-        driven.pipeline.stop()
+        driver = StepperDriver(engine)
+        driver.advance(lambda engine, new=new: engine.submit(new))  # type: ignore[misc]
+        while driver.num_ended == 0:
+            driver.advance()
+        assert driver.num_ahead > 20 if ahead else driver.num_ahead == 0
+        driver.stepper.stop()

@@ -1,4 +1,4 @@
-"""Tests that run on a GPU too: there nothing is computed without its kernel."""
+"""Fixture for tests that also run on a GPU, where every operation must use its kernel."""
 
 from tests.support.only_kernels import only_kernels
 

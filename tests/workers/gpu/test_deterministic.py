@@ -1,6 +1,6 @@
-"""A deterministic engine by its kernels: a request's bits are its own, whatever else happens.
+"""Deterministic mode with Triton kernels: a request's bits do not depend on its schedule.
 
-Interpreted on a CPU (`make kernels`), or on a GPU (`make gpu`), there with captured graphs.
+Runs interpreted on a CPU (`make kernels`), or on a GPU with CUDA graphs (`make gpu`).
 """
 
 from collections.abc import Callable, Iterator
@@ -26,22 +26,22 @@ pytestmark = [
 ]
 
 FAMILIES = ("llama", *(("gpt-oss", "deepseek") if ON_GPU else ()))
-"""Dense; with a window, sinks and experts in one launch; with latent attention. The last two take
-minutes to interpret: their kernels are held to this one by one."""
+"""Dense; sliding window, sinks and grouped experts; MLA. The last two take minutes to interpret, so
+on a CPU only tests of single kernels cover them."""
 
 DTYPES = ("float32", "bfloat16") if ON_GPU else ("float32",)
-SPLIT = 32  # positions a part of attention, so that the requests have several
+SPLIT = 32  # positions of an attention partition; the requests have several partitions
 
 
 @pytest.fixture(autouse=True)
-def _small_parts_and_exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_partitions_and_exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(triton_launch, "SPLIT", 64 if ON_GPU else SPLIT)
     with exact_products():
         yield
 
 
 class Replays:
-    """Captures by a device's graphs, or by remembering; counts."""
+    """CUDA graphs, or on a CPU a stand-in that keeps the captured functions; counts replays."""
 
     def __init__(self) -> None:
         self.replayed = 0
@@ -58,7 +58,7 @@ class Replays:
 
 
 def make_engine(folder: Path, dtype: str, replays: Replays | None) -> Engine:
-    """replays: decodes are captured; else nothing is, and on a CPU the plain runner computes."""
+    """Return an engine; `replays` captures its decodes, if given."""
     config = WorkerConfig(
         "w",
         folder,
@@ -83,12 +83,12 @@ def make_engine(folder: Path, dtype: str, replays: Replays | None) -> Engine:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_in_any_company(family: str, dtype: str, tmp_path: Path) -> None:
+def test_bits_are_equal_in_any_schedule(family: str, dtype: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / family, family, num_hidden_layers=2)
     engine = make_engine(folder, dtype, None)
     expected, *others = run_all_schedules_after_warm_up(engine)
     assert all(found == expected for found in others)
-    # By another engine, whose decodes are captured graphs with padding behind the rows.
+    # Another engine, whose decodes are captured graphs with padding after the rows.
     replays = Replays()
     captured = make_engine(folder, dtype, replays)
     assert play(captured, few_requests(engine.spec.vocab_size), CROWD) == expected

@@ -1,4 +1,4 @@
-"""The device's runner on the CPU: graphs that are played by calling again what was captured."""
+"""DeviceRunner on the CPU, where replaying a graph calls the captured function again."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +20,11 @@ from tests.support.planner import BLOCK_SIZE, Planner, make_cache
 
 PROMPTS = [[9, 8, 7], list(range(40)), [5]]
 NUM_STEPS = 6
-UP_DIM = 24  # of deepseek-v3 here
+UP_DIM = 24  # `head_dim` of MLA in the test's deepseek-v3
 
 
 class Replays:
-    """Captures by remembering, and counts."""
+    """Stand-in for CUDA graphs that keeps the captured functions; counts captures and replays."""
 
     def __init__(self) -> None:
         self.captured = 0
@@ -80,13 +80,13 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def make_runner(decoder: Decoder, planner: Planner) -> tuple[DeviceRunner, Replays]:
     cache = make_cache(decoder, planner.num_blocks + 1)
-    cache.data[:, :, :-1] = torch.nan  # what a broken sequence may have left
+    cache.data[:, :, :-1] = torch.nan  # as left by a sequence with NaN
     runner, replays = DeviceRunner(decoder, cache, GraphBuckets(8, 64)), Replays()
     runner.capture(replays)
     return runner, replays
 
 
-def test_captured_decodes_give_what_uncaptured_ones_give(decoder: Decoder) -> None:
+def test_captured_decodes_equal_uncaptured_ones(decoder: Decoder) -> None:
     plain, captured = (Planner(PROMPTS, NUM_STEPS + 1) for _ in range(2))
     one = ModelRunner(decoder, make_cache(decoder, plain.num_blocks))
     other, replays = make_runner(decoder, captured)
@@ -101,7 +101,7 @@ def test_captured_decodes_give_what_uncaptured_ones_give(decoder: Decoder) -> No
     assert replays.replayed == NUM_STEPS - 1
 
 
-def test_tokens_that_are_there_already_are_taken(decoder: Decoder) -> None:
+def test_tokens_already_on_the_device_are_used(decoder: Decoder) -> None:
     planner = Planner(PROMPTS, 2)
     runner, replays = make_runner(decoder, planner)
     planner.commit(planner.plan(1000), runner.run(planner.plan(1000)).argmax(-1).tolist())
@@ -113,7 +113,7 @@ def test_tokens_that_are_there_already_are_taken(decoder: Decoder) -> None:
     assert replays.replayed == 2
 
 
-def test_a_captured_step_writes_its_slots_scratch_and_nothing_else(decoder: Decoder) -> None:
+def test_captured_step_writes_only_its_slots_and_the_scratch_block(decoder: Decoder) -> None:
     planner = Planner(PROMPTS, 1)
     runner, replays = make_runner(decoder, planner)
     runner.run(planner.plan(1000))

@@ -1,4 +1,4 @@
-"""Inputs in places: the step's own rows as they are, and padding that touches only scratch."""
+"""DecodeInputs: a step's rows are copied unchanged; padding rows use only the scratch block."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ MAX_ROWS, BLOCK_SIZE, SCRATCH = 12, 4, 99
 
 
 def decode_plan(contexts: list[int], seed: int) -> StepPlan:
-    """A decode of sequences in blocks below the scratch block."""
+    """Return a decode step whose block numbers are smaller than `SCRATCH`."""
     rng = np.random.default_rng(seed)
     lengths = np.array(contexts, np.int32)
     width = -(-int(lengths.max()) // BLOCK_SIZE)
@@ -38,7 +38,9 @@ PLANS = st.builds(
 
 
 @given(PLANS, st.data())
-def test_rows_are_the_plans_and_padding_is_scratch(plan: StepPlan, data: st.DataObject) -> None:
+def test_rows_equal_the_plan_and_padding_uses_the_scratch_block(
+    plan: StepPlan, data: st.DataObject
+) -> None:
     count = len(plan.rows)
     num_rows = data.draw(st.integers(count, MAX_ROWS))
     rows = padding(MAX_ROWS, BLOCK_SIZE, SCRATCH)
@@ -55,12 +57,14 @@ def test_rows_are_the_plans_and_padding_is_scratch(plan: StepPlan, data: st.Data
     assert (slots[count:] // BLOCK_SIZE == SCRATCH).all()
     assert (contexts[count:] == 1).all()
     assert (positions[count:] == 0).all()
-    # What a plan leaves behind is not the next one's padding.
+    # `packed` does not change the padding rows: later steps reuse them.
     np.testing.assert_array_equal(rows, padding(MAX_ROWS, BLOCK_SIZE, SCRATCH))
 
 
 @given(PLANS, PLANS)
-def test_places_stay_and_the_last_step_leaves_nothing(first: StepPlan, second: StepPlan) -> None:
+def test_buffers_are_reused_and_keep_nothing_of_the_last_step(
+    first: StepPlan, second: StepPlan
+) -> None:
     inputs = DecodeInputs(MAX_ROWS, 8, BLOCK_SIZE, SCRATCH, torch.device("cpu"))
     batch = inputs.batch(MAX_ROWS, 30)
     inputs.fill(first, MAX_ROWS, None)

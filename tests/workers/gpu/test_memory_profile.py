@@ -1,4 +1,4 @@
-"""What is tried out before the cache is made."""
+"""Memory profile: the largest step and the graphs, measured before the cache is allocated."""
 
 import numpy as np
 from hypothesis import given
@@ -16,7 +16,7 @@ SIZES = st.builds(
 
 
 @given(SIZES)
-def test_the_largest_step_is_within_its_sizes_and_fills_them(sizes: StepLimits) -> None:
+def test_largest_step_reaches_its_limits(sizes: StepLimits) -> None:
     plan = largest_step(sizes)
     counts = np.diff(plan.query_starts)
     most = min(sizes.num_tokens, sizes.num_sequences * sizes.model_len)
@@ -28,8 +28,8 @@ def test_the_largest_step_is_within_its_sizes_and_fills_them(sizes: StepLimits) 
     assert not plan.block_tables.any()
 
 
-def test_graphs_take_their_pool_once_and_each_its_own() -> None:
+def test_graph_bytes_are_the_shared_pool_and_the_cost_of_each_graph() -> None:
     assert graph_bytes([1000, 700, 690], 35) == 300 + 34 * 10
     assert graph_bytes([1000, 700], 1) == 300
     assert graph_bytes([], 35) == 0  # nothing can be captured
-    assert graph_bytes([1000, 1010, 1020], 35) == 0  # others gave memory back meanwhile
+    assert graph_bytes([1000, 1010, 1020], 35) == 0  # other processes freed memory meanwhile

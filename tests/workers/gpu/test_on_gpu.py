@@ -1,4 +1,4 @@
-"""The engine where it is meant to be: run by `make gpu` only. Not run by anybody yet."""
+"""Tests of the engine on a GPU, run only by `make gpu`. They have not run on a GPU yet."""
 
 import itertools
 import threading
@@ -40,7 +40,7 @@ def decoder(checkpoint: Path) -> Decoder:
     return load_model(checkpoint, "float32", torch.device("cuda"))[1]
 
 
-def test_captured_decodes_give_what_uncaptured_ones_give(decoder: Decoder) -> None:
+def test_captured_decodes_equal_uncaptured_ones(decoder: Decoder) -> None:
     planner = Planner(PROMPTS, 5)
     runners = [
         DeviceRunner(decoder, make_cache(decoder, planner.num_blocks + 1), GraphBuckets(8, 64))
@@ -84,25 +84,25 @@ def test_steps_planned_ahead_give_the_same_tokens(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     engine.warm_up()
     changed = threading.Condition()
-    pipeline = make_stepper(engine, changed)
-    assert isinstance(pipeline, DeviceStepper)
+    stepper = make_stepper(engine, changed)
+    assert isinstance(stepper, DeviceStepper)
     for new in sequences():
         engine.submit(new)
     answers: dict[object, list[int]] = {}
-    for turn in itertools.count():
-        result = pipeline.advance(commanded=turn == 0)
+    for iteration in itertools.count():
+        result = stepper.advance(commanded=iteration == 0)
         for key, token in tokens_of(result):
             answers.setdefault(key, []).append(token)
-        if not pipeline.busy:
+        if not stepper.busy:
             break
-        pipeline.plan_next()
+        stepper.plan_next()
         with changed:
-            assert changed.wait_for(lambda: pipeline.due, 60)
-    pipeline.stop()
+            assert changed.wait_for(lambda: stepper.due, 60)
+    stepper.stop()
     assert answers == expected
 
 
-def test_tokens_come_back_while_the_stream_goes_on() -> None:
+def test_tokens_are_copied_back_while_the_stream_computes() -> None:
     copying = torch.cuda.Stream()
     work = torch.randn(2048, 2048, device="cuda")
     found = []
@@ -118,7 +118,7 @@ def test_tokens_come_back_while_the_stream_goes_on() -> None:
         assert finite_back.sum() == 63
 
 
-def test_the_cache_takes_what_is_left(checkpoint: Path) -> None:
+def test_cache_takes_the_remaining_memory(checkpoint: Path) -> None:
     config = WorkerConfig("w", checkpoint, device="cuda", max_sequences=4, max_batched_tokens=32)
     engine = Engine(config)
     free, total = torch.cuda.mem_get_info()

@@ -1,4 +1,4 @@
-"""Arrays on their way: here, where nothing is pinned, their contents."""
+"""Copies between host and device: only their contents, since a CPU needs no pinned memory."""
 
 import numpy as np
 import torch
@@ -6,12 +6,12 @@ import torch
 from penstock.workers.gpu.pinned import AsyncTokenCopy, put
 
 
-def test_what_is_put_is_there() -> None:
+def test_put_keeps_the_contents() -> None:
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
     assert put(array, torch.device("cpu")).tolist() == array.tolist()
 
 
-def test_rows_without_a_token_are_told_apart() -> None:
+def test_tokens_of_rows_that_are_not_finite_are_zero() -> None:
     tokens = torch.tensor([5, 7, 0], dtype=torch.int32)
     found, finite = AsyncTokenCopy(tokens, torch.tensor([True, False, True])).wait()
     assert found.dtype == np.int32

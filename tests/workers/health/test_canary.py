@@ -1,4 +1,4 @@
-"""A worker that shows that it computes: when canaries are sent, and that no total counts them."""
+"""Canaries: when an idle worker decodes one, and that totals do not count it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -26,35 +26,35 @@ from tests.support.tiny import tiny_checkpoint
 PROMPT = list(range(3, 40))
 
 
-def test_one_is_sent_after_so_long_without_a_step_and_no_second_beside_it() -> None:
-    vigil = LivenessMonitor(10.0, 0.0)
-    assert not vigil.due(9.0)
-    vigil.computed(9.0)
-    assert not vigil.due(18.0)
-    assert vigil.due(19.0)
-    assert not vigil.due(100.0), "one is under way"
-    vigil.ended(100.0)
-    assert (vigil.silence(101.0), vigil.due(101.0)) == (92.0, False), "it was in vain"
-    assert vigil.due(110.0)
+def test_canary_is_due_after_idle_time_and_only_one_at_a_time() -> None:
+    monitor = LivenessMonitor(10.0, 0.0)
+    assert not monitor.due(9.0)
+    monitor.computed(9.0)
+    assert not monitor.due(18.0)
+    assert monitor.due(19.0)
+    assert not monitor.due(100.0), "a canary is in flight"
+    monitor.ended(100.0)
+    assert (monitor.silence(101.0), monitor.due(101.0)) == (92.0, False), "the canary failed"
+    assert monitor.due(110.0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.sampled_from(["look", "step", "end"])), max_size=60))
-def test_while_it_is_looked_after_silence_has_a_canary_under_way(
-    story: list[tuple[float, str]],
+def test_canary_is_due_exactly_if_idle_and_none_is_in_flight(
+    events: list[tuple[float, str]],
 ) -> None:
-    now, vigil, flies, last = 0.0, LivenessMonitor(10.0, 0.0), False, 0.0
-    for later, what in story:
-        now += later
-        if what == "step":
-            vigil.computed(now)
+    now, monitor, in_flight, last = 0.0, LivenessMonitor(10.0, 0.0), False, 0.0
+    for delay, event in events:
+        now += delay
+        if event == "step":
+            monitor.computed(now)
             last = now
-        elif what == "end" and flies:
-            vigil.ended(now)
-            flies, last = False, now
+        elif event == "end" and in_flight:
+            monitor.ended(now)
+            in_flight, last = False, now
         else:
-            sent = vigil.due(now)
-            assert sent == (not flies and now - last >= 10.0)
-            flies = flies or sent
+            sent = monitor.due(now)
+            assert sent == (not in_flight and now - last >= 10.0)
+            in_flight = in_flight or sent
 
 
 # ------------------------------------------------------------------ the engine
@@ -69,7 +69,7 @@ def make_engine(checkpoint: Path) -> Engine:
     return Engine(WorkerConfig("w", checkpoint, kv_cache_mib=1, threads=1))
 
 
-def test_no_total_counts_it_and_nothing_is_left_of_it(checkpoint: Path) -> None:
+def test_canary_is_not_counted_and_leaves_no_blocks(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     answer = run_greedy(engine, PROMPT, 5)
     before = engine.load()
@@ -82,16 +82,16 @@ def test_no_total_counts_it_and_nothing_is_left_of_it(checkpoint: Path) -> None:
     assert after.prompt_tokens_cached - before.prompt_tokens_cached == 32, "two blocks of 16"
 
 
-def test_beside_others_it_changes_neither_their_tokens_nor_their_count(checkpoint: Path) -> None:
-    alone, beside = make_engine(checkpoint), make_engine(checkpoint)
-    answer = run_greedy(alone, PROMPT, 5)
-    beside.submit(greedy_sequence("one", PROMPT, 5))
-    beside.submit_canary()
-    answers = run_out(beside)
+def test_canary_changes_neither_tokens_nor_counts_of_requests(checkpoint: Path) -> None:
+    without_canary, with_canary = make_engine(checkpoint), make_engine(checkpoint)
+    answer = run_greedy(without_canary, PROMPT, 5)
+    with_canary.submit(greedy_sequence("one", PROMPT, 5))
+    with_canary.submit_canary()
+    answers = run_out(with_canary)
     assert answers["one"] == answer
     assert len(answers[KEY]) == 2
-    assert beside.batcher.load() == alone.batcher.load()
-    assert beside.load().num_steps == alone.load().num_steps
+    assert with_canary.batcher.load() == without_canary.batcher.load()
+    assert with_canary.load().num_steps == without_canary.load().num_steps
 
 
 # ------------------------------------------------------------------ the service
@@ -120,7 +120,7 @@ async def health(worker: RunningWorker) -> int:
 
 
 @pytest.mark.slow
-async def test_an_idle_worker_shows_that_it_computes_and_routers_hear_nothing_of_it(
+async def test_idle_worker_decodes_canaries_that_routers_do_not_see(
     worker: RunningWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router = await Attached(worker.address).open()
@@ -128,27 +128,29 @@ async def test_an_idle_worker_shows_that_it_computes_and_routers_hear_nothing_of
     await router.answer(1)
     await until(lambda: worker.silence > 0.19)
     await until(lambda: worker.silence < 0.1)
-    said = len(router.heard)
+    num_received = len(router.heard)
     await until(lambda: worker.silence > 0.19)
     await until(lambda: worker.silence < 0.1)
-    assert not [each for each in router.heard[said:] if each.HasField("step")]
+    assert not [each for each in router.heard[num_received:] if each.HasField("step")]
     assert (router.load.running, router.load.prompt_tokens_computed) == (0, len(PROMPT))
     while await health(worker) != health_pb2.HealthCheckResponse.SERVING:
-        await asyncio.sleep(0.02)  # a machine without a core for it makes it ill for a moment
-    await until_ill_and_well(worker, monkeypatch)
+        await asyncio.sleep(0.02)  # unhealthy for a moment if no CPU core was free
+    await check_unhealthy_then_healthy(worker, monkeypatch)
     await router.close()
 
 
-async def until_ill_and_well(worker: RunningWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that gives no numbers is seen, though nobody asks anything of it."""
+async def check_unhealthy_then_healthy(
+    worker: RunningWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that NaN logits make an idle worker unhealthy, and that it recovers without them."""
     compute = ModelRunner.run
 
-    def ill(self: ModelRunner, plan: StepPlan, *more: object) -> object:
+    def run_with_nan(self: ModelRunner, plan: StepPlan, *more: object) -> object:
         return compute(self, plan, *more) * np.nan  # type: ignore[arg-type]
 
     status = health_pb2.HealthCheckResponse
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "run", ill)
+        patch.setattr(ModelRunner, "run", run_with_nan)
         await until(lambda: worker.silence > 0.7)
         while await health(worker) == status.SERVING:
             await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The watchdog's pulses and its end, without a process that dies; `test_hang` has one."""
+"""Watchdog and crash dumps, without ending a process; `test_hang` ends one."""
 
 import asyncio
 import json
@@ -23,49 +23,49 @@ from penstock.workers.scheduling.sequence import NewSequence
 SECONDS = 0.5
 
 
-class Ends:
-    """What a watchdog says and does."""
+class RecordedWatchdog:
+    """A watchdog that records its reasons and exit codes instead of ending the process."""
 
     def __init__(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float = SECONDS
     ) -> None:
         monkeypatch.setattr(watchdog, "NOTIFY_SECONDS", 0.0)
-        self.told: list[str] = []
+        self.reasons: list[str] = []
         self.codes: list[int] = []
-        self.over = threading.Event()
-        self.dog = Watchdog("w0, rank 0", seconds, folder, self.told.append, self.end)
+        self.exited = threading.Event()
+        self.watchdog = Watchdog("w0, rank 0", seconds, folder, self.reasons.append, self.end)
 
     def end(self, code: int) -> None:
         self.codes.append(code)
-        self.over.set()
+        self.exited.set()
 
 
 @pytest.fixture
-def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ends:
-    return Ends(tmp_path / "dumps", monkeypatch)
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedWatchdog:
+    return RecordedWatchdog(tmp_path / "dumps", monkeypatch)
 
 
-def test_a_pulse_waits_only_while_something_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    pulse, now = ProgressTimer("p", 30.0), 1000.0
+def test_timer_runs_only_while_progress_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, now = ProgressTimer("p", 30.0), 1000.0
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
-    assert pulse.waited(1100.0) == 0.0
-    pulse.begin()
-    assert pulse.waited(1100.0) == 100.0
-    pulse.extend(40.0)
-    assert pulse.waited(1100.0) == 60.0
+    assert timer.waited(1100.0) == 0.0
+    timer.begin()
+    assert timer.waited(1100.0) == 100.0
+    timer.extend(40.0)
+    assert timer.waited(1100.0) == 60.0
     now = 1050.0
-    pulse.begin()
-    assert pulse.waited(1100.0) == 60.0, "what is asked meanwhile is no progress"
-    pulse.progressed(8.0)
-    assert pulse.waited(1100.0) == 50.0
-    assert pulse.bound == HANG_FACTOR * 8.0
-    pulse.progressed(0.1)
-    assert pulse.bound == 30.0
-    pulse.idle()
-    assert pulse.waited(1100.0) == 0.0
+    timer.begin()
+    assert timer.waited(1100.0) == 60.0, "a second `begin` is not progress"
+    timer.progressed(8.0)
+    assert timer.waited(1100.0) == 50.0
+    assert timer.bound == HANG_FACTOR * 8.0
+    timer.progressed(0.1)
+    assert timer.bound == 30.0
+    timer.idle()
+    assert timer.waited(1100.0) == 0.0
 
 
-def test_what_a_step_may_take_follows_the_longest_of_late() -> None:
+def test_longest_step_time_decays_over_shorter_steps() -> None:
     times = StepTimes()
     times.add(2.0, with_prompts=True)
     assert times.longest == 2.0
@@ -76,30 +76,34 @@ def test_what_a_step_may_take_follows_the_longest_of_late() -> None:
 
 
 @pytest.mark.slow
-async def test_whoever_moves_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = 2.0  # more than this test may be kept from a core
-    ends = Ends(tmp_path / "dumps", monkeypatch, seconds)
-    pulse = ends.dog.timer("the engine")
-    ends.dog.start()
+async def test_process_that_makes_progress_is_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 2.0  # longer than this test may go without a CPU core
+    recorded = RecordedWatchdog(tmp_path / "dumps", monkeypatch, seconds)
+    timer = recorded.watchdog.timer("the engine")
+    recorded.watchdog.start()
     for _ in range(8):
-        pulse.progressed()
+        timer.progressed()
         await asyncio.sleep(seconds / 5)
-    pulse.idle()
+    timer.idle()
     await asyncio.sleep(1.2 * seconds)
-    assert ends.codes == []
-    ends.dog.stop()
+    assert recorded.codes == []
+    recorded.watchdog.stop()
 
 
-async def test_what_hangs_is_told_with_a_bundle_and_ended(ends: Ends) -> None:
-    ends.dog.state_source = lambda: {"sequences": 3}
-    ends.dog.timer("the engine").begin()
-    ends.dog.start()
-    assert await asyncio.to_thread(ends.over.wait, 60)
-    assert ends.codes == [EXIT_HUNG]
-    (reason,) = ends.told
-    (path,) = (ends.dog._folder or Path()).iterdir()
-    assert reason.startswith("it hung: the engine has not moved for ")
-    assert reason.endswith(f"(see {path})")
+async def test_hung_process_is_ended_with_a_reason_and_a_crash_dump(
+    recorded: RecordedWatchdog,
+) -> None:
+    recorded.watchdog.state_source = lambda: {"sequences": 3}
+    recorded.watchdog.timer("the engine").begin()
+    recorded.watchdog.start()
+    assert await asyncio.to_thread(recorded.exited.wait, 60)
+    assert recorded.codes == [EXIT_HUNG]
+    (reason,) = recorded.reasons
+    (path,) = (recorded.watchdog._folder or Path()).iterdir()
+    assert reason.startswith("process hung: the engine made no progress for ")
+    assert reason.endswith(f"(crash dump: {path})")
     state = json.loads((path / crash_dump.STATE).read_text())
     assert state["sequences"] == 3
     assert state["pulses"]["the engine"] > SECONDS
@@ -108,38 +112,38 @@ async def test_what_hangs_is_told_with_a_bundle_and_ended(ends: Ends) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-async def test_an_event_loop_that_stands_still_is_seen(ends: Ends) -> None:
-    ends.dog.start()
+async def test_blocked_event_loop_is_detected(recorded: RecordedWatchdog) -> None:
+    recorded.watchdog.start()
     await asyncio.sleep(0.05)
-    assert ends.over.wait(60), "and this waits on the event loop"
-    assert "the event loop has not moved" in ends.told[0]
+    assert recorded.exited.wait(60), "the wait itself blocks the event loop"
+    assert "the event loop made no progress" in recorded.reasons[0]
 
 
-async def test_without_a_folder_to_write_to_it_is_ended_all_the_same(
+async def test_hung_process_is_ended_even_if_the_crash_dump_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    ends = Ends(tmp_path / "file", monkeypatch)
-    ends.dog.timer("the engine").begin()
-    ends.dog.start()
-    assert await asyncio.to_thread(ends.over.wait, 60)
-    assert ends.codes == [EXIT_HUNG]
-    assert "no bundle could be written" in ends.told[0]
+    recorded = RecordedWatchdog(tmp_path / "file", monkeypatch)
+    recorded.watchdog.timer("the engine").begin()
+    recorded.watchdog.start()
+    assert await asyncio.to_thread(recorded.exited.wait, 60)
+    assert recorded.codes == [EXIT_HUNG]
+    assert "no crash dump could be written" in recorded.reasons[0]
 
 
 # ------------------------------------------------------------------ crash dumps
 
 
-def nothing() -> Mapping[str, Any]:
+def no_state() -> Mapping[str, Any]:
     return {}
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_crash_dumps_are_kept(tmp_path: Path) -> None:
     other = tmp_path / "something-else"
     other.mkdir()
     for number in range(crash_dump.MAX_DUMPS + 3):
         (tmp_path / f"{crash_dump.PREFIX}20200101T0000{number:02}Z-old-1").mkdir()
-    newest = write_crash_dump(tmp_path, "w/0: rank 1", {}, nothing)
+    newest = write_crash_dump(tmp_path, "w/0: rank 1", {}, no_state)
     left = sorted(path.name for path in tmp_path.glob(f"{crash_dump.PREFIX}*"))
     assert len(left) == crash_dump.MAX_DUMPS
     assert left[-1] == newest.name
@@ -147,7 +151,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert other.exists()
 
 
-def test_a_scheduler_in_disorder_is_no_reason_to_write_nothing(tmp_path: Path) -> None:
+def test_crash_dump_is_written_without_the_state_if_reading_it_fails(tmp_path: Path) -> None:
     def broken() -> Mapping[str, Any]:
         raise RuntimeError("dictionary changed size during iteration")
 
@@ -156,13 +160,13 @@ def test_a_scheduler_in_disorder_is_no_reason_to_write_nothing(tmp_path: Path) -
     assert (state["why"], "changed size" in state["unknown"]) == ("it hung", True)
 
 
-def test_a_folder_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
+def test_symbolic_link_is_refused_as_crash_dump_folder(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(PermissionError):
-        write_crash_dump(tmp_path / "link", "w", {}, nothing)
+        write_crash_dump(tmp_path / "link", "w", {}, no_state)
 
 
-def test_the_scheduler_is_told_without_what_is_said() -> None:
+def test_scheduler_state_contains_no_tokens() -> None:
     batcher = Batcher(
         SchedulerConfig(num_blocks=8, max_model_len=32, block_size=4, max_sequences=2)
     )
@@ -170,11 +174,11 @@ def test_the_scheduler_is_told_without_what_is_said() -> None:
     for name in ("a", "b", "c"):
         batcher.submit(NewSequence(name, [91, 92, 93, 94, 95], 5, params))
     assert batcher.plan(0.0) is not None
-    told = batcher.debug_state()
-    assert told["ledger"] == "balances"
-    assert sum(told["blocks"].values()) == 8
-    assert [each["phase"] for each in told["sequences"]] == ["running", "running", "waiting"]
-    assert told["sequences"][0] == {
+    state = batcher.debug_state()
+    assert state["ledger"] == "balances"
+    assert sum(state["blocks"].values()) == 8
+    assert [each["phase"] for each in state["sequences"]] == ["running", "running", "waiting"]
+    assert state["sequences"][0] == {
         "sequence": "a",
         "choice": 0,
         "phase": "running",
@@ -184,6 +188,6 @@ def test_the_scheduler_is_told_without_what_is_said() -> None:
         "num_computed": 0,
         "num_blocks": 2,
     }
-    (step,) = told["steps_in_flight"]
+    (step,) = state["steps_in_flight"]
     assert (step["rows"], step["new_tokens"]) == ([0, 1], [5, 5])
-    assert not {"91", "92", "93"} & set(json.dumps(told).replace(",", " ").split())
+    assert not {"91", "92", "93"} & set(json.dumps(state).replace(",", " ").split())

@@ -1,4 +1,4 @@
-"""KV transfers between two workers on one loop: what moves, what is computed, what can go wrong."""
+"""KV transfers between two workers on one event loop: bytes sent, recomputation and failures."""
 
 import asyncio
 import threading
@@ -55,8 +55,9 @@ async def pools(workers: tuple[RunningWorker, RunningWorker]) -> AsyncIterator[H
 
 
 def kv_bytes(pools: HandOvers, num_tokens: int) -> int:
-    """Of whole blocks: layers x (K, V) x KV heads x head_dim x float32."""
+    """Return the bytes of KV that `num_tokens` occupy, in whole blocks."""
     size = pools.decode.welcome.block_size
+    # layers x (K, V) x KV heads x head_dim x bytes of float32
     return -(-num_tokens // size) * size * 3 * 2 * 2 * 8 * 4
 
 
@@ -66,14 +67,16 @@ def holds_nothing(attached: Attached) -> bool:
 
 
 async def settle(pools: HandOvers) -> None:
-    """Wait until neither worker holds anything: the ledgers balance."""
+    """Wait until neither worker holds running sequences, leases or other blocks in use."""
     for attached in (pools.prefill, pools.decode):
         await attached.until(partial(holds_nothing, attached))
         assert attached.load.running == attached.load.leased_blocks == 0
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 70])
-async def test_the_answer_is_a_mixed_worker_s(pools: HandOvers, length: int) -> None:
+async def test_transferred_request_gives_the_answer_of_a_mixed_worker(
+    pools: HandOvers, length: int
+) -> None:
     prompt = PROMPT[:length]
     expected = await pools.mixed(prompt, NUM_TOKENS)
     before = pools.decode.load
@@ -91,7 +94,7 @@ async def test_the_answer_is_a_mixed_worker_s(pools: HandOvers, length: int) -> 
 
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (8, 12)], ids=str)
-async def test_blocks_may_have_other_sizes(
+async def test_transfer_between_different_block_sizes(
     checkpoint: Path, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_side, "MESSAGE_BYTES", 2000)
@@ -102,21 +105,25 @@ async def test_blocks_may_have_other_sizes(
         computed = pools.decode.load.prompt_tokens_computed
         moving = await pools.prefilled(PROMPT[:length], NUM_TOKENS)
         assert await moving.whole() == expected
-        assert pools.decode.load.prompt_tokens_computed == computed, "it came"
+        assert pools.decode.load.prompt_tokens_computed == computed, (
+            "the KV must be received, not recomputed"
+        )
         await settle(pools)
     first = await pools.prefilled(PROMPT[:50], NUM_TOKENS, salt=b"shared")
     await first.whole()
     expected = await pools.mixed(PROMPT[:70], NUM_TOKENS)
     second = await pools.prefilled(PROMPT[:70], NUM_TOKENS, salt=b"shared")
     assert await second.whole() == expected
-    assert (await second.ready()).have == 50 // sizes[1] * sizes[1], "it had the rest"
+    assert (await second.ready()).have == 50 // sizes[1] * sizes[1], (
+        "the destination must reuse the full blocks that it has cached"
+    )
     await settle(pools)
     await pools.close()
     for worker in both:
         await worker.stop()
 
 
-async def test_sampling_goes_on_as_if_nothing_had_happened(pools: HandOvers) -> None:
+async def test_sampling_continues_unchanged_after_a_transfer(pools: HandOvers) -> None:
     params: dict[str, Any] = {
         "temperature": 0.9,
         "seed": 77,
@@ -128,7 +135,7 @@ async def test_sampling_goes_on_as_if_nothing_had_happened(pools: HandOvers) -> 
     assert await moving.whole() == expected
 
 
-async def test_what_the_destination_has_does_not_travel(pools: HandOvers) -> None:
+async def test_prefix_that_the_destination_has_cached_is_not_sent(pools: HandOvers) -> None:
     expected = await pools.mixed(PROMPT[:70], NUM_TOKENS)
     first = await pools.prefilled(PROMPT[:50], NUM_TOKENS, salt=b"shared")
     await first.whole()
@@ -140,27 +147,29 @@ async def test_what_the_destination_has_does_not_travel(pools: HandOvers) -> Non
     await settle(pools)
 
 
-async def test_a_crowd_moves_at_once(pools: HandOvers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_eight_requests_transfer_concurrently(
+    pools: HandOvers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(source_side, "MESSAGE_BYTES", 1)
     prompts = [PROMPT[i : i + 20 + 9 * i] for i in range(8)]
     expected = [await pools.mixed(prompt, NUM_TOKENS) for prompt in prompts]
     moving = [await pools.prefilled(prompt, NUM_TOKENS) for prompt in prompts]
-    for one in moving:
-        await one.submit()
-    for one in moving:
-        await one.send()
-    assert [await one.answer() for one in moving] == expected
-    for one in moving:
-        assert await pools.decode.message("received", one.request)
-        await one.drop()
+    for transfer in moving:
+        await transfer.submit()
+    for transfer in moving:
+        await transfer.send()
+    assert [await transfer.answer() for transfer in moving] == expected
+    for transfer in moving:
+        assert await pools.decode.message("received", transfer.request)
+        await transfer.drop()
     await settle(pools)
 
 
-# ------------------------------------------------------------------ what can go wrong
+# ------------------------------------------------------------------ failures
 
 
 class Gate:
-    """Holds calls of one method of every staging until it is opened; counts them."""
+    """Counts calls of a `KvStaging` method; blocks those after the first `free` until opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, free: int) -> None:
         self.num_calls = 0
@@ -184,25 +193,25 @@ class Gate:
                 await asyncio.sleep(0.005)
 
 
-async def failed(attached: Attached, moving: Moving) -> str:
+async def failure_reason(attached: Attached, moving: Moving) -> str:
     reason = (await attached.message("failed", moving.request)).reason
     assert isinstance(reason, str)
     return reason
 
 
-async def test_a_flipped_bit_is_seen_and_the_answer_still_right(
+async def test_flipped_bit_is_detected_and_the_request_recomputed(
     pools: HandOvers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = await pools.mixed(PROMPT[:40], NUM_TOKENS)
-    monkeypatch.setattr(RankPair, "send", flipping)
+    monkeypatch.setattr(RankPair, "send", send_flipped)
     moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
     assert await moving.whole() == expected
-    assert "checksum" in await failed(pools.decode, moving)
+    assert "checksum" in await failure_reason(pools.decode, moving)
     await settle(pools)
 
 
-def flipping(pair: RankPair, data: torch.Tensor) -> None:
-    """Sends it, but for a bit, which is flipped on its way."""
+def send_flipped(pair: RankPair, data: torch.Tensor) -> None:
+    """Send `data` with one bit flipped."""
     if data.dtype == torch.uint8:
         data[len(data) // 2] ^= 4
     send(pair, data)
@@ -211,7 +220,7 @@ def flipping(pair: RankPair, data: torch.Tensor) -> None:
 send = RankPair.send
 
 
-async def test_a_lease_dropped_while_it_is_sent(
+async def test_blocks_of_a_dropped_lease_are_kept_while_they_are_read(
     pools: HandOvers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_side, "MESSAGE_BYTES", 1)
@@ -223,18 +232,18 @@ async def test_a_lease_dropped_while_it_is_sent(
     await gate.reached(3)
     leased = pools.prefill.load.leased_blocks
     await pools.prefill.drop(moving.request)
-    # The drop has been obeyed when what came after it is done; the blocks are still being read.
+    # Later requests have completed, so the drop was processed; the blocks are still being read.
     await pools.mixed(PROMPT[:3], 2)
     await pools.prefill.submit(10**6, PROMPT[:3], greedy(1))
     await pools.prefill.answer(10**6)
     assert pools.prefill.load.leased_blocks == leased == 5
     gate.open()
     assert await moving.answer() == expected
-    assert "gave up" in await failed(pools.decode, moving)
+    assert "gave up" in await failure_reason(pools.decode, moving)
     await settle(pools)
 
 
-async def test_a_receiver_dropped_while_it_is_written(
+async def test_blocks_of_a_dropped_receiver_are_kept_while_they_are_written(
     pools: HandOvers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, "scatter", free=0)
@@ -245,14 +254,14 @@ async def test_a_receiver_dropped_while_it_is_written(
     free = pools.decode.load.free_blocks
     await moving.drop()
     await pools.mixed(PROMPT[:3], 2)
-    assert pools.decode.load.free_blocks <= free  # kept: they are being written
+    assert pools.decode.load.free_blocks <= free  # blocks that are being written are not freed
     gate.open()
     await settle(pools)
     again = await pools.prefilled(PROMPT[:70], NUM_TOKENS)
     assert await again.whole() == await pools.mixed(PROMPT[:70], NUM_TOKENS)
 
 
-async def test_a_receiver_dropped_between_messages(
+async def test_source_stops_sending_when_the_receiver_is_dropped(
     pools: HandOvers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_side, "MESSAGE_BYTES", 1)
@@ -266,21 +275,21 @@ async def test_a_receiver_dropped_between_messages(
     gate.open()
     await pools.prefill.drop(moving.request)
     await settle(pools)
-    assert gate.num_calls < 15  # the source has stopped: nobody wanted more
+    assert gate.num_calls < 15  # the source stopped before the last message
 
 
-async def test_a_lease_that_is_gone(pools: HandOvers) -> None:
+async def test_request_is_recomputed_if_its_lease_was_dropped(pools: HandOvers) -> None:
     expected = await pools.mixed(PROMPT[:40], NUM_TOKENS)
     moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
     await moving.submit()
     await pools.prefill.drop(moving.request)
     await moving.send()
     assert await moving.answer() == expected
-    assert "gave up" in await failed(pools.decode, moving)
+    assert "gave up" in await failure_reason(pools.decode, moving)
     await settle(pools)
 
 
-async def test_a_send_for_an_epoch_that_nobody_knows(pools: HandOvers) -> None:
+async def test_send_for_an_unknown_epoch_transfers_nothing(pools: HandOvers) -> None:
     moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
     await moving.submit()
     received = pools.decode.load.bytes_received
@@ -293,11 +302,11 @@ async def test_a_send_for_an_epoch_that_nobody_knows(pools: HandOvers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("meeting", "reason"),
+    ("endpoint", "reason"),
     [({"secret": "wrong"}, "UNAUTHENTICATED"), ({"address": "127.0.0.1:1"}, "UNAVAILABLE")],
 )
-async def test_a_source_that_cannot_reach_the_destination_says_so(
-    pools: HandOvers, meeting: dict[str, str], reason: str
+async def test_source_reports_that_it_cannot_reach_the_destination(
+    pools: HandOvers, endpoint: dict[str, str], reason: str
 ) -> None:
     expected = await (await pools.prefilled(PROMPT[:40], NUM_TOKENS)).whole()
     moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
@@ -305,19 +314,17 @@ async def test_a_source_that_cannot_reach_the_destination_says_so(
     ready = await moving.ready()
     to = wire.TransferEndpoint()
     to.CopyFrom(ready.at)
-    to.MergeFrom(wire.TransferEndpoint(**meeting))
+    to.MergeFrom(wire.TransferEndpoint(**endpoint))
     await moving.send(to=to)
-    assert reason in await failed(pools.prefill, moving)
-    # The pair that had been there was given up for the new address: the destination knows.
+    assert reason in await failure_reason(pools.prefill, moving)
+    # The source closed the existing pair because the endpoint changed; the destination notices.
     assert await moving.answer() == expected
     await moving.drop()
     await settle(pools)
 
 
 @pytest.mark.parametrize("source", [{"layout": "another"}, {"kv_len": 0}, {"kv_len": 10**6}])
-async def test_a_source_of_no_use_is_not_waited_for(
-    pools: HandOvers, source: dict[str, Any]
-) -> None:
+async def test_unusable_source_is_not_waited_for(pools: HandOvers, source: dict[str, Any]) -> None:
     expected = await pools.mixed(PROMPT[:40], NUM_TOKENS)
     moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
     await moving.submit(**source)
@@ -327,43 +334,41 @@ async def test_a_source_of_no_use_is_not_waited_for(
     await settle(pools)
 
 
-async def test_a_wait_for_blocks_is_bounded(checkpoint: Path, pools: HandOvers) -> None:
+async def test_wait_for_blocks_times_out(checkpoint: Path, pools: HandOvers) -> None:
     expected = await pools.mixed(PROMPT[:40], NUM_TOKENS)
     impatient = await serve("impatient", checkpoint, transfer_seconds=0.2)
     decode = await Attached(impatient.address).open()
     moving = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
-    alone = replace(moving, pools=HandOvers(pools.prefill, decode))
-    await alone.submit()
-    assert await alone.answer() == expected
-    assert "nothing came for 0.2 s" in await failed(decode, alone)
-    await alone.drop()
+    redirected = replace(moving, pools=HandOvers(pools.prefill, decode))
+    await redirected.submit()
+    assert await redirected.answer() == expected
+    assert "nothing came for 0.2 s" in await failure_reason(decode, redirected)
+    await redirected.drop()
     await decode.close()
     await impatient.stop()
 
 
-async def test_a_source_that_dies_is_not_waited_for(checkpoint: Path, pools: HandOvers) -> None:
+async def test_stopped_source_is_not_waited_for(checkpoint: Path, pools: HandOvers) -> None:
     expected = await pools.mixed(PROMPT[:40], NUM_TOKENS)
-    mortal = await serve("mortal", checkpoint)
-    prefill = await Attached(mortal.address).open()
+    source = await serve("source", checkpoint)
+    prefill = await Attached(source.address).open()
     both = HandOvers(prefill, pools.decode)
     first = await both.prefilled(PROMPT[:20], NUM_TOKENS)
     await first.whole()
     moving = await both.prefilled(PROMPT[:40], NUM_TOKENS)
     await moving.submit()
     await moving.ready()
-    await mortal.stop()
+    await source.stop()
     assert await moving.answer() == expected
-    assert "the pair with mortal broke" in await failed(pools.decode, moving)
+    assert "the pair with source broke" in await failure_reason(pools.decode, moving)
     await pools.decode.drop(moving.request, 2)
     await prefill.close()
     await settle(pools)
 
 
-async def test_a_destination_that_comes_again_is_met_anew(
-    checkpoint: Path, pools: HandOvers
-) -> None:
+async def test_restarted_destination_gets_a_new_pair(checkpoint: Path, pools: HandOvers) -> None:
     for _ in range(2):
-        running = await serve("reborn", checkpoint)
+        running = await serve("restarted", checkpoint)
         decode = await Attached(running.address).open()
         both = HandOvers(pools.prefill, decode)
         moving = await both.prefilled(PROMPT[:40], NUM_TOKENS)

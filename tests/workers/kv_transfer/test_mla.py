@@ -1,4 +1,4 @@
-"""KV transfers of a model with latent attention: compressed rows travel, and serve as well."""
+"""KV transfers of an MLA model: compressed cache rows are sent and used for decoding."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = [3 + (7 * i) % 300 for i in range(100)]
 BLOCK_BYTES = 16 * 3 * (20 + 6) * 4
-"""Tokens, layers, features of a row, float32."""
+"""Tokens x layers x features of a cache row x bytes of float32."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -34,13 +34,13 @@ async def pools(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HandO
     await decode.stop()
 
 
-async def test_memory_holds_rows_not_heads(pools: HandOvers) -> None:
+async def test_kv_cache_holds_compressed_rows_instead_of_heads(pools: HandOvers) -> None:
     assert pools.decode.welcome.num_blocks == (1 << 20) // BLOCK_BYTES
 
 
 @pytest.mark.parametrize("message_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 70])
-async def test_the_answer_is_a_mixed_worker_s(
+async def test_transferred_request_gives_the_answer_of_a_mixed_worker(
     pools: HandOvers, monkeypatch: pytest.MonkeyPatch, length: int, message_bytes: int
 ) -> None:
     monkeypatch.setattr(source_side, "MESSAGE_BYTES", message_bytes)

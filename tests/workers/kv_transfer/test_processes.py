@@ -1,4 +1,4 @@
-"""KV transfers between processes, and the deaths of either."""
+"""KV transfers between worker processes, and failures when either process is killed."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-async def test_answers_are_a_mixed_worker_s(checkpoint: Path) -> None:
+async def test_transferred_requests_give_the_answers_of_a_mixed_worker(checkpoint: Path) -> None:
     async with (
         worker_process("prefill", checkpoint, role="prefill") as prefill,
         worker_process("decode", checkpoint, role="decode") as decode,
@@ -38,7 +38,7 @@ async def test_answers_are_a_mixed_worker_s(checkpoint: Path) -> None:
         await pools.close()
 
 
-async def test_ranks_transfer_to_ranks_in_other_shapes_and_blocks(checkpoint: Path) -> None:
+async def test_transfer_between_different_meshes_and_block_sizes(checkpoint: Path) -> None:
     async with (
         worker_process("one", checkpoint) as one,
         worker_process("tp2", checkpoint, tp=2, block_size=32) as tp2,
@@ -56,20 +56,23 @@ async def test_ranks_transfer_to_ranks_in_other_shapes_and_blocks(checkpoint: Pa
             await pools.close()
 
 
-async def test_a_source_killed_while_it_sends(checkpoint: Path) -> None:
+async def test_request_is_recomputed_if_its_source_is_killed_while_sending(
+    checkpoint: Path,
+) -> None:
     async with (
         worker_process("prefill", checkpoint, slow_gather=0.02) as prefill,
         worker_process("decode", checkpoint, transfer_seconds=60.0) as decode,
     ):
         pools = await HandOvers.open(prefill.address, decode.address)
         expected = await pools.mixed(PROMPT, NUM_TOKENS)
-        bystander = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
-        await bystander.whole()
+        earlier = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
+        await earlier.whole()
         moving = await pools.prefilled(PROMPT, NUM_TOKENS)
         await moving.submit()
         received = pools.decode.load.bytes_received
         await moving.send()
-        # Other requests' steps bring the counters: some of its 21 messages are in, others are not.
+        # A load report comes with each step, so run short requests until some of the 21 messages,
+        # but not all, have been received.
         while pools.decode.load.bytes_received == received:
             await pools.mixed(PROMPT[:2], 2)
         await prefill.kill()
@@ -81,7 +84,7 @@ async def test_a_source_killed_while_it_sends(checkpoint: Path) -> None:
         await pools.close()
 
 
-async def test_a_destination_killed_while_it_receives(checkpoint: Path) -> None:
+async def test_lease_outlives_a_destination_killed_while_receiving(checkpoint: Path) -> None:
     async with (
         worker_process("prefill", checkpoint, slow_gather=0.02) as prefill,
         worker_process("decode", checkpoint) as decode,
@@ -97,7 +100,7 @@ async def test_a_destination_killed_while_it_receives(checkpoint: Path) -> None:
             await pools.mixed(PROMPT[:2], 2)
         await decode.kill()
         await pools.prefill.message("failed", moving.request)
-        # The lease still stands: another worker takes the sequence from it.
+        # The lease is still valid: another worker receives the sequence.
         pools.decode = await Attached(second.address).open()
         await moving.submit()
         await moving.send()

@@ -1,4 +1,4 @@
-"""From rank to rank: each carries its own part, and what goes wrong on one is wrong for all."""
+"""KV transfers between ranks: each pair moves its shard; if one pair fails, the transfer fails."""
 
 import asyncio
 import threading
@@ -24,13 +24,15 @@ LENGTH = 21
 
 
 def blocks(size: int, seed: int) -> list[int]:
-    """Scattered ones that have room for the sequence."""
+    """Return scattered block numbers, enough for a sequence of `LENGTH` tokens."""
     chosen = np.random.default_rng(seed).permutation(96 // size)[: -(-LENGTH // size)]
     return [int(each) for each in chosen]
 
 
-def by_pair(source: Blocks, destination: Blocks, unit: int) -> Counter[tuple[int, int]]:
-    """Bytes that each pair of ranks is to carry."""
+def expected_bytes_by_pair(
+    source: Blocks, destination: Blocks, unit: int
+) -> Counter[tuple[int, int]]:
+    """Return the bytes that each (source, destination) pair of ranks must transfer."""
     num_sides = source.before.shape[1]
     position = num_sides * 3 * 4 * -(-LENGTH // unit) * unit
     found = routes(source.rectangles, destination.rectangles)
@@ -40,54 +42,57 @@ def by_pair(source: Blocks, destination: Blocks, unit: int) -> Counter[tuple[int
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "sizes", "heads", "unit"),
+    ("source_mesh", "target_mesh", "sizes", "heads", "unit"),
     [
         (TP2, ONE, (4, 4), 4, 4),
         (ONE, TP2, (4, 8), 4, 4),
         (PP2, TP2, (8, 4), 4, 4),
         (BOTH, PP2, (4, 6), 4, 2),
-        (TP2, TP4, (16, 32), 2, 16),  # each KV head of the destination twice
+        (TP2, TP4, (16, 32), 2, 16),  # two destination ranks hold each KV head
         (TP4, TP2, (32, 16), 1, 16),
-        (TP2, BOTH, (4, 8), 0, 4),  # latent rows, which every rank has
+        (TP2, BOTH, (4, 8), 0, 4),  # MLA cache rows, replicated on every rank
     ],
 )
-async def test_every_rank_carries_its_own_part(
+async def test_every_rank_pair_transfers_its_own_shard(
     monkeypatch: pytest.MonkeyPatch,
-    theirs: Mesh,
-    ours: Mesh,
+    source_mesh: Mesh,
+    target_mesh: Mesh,
     sizes: tuple[int, int],
     heads: int,
     unit: int,
 ) -> None:
     monkeypatch.setattr(source_side, "MESSAGE_BYTES", 500)
-    source, target = Blocks(1, theirs, sizes[0], heads), Blocks(2, ours, sizes[1], heads)
+    source, target = (
+        Blocks(1, source_mesh, sizes[0], heads),
+        Blocks(2, target_mesh, sizes[1], heads),
+    )
     async with sides(source, target) as both:
-        sent, taken = blocks(sizes[0], 3), blocks(sizes[1], 4)
-        epoch = both.expect(LENGTH, taken)
-        await both.send(epoch, LENGTH, sent)
-        verdict = await both.verdict()
-        assert verdict.reason == ""
-        expected = by_pair(source, target, unit)
+        source_blocks, target_blocks = blocks(sizes[0], 3), blocks(sizes[1], 4)
+        epoch = both.expect(LENGTH, target_blocks)
+        await both.send(epoch, LENGTH, source_blocks)
+        result = await both.verdict()
+        assert result.reason == ""
+        expected = expected_bytes_by_pair(source, target, unit)
         assert both.source.bytes_by_pair == both.destination.bytes_by_pair == expected
-        assert verdict.num_bytes == expected.total()
-        carried = {pair: num for pair, num in expected.items() if pair != (0, 0)}
-        assert carried, "rank 0 does not carry what is others'"
+        assert result.num_bytes == expected.total()
+        other_pairs = {pair: num for pair, num in expected.items() if pair != (0, 0)}
+        assert other_pairs, "ranks other than 0 must transfer their own shards"
         end = -(-LENGTH // unit) * unit
-        assert target.hold(moved(target, source, taken, sent, end))
+        assert target.hold(moved(target, source, target_blocks, source_blocks, end))
         assert both.read == [epoch]
 
 
-# ------------------------------------------------------------------ what can go wrong
+# ------------------------------------------------------------------ failures
 
 
-async def failed(both: Sides, source: Blocks, target: Blocks) -> str:
-    """Why a transfer from two ranks to two did not come."""
+async def failure_reason(both: Sides, source: Blocks, target: Blocks) -> str:
+    """Run a transfer between two workers of two ranks and return why it failed."""
     epoch = both.expect(LENGTH, blocks(4, 4))
     await both.send(epoch, LENGTH, blocks(4, 3))
     return (await both.verdict()).reason
 
 
-async def test_a_bit_flipped_on_one_rank_s_way_fails_all_of_it(
+async def test_bit_flip_on_one_rank_pair_fails_the_whole_transfer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, target = Blocks(1, TP2, 4), Blocks(2, TP2, 4)
@@ -95,25 +100,27 @@ async def test_a_bit_flipped_on_one_rank_s_way_fails_all_of_it(
     flipped: list[int] = []
 
     def flip(pair: RankPair, data: torch.Tensor) -> None:
-        if data.dtype == torch.uint8 and not flipped and len(data) == len(theirs):
+        if data.dtype == torch.uint8 and not flipped and len(data) == len(second_shard):
             flipped.append(1)
             data[len(data) // 2] ^= 4
         send(pair, data)
 
-    theirs = source.stagings[1].gather(
+    second_shard = source.stagings[1].gather(
         np.array(blocks(4, 3), np.int32), Shard(source.rectangles[1], 0, LENGTH)
     )
     monkeypatch.setattr(RankPair, "send", flip)
     async with sides(source, target) as both:
-        assert "checksum" in await failed(both, source, target)
+        assert "checksum" in await failure_reason(both, source, target)
         assert flipped
-        # The pairs stand: what comes next is whole.
+        # The pairs stay connected: the next transfer succeeds.
         epoch = both.expect(LENGTH, blocks(4, 5))
         await both.send(epoch, LENGTH, blocks(4, 3))
         assert (await both.verdict(2)).reason == ""
 
 
-async def test_a_rank_that_cannot_send_fails_it_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rank_that_cannot_send_fails_the_transfer_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source, target = Blocks(1, TP2, 4), Blocks(2, PP2, 8)
 
     def fail(*args: object) -> torch.Tensor:
@@ -143,7 +150,7 @@ async def test_blocks_stay_reserved_while_any_rank_writes() -> None:
         await sending
 
 
-async def test_late_bytes_do_not_touch_blocks_that_are_others_now() -> None:
+async def test_late_bytes_are_not_written_to_reassigned_blocks() -> None:
     source, target = Blocks(1, TP2, 4), Blocks(2, TP2, 4)
     reading = Held(source.stagings[1], "gather")
     async with sides(source, target) as both:
@@ -151,15 +158,15 @@ async def test_late_bytes_do_not_touch_blocks_that_are_others_now() -> None:
         sending = asyncio.create_task(both.send(epoch, LENGTH, blocks(4, 3)))
         await reading.reached()
         both.destination.close(epoch)
-        # Nothing is being written, though the bytes are still to come: the blocks are given away.
+        # No rank is writing, so the blocks are released although the bytes have not arrived yet.
         assert (await both.verdict()).reason == "dropped"
         for cache in target.caches:
             cache.fill_(7.0)
-        assert both.read == [], "a rank of the source still reads"
+        assert both.read == [], "a source rank is still reading"
         reading.open()
         await sending
         assert both.read == [epoch]
-        again = both.expect(LENGTH, blocks(4, 5))  # after it, on the same pairs
+        again = both.expect(LENGTH, blocks(4, 5))  # a later transfer on the same pairs
         await both.send(again, LENGTH, blocks(4, 3))
         assert (await both.verdict(2)).reason == ""
         kept = [each for each in blocks(4, 4) if each not in blocks(4, 5)]
@@ -167,7 +174,7 @@ async def test_late_bytes_do_not_touch_blocks_that_are_others_now() -> None:
         assert all((cache[:, :, kept] == 7.0).all() for cache in target.caches)
 
 
-async def test_the_source_lets_go_when_no_rank_reads_even_if_the_pairs_broke() -> None:
+async def test_source_releases_blocks_after_the_last_read_even_if_the_pairs_broke() -> None:
     source, target = Blocks(1, TP2, 4), Blocks(2, TP2, 4)
     reading = Held(source.stagings[1], "gather")
     async with sides(source, target) as both:
@@ -186,7 +193,9 @@ async def test_the_source_lets_go_when_no_rank_reads_even_if_the_pairs_broke() -
         assert both.read == [epoch]
 
 
-async def test_an_abort_while_ranks_send_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_written_after_an_abort_while_ranks_send(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(source_side, "MESSAGE_BYTES", 200)
     source, target = Blocks(1, TP2, 4), Blocks(2, TP2, 4)
     reading = Held(source.stagings[1], "gather")
@@ -210,11 +219,11 @@ async def test_an_abort_while_ranks_send_leaves_no_trace(monkeypatch: pytest.Mon
         assert all((cache == 7.0).all() for cache in target.caches)
 
 
-# ------------------------------------------------------------------ one rank alone
+# ------------------------------------------------------------------ a single pair of ranks
 
 
-class Two:
-    """A rank that sends and one that takes, whose orders are the test's."""
+class MoverPair:
+    """A sending and a receiving `RankMover`, connected, that execute the moves of a test."""
 
     def __init__(self) -> None:
         whole = LayerHeadRange(0, 2, 0, 1)
@@ -223,17 +232,17 @@ class Two:
         self.movers = [
             RankMover(KvStaging(cache, whole), "127.0.0.1", SECONDS) for cache in self.caches
         ]
-        self.heard: list[list[wire.Report]] = [[], []]
+        self.reports: list[list[wire.Report]] = [[], []]
         self._open = threading.Event()
         for side, mover in enumerate(self.movers):
-            mover.listen(lambda report, side=side: self._hear(side, report))  # type: ignore[misc]
+            mover.listen(lambda report, side=side: self._record(side, report))  # type: ignore[misc]
             mover.execute(wire.Move(end=1, open=wire.Open(receives=side == 1)))
         self._open.set()
 
-    def _hear(self, side: int, report: wire.Report) -> None:
-        self.heard[side].append(report)
+    def _record(self, side: int, report: wire.Report) -> None:
+        self.reports[side].append(report)
         if report.HasField("value"):
-            assert self._open.wait(60), "an end hears nothing before it is there"
+            assert self._open.wait(60), "both pairs must open before values are forwarded"
             self.movers[1 - side].execute(wire.Move(end=1, value=report.value))
 
     def piece(self, epoch: int, index: int, numbers: list[int]) -> wire.Piece:
@@ -242,7 +251,7 @@ class Two:
 
     async def report(self, side: int, kind: str, num: int = 1) -> list[wire.Report]:
         def found() -> list[wire.Report]:
-            return [each for each in self.heard[side] if each.WhichOneof("body") == kind]
+            return [each for each in self.reports[side] if each.WhichOneof("body") == kind]
 
         await eventually(lambda: len(found()) >= num)
         return found()
@@ -252,69 +261,69 @@ class Two:
             mover.stop()
 
 
-async def test_a_message_that_is_not_due_is_written_nowhere() -> None:
-    two = Two()
-    two.movers[0].execute(wire.Move(end=1, send=two.piece(5, 0, [1, 2])))
-    two.movers[1].execute(wire.Move(end=1, receive=two.piece(5, 1, [3, 4])))
-    (report,) = await two.report(1, "moved")
-    assert report.moved.broken == "a message came that was not due"
+async def test_message_out_of_order_is_not_written() -> None:
+    pair = MoverPair()
+    pair.movers[0].execute(wire.Move(end=1, send=pair.piece(5, 0, [1, 2])))
+    pair.movers[1].execute(wire.Move(end=1, receive=pair.piece(5, 1, [3, 4])))
+    (report,) = await pair.report(1, "moved")
+    assert report.moved.broken.startswith("a message came out of order: expected message")
     assert (report.moved.epoch, report.moved.index) == (5, 1)
-    assert torch.equal(two.caches[1], two.before)
-    two.stop()
+    assert torch.equal(pair.caches[1], pair.before)
+    pair.stop()
 
 
-async def test_what_is_settled_is_read_and_thrown_away() -> None:
-    two = Two()
-    two.movers[1].execute(wire.Move(end=1, receive=two.piece(5, 0, [3, 4])))
-    two.movers[1].execute(wire.Move(settle=5))
-    (report,) = await two.report(1, "settled")
+async def test_data_of_a_settled_epoch_is_received_and_discarded() -> None:
+    pair = MoverPair()
+    pair.movers[1].execute(wire.Move(end=1, receive=pair.piece(5, 0, [3, 4])))
+    pair.movers[1].execute(wire.Move(settle=5))
+    (report,) = await pair.report(1, "settled")
     assert report.settled == 5
-    two.movers[0].execute(wire.Move(end=1, send=two.piece(5, 0, [1, 2])))
-    (report,) = await two.report(1, "moved")
+    pair.movers[0].execute(wire.Move(end=1, send=pair.piece(5, 0, [1, 2])))
+    (report,) = await pair.report(1, "moved")
     assert not report.moved.broken
-    assert torch.equal(two.caches[1], two.before)
-    two.movers[0].execute(wire.Move(end=1, send=two.piece(6, 0, [1, 2])))
-    two.movers[1].execute(wire.Move(end=1, receive=two.piece(6, 0, [3, 4])))
-    await two.report(1, "moved", 2)
-    two.before[:, :, [3, 4]] = two.caches[0][:, :, [1, 2]]
-    assert torch.equal(two.caches[1], two.before)
-    two.stop()
+    assert torch.equal(pair.caches[1], pair.before)
+    pair.movers[0].execute(wire.Move(end=1, send=pair.piece(6, 0, [1, 2])))
+    pair.movers[1].execute(wire.Move(end=1, receive=pair.piece(6, 0, [3, 4])))
+    await pair.report(1, "moved", 2)
+    pair.before[:, :, [3, 4]] = pair.caches[0][:, :, [1, 2]]
+    assert torch.equal(pair.caches[1], pair.before)
+    pair.stop()
 
 
-async def test_every_order_is_answered_once_whatever_becomes_of_the_end() -> None:
-    two = Two()
-    await two.report(0, "met")
-    await two.report(1, "met")
+async def test_every_move_is_reported_once_even_after_its_pair_closes() -> None:
+    pair = MoverPair()
+    await pair.report(0, "met")
+    await pair.report(1, "met")
     for index in range(3):
-        two.movers[1].execute(wire.Move(end=1, receive=two.piece(5, index, [1])))
-    two.movers[1].execute(wire.Move(end=1, close=wire.Close()))
-    two.movers[1].execute(wire.Move(end=1, receive=two.piece(5, 3, [1])))
-    await two.report(1, "closed")
-    reports = await two.report(1, "moved", 4)
+        pair.movers[1].execute(wire.Move(end=1, receive=pair.piece(5, index, [1])))
+    pair.movers[1].execute(wire.Move(end=1, close=wire.Close()))
+    pair.movers[1].execute(wire.Move(end=1, receive=pair.piece(5, 3, [1])))
+    await pair.report(1, "closed")
+    reports = await pair.report(1, "moved", 4)
     assert sorted(each.moved.index for each in reports) == [0, 1, 2, 3]
     assert all(each.moved.broken for each in reports)
-    last = [each for each in two.heard[1] if each.moved.index != 3]
+    last = [each for each in pair.reports[1] if each.moved.index != 3]
     assert last[-1].WhichOneof("body") == "closed"
-    two.stop()
+    pair.stop()
 
 
-async def test_a_gate_says_when_the_last_writer_has_left() -> None:
+async def test_closed_gate_calls_back_after_the_last_writer_leaves() -> None:
     gate = WriteGate()
-    said: list[int] = []
+    calls: list[int] = []
     assert gate.enter()
     assert gate.enter()
     gate.leave()
-    gate.close(lambda: said.append(1))
+    gate.close(lambda: calls.append(1))
     assert not gate.enter()
-    assert said == []
+    assert calls == []
     gate.leave()
-    assert said == [1]
+    assert calls == [1]
 
 
-# ------------------------------------------------------------------ few pairs
+# ------------------------------------------------------------------ limits on peers
 
 
-async def test_only_idle_pairs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_idle_channels_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_side, "MAX_PEERS", 1)
     source, others = Blocks(1, ONE, 4), [Blocks(seed, ONE, 4) for seed in (2, 3, 4)]
     reading = Held(source.stagings[0], "gather")
@@ -326,7 +335,7 @@ async def test_only_idle_pairs_make_room(monkeypatch: pytest.MonkeyPatch) -> Non
         other = two.expect(LENGTH, blocks(4, 4))
         waiting = asyncio.create_task(two.send(other, LENGTH, blocks(4, 3)))
         await asyncio.sleep(0.1)
-        assert list(one.source._channels) == ["d"], "it is busy, and is not evicted"
+        assert list(one.source._channels) == ["d"], "a busy channel must not be evicted"
         reading.open()
         await busy
         await waiting
@@ -334,7 +343,9 @@ async def test_only_idle_pairs_make_room(monkeypatch: pytest.MonkeyPatch) -> Non
         assert list(one.source._channels) == ["e"]
 
 
-async def test_a_destination_has_room_for_few_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_destination_refuses_sources_beyond_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("penstock.workers.kv_transfer.receiver.MAX_PEERS", 0)
     async with sides(Blocks(1, ONE, 4), Blocks(2, ONE, 4)) as both:
         epoch = both.expect(LENGTH, blocks(4, 4))

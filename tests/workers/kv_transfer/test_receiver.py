@@ -1,4 +1,4 @@
-"""The destination's side alone: strangers, and sources that do not keep to the protocol."""
+"""The KV receiver with unauthenticated peers and sources that violate the protocol."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -41,17 +41,17 @@ def make_ends(staging: KvStaging) -> RankEndpoints:
 
 @dataclass
 class Side:
-    """A destination that serves, what it was told, and its memory."""
+    """A served `KvReceiver`, its KV cache and the results that it reported."""
 
     destination: KvReceiver
     staging: KvStaging
     address: str
-    verdicts: list[TransferResult] = field(default_factory=list)
+    results: list[TransferResult] = field(default_factory=list)
 
     def expect(self, stop: int, blocks: list[int], start: int = 0) -> int:
         numbers = np.array(blocks, np.int32)
         expected = ExpectedTransfer("r", 7, 2, ("s", "i"), start, stop, numbers)
-        return self.destination.open(expected, self.verdicts.append)
+        return self.destination.open(expected, self.results.append)
 
     def peer(self, **other: str) -> Peer:
         return replace(Peer("d", "inc", self.address, "secret"), **other)
@@ -83,27 +83,27 @@ def introduction(**other: Any) -> wire.FromSource:
     return wire.FromSource(introduction=wire.Introduction(**given))
 
 
-class Stranger:
-    """A source that says whatever a test wants, and has no communicator."""
+class FakeSource:
+    """A source that sends the messages of a test and has no communicator."""
 
     def __init__(self, side: Side, secret: str = "secret") -> None:
         self._channel = grpc.aio.insecure_channel(side.address)
         stub = transfer_pb2_grpc.TransferStub(self._channel)  # type: ignore[no-untyped-call]
         self.call = stub.Pair(metadata=(("authorization", f"Bearer {secret}"),))
 
-    async def introduced(self) -> "Stranger":
+    async def introduced(self) -> "FakeSource":
         await self.call.write(introduction())
         assert (await self.call.read()).accepted.backend == "gloo"
         return self
 
-    async def heard(self, kind: str) -> Any:
+    async def receive(self, kind: str) -> Any:
         while True:
             message = await self.call.read()
             assert message is not grpc.aio.EOF
             if message.HasField(kind):
                 return getattr(message, kind)
 
-    async def refused(self) -> grpc.aio.AioRpcError:
+    async def refusal(self) -> grpc.aio.AioRpcError:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.call.read()
         await self.close()
@@ -115,7 +115,7 @@ class Stranger:
 
 
 def header(epoch: int, **other: Any) -> wire.FromSource:
-    """All three layers and both heads of positions [0, 8)."""
+    """Return a header for all three layers and both heads of positions [0, 8)."""
     given = {
         "router": "r",
         "request": 7,
@@ -132,8 +132,8 @@ def header(epoch: int, **other: Any) -> wire.FromSource:
 
 
 @pytest.mark.parametrize("secret", ["", "wrong", "secret2"])
-async def test_a_stranger_is_unauthenticated(side: Side, secret: str) -> None:
-    error = await Stranger(side, secret).refused()
+async def test_wrong_secret_is_unauthenticated(side: Side, secret: str) -> None:
+    error = await FakeSource(side, secret).refusal()
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -143,19 +143,19 @@ async def test_a_stranger_is_unauthenticated(side: Side, secret: str) -> None:
         (introduction(protocol=9), "protocol 9, not 2"),
         (introduction(layout="other"), "layouts differ"),
         (introduction(layout="layout bfloat16"), "KV cache is of bfloat16, ours of float32"),
-        (introduction(block_size=0), "are to be said"),
-        (introduction(ranks=[]), "are to be said"),
+        (introduction(block_size=0), "block size of 0: expected"),
+        (introduction(ranks=[]), "0 ranks with"),
         (introduction(ranks=[wire.Holding(last_layer=3, last_head=1)]), "do not hold the same"),
         (introduction(worker=""), "must be an introduction"),
         (wire.FromSource(end=wire.End(epoch=1)), "must be an introduction"),
     ],
 )
-async def test_who_does_not_fit_is_told_why(
+async def test_incompatible_source_is_refused_with_the_reason(
     side: Side, first: wire.FromSource, reason: str
 ) -> None:
-    stranger = Stranger(side)
-    await stranger.call.write(first)
-    error = await stranger.refused()
+    fake = FakeSource(side)
+    await fake.call.write(first)
+    error = await fake.refusal()
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert reason in error.details()
 
@@ -171,118 +171,118 @@ async def test_who_does_not_fit_is_told_why(
         ({"first_head": 2, "last_head": 3}, "outside"),
         ({"bytes": 1 << 40}, "bytes, not"),
         ({"start": 3}, "begin and end"),
-        ({"source_rank": 1}, "a pair that there is not"),
-        ({"destination_rank": 1}, "a pair that there is not"),
+        ({"source_rank": 1}, "an unknown rank pair"),
+        ({"destination_rank": 1}, "an unknown rank pair"),
     ],
 )
-async def test_a_header_without_sense_ends_its_transfer_only(
+async def test_invalid_header_fails_only_its_own_transfer(
     side: Side, other: dict[str, Any], reason: str
 ) -> None:
     before = side.staging._kv.clone()
-    stranger = await Stranger(side).introduced()
+    fake = await FakeSource(side).introduced()
     bad, good = side.expect(8, [1, 2]), side.expect(8, [3, 4])
-    await stranger.call.write(header(bad, **other))
-    outcome = await stranger.heard("outcome")
+    await fake.call.write(header(bad, **other))
+    outcome = await fake.receive("outcome")
     assert (outcome.epoch, outcome.received) == (bad, False)
     assert reason in outcome.reason
-    assert (await stranger.heard("credit")).discard
-    assert [verdict.epoch for verdict in side.verdicts] == [bad]
-    await stranger.call.write(header(good))
-    assert not (await stranger.heard("credit")).discard
-    # Its pair is never completed: what was to come ends with it.
-    await stranger.close()
+    assert (await fake.receive("credit")).discard
+    assert [result.epoch for result in side.results] == [bad]
+    await fake.call.write(header(good))
+    assert not (await fake.receive("credit")).discard
+    # The rank pair never connects; closing the stream fails the pending transfer.
+    await fake.close()
     await eventually(side, 2)
-    assert "broke" in side.verdicts[1].reason
+    assert "broke" in side.results[1].reason
     assert torch.equal(side.staging._kv, before)
 
 
-async def test_an_epoch_that_is_unknown_or_closed_is_thrown_away(side: Side) -> None:
-    stranger = await Stranger(side).introduced()
+async def test_messages_of_an_unknown_or_closed_epoch_are_discarded(side: Side) -> None:
+    fake = await FakeSource(side).introduced()
     epoch = side.expect(8, [1, 2])
     side.destination.close(epoch)
     side.destination.close(epoch)
     for wrong in (epoch, 999):
-        await stranger.call.write(header(wrong))
-        credit = await stranger.heard("credit")
+        await fake.call.write(header(wrong))
+        credit = await fake.receive("credit")
         assert (credit.epoch, credit.discard) == (wrong, True)
-    assert [verdict.reason for verdict in side.verdicts] == ["dropped"]
-    await stranger.close()
+    assert [result.reason for result in side.results] == ["dropped"]
+    await fake.close()
 
 
-async def test_another_worker_cannot_touch_a_transfer(side: Side) -> None:
-    stranger = Stranger(side)
-    await stranger.call.write(introduction(worker="somebody else"))
+async def test_messages_from_another_worker_do_not_affect_a_transfer(side: Side) -> None:
+    fake = FakeSource(side)
+    await fake.call.write(introduction(worker="somebody else"))
     epoch = side.expect(8, [1, 2])
-    await stranger.call.write(header(epoch))
-    assert (await stranger.heard("credit")).discard
-    await stranger.call.write(wire.FromSource(end=wire.End(epoch=epoch, aborted=True)))
-    await stranger.call.write(header(epoch))
-    assert (await stranger.heard("credit")).discard
-    assert not side.verdicts
-    await stranger.close()
+    await fake.call.write(header(epoch))
+    assert (await fake.receive("credit")).discard
+    await fake.call.write(wire.FromSource(end=wire.End(epoch=epoch, aborted=True)))
+    await fake.call.write(header(epoch))
+    assert (await fake.receive("credit")).discard
+    assert not side.results
+    await fake.close()
 
 
 @pytest.mark.parametrize("aborted", [True, False])
-async def test_an_end_before_everything_was_announced_ends_it(side: Side, aborted: bool) -> None:
-    stranger = await Stranger(side).introduced()
+async def test_end_before_all_messages_fails_the_transfer(side: Side, aborted: bool) -> None:
+    fake = await FakeSource(side).introduced()
     epoch = side.expect(8, [1, 2])
-    await stranger.call.write(wire.FromSource(end=wire.End(epoch=epoch, aborted=aborted)))
-    assert (await stranger.heard("outcome")).epoch == epoch
-    assert ("gave up" if aborted else "ended before") in side.verdicts[0].reason
-    await stranger.close()
+    await fake.call.write(wire.FromSource(end=wire.End(epoch=epoch, aborted=aborted)))
+    assert (await fake.receive("outcome")).epoch == epoch
+    assert ("gave up" if aborted else "ended before") in side.results[0].reason
+    await fake.close()
 
 
 @pytest.mark.parametrize(
-    ("again", "reason"), [({"index": 1}, "repeats"), ({"start": 4}, "the same number")]
+    ("again", "reason"), [({"index": 1}, "repeats"), ({"start": 4}, "the same index")]
 )
-async def test_a_message_that_comes_twice_ends_its_transfer(
+async def test_repeated_message_fails_its_transfer(
     side: Side, again: dict[str, Any], reason: str
 ) -> None:
     before = side.staging._kv.clone()
-    stranger = await Stranger(side).introduced()
+    fake = await FakeSource(side).introduced()
     epoch = side.expect(8, [1, 2])
     half = 3 * 2 * 2 * BLOCK_SIZE * 5 * 4
     first = {"stop": 4, "bytes": half}
-    await stranger.call.write(header(epoch, **first))
-    assert not (await stranger.heard("credit")).discard
+    await fake.call.write(header(epoch, **first))
+    assert not (await fake.receive("credit")).discard
     second = {**first, **again} if "index" in again else {**first, "stop": 8, **again}
-    await stranger.call.write(header(epoch, **second))
-    await stranger.call.write(header(epoch, **first, index=7))
-    assert reason in (await stranger.heard("outcome")).reason
-    assert (await stranger.heard("credit")).discard
-    assert (await stranger.heard("credit")).discard
+    await fake.call.write(header(epoch, **second))
+    await fake.call.write(header(epoch, **first, index=7))
+    assert reason in (await fake.receive("outcome")).reason
+    assert (await fake.receive("credit")).discard
+    assert (await fake.receive("credit")).discard
     await eventually(side, 1)
     assert torch.equal(side.staging._kv, before)
-    await stranger.close()
+    await fake.close()
 
 
-async def test_ranks_that_do_not_know_how_to_meet_end_the_pair(side: Side) -> None:
-    stranger = await Stranger(side).introduced()
+async def test_store_value_for_an_unknown_pair_fails_the_stream(side: Side) -> None:
+    fake = await FakeSource(side).introduced()
     epoch = side.expect(8, [1, 2])
-    await stranger.call.write(wire.FromSource(value=wire.StoreValue(key="k", value=bytes(1 << 16))))
+    await fake.call.write(wire.FromSource(value=wire.StoreValue(key="k", value=bytes(1 << 16))))
     await eventually(side, 1)
-    assert side.verdicts[0].epoch == epoch
-    assert "do not know how to meet" in side.verdicts[0].reason
-    await stranger.close()
+    assert side.results[0].epoch == epoch
+    assert "a store value of an unknown pair" in side.results[0].reason
+    await fake.close()
 
 
-async def test_bytes_that_are_no_message_end_the_pair_only(side: Side) -> None:
+async def test_malformed_bytes_fail_only_their_own_stream(side: Side) -> None:
     async with grpc.aio.insecure_channel(side.address) as channel:
         method = channel.stream_stream("/penstock.transfer.v1.Transfer/Pair")
         call = method(metadata=(("authorization", "Bearer secret"),))
         await call.write(b"\xff\xff garbage")
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
-    await (await Stranger(side).introduced()).close()
+    await (await FakeSource(side).introduced()).close()
 
 
-async def eventually(side: Side, num_verdicts: int) -> None:
+async def eventually(side: Side, num_results: int) -> None:
     async with asyncio.timeout(60):
-        while len(side.verdicts) < num_verdicts:
+        while len(side.results) < num_results:
             await asyncio.sleep(0.005)
 
 
-# ------------------------------------------------------------------ with a source that is one
+# ------------------------------------------------------------------ with a real sender
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -301,21 +301,21 @@ async def test_only_the_reserved_blocks_are_written(
     side: Side, source: tuple[KvSender, KvStaging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.workers.kv_transfer.sender.MESSAGE_BYTES", 500)
-    sender, theirs = source
+    sender, source_staging = source
     before = side.staging._kv.clone()
     epoch = side.expect(15, [9, 4, 7], start=4)
     read: list[int] = []
     # Positions [4, 15) of the source are in its blocks 3, 0 and 8.
     await sender.send(side.peer(), outgoing(epoch, 15, [3, 0, 8], 4), lambda: read.append(1))
     await eventually(side, 1)
-    assert side.verdicts[0] == TransferResult(epoch, sender.bytes_sent)
+    assert side.results[0] == TransferResult(epoch, sender.bytes_sent)
     assert side.destination.bytes_received == sender.bytes_sent == 3 * 3 * 2 * 2 * 4 * 5 * 4
     assert read == [1]
-    before[:, :, [9, 4, 7]] = theirs._kv[:, :, [3, 0, 8]]
+    before[:, :, [9, 4, 7]] = source_staging._kv[:, :, [3, 0, 8]]
     assert torch.equal(side.staging._kv, before)
 
 
-async def test_a_pair_is_kept_for_the_next_transfer(
+async def test_pair_is_reused_for_the_next_transfer(
     side: Side, source: tuple[KvSender, KvStaging]
 ) -> None:
     sender, _ = source
@@ -323,11 +323,11 @@ async def test_a_pair_is_kept_for_the_next_transfer(
     for epoch in epochs:
         await sender.send(side.peer(), outgoing(epoch, 8, [5, 6]), lambda: None)
     await eventually(side, 5)
-    assert [verdict.reason for verdict in side.verdicts] == [""] * 5
+    assert [result.reason for result in side.results] == [""] * 5
     assert next(side.destination._generations) == 2
 
 
-async def test_a_transfer_that_is_not_wanted_any_more_stops(
+async def test_transfer_of_an_unknown_epoch_sends_nothing_and_releases_its_blocks(
     side: Side, source: tuple[KvSender, KvStaging]
 ) -> None:
     sender, _ = source
@@ -336,7 +336,7 @@ async def test_a_transfer_that_is_not_wanted_any_more_stops(
     assert (read, sender.bytes_sent) == ([1], 0)
 
 
-async def test_what_cannot_be_reached_is_said_and_the_blocks_let_go(
+async def test_unreachable_peer_raises_and_releases_the_blocks(
     source: tuple[KvSender, KvStaging],
 ) -> None:
     sender, _ = source

@@ -1,4 +1,4 @@
-"""KV transfers between workers of any shapes and block sizes, whose ranks are threads here."""
+"""KV transfers between workers of different meshes and block sizes, with ranks as threads."""
 
 import threading
 from collections.abc import AsyncIterator
@@ -21,16 +21,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [3 + (7 * i) % 150 for i in range(60)]
 NUM_TOKENS = 6
-SHAPES = {"one": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2-pp2": (2, 2, 1)}
+# (tp, pp, ep)
+MESHES = {"one": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2-pp2": (2, 2, 1)}
 KINDS = [("llama", "auto"), ("deepseek", "auto"), ("llama", "bfloat16"), ("falcon-rw", "auto")]
 BLOCK_SIZES = {"one": 4, "tp2": 8, "pp2": 4, "tp2-pp2": 6}
 
 
 async def serve(name: str, model: Path, kv_cache_dtype: str) -> RunningWorker:
-    """Of the shape of that name."""
+    """Start a worker with the mesh and block size of `name`."""
     store = LocalStore()
     sizes = {"block_size": BLOCK_SIZES[name], "kv_cache_dtype": kv_cache_dtype}
-    config = replace(rank_config(model, SHAPES[name], **sizes), name=name)
+    config = replace(rank_config(model, MESHES[name], **sizes), name=name)
 
     def follow(rank: int) -> None:
         Follower(replace(config, rank=rank), store, lambda done, total: None).run()
@@ -49,24 +50,24 @@ async def workers(
 ) -> AsyncIterator[Workers]:
     family, kv_cache_dtype = request.param
     model = make_model(tmp_path_factory.mktemp(family), family)
-    found = {name: await serve(name, model, kv_cache_dtype) for name in SHAPES}
+    found = {name: await serve(name, model, kv_cache_dtype) for name in MESHES}
     yield found
     for worker in found.values():
         await worker.stop()
 
 
-async def test_layouts_are_the_model_s_whatever_the_shape(workers: Workers) -> None:
+async def test_layout_does_not_depend_on_the_mesh(workers: Workers) -> None:
     attached = [await Attached(worker.address).open("looks") for worker in workers.values()]
     assert len({each.welcome.layout for each in attached}) == 1
     for each in attached:
         await each.close()
 
 
-@pytest.mark.parametrize("pair", list(permutations(SHAPES, 2)), ids="-to-".join)
-async def test_any_shape_hands_over_to_any_other(
+@pytest.mark.parametrize("pair", list(permutations(MESHES, 2)), ids="-to-".join)
+async def test_transfer_from_any_mesh_to_any_other(
     workers: Workers, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 3000)  # several messages, layers apart
+    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 3000)  # several messages per transfer
     prefill, decode = (workers[name].address for name in pair)
     pools = await HandOvers.open(prefill, decode, f"router {pair}")
     for length in (3, 17, 60):
@@ -74,5 +75,7 @@ async def test_any_shape_hands_over_to_any_other(
         computed = pools.decode.load.prompt_tokens_computed
         moving = await pools.prefilled(PROMPT[:length], NUM_TOKENS)
         assert await moving.whole() == expected
-        assert pools.decode.load.prompt_tokens_computed == computed, "it came, and was not computed"
+        assert pools.decode.load.prompt_tokens_computed == computed, (
+            "the KV must be received, not recomputed"
+        )
     await pools.close()

@@ -1,4 +1,4 @@
-"""The geometry of KV transfers: every position, layer and head travels exactly once."""
+"""The geometry of KV transfers: every position, layer and head is sent exactly once."""
 
 from collections import Counter
 from itertools import pairwise
@@ -25,8 +25,7 @@ SHAPE = BlockShape(block_size=4, bytes_per_head=10)
 
 @st.composite
 def grids(draw: st.DrawFn, layers: int, heads: int) -> list[LayerHeadRange]:
-    """The rectangles of a worker's ranks: layers and heads each cut at the same places, and each
-    part held by as many ranks."""
+    """Draw the rectangles of a worker's ranks: a grid, each held by the same number of ranks."""
 
     def cuts(num: int) -> list[int]:
         inner = draw(st.sets(st.integers(1, num - 1), max_size=3)) if num > 1 else set()
@@ -45,24 +44,24 @@ def cells(part: LayerHeadRange) -> set[tuple[int, int]]:
 
 
 @given(grids(6, 4), grids(6, 4))
-def test_every_holder_gets_each_cell_once(
+def test_every_destination_rank_receives_each_cell_once(
     sources: list[LayerHeadRange], destinations: list[LayerHeadRange]
 ) -> None:
     found = routes(sources, destinations)
     pairs = [(route.source, route.destination) for route in found]
     assert len(pairs) == len(set(pairs))
     for rank, rectangle in enumerate(destinations):
-        seen: list[tuple[int, int]] = []
+        received: list[tuple[int, int]] = []
         for route in found:
             if route.destination == rank:
                 assert sources[route.source].contains(route.overlap)
-                seen += cells(route.overlap)
-        assert len(seen) == len(set(seen))
-        assert set(seen) == cells(rectangle)
+                received += cells(route.overlap)
+        assert len(received) == len(set(received))
+        assert set(received) == cells(rectangle)
     check_same_coverage(sources, destinations)
 
 
-def test_ranks_that_hold_the_same_take_turns_to_send_it() -> None:
+def test_ranks_with_the_same_rectangle_take_turns_sending() -> None:
     left, right = LayerHeadRange(0, 2, 0, 1), LayerHeadRange(0, 2, 1, 2)
     senders = Counter(route.source for route in routes([left, left, right, right], [left, right]))
     assert senders == {0: 1, 2: 1}
@@ -81,7 +80,7 @@ def test_ranks_that_hold_the_same_take_turns_to_send_it() -> None:
         [],
     ],
 )
-def test_ranks_that_hold_something_else_are_refused(theirs: list[LayerHeadRange]) -> None:
+def test_ranks_with_other_layers_or_heads_are_refused(theirs: list[LayerHeadRange]) -> None:
     with pytest.raises(BadShard, match="do not hold the same"):
         check_same_coverage([LayerHeadRange(0, 1, 0, 2), LayerHeadRange(1, 2, 0, 2)], theirs)
 
@@ -90,37 +89,37 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 
 
 @given(grids(4, 3), grids(4, 3), SIZES, SIZES, st.data())
-def test_the_plan_covers_every_position_once_whatever_the_block_sizes(
+def test_messages_cover_every_position_once_for_all_block_sizes(
     sources: list[LayerHeadRange],
     destinations: list[LayerHeadRange],
-    theirs: int,
-    ours: int,
+    source_size: int,
+    target_size: int,
     data: st.DataObject,
 ) -> None:
-    start = ours * data.draw(st.integers(0, 3))
+    start = target_size * data.draw(st.integers(0, 3))
     stop = start + data.draw(st.integers(1, 30))
     message_bytes = data.draw(st.integers(1, 300))
-    unit = gcd(theirs, ours)
-    shape = BlockShape(ours, 5 * ours).cut(unit)
-    assert shape == BlockShape(theirs, 5 * theirs).cut(unit) == BlockShape(unit, 5 * unit)
+    unit = gcd(source_size, target_size)
+    shape = BlockShape(target_size, 5 * target_size).cut(unit)
+    assert shape == BlockShape(source_size, 5 * source_size).cut(unit) == BlockShape(unit, 5 * unit)
     found = routes(sources, destinations)
     for rank, rectangle in enumerate(destinations):
         coverage = Coverage(rectangle, start, stop, shape)
-        seen = np.zeros((4, 3, stop), np.int64)
+        counts = np.zeros((4, 3, stop), np.int64)
         for route in found:
             if route.destination != rank:
                 continue
             for shard in split(route.overlap, start, stop, shape, message_bytes):
-                part = shard.rectangle
-                layers = slice(part.first_layer, part.last_layer)
-                heads = slice(part.first_head, part.last_head)
-                seen[layers, heads, shard.start : shard.stop] += 1
+                chunk = shard.rectangle
+                layers = slice(chunk.first_layer, chunk.last_layer)
+                heads = slice(chunk.first_head, chunk.last_head)
+                counts[layers, heads, shard.start : shard.stop] += 1
                 coverage.announce(shard, shape.num_bytes(shard))
                 coverage.fill(shard)
-        expected = np.zeros_like(seen)
+        expected = np.zeros_like(counts)
         layers = slice(rectangle.first_layer, rectangle.last_layer)
         expected[layers, rectangle.first_head : rectangle.last_head, start:] = 1
-        np.testing.assert_array_equal(seen, expected)
+        np.testing.assert_array_equal(counts, expected)
         assert coverage.complete
 
 
@@ -131,7 +130,7 @@ def test_the_plan_covers_every_position_once_whatever_the_block_sizes(
     st.integers(1, 60),
     st.integers(1, 2000),
 )
-def test_messages_fill_what_is_asked_exactly(
+def test_messages_complete_the_coverage_exactly(
     layers: int, heads: int, first_block: int, num_tokens: int, message_bytes: int
 ) -> None:
     part = LayerHeadRange(2, 2 + layers, 1, 1 + heads)
@@ -152,7 +151,7 @@ def test_messages_fill_what_is_asked_exactly(
     assert max(sizes) <= max(message_bytes, smallest)
 
 
-def test_messages_are_even() -> None:
+def test_messages_are_of_even_size() -> None:
     part = LayerHeadRange(0, 8, 0, 4)
     block = SHAPE.num_bytes(Shard(part, 0, 4))
     shards = list(split(part, 0, 4 * 101, SHAPE, 10 * block))
@@ -179,7 +178,9 @@ WHOLE = LayerHeadRange(0, 2, 0, 2)
         (Shard(WHOLE, 4, 13), 1 << 40, "bytes, not 120"),
     ],
 )
-def test_a_message_without_a_place_is_refused(shard: Shard, num_bytes: int, problem: str) -> None:
+def test_message_that_does_not_fit_its_transfer_is_refused(
+    shard: Shard, num_bytes: int, problem: str
+) -> None:
     coverage = Coverage(WHOLE, 4, 13, SHAPE)
     with pytest.raises(BadShard, match=problem):
         coverage.announce(shard, num_bytes)
@@ -187,7 +188,7 @@ def test_a_message_without_a_place_is_refused(shard: Shard, num_bytes: int, prob
     assert coverage.announced
 
 
-def test_a_message_twice_is_refused() -> None:
+def test_message_that_repeats_an_earlier_one_is_refused() -> None:
     coverage = Coverage(WHOLE, 4, 13, SHAPE)
     coverage.announce(Shard(WHOLE, 4, 8), 40)
     for shard in (Shard(WHOLE, 4, 8), Shard(LayerHeadRange(1, 2, 0, 2), 4, 13)):

@@ -1,4 +1,4 @@
-"""Blocks into messages and back: every position lands where it belongs, and nothing else moves."""
+"""Gather and scatter: messages carry every position into its block, and nothing else changes."""
 
 from math import gcd
 
@@ -16,7 +16,7 @@ LATENT = LayerHeadRange(0, LAYERS, 0, 1)
 
 
 class Side:
-    """A cache, and a sequence of so many positions in scattered blocks of it."""
+    """A KV cache that holds a sequence of `length` positions in scattered blocks."""
 
     def __init__(
         self, whole: LayerHeadRange, size: int, length: int, rng: np.random.Generator
@@ -30,12 +30,12 @@ class Side:
         self.blocks = rng.permutation(num + 3)[:num].astype(np.int32)
 
     def sequence(self) -> torch.Tensor:
-        """[layers, sides, heads, positions, features]."""
+        """Return the sequence's KV [layers, sides, heads, positions, features]."""
         kv = self.kv[:, :, torch.from_numpy(self.blocks).long()].movedim(2, 3)
         return kv.flatten(3, 4)
 
-    def put(self, positions: torch.Tensor) -> torch.Tensor:
-        """The cache with that sequence in it instead."""
+    def replaced(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the cache in which the sequence's KV is replaced by `positions`."""
         changed = self.kv.clone()
         cut = torch.unflatten(positions, 3, (-1, self.size)).movedim(3, 2)
         changed[:, :, torch.from_numpy(self.blocks).long()] = cut
@@ -45,32 +45,32 @@ class Side:
 @st.composite
 def moves(draw: st.DrawFn) -> tuple[LayerHeadRange, int, int, int, int, int, int]:
     whole = draw(st.sampled_from([WHOLE, LATENT]))
-    theirs, ours = (draw(st.sampled_from([1, 2, 3, 4, 6, 16, 32])) for _ in range(2))
-    start = ours * draw(st.integers(0, 3))
+    source_size, target_size = (draw(st.sampled_from([1, 2, 3, 4, 6, 16, 32])) for _ in range(2))
+    start = target_size * draw(st.integers(0, 3))
     stop = start + draw(st.integers(1, 70))
     message_bytes, seed = draw(st.integers(1, 4000)), draw(st.integers(0, 99))
-    return whole, theirs, ours, start, stop, message_bytes, seed
+    return whole, source_size, target_size, start, stop, message_bytes, seed
 
 
 @given(moves())
-def test_positions_arrive_whatever_the_sizes_of_blocks(
+def test_all_positions_arrive_for_all_block_sizes(
     move: tuple[LayerHeadRange, int, int, int, int, int, int],
 ) -> None:
-    whole, theirs, ours, start, stop, message_bytes, seed = move
+    whole, source_size, target_size, start, stop, message_bytes, seed = move
     rng = np.random.default_rng(seed)
-    source, target = Side(whole, theirs, stop, rng), Side(whole, ours, stop, rng)
-    unit = gcd(theirs, ours)
+    source, target = Side(whole, source_size, stop, rng), Side(whole, target_size, stop, rng)
+    unit = gcd(source_size, target_size)
     shape = source.staging.shape.cut(unit)
     assert shape == target.staging.shape.cut(unit)
-    end = -(-stop // unit) * unit  # the last unit travels whole
+    end = -(-stop // unit) * unit  # the last unit is sent in full
     expected = target.sequence()
     expected[:, :, :, start:end] = source.sequence()[:, :, :, start:end]
-    after = target.put(expected)
-    own = target.blocks[start // ours :]  # reserved: those below hold it already
-    pinned = source.blocks[start // theirs :]
+    after = target.replaced(expected)
+    own = target.blocks[start // target_size :]  # earlier blocks already hold their positions
+    pinned = source.blocks[start // source_size :]
     for shard in split(whole, start, stop, shape, message_bytes):
-        data = source.staging.gather(blocks_of(shard, pinned, start, theirs), shard, unit)
+        data = source.staging.gather(blocks_of(shard, pinned, start, source_size), shard, unit)
         assert data.dtype == torch.uint8
         assert len(data) == shape.num_bytes(shard)
-        target.staging.scatter(blocks_of(shard, own, start, ours), shard, data, unit)
+        target.staging.scatter(blocks_of(shard, own, start, target_size), shard, data, unit)
     assert torch.equal(target.kv, after)

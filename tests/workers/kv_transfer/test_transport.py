@@ -1,4 +1,4 @@
-"""Pairs of ranks: a store that two sides mirror, and a communicator that can break."""
+"""Rank pairs: the mirrored store through which they connect, and their communicator."""
 
 import threading
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def broken(future: Future[None]) -> str:
     return str(caught.value)
 
 
-def test_a_value_is_there_on_both_sides() -> None:
+def test_value_set_on_one_side_is_readable_on_both() -> None:
     one, other = mirrored(1.0)
     one.set("a", b"\x00\xff")
     other.set("b", "text")
@@ -56,7 +56,7 @@ def test_a_value_is_there_on_both_sides() -> None:
     assert not one.check(["a", "c"])
 
 
-def test_waiting_for_a_value_ends_with_its_coming_its_bound_or_the_close() -> None:
+def test_wait_for_a_value_ends_when_it_arrives_at_the_timeout_or_on_close() -> None:
     one, other = mirrored(60.0)
     found: list[bytes] = []
     waiting = threading.Thread(target=lambda: found.append(one.get("late")))
@@ -64,10 +64,10 @@ def test_waiting_for_a_value_ends_with_its_coming_its_bound_or_the_close() -> No
     other.set("late", b"value")
     waiting.join(60)
     assert found == [b"value"]
-    with pytest.raises(PairBroken, match="did not say never"):
+    with pytest.raises(PairBroken, match="did not set never"):
         one.wait(["never"], timedelta(seconds=0.01))
     one.close()
-    with pytest.raises(PairBroken, match="did not say never"):
+    with pytest.raises(PairBroken, match="did not set never"):
         one.get("never")
 
 
@@ -84,14 +84,14 @@ def test_messages_arrive_whole_and_in_order(pairs: tuple[RankPair, RankPair]) ->
 
 
 @pytest.mark.slow
-def test_a_receive_that_nobody_answers_breaks_the_pair(pairs: tuple[RankPair, RankPair]) -> None:
+def test_receive_timeout_breaks_the_pair(pairs: tuple[RankPair, RankPair]) -> None:
     source, destination = pairs
     data = torch.zeros(10)
     assert "Timed out" in broken(destination.run(lambda: destination.receive(data)))
     assert broken(source.run(lambda: source.send(data)))
 
 
-def test_a_closed_pair_takes_nothing_more(pairs: tuple[RankPair, RankPair]) -> None:
+def test_closed_pair_fails_on_both_sides(pairs: tuple[RankPair, RankPair]) -> None:
     source, destination = pairs
     source.close()
     source.close()
@@ -99,15 +99,15 @@ def test_a_closed_pair_takes_nothing_more(pairs: tuple[RankPair, RankPair]) -> N
     assert broken(destination.run(lambda: destination.receive(torch.zeros(1))))
 
 
-def test_nobody_on_the_other_side() -> None:
+def test_connecting_without_a_peer_times_out() -> None:
     store = MirrorStore(lambda key, value: None, 0.1)
     pair = RankPair(SOURCE, store, CPU, "127.0.0.1", 0.1)
-    assert "did not say" in broken(pair.connected())
+    assert "did not set" in broken(pair.connected())
     assert broken(pair.run(lambda: pair.send(torch.zeros(1))))
     pair.close()
 
 
-def test_a_close_ends_the_wait_for_the_other_side() -> None:
+def test_close_ends_the_wait_for_the_peer() -> None:
     pair = RankPair(SOURCE, MirrorStore(lambda key, value: None, 300), CPU, "127.0.0.1", 300)
     pair.close()
     assert broken(pair.connected())

@@ -1,11 +1,11 @@
-"""Fused products: each part's weight and bias have their place."""
+"""Fused linear layers, such as q, k and v, and the views of their weights and biases."""
 
 import torch
 
 from penstock.workers.layers.linear import empty_linear
 
 
-def test_parts_are_views_of_one_product() -> None:
+def test_parts_are_views_of_one_fused_layer() -> None:
     linear = empty_linear(5, (3, 2, 4), True, torch.float32, torch.device("cpu"))
     parts = linear.tensors(["q", "k", "v"])
     assert list(parts) == ["q.weight", "k.weight", "v.weight", "q.bias", "k.bias", "v.bias"]
@@ -16,7 +16,7 @@ def test_parts_are_views_of_one_product() -> None:
     torch.testing.assert_close(linear(x), torch.cat(expected, -1))
 
 
-def test_without_a_bias() -> None:
+def test_layer_without_a_bias() -> None:
     linear = empty_linear(5, (3,), False, torch.float32, torch.device("cpu"))
     assert linear.bias is None
     assert [tuple(part.shape) for part in linear.tensors(["o"]).values()] == [(3, 5)]

@@ -1,4 +1,4 @@
-"""Which products of a model are packed, and that it still computes the same."""
+"""Which linear layers of a model are packed, and that their results stay the same."""
 
 from pathlib import Path
 
@@ -24,13 +24,15 @@ def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     return load_model(tiny_checkpoint(tmp_path), "auto", CPU)[1]
 
 
-def test_every_product_is_found(decoder: Decoder) -> None:
+def test_every_linear_layer_is_found(decoder: Decoder) -> None:
     found = list(linears(decoder))
     assert len(found) == 4 * len(decoder.layers) + 1
-    assert not any(linear.packed for linear in found)  # no memory share, no second copy
+    assert not any(linear.packed for linear in found)  # MEMORY_FRACTION 0 allows no copies
 
 
-def test_blocked(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_packing_keeps_the_results(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(5, 32)
     before = [linear(x) for linear in linears(decoder) if linear.weight.shape[1] == 32]
     monkeypatch.setattr(packing, "MEMORY_FRACTION", 0.5)
@@ -40,7 +42,7 @@ def test_blocked(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 
 
-def test_in_panels_no_plain_weights_are_kept(
+def test_f32_panel_packing_keeps_the_results_but_no_plain_weights(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(5, 32)
@@ -53,21 +55,21 @@ def test_in_panels_no_plain_weights_are_kept(
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 
 
-def test_int8_keeps_no_plain_weights_but_the_embeddings(decoder: Decoder) -> None:
+def test_int8_packing_frees_all_plain_weights_except_the_embeddings(decoder: Decoder) -> None:
     pack(decoder, "int8")
     assert all(linear.weight.numel() == 0 for linear in linears(decoder))
     assert decoder.embeddings is not None
     assert decoder.embeddings.numel() > 0
 
 
-def test_a_router_stays_as_it_is(tmp_path: Path) -> None:
+def test_moe_router_is_not_packed(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "mixtral")
     decoder = load_model(tmp_path, "auto", CPU)[1]
-    [mixture, *_] = [layer.mlp for layer in decoder.layers]
-    assert mixture.router not in list(linears(mixture))  # type: ignore[union-attr]
-    assert len(list(linears(mixture))) == 2 * len(mixture.experts)  # type: ignore[union-attr]
+    [moe, *_] = [layer.mlp for layer in decoder.layers]
+    assert moe.router not in list(linears(moe))  # type: ignore[union-attr]
+    assert len(list(linears(moe))) == 2 * len(moe.experts)  # type: ignore[union-attr]
 
 
-def test_int8_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="int8 cannot be had: INT8 products take float32"):
+def test_int8_is_refused_for_bfloat16(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"int8 is not available: .*float32"):
         load_model(tiny_checkpoint(tmp_path), "bfloat16", CPU, quantization="int8")

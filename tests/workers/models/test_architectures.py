@@ -1,7 +1,7 @@
-"""Every causal language model of `transformers`: what `docs/models.md` says of it is what happens.
+"""Every causal language model of `transformers` behaves as `docs/models.md` documents.
 
-The document is the table of these tests: an architecture that it does not name fails, and so does
-one that does otherwise than it says.
+The tests are parametrized from that page: they fail for an architecture that it does not list, and
+for one that behaves differently.
 """
 
 import re
@@ -33,7 +33,7 @@ from tests.support.planner import generate
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 MAX_NEW = 6
-LENGTHS = (12, 37)  # ragged; cut into chunks, across a block and a window
+LENGTHS = (12, 37)  # of prompts; chunks of CHUNK tokens cross block and window boundaries
 CHUNK = 21
 
 
@@ -52,12 +52,12 @@ def exact() -> list[str]:
 
 @cache
 def refused() -> dict[str, str]:
-    """The words of the message, by architecture."""
+    """Return the documented part of the error message by architecture."""
     rows = (line.split("|") for line in _section("Refused, by name").splitlines() if "|" in line)
     return {name: row[1].strip() for row in rows for name in _named(row[3])}
 
 
-def test_every_architecture_is_named_once() -> None:
+def test_every_architecture_is_documented_once() -> None:
     others = [*exact(), *refused()]
     assert sorted(others) == sorted(KINDS.keys() - FAMILIES.keys())
     assert sorted(_named(_section("Ours"))) == sorted(FAMILIES)
@@ -69,7 +69,7 @@ def _has_windows(config: Any) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", exact())
-def test_exact(name: str, tmp_path: Path) -> None:
+def test_architecture_matches_transformers(name: str, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, KINDS[name])
     _, model = load(tmp_path, "auto", torch.device("cpu"))
     assert isinstance(model, TransformersModel)
@@ -78,13 +78,13 @@ def test_exact(name: str, tmp_path: Path) -> None:
     prompts = [numbers.integers(4, VOCAB_SIZE, length).tolist() for length in LENGTHS]
     expected = expected_answers(reference, prompts, MAX_NEW)
     first = torch.stack([rows[0] for rows in expected[1]])
-    assert (first[0] - first[1]).abs().max() > 0.01  # a prompt shows
+    assert (first[0] - first[1]).abs().max() > 0.01  # the prompt affects the logits
     check(generate(model, prompts, MAX_NEW, CHUNK), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["GlmForCausalLM", "Gemma3ForConditionalGeneration"])
-def test_the_engine_serves_it(name: str, tmp_path: Path) -> None:
+def test_engine_serves_architecture_through_transformers(name: str, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, KINDS[name])
     sizes: dict[str, Any] = {"kv_cache_mib": 1, "max_sequences": 8, "max_batched_tokens": 32}
     engine = Engine(WorkerConfig("w", tmp_path, **sizes))
@@ -99,7 +99,7 @@ def test_the_engine_serves_it(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", refused())
-def test_refused(name: str, tmp_path: Path) -> None:
+def test_refused_architecture_raises_the_documented_error(name: str, tmp_path: Path) -> None:
     if is_looked_over(KINDS[name]):
         make_checkpoint(tmp_path, KINDS[name])
     else:

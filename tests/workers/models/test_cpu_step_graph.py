@@ -1,4 +1,4 @@
-"""A decoder's decode steps as programs: what `transformers` answers, and what the decoder gives."""
+"""CPU step graphs match transformers; unsupported models and steps get no graph."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +32,7 @@ SMALL_EXPERTS = {
     "shared_expert_intermediate_size": 64,
 }
 
-PROGRAMS: dict[str, Callable[[], Any]] = {
+SUPPORTED: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**EVEN),
     "llama, an odd vocabulary": lambda: transformers.LlamaConfig(**EVEN | {"vocab_size": 307}),
     "llama, biases": lambda: transformers.LlamaConfig(
@@ -58,7 +58,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     ),
 }
 
-OTHERS: dict[str, Callable[[], Any]] = {
+UNSUPPORTED: dict[str, Callable[[], Any]] = {
     "layer norms": lambda: transformers.FalconConfig(
         vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
     ),
@@ -80,40 +80,41 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products of several outputs are in panels: large ones are, if vectors are wide."""
-    monkeypatch.setattr(packing, "MIN_WEIGHTS", 65)  # not a gate's
+    """Pack all linear layers with several outputs, as AVX-512 CPUs do with large ones."""
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 65)  # gates have 64 weights
     monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
 
 
-def made(folder: Path, config: Any, quantization: str = "none") -> tuple[Any, Decoder]:
+def make_models(folder: Path, config: Any, quantization: str = "none") -> tuple[Any, Decoder]:
+    """Return the transformers model and the decoder loaded from its checkpoint."""
     model = make_even(folder, config)
     decoder = load(folder, "float32", torch.device("cpu"), quantization=quantization)[1]
     assert isinstance(decoder, Decoder)
     return model, decoder
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_it_is_what_transformers_computes(
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_graph_matches_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference, decoder = made(tmp_path, PROGRAMS[name]())
-    program = build_cpu_step_graph(decoder, make_cache(decoder, 4))
-    assert program is not None
-    assert (program.logits is None) == ("odd" in name)
-    played, real = [], DecodeStepGraph.run
+    reference, decoder = make_models(tmp_path, SUPPORTED[name]())
+    graph = build_cpu_step_graph(decoder, make_cache(decoder, 4))
+    assert graph is not None
+    assert (graph.logits is None) == ("odd" in name)
+    runs, real = [], DecodeStepGraph.run
 
     def run(self: DecodeStepGraph, *given: Any) -> torch.Tensor:
-        played.append(given)
+        runs.append(given)
         return real(self, *given)
 
     monkeypatch.setattr(DecodeStepGraph, "run", run)
     numbers = np.random.default_rng(5)
     prompts = [numbers.integers(4, 300, length).tolist() for length in LENGTHS]
     check(generate(decoder, prompts, MAX_NEW), expected_answers(reference, prompts, MAX_NEW))
-    assert len(played) == MAX_NEW - 1
+    assert len(runs) == MAX_NEW - 1
 
 
-@pytest.mark.skipif(not cpu_packed_f32.has_amx(), reason="this machine has no matrix unit")
+@pytest.mark.skipif(not cpu_packed_f32.has_amx(), reason="requires AMX")
 @pytest.mark.parametrize(
     "config",
     [
@@ -124,20 +125,20 @@ def test_it_is_what_transformers_computes(
     ],
     ids=["llama", "mixtral"],
 )
-def test_int8_is_what_its_operations_compute(
+def test_int8_graph_matches_eager_execution(
     config: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, decoder = made(tmp_path, config(), "int8")
+    _, decoder = make_models(tmp_path, config(), "int8")
     assert build_cpu_step_graph(decoder, make_cache(decoder, 4)) is not None
     prompts = [list(range(4, 4 + length)) for length in LENGTHS]
-    played = generate(decoder, prompts, MAX_NEW)
+    actual = generate(decoder, prompts, MAX_NEW)
     monkeypatch.setattr(model_runner, "build_cpu_step_graph", lambda *_: None)
-    check(played, generate(decoder, prompts, MAX_NEW))
+    check(actual, generate(decoder, prompts, MAX_NEW))
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_whatever_else_there_is_has_none(name: str, tmp_path: Path) -> None:
-    _, decoder = made(tmp_path, OTHERS[name]())
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_model_gets_no_graph(name: str, tmp_path: Path) -> None:
+    _, decoder = make_models(tmp_path, UNSUPPORTED[name]())
     assert build_cpu_step_graph(decoder, make_cache(decoder, 4)) is None
 
 
@@ -150,8 +151,8 @@ def test_whatever_else_there_is_has_none(name: str, tmp_path: Path) -> None:
     ],
     ids=["sigmoid", "groups", "scale"],
 )
-def test_another_routing_has_none(routing: Routing, tmp_path: Path) -> None:
-    _, decoder = made(tmp_path, PROGRAMS["mixtral"]())
+def test_unsupported_routing_gets_no_graph(routing: Routing, tmp_path: Path) -> None:
+    _, decoder = make_models(tmp_path, SUPPORTED["mixtral"]())
     block = decoder.layers[0]
     assert isinstance(block.mlp, MoE)
     other = replace(block, mlp=replace(block.mlp, routing=routing))
@@ -159,16 +160,16 @@ def test_another_routing_has_none(routing: Routing, tmp_path: Path) -> None:
     assert build_cpu_step_graph(changed, make_cache(decoder, 4)) is None
 
 
-def test_steps_of_many_tokens_or_of_prompts_are_not_its(tmp_path: Path) -> None:
-    _, decoder = made(tmp_path, PROGRAMS["llama"]())
-    program = build_cpu_step_graph(decoder, make_cache(decoder, 4))
-    assert program is not None
-    assert program.supports(Planner([[5]] * MAX_ROWS, 1).plan(chunk=9))
-    assert not program.supports(Planner([[5]] * (MAX_ROWS + 1), 1).plan(chunk=9))
-    assert not program.supports(Planner([[5], [6, 7]], 1).plan(chunk=9))
+def test_graph_does_not_support_large_batches_or_prefill(tmp_path: Path) -> None:
+    _, decoder = make_models(tmp_path, SUPPORTED["llama"]())
+    graph = build_cpu_step_graph(decoder, make_cache(decoder, 4))
+    assert graph is not None
+    assert graph.supports(Planner([[5]] * MAX_ROWS, 1).plan(chunk=9))
+    assert not graph.supports(Planner([[5]] * (MAX_ROWS + 1), 1).plan(chunk=9))
+    assert not graph.supports(Planner([[5], [6, 7]], 1).plan(chunk=9))
 
 
-def test_a_token_outside_the_vocabulary_is_an_error(tmp_path: Path) -> None:
-    _, decoder = made(tmp_path, PROGRAMS["llama"]())
+def test_token_outside_the_vocabulary_raises(tmp_path: Path) -> None:
+    _, decoder = make_models(tmp_path, SUPPORTED["llama"]())
     with pytest.raises(IndexError):
         generate(decoder, [[320]], 1)

@@ -1,4 +1,4 @@
-"""The decoder against transformers: the same tokens, and the same logits within rounding."""
+"""The decoder compared with transformers: equal tokens, and equal logits within rounding."""
 
 from functools import cache
 from pathlib import Path
@@ -16,9 +16,9 @@ from tests.support.planner import generate
 
 pytestmark = pytest.mark.slow
 
-MAX_NEW = 20  # crosses a block, and every family's window
+MAX_NEW = 20  # long enough to cross a block and every family's window
 LENGTHS = (1, 5, 16, 33, 16, 15, 70)  # shorter than, equal to and longer than a block
-LEAST = {"phi3-long": 4}  # there transformers has other factors for shorter prompts
+MIN_LENGTH = {"phi3-long": 4}  # transformers uses the short RoPE factors for shorter prompts
 
 Model = tuple[Decoder, list[list[int]], Expected]
 
@@ -28,28 +28,28 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder: Path = tmp_path_factory.mktemp(request.param)
     reference = make_checkpoint(folder, request.param)
     _, decoder = load_model(folder, "auto", torch.device("cpu"))
-    prompts = make_prompts(LEAST.get(request.param, 1))
+    prompts = make_prompts(MIN_LENGTH.get(request.param, 1))
     return decoder, prompts, expected_answers(reference, prompts, MAX_NEW)
 
 
 @cache
-def make_prompts(least: int) -> list[list[int]]:
+def make_prompts(min_length: int) -> list[list[int]]:
     numbers = np.random.default_rng(5)
-    return [numbers.integers(4, VOCAB_SIZE, max(length, least)).tolist() for length in LENGTHS]
+    return [numbers.integers(4, VOCAB_SIZE, max(length, min_length)).tolist() for length in LENGTHS]
 
 
-def test_answers_vary(model: Model) -> None:
+def test_expected_answers_contain_many_different_tokens(model: Model) -> None:
     assert len({token for answer in model[2][0] for token in answer}) > 20
 
 
 @pytest.mark.parametrize("index", range(len(LENGTHS)))
-def test_alone(model: Model, index: int) -> None:
+def test_single_prompt_matches_transformers(model: Model, index: int) -> None:
     decoder, prompts, (answers, logits) = model
     found = generate(decoder, [prompts[index]], MAX_NEW)
     check(found, ([answers[index]], [logits[index]]))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 23, 100])
-def test_in_a_crowd_and_in_chunks(model: Model, chunk: int) -> None:
+def test_batched_chunked_prompts_match_transformers(model: Model, chunk: int) -> None:
     decoder, prompts, expected = model
     check(generate(decoder, prompts, MAX_NEW, chunk), expected)

@@ -1,4 +1,4 @@
-"""Every kind of rotary embedding against transformers' own numbers."""
+"""Frequencies and scale of every kind of RoPE, compared with transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama3": LLAMA3_ROPE,
     "yarn": YARN_ROPE,
     "yarn-untruncated": YARN_ROPE | {"truncate": False, "beta_fast": 8, "beta_slow": 2},
-    "yarn-of-deepseek": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3},
-    "yarn-told": YARN_ROPE | {"attention_factor": 1.7},
+    "yarn-deepseek": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn-attention-factor": YARN_ROPE | {"attention_factor": 1.7},
     "longrope": LONG_ROPE | {"original_max_position_embeddings": 48, "partial_rotary_factor": 0.67},
 }
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_as_in_transformers(name: str) -> None:
+def test_frequencies_and_scale_match_transformers(name: str) -> None:
     parameters = {"rope_theta": 700.0} | KINDS[name]
     config = transformers.LlamaConfig(
         num_attention_heads=4,

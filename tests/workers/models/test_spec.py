@@ -1,4 +1,4 @@
-"""What `config.json` is taken to say, and how a bad one is refused."""
+"""Parsing of `config.json` into a `ModelSpec`, and errors for unsupported or invalid values."""
 
 import json
 import math
@@ -52,12 +52,12 @@ def test_defaults(tmp_path: Path) -> None:
     assert spec.rope == RopeSpec(10000.0)
     assert spec.eos_tokens == (2,)
     assert not spec.tie_embeddings
-    assert read_spec(write(tmp_path, auto_map={"AutoModel": "x.py"})) == spec  # not run, not needed
+    assert read_spec(write(tmp_path, auto_map={"AutoModel": "x.py"})) == spec  # x.py is not run
     assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == (False, False, False)
     assert spec.kv_bytes_per_token(4) == 2 * 3 * 4 * 8 * 4
 
 
-def test_the_two_ways_of_writing_rope_scaling(tmp_path: Path) -> None:
+def test_old_and_new_rope_scaling_keys_are_equivalent(tmp_path: Path) -> None:
     expected = RopeSpec(5e5, "llama3", 8.0, 1.0, 4.0, 64)
     older = read_spec(write(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3))
     assert older.rope == expected
@@ -67,7 +67,7 @@ def test_the_two_ways_of_writing_rope_scaling(tmp_path: Path) -> None:
     assert oldest.rope == RopeSpec(10000.0, "linear", 2.0)
 
 
-def test_longrope_has_divisors_for_short_use(tmp_path: Path) -> None:
+def test_longrope_uses_the_short_factors_for_short_contexts(tmp_path: Path) -> None:
     rope = read_spec(write(tmp_path, **PHI3, rope_scaling=LONG)).rope
     assert (rope.kind, rope.factor, rope.divisors) == ("longrope", 2.0, (2.0, 4.0, 6.0, 8.0))
     yarn = write(tmp_path, **PHI3, rope_scaling=LONG | {"type": "yarn"})
@@ -78,7 +78,7 @@ def test_longrope_has_divisors_for_short_use(tmp_path: Path) -> None:
     assert short.rope.divisors == (1.0, 2.0, 3.0, 4.0)
 
 
-def test_code_that_a_checkpoint_brings_is_left_alone(tmp_path: Path) -> None:
+def test_custom_code_of_a_checkpoint_is_ignored(tmp_path: Path) -> None:
     assert read_spec(write(tmp_path, auto_map={"AutoModel": "x.py"})).family == "llama"
 
 
@@ -98,8 +98,8 @@ def test_falcon(tmp_path: Path) -> None:
     assert (wide.num_kv_heads, wide.intermediate_size, wide.qkv_bias) == (2, 50, True)
     assert (wide.names.attention_norm, wide.names.mlp_norm) == ("ln_attn", "ln_mlp")
     assert read_spec(write(tmp_path, **new, num_ln_in_parallel_attn=1)).norm_position == "once"
-    turns = read_spec(write(tmp_path, **FALCON, multi_query=False, parallel_attn=False))
-    assert (turns.num_kv_heads, turns.norm_position, turns.parallel) == (4, "before", False)
+    serial = read_spec(write(tmp_path, **FALCON, multi_query=False, parallel_attn=False))
+    assert (serial.num_kv_heads, serial.norm_position, serial.parallel) == (4, "before", False)
 
 
 OWN_KEYS = dict.fromkeys(
@@ -161,7 +161,7 @@ GPT_J: dict[str, Any] = {
     "n_head": 2,
     "n_layer": 3,
     "n_positions": 64,
-    "rotary_dim": 26,  # of 46: 46 * (26 / 46) is below 26
+    "rotary_dim": 26,  # head_dim 46; in floats, 46 * (26 / 46) < 26
 }
 
 
@@ -190,7 +190,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 9}
 
 
-def test_what_gemma_leaves_out(tmp_path: Path) -> None:
+def test_gemma_defaults_fill_missing_keys(tmp_path: Path) -> None:
     gemma2 = read_spec(write(tmp_path, architectures=["Gemma2ForCausalLM"]))
     assert (gemma2.attention_cap, gemma2.logit_cap, gemma2.head_dim) == (50.0, 30.0, 256)
     assert gemma2.windows == (4096, 0, 4096)
@@ -201,7 +201,7 @@ def test_what_gemma_leaves_out(tmp_path: Path) -> None:
     assert gemma3.attention_scale == 256**-0.5
 
 
-def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path: Path) -> None:
+def test_sliding_window_layers_have_their_own_rope(tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 8.0}
     older = read_spec(
         write(tmp_path, **GEMMA3, rope_theta=1e6, rope_local_base_freq=500.0, rope_scaling=scaling)
@@ -214,7 +214,7 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path: Path) -> None:
     assert read_spec(write(tmp_path, **GEMMA3, rope_parameters=both)).ropes == older.ropes
 
 
-def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+def test_generation_config_overrides_eos_tokens(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert read_spec(tmp_path).eos_tokens == (7, 9)
@@ -223,7 +223,7 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     assert read_spec(write(tmp_path, eos_token_id=None)).eos_tokens == ()
 
 
-def test_windows(tmp_path: Path) -> None:
+def test_sliding_windows_per_layer(tmp_path: Path) -> None:
     def windows(architecture: str, **changes: Any) -> tuple[int, ...]:
         folder = write(tmp_path, architectures=[architecture], sliding_window=9, **changes)
         return read_spec(folder).windows
@@ -237,7 +237,7 @@ def test_windows(tmp_path: Path) -> None:
     assert windows("Qwen3ForCausalLM", **upper, layer_types=named) == (9, 0, 0)
 
 
-def test_what_sets_the_families_apart(tmp_path: Path) -> None:
+def test_biases_and_qk_norms_of_each_family(tmp_path: Path) -> None:
     qwen2 = read_spec(write(tmp_path, architectures=["Qwen2ForCausalLM"]))
     assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, "")
     qwen3 = read_spec(write(tmp_path, architectures=["Qwen3ForCausalLM"]))
@@ -255,7 +255,7 @@ MOE = {
 }
 
 
-def test_experts(tmp_path: Path) -> None:
+def test_moe_settings(tmp_path: Path) -> None:
     spec = read_spec(write(tmp_path, **MOE, mlp_only_layers=[0], norm_topk_prob=True))
     assert spec.experts == ExpertsSpec(8, 2, 16, True, 0, (False, True, True))
     renamed = MOE | {"num_experts": "absent", "num_local_experts": 6}
@@ -272,7 +272,7 @@ V2 = {
 V3 = V2 | {"architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_group": 2}
 
 
-def test_latent_attention(tmp_path: Path) -> None:
+def test_mla_settings(tmp_path: Path) -> None:
     spec = read_spec(write(tmp_path, **V3, num_key_value_heads=4, head_dim=64))
     assert spec.latent == LatentSpec(512, 1536, plain_dim=128, rope_dim=64, value_dim=128)
     assert (spec.head_dim, spec.rotated_dim, spec.attention_scale) == (192, 64, 192**-0.5)
@@ -285,7 +285,7 @@ def test_latent_attention(tmp_path: Path) -> None:
     assert (lite.rank, lite.query_rank) == (20, 0)
 
 
-def test_stretched_rope_scales_the_scores_of_latent_attention(tmp_path: Path) -> None:
+def test_yarn_changes_the_attention_scale_of_mla(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 40, "mscale": 0.7, "mscale_all_dim": 0.5}
     stretched = read_spec(write(tmp_path, **V3, rope_scaling=yarn)).attention_scale
     assert stretched == pytest.approx(192**-0.5 * (0.05 * math.log(40) + 1) ** 2)
@@ -293,7 +293,7 @@ def test_stretched_rope_scales_the_scores_of_latent_attention(tmp_path: Path) ->
     assert read_spec(write(tmp_path, **V3, rope_scaling=without)).attention_scale == 192**-0.5
 
 
-def test_routing_in_groups(tmp_path: Path) -> None:
+def test_expert_routing_methods(tmp_path: Path) -> None:
     def routing(**changes: Any) -> RoutingSpec | None:
         experts = read_spec(write(tmp_path, **changes)).experts
         assert experts is not None
@@ -313,7 +313,7 @@ def test_routing_in_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"architectures": ["GPT9LM"]}, "GPT9LM is not served.*Llama.*Mistral.*Qwen2.*Qwen3"),
         ({"architectures": "absent"}, "no single architecture.*LlamaForCausalLM"),
@@ -345,13 +345,15 @@ def test_routing_in_groups(tmp_path: Path) -> None:
         ({"dtype": "float8"}, "float8"),
     ],
 )
-def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UnsupportedModel, match=words):
+def test_unsupported_setting_is_named_in_the_error(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
         read_spec(write(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         (MOE | {"num_experts": "absent"}, "num_local_experts is None"),
         (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*experts .8."),
@@ -394,7 +396,7 @@ def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], wo
                 "use_sliding_window": True,
                 "layer_types": ["full_attention"],
             },
-            "layer_types.*one entry a layer",
+            "layer_types.*one entry per layer",
         ),
         (
             {
@@ -406,13 +408,15 @@ def test_what_is_not_served_is_named(tmp_path: Path, changes: dict[str, Any], wo
         ),
     ],
 )
-def test_absurd_values_are_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadCheckpoint, match=words):
+def test_invalid_value_is_named_in_the_error(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadCheckpoint, match=message):
         read_spec(write(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         (b"{", "not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),
@@ -420,13 +424,15 @@ def test_absurd_values_are_named(tmp_path: Path, changes: dict[str, Any], words:
         (b"[1]", "no JSON object"),
     ],
 )
-def test_a_file_that_is_no_json(tmp_path: Path, text: bytes, words: str) -> None:
+def test_config_that_is_not_a_json_object_is_refused(
+    tmp_path: Path, text: bytes, message: str
+) -> None:
     (tmp_path / "config.json").write_bytes(text)
-    with pytest.raises(BadCheckpoint, match=words):
+    with pytest.raises(BadCheckpoint, match=message):
         read_spec(tmp_path)
 
 
-def test_no_folder_and_no_config(tmp_path: Path) -> None:
+def test_missing_folder_or_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="not a folder"):
         read_spec(tmp_path / "nowhere")
     with pytest.raises(BadCheckpoint, match=r"no config\.json"):

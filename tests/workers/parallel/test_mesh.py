@@ -1,4 +1,4 @@
-"""Places in a mesh: every rank has one, and together they have everything once."""
+"""Mesh coordinates: each rank has its own, and the ranks together own everything once."""
 
 import pytest
 from hypothesis import given
@@ -14,74 +14,74 @@ MESHES = st.builds(
 )
 
 
-def places(mesh: Mesh) -> list[MeshCoord]:
+def all_coords(mesh: Mesh) -> list[MeshCoord]:
     return [mesh.coord(rank) for rank in range(mesh.num_ranks)]
 
 
 @given(MESHES)
-def test_every_rank_has_a_place_of_its_own(mesh: Mesh) -> None:
-    found = {(place.stage, place.tp_rank) for place in places(mesh)}
+def test_every_rank_has_a_unique_coordinate(mesh: Mesh) -> None:
+    found = {(coord.stage, coord.tp_rank) for coord in all_coords(mesh)}
     assert found == {(stage, column) for stage in range(mesh.pp) for column in range(mesh.tp)}
-    experts = {(p.stage, p.ep_rank, p.expert_tp_rank) for p in places(mesh)}
+    experts = {(p.stage, p.ep_rank, p.expert_tp_rank) for p in all_coords(mesh)}
     assert len(experts) == mesh.num_ranks
 
 
 @given(MESHES)
-def test_the_rank_that_leads_has_the_logits(mesh: Mesh) -> None:
+def test_rank_0_is_in_the_last_stage(mesh: Mesh) -> None:
     first = mesh.coord(0)
     assert first.is_last
     assert first.tp_rank == 0
 
 
 @given(MESHES)
-def test_peers_agree_on_who_they_are(mesh: Mesh) -> None:
-    for place in places(mesh):
+def test_members_of_a_group_agree_on_its_ranks(mesh: Mesh) -> None:
+    for coord in all_coords(mesh):
         for group in ("stage_ranks", "expert_ranks"):
-            for rank in getattr(place, group):
-                assert getattr(mesh.coord(rank), group) == getattr(place, group)
-            assert place.rank in getattr(place, group)
-        assert {mesh.coord(rank).stage for rank in place.stage_ranks} == {place.stage}
-        assert {mesh.coord(r).expert_tp_rank for r in place.expert_ranks} == {place.expert_tp_rank}
-        assert [mesh.coord(r).ep_rank for r in place.expert_ranks] == list(range(mesh.ep))
+            for rank in getattr(coord, group):
+                assert getattr(mesh.coord(rank), group) == getattr(coord, group)
+            assert coord.rank in getattr(coord, group)
+        assert {mesh.coord(rank).stage for rank in coord.stage_ranks} == {coord.stage}
+        assert {mesh.coord(r).expert_tp_rank for r in coord.expert_ranks} == {coord.expert_tp_rank}
+        assert [mesh.coord(r).ep_rank for r in coord.expert_ranks] == list(range(mesh.ep))
 
 
 @given(MESHES)
-def test_hidden_states_pass_every_stage(mesh: Mesh) -> None:
-    for place in places(mesh):
-        if place.is_first:
-            seen = [place]
-            while (after := seen[-1].next_stage) is not None:
-                assert mesh.coord(after).prev_stage == seen[-1].rank
-                seen.append(mesh.coord(after))
-            assert [each.stage for each in seen] == list(range(mesh.pp))
-            assert {each.tp_rank for each in seen} == {place.tp_rank}
+def test_hidden_states_pass_through_every_stage_in_order(mesh: Mesh) -> None:
+    for coord in all_coords(mesh):
+        if coord.is_first:
+            path = [coord]
+            while (after := path[-1].next_stage) is not None:
+                assert mesh.coord(after).prev_stage == path[-1].rank
+                path.append(mesh.coord(after))
+            assert [each.stage for each in path] == list(range(mesh.pp))
+            assert {each.tp_rank for each in path} == {coord.tp_rank}
 
 
 @given(MESHES, st.integers(1, 40))
-def test_a_stage_has_every_token_and_the_stages_every_layer_once(mesh: Mesh, count: int) -> None:
+def test_tokens_are_divided_in_a_stage_and_layers_among_stages(mesh: Mesh, count: int) -> None:
     stage = [mesh.coord(rank) for rank in mesh.coord(0).stage_ranks]
-    assert [t for place in stage for t in place.tokens(count)] == list(range(count))
-    assert len({len(place.tokens(count)) for place in stage if place.tokens(count)}) <= 2
-    layers = sorted(layer for place in places(mesh) if place.tp_rank == 0
-                    for layer in place.layers(count))  # fmt: skip
+    assert [t for coord in stage for t in coord.tokens(count)] == list(range(count))
+    assert len({len(coord.tokens(count)) for coord in stage if coord.tokens(count)}) <= 2
+    layers = sorted(layer for coord in all_coords(mesh) if coord.tp_rank == 0
+                    for layer in coord.layers(count))  # fmt: skip
     assert layers == list(range(count))
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
-def test_what_is_owned_is_owned_once_and_evenly(num_items: int, num_owners: int) -> None:
+def test_even_partition_assigns_each_item_once_and_evenly(num_items: int, num_owners: int) -> None:
     parts = [even_partition(num_items, num_owners, owner) for owner in range(num_owners)]
     assert [item for part in parts for item in part] == list(range(num_items))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "message"),
     [
         ((2, 1, 4), "ep 4 does not divide tp 2"),
         ((1, 1, 2), "ep 2 does not divide tp 1"),
         ((0, 1, 1), "must be 1 or more"),
     ],
 )
-def test_no_mesh(shape: tuple[int, int, int], said: str) -> None:
-    with pytest.raises(BadShape, match=said):
+def test_invalid_mesh_is_refused(shape: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(BadShape, match=message):
         Mesh(*shape)

@@ -1,6 +1,6 @@
-"""Workers of several ranks, each a process: every shape gives the answers of one rank.
+"""Workers whose ranks are processes: every mesh gives the answers of one rank.
 
-One group of processes serves all cases; torch is loaded once in each.
+All cases share one group of processes, so that each imports torch only once.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def one_rank(folder: Path, name: str) -> tuple[Path, Answers]:
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_every_shape_gives_the_answers_of_one_rank(
+def test_every_mesh_gives_the_answers_of_one_rank(
     ranks: RankProcesses, folder: Path, name: str, mesh: tuple[int, int, int]
 ) -> None:
     model, expected = one_rank(folder, name)
@@ -58,7 +58,7 @@ def test_every_shape_gives_the_answers_of_one_rank(
 @pytest.mark.parametrize(
     ("name", "mesh"), [("llama", (4, 1, 1)), ("qwen2-moe", (4, 1, 2)), ("deepseek", (2, 2, 2))]
 )
-def test_a_shape_gives_the_same_bits_twice(
+def test_repeated_runs_on_one_mesh_give_equal_bits(
     ranks: RankProcesses, folder: Path, name: str, mesh: tuple[int, int, int]
 ) -> None:
     model, _ = one_rank(folder, name)
@@ -69,10 +69,10 @@ def test_a_shape_gives_the_same_bits_twice(
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("llama", (2, 1, 1)), ("qwen2-moe", (2, 1, 2))])
-def test_a_deterministic_worker_of_two_ranks(
+def test_deterministic_mode_gives_equal_bits_with_two_ranks(
     ranks: RankProcesses, folder: Path, name: str, mesh: tuple[int, int, int]
 ) -> None:
-    """A request's bits are its own in any company, on this worker and on another of its shape."""
+    """A request's bits depend neither on its batch nor on which worker of this mesh runs it."""
     model, _ = one_rank(folder, name)
     sizes = {"deterministic": True, "kv_cache_mib": 2, "max_batched_tokens": 64}
     workers = [run_all_schedules_after_warm_up, *([run_all_schedules] if name == "llama" else [])]
@@ -83,7 +83,7 @@ def test_a_deterministic_worker_of_two_ranks(
     assert all(found == expected for found in others)
 
 
-def test_narrow_numbers(ranks: RankProcesses, folder: Path) -> None:
+def test_bfloat16_logits_are_close_to_those_of_one_rank(ranks: RankProcesses, folder: Path) -> None:
     model, _ = one_rank(folder, "llama")
     found = ranks.answers(model, (2, 1, 1), dtype="bfloat16")
     expected = answer(Engine(rank_config(model, dtype="bfloat16")))
@@ -91,10 +91,10 @@ def test_narrow_numbers(ranks: RankProcesses, folder: Path) -> None:
         torch.testing.assert_close(ours[0], theirs[0], rtol=0.1, atol=0.2)
 
 
-def test_a_dead_rank_ends_the_worker(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "llama", "llama")  # of its own: its workers wait for ever
-    running = model.with_suffix(".wait")
-    running.touch()
+def test_killed_rank_fails_the_worker(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "llama", "llama")  # own folder: the .wait file blocks its workers
+    wait_file = model.with_suffix(".wait")
+    wait_file.touch()
     with rank_processes(2) as two:
         two.begin(model, (2, 1, 1))
         assert two.hear(0) == "answering"

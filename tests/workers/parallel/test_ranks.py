@@ -1,4 +1,4 @@
-"""Workers of several ranks, in threads: the answers of one rank. More shapes: `test_processes`."""
+"""Workers whose ranks are threads give the answers of one rank. More meshes: `test_processes`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,11 +29,13 @@ pytestmark = pytest.mark.slow
 
 T = TypeVar("T")
 
-NARROW: dict[str, Any] = {"kv_cache_dtype": "bfloat16"}
+BFLOAT16_CACHE: dict[str, Any] = {"kv_cache_dtype": "bfloat16"}
 
 
-def made_by(use: Callable[[Engine], T], model: Path, mesh: tuple[int, int, int], **more: Any) -> T:
-    """What `use` makes of the engine of a worker of that shape."""
+def run_on_mesh(
+    use: Callable[[Engine], T], model: Path, mesh: tuple[int, int, int], **more: Any
+) -> T:
+    """Return the result of `use` for the engine of a worker with this mesh."""
 
     def work(rank: int, store: LocalStore) -> T | None:
         config = replace(rank_config(model, mesh, **more), rank=rank)
@@ -59,20 +61,24 @@ def made_by(use: Callable[[Engine], T], model: Path, mesh: tuple[int, int, int],
         ("deepseek", (2, 1, 2)),
     ],
 )
-def test_the_answers_of_one_rank(tmp_path: Path, name: str, mesh: tuple[int, int, int]) -> None:
+def test_mesh_gives_the_answers_of_one_rank(
+    tmp_path: Path, name: str, mesh: tuple[int, int, int]
+) -> None:
     model = make_model(tmp_path, name)
     expected = answer(Engine(rank_config(model)))
     assert len({token for tokens in expected.tokens for token in tokens}) > 8
-    agree(made_by(answer, model, mesh), expected)
+    agree(run_on_mesh(answer, model, mesh), expected)
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)])
-def test_a_narrow_cache(tmp_path: Path, mesh: tuple[int, int, int]) -> None:
-    """Sums in another order round a key otherwise now and then: little beside all rounding."""
+def test_bfloat16_cache_stays_close_to_that_of_one_rank(
+    tmp_path: Path, mesh: tuple[int, int, int]
+) -> None:
+    """Ranks sum in another order, which adds less than 20% of the bfloat16 rounding error."""
     model = make_model(tmp_path, "llama")
     wide = answer(Engine(rank_config(model)))
-    expected = answer(Engine(rank_config(model, **NARROW)))
-    found = made_by(answer, model, mesh, **NARROW)
+    expected = answer(Engine(rank_config(model, **BFLOAT16_CACHE)))
+    found = run_on_mesh(answer, model, mesh, **BFLOAT16_CACHE)
     firsts = [torch.stack([rows[0] for rows in each.logits]) for each in (found, expected, wide)]
     ours, theirs, exact = firsts
     rounding = (theirs - exact).abs().max()
@@ -82,22 +88,22 @@ def test_a_narrow_cache(tmp_path: Path, mesh: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)])
-def test_a_narrow_cache_forked_shared_preempted_and_moved(
+def test_bfloat16_cache_gives_equal_bits_under_all_schedules(
     tmp_path: Path, mesh: tuple[int, int, int]
 ) -> None:
     sizes = {"deterministic": True, "kv_cache_mib": 2, "max_batched_tokens": 64}
     model = make_model(tmp_path, "llama")
-    expected, *others = made_by(run_all_schedules, model, mesh, **NARROW, **sizes)
+    expected, *others = run_on_mesh(run_all_schedules, model, mesh, **BFLOAT16_CACHE, **sizes)
     assert all(found == expected for found in others)
 
 
-def test_the_load_of_experts_is_counted(tmp_path: Path) -> None:
+def test_expert_load_counts_every_token(tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen2-moe")
-    told: list[float] = []
+    imbalances: list[float] = []
 
     def count(engine: Engine) -> list[torch.Tensor]:
         answer(engine)
-        told.append(engine.load().expert_imbalance)
+        imbalances.append(engine.load().expert_imbalance)
         blocks = cast(Decoder, engine._runner.decoder).layers
         return [block.mlp.load for block in blocks if isinstance(block.mlp, ExpertParallelMoE)]
 
@@ -110,9 +116,9 @@ def test_the_load_of_experts_is_counted(tmp_path: Path) -> None:
 
     loads = in_threads(2, work)[0]
     assert loads is not None
-    # The token drawn last is not computed.
+    # The last token of an answer is sampled but not computed.
     num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (NUM_NEW - 1)
     assert [int(load.sum()) for load in loads] == [3 * num_tokens] * 2
     assert all((load > 0).sum() > 3 for load in loads)
     ratios = [float(load.max() / load.double().mean()) for load in loads]
-    assert told == [pytest.approx(sum(ratios) / 2)]
+    assert imbalances == [pytest.approx(sum(ratios) / 2)]

@@ -1,4 +1,4 @@
-"""What the other ranks of a worker say of the blocks that they move."""
+"""Reports of follower ranks on their KV transfer moves."""
 
 from datetime import timedelta
 from typing import Any, cast
@@ -10,8 +10,8 @@ from penstock.workers.parallel.communicator import Communicator
 from penstock.workers.parallel.remote_movers import Reporter
 
 
-class Sent:
-    """A send that ends when it is waited for: by an error if the leading rank is gone."""
+class FakeSend:
+    """A pending send; `wait` raises if rank 0 is gone."""
 
     def __init__(self, gone: bool) -> None:
         self._gone = gone
@@ -21,25 +21,25 @@ class Sent:
             raise RuntimeError(f"Timed out waiting {timeout} for send operation to complete")
 
 
-class Hosts:
-    """The communicator; from `stays` messages on the leading rank is gone."""
+class FakeCommunicator:
+    """A communicator to rank 0, which is gone after `num_delivered` reports (two sends each)."""
 
-    def __init__(self, stays: int) -> None:
+    def __init__(self, num_delivered: int) -> None:
         self.sizes: list[int] = []
         self.waits = 0
-        self._stays = stays
+        self._num_delivered = num_delivered
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
         assert rank == 0
         self.sizes.append(tensors[0].nbytes)
-        self.waits += len(self.sizes) // 2 > self._stays
-        return Sent(len(self.sizes) // 2 > self._stays)
+        self.waits += len(self.sizes) // 2 > self._num_delivered
+        return FakeSend(len(self.sizes) // 2 > self._num_delivered)
 
 
-def test_a_leading_rank_that_is_gone_is_waited_for_once() -> None:
-    hosts = Hosts(stays=2)
-    reporter = Reporter(cast(Communicator, hosts), seconds=60.0)
+def test_reporter_waits_for_a_lost_rank_0_only_once() -> None:
+    communicator = FakeCommunicator(num_delivered=2)
+    reporter = Reporter(cast(Communicator, communicator), seconds=60.0)
     for epoch in range(1, 9):
         reporter.report(wire.Report(settled=epoch))
-    # Two arrived, the third did not, which the fourth found out; the others were not tried.
-    assert len(hosts.sizes) == 2 * 3
+    # Two reports arrived and the third was lost; the fourth and later ones were not sent.
+    assert len(communicator.sizes) == 2 * 3

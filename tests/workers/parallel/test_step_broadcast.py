@@ -1,4 +1,4 @@
-"""Plans on their way: encoded, through shared memory and by gloo, and what can go wrong there."""
+"""Broadcast of step plans: encoding, the shared-memory ring, gloo, and their failures."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         positions=draw(ints(tokens)),
         query_starts=draw(ints(num + 1)),
         context_lens=draw(ints(num)),
-        block_tables=draw(ints(num, columns + 2))[:, :columns],  # not contiguous, as tables are
+        block_tables=draw(ints(num, columns + 2))[:, :columns],  # not contiguous, as in a real plan
         slots=draw(ints(tokens)),
         samples=draw(arrays.arrays(np.bool_, num)),
         copies=draw(ints(draw(st.integers(0, 3)), 2)),
@@ -46,7 +46,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
 
 
 @given(plans())
-def test_a_plan_arrives_as_it_was(plan: StepPlan) -> None:
+def test_decoded_plan_equals_the_encoded_plan(plan: StepPlan) -> None:
     found = decode(encode(plan))
     assert isinstance(found, StepPlan)
     assert found.number == plan.number
@@ -54,10 +54,10 @@ def test_a_plan_arrives_as_it_was(plan: StepPlan) -> None:
         if name not in ("number", "ahead"):
             np.testing.assert_array_equal(getattr(found, name), getattr(plan, name))
             assert getattr(found, name).dtype == getattr(plan, name).dtype
-            assert getattr(found, name).flags.writeable, "as compiled kernels want it"
+            assert getattr(found, name).flags.writeable, "compiled kernels require it"
 
 
-def test_the_largest_plan_fits() -> None:
+def test_largest_plan_fits_into_max_plan_bytes() -> None:
     sequences, tokens, columns = 7, 20, 11
     pairs = np.full((sequences, 2), -1, np.int32)
     full = np.full(tokens, -1, np.int32)
@@ -88,7 +88,7 @@ def make_ring(num_readers: int, seconds: float = 20.0) -> tuple[ShmRingWriter, l
     return writer, readers
 
 
-def test_every_reader_reads_everything_in_order() -> None:
+def test_every_reader_receives_all_messages_in_order() -> None:
     writer, readers = make_ring(3)
     messages = [os.urandom(n % 65) for n in range(200)]
     with ThreadPoolExecutor(3) as threads:
@@ -99,7 +99,7 @@ def test_every_reader_reads_everything_in_order() -> None:
             assert found.result() == messages
 
 
-def test_counters_go_round() -> None:
+def test_ring_counters_wrap_around() -> None:
     writer, readers = make_ring(2)
     start = (1 << 32) - 3
     writer._number = start
@@ -112,23 +112,23 @@ def test_counters_go_round() -> None:
         assert [reader.read() for reader in readers] == [bytes([number])] * 2
 
 
-def test_a_reader_that_falls_behind_is_noticed() -> None:
+def test_writer_raises_if_a_reader_falls_behind() -> None:
     writer, (reader, _) = make_ring(2, seconds=0.05)
     for number in range(4):
         writer.write(bytes([number]))
         reader.read()
-    with pytest.raises(RankLost, match="took no step plan"):
+    with pytest.raises(RankLost, match="read no step plan"):
         writer.write(b"one too many")
 
 
-def test_a_message_that_is_too_long_is_refused() -> None:
+def test_oversized_message_is_refused() -> None:
     writer, _ = make_ring(1)
-    with pytest.raises(ValueError, match="65 bytes, and 64 is most"):
+    with pytest.raises(ValueError, match=r"65 bytes .* \(64 bytes\)"):
         writer.write(bytes(65))
 
 
 @pytest.mark.process
-def test_a_reader_in_another_process_and_the_writer_s_death() -> None:
+def test_reader_raises_after_the_writer_process_is_killed() -> None:
     code = (
         "import sys\n"
         "from penstock.workers.parallel.shm_ring import ShmRingWriter\n"
@@ -149,18 +149,18 @@ def test_a_reader_in_another_process_and_the_writer_s_death() -> None:
     writer.stdin.flush()
     assert reader.read() == b"a plan"
     writer.kill()
-    with pytest.raises(RankLost, match="the leading rank is gone"):
+    with pytest.raises(RankLost, match="rank 0 has exited"):
         reader.read()
     writer.communicate()
 
 
-@pytest.mark.parametrize("far", [(), (2,), (1, 2)])
-def test_plans_reach_ranks_on_any_node(far: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("remote", [(), (2,), (1, 2)])
+def test_plans_reach_ranks_on_any_node(remote: tuple[int, ...]) -> None:
     store = LocalStore()
     messages = [b"one", os.urandom(5000), b"three", b""]
 
     def read(rank: int) -> list[bytes]:
-        node = f"node {rank}" if rank in far else "near"
+        node = f"node {rank}" if rank in remote else "near"
         reader = connect_plan_reader(store, rank, 3, node, "127.0.0.1")
         return [reader.read() for _ in messages]
 

@@ -1,4 +1,4 @@
-"""Engines whose keys and values are kept in bfloat16 while they compute in float32."""
+"""Engines that keep the KV cache in bfloat16 and compute in float32."""
 
 import logging
 from dataclasses import replace
@@ -52,7 +52,7 @@ def make_engine(checkpoint: Path, **other: Any) -> Engine:
         ("bfloat16", "none", BF16, BF16),
     ],
 )
-def test_what_keys_and_values_are_kept_in(
+def test_choice_of_the_cache_dtype(
     name: str, quantization: str, dtype: torch.dtype, chosen: torch.dtype
 ) -> None:
     assert choose_cache_dtype(name, quantization, dtype, CPU) == chosen
@@ -62,17 +62,17 @@ def test_what_keys_and_values_are_kept_in(
     ("name", "dtype", "device"),
     [("float32", BF16, "cpu"), ("bfloat16", FP16, "cpu"), ("bfloat16", FP32, "cuda")],
 )
-def test_what_cannot_be_had_is_refused_by_name(name: str, dtype: torch.dtype, device: str) -> None:
-    with pytest.raises(ValueError, match=f"kv_cache_dtype {name} cannot be had") as caught:
+def test_unavailable_cache_dtype_is_refused(name: str, dtype: torch.dtype, device: str) -> None:
+    with pytest.raises(ValueError, match=f"kv_cache_dtype {name} is not available") as caught:
         choose_cache_dtype(name, "none", dtype, torch.device(device))
     assert "\n" not in str(caught.value)
 
 
-def test_a_gpu_keeps_what_it_computes_in() -> None:
+def test_auto_on_a_gpu_chooses_the_compute_dtype() -> None:
     assert choose_cache_dtype("auto", "none", BF16, torch.device("cuda")) == BF16
 
 
-def test_int8_narrows_and_twice_the_blocks_fit(checkpoint: Path) -> None:
+def test_int8_uses_a_bfloat16_cache_with_twice_the_blocks(checkpoint: Path) -> None:
     wide = make_engine(checkpoint, quantization="int8", kv_cache_dtype="float32")
     narrow = make_engine(checkpoint, quantization="int8")
     assert (wide.cache.data.dtype, narrow.cache.data.dtype) == (FP32, BF16)
@@ -81,23 +81,22 @@ def test_int8_narrows_and_twice_the_blocks_fit(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_alone_and_in_a_crowd_and_preempted(checkpoint: Path, quantization: str) -> None:
+def test_answers_are_equal_alone_and_batched(checkpoint: Path, quantization: str) -> None:
     given = {"quantization": quantization, "kv_cache_dtype": "bfloat16"}
     engine = make_engine(checkpoint, **given)
     lengths = (1, 15, 16, 17, 31, 33, 60)
     expected = {n: run_greedy(engine, PROMPT[:n], NUM_TOKENS) for n in lengths}
-    for few in (False, True):
-        # 16 blocks hold the longest, and not all of them at once.
-        sizes = {"max_model_len": 256, "block_size": 4} if few else {}
-        crowd = make_engine(checkpoint, **given, **sizes)
+    for small_blocks in (False, True):
+        sizes = {"max_model_len": 256, "block_size": 4} if small_blocks else {}
+        batched = make_engine(checkpoint, **given, **sizes)
         for n in lengths:
-            crowd.submit(greedy_sequence(n, PROMPT[:n], NUM_TOKENS, salt=b"crowd"))
-        assert run_out(crowd) == expected
-        crowd.batcher.check()
+            batched.submit(greedy_sequence(n, PROMPT[:n], NUM_TOKENS, salt=b"batched"))
+        assert run_out(batched) == expected
+        batched.batcher.check()
 
 
-def test_tokens_hardly_differ_from_those_of_a_wide_cache(checkpoint: Path) -> None:
-    """A key is off by a 500th at most: what is drawn is the same but for near ties."""
+def test_tokens_rarely_differ_from_those_of_a_float32_cache(checkpoint: Path) -> None:
+    """Rounding changes a key by at most 1/500, so greedy tokens differ only at near ties."""
     wide, narrow = (make_engine(checkpoint, kv_cache_dtype=name) for name in ("auto", "bfloat16"))
     answers = [
         (run_greedy(wide, PROMPT[:n], 4), run_greedy(narrow, PROMPT[:n], 4))
@@ -108,7 +107,7 @@ def test_tokens_hardly_differ_from_those_of_a_wide_cache(checkpoint: Path) -> No
 
 @pytest.fixture(scope="module", params=["none", "int8"])
 def exact(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
-    """One whose answers' bits depend on nothing else, its small products of INT8 too."""
+    """An engine in deterministic mode; with INT8, even its small linear layers are quantized."""
     sizes = {"kv_cache_mib": 2, "max_batched_tokens": 64, "block_size": 4, "max_sequences": 11}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "MIN_WEIGHTS", 1)
@@ -119,19 +118,19 @@ def exact(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
 
 
 @pytest.mark.slow
-def test_forked_cached_preempted_and_moved(exact: Engine) -> None:
+def test_answers_have_equal_bits_under_all_schedules(exact: Engine) -> None:
     expected, *others = run_all_schedules(exact)
     assert all(found == expected for found in others)
 
 
-def searching(key: Key, prompt: list[int], width: int) -> NewSequence:
+def beam_search(key: Key, prompt: list[int], width: int) -> NewSequence:
     params = SamplingParams(n=width, use_beam_search=True, length_penalty=0.0, max_tokens=12)
     siblings = tuple(Sibling(choice, prompt) for choice in range(1, width))
     return NewSequence(key, prompt, len(prompt), params, siblings=siblings)
 
 
-def found_by(engine: Engine) -> dict[Key, list[tuple[list[int], float]]]:
-    """Of each search the answers with their scores, once nothing is left to compute."""
+def run_beam_searches(engine: Engine) -> dict[Key, list[tuple[list[int], float]]]:
+    """Run the engine until idle; return each beam search's answers and scores by key."""
     found: list[BeamResult] = []
     while (result := engine.step()).output is not None:
         found += result.beam_results
@@ -140,7 +139,7 @@ def found_by(engine: Engine) -> dict[Key, list[tuple[list[int], float]]]:
 
 
 def score_of(engine: Engine, prompt: list[int], answer: list[int]) -> float:
-    """What the engine gives to an answer that it is shown as a prompt."""
+    """Return the sum of the logprobs of `answer`, computed as the end of a prompt."""
     tokens = [*prompt, *answer]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     engine.submit(NewSequence("shown", tokens, len(tokens), params, salt=b"shown"))
@@ -152,52 +151,54 @@ def score_of(engine: Engine, prompt: list[int], answer: list[int]) -> float:
 
 
 @pytest.mark.slow
-def test_beams_alone_and_in_a_crowd_with_preemptions(exact: Engine) -> None:
+def test_beam_search_is_equal_alone_and_batched_with_preemptions(exact: Engine) -> None:
     prompts = {0: (PROMPT[:9], 4), 1: (PROMPT[:16], 3), 2: (PROMPT[3:36], 5)}
-    alone: dict[Key, list[tuple[list[int], float]]] = {}
+    expected: dict[Key, list[tuple[list[int], float]]] = {}
     for number, (prompt, width) in prompts.items():
         exact.batcher = Batcher(exact.limits)
-        exact.submit(searching(number, prompt, width))
-        alone |= found_by(exact)
+        exact.submit(beam_search(number, prompt, width))
+        expected |= run_beam_searches(exact)
     exact.batcher = Batcher(replace(exact.limits, num_blocks=30, watermark=0))
     for number, (prompt, width) in prompts.items():
-        exact.submit(searching(number, prompt, width))
+        exact.submit(beam_search(number, prompt, width))
         exact.submit(greedy_sequence(f"greedy {number}", PROMPT[number : number + 11], 30))
-    assert found_by(exact) == alone
+    assert run_beam_searches(exact) == expected
     assert exact.load().preemptions > 0
     exact.batcher = Batcher(exact.limits)
     for number, (prompt, width) in prompts.items():
-        assert len({tuple(tokens) for tokens, _ in alone[number]}) == width
-        for tokens, score in alone[number]:
+        assert len({tuple(tokens) for tokens, _ in expected[number]}) == width
+        for tokens, score in expected[number]:
             assert score == pytest.approx(score_of(exact, prompt, tokens), abs=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek-v2", "gpt-neox"])
-def test_latent_rows_and_what_transformers_computes(tmp_path: Path, family: str) -> None:
+def test_bfloat16_cache_with_mla_and_with_the_transformers_backend(
+    tmp_path: Path, family: str
+) -> None:
     make_checkpoint(tmp_path, family)
     engine = make_engine(tmp_path, kv_cache_dtype="bfloat16", block_size=4)
     assert engine.cache.data.dtype == BF16
     expected = {n: run_greedy(engine, PROMPT[:n], NUM_TOKENS) for n in (1, 9, 30)}
     for n in expected:
-        engine.submit(greedy_sequence(n, PROMPT[:n], NUM_TOKENS, salt=b"crowd"))
+        engine.submit(greedy_sequence(n, PROMPT[:n], NUM_TOKENS, salt=b"batched"))
     assert run_out(engine) == expected
 
 
-def test_layouts_tell_caches_apart(checkpoint: Path) -> None:
+def test_layouts_of_different_cache_dtypes_do_not_match(checkpoint: Path) -> None:
     wide, narrow = (
         make_engine(checkpoint, kv_cache_dtype=name).layout for name in ("float32", "bfloat16")
     )
     assert layout_mismatch(wide, wide) == ""
-    said = "its KV cache is of bfloat16, ours of float32: give both one kv_cache_dtype"
-    assert layout_mismatch(narrow, wide) == said
-    assert "another model" in layout_mismatch(
+    expected = "its KV cache is of bfloat16, ours of float32: use the same kv_cache_dtype"
+    assert layout_mismatch(narrow, wide) == expected
+    assert "the same model" in layout_mismatch(
         make_engine(checkpoint, dtype="bfloat16").layout, narrow
     )
 
 
-async def drained(pools: HandOvers) -> None:
-    """One that is half done goes on elsewhere: nothing is computed again."""
+async def check_drain(pools: HandOvers) -> None:
+    """Move a half-generated request, as in a drain, and check that nothing is recomputed."""
     expected = await pools.mixed(PROMPT[:70], 60)
     computed = pools.decode.load.prompt_tokens_computed
     moving = await pools.half_done(PROMPT[:70], 60, after=5)
@@ -211,31 +212,31 @@ async def drained(pools: HandOvers) -> None:
 
 
 @pytest.mark.asyncio
-async def test_kv_transfers_within_a_dtype_and_not_between_two(
+async def test_kv_transfers_require_equal_cache_dtypes(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: Any = {"kv_cache_mib": 1, "transfer_seconds": 20.0}
     names = {"prefill": "bfloat16", "decode": "bfloat16", "wide": "float32"}
-    running = {
+    workers = {
         name: await serve_worker(WorkerConfig(name, checkpoint, kv_cache_dtype=dtype, **given))
         for name, dtype in names.items()
     }
-    for target, moves in (("decode", True), ("wide", False)):
-        pools = await HandOvers.open(running["prefill"].address, running[target].address)
+    for target, compatible in (("decode", True), ("wide", False)):
+        pools = await HandOvers.open(workers["prefill"].address, workers[target].address)
         expected = await pools.mixed(PROMPT[:70], NUM_TOKENS)
         moving = await pools.prefilled(PROMPT[:70], NUM_TOKENS)
-        if moves:
+        if compatible:
             assert await moving.whole() == expected
             received = await pools.decode.message("received", moving.request)
             assert received.bytes == 5 * 16 * BYTES_PER_TOKEN
-            await drained(pools)
+            await check_drain(pools)
         else:
-            # One that does not look at the layout of its source is told when they meet.
+            # The submission names a matching layout, so the mismatch is found only on connecting.
             with caplog.at_level(logging.WARNING):
                 await moving.submit(layout=pools.decode.welcome.layout)
                 await moving.send()
                 failed = await pools.decode.message("failed", moving.request)
             assert "KV cache is of bfloat16, ours of float32" in failed.reason + caplog.text
         await pools.close()
-    for worker in running.values():
+    for worker in workers.values():
         await worker.stop()

@@ -1,4 +1,4 @@
-"""A worker's process, tuned before torch is there."""
+"""Tuning of a worker's process (memory allocator, OpenMP) before torch is imported."""
 
 import ctypes
 import os
@@ -39,16 +39,16 @@ def run(**environment: str) -> list[str]:
 
 
 @pytest.mark.process
-@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_freed_memory_is_kept_and_threads_wait_a_little() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="requires glibc")
+def test_freed_memory_is_kept_and_threads_spin_briefly() -> None:
     spins, faults = run()
     assert spins == SPINS
     assert int(faults) < 100
 
 
 @pytest.mark.process
-@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_a_users_own_settings_stay() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="requires glibc")
+def test_settings_of_the_user_are_kept() -> None:
     spins, faults = run(OMP_WAIT_POLICY="active", MALLOC_ARENA_MAX="2")
     assert spins == "None"
     assert int(faults) > 100
@@ -65,7 +65,7 @@ import numba
 assert numba.threading_layer() == "omp"
 print({line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line})
 import ctypes
-assert ctypes.CDLL("libgomp.so.1.0.0").omp_get_max_active_levels() == 1  # no teams in teams
+assert ctypes.CDLL("libgomp.so.1.0.0").omp_get_max_active_levels() == 1  # no nested teams
 """
 
 
@@ -78,8 +78,8 @@ def has_openmp() -> bool:
 
 
 @pytest.mark.process
-@pytest.mark.skipif(not has_openmp(), reason="numba has no OpenMP here")
-def test_torch_and_numba_have_one_pool_of_threads() -> None:
+@pytest.mark.skipif(not has_openmp(), reason="requires libgomp, which numba uses for OpenMP")
+def test_torch_and_numba_share_one_thread_pool() -> None:
     command = [sys.executable, "-c", POOLS]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.count("libgomp") == 1

@@ -1,4 +1,4 @@
-"""Beam search against `transformers`: the pure search on random numbers, the engine on models."""
+"""Beam search compared with `transformers`: the search alone on random logits, and the engine."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = [5 + (7 * i) % 290 for i in range(40)]
 MANY = tuple(range(2, VOCAB_SIZE, 9))
-"""Stop tokens, so that searches of random models end by them."""
+"""Stop tokens, enough of them that searches of random models end at one."""
 
 
 def params_of(width: int, max_tokens: int, **given: Any) -> SamplingParams:
@@ -35,7 +35,7 @@ def params_of(width: int, max_tokens: int, **given: Any) -> SamplingParams:
 
 
 def expected_of(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
-    """What transformers finds."""
+    """Return the answers that transformers finds."""
     stops = list(params.stop_token_ids)
     generated = model.generate(
         torch.tensor([list(prompt)]),
@@ -56,7 +56,7 @@ def expected_of(model: Any, prompt: Sequence[int], params: SamplingParams) -> li
 
 
 def _cut(answer: list[int], stops: list[int]) -> list[int]:
-    """Without what it was filled up with."""
+    """Return the answer up to its stop token, without padding."""
     ends = [at + 1 for at, token in enumerate(answer) if token in stops]
     answer = answer[: ends[0]] if ends else answer
     while answer[-1] == VOCAB_SIZE - 1:
@@ -67,8 +67,8 @@ def _cut(answer: list[int], stops: list[int]) -> list[int]:
 # ------------------------------------------------------------------ the search alone
 
 
-class Oracle(transformers.PreTrainedModel, transformers.GenerationMixin):  # type: ignore[misc]
-    """Random logits for every position and last token."""
+class RandomModel(transformers.PreTrainedModel, transformers.GenerationMixin):  # type: ignore[misc]
+    """A model whose logits are random numbers for each position and last token."""
 
     config_class = transformers.LlamaConfig
 
@@ -76,7 +76,7 @@ class Oracle(transformers.PreTrainedModel, transformers.GenerationMixin):  # typ
         super().__init__(transformers.LlamaConfig(vocab_size=vocab_size, num_hidden_layers=1))
         self.generation_config.use_cache = False
         self.table = torch.randn(24, vocab_size, vocab_size, generator=torch.manual_seed(seed))
-        self.anything = torch.nn.Parameter(torch.zeros(1))
+        self.unused_parameter = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, input_ids: Any, attention_mask: Any = None, **_: Any) -> CausalLMOutput:
         return CausalLMOutput(logits=2 * self.table[input_ids.shape[1]][input_ids])
@@ -87,21 +87,21 @@ class Oracle(transformers.PreTrainedModel, transformers.GenerationMixin):  # typ
         return {"input_ids": input_ids}
 
 
-def search(oracle: Oracle, first: int, params: SamplingParams) -> list[list[int]]:
-    """What our search finds; the rows are kept as lists."""
+def search(model: RandomModel, first: int, params: SamplingParams) -> list[list[int]]:
+    """Return the answers that `BeamSearch` finds."""
     beams = BeamSearch(params, params.max_tokens or 0)
     texts = [[first]] * params.num_sequences
     while True:
-        logits = oracle.forward(torch.tensor(texts)).logits[:, -1]
+        logits = model.forward(torch.tensor(texts)).logits[:, -1]
         scores = logits.log_softmax(-1)
         if len(texts[0]) - 1 < params.min_tokens:
             scores[:, list(params.stop_token_ids)] = -torch.inf
         count = params.num_sequences + len(params.stop_token_ids)
         found = scores.topk(min(count, scores.shape[1]))
-        turn = beams.advance(found.indices.numpy().astype(np.int32), found.values.numpy())
-        if turn.is_finished:
+        step = beams.advance(found.indices.numpy().astype(np.int32), found.values.numpy())
+        if step.is_finished:
             return [each.tokens for each in beams.best]
-        pairs = zip(turn.parents.tolist(), turn.tokens.tolist(), strict=True)
+        pairs = zip(step.parents.tolist(), step.tokens.tolist(), strict=True)
         texts = [[*texts[parent], token] for parent, token in pairs]
 
 
@@ -122,43 +122,43 @@ def test_search_equals_transformers(seed: int) -> None:
         min_tokens=rng.choice([0, 0, 3]),
     )
     params = dataclasses.replace(params, min_tokens=min(params.min_tokens, max_tokens))
-    oracle = Oracle(vocab_size, seed)
-    expected = expected_of(oracle, [1], params)
-    assert search(oracle, 1, params) == expected
+    model = RandomModel(vocab_size, seed)
+    expected = expected_of(model, [1], params)
+    assert search(model, 1, params) == expected
 
 
 def test_stop_tokens_of_nearly_the_whole_vocabulary() -> None:
-    oracle = Oracle(7, 0)
+    model = RandomModel(7, 0)
     params = params_of(3, 10, stop_token_ids=(0, 1, 2, 4, 5), length_penalty=2.0)
-    assert search(oracle, 3, params) == expected_of(oracle, [3], params)
+    assert search(model, 3, params) == expected_of(model, [3], params)
 
 
-def test_beams_without_a_future_wait_in_vain_for_one() -> None:
+def test_search_continues_from_the_only_beam_with_candidates() -> None:
     search = BeamSearch(params_of(3, 4, n=2, stop_token_ids=(9,)), 4)
     tokens = np.tile(np.array([4, 9], np.int32), (3, 1))
     open_only = np.array([[-1, -np.inf]] * 3, np.float32)
     only_first = np.array([[-1, -2], [-np.inf, -np.inf], [-np.inf, np.nan]], np.float32)
-    turn = search.advance(tokens, open_only)
-    assert turn.tokens.tolist() == [4, 4, 4]
-    turn = search.advance(tokens, only_first)
-    assert (turn.parents.tolist(), turn.tokens.tolist(), turn.is_finished) == (
+    step = search.advance(tokens, open_only)
+    assert step.tokens.tolist() == [4, 4, 4]
+    step = search.advance(tokens, only_first)
+    assert (step.parents.tolist(), step.tokens.tolist(), step.is_finished) == (
         [0, 0, 0],
         [4, 4, 4],
         False,
     )
     assert search.failed
-    turn = search.advance(tokens, only_first)
-    assert not turn.is_finished
+    step = search.advance(tokens, only_first)
+    assert not step.is_finished
     assert [each.tokens for each in search.best] == [[4, 4, 9], [4, 9]]
-    turn = search.advance(tokens, np.full((3, 2), -np.inf, np.float32))
-    assert turn.is_finished
+    step = search.advance(tokens, np.full((3, 2), -np.inf, np.float32))
+    assert step.is_finished
 
 
 # ------------------------------------------------------------------ the engine
 
 
-class Served:
-    """An engine, and the same checkpoint in transformers."""
+class EnginePair:
+    """An engine and the same checkpoint in transformers."""
 
     def __init__(self, folder: Path) -> None:
         self.reference = make_checkpoint(folder, "llama3")
@@ -169,7 +169,7 @@ class Served:
         return expected_of(self.reference, PROMPT[start:stop], params)
 
     def run(self) -> dict[Key, BeamResult]:
-        """Step until there is nothing left: the searches that ended."""
+        """Step until no work is left; return the searches that ended."""
         found = {}
         while (result := self.engine.step()).output is not None:
             found.update({each.key: each for each in result.beam_results})
@@ -179,8 +179,8 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return Served(tmp_path_factory.mktemp("beams"))
+def pair(tmp_path_factory: pytest.TempPathFactory) -> EnginePair:
+    return EnginePair(tmp_path_factory.mktemp("beams"))
 
 
 def sequence(key: Key, prompt: list[int], params: SamplingParams) -> NewSequence:
@@ -212,20 +212,20 @@ def answers_of(found: BeamResult) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
-def test_a_model_alone(served: Served, kind: int) -> None:
+def test_single_search_of_the_engine_equals_transformers(pair: EnginePair, kind: int) -> None:
     start, stop, params = KINDS[kind]
-    served.engine.submit(sequence("a", PROMPT[start:stop], params))
-    found = served.run()["a"]
-    assert answers_of(found) == served.expected(start, stop, params)
+    pair.engine.submit(sequence("a", PROMPT[start:stop], params))
+    found = pair.run()["a"]
+    assert answers_of(found) == pair.expected(start, stop, params)
     for answer in found.answers:
         by_stop = answer.tokens[-1] in params.stop_token_ids
         assert answer.finish is (FinishReason.STOP if by_stop else FinishReason.LENGTH)
         assert by_stop or len(answer.tokens) == params.max_tokens
 
 
-def test_a_model_in_a_crowd_with_preemptions(served: Served) -> None:
-    engine = served.engine
-    whole = engine.batcher
+def test_concurrent_searches_with_preemptions_equal_transformers(pair: EnginePair) -> None:
+    engine = pair.engine
+    original = engine.batcher
     engine.batcher = Batcher(dataclasses.replace(engine.limits, num_blocks=34, watermark=0))
     for number, (start, stop, params) in enumerate(KINDS):
         engine.submit(sequence(number, PROMPT[start:stop], params))
@@ -239,21 +239,21 @@ def test_a_model_in_a_crowd_with_preemptions(served: Served) -> None:
             greedy.setdefault(key, []).append(token)
     assert engine.load().preemptions > 0
     engine.batcher.check()
-    engine.batcher = whole
+    engine.batcher = original
     for number, (start, stop, params) in enumerate(KINDS):
-        assert answers_of(found[number]) == served.expected(start, stop, params)
+        assert answers_of(found[number]) == pair.expected(start, stop, params)
         engine.submit(greedy_sequence("alone", PROMPT[number : number + 11], 30))
-        alone = [token for _ in range(30) for _, token in tokens_of(engine.step())]
-        assert greedy[f"greedy {number}"] == alone
+        expected = [token for _ in range(30) for _, token in tokens_of(engine.step())]
+        assert greedy[f"greedy {number}"] == expected
 
 
-def test_logprobs_belong_to_the_tokens_of_each_answer(served: Served) -> None:
+def test_logprobs_belong_to_the_tokens_of_each_answer(pair: EnginePair) -> None:
     params = params_of(3, 10, logprobs=2, stop_token_ids=MANY, length_penalty=0.0)
-    served.engine.submit(sequence("a", PROMPT[:12], params))
-    found = served.run()["a"]
+    pair.engine.submit(sequence("a", PROMPT[:12], params))
+    found = pair.run()["a"]
     for answer in found.answers:
         whole = torch.tensor([PROMPT[:12] + answer.tokens])
-        logits = served.reference(whole).logits[0, 11:-1].detach()
+        logits = pair.reference(whole).logits[0, 11:-1].detach()
         logprobs = logits.log_softmax(-1)
         total = 0.0
         for position, node in enumerate(answer.last.path()):
@@ -267,8 +267,8 @@ def test_logprobs_belong_to_the_tokens_of_each_answer(served: Served) -> None:
         assert float(answer.score) == pytest.approx(total, abs=1e-3)
 
 
-def test_four_beams_take_less_than_half_the_blocks_of_four_sequences(served: Served) -> None:
-    engine = served.engine
+def test_four_beams_use_at_most_half_the_blocks_of_four_sequences(pair: EnginePair) -> None:
+    engine = pair.engine
     used: list[list[int]] = [[], []]
     engine.submit(sequence("beams", PROMPT[:32], params_of(4, 96)))
     while engine.step().output is not None:
@@ -282,17 +282,17 @@ def test_four_beams_take_less_than_half_the_blocks_of_four_sequences(served: Ser
     assert sum(used[0]) <= sum(used[1]) / 2
 
 
-def test_one_without_a_token_left_ends_alone(served: Served) -> None:
-    """Three answers are wanted of a single token that ends them: there is only one."""
+def test_search_with_no_allowed_token_left_fails_without_affecting_others(pair: EnginePair) -> None:
+    """Only token 7 is allowed, and not twice in a row, so no beam has a second token."""
     params = params_of(3, 8, allowed_token_ids=(7,), bad_words_token_ids=((7, 7),))
-    served.engine.submit(sequence("bad", PROMPT[:9], params))
-    served.engine.submit(sequence("good", PROMPT[:9], KINDS[0][2]))
+    pair.engine.submit(sequence("bad", PROMPT[:9], params))
+    pair.engine.submit(sequence("good", PROMPT[:9], KINDS[0][2]))
     failed: list[Key] = []
     found: list[BeamResult] = []
-    while (result := served.engine.step()).output is not None:
+    while (result := pair.engine.step()).output is not None:
         failed += result.failed
         found += result.beam_results
     assert failed == ["bad"]
-    assert [answers_of(each) for each in found] == [served.expected(0, 9, KINDS[0][2])]
-    assert served.engine.load().used_blocks == 0
-    assert "bad" not in served.engine._beam_searches
+    assert [answers_of(each) for each in found] == [pair.expected(0, 9, KINDS[0][2])]
+    assert pair.engine.load().used_blocks == 0
+    assert "bad" not in pair.engine._beam_searches

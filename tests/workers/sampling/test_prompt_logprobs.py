@@ -1,4 +1,4 @@
-"""Logprobs of a prompt's tokens, held to those of transformers."""
+"""Logprobs of prompt tokens, compared with those of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -18,46 +18,51 @@ PROMPT = [3 + (7 * i) % 290 for i in range(50)]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def folder_and_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("llama")
     return folder, make_checkpoint(folder, "llama2")
 
 
 @pytest.fixture
-def engine(made: tuple[Path, Any]) -> Engine:
+def engine(folder_and_model: tuple[Path, Any]) -> Engine:
     config = WorkerConfig(
-        "w", made[0], kv_cache_mib=1, max_sequences=4, max_batched_tokens=16, dtype="float32"
+        "w",
+        folder_and_model[0],
+        kv_cache_mib=1,
+        max_sequences=4,
+        max_batched_tokens=16,
+        dtype="float32",
     )
     return Engine(config)
 
 
 @pytest.fixture(scope="module")
-def logprobs(made: tuple[Path, Any]) -> torch.Tensor:
-    """[tokens - 1, vocabulary]: of each prompt token but the first."""
+def logprobs(folder_and_model: tuple[Path, Any]) -> torch.Tensor:
+    """Expected log probabilities [tokens - 1, vocabulary], for each prompt token but the first."""
     with torch.inference_mode():
-        logits = made[1](torch.tensor([PROMPT])).logits[0, :-1]
+        logits = folder_and_model[1](torch.tensor([PROMPT])).logits[0, :-1]
     return torch.log_softmax(logits.float(), -1)
 
 
-def asking(key: str, count: int, known: int = 1, num_siblings: int = 0) -> NewSequence:
+def scored_sequence(key: str, count: int, known: int = 1, num_siblings: int = 0) -> NewSequence:
     params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=count)
     siblings = tuple(Sibling(1 + i, PROMPT) for i in range(num_siblings))
     return NewSequence(key, PROMPT, len(PROMPT), params, siblings=siblings, prompt_known=known)
 
 
-def scored(engine: Engine, new: NewSequence) -> list[TokenLogprobs]:
-    """Every position once, in order, and all before the first token."""
+def run_scored(engine: Engine, new: NewSequence) -> list[TokenLogprobs]:
+    """Return the prompt's logprobs; check that they come in order, before the first token."""
     engine.submit(new)
     found: list[TokenLogprobs] = []
-    due, started = new.prompt_known, False
+    position, started = new.prompt_known, False
     while (result := engine.step()).output is not None:
         for prompt in result.prompts:
-            assert (prompt.key, prompt.position) == (new.key, due)
+            assert (prompt.key, prompt.position) == (new.key, position)
             assert not started
-            due += len(prompt.entries)
+            position += len(prompt.entries)
             found += [entry for entry in prompt.entries if entry is not None]
         started |= new.key in result.output.keys
-    assert due == len(PROMPT)
+    assert position == len(PROMPT)
     return found
 
 
@@ -73,26 +78,30 @@ def check(found: list[TokenLogprobs], logprobs: torch.Tensor, first: int, count:
 
 
 @pytest.mark.parametrize("num_siblings", [0, 2])
-def test_in_chunks_and_with_a_warm_cache(
+def test_prompt_logprobs_in_chunks_and_with_a_warm_cache(
     engine: Engine, logprobs: torch.Tensor, num_siblings: int
 ) -> None:
     for key in ("cold", "warm"):
-        check(scored(engine, asking(key, 3, num_siblings=num_siblings)), logprobs, 1, 3)
+        check(
+            run_scored(engine, scored_sequence(key, 3, num_siblings=num_siblings)), logprobs, 1, 3
+        )
     engine.batcher.check()
 
 
-def test_what_is_known_may_come_from_the_cache(engine: Engine, logprobs: torch.Tensor) -> None:
-    scored(engine, asking("first", 0))
+def test_positions_with_known_logprobs_may_come_from_the_cache(
+    engine: Engine, logprobs: torch.Tensor
+) -> None:
+    run_scored(engine, scored_sequence("first", 0))
     before = engine.load().prompt_tokens_computed
-    check(scored(engine, asking("again", 2, known=40)), logprobs, 40, 2)
+    check(run_scored(engine, scored_sequence("again", 2, known=40)), logprobs, 40, 2)
     assert engine.load().prompt_tokens_computed - before == len(PROMPT) - 32
 
 
-def test_neighbours_are_not_disturbed(engine: Engine, logprobs: torch.Tensor) -> None:
+def test_other_sequences_are_unaffected(engine: Engine, logprobs: torch.Tensor) -> None:
     engine.submit(greedy_sequence("alone", PROMPT[:20], 9))
     expected = run_out(engine)["alone"]
     engine.submit(greedy_sequence("beside", PROMPT[:20], 9, salt=b"x"))
     engine.step()
-    check(scored(engine, asking("a", 1)), logprobs, 1, 1)
+    check(run_scored(engine, scored_sequence("a", 1)), logprobs, 1, 1)
     engine.submit(greedy_sequence("after", PROMPT[:20], 9))
     assert run_out(engine)["after"] == expected

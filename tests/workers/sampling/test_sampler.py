@@ -1,4 +1,4 @@
-"""The sampler: draws follow the distribution, and depend on nothing but their own row."""
+"""Sampler: draws follow the distribution and depend only on their own row."""
 
 from dataclasses import replace
 
@@ -26,26 +26,26 @@ def draw(
     indices: list[int] | None = None,
     history: Table | None = None,
 ) -> list[int]:
-    """One token a row; row i of the logits sits in row i of the table."""
+    """Draw one token per row; row i of the logits belongs to row i of the table."""
     sampler = Sampler(len(params), logits.shape[1], CPU)
     for row, one in enumerate(params):
         sampler.admit(row, one, choice=row % 3)
     rows = np.arange(len(params), dtype=np.int32)
-    places = np.array(indices or [0] * len(params), np.int32)
-    found = sampler.sample(logits, rows, places, history or table(len(params)))
+    token_indices = np.array(indices or [0] * len(params), np.int32)
+    found = sampler.sample(logits, rows, token_indices, history or table(len(params)))
     assert found.finite.all()
     assert found.tokens.dtype == np.int32
     return [int(token) for token in found.tokens]
 
 
-def test_greedy_takes_the_likeliest() -> None:
+def test_greedy_takes_the_most_likely_token() -> None:
     logits = torch.randn(5, VOCAB_SIZE)
     assert draw(logits, [GREEDY] * 5) == logits.argmax(-1).tolist()
 
 
-def test_what_is_launched_draws_the_same_and_what_the_host_has_to_see_is_not() -> None:
+def test_sampling_on_the_device_equals_the_host_and_excludes_host_only_params() -> None:
     plain = [GREEDY, SamplingParams(seed=4, top_p=0.9), SamplingParams(temperature=0.7, top_k=5)]
-    seen = [
+    host_only = [
         SamplingParams(logprobs=0),
         SamplingParams(presence_penalty=0.5),
         SamplingParams(logit_bias={3: 1.0}),
@@ -53,7 +53,7 @@ def test_what_is_launched_draws_the_same_and_what_the_host_has_to_see_is_not() -
         SamplingParams(min_tokens=3, stop_token_ids=(7,)),
     ]
     sampler = Sampler(8, VOCAB_SIZE, CPU)
-    for row, params in enumerate(plain + seen):
+    for row, params in enumerate(plain + host_only):
         sampler.admit(row, params, choice=0)
     logits = torch.randn(3, VOCAB_SIZE)
     logits[2, 9] = torch.nan
@@ -71,7 +71,7 @@ def test_what_is_launched_draws_the_same_and_what_the_host_has_to_see_is_not() -
     assert sampler.can_sample_on_device(np.array([7], np.int32), np.array([3], np.int32))
 
 
-def test_nothing_to_draw() -> None:
+def test_empty_batch_draws_nothing() -> None:
     sampler = Sampler(4, VOCAB_SIZE, CPU)
     none = np.empty(0, np.int32)
     found = sampler.sample(torch.empty(0, VOCAB_SIZE), none, none, table(4))
@@ -86,7 +86,7 @@ def test_nothing_to_draw() -> None:
         (SamplingParams(top_k=2), [4 / 7, 3 / 7, 0, 0]),
         (SamplingParams(top_p=0.8), [4 / 9, 3 / 9, 2 / 9, 0]),
         (SamplingParams(min_p=0.6), [4 / 7, 3 / 7, 0, 0]),
-        # The entropy is 1.28; the surprises are 0.36, 0.08, 0.33 and 1.02 away from it.
+        # Entropy 1.28; the tokens' surprisals differ from it by 0.36, 0.08, 0.33 and 1.02.
         (SamplingParams(typical_p=0.45), [0, 0.6, 0.4, 0]),
         (SamplingParams(typical_p=0.2, top_k=2), [1, 0, 0, 0]),
         (SamplingParams(allowed_token_ids=(3, 1)), [0, 3 / 4, 0, 1 / 4]),
@@ -95,7 +95,7 @@ def test_nothing_to_draw() -> None:
     ],
 )
 def test_draws_follow_the_distribution(params: SamplingParams, expected: list[float]) -> None:
-    """Pearson's chi-square over fixed seeds, indices and choices in turn."""
+    """Pearson's chi-square test with fixed seeds, token indices and choices."""
     num_rows, num_steps = 200, 100
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(num_rows, 1)
     sampler = Sampler(num_rows, 4, CPU)
@@ -106,14 +106,14 @@ def test_draws_follow_the_distribution(params: SamplingParams, expected: list[fl
     for index in range(num_steps):
         drawn = sampler.sample(logits, rows, np.full_like(rows, index), table(num_rows))
         counts += np.bincount(drawn.tokens, minlength=4)
-    wanted = np.array(expected) * num_rows * num_steps
-    assert not counts[wanted == 0].any()
-    likely = wanted > 0
-    chi_square = float((((counts - wanted) ** 2)[likely] / wanted[likely]).sum())
-    assert chi_square < 16.3  # 0.1% of three degrees of freedom
+    expected_counts = np.array(expected) * num_rows * num_steps
+    assert not counts[expected_counts == 0].any()
+    likely = expected_counts > 0
+    chi_square = float((((counts - expected_counts) ** 2)[likely] / expected_counts[likely]).sum())
+    assert chi_square < 16.3  # 0.1% critical value for three degrees of freedom
 
 
-CROWD = [
+MIXED_PARAMS = [
     SamplingParams(seed=1),
     GREEDY,
     SamplingParams(seed=2**64 - 1, temperature=0.7, top_p=0.9),
@@ -133,12 +133,12 @@ CROWD = [
 ]
 
 
-def test_a_draw_is_the_same_alone_and_in_a_crowd() -> None:
+def test_draw_is_the_same_alone_and_in_a_batch() -> None:
     torch.manual_seed(1)
-    num_rows = len(CROWD)
+    num_rows = len(MIXED_PARAMS)
     history = table(num_rows)
     sampler = Sampler(num_rows, VOCAB_SIZE, CPU)
-    for row, params in enumerate(CROWD):
+    for row, params in enumerate(MIXED_PARAMS):
         sampler.admit(row, params, choice=row)
     numbers = np.random.default_rng(2)
     for _ in range(40):
@@ -146,23 +146,23 @@ def test_a_draw_is_the_same_alone_and_in_a_crowd() -> None:
         indices = numbers.integers(0, 60, num_rows).astype(np.int32)
         rows = numbers.permutation(num_rows).astype(np.int32)
         before = logits.clone()
-        crowd = sampler.sample(logits, rows, indices, history).tokens
+        batch = sampler.sample(logits, rows, indices, history).tokens
         assert torch.equal(logits, before)
         for at in range(num_rows):
             one = slice(at, at + 1)
-            alone = sampler.sample(logits[one], rows[one], indices[one], history).tokens
-            assert alone[0] == crowd[at]
+            single = sampler.sample(logits[one], rows[one], indices[one], history).tokens
+            assert single[0] == batch[at]
 
 
-def test_the_seed_the_index_and_the_choice_matter() -> None:
+def test_draws_depend_on_seed_index_and_choice() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
 
     def answer(seed: int, choice: int) -> list[int]:
         sampler = Sampler(1, VOCAB_SIZE, CPU)
         sampler.admit(0, SamplingParams(seed=seed), choice)
         row = np.zeros(1, np.int32)
-        places = (np.array([index], np.int32) for index in range(30))
-        return [int(sampler.sample(logits, row, at, table(1)).tokens[0]) for at in places]
+        token_indices = (np.array([index], np.int32) for index in range(30))
+        return [int(sampler.sample(logits, row, at, table(1)).tokens[0]) for at in token_indices]
 
     first = answer(1, 0)
     assert len(set(first)) > 15
@@ -172,15 +172,15 @@ def test_the_seed_the_index_and_the_choice_matter() -> None:
     assert first != answer(1 + 2**32, 0)
 
 
-def test_stop_tokens_are_held_back_until_min_tokens() -> None:
+def test_stop_tokens_are_excluded_until_min_tokens() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 7], logits[0, 8], logits[0, 9] = 9.0, 8.0, 7.0
-    # A stop token beyond the vocabulary can never be drawn, and is no error.
+    # A stop token outside the vocabulary is allowed; it is never drawn.
     params = replace(GREEDY, stop_token_ids=(7, 8, 10**6), min_tokens=3)
     assert [draw(logits, [params], [index])[0] for index in range(5)] == [9, 9, 9, 7, 7]
 
 
-def test_repetition_counts_the_prompt_and_the_others_do_not() -> None:
+def test_only_the_repetition_penalty_counts_prompt_tokens() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 1], logits[0, 2], logits[0, 3] = 3.0, 2.9, 2.8
     history = said(prompt=[1], answer=[2, 2])
@@ -196,15 +196,17 @@ def test_repetition_counts_the_prompt_and_the_others_do_not() -> None:
     assert best(presence_penalty=-0.05) == best(frequency_penalty=-0.04) == 1
 
 
-def test_a_bias_decides() -> None:
+def test_large_logit_bias_decides_the_token() -> None:
     logits = torch.randn(2, VOCAB_SIZE)
     biased = replace(GREEDY, logit_bias={17: 100.0})
     assert draw(logits, [biased, GREEDY]) == [17, int(logits[1].argmax())]
 
 
-@pytest.mark.parametrize("params", CROWD)
+@pytest.mark.parametrize("params", MIXED_PARAMS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_broken_row_is_told_and_touches_no_other(params: SamplingParams, bad: float) -> None:
+def test_row_with_non_finite_logits_is_marked_without_affecting_others(
+    params: SamplingParams, bad: float
+) -> None:
     torch.manual_seed(4)
     logits = torch.randn(3, VOCAB_SIZE)
     history = table(3)
@@ -212,14 +214,14 @@ def test_a_broken_row_is_told_and_touches_no_other(params: SamplingParams, bad: 
     for row in range(3):
         sampler.admit(row, params, 0)
     rows, indices = np.arange(3, dtype=np.int32), np.zeros(3, np.int32)
-    whole = sampler.sample(logits, rows, indices, history).tokens
+    expected = sampler.sample(logits, rows, indices, history).tokens
     logits[1, 50] = bad
     found = sampler.sample(logits, rows, indices, history)
     assert found.finite.tolist() == [True, False, True]
-    assert found.tokens.tolist() == [whole[0], 0, whole[2]]
+    assert found.tokens.tolist() == [expected[0], 0, expected[2]]
 
 
-def test_large_logits_are_finite() -> None:
+def test_large_finite_logits_are_accepted() -> None:
     logits = torch.full((2, VOCAB_SIZE), 3e38)
     sampler = Sampler(2, VOCAB_SIZE, CPU)
     rows = np.arange(2, dtype=np.int32)
@@ -228,7 +230,7 @@ def test_large_logits_are_finite() -> None:
     assert sampler.sample(logits, rows, rows, table(2)).finite.all()
 
 
-def test_logprobs_are_of_the_raw_logits() -> None:
+def test_logprobs_are_computed_from_the_raw_logits() -> None:
     torch.manual_seed(5)
     logits = torch.randn(4, VOCAB_SIZE)
     params = [
@@ -254,7 +256,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert found.tokens[3] == 40
 
 
-def test_a_row_takes_over_nothing_from_the_one_before() -> None:
+def test_reused_row_keeps_nothing_of_its_previous_sequence() -> None:
     sampler = Sampler(1, VOCAB_SIZE, CPU)
     logits, row = torch.randn(1, VOCAB_SIZE), np.zeros(1, np.int32)
     likeliest = int(logits.argmax())

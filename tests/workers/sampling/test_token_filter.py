@@ -1,4 +1,4 @@
-"""Bad words as in transformers, allowed tokens, and what is left when both are strict."""
+"""TokenFilter: bad words as in transformers, allowed tokens, and rows with no token left."""
 
 from dataclasses import replace
 
@@ -35,22 +35,26 @@ def history_of(texts: list[list[int]]) -> Table:
     return Table(tokens, ends, np.ones_like(ends))
 
 
-def chosen(bans: TokenFilter, logits: torch.Tensor, rows: Ints, history: Table) -> torch.Tensor:
+def filtered(
+    token_filter: TokenFilter, logits: torch.Tensor, rows: Ints, history: Table
+) -> torch.Tensor:
     found = logits.clone()
-    bans.apply_(found, rows, np.arange(len(rows)), history)
+    token_filter.apply_(found, rows, np.arange(len(rows)), history)
     return found
 
 
 @settings(max_examples=150, deadline=None)
 @given(rows=ROWS)
-def test_bad_words_as_transformers(rows: list[tuple[list[list[int]], list[int], bool]]) -> None:
-    bans = TokenFilter(len(rows), VOCAB_SIZE, CPU)
+def test_bad_words_are_excluded_as_in_transformers(
+    rows: list[tuple[list[list[int]], list[int], bool]],
+) -> None:
+    token_filter = TokenFilter(len(rows), VOCAB_SIZE, CPU)
     history = history_of([text for _, text, _ in rows])
     logits = torch.randn(len(rows), VOCAB_SIZE)
     expected = logits.clone()
-    for row, (words, text, chooses) in enumerate(rows):
-        allowed = (1, 4, 5) if chooses else ()
-        bans.admit(
+    for row, (words, text, restricted) in enumerate(rows):
+        allowed = (1, 4, 5) if restricted else ()
+        token_filter.admit(
             row,
             replace(
                 GREEDY, bad_words_token_ids=tuple(map(tuple, words)), allowed_token_ids=allowed
@@ -59,10 +63,10 @@ def test_bad_words_as_transformers(rows: list[tuple[list[list[int]], list[int], 
         if words:
             one = expected[row : row + 1]
             one[:] = NoBadWordsLogitsProcessor(words)(torch.tensor([text]), one)
-        if chooses:
+        if restricted:
             expected[row, [0, 2, 3]] = -torch.inf
     order = np.random.default_rng(0).permutation(len(rows)).astype(np.int32)
-    found = chosen(bans, logits[order], order, history)
+    found = filtered(token_filter, logits[order], order, history)
     assert torch.equal(found, expected[order])
 
 
@@ -74,7 +78,7 @@ def greedy_token(params: SamplingParams, logits: list[float], history: Table, in
     return int(found.tokens[0]) if found.finite[0] else -1
 
 
-def test_a_bad_word_bans_its_last_token_after_the_rest_of_it() -> None:
+def test_last_token_of_a_bad_word_is_excluded_after_its_other_tokens() -> None:
     logits = [5.0, 4.0, 3.0, 2.0]
     params = replace(GREEDY, bad_words_token_ids=((2, 3, 0),))
     for prompt, answer, expected in [
@@ -82,13 +86,13 @@ def test_a_bad_word_bans_its_last_token_after_the_rest_of_it() -> None:
         ([2], [3], 1),
         ([1], [2, 3], 1),
         ([3], [2], 0),
-        ([3], [], 0),  # shorter than the word
+        ([3], [], 0),  # sequence shorter than the word
         ([2, 3], [1], 0),
     ]:
         assert greedy_token(params, logits, said(prompt, answer), len(answer)) == expected
 
 
-def test_stop_tokens_are_held_back_among_the_allowed() -> None:
+def test_allowed_stop_tokens_are_excluded_until_min_tokens() -> None:
     params = replace(GREEDY, allowed_token_ids=(1, 2), stop_token_ids=(1,), min_tokens=2)
     tokens = [greedy_token(params, [9.0, 8.0, 7.0], said([0], []), index) for index in range(4)]
     assert tokens == [2, 2, 1, 1]
@@ -104,7 +108,7 @@ def test_stop_tokens_are_held_back_among_the_allowed() -> None:
         ),
     ],
 )
-def test_a_row_with_nothing_left_is_told_and_touches_no_other(params: SamplingParams) -> None:
+def test_row_with_no_token_left_is_marked_without_affecting_others(params: SamplingParams) -> None:
     torch.manual_seed(4)
     logits = torch.randn(3, VOCAB_SIZE)
     history = history_of([[0]] * 3)
@@ -119,16 +123,16 @@ def test_a_row_with_nothing_left_is_told_and_touches_no_other(params: SamplingPa
     assert found.tokens[[0, 2]].tolist() == expected.tokens[[0, 2]].tolist()
 
 
-def test_a_row_takes_over_no_bans() -> None:
-    bans = TokenFilter(2, VOCAB_SIZE, CPU)
+def test_reused_row_keeps_no_filters_of_its_previous_sequence() -> None:
+    token_filter = TokenFilter(2, VOCAB_SIZE, CPU)
     strict = replace(
         GREEDY, allowed_token_ids=(1,), bad_words_token_ids=((2,),), stop_token_ids=(1, 99)
     )
-    bans.admit(0, strict)
-    bans.admit(1, strict)
-    assert bans.can_stop(0)
-    bans.admit(0, GREEDY)
-    assert not bans.can_stop(0)
+    token_filter.admit(0, strict)
+    token_filter.admit(1, strict)
+    assert token_filter.can_stop(0)
+    token_filter.admit(0, GREEDY)
+    assert not token_filter.can_stop(0)
     logits = torch.zeros(2, VOCAB_SIZE)
-    found = chosen(bans, logits, np.arange(2, dtype=np.int32), table(2, VOCAB_SIZE))
+    found = filtered(token_filter, logits, np.arange(2, dtype=np.int32), table(2, VOCAB_SIZE))
     assert (found > -torch.inf).sum(-1).tolist() == [VOCAB_SIZE, 1]

@@ -1,4 +1,4 @@
-"""Who is served when, and who gives way when blocks run out."""
+"""Order of admission, and preemption and reclaimed leases when blocks run out."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_late_short_request_finishes_before_an_early_long_one() -> None:
     assert bench.finished == ["short", "long"]
 
 
-def test_higher_priority_is_served_first_then_who_came_first() -> None:
+def test_sequences_are_served_by_priority_and_then_arrival() -> None:
     bench = Bench(max_sequences=1)
     for key, priority in (("a", 0), ("b", 0), ("c", 2), ("d", 1)):
         bench.batcher.submit(sequence(key, [1], 1, priority=priority))
@@ -23,7 +23,7 @@ def test_higher_priority_is_served_first_then_who_came_first() -> None:
     assert bench.finished == ["c", "d", "a", "b"]
 
 
-def test_pressure_preempts_the_youngest_and_changes_no_answer() -> None:
+def test_lack_of_blocks_preempts_the_youngest_and_changes_no_answer() -> None:
     bench = Bench(num_blocks=10, watermark=0)
     sequences = [sequence(i, [i, 2, 3, 4, 5], 20) for i in range(4)]
     for new in sequences:
@@ -48,7 +48,7 @@ def test_preempted_sequences_do_not_thrash() -> None:
     assert bench.num_tokens <= 1.5 * needed
 
 
-def test_watermark_stays_free_for_those_who_run() -> None:
+def test_watermark_blocks_stay_free_for_running_sequences() -> None:
     for watermark, num_admitted in ((0, 2), (2, 1)):
         bench = Bench(num_blocks=5, watermark=watermark)
         for key in range(2):
@@ -59,7 +59,7 @@ def test_watermark_stays_free_for_those_who_run() -> None:
         assert set(bench.finishes) == {0, 1}
 
 
-def test_lower_priority_gives_way_under_pressure() -> None:
+def test_lower_priority_is_preempted_if_blocks_run_out() -> None:
     bench = Bench(num_blocks=8, watermark=0)
     bench.batcher.submit(sequence("low", list(range(8)), 20))
     bench.step()
@@ -69,7 +69,7 @@ def test_lower_priority_gives_way_under_pressure() -> None:
     assert bench.batcher.load().preemptions == 1
 
 
-def test_nobody_gets_a_row_while_the_budget_is_used_up() -> None:
+def test_no_sequence_is_admitted_while_the_token_budget_is_used_up() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("long", list(range(32)), 2))
     bench.batcher.submit(sequence("next", list(range(36)), 2))
@@ -80,7 +80,7 @@ def test_nobody_gets_a_row_while_the_budget_is_used_up() -> None:
     assert bench.batcher.load().prompt_tokens_cached == 32
 
 
-def test_oldest_unpinned_lease_gives_way_to_those_who_run() -> None:
+def test_oldest_unpinned_lease_is_reclaimed_for_running_sequences() -> None:
     bench = Bench(num_blocks=16, lease_fraction=1.0)
     for key in ("pinned", "old", "young"):
         bench.batcher.submit(sequence(key, [len(key), *range(11)], 9, yield_after=1))
@@ -95,7 +95,7 @@ def test_oldest_unpinned_lease_gives_way_to_those_who_run() -> None:
     assert bench.batcher.pin("young", 0).size == 3
 
 
-def test_leases_give_way_before_anybody_is_preempted() -> None:
+def test_leases_are_reclaimed_before_a_sequence_is_preempted() -> None:
     bench = Bench(num_blocks=10, lease_fraction=1.0)
     bench.batcher.submit(sequence("leased", list(range(16)), 9, yield_after=1))
     bench.run()
@@ -107,7 +107,7 @@ def test_leases_give_way_before_anybody_is_preempted() -> None:
         bench.batcher.pin("leased", 0)
 
 
-def test_head_of_the_queue_takes_leases_back_when_nobody_else_could_make_room() -> None:
+def test_leases_are_reclaimed_for_the_head_of_the_queue_if_no_sequence_runs() -> None:
     bench = Bench(num_blocks=12, lease_fraction=1.0)
     for key in range(2):
         bench.batcher.submit(sequence(key, [key, *range(15)], 9, yield_after=1))
@@ -118,12 +118,12 @@ def test_head_of_the_queue_takes_leases_back_when_nobody_else_could_make_room() 
     bench.expect(new)
 
 
-def test_receivers_are_not_preempted() -> None:
+def test_receiving_sequences_are_not_preempted() -> None:
     prefill, decode = Bench(), Bench(num_blocks=10)
     new = hand_over(prefill, decode, list(range(12)), 12)
     other = sequence("other", list(range(50, 56)), 30)
     decode.batcher.submit(other)
-    decode.run()  # until `other` has all blocks that are left, and needs one more
+    decode.run()  # until `other` has all remaining blocks and needs one more
     assert decode.batcher.load().preemptions == 1
     assert decode.batcher.reserved_blocks("d").size == 3
     decode.batcher.transfer_failed("d")
@@ -132,18 +132,20 @@ def test_receivers_are_not_preempted() -> None:
     decode.expect(other)
 
 
-def test_static_batches_do_not_mix_and_change_no_answer() -> None:
+def test_static_batch_admits_no_sequence_until_all_have_ended() -> None:
     bench = Bench(static=True, max_sequences=3, max_batched_tokens=6)
     sequences = [sequence(n, list(range(n, n + 9)), 2 + 3 * n) for n in range(7)]
     sequences.append(sequence("choices", [4, 5], 3, num_choices=2))
     for new in sequences:
         bench.submit(new)
-    seated: list[int] = []
+    num_running: list[int] = []
     while bench.step() is not None:
-        seated.append(bench.batcher.load().running)
-    # Rows that become free stay so until the last of the batch has ended.
-    begins = [at for at, (a, b) in enumerate(zip([0, *seated], seated, strict=False)) if b > a]
-    assert [seated[at] for at in begins] == [3, 3, 3]
-    assert all(at == 0 or seated[at - 1] == 0 for at in begins)
+        num_running.append(bench.batcher.load().running)
+    # Freed rows stay empty until the last sequence of the batch has ended.
+    begins = [
+        at for at, (a, b) in enumerate(zip([0, *num_running], num_running, strict=False)) if b > a
+    ]
+    assert [num_running[at] for at in begins] == [3, 3, 3]
+    assert all(at == 0 or num_running[at - 1] == 0 for at in begins)
     for new in sequences:
         bench.expect(new)

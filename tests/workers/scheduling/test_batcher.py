@@ -1,4 +1,4 @@
-"""Batcher: what a step holds, what ends a sequence, and what is dropped."""
+"""Batcher: contents of a step, ends of sequences, and drops."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from penstock.workers.scheduling.sequence import Admitted, Finished, FinishReaso
 from tests.support.fold_bench import Bench, limits, sequence
 
 
-def test_crowd_of_sequences_gets_the_answers_of_each_alone() -> None:
+def test_concurrent_sequences_equal_the_reference() -> None:
     bench = Bench()
     sequences = [sequence(i, list(range(i, i + 3 + 5 * i)), 5 + i) for i in range(7)]
     for new in sequences:
@@ -47,7 +47,7 @@ def test_plan_describes_one_ragged_batch() -> None:
     assert plan.slots.dtype == plan.block_tables.dtype == np.int32
 
 
-def test_peak_of_blocks_is_what_the_sequences_need_less_what_they_share() -> None:
+def test_peak_of_used_blocks_counts_shared_blocks_once() -> None:
     bench = Bench(max_batched_tokens=64)
     prefix = list(range(12))
     first = sequence("first", [*prefix, 1], 9)
@@ -94,7 +94,7 @@ def test_answers_are_cached_too() -> None:
     assert bench.batcher.load().prompt_tokens_cached == 12
 
 
-def test_stop_token_ends_a_sequence_once_it_is_long_enough() -> None:
+def test_stop_token_ends_a_sequence_of_at_least_min_tokens() -> None:
     prompt = [3, 1, 4]
     answer, _ = reference_answer(prompt, SamplingParams(max_tokens=10), 64)
     bench = Bench()
@@ -110,7 +110,7 @@ def test_stop_token_ends_a_sequence_once_it_is_long_enough() -> None:
     assert len(bench.answers["too early"]) > first
 
 
-def test_answer_ends_where_the_positions_end() -> None:
+def test_answer_ends_at_max_model_len() -> None:
     bench = Bench()
     new = sequence("a", list(range(60)), 1000)
     bench.batcher.submit(new)
@@ -119,7 +119,7 @@ def test_answer_ends_where_the_positions_end() -> None:
     assert len(bench.answers["a"]) == 4
 
 
-def test_log_counts_towards_max_tokens_and_indices_go_on() -> None:
+def test_token_log_counts_towards_max_tokens_and_indices_continue() -> None:
     bench = Bench()
     answer, _ = reference_answer([1, 2, 3], SamplingParams(max_tokens=6), 64)
     bench.batcher.submit(sequence("a", [1, 2, 3], 6, log=tuple(answer[:4])))
@@ -130,7 +130,7 @@ def test_log_counts_towards_max_tokens_and_indices_go_on() -> None:
     assert output.tokens.tolist() == [answer[4]]
 
 
-def test_events_tell_of_rows_and_ends() -> None:
+def test_events_report_admission_and_end() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("a", [1, 2], 2))
     bench.step()
@@ -140,15 +140,15 @@ def test_events_tell_of_rows_and_ends() -> None:
     assert bench.batcher.events() == []
 
 
-def test_load_counts_what_is_still_to_compute() -> None:
+def test_load_counts_uncomputed_tokens() -> None:
     bench = Bench(max_sequences=2)
     for length in (40, 5, 9):
         bench.batcher.submit(sequence(length, list(range(length, 2 * length)), 3))
     assert bench.batcher.load().queued_tokens == 54
-    bench.step()  # 16 of the first
+    bench.step()  # 16 tokens of the first
     assert bench.batcher.load().queued_tokens == 38
     bench.step()
-    bench.step()  # the first's last 8, the second's 5
+    bench.step()  # the first's last 8 tokens and the second's 5
     load = bench.batcher.load()
     assert (load.running, load.queued, load.queued_tokens) == (2, 1, 9)
     assert load.prompt_tokens_computed == 45
@@ -164,7 +164,7 @@ def test_cached_answer_tokens_are_not_counted_as_prompt() -> None:
     assert bench.batcher.load().prompt_tokens_cached == 3
 
 
-def test_drop_in_a_queue_leaves_nothing() -> None:
+def test_dropping_queued_sequences_leaves_the_queue_empty() -> None:
     batcher = Batcher(limits())
     for key in range(40):
         batcher.submit(sequence(key, [1, 2, 3]))
@@ -176,7 +176,7 @@ def test_drop_in_a_queue_leaves_nothing() -> None:
     batcher.check()
 
 
-def test_nothing_is_told_of_what_was_dropped() -> None:
+def test_dropped_sequence_has_no_events_and_no_lease() -> None:
     bench = Bench()
     for key in ("a", "b"):
         bench.batcher.submit(sequence(key, [1, 2, 3], 9))
@@ -187,7 +187,7 @@ def test_nothing_is_told_of_what_was_dropped() -> None:
     assert bench.batcher.load().leased_blocks == 0
 
 
-def test_dropped_while_its_step_is_in_flight_it_keeps_its_blocks_until_the_commit() -> None:
+def test_sequence_dropped_in_flight_keeps_its_blocks_until_the_commit() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("a", [1, 2, 3], 9))
     bench.batcher.submit(sequence("b", [4, 5, 6], 9))
@@ -209,7 +209,7 @@ def test_block_is_published_once_its_last_position_is_computed() -> None:
     for num_steps, num_published in ((1, 0), (2, 1)):
         bench = Bench()
         bench.batcher.submit(sequence("a", [1, 2, 3], 9))
-        for _ in range(num_steps):  # after the first, the block's last token is only drawn
+        for _ in range(num_steps):  # after one step, the block's last token is not computed yet
             bench.step()
         bench.batcher.drop("a")
         assert bench.batcher.load().cached_blocks == num_published
@@ -229,7 +229,7 @@ def test_failed_sequence_is_not_cached() -> None:
     assert load.cached_blocks == 0
 
 
-def test_steps_are_committed_one_by_one() -> None:
+def test_steps_are_committed_oldest_first_and_at_most_two_in_flight() -> None:
     batcher = Batcher(limits())
     batcher.submit(sequence("a", [1], 9))
     first = batcher.plan(0.0)

@@ -1,6 +1,6 @@
-"""Sequences that run, yield and move between two batchers, and all that can interrupt them.
+"""Sequences that run, yield and move between two batchers, with random interruptions.
 
-The Hypothesis machine finds small counterexamples; the seeded schedules go deeper.
+The Hypothesis machine finds small counterexamples; the seeded schedules are longer.
 """
 
 import random
@@ -17,7 +17,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.workers.scheduling.batcher import SchedulerConfig
 from tests.support.fold_world import FoldWorld
 
-_BASE = list(range(1, 30))  # prompts begin alike, so that caches are hit
+_BASE = list(range(1, 30))  # prompts share prefixes of it, so that the prefix cache is used
 _STOPS = [(), (3,), (5, 11, 19, 23, 29, 31)]
 _SEARCHES: list[dict[str, Any]] = [
     {"use_beam_search": True, "n": 2},
@@ -49,12 +49,12 @@ def small(
     )
 
 
-def some(*states: str) -> Callable[["BatcherMachine"], bool]:
+def in_state(*states: str) -> Callable[["BatcherMachine"], bool]:
     return lambda machine: bool(machine.world.those(*states))
 
 
 class BatcherMachine(RuleBasedStateMachine):
-    """What the router and the shells of two workers may do, in any order."""
+    """Actions of a router and two workers, in any order."""
 
     which = st.integers(0, 1)
     few = st.integers(0, 3)
@@ -90,7 +90,7 @@ class BatcherMachine(RuleBasedStateMachine):
         yield_after=few,
         num_choices=st.sampled_from([1, 1, 2, 3]),
     )
-    def ask(
+    def submit(
         self,
         which: int,
         shared: int,
@@ -117,37 +117,37 @@ class BatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.world.cuttable()))
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
-        asked = data.draw(st.sampled_from(self.world.cuttable()))
-        self.world.cut(asked, data.draw(st.sampled_from(asked.open)))
+        request = data.draw(st.sampled_from(self.world.cuttable()))
+        self.world.cut(request, data.draw(st.sampled_from(request.open)))
 
-    @precondition(some("submitted", "receiving"))
+    @precondition(in_state("submitted", "receiving"))
     @rule(data=st.data())
     def ask_to_yield(self, data: st.DataObject) -> None:
         among = self.world.those("submitted", "receiving")
         self.world.ask_to_yield(data.draw(st.sampled_from(among)))
 
-    @precondition(some("yielded"))
+    @precondition(in_state("yielded"))
     @rule(data=st.data(), which=which, yield_after=few)
     def submit_again(self, data: st.DataObject, which: int, yield_after: int) -> None:
-        asked = data.draw(st.sampled_from(self.world.those("yielded")))
-        self.world.submit_again(asked, self.world.workers[which], yield_after)
+        request = data.draw(st.sampled_from(self.world.those("yielded")))
+        self.world.submit_again(request, self.world.workers[which], yield_after)
 
     @precondition(lambda self: bool(self.world.movable()))
     @rule(data=st.data(), yield_after=few, steps=few)
     def move(self, data: st.DataObject, yield_after: int, steps: int) -> None:
-        asked = data.draw(st.sampled_from(self.world.movable()))
-        self.world.step(self.world.move(asked, yield_after), steps)
+        request = data.draw(st.sampled_from(self.world.movable()))
+        self.world.step(self.world.move(request, yield_after), steps)
 
-    @precondition(some("submitted", "receiving"))
+    @precondition(in_state("submitted", "receiving"))
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         self.world.drop(data.draw(st.sampled_from(self.world.those("submitted", "receiving"))))
 
-    @precondition(lambda self: any(asked.lease for asked in self.world.asked))
+    @precondition(lambda self: any(request.lease for request in self.world.asked))
     @rule(data=st.data())
     def drop_lease(self, data: st.DataObject) -> None:
-        held = [asked for asked in self.world.asked if asked.lease]
-        self.world.drop_lease(data.draw(st.sampled_from(held)))
+        leased = [request for request in self.world.asked if request.lease]
+        self.world.drop_lease(data.draw(st.sampled_from(leased)))
 
     @rule(which=which)
     def plan(self, which: int) -> None:
@@ -195,7 +195,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.world.settle(self.world.workers[which])
 
     @invariant()
-    def ledgers_balance(self) -> None:
+    def block_counts_match(self) -> None:
         if hasattr(self, "world"):
             self.world.check()
 
@@ -209,7 +209,7 @@ TestBatcherMachine.settings = settings(max_examples=50, stateful_step_count=40, 
 
 
 class Schedule:
-    """Random verbs, weighted so that much is under way at a time."""
+    """Random actions, weighted so that many sequences are active at a time."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -222,11 +222,11 @@ class Schedule:
                 rng.choice([0.25, 0.5, 1.0]),
             )
         )
-        self.calm = rng.random() < 0.5  # without drops and failures more runs at a time
+        self.calm = rng.random() < 0.5  # without drops and failures, more sequences run at a time
 
-    def run(self, num_verbs: int) -> None:
-        verbs: list[tuple[Callable[[], None], int]] = [
-            (self.ask, 5),
+    def run(self, num_actions: int) -> None:
+        actions: list[tuple[Callable[[], None], int]] = [
+            (self.submit, 5),
             (self.step, 12),
             (self.move, 4),
             (self.send, 4),
@@ -237,13 +237,13 @@ class Schedule:
             (self.yield_or_resume, 2),
             (self.disturb, 0 if self.calm else 2),
         ]
-        functions, weights = zip(*verbs, strict=True)
-        for verb in self.rng.choices(functions, weights, k=num_verbs):
-            verb()
+        functions, weights = zip(*actions, strict=True)
+        for action in self.rng.choices(functions, weights, k=num_actions):
+            action()
             self.world.check()
         self.world.close()
 
-    def ask(self) -> None:
+    def submit(self) -> None:
         rng = self.rng
         if len(self.world.those("submitted", "receiving", "yielded")) < 8:
             own = [rng.randint(30, 33) for _ in range(rng.randint(1, 5))]
@@ -292,26 +292,26 @@ class Schedule:
             self.world.end_transfer(self.rng.choice(self.world.transfers), self.rng.random() < 0.8)
 
     def yield_or_resume(self) -> None:
-        asked = self.rng.choice(self.world.those("submitted", "receiving", "yielded") or [None])
-        if asked is None:
+        request = self.rng.choice(self.world.those("submitted", "receiving", "yielded") or [None])
+        if request is None:
             return
-        if asked.state == "yielded":
-            self.world.submit_again(asked, self.rng.choice(self.world.workers), 0)
+        if request.state == "yielded":
+            self.world.submit_again(request, self.rng.choice(self.world.workers), 0)
         else:
-            self.world.ask_to_yield(asked)
+            self.world.ask_to_yield(request)
 
     def disturb(self) -> None:
         rng, world = self.rng, self.world
         worker = rng.choice(world.workers)
         world.plan(worker)
-        under_way = world.those("submitted", "receiving")
-        leased = [asked for asked in world.asked if asked.lease]
+        active = world.those("submitted", "receiving")
+        leased = [request for request in world.asked if request.lease]
         kind = rng.randrange(5)
-        if kind == 0 and under_way:
-            world.drop(rng.choice(under_way))
+        if kind == 0 and active:
+            world.drop(rng.choice(active))
         elif kind == 4 and world.cuttable():
-            asked = rng.choice(world.cuttable())
-            world.cut(asked, rng.choice(asked.open))
+            request = rng.choice(world.cuttable())
+            world.cut(request, rng.choice(request.open))
         elif kind == 1 and leased:
             world.drop_lease(rng.choice(leased))
         elif kind == 2 and worker.plan is not None:
@@ -323,7 +323,7 @@ class Schedule:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", [0, 30])
-def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> None:
+def test_random_schedules_end_with_the_expected_answers(first_seed: int) -> None:
     num_preempted, num_cached, num_arrived, num_ahead = 0, 0, 0, 0
     num_copies, num_forks, num_scored, num_moved = 0, 0, 0, 0
     for seed in range(first_seed, first_seed + 30):
@@ -339,7 +339,7 @@ def test_schedules_of_every_kind_end_with_the_right_answers(first_seed: int) -> 
             load = worker.batcher.load()
             num_preempted += load.preemptions
             num_cached += load.prompt_tokens_cached
-    # Or these schedules would prove little.
+    # The schedules must exercise all of these.
     assert num_preempted > 10
     assert num_cached > 500
     assert num_arrived > 5

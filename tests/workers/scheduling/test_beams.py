@@ -1,4 +1,4 @@
-"""The rows of a search: seated, drawing, moving, preempted and gone together, blocks shared."""
+"""Beam searches in the batcher: their rows are admitted, preempted and freed together."""
 
 from collections import deque
 from typing import Any
@@ -20,7 +20,7 @@ from tests.support.fold_bench import Bench, beams, sequence
 
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 17])
-def test_search_alone(width: int, length: int) -> None:
+def test_single_search_equals_the_reference(width: int, length: int) -> None:
     bench = Bench()
     new = beams("a", list(range(length)), width, 21, stop_token_ids=(3, 5))
     bench.submit(new)
@@ -31,7 +31,7 @@ def test_search_alone(width: int, length: int) -> None:
     assert bench.batcher.events()[-1] == Finished("a")
 
 
-CROWD: list[dict[str, Any]] = [
+SEARCHES: list[dict[str, Any]] = [
     {"width": 4, "early_stopping": True, "stop_token_ids": (1, 2, 3, 4)},
     {"width": 2, "early_stopping": "never", "stop_token_ids": (7,), "length_penalty": 2.0},
     {"width": 3, "n": 1, "stop_token_ids": (9, 10), "min_tokens": 6},
@@ -39,59 +39,62 @@ CROWD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("num_blocks", "short"), [(32, True), (200, False)])
-def test_searches_in_a_crowd_give_what_they_give_alone(num_blocks: int, short: bool) -> None:
+@pytest.mark.parametrize(("num_blocks", "preempts"), [(32, True), (200, False)])
+def test_concurrent_searches_equal_the_reference(num_blocks: int, preempts: bool) -> None:
     bench = Bench(num_blocks=num_blocks, max_sequences=8, watermark=0)
     prompt = list(range(13))
-    crowd = [sequence(n, prompt[: 5 + n], 20, num_choices=1 + n % 3) for n in range(4)]
-    crowd += [
-        beams(f"beams {n}", prompt[: 9 + n], max_tokens=18, **each) for n, each in enumerate(CROWD)
+    requests = [sequence(n, prompt[: 5 + n], 20, num_choices=1 + n % 3) for n in range(4)]
+    requests += [
+        beams(f"beams {n}", prompt[: 9 + n], max_tokens=18, **each)
+        for n, each in enumerate(SEARCHES)
     ]
-    for new in crowd:
+    for new in requests:
         bench.submit(new)
     bench.run()
-    for new in crowd:
+    for new in requests:
         bench.expect(new)
-    assert (bench.batcher.load().preemptions > 0) == short
+    assert (bench.batcher.load().preemptions > 0) == preempts
     assert bench.batcher.load().used_blocks == 0
 
 
-def test_searches_in_a_pipeline_give_what_they_give_alone() -> None:
+def test_searches_with_several_steps_in_flight_equal_the_reference() -> None:
     bench = Bench(num_stages=3, num_blocks=60, max_sequences=8)
-    crowd = [sequence(n, list(range(5 + n)), 20) for n in range(5)]
-    crowd += [beams(f"beams {n}", list(range(9 + n)), max_tokens=9, **CROWD[n]) for n in (0, 2)]
-    for new in crowd:
+    requests = [sequence(n, list(range(5 + n)), 20) for n in range(5)]
+    requests += [
+        beams(f"beams {n}", list(range(9 + n)), max_tokens=9, **SEARCHES[n]) for n in (0, 2)
+    ]
+    for new in requests:
         bench.submit(new)
     plans: deque[StepPlan] = deque()
-    most = 0
+    max_in_flight = 0
     while True:
         while (plan := bench.batcher.plan(0.0)) is not None:
             plans.append(plan)
         if not plans:
             break
-        most = max(most, len(plans))
+        max_in_flight = max(max_in_flight, len(plans))
         bench.commit(plans.popleft())
         bench.batcher.check()
-    for new in crowd:
+    for new in requests:
         bench.expect(new)
-    assert most > 1
+    assert max_in_flight > 1
 
 
-class Forgetful(HashModel):
-    """Makes no copies."""
+class MissingCopies(HashModel):
+    """Hash model that skips block copies."""
 
     def copy(self, pairs: Ints) -> None: ...
 
 
-class Mistaken(HashModel):
-    """Copies to the right blocks from wrong ones."""
+class WrongCopies(HashModel):
+    """Hash model that copies from wrong source blocks."""
 
     def copy(self, pairs: Ints) -> None:
         super().copy(np.stack(((pairs[:, 0] + 1) % 32, pairs[:, 1]), axis=1))
 
 
-@pytest.mark.parametrize("kind", [Forgetful, Mistaken])
-def test_a_copy_left_out_or_made_wrong_changes_the_answers(kind: type[HashModel]) -> None:
+@pytest.mark.parametrize("kind", [MissingCopies, WrongCopies])
+def test_missing_or_wrong_block_copies_change_the_answers(kind: type[HashModel]) -> None:
     bench = Bench()
     bench.model = kind(bench.limits.num_blocks, bench.limits.block_size)
     new = beams("a", list(range(6)), 4, 12)
@@ -106,10 +109,10 @@ def test_blocks_of_the_wrong_parent_change_the_answers(monkeypatch: pytest.Monke
     new = beams("a", list(range(6)), 4, 12)
     original = bench.batcher._batch.reorder_beams
 
-    def turned(rows: Ints, parents: Ints) -> None:
+    def with_wrong_parents(rows: Ints, parents: Ints) -> None:
         original(rows, np.roll(parents, 1))
 
-    monkeypatch.setattr(bench.batcher._batch, "reorder_beams", turned)
+    monkeypatch.setattr(bench.batcher._batch, "reorder_beams", with_wrong_parents)
     bench.submit(new)
     bench.run()
     with pytest.raises(AssertionError):
@@ -117,7 +120,7 @@ def test_blocks_of_the_wrong_parent_change_the_answers(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("prompt_len", [1, 24])
-def test_a_search_of_width_4_takes_at_most_half_the_blocks_of_four_sequences(
+def test_search_of_width_4_uses_at_most_half_the_blocks_of_four_sequences(
     prompt_len: int,
 ) -> None:
     together, apart = (
@@ -138,11 +141,11 @@ def test_a_search_of_width_4_takes_at_most_half_the_blocks_of_four_sequences(
 
 
 @pytest.mark.parametrize("length", [5, 8, 21])
-def test_preempted_in_any_step_a_search_goes_on_from_where_it_was(length: int) -> None:
+def test_search_preempted_in_any_step_draws_no_token_twice(length: int) -> None:
     new = beams("a", list(range(length)), 3, 15, length_penalty=3.0)
-    alone = Bench()
-    alone.submit(new)
-    alone.run()
+    undisturbed = Bench()
+    undisturbed.submit(new)
+    undisturbed.run()
     for step in range(1, 14, 2):
         bench = Bench(max_batched_tokens=7)
         bench.submit(new)
@@ -153,11 +156,11 @@ def test_preempted_in_any_step_a_search_goes_on_from_where_it_was(length: int) -
         bench.batcher.check()
         bench.run()
         bench.expect(new)
-        assert bench.num_tokens <= alone.num_tokens + num_before
-        assert bench.num_draws == alone.num_draws  # no token is drawn a second time
+        assert bench.num_tokens <= undisturbed.num_tokens + num_before
+        assert bench.num_draws == undisturbed.num_draws  # no token is drawn a second time
 
 
-def test_dropped_between_plan_and_commit_a_search_leaves_nothing() -> None:
+def test_search_dropped_between_plan_and_commit_frees_its_blocks() -> None:
     for step in range(1, 8):
         bench = Bench()
         bench.submit(beams("a", list(range(6)), 4, 9))
@@ -167,7 +170,7 @@ def test_dropped_between_plan_and_commit_a_search_leaves_nothing() -> None:
             bench.step()
         plan = bench.batcher.plan(0.0)
         assert plan is not None
-        bench.batcher.drop_choice("a", 1)  # of a search nothing is dropped but the whole
+        bench.batcher.drop_choice("a", 1)  # ignored: a search is dropped only as a whole
         bench.batcher.drop("a")
         bench.beams.close("a")
         bench.commit(plan)
@@ -179,7 +182,7 @@ def test_dropped_between_plan_and_commit_a_search_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("length", [2, 5, 14, 17])
 @pytest.mark.parametrize("when", ["first fork", "asked"])
-def test_a_search_is_handed_over_as_its_prompt(length: int, when: str) -> None:
+def test_only_the_prompt_of_a_search_is_transferred(length: int, when: str) -> None:
     prompt = list(range(length))
     prefill, decode = Bench(), Bench()
     yield_after = 1 if when == "first fork" else 0
@@ -205,7 +208,7 @@ def test_a_search_is_handed_over_as_its_prompt(length: int, when: str) -> None:
     assert prefill.batcher.load().leased_blocks == 0
 
 
-def test_a_search_without_blocks_to_transfer_is_run_where_it_is() -> None:
+def test_search_without_blocks_to_transfer_does_not_yield() -> None:
     bench = Bench()
     new = beams("a", [5], 3, 8, yield_after=1)
     bench.submit(new)
@@ -213,7 +216,7 @@ def test_a_search_without_blocks_to_transfer_is_run_where_it_is() -> None:
     bench.expect(new)
 
 
-def test_nothing_of_an_answer_is_found_by_others() -> None:
+def test_blocks_of_answers_of_a_search_are_not_cached() -> None:
     bench = Bench()
     bench.submit(beams("a", list(range(9)), 2, 20))
     bench.run()
@@ -225,18 +228,18 @@ def test_nothing_of_an_answer_is_found_by_others() -> None:
     assert bench.batcher.load().prompt_tokens_cached == 8
 
 
-def too_wide(**other: Any) -> NewSequence:
+def search_of_9_tokens(**other: Any) -> NewSequence:
     return beams("a", list(range(9)), **other)
 
 
-def test_what_could_never_run_is_refused() -> None:
+def test_search_that_can_never_fit_is_refused() -> None:
     bench = Bench(num_blocks=20)
     with pytest.raises(NeverFits, match=r"5 choices .* at most 4"):
-        bench.batcher.submit(too_wide(width=5))
-    # 2 blocks of the prompt are shared, and each may need 5 of its own.
+        bench.batcher.submit(search_of_9_tokens(width=5))
+    # The prompt's 2 full blocks are shared; each beam may need 5 more.
     with pytest.raises(NeverFits, match=r"4 beams of 28 tokens may need 22 blocks .* has 20"):
-        bench.batcher.submit(too_wide(width=4, max_tokens=20))
-    new = too_wide(width=4, max_tokens=16)
+        bench.batcher.submit(search_of_9_tokens(width=4, max_tokens=20))
+    new = search_of_9_tokens(width=4, max_tokens=16)
     bench.submit(new)
     bench.run()
     bench.expect(new)

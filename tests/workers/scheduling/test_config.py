@@ -1,4 +1,4 @@
-"""What is refused, and what just fits."""
+"""SchedulerConfig: which sequences and limits are refused, and which sequences just fit."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from penstock.workers.scheduling.sequence import NeverFits, QueueFull
 from tests.support.fold_bench import Bench, limits, sequence
 
 
-def test_what_could_never_run_is_refused() -> None:
+def test_sequence_that_can_never_fit_is_refused() -> None:
     batcher = Batcher(limits(num_blocks=8))
     for new, word in (
         (sequence("a", [], 3), "prompt"),
@@ -21,7 +21,7 @@ def test_what_could_never_run_is_refused() -> None:
     assert batcher.load().queued == 0
 
 
-def test_longest_that_fits_runs_alone() -> None:
+def test_longest_sequence_that_fits_runs_by_itself() -> None:
     bench = Bench(num_blocks=8)
     new = sequence("a", [1] * 20, 13)  # 32 positions: the 33rd token is never computed
     bench.batcher.submit(new)
@@ -29,7 +29,7 @@ def test_longest_that_fits_runs_alone() -> None:
     bench.expect(new)
 
 
-def test_full_queue_and_taken_keys_are_refused() -> None:
+def test_full_queue_and_repeated_keys_are_refused() -> None:
     batcher = Batcher(limits(max_queued=2))
     batcher.submit(sequence(0, [1]))
     with pytest.raises(ValueError, match="already"):
@@ -49,6 +49,6 @@ def test_full_queue_and_taken_keys_are_refused() -> None:
         {"lease_fraction": 1.5},
     ],
 )
-def test_limits_that_make_no_sense_are_refused(changes: dict[str, int | float]) -> None:
+def test_invalid_limits_are_refused(changes: dict[str, int | float]) -> None:
     with pytest.raises(ValueError, match="must be"):
         limits(**changes)

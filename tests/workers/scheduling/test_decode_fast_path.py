@@ -1,4 +1,4 @@
-"""Steady: plans that follow from the last one, also while that one is in flight."""
+"""DecodeFastPath: plans derived from the last one, also while that one is in flight."""
 
 from dataclasses import fields
 
@@ -12,8 +12,8 @@ from penstock.workers.scheduling.sequence import Finished, FinishReason, StepPla
 from tests.support.fold_bench import Bench, limits, sequence
 
 
-def decoding(bench: Bench, *lengths: int, max_tokens: int = 40) -> StepPlan:
-    """The first step in which prompts of these lengths all draw a token, in flight."""
+def first_decode(bench: Bench, *lengths: int, max_tokens: int = 40) -> StepPlan:
+    """Submit prompts of these lengths; return the first step, in flight, in which all decode."""
     for length in lengths:
         prompt = list(range(length, 2 * length))
         bench.batcher.submit(sequence(length, prompt, max_tokens))
@@ -33,9 +33,9 @@ def assert_same(plan: StepPlan, other: StepPlan, block_size: int) -> None:
         assert plan.block_tables[b, :used].tolist() == other.block_tables[b, :used].tolist()
 
 
-def test_plan_that_follows_is_the_one_that_the_tables_give() -> None:
-    ahead, afresh = Bench(num_blocks=64), Bench(num_blocks=64)
-    plan, other = decoding(ahead, 3, 5, 8), decoding(afresh, 3, 5, 8)
+def test_derived_plan_equals_the_plan_made_from_the_tables() -> None:
+    ahead, from_tables = Bench(num_blocks=64), Bench(num_blocks=64)
+    plan, other = first_decode(ahead, 3, 5, 8), first_decode(from_tables, 3, 5, 8)
     for _ in range(30):
         following = ahead.batcher.plan(0.0)
         assert following is not None
@@ -43,19 +43,19 @@ def test_plan_that_follows_is_the_one_that_the_tables_give() -> None:
         drawn = ahead.model.run(plan)
         following.fill(drawn)
         ahead.batcher.commit(plan, drawn)
-        afresh.commit(other)
-        # What is asked of somebody who is not there changes nothing but makes it look again.
-        afresh.batcher.request_yield("nobody")
-        afresh.batcher._fast_path.invalidate()
-        plan, fresh = following, afresh.batcher.plan(0.0)
+        from_tables.commit(other)
+        # A yield of an unknown sequence changes nothing; `invalidate` forces a full plan.
+        from_tables.batcher.request_yield("unknown")
+        from_tables.batcher._fast_path.invalidate()
+        plan, fresh = following, from_tables.batcher.plan(0.0)
         assert fresh is not None
         other = fresh
         assert_same(plan, other, 4)
-        published = [bench.batcher.table.num_published.tolist() for bench in (ahead, afresh)]
+        published = [bench.batcher.table.num_published.tolist() for bench in (ahead, from_tables)]
         assert published[0] == published[1]
 
 
-def test_one_that_ends_has_a_row_in_the_step_behind_whose_token_is_thrown_away() -> None:
+def test_token_of_a_finished_sequence_in_the_next_step_is_discarded() -> None:
     answer, _ = reference_answer([1, 2, 3], SamplingParams(max_tokens=40), 64)
     length = next(n for n in range(3, 40) if answer[n] not in answer[:n])
     bench = Bench()
@@ -74,7 +74,7 @@ def test_one_that_ends_has_a_row_in_the_step_behind_whose_token_is_thrown_away()
     assert behind is not None
     used = bench.batcher.load().used_blocks
     assert Finished("a") in bench.batcher.events()
-    assert bench.batcher.plan(0.0) is None  # who is there must be known first
+    assert bench.batcher.plan(0.0) is None  # the step in flight must be committed first
     bench.batcher.check()
     output = bench.batcher.commit(behind, bench.model.run(behind))
     assert output.keys == ["b"]
@@ -82,9 +82,9 @@ def test_one_that_ends_has_a_row_in_the_step_behind_whose_token_is_thrown_away()
     bench.batcher.check()
 
 
-def test_nobody_is_planned_beyond_a_limit_that_is_known() -> None:
+def test_no_step_is_planned_beyond_a_known_length_limit() -> None:
     bench = Bench()
-    plan = decoding(bench, 3, max_tokens=3)
+    plan = first_decode(bench, 3, max_tokens=3)
     behind = bench.batcher.plan(0.0)
     assert behind is not None
     behind.fill(bench.model.run(plan))
@@ -95,9 +95,9 @@ def test_nobody_is_planned_beyond_a_limit_that_is_known() -> None:
 
 
 @pytest.mark.parametrize("blocked", ["blocks", "newcomer"])
-def test_plan_behind_waits_where_the_commit_is_needed(blocked: str) -> None:
+def test_no_step_is_planned_ahead_if_the_commit_is_needed_first(blocked: str) -> None:
     bench = Bench(num_blocks=3 if blocked == "blocks" else 32, max_model_len=16, watermark=0)
-    plan = decoding(bench, 3, 4, max_tokens=8)
+    plan = first_decode(bench, 3, 4, max_tokens=8)
     if blocked == "newcomer":
         bench.batcher.submit(sequence("new", [1, 2], 4))
     behind = bench.batcher.plan(0.0)
@@ -114,9 +114,9 @@ def test_plan_behind_waits_where_the_commit_is_needed(blocked: str) -> None:
     assert bench.batcher.load().preemptions == (blocked == "blocks")
 
 
-def test_withdrawn_step_is_planned_again_with_whoever_has_come() -> None:
+def test_withdrawn_step_is_planned_again_with_new_sequences() -> None:
     bench = Bench()
-    plan = decoding(bench, 3, 4)
+    plan = first_decode(bench, 3, 4)
     behind = bench.batcher.plan(0.0)
     assert behind is not None
     bench.batcher.submit(sequence("new", [1, 2], 4))
@@ -132,9 +132,9 @@ def test_withdrawn_step_is_planned_again_with_whoever_has_come() -> None:
         bench.expect(sequence(length, list(range(length, 2 * length)), 40))
 
 
-def test_dropped_while_two_steps_are_in_flight_it_keeps_its_blocks_until_the_second_ends() -> None:
+def test_sequence_dropped_during_two_steps_keeps_its_blocks_until_both_end() -> None:
     bench = Bench()
-    first = decoding(bench, 3, 4)
+    first = first_decode(bench, 3, 4)
     second = bench.batcher.plan(0.0)
     assert second is not None
     bench.batcher.drop(3)
@@ -146,7 +146,7 @@ def test_dropped_while_two_steps_are_in_flight_it_keeps_its_blocks_until_the_sec
     bench.batcher.check()
 
 
-def test_rows_of_a_batch_that_stays_are_not_looked_up_again() -> None:
+def test_rows_array_of_an_unchanged_batch_is_reused() -> None:
     batcher = Batcher(limits())
     batcher.submit(sequence("a", [1, 2], 40))
     plans = []

@@ -1,4 +1,4 @@
-"""Leaps: after quiet steps taken at once everything is as after the same steps one by one."""
+"""FastForward: skipped steps leave the same state as the same steps run one by one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ TABLE = (
 
 
 def state(batcher: Batcher) -> dict[str, Any]:
-    """All that decides what it does from here on."""
+    """Return everything that determines the batcher's further behaviour."""
     table, pool = batcher.table, batcher.pool
     rows = np.flatnonzero(table.keys != None).tolist()  # noqa: E711
     last = batcher._fast_path._last
@@ -37,14 +37,14 @@ def state(batcher: Batcher) -> dict[str, Any]:
 
 
 def drawn_in(batcher: Batcher, rows: Ints, lengths: Ints) -> Ints:
-    """[n] what these rows draw at these lengths: few tokens, so that sequences come to agree."""
+    """Return the tokens [n] that the rows draw: only 0 and 1, so that sequences share blocks."""
     keys = batcher.table.keys[rows].tolist()
     drawn = [(key + length) % 2 for key, length in zip(keys, lengths.tolist(), strict=True)]
     return np.array(drawn, np.int32)
 
 
-def single(batcher: Batcher, plan: StepPlan | None = None) -> StepPlan | None:
-    """One step, planned already or not."""
+def run_step(batcher: Batcher, plan: StepPlan | None = None) -> StepPlan | None:
+    """Run one step, `plan` or the next; return its plan, or None if there is no work."""
     plan = plan or batcher.plan(0.0)
     if plan is not None:
         rows = plan.sampling_rows
@@ -52,40 +52,40 @@ def single(batcher: Batcher, plan: StepPlan | None = None) -> StepPlan | None:
     return plan
 
 
-def leap(batcher: Batcher, most: int) -> int:
-    """As many steps at once as are quiet, `most` at most; how many; 0: there is nothing to do."""
+def skip_steps(batcher: Batcher, most: int) -> int:
+    """Run up to `most` steps at once; return their number, 0 if there is no work."""
     plan = batcher.plan(0.0)
     if plan is None:
         return 0
     num = min(batcher.fast_forward.num_skippable(), most)
     rows, lengths = plan.rows, batcher.table.num_tokens[plan.rows]
-    single(batcher, plan)
+    run_step(batcher, plan)
     if num > 1:
         steps = [drawn_in(batcher, rows, lengths + step) for step in range(1, num)]
         batcher.fast_forward.skip(np.array(steps, np.int32))
     return max(num, 1)
 
 
-def play(news: Sequence[NewSequence], most: Sequence[int], **changes: int) -> int:
-    """Play them in both ways; how many steps were taken together."""
-    together = 0
+def compare(news: Sequence[NewSequence], most: Sequence[int], **changes: int) -> int:
+    """Run `news` with and without skips, compare the states; return the number of skipped steps."""
+    num_skipped = 0
     one, many = Batcher(limits(**changes)), Batcher(limits(**changes))
     for number, new in enumerate((*news, None)):
         for batcher in (one, many) if new else ():
             batcher.submit(new)  # type: ignore[arg-type]
         for _ in range(2 if new else 10_000):
-            num = leap(many, most[number % len(most)])
+            num = skip_steps(many, most[number % len(most)])
             for _ in range(num):
-                assert single(one) is not None
+                assert run_step(one) is not None
             assert state(one) == state(many)
             assert one.events() == many.events()
-            together += max(num - 1, 0)
+            num_skipped += max(num - 1, 0)
             if not num:
                 break
         many.check()
     assert one.plan(0.0) is None
     assert many.load().running == 0
-    return together
+    return num_skipped
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,7 +97,7 @@ def play(news: Sequence[NewSequence], most: Sequence[int], **changes: int) -> in
     max_sequences=st.integers(1, 5),
     watermark=st.integers(0, 1),
 )
-def test_a_leap_leaves_everything_as_single_steps_do(
+def test_skipped_steps_leave_the_state_of_single_steps(
     lengths: list[tuple[int, int]],
     most: list[int],
     num_blocks: int,
@@ -110,18 +110,18 @@ def test_a_leap_leaves_everything_as_single_steps_do(
         for key, (length, max_tokens) in enumerate(lengths)
     ]
     changes = {"block_size": block_size, "max_sequences": max_sequences, "watermark": watermark}
-    # Each fits alone, not all at once: some wait, some are preempted.
+    # Each sequence fits alone, but not all at once: some wait, some are preempted.
     blocks = num_blocks * 4 // block_size
-    play(news, most, num_blocks=blocks, max_batched_tokens=16, **changes)
+    compare(news, most, num_blocks=blocks, max_batched_tokens=16, **changes)
 
 
-def test_most_steps_of_a_steady_batch_are_taken_together() -> None:
+def test_most_steps_of_an_unchanged_batch_are_skipped() -> None:
     news = [sequence(key, list(range(3 + key)), 40) for key in range(3)]
-    # Each is admitted and draws twice before the next one comes; then there are three ends.
-    assert play(news, [50], num_blocks=64) >= 30
+    # The first step of each sequence is not skipped; most of the others are.
+    assert compare(news, [50], num_blocks=64) >= 30
 
 
-def test_no_leap_goes_beyond_the_blocks_that_there_are() -> None:
+def test_no_step_that_lacks_blocks_is_skipped() -> None:
     batcher = Batcher(limits(num_blocks=8, watermark=0))
     for key in range(2):
         batcher.submit(sequence(key, [key] * 8, 20))
@@ -130,32 +130,32 @@ def test_no_leap_goes_beyond_the_blocks_that_there_are() -> None:
         assert plan is not None
         if len(plan.tokens) == len(plan.rows) == 2:
             break
-        single(batcher, plan)
+        run_step(batcher, plan)
     num = batcher.fast_forward.num_skippable()
     assert 1 < num <= 8
-    single(batcher, plan)
+    run_step(batcher, plan)
     batcher.fast_forward.skip(np.zeros((num - 1, 2), np.int32))
     assert batcher.load().preemptions == 0
-    while single(batcher) is not None:
+    while run_step(batcher) is not None:
         pass
     assert batcher.load().preemptions > 0
 
 
-def test_what_may_end_by_what_is_drawn_is_not_quiet() -> None:
+def test_no_step_is_skipped_if_a_drawn_token_may_end_a_sequence() -> None:
     batcher = Batcher(limits())
     batcher.submit(sequence(1, [1, 2], 20, stop_token_ids=(7,)))
     for _ in range(3):
         plan = batcher.plan(0.0)
         assert batcher.fast_forward.num_skippable() == 0
-        single(batcher, plan)
+        run_step(batcher, plan)
 
 
-def test_a_leap_into_nothing_is_refused() -> None:
+def test_skip_is_refused_if_a_scheduling_decision_is_needed() -> None:
     batcher = Batcher(limits())
-    with pytest.raises(ValueError, match="between two steps"):
+    with pytest.raises(ValueError, match="a step is in flight"):
         batcher.fast_forward.skip(np.zeros((1, 1), np.int32))
     batcher.submit(sequence(1, [1, 2], 4))
     for _ in range(2):
-        single(batcher)
-    with pytest.raises(ValueError, match="not quiet"):
+        run_step(batcher)
+    with pytest.raises(ValueError, match="cannot fast-forward"):
         batcher.fast_forward.skip(np.zeros((20, 1), np.int32))

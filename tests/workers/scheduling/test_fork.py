@@ -1,4 +1,4 @@
-"""Several choices of one request: one prompt, shared blocks, and copies where they part."""
+"""Several choices of one request: one prompt, shared blocks, and copy-on-write."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from penstock.workers.scheduling.sequence import (
 from tests.support.fold_bench import Bench, sequence
 
 
-def test_choices_compute_their_prompt_once_and_draw_at_once() -> None:
+def test_choices_compute_their_prompt_once_and_start_together() -> None:
     for length in (1, 3, 4, 5, 16, 33):
         bench = Bench()
         new = sequence("a", list(range(length)), 9, num_choices=4)
@@ -26,7 +26,7 @@ def test_choices_compute_their_prompt_once_and_draw_at_once() -> None:
         load = bench.batcher.load()
         assert (load.prompt_tokens_computed, load.prompt_tokens_cached) == (length, 0)
         assert bench.num_tokens == length + 4 * 8
-        # The last one of a begun block's four holders writes it in place.
+        # The last of the four holders of a partly filled block writes it in place.
         assert bench.num_copies == (3 if length % 4 else 0)
         events = bench.batcher.events()
         assert {type(event) for event in events[:4]} == {Admitted}
@@ -34,33 +34,33 @@ def test_choices_compute_their_prompt_once_and_draw_at_once() -> None:
 
 
 def test_choices_share_the_full_blocks_of_a_long_prompt() -> None:
-    alone, together = (Bench(num_blocks=64, max_batched_tokens=256) for _ in range(2))
+    separate, forked = (Bench(num_blocks=64, max_batched_tokens=256) for _ in range(2))
     prompt = list(range(50))
     for choice in range(4):
         new = sequence(choice, prompt, 8, salt=b"%d" % choice)
-        alone.batcher.submit(new)
-    together.batcher.submit(sequence("a", prompt, 8, num_choices=4))
-    alone.run()
-    together.run()
-    assert alone.peak_used == 4 * 15
-    assert together.peak_used == 12 + 4 * 3
+        separate.batcher.submit(new)
+    forked.batcher.submit(sequence("a", prompt, 8, num_choices=4))
+    separate.run()
+    forked.run()
+    assert separate.peak_used == 4 * 15
+    assert forked.peak_used == 12 + 4 * 3
 
 
-class Forgetful(HashModel):
-    """Makes no copies."""
+class MissingCopies(HashModel):
+    """Hash model that skips block copies."""
 
     def copy(self, pairs: Ints) -> None: ...
 
 
-class Mistaken(HashModel):
-    """Copies to the right blocks from wrong ones."""
+class WrongCopies(HashModel):
+    """Hash model that copies from wrong source blocks."""
 
     def copy(self, pairs: Ints) -> None:
         super().copy(np.stack(((pairs[:, 0] + 1) % 32, pairs[:, 1]), axis=1))
 
 
-@pytest.mark.parametrize("kind", [Forgetful, Mistaken])
-def test_a_copy_left_out_or_made_wrong_changes_the_answers(kind: type[HashModel]) -> None:
+@pytest.mark.parametrize("kind", [MissingCopies, WrongCopies])
+def test_missing_or_wrong_block_copies_change_the_answers(kind: type[HashModel]) -> None:
     bench = Bench()
     bench.model = kind(bench.limits.num_blocks, bench.limits.block_size)
     new = sequence("a", list(range(6)), 9, num_choices=3)
@@ -70,8 +70,8 @@ def test_a_copy_left_out_or_made_wrong_changes_the_answers(kind: type[HashModel]
         bench.expect(new)
 
 
-def logged(lengths: list[int], prompt: list[int], max_tokens: int) -> NewSequence:
-    """A request that a worker lost when its choices had these lengths."""
+def with_logs(lengths: list[int], prompt: list[int], max_tokens: int) -> NewSequence:
+    """Return a resubmitted request whose choices have token logs of these lengths."""
     plain = sequence("a", prompt, max_tokens)
     logs = [reference_answer(prompt, plain.params, 64, i)[0][:n] for i, n in enumerate(lengths)]
     first, *others = [Sibling(choice, prompt + log) for choice, log in enumerate(logs)]
@@ -80,16 +80,16 @@ def logged(lengths: list[int], prompt: list[int], max_tokens: int) -> NewSequenc
 
 @pytest.mark.parametrize("lengths", [[3, 3], [5, 1, 2], [0, 3, 0], [4, 0], [9, 8]])
 @pytest.mark.parametrize("length", [4, 6, 17])
-def test_choices_go_on_from_logs_of_any_lengths(lengths: list[int], length: int) -> None:
+def test_choices_continue_from_token_logs_of_any_lengths(lengths: list[int], length: int) -> None:
     bench = Bench()
-    new = logged(lengths, list(range(length)), 10)
+    new = with_logs(lengths, list(range(length)), 10)
     bench.batcher.submit(new)
     bench.run()
     bench.expect(new)
     assert bench.batcher.load().prompt_tokens_computed == length
 
 
-def test_one_choice_ends_and_the_others_go_on() -> None:
+def test_other_choices_continue_after_one_is_dropped() -> None:
     bench = Bench()
     new = sequence("a", list(range(6)), 9, num_choices=3)
     bench.batcher.submit(new)
@@ -105,7 +105,7 @@ def test_one_choice_ends_and_the_others_go_on() -> None:
     assert bench.batcher.load().used_blocks == 0
 
 
-def test_choice_that_leads_is_dropped_once_the_others_have_their_prompt() -> None:
+def test_dropped_leader_computes_the_prompt_for_the_other_choices() -> None:
     bench = Bench(max_batched_tokens=4)
     new = sequence("a", list(range(10)), 5, num_choices=3)
     bench.batcher.submit(new)
@@ -124,7 +124,7 @@ def test_choice_dropped_while_it_waits_for_a_cached_prompt_is_never_run() -> Non
     prompt = list(range(8))
     bench.batcher.submit(sequence("before", prompt, 2))
     bench.run()
-    new = logged([1, 1], prompt, 5)
+    new = with_logs([1, 1], prompt, 5)
     bench.batcher.submit(new)
     bench.batcher.drop_choice("a", 0)
     bench.run()
@@ -142,7 +142,7 @@ def test_choice_preempted_in_the_step_that_admitted_it_is_not_reported_as_admitt
         bench.step()
     bench.batcher.request_yield("before")
     bench.batcher.events()
-    new = logged([7, 7, 7], prompt, 8)
+    new = with_logs([7, 7, 7], prompt, 8)
     bench.batcher.submit(new)
     num_preempted = bench.batcher.load().preemptions
     bench.batcher.plan(0.0)
@@ -154,7 +154,7 @@ def test_choice_preempted_in_the_step_that_admitted_it_is_not_reported_as_admitt
     ]
 
 
-def test_choices_yield_together_and_their_prompt_is_handed_over() -> None:
+def test_choices_yield_together_and_their_prompt_is_transferred() -> None:
     prompt = list(range(14))
     prefill, decode = Bench(), Bench()
     prefill.batcher.submit(sequence("p", prompt, 8, yield_after=1, num_choices=3))
@@ -186,7 +186,7 @@ def test_more_choices_than_rows_never_fit() -> None:
         Bench().batcher.submit(sequence("a", [1], num_choices=5))
 
 
-def test_choices_that_do_not_all_fit_take_turns() -> None:
+def test_choices_that_do_not_all_fit_are_preempted_and_finish() -> None:
     bench = Bench(num_blocks=7, watermark=0)
     new = sequence("a", list(range(5)), 20, num_choices=4)
     bench.batcher.submit(new)

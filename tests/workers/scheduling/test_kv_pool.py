@@ -1,4 +1,4 @@
-"""BlockPool: eviction order, and its ledger under every order of verbs."""
+"""BlockPool: order of eviction, and block counts after operations in any order."""
 
 from dataclasses import dataclass, field
 
@@ -28,7 +28,7 @@ def publish(pool: BlockPool, blocks: Ints, hashes: list[bytes]) -> None:
     pool.publish(blocks.tolist(), hashes)
 
 
-def test_released_blocks_are_found_again_until_they_are_given_out() -> None:
+def test_released_blocks_are_cached_until_they_are_taken_again() -> None:
     pool = BlockPool(4)
     blocks = pool.take(3, State.USED)
     publish(pool, blocks[:2], chain(1, 2))
@@ -42,20 +42,20 @@ def test_released_blocks_are_found_again_until_they_are_given_out() -> None:
     assert pool.match(chain(1, 2)).tolist() == blocks[:1].tolist()
 
 
-def test_deepest_block_of_the_oldest_goes_first() -> None:
+def test_last_block_of_the_least_recently_used_prefix_is_evicted_first() -> None:
     pool = BlockPool(6)
     first, second = pool.take(3, State.USED), pool.take(3, State.USED)
     publish(pool, first, chain(1, 2, 3))
     publish(pool, second, chain(4, 5, 6))
     pool.release(first, State.USED)
     pool.release(second, State.USED)
-    pool.retain(first[:1], State.USED)  # used again: now the youngest
+    pool.retain(first[:1], State.USED)  # used again: now the most recently used
     pool.release(first[:1], State.USED)
     order = [int(pool.take(1, State.USED)[0]) for _ in range(6)]
     assert order == [*first[:0:-1].tolist(), *second[::-1].tolist(), int(first[0])]
 
 
-def test_free_blocks_go_before_cached_ones() -> None:
+def test_free_blocks_are_taken_before_cached_ones() -> None:
     pool = BlockPool(2)
     blocks = pool.take(2, State.USED)
     publish(pool, blocks[:1], chain(1))
@@ -63,7 +63,7 @@ def test_free_blocks_go_before_cached_ones() -> None:
     assert pool.take(1, State.USED).tolist() == blocks[1:].tolist()
 
 
-def test_known_content_keeps_its_first_block() -> None:
+def test_repeated_content_keeps_its_first_block() -> None:
     pool = BlockPool(2)
     blocks = pool.take(2, State.USED)
     publish(pool, blocks, chain(1) * 2)
@@ -79,7 +79,7 @@ def test_reserved_blocks_cannot_be_published() -> None:
         publish(pool, blocks, chain(1))
 
 
-def test_shared_block_counts_once_by_its_strongest_holder() -> None:
+def test_shared_block_is_counted_once_as_used_before_leased() -> None:
     pool = BlockPool(1)
     block = pool.take(1, State.USED)
     publish(pool, block, chain(1))
@@ -94,7 +94,7 @@ def test_shared_block_counts_once_by_its_strongest_holder() -> None:
     assert pool.match(chain(1)).size == 0
 
 
-def test_ledger_that_does_not_balance_is_noticed() -> None:
+def test_check_detects_wrong_block_counts() -> None:
     pool = BlockPool(2)
     block = pool.take(1, State.USED)
     pool.check([block], [], [])
@@ -106,7 +106,7 @@ def test_ledger_that_does_not_balance_is_noticed() -> None:
 
 @dataclass(eq=False)
 class Held:
-    """What some holder has: its blocks in order, and the names of those that are published."""
+    """Blocks of one holder in order, and the names of the published ones."""
 
     hold: Hold
     blocks: Ints
@@ -114,19 +114,19 @@ class Held:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders come, share, turn into others and go; the pool has to agree with a plain list."""
+    """Holders take, share, move and release blocks; the pool must agree with plain lists."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(10)
         self.held: list[Held] = []
-        self.content: dict[int, tuple[int, ...]] = {}  # what a published block stands for
+        self.content: dict[int, tuple[int, ...]] = {}  # published block -> names of its prefix
 
     def pick(self, data: st.DataObject, *holds: Hold) -> Held | None:
         among = [held for held in self.held if held.hold in holds]
         return data.draw(st.sampled_from(among)) if among else None
 
-    def given_out(self, blocks: Ints) -> None:
+    def forget_content(self, blocks: Ints) -> None:
         for block in blocks.tolist():
             self.content.pop(block, None)
 
@@ -137,12 +137,12 @@ class PoolMachine(RuleBasedStateMachine):
         cached = np.flatnonzero(self.pool.state == State.CACHED)
         blocks = self.pool.take(num, hold)
         assert len(set(blocks.tolist())) == num
-        mine = {block for held in self.held for block in held.blocks.tolist()}
-        assert not mine & set(blocks.tolist())
+        held_blocks = {block for held in self.held for block in held.blocks.tolist()}
+        assert not held_blocks & set(blocks.tolist())
         if len(cached):
-            spared = num <= self.pool.num_blocks - len(mine) - len(cached)
-            assert not spared or not set(cached.tolist()) & set(blocks.tolist())
-        self.given_out(blocks)
+            evicts_none = num <= self.pool.num_blocks - len(held_blocks) - len(cached)
+            assert not evicts_none or not set(cached.tolist()) & set(blocks.tolist())
+        self.forget_content(blocks)
         self.held.append(Held(hold, blocks))
 
     @rule(data=st.data(), name=st.integers(0, 2))
@@ -194,10 +194,10 @@ class PoolMachine(RuleBasedStateMachine):
         held = self.pick(data, State.USED)
         if held is not None:
             self.pool.forget(held.blocks)
-            self.given_out(held.blocks)
+            self.forget_content(held.blocks)
 
     @invariant()
-    def ledger_balances(self) -> None:
+    def block_counts_match(self) -> None:
         def blocks(hold: Hold) -> list[Ints]:
             return [held.blocks for held in self.held if held.hold == hold]
 

@@ -1,4 +1,4 @@
-"""Sequences whose blocks come from elsewhere."""
+"""Sequences whose KV blocks come from another worker."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_received_blocks_are_read_as_if_they_were_computed() -> None:
         assert decode.batcher.load().prompt_tokens_computed == 0
 
 
-def test_only_what_is_not_cached_is_received() -> None:
+def test_only_uncached_blocks_are_received() -> None:
     prefill, decode = Bench(), Bench()
     decode.batcher.submit(sequence("before", list(range(9)), 2))
     decode.run()
@@ -35,7 +35,7 @@ def test_only_what_is_not_cached_is_received() -> None:
     decode.expect(new)
 
 
-def test_nothing_is_received_where_everything_is_cached() -> None:
+def test_no_blocks_are_received_if_all_are_cached() -> None:
     prefill, decode = Bench(), Bench()
     decode.batcher.submit(sequence("before", list(range(9)), 2))
     decode.run()
@@ -45,7 +45,7 @@ def test_nothing_is_received_where_everything_is_cached() -> None:
     decode.expect(new)
 
 
-def test_what_does_not_come_is_computed() -> None:
+def test_prompt_is_computed_if_its_transfer_fails() -> None:
     prefill, decode = Bench(), Bench()
     new = hand_over(prefill, decode, list(range(14)), 8)
     decode.batcher.transfer_failed("d")
@@ -56,7 +56,7 @@ def test_what_does_not_come_is_computed() -> None:
         decode.batcher.reserved_blocks("d")
 
 
-def test_what_was_received_is_not_asked_for_again_after_a_preemption() -> None:
+def test_blocks_are_not_transferred_again_after_a_preemption() -> None:
     prefill, decode = Bench(), Bench(num_blocks=10, watermark=0)
     decode.batcher.submit(sequence("first", list(range(40, 44)), 30))
     decode.step()
@@ -76,7 +76,7 @@ def test_what_was_received_is_not_asked_for_again_after_a_preemption() -> None:
     assert kinds == [Admitted, Reserved, Admitted, Finished]
 
 
-def test_reserved_blocks_of_a_dropped_receiver_wait_for_its_writer() -> None:
+def test_reserved_blocks_of_a_dropped_sequence_stay_until_the_transfer_drains() -> None:
     prefill, decode = Bench(), Bench()
     hand_over(prefill, decode, list(range(14)), 8)
     decode.batcher.drop("d")

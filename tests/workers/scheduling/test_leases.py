@@ -20,7 +20,7 @@ def test_yield_after_keeps_the_computed_blocks_under_a_lease() -> None:
     assert (load.leased_blocks, load.cached_blocks, load.free_blocks) == (0, 2, 30)
 
 
-def test_finish_beats_yield() -> None:
+def test_sequence_that_finishes_does_not_yield() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("a", [1, 2], 2, yield_after=2))
     bench.run()
@@ -28,7 +28,7 @@ def test_finish_beats_yield() -> None:
     assert bench.batcher.load().leased_blocks == 0
 
 
-def test_asked_to_yield_in_flight_it_yields_at_the_commit() -> None:
+def test_yield_requested_during_a_step_takes_effect_at_its_commit() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("a", list(range(20)), 9))
     plan = bench.batcher.plan(0.0)
@@ -40,7 +40,7 @@ def test_asked_to_yield_in_flight_it_yields_at_the_commit() -> None:
     assert bench.answers == {}
 
 
-def test_asked_to_yield_between_steps_it_yields_at_once() -> None:
+def test_yield_requested_between_steps_takes_effect_at_once() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("a", [1, 2, 3], 9))
     bench.step()
@@ -48,7 +48,7 @@ def test_asked_to_yield_between_steps_it_yields_at_once() -> None:
     assert bench.batcher.events()[-1] == Yielded("a", 3)
 
 
-def test_queued_sequence_yields_nothing_at_once() -> None:
+def test_queued_sequence_yields_at_once_and_has_no_lease() -> None:
     batcher = Batcher(limits())
     batcher.submit(sequence("a", [1, 2, 3]))
     batcher.request_yield("a")
@@ -59,7 +59,7 @@ def test_queued_sequence_yields_nothing_at_once() -> None:
     batcher.check()
 
 
-def test_pinned_lease_outlives_its_drop_until_it_is_unpinned() -> None:
+def test_dropped_lease_keeps_its_blocks_until_it_is_unpinned() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("a", list(range(10)), 9, yield_after=1))
     bench.run()
@@ -73,7 +73,7 @@ def test_pinned_lease_outlives_its_drop_until_it_is_unpinned() -> None:
     bench.batcher.check()
 
 
-def test_leases_together_keep_no_more_than_their_share() -> None:
+def test_all_leases_together_are_limited_to_lease_fraction() -> None:
     bench = Bench(lease_fraction=0.25)
     for key in range(4):
         bench.batcher.submit(sequence(key, [key, *range(11)], 9, yield_after=1))
@@ -85,7 +85,7 @@ def test_leases_together_keep_no_more_than_their_share() -> None:
     bench.batcher.pin(3, 0)
 
 
-def test_receiver_asked_to_yield_does_so_once_its_transfer_has_ended() -> None:
+def test_receiving_sequence_yields_once_its_transfer_has_ended() -> None:
     prefill, decode = Bench(), Bench()
     hand_over(prefill, decode, list(range(14)), 8)
     decode.batcher.request_yield("d")

@@ -1,4 +1,4 @@
-"""How the tokens of a step are shared between those who run."""
+"""Division of a step's token budget among the running sequences."""
 
 import numpy as np
 from hypothesis import given
@@ -8,14 +8,16 @@ from penstock.workers.scheduling.running_batch import split_token_budget
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(0, 60))
-def test_budget_goes_to_decodes_then_down_the_rows(remaining: list[int], spare: int) -> None:
+def test_budget_goes_to_decodes_and_then_to_prompts_in_row_order(
+    remaining: list[int], spare: int
+) -> None:
     budget = len(remaining) + spare
     counts = split_token_budget(np.array(remaining, np.int32), budget)
     assert counts.dtype == np.int32
-    assert counts.sum() == min(budget, sum(remaining))  # nothing is left while somebody wants it
+    assert counts.sum() == min(budget, sum(remaining))  # no budget is left over while tokens remain
     chunks = [(c, r) for c, r in zip(counts.tolist(), remaining, strict=True) if r > 1]
     assert all(c == 1 for c, r in zip(counts.tolist(), remaining, strict=True) if r == 1)
-    served = [c == r for c, r in chunks]
-    # In order: those who get all they want, one who gets a part, those who get nothing.
-    assert served == sorted(served, reverse=True)
+    complete = [c == r for c, r in chunks]
+    # In row order: complete prompts, at most one partial prompt, then prompts without tokens.
+    assert complete == sorted(complete, reverse=True)
     assert sum(0 < c < r for c, r in chunks) <= 1

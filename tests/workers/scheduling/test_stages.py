@@ -1,4 +1,4 @@
-"""A pipeline's steps: several in flight, each of other sequences, and all of them to their end."""
+"""Pipeline parallelism: several steps in flight, each with different sequences."""
 
 import numpy as np
 from hypothesis import given
@@ -20,7 +20,7 @@ def make_sequence(key: int, num_prompt: int, num_new: int, choices: int) -> NewS
 
 
 class Pipeline:
-    """Plans as far ahead as may be, then commits the oldest step."""
+    """A loop that plans as many steps as it can, then commits the oldest."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
@@ -28,7 +28,7 @@ class Pipeline:
         self.most_in_flight = 0
         self.counts: dict[tuple[object, int], int] = {}
 
-    def turn(self) -> bool:
+    def advance(self) -> bool:
         while (plan := self.batcher.plan(0.0)) is not None:
             busy = [set(other.rows.tolist()) for other in self.in_flight]
             assert not any(set(plan.rows.tolist()) & rows for rows in busy)
@@ -47,7 +47,7 @@ class Pipeline:
 
 
 @given(SEQUENCES, st.integers(2, 4), st.integers(12, 40), st.integers(8, 20))
-def test_everything_ends_with_all_its_tokens(
+def test_every_sequence_ends_with_all_its_tokens(
     sequences: list[tuple[int, int, int]], stages: int, num_blocks: int, budget: int
 ) -> None:
     limits = SchedulerConfig(num_blocks, 64, 4, 8, budget, num_stages=stages)
@@ -55,7 +55,7 @@ def test_everything_ends_with_all_its_tokens(
     for key, (num_prompt, num_new, choices) in enumerate(sequences):
         batcher.submit(make_sequence(key, num_prompt, num_new, choices))
     pipeline = Pipeline(batcher)
-    while pipeline.turn():
+    while pipeline.advance():
         assert len(pipeline.in_flight) < stages
     expected = {
         (key, choice): num_new
@@ -67,27 +67,27 @@ def test_everything_ends_with_all_its_tokens(
     assert (load.running, load.queued, load.used_blocks) == (0, 0, 0)
 
 
-def test_every_stage_has_its_part_of_those_who_run() -> None:
+def test_running_sequences_are_divided_among_the_steps_in_flight() -> None:
     batcher = Batcher(SchedulerConfig(64, 64, 4, 8, 32, num_stages=4))
     for key in range(8):
         batcher.submit(make_sequence(key, 4, 6, 1))
     pipeline = Pipeline(batcher)
     sizes = []
-    while pipeline.turn():
+    while pipeline.advance():
         sizes.append([len(plan.rows) for plan in pipeline.in_flight])
     assert pipeline.most_in_flight == 4
     assert [2, 2, 2] in sizes
 
 
-def test_what_is_dropped_in_flight_leaves_with_its_step() -> None:
+def test_sequence_dropped_in_flight_is_removed_with_its_step() -> None:
     batcher = Batcher(SchedulerConfig(64, 64, 4, 8, 32, num_stages=2))
     for key in range(4):
         batcher.submit(make_sequence(key, 4, 6, 1))
     pipeline = Pipeline(batcher)
-    pipeline.turn()
+    pipeline.advance()
     batcher.drop(0)
     batcher.drop(3)
-    while pipeline.turn():
+    while pipeline.advance():
         pass
     assert pipeline.counts[1, 0] == pipeline.counts[2, 0] == 6
     assert pipeline.counts.get((0, 0), 0) <= 1

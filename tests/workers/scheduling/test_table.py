@@ -1,4 +1,4 @@
-"""SequenceTable: rows are packed, extended and given out again."""
+"""SequenceTable: rows are filled, extended and reused."""
 
 import numpy as np
 
@@ -22,7 +22,7 @@ def test_ragged_arange_counts_each_row_from_zero() -> None:
     assert ragged_arange(ints(2)).dtype == np.int32
 
 
-def test_row_that_is_used_again_has_nothing_of_its_last_sequence() -> None:
+def test_reused_row_keeps_nothing_of_its_previous_sequence() -> None:
     table = SequenceTable(1, 16, 4)
     row = add(table, 9, SamplingParams(stop_token_ids=tuple(range(90, 99)), max_tokens=3))
     table.add_blocks(ints(row), ints(3), ints(7, 8, 9))
@@ -43,7 +43,7 @@ def test_blocks_are_appended_row_by_row() -> None:
     assert table.num_missing_blocks(rows, ints(9, 4, 4)).tolist() == [1, 0, 0]
 
 
-def test_stop_beats_length() -> None:
+def test_stop_token_takes_precedence_over_length() -> None:
     table = SequenceTable(2, 32, 4)
     rows = ints(
         *(add(table, 3, SamplingParams(max_tokens=1, stop_token_ids=(5,))) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The worker's service over a real channel, one worker for all tests."""
+"""The worker's gRPC service over a real channel. Most tests share one worker."""
 
 import asyncio
 import re
@@ -53,7 +53,7 @@ async def router(worker: RunningWorker, reference: Reference) -> AsyncIterator[A
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Reference:
-    """Greedy answers of the engine called directly, while the streams go on beating."""
+    """Return greedy answers of another engine, run on a thread so that heartbeats continue."""
     engine = Engine(WorkerConfig("reference", checkpoint, kv_cache_mib=1))
 
     async def answer(prompt: list[int], max_tokens: int) -> list[int]:
@@ -62,8 +62,10 @@ def reference(checkpoint: Path) -> Reference:
     return answer
 
 
-def searching(width: int, max_tokens: int = 5, n: int = 1, **search: Any) -> wire.SamplingParams:
-    """A beam search that no end token stops."""
+def search_params(
+    width: int, max_tokens: int = 5, n: int = 1, **search: Any
+) -> wire.SamplingParams:
+    """Return parameters of a beam search that ignores end-of-sequence tokens."""
     return greedy(max_tokens, n=n, beams=wire.BeamSearch(width=width, **search))
 
 
@@ -71,13 +73,14 @@ def free_blocks(attached: Attached) -> int:
     return attached.load.free_blocks + attached.load.cached_blocks
 
 
-async def refused(address: str, token: str | None, **hello: Any) -> grpc.aio.AioRpcError:
+async def refusal_of(address: str, token: str | None, **hello: Any) -> grpc.aio.AioRpcError:
+    """Open a stream that the worker must refuse, and return the error."""
     while True:
         attached = Attached(address, token)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await attached.open(**hello)
         await attached.close()
-        # A refusal that comes while Hello is being written is hidden by the client's library.
+        # If the refusal arrives while Hello is being written, gRPC hides its status: try again.
         if "execute_batch" not in (caught.value.debug_error_string() or ""):
             return caught.value
 
@@ -85,7 +88,7 @@ async def refused(address: str, token: str | None, **hello: Any) -> grpc.aio.Aio
 # ------------------------------------------------------------------ the stream
 
 
-async def test_welcome_says_what_the_worker_is(router: Attached) -> None:
+async def test_welcome_describes_the_worker(router: Attached) -> None:
     welcome = router.welcome
     assert (welcome.worker, welcome.role, welcome.vocab_size) == ("w0", "mixed", VOCAB_SIZE)
     assert (welcome.block_size, welcome.max_model_len, welcome.max_sequences) == (16, 256, 8)
@@ -102,19 +105,21 @@ async def test_health_is_serving(worker: RunningWorker) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "wrong", "secret2", ""])
-async def test_a_stranger_is_unauthenticated(worker: RunningWorker, token: str | None) -> None:
-    error = await refused(worker.address, token)
+async def test_missing_or_wrong_token_is_unauthenticated(
+    worker: RunningWorker, token: str | None
+) -> None:
+    error = await refusal_of(worker.address, token)
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "token" in error.details()
 
 
-async def test_another_protocol_is_refused_by_name(worker: RunningWorker) -> None:
-    error = await refused(worker.address, "secret", protocol=2)
+async def test_other_protocol_version_is_refused(worker: RunningWorker) -> None:
+    error = await refusal_of(worker.address, "secret", protocol=2)
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "protocol 2 and this worker 1" in error.details()
 
 
-async def test_a_first_message_that_is_no_hello_is_refused(worker: RunningWorker) -> None:
+async def test_first_message_other_than_hello_is_refused(worker: RunningWorker) -> None:
     attached = Attached(worker.address, "secret")
     await attached.say(drop=wire.Drop(request=1, attempt=1))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -124,22 +129,20 @@ async def test_a_first_message_that_is_no_hello_is_refused(worker: RunningWorker
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-async def test_a_gap_in_the_numbers_closes_the_stream(router: Attached, number: int) -> None:
+async def test_unexpected_message_number_closes_the_stream(router: Attached, number: int) -> None:
     await router.say(number, drop=wire.Drop(request=1, attempt=1))
     error = await router.until_closed()
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "where 2 was due" in error.details()
+    assert "expected 2" in error.details()
 
 
 @pytest.mark.parametrize("body", [{}, {"hello": wire.Hello(protocol=1, router="again")}])
-async def test_a_message_without_sense_closes_the_stream(
-    router: Attached, body: dict[str, Any]
-) -> None:
+async def test_invalid_message_closes_the_stream(router: Attached, body: dict[str, Any]) -> None:
     await router.say(**body)
     assert (await router.until_closed()).code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_bytes_that_are_no_message_end_only_their_stream(
+async def test_undecodable_bytes_close_only_their_stream(
     worker: RunningWorker, router: Attached
 ) -> None:
     async with grpc.aio.insecure_channel(worker.address) as channel:
@@ -152,7 +155,7 @@ async def test_bytes_that_are_no_message_end_only_their_stream(
     assert len(await router.answer(1)) == 3
 
 
-async def test_a_message_that_is_too_large_ends_only_its_stream(
+async def test_too_large_message_closes_only_its_stream(
     worker: RunningWorker, router: Attached
 ) -> None:
     other = await Attached(worker.address, "secret").open("other")
@@ -163,7 +166,7 @@ async def test_a_message_that_is_too_large_ends_only_its_stream(
     assert len(await router.answer(1)) == 3
 
 
-async def test_both_sides_beat_and_silence_ends_the_stream(checkpoint: Path) -> None:
+async def test_both_sides_send_heartbeats_and_silence_closes_the_stream(checkpoint: Path) -> None:
     running = await serve_worker(
         WorkerConfig("w1", checkpoint, kv_cache_mib=1, heartbeat_seconds=0.05)
     )
@@ -172,7 +175,7 @@ async def test_both_sides_beat_and_silence_ends_the_stream(checkpoint: Path) -> 
     await silent.submit(1, PROMPT, greedy(200))
     error = await silent.until_closed()
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "nothing was heard" in error.details()
+    assert "no message for" in error.details()
     await talking.message("heartbeat")
     await talking.until(lambda: talking.load.running == 0)
     assert talking.closed is None
@@ -181,13 +184,13 @@ async def test_both_sides_beat_and_silence_ends_the_stream(checkpoint: Path) -> 
     await running.stop()
 
 
-async def test_a_worker_that_stood_still_does_not_take_it_for_silence(checkpoint: Path) -> None:
+async def test_blocked_event_loop_is_not_taken_for_a_silent_router(checkpoint: Path) -> None:
     beat = 0.1
     running = await serve_worker(
         WorkerConfig("w1", checkpoint, kv_cache_mib=1, heartbeat_seconds=beat)
     )
     router = await Attached(running.address).open(beat=beat)
-    time.sleep(20 * beat)  # the whole event loop; ten beats of silence end a stream
+    time.sleep(20 * beat)  # blocks the event loop; ten missed heartbeats end a stream
     await router.submit(1, PROMPT, greedy(3))
     assert len(await router.answer(1)) == 3
     await router.close()
@@ -197,7 +200,7 @@ async def test_a_worker_that_stood_still_does_not_take_it_for_silence(checkpoint
 # ------------------------------------------------------------------ requests
 
 
-async def test_answers_are_those_of_the_engine(router: Attached, reference: Reference) -> None:
+async def test_answers_equal_those_of_the_engine(router: Attached, reference: Reference) -> None:
     prompts = [PROMPT[:length] for length in (1, 15, 16, 17, 36)]
     for request, prompt in enumerate(prompts):
         await router.submit(request, prompt, greedy(20))
@@ -206,7 +209,7 @@ async def test_answers_are_those_of_the_engine(router: Attached, reference: Refe
         assert router.finishes[request, 1] == wire.FINISH_LENGTH
 
 
-async def test_a_log_is_gone_on_from(router: Attached, reference: Reference) -> None:
+async def test_request_continues_from_its_token_log(router: Attached, reference: Reference) -> None:
     whole = await reference(PROMPT, 20)
     log = [wire.ChoiceLog(choice=0, tokens=whole[:7])]
     await router.submit(1, PROMPT, greedy(20), log=log, attempt=3)
@@ -239,13 +242,13 @@ async def test_drop_frees_the_blocks(router: Attached) -> None:
     await router.drop(1)
     await router.until(lambda: router.load.running == 0 and free_blocks(router) == total)
     assert len(router.answers[1, 1]) < 200
-    await router.drop(1)  # again, and what was never there
+    await router.drop(1)  # dropped again, then an unknown request: both are ignored
     await router.drop(77, 5)
     await router.submit(2, PROMPT, greedy(2))
     await router.answer(2)
 
 
-async def test_the_stream_s_end_frees_what_it_held(worker: RunningWorker, router: Attached) -> None:
+async def test_end_of_a_stream_frees_its_blocks(worker: RunningWorker, router: Attached) -> None:
     other = await Attached(worker.address, "secret").open("other")
     await other.submit(1, PROMPT, greedy(200))
     await other.submit(2, PROMPT[:20], greedy(5), yield_after=1)
@@ -256,7 +259,7 @@ async def test_the_stream_s_end_frees_what_it_held(worker: RunningWorker, router
     assert router.load.leased_blocks == router.load.running == 0
 
 
-async def test_two_routers_may_use_the_same_numbers(
+async def test_two_routers_may_use_the_same_request_numbers(
     worker: RunningWorker, router: Attached, reference: Reference
 ) -> None:
     other = await Attached(worker.address, "secret").open("other")
@@ -267,7 +270,7 @@ async def test_two_routers_may_use_the_same_numbers(
     await other.close()
 
 
-async def test_a_reconnect_ends_the_old_stream_and_what_it_held(
+async def test_reconnect_closes_the_old_stream_and_drops_its_requests(
     worker: RunningWorker, router: Attached
 ) -> None:
     await router.submit(1, PROMPT, greedy(200))
@@ -281,7 +284,9 @@ async def test_a_reconnect_ends_the_old_stream_and_what_it_held(
     await again.close()
 
 
-async def test_a_later_attempt_replaces_the_earlier(router: Attached, reference: Reference) -> None:
+async def test_later_attempt_replaces_the_earlier_one(
+    router: Attached, reference: Reference
+) -> None:
     await router.submit(1, PROMPT, greedy(200))
     await router.until(lambda: router.answers[1, 1])
     await router.submit(1, PROMPT, greedy(8), attempt=2)
@@ -290,7 +295,7 @@ async def test_a_later_attempt_replaces_the_earlier(router: Attached, reference:
     assert (1, 1) not in router.finishes
 
 
-async def test_a_lease_outlives_a_later_attempt_that_starts_from_it(
+async def test_lease_is_kept_after_a_later_attempt_until_it_is_dropped(
     router: Attached, reference: Reference
 ) -> None:
     await router.submit(1, PROMPT, greedy(10), yield_after=1)
@@ -305,7 +310,9 @@ async def test_a_lease_outlives_a_later_attempt_that_starts_from_it(
     await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
 
 
-async def test_yield_on_command(router: Attached, reference: Reference) -> None:
+async def test_running_request_yields_on_request_of_the_router(
+    router: Attached, reference: Reference
+) -> None:
     await router.submit(1, PROMPT, greedy(200))
     await router.until(lambda: len(router.answers[1, 1]) > 2)
     command: dict[str, Any] = {"yield": wire.Yield(request=1, attempt=1)}
@@ -331,7 +338,7 @@ async def test_allowed_tokens_and_bad_words(router: Attached, reference: Referen
     assert set(others) <= {whole[0], 7, 9}
 
 
-async def test_choices_come_side_by_side_and_one_can_be_dropped(
+async def test_choices_stream_in_parallel_and_one_can_be_dropped(
     router: Attached, reference: Reference
 ) -> None:
     await router.submit(1, PROMPT, greedy(40, n=3))
@@ -344,7 +351,9 @@ async def test_choices_come_side_by_side_and_one_can_be_dropped(
     await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
 
 
-async def test_choices_go_on_from_their_logs(router: Attached, reference: Reference) -> None:
+async def test_choices_continue_from_their_token_logs(
+    router: Attached, reference: Reference
+) -> None:
     expected = await reference(PROMPT, 20)
     log = [
         wire.ChoiceLog(choice=0, tokens=expected[:7]),
@@ -358,7 +367,7 @@ async def test_choices_go_on_from_their_logs(router: Attached, reference: Refere
     assert not router.answers[1, 2, 1]
 
 
-async def test_nothing_left_to_draw_ends_that_request_alone(
+async def test_request_with_no_allowed_token_left_ends_without_affecting_others(
     router: Attached, reference: Reference
 ) -> None:
     strict = greedy(9, allowed_tokens=[7], bad_words=[wire.BadWord(tokens=[7, 7])])
@@ -376,9 +385,9 @@ async def test_nothing_left_to_draw_ends_that_request_alone(
     assert "bad words and allowed tokens left nothing to draw" in reason
 
 
-async def test_a_search_is_told_whole_at_its_end(router: Attached) -> None:
-    await router.submit(1, PROMPT, searching(3, 20, n=2, length_penalty=1.0))
-    await router.submit(2, PROMPT, searching(3, 20, n=2, length_penalty=1.0), attempt=4)
+async def test_beam_search_is_sent_in_one_step_at_its_end(router: Attached) -> None:
+    await router.submit(1, PROMPT, search_params(3, 20, n=2, length_penalty=1.0))
+    await router.submit(2, PROMPT, search_params(3, 20, n=2, length_penalty=1.0), attempt=4)
     await router.drop(2, 4)
     await router.submit(3, PROMPT, greedy(40))
     await router.answer(1)
@@ -425,21 +434,21 @@ async def test_a_search_is_told_whole_at_its_end(router: Attached) -> None:
         ({"log": [wire.ChoiceLog(choice=1, tokens=[3])]}, "choices"),
         ({"log": [wire.ChoiceLog(choice=0, finished=True)]}, "finished"),
         ({"salt": b"x" * 1000}, "salt"),
-        ({"params": searching(1)}, "best_of must be a whole number|from 2 to 256 beams"),
-        ({"params": searching(10**9)}, "best_of must be a whole number from 1 to 256"),
-        ({"params": searching(9)}, "9 choices .* at most 8"),
-        ({"params": searching(4, n=5)}, "best_of must be a whole number from 5 to 256"),
-        ({"params": searching(4, max_tokens=5000, n=4)}, "16384 tokens together"),
+        ({"params": search_params(1)}, "best_of must be a whole number|from 2 to 256 beams"),
+        ({"params": search_params(10**9)}, "best_of must be a whole number from 1 to 256"),
+        ({"params": search_params(9)}, "9 choices .* at most 8"),
+        ({"params": search_params(4, n=5)}, "best_of must be a whole number from 5 to 256"),
+        ({"params": search_params(4, max_tokens=5000, n=4)}, "16384 tokens together"),
         (
-            {"params": searching(4, length_penalty=float("nan"))},
+            {"params": search_params(4, length_penalty=float("nan"))},
             "number from -5 to 5",
         ),
-        ({"params": searching(4, length_penalty=5.5)}, "length_penalty must be"),
-        ({"params": searching(4, early_stopping=7)}, "early_stopping must be"),
-        ({"params": searching(2), "log": [wire.ChoiceLog(tokens=[3])]}, "begins at its prompt"),
+        ({"params": search_params(4, length_penalty=5.5)}, "length_penalty must be"),
+        ({"params": search_params(4, early_stopping=7)}, "early_stopping must be"),
+        ({"params": search_params(2), "log": [wire.ChoiceLog(tokens=[3])]}, "begins at its prompt"),
     ],
 )
-async def test_what_can_never_run_is_rejected_with_its_reason(
+async def test_request_that_can_never_run_is_rejected_with_a_reason(
     router: Attached, submit: dict[str, Any], reason: str
 ) -> None:
     given: dict[str, Any] = {"prompt": PROMPT, "params": greedy(5), **submit}
@@ -451,7 +460,7 @@ async def test_what_can_never_run_is_rejected_with_its_reason(
     assert len(await router.answer(2)) == 2
 
 
-async def test_the_same_attempt_twice_is_rejected(router: Attached) -> None:
+async def test_repeated_attempt_is_rejected(router: Attached) -> None:
     await router.submit(1, PROMPT, greedy(100))
     await router.submit(1, PROMPT, greedy(100))
     assert "already" in (await router.message("rejected", 1)).reason
@@ -459,7 +468,7 @@ async def test_the_same_attempt_twice_is_rejected(router: Attached) -> None:
     assert len(router.answers[1, 1]) == 100
 
 
-async def test_a_full_queue_rejects_for_now_only(router: Attached) -> None:
+async def test_full_queue_rejects_temporarily(router: Attached) -> None:
     for request in range(40):
         await router.submit(request, PROMPT, greedy(200))
     rejected = await router.message("rejected")
@@ -469,7 +478,7 @@ async def test_a_full_queue_rejects_for_now_only(router: Attached) -> None:
     await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
 
 
-async def test_a_draining_worker_tells_and_takes_nothing_new(checkpoint: Path) -> None:
+async def test_draining_worker_notifies_routers_and_rejects_new_requests(checkpoint: Path) -> None:
     running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1))
     attached = await Attached(running.address).open()
     await attached.submit(1, PROMPT, greedy(50))
@@ -489,13 +498,13 @@ async def test_a_draining_worker_tells_and_takes_nothing_new(checkpoint: Path) -
 # ------------------------------------------------------------------ the worker itself
 
 
-async def test_a_port_in_use_is_said_in_one_line(worker: RunningWorker, checkpoint: Path) -> None:
+async def test_port_in_use_is_a_clear_error(worker: RunningWorker, checkpoint: Path) -> None:
     port = int(worker.address.rpartition(":")[2])
     with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: the port is taken"):
         await serve_worker(WorkerConfig("w1", checkpoint, port=port))
 
 
-async def test_an_engine_that_fails_ends_the_worker_plainly(
+async def test_engine_failure_closes_streams_and_ends_the_worker(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1))

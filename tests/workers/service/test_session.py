@@ -1,4 +1,4 @@
-"""What waits for a router that reads slowly: Steps become one, and too much ends the stream."""
+"""Session: waiting Steps of a slow router are merged; too large a backlog ends its stream."""
 
 import grpc
 
@@ -18,7 +18,7 @@ def step(*tokens: int, queued: int = 0, logprobs: bool = False) -> wire.ToRouter
     return wire.ToRouter(step=made)
 
 
-async def taken(session: Session) -> list[wire.ToRouter]:
+async def read_all(session: Session) -> list[wire.ToRouter]:
     messages = []
     while (message := await session.next(0.001)) is not None:
         messages.append(message)
@@ -29,19 +29,19 @@ async def test_messages_are_numbered_in_order() -> None:
     session = make_session()
     session.put(wire.ToRouter(welcome=wire.Welcome()))
     session.put(wire.ToRouter(heartbeat=wire.Heartbeat()))
-    first = await taken(session)
+    first = await read_all(session)
     session.put(wire.ToRouter(heartbeat=wire.Heartbeat()))
-    assert [message.number for message in first + await taken(session)] == [1, 2, 3]
+    assert [message.number for message in first + await read_all(session)] == [1, 2, 3]
 
 
-async def test_steps_that_wait_become_one_and_pass_nothing() -> None:
+async def test_waiting_steps_are_merged_without_reordering_messages() -> None:
     session = make_session()
     session.put(step(5, 6, queued=9, logprobs=True))
     session.put(step(7, queued=4))
     session.put(step(8, queued=0, logprobs=True))
     session.put(wire.ToRouter(yielded=wire.Yielded(request=1)))
     session.put(step(9))
-    merged, yielded, last = await taken(session)
+    merged, yielded, last = await read_all(session)
     assert list(merged.step.token) == [5, 6, 7, 8]
     assert [entry.row for entry in merged.step.logprobs] == [0, 1, 3]
     assert merged.step.load.queued == 0
@@ -49,7 +49,7 @@ async def test_steps_that_wait_become_one_and_pass_nothing() -> None:
     assert list(last.step.token) == [9]
 
 
-async def test_a_step_of_a_whole_search_stays_alone_and_does_not_count() -> None:
+async def test_step_of_a_beam_search_is_not_merged_and_not_limited() -> None:
     session = make_session()
     session.put(step(1))
     session.put(step(*range(MAX_TOKENS_WAITING + 1)), no_merge=True)
@@ -57,28 +57,28 @@ async def test_a_step_of_a_whole_search_stays_alone_and_does_not_count() -> None
     session.put(step(2))
     session.put(step(3))
     assert session.stream_end is None
-    lengths = [len(message.step.token) for message in await taken(session)]
+    lengths = [len(message.step.token) for message in await read_all(session)]
     assert lengths == [1, MAX_TOKENS_WAITING + 1, MAX_TOKENS_WAITING + 1, 2]
 
 
-async def test_a_reader_in_time_gets_every_step_alone() -> None:
+async def test_router_that_keeps_up_gets_every_step_separately() -> None:
     session = make_session()
     for token in range(3):
         session.put(step(token))
-        assert [list(message.step.token) for message in await taken(session)] == [[token]]
+        assert [list(message.step.token) for message in await read_all(session)] == [[token]]
 
 
-async def test_too_many_tokens_end_the_stream() -> None:
+async def test_too_many_waiting_tokens_end_the_stream() -> None:
     session = make_session()
     session.put(step(*[1] * MAX_TOKENS_WAITING))
     assert session.stream_end is None
     session.put(step(1))
     assert session.stream_end is not None
     assert session.stream_end.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert await taken(session) == []
+    assert await read_all(session) == []
 
 
-async def test_too_many_messages_end_the_stream() -> None:
+async def test_too_many_waiting_messages_end_the_stream() -> None:
     session = make_session()
     for _ in range(MAX_MESSAGES_WAITING):
         session.put(wire.ToRouter(rejected=wire.Rejected()))
@@ -87,7 +87,7 @@ async def test_too_many_messages_end_the_stream() -> None:
     assert session.stream_end is not None
 
 
-async def test_the_first_reason_to_end_counts() -> None:
+async def test_first_reason_for_the_end_of_a_stream_is_kept() -> None:
     session = make_session()
     session.end(grpc.StatusCode.ABORTED, "first")
     session.end(grpc.StatusCode.INTERNAL, "second")

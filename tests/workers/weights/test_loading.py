@@ -1,4 +1,4 @@
-"""Whole folders: single and sharded, complete and not."""
+"""Loading of checkpoint folders: one file or several, complete or incomplete."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def configure(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_shards_hold_what_one_file_holds(tmp_path: Path) -> None:
+def test_sharded_checkpoint_equals_a_single_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "one", "qwen3")
     make_checkpoint(tmp_path / "many", "qwen3", max_shard_size="40KB")
     assert not (tmp_path / "many" / SINGLE).exists()
@@ -43,17 +43,17 @@ def test_shards_hold_what_one_file_holds(tmp_path: Path) -> None:
         assert torch.equal(many.tensors()[name], expected)
 
 
-def test_progress_counts_bytes_to_the_end(folder: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    _, decoder = load_model(folder, "auto", CPU, lambda done, total: seen.append((done, total)))
+def test_progress_counts_bytes_up_to_the_total(folder: Path) -> None:
+    progress: list[tuple[int, int]] = []
+    _, decoder = load_model(folder, "auto", CPU, lambda done, total: progress.append((done, total)))
     total = sum(tensor.nbytes for tensor in decoder.tensors().values())
-    assert seen[0] == (0, total)
-    assert seen[-1] == (total, total)
-    assert seen == sorted(seen)
+    assert progress[0] == (0, total)
+    assert progress[-1] == (total, total)
+    assert progress == sorted(progress)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_narrow_checkpoints_are_widened_on_a_cpu(folder: Path, kind: torch.dtype) -> None:
+def test_16_bit_checkpoint_is_loaded_as_float32_on_a_cpu(folder: Path, kind: torch.dtype) -> None:
     narrow = {name: value.to(kind) for name, value in load_file(folder / SINGLE).items()}
     save_file(narrow, folder / SINGLE)
     configure(folder, dtype=str(kind).removeprefix("torch."))
@@ -71,7 +71,7 @@ def test_an_unknown_dtype_is_refused(folder: Path) -> None:
         load_model(folder, "int3", CPU)
 
 
-def test_what_older_tools_leave_in_is_ignored(folder: Path) -> None:
+def test_redundant_tensors_of_older_tools_are_ignored(folder: Path) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # tied
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
@@ -80,7 +80,7 @@ def test_what_older_tools_leave_in_is_ignored(folder: Path) -> None:
     load_model(folder, "auto", CPU)
 
 
-def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_not_loaded(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek-v3")
     further = "model.layers.3.eh_proj.weight"
     edit(tmp_path, lambda tensors: tensors.update({further: torch.zeros(48, 96)}))
@@ -91,7 +91,7 @@ def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> No
         load_model(tmp_path, "auto", CPU)
 
 
-def test_routing_stays_wide(tmp_path: Path) -> None:
+def test_moe_gates_stay_in_float32(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek-v3")
     tensors = load_model(tmp_path, "bfloat16", CPU)[1].tensors()
     wide = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
@@ -103,7 +103,7 @@ NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda t: t.pop(NORM), f"lacks tensor {NORM} .*llama, 2 layers"),
         (lambda t: [t.pop(name) for name in list(t)[:4]], "lacks tensor .* and 3 more"),
@@ -112,22 +112,25 @@ NORM = "model.norm.weight"
         (lambda t: t.update({NORM: torch.zeros(48, dtype=torch.int8)}), f"{NORM} is I8"),
     ],
 )
-def test_tensors_that_do_not_fit(folder: Path, change: Edit, words: str) -> None:
+def test_missing_or_mismatched_tensors_are_refused(
+    folder: Path, change: Edit, message: str
+) -> None:
     edit(folder, change)
-    with pytest.raises((BadCheckpoint, UnsupportedModel), match=words):
+    with pytest.raises((BadCheckpoint, UnsupportedModel), match=message):
         load_model(folder, "auto", CPU)
 
 
-def test_a_config_of_another_model(folder: Path) -> None:
+def test_config_of_another_model_is_refused(folder: Path) -> None:
     configure(folder, num_hidden_layers=3)
     with pytest.raises(BadCheckpoint, match=r"lacks tensor model\.layers\.2\..* and \d+ more"):
         load_model(folder, "auto", CPU)
     configure(folder, num_hidden_layers=2, intermediate_size=1 << 24)
-    with pytest.raises(BadCheckpoint, match=r"has shape .*16777216"):  # and no memory was taken
+    # The shape is checked before any memory is allocated.
+    with pytest.raises(BadCheckpoint, match=r"has shape .*16777216"):
         load_model(folder, "auto", CPU)
 
 
-def test_no_weights(folder: Path) -> None:
+def test_folder_without_weights_is_refused(folder: Path) -> None:
     (folder / SINGLE).unlink()
     with pytest.raises(BadCheckpoint, match=r"neither model\.safetensors nor"):
         load_model(folder, "auto", CPU)
@@ -142,37 +145,39 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_missing_shard(sharded: Path) -> None:
-    victim = sorted(sharded.glob("*.safetensors"))[1]
-    victim.unlink()
-    with pytest.raises(BadCheckpoint, match=f"{victim.name} is missing"):
+def test_missing_shard_is_refused(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(BadCheckpoint, match=f"{shard.name} is missing"):
         load_model(sharded, "auto", CPU)
 
 
-def test_a_half_copied_shard(sharded: Path) -> None:
-    victim = sorted(sharded.glob("*.safetensors"))[1]
-    victim.write_bytes(victim.read_bytes()[:-1])
-    with pytest.raises(BadCheckpoint, match=f"{victim.name} is corrupt or half-copied"):
+def test_half_copied_shard_is_refused(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(BadCheckpoint, match=f"{shard.name} is corrupt or half-copied"):
         load_model(sharded, "auto", CPU)
 
 
 @pytest.mark.parametrize(
-    ("places", "words"),
+    ("weight_map", "message"),
     [
-        (None, "no sound weight_map"),
-        ({NORM: 3}, "no sound weight_map"),
-        ({NORM: "../secret.safetensors"}, "no sound weight_map"),
-        ({NORM: "/etc/passwd"}, "no sound weight_map"),
-        ({NORM: ".."}, "no sound weight_map"),
+        (None, "no valid weight_map"),
+        ({NORM: 3}, "no valid weight_map"),
+        ({NORM: "../secret.safetensors"}, "no valid weight_map"),
+        ({NORM: "/etc/passwd"}, "no valid weight_map"),
+        ({NORM: ".."}, "no valid weight_map"),
     ],
 )
-def test_an_index_that_points_elsewhere(sharded: Path, places: object, words: str) -> None:
-    (sharded / INDEX).write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(BadCheckpoint, match=words):
+def test_index_with_invalid_file_names_is_refused(
+    sharded: Path, weight_map: object, message: str
+) -> None:
+    (sharded / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(BadCheckpoint, match=message):
         load_model(sharded, "auto", CPU)
 
 
-def test_an_index_that_is_wrong_about_a_file(sharded: Path) -> None:
+def test_index_that_names_the_wrong_shard_is_refused(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
     index["weight_map"][NORM] = next(f for f in files if f != index["weight_map"][NORM])
@@ -181,7 +186,7 @@ def test_an_index_that_is_wrong_about_a_file(sharded: Path) -> None:
         load_model(sharded, "auto", CPU)
 
 
-def test_names_may_lack_what_bloom_has_before_all_of_them(tmp_path: Path) -> None:
+def test_bloom_tensor_names_may_lack_the_transformer_prefix(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "bloom")
     expected = load_model(tmp_path, "auto", CPU)[1]
 

@@ -1,4 +1,4 @@
-"""Headers that lie are refused; sound files are read as the format's own library reads them."""
+"""Safetensors files: valid ones are read as by the reference library, corrupt ones refused."""
 
 import json
 import random
@@ -26,7 +26,7 @@ def tensor(begin: Any, end: Any, shape: Any = (1,), dtype: Any = "F32") -> dict[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
-def test_reads_what_the_library_writes(
+def test_tensors_written_by_the_library_are_read_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
@@ -42,19 +42,19 @@ def test_reads_what_the_library_writes(
     save_file(tensors, path, metadata={"format": "pt"})
     entries = read_header(path)
     assert entries.keys() == tensors.keys()
-    pieces: list[int] = []
+    chunk_sizes: list[int] = []
     with path.open("rb") as file:
         for name, expected in tensors.items():
             assert entries[name].shape == tuple(expected.shape)
             target = torch.full(expected.shape, torch.nan, dtype=target_dtype)
-            load_tensor(entries[name], target, file, pieces.append)
+            load_tensor(entries[name], target, file, chunk_sizes.append)
             assert torch.equal(target, expected.to(target_dtype))
-    assert sum(pieces) == sum(one.nbytes for one in tensors.values())
-    assert max(pieces) <= 256
+    assert sum(chunk_sizes) == sum(one.nbytes for one in tensors.values())
+    assert max(chunk_sizes) <= 256
 
 
 @pytest.mark.parametrize(
-    ("header", "words"),
+    ("header", "message"),
     [
         (b"{", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
@@ -75,20 +75,20 @@ def test_reads_what_the_library_writes(
         ({"a": tensor(0, 4), "b": tensor(2, 6)}, "tensor b overlaps"),
     ],
 )
-def test_headers_that_lie(tmp_path: Path, header: Any, words: str) -> None:
+def test_invalid_header_is_refused(tmp_path: Path, header: Any, message: str) -> None:
     path = write(tmp_path / "x.safetensors", header, bytes(8))
-    with pytest.raises(BadCheckpoint, match=f"x.safetensors is corrupt.*({words})"):
+    with pytest.raises(BadCheckpoint, match=f"x.safetensors is corrupt.*({message})"):
         read_header(path)
 
 
 @pytest.mark.parametrize("length", [101 << 20, 2**64 - 1])
-def test_an_absurd_header_length_takes_no_memory(tmp_path: Path, length: int) -> None:
+def test_oversized_header_length_is_refused(tmp_path: Path, length: int) -> None:
     path = write(tmp_path / "x.safetensors", {}, length=length)
     with pytest.raises(BadCheckpoint, match="length of a header"):
         read_header(path)
 
 
-def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.randn(30)}, path)
     whole = path.read_bytes()
@@ -98,14 +98,14 @@ def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
             read_header(path)
 
 
-def test_any_flipped_header_byte_is_refused_or_read(tmp_path: Path) -> None:
+def test_changed_header_byte_is_refused_or_gives_entries_within_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.randn(30), "b": torch.randn(2, 5)}, path)
     whole = bytearray(path.read_bytes())
-    chance = random.Random(0)
+    rng = random.Random(0)
     for _ in range(400):
         broken = bytearray(whole)
-        broken[chance.randrange(len(whole) - 160)] = chance.randrange(256)
+        broken[rng.randrange(len(whole) - 160)] = rng.randrange(256)
         path.write_bytes(broken)
         try:
             entries = read_header(path)
@@ -114,7 +114,7 @@ def test_any_flipped_header_byte_is_refused_or_read(tmp_path: Path) -> None:
         assert all(e.start + e.num_bytes <= len(whole) for e in entries.values())
 
 
-def test_a_file_that_shrinks_after_its_header_was_read(tmp_path: Path) -> None:
+def test_file_truncated_after_reading_its_header_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.randn(30)}, path)
     entry = read_header(path)["a"]
@@ -123,6 +123,6 @@ def test_a_file_that_shrinks_after_its_header_was_read(tmp_path: Path) -> None:
         load_tensor(entry, torch.empty(30), file, lambda num_bytes: None)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"x\.safetensors is missing"):
         read_header(tmp_path / "x.safetensors")

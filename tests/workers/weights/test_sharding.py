@@ -1,4 +1,4 @@
-"""What ranks have of a model: together everything, each no more than its part."""
+"""Sharding of weights: the ranks together hold the whole model, each only its shard."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,14 +30,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_model(folder / name, name) for name in MODELS}
 
 
-def ranks_of(place: MeshCoord) -> ParallelGroups:
-    """As if it had met the others: it only holds weights here."""
-    nobody = cast(ProcessGroup, object())
-    return ParallelGroups(place, nobody if place.mesh.tp > 1 else None)
+def ranks_of(coord: MeshCoord) -> ParallelGroups:
+    """Return a rank's groups with a placeholder process group: loading does not use it."""
+    placeholder = cast(ProcessGroup, object())
+    return ParallelGroups(coord, placeholder if coord.mesh.tp > 1 else None)
 
 
-def cover(tensor: torch.Tensor, region: tuple[object, ...]) -> torch.Tensor:
-    """A mask of the region."""
+def region_mask(tensor: torch.Tensor, region: tuple[object, ...]) -> torch.Tensor:
+    """Return a mask of `tensor` that is True inside `region`."""
     mask = torch.ones(tensor.shape, dtype=torch.bool)
     for at, ranges in enumerate(region):
         if ranges is not None:
@@ -51,43 +51,43 @@ def cover(tensor: torch.Tensor, region: tuple[object, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
-def test_ranks_have_everything_in_shapes_that_fit(
+def test_ranks_together_hold_every_weight(
     models: dict[str, Path], name: str, shape: tuple[int, int, int]
 ) -> None:
     spec, mesh = read_spec(models[name]), Mesh(*shape)
     whole = empty_decoder(spec, torch.float32, META).tensors()
     counts = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
     for rank in range(mesh.num_ranks):
-        place = mesh.coord(rank)
-        parts = regions(spec, place)
-        held = empty_decoder(spec, torch.float32, META, ranks=ranks_of(place)).tensors()
-        for tensor, part in held.items():
-            region = parts.get(tensor, ())
-            assert tuple(part.shape) == region_shape(tuple(whole[tensor].shape), region), tensor
-            counts[tensor] += cover(whole[tensor], region)
+        coord = mesh.coord(rank)
+        own_regions = regions(spec, coord)
+        held = empty_decoder(spec, torch.float32, META, ranks=ranks_of(coord)).tensors()
+        for tensor, shard in held.items():
+            region = own_regions.get(tensor, ())
+            assert tuple(shard.shape) == region_shape(tuple(whole[tensor].shape), region), tensor
+            counts[tensor] += region_mask(whole[tensor], region)
     for tensor, count in counts.items():
         assert count.min() >= 1, tensor
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "falcon", "mpt", "gpt-oss", "deepseek"])
-def test_a_rank_holds_what_its_region_says(models: dict[str, Path], name: str) -> None:
+def test_rank_reads_and_holds_exactly_its_regions(models: dict[str, Path], name: str) -> None:
     spec, whole = load_model(models[name], "auto", CPU)
-    if spec.qkv_grouped:  # loading has put it into another order since
+    if spec.qkv_grouped:  # loading has reordered the fused q, k, v rows
         whole = empty_decoder(spec, torch.float32, CPU)
         load_into(models[name], whole)
     for rank in range(4):
-        place = Mesh(2, 2).coord(rank)
-        seen: list[tuple[int, int]] = []
-        part = load_part(models[name], place, seen)
+        coord = Mesh(2, 2).coord(rank)
+        progress: list[tuple[int, int]] = []
+        part = load_part(models[name], coord, progress)
         expected = whole.tensors()
         read = 0
         for tensor, values in part.tensors().items():
-            region = regions(spec, place).get(tensor, ())
+            region = regions(spec, coord).get(tensor, ())
             if not (spec.qkv_grouped and "query_key_value" in tensor):
-                wanted = expected[tensor][cover(expected[tensor], region)].view(values.shape)
-                assert torch.equal(values, wanted), tensor
+                shard = expected[tensor][region_mask(expected[tensor], region)].view(values.shape)
+                assert torch.equal(values, shard), tensor
             read += values.nbytes
-        assert seen[-1] == (read, read), "no other bytes were read"
+        assert progress[-1] == (read, read), "a rank must read only its own bytes"
         assert read < 0.6 * sum(tensor.nbytes for tensor in expected.values())
 
 
@@ -99,21 +99,21 @@ def load_into(folder: Path, decoder: Decoder) -> None:
         target.copy_(values[name])
 
 
-def load_part(folder: Path, place: MeshCoord, seen: list[tuple[int, int]]) -> Decoder:
-    ranks = ranks_of(place)
+def load_part(folder: Path, coord: MeshCoord, progress: list[tuple[int, int]]) -> Decoder:
+    ranks = ranks_of(coord)
     return load_model(
-        folder, "auto", CPU, lambda done, total: seen.append((done, total)), ranks=ranks
+        folder, "auto", CPU, lambda done, total: progress.append((done, total)), ranks=ranks
     )[1]
 
 
-def test_kv_heads_are_cut_or_repeated(models: dict[str, Path]) -> None:
+def test_kv_heads_are_divided_or_replicated(models: dict[str, Path]) -> None:
     spec = read_spec(models["llama"])
     for tp, expected in ((1, [(0, 2)]), (2, [(0, 1), (1, 2)]), (4, [(0, 1)] * 2 + [(1, 2)] * 2)):
         found = [kv_heads(spec, Mesh(tp).coord(rank)) for rank in range(tp)]
         assert [(heads.start, heads.stop) for heads in found] == expected
 
 
-def test_latent_rows_are_on_every_rank(models: dict[str, Path]) -> None:
+def test_mla_cache_rows_are_on_every_rank(models: dict[str, Path]) -> None:
     spec = read_spec(models["deepseek"])
     part = empty_decoder(spec, torch.float32, META, ranks=ranks_of(Mesh(4).coord(3)))
     assert part.spec.kv_shape == spec.kv_shape
@@ -124,7 +124,7 @@ def test_latent_rows_are_on_every_rank(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "changes", "said"),
+    ("name", "shape", "changes", "message"),
     [
         ("llama", (3, 1, 1), {}, "tp 3 neither divides the model's 2 KV heads nor"),
         ("llama", (8, 1, 1), {}, "tp 8 does not divide the model's 4 attention heads"),
@@ -136,19 +136,19 @@ def test_latent_rows_are_on_every_rank(models: dict[str, Path]) -> None:
         ("deepseek", (8, 1, 1), {}, "tp 8 does not divide the model's 4 attention heads"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused_plainly(
+def test_mesh_that_does_not_fit_the_model_is_refused(
     models: dict[str, Path],
     name: str,
     shape: tuple[int, int, int],
     changes: dict[str, object],
-    said: str,
+    message: str,
 ) -> None:
     spec: ModelSpec = replace(read_spec(models[name]), **changes)  # type: ignore[arg-type]
-    with pytest.raises(BadShape, match=said):
+    with pytest.raises(BadShape, match=message):
         check_shape(spec, Mesh(*shape))
 
 
-def test_an_expert_that_cannot_be_cut(models: dict[str, Path]) -> None:
+def test_experts_that_cannot_be_divided_are_refused(models: dict[str, Path]) -> None:
     spec = read_spec(models["gpt-oss"])
     assert spec.experts is not None
     odd = replace(spec, experts=replace(spec.experts, inner_size=22))
@@ -159,6 +159,6 @@ def test_an_expert_that_cannot_be_cut(models: dict[str, Path]) -> None:
         check_shape(replace(spec, experts=replace(spec.experts, inner_size=21)), Mesh(4, ep=2))
 
 
-def test_one_rank_has_all_of_it(models: dict[str, Path]) -> None:
+def test_single_rank_has_no_partial_regions(models: dict[str, Path]) -> None:
     spec = read_spec(models["llama"])
     assert regions(spec, SINGLE_RANK.coord) == {}

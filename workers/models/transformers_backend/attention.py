@@ -1,8 +1,8 @@
-"""The attention interface of `transformers`, with ours behind it.
+"""Paged attention behind the attention interface of `transformers`.
 
-Its models look their attention up by name, in a table of functions, and likewise what makes their
-masks. Ours are registered under `NAME`; they hand every call to the `AttentionHandler` that is set
-for the moment. There are two: `Paged`, which computes a step, and the one that looks a model over.
+Models of `transformers` look up their attention and mask functions by name in a registry. The
+functions registered as `NAME` pass every call to the current `AttentionHandler`: `PagedAttention`,
+which computes a step, or `RecordingAttention`, which examines a model (`probe`).
 """
 
 from collections.abc import Iterator
@@ -26,22 +26,22 @@ IGNORED_OPTIONS = {
     *("position_ids", "cache_position", "past_key_values", "use_cache", "return_dict"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
 }
-"""What models pass along that says nothing of how to attend."""
+"""Options that models pass to their attention and that do not change its result."""
 
 
 class AttentionHandler(Protocol):
-    """What the registered functions do for now."""
+    """Receiver of the calls of the registered functions."""
 
     def mask(self, options: dict[str, Any]) -> object: ...
 
     def attend(self, module: Any, heads: "Qkv", mask: object, options: dict[str, Any]) -> Tensor:
-        """Returns [T, Hq, D of the values]."""
+        """Return the attention output, [T, Hq, D of the values]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Qkv:
-    """What a layer attends with: [T, heads, D] each; the values' D may be another."""
+    """Queries, keys and values of a layer: [T, heads, D] each; the values' D may differ."""
 
     query: Tensor
     keys: Tensor
@@ -61,7 +61,7 @@ def use_handler(handler: AttentionHandler) -> Iterator[None]:
 
 
 def register() -> None:
-    """Makes `NAME` an attention that models of `transformers` can be told to use."""
+    """Register `NAME` as an attention implementation of `transformers`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)
@@ -75,13 +75,13 @@ def _mask(**options: Any) -> object:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
 ) -> tuple[Tensor, None]:
-    """query: [1, Hq, T, D]; returns [1, T, Hq, D]."""
+    """Call the current handler: from [1, heads, T, D] each to [1, T, Hq, D]."""
     heads = Qkv(*(x[0].transpose(0, 1) for x in (query, key, value)))
     return _handler.get().attend(module, heads, attention_mask, options)[None], None
 
 
 def score_mod_of(options: dict[str, Any], query: Tensor) -> ScoreMod:
-    """How a call wants its scores made."""
+    """Return the score mod that the options of an attention call describe."""
     scale, sinks = options.get("scaling"), options.get("s_aux")
     return ScoreMod(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -92,14 +92,14 @@ def score_mod_of(options: dict[str, Any], query: Tensor) -> ScoreMod:
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """One step over the paged cache."""
+    """Handler that computes one step over the paged KV cache."""
 
     step: StepInputs
     cache: Tensor  # [layers, 2, N, H, S, D]
-    windows: tuple[int, ...]  # of each layer, known from when the model was looked over
+    windows: tuple[int, ...]  # per layer, as recorded by `probe`
 
     def mask(self, options: dict[str, Any]) -> object:
-        return None  # the step's plans say it all
+        return None  # the step's plans contain the masks
 
     def attend(self, module: Any, heads: Qkv, mask: object, options: dict[str, Any]) -> Tensor:
         layer = self.cache[module.layer_idx]
@@ -111,11 +111,11 @@ class PagedAttention:
         return out[..., : heads.values.shape[-1]]
 
     def _repeated(self, heads: Tensor) -> Tensor:
-        """A layer of fewer KV heads than others: each stands for several, as in its own groups."""
+        """Repeat the KV heads of a layer that has fewer of them than the cache."""
         times = self.cache.shape[3] // heads.shape[1]
         return heads if times == 1 else heads.repeat_interleave(times, dim=1)
 
     def _widened(self, heads: Tensor) -> Tensor:
-        """Narrower keys or values get zeros, which change no product."""
+        """Pad narrower keys or values with zeros, which do not change any product."""
         missing = self.cache.shape[-1] - heads.shape[-1]
         return functional.pad(heads, (0, missing)) if missing else heads.contiguous()

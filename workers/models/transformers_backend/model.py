@@ -1,7 +1,7 @@
-"""Models that we do not have ourselves, computed by `transformers` over our cache and batcher.
+"""Models without a native implementation, run by `transformers` over our KV cache and batcher.
 
-Any decoder of `transformers` that uses its attention interface (see `attention`), once it has
-been looked over (see `probe`). Slower than our own: its layers are not fused.
+Works for every decoder of `transformers` that uses its attention interface (see `attention`) and
+passes the checks of `probe`. Slower than the native decoder, because layers are not fused.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from penstock.workers.models.transformers_backend.probe import (
 
 @dataclass(frozen=True, slots=True)
 class TransformersModelInfo:
-    """What the engine needs to know of such a model; the fields are those of `ModelSpec`."""
+    """Sizes of a `transformers` model for the engine; the fields are those of `ModelSpec`."""
 
     family: str
     vocab_size: int
@@ -44,7 +44,7 @@ class TransformersModelInfo:
     max_model_len: int
     eos_tokens: tuple[int, ...]
     windows: tuple[int, ...]
-    rope: RopeSpec = RopeSpec(1.0)  # noqa: RUF009 (frozen); nothing is turned by us
+    rope: RopeSpec = RopeSpec(1.0)  # noqa: RUF009 (frozen); unused: the model applies its own rope
 
     latent: LatentSpec | None = None
 
@@ -57,16 +57,16 @@ class TransformersModelInfo:
 
 
 class _StubBody(nn.Module):
-    """Stands where the layers were, so that the model's own head can be run by itself."""
+    """Replaces a model's body (tokens to hidden states), so that its head can run alone."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
-        self.kind: type[Any] = dict  # of what the layers return; set by their first run
+        self.kind: type[Any] = dict  # type of the body's result, known after its first run
         self.hidden: Tensor | None = None
-        self._body = [body]  # in a list, so that it is no submodule
+        self._body = [body]  # in a list, so that it is not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
-        """What others look for in the layers' part, such as its embeddings."""
+        """Delegate to the body: other modules read, for example, its embeddings."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -81,23 +81,23 @@ class _StubBody(nn.Module):
 
 
 def _body_of(model: Any) -> tuple[str, Any]:
-    """The part from tokens to hidden states, and where it is in the model."""
+    """Return name and module of the part that computes hidden states from tokens."""
     from transformers import PreTrainedModel
 
     decoder = model.get_decoder()
     if decoder is model or not isinstance(
         decoder, PreTrainedModel
-    ):  # a head may be called a decoder
+    ):  # some models return their head as the decoder
         decoder = model.base_model
     for name, module in model.named_modules():
         found = module is not model if decoder is model else module is decoder
         if found and isinstance(module, PreTrainedModel):
             return name, module
-    raise Unsupported("its layers and its head are one")
+    raise Unsupported("its layers and its head are in one module")
 
 
 class TransformersModel:
-    """A model of `transformers`, called as `Decoder` is."""
+    """A model of `transformers` with the interface of `Decoder`."""
 
     rotaries: tuple[Rotary, ...] = ()
 
@@ -112,7 +112,7 @@ class TransformersModel:
         self.device: torch.device = parameter.device
 
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
-        """As `Decoder.__call__`, but returns [T, hidden_size] after the last norm."""
+        """Like `Decoder.__call__`, but return the hidden states after the final norm."""
         with use_handler(PagedAttention(step, cache, self.spec.windows)):
             return self.hidden(tokens, step.positions)
 
@@ -124,13 +124,13 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden_size] to [S, vocab_size] float32."""
+        """Run the head: [S, hidden_size] to [S, vocab_size] float32."""
         self._stub.hidden = hidden
         tokens = torch.zeros(len(hidden), dtype=torch.int64, device=self.device)
         try:
             with use_handler(
                 RecordingAttention(0, check_masks=False)
-            ):  # masks may be made before the layers
+            ):  # some models create masks before they call the body
                 return self.whole(tokens)
         finally:
             self._stub.hidden = None
@@ -150,9 +150,14 @@ def load_transformers_model(
     num_bytes: int,
     progress: Callable[[int, int], None],
 ) -> tuple[TransformersModelInfo, TransformersModel]:
-    """Loads the folder of `config` with `transformers`, never with code from the checkpoint.
+    """Load the folder of `config` with `transformers`; code in the checkpoint is never run.
 
-    `num_bytes`: of its weights, for `progress`. Raises `BadCheckpoint` or `UnsupportedModel`.
+    Args:
+        num_bytes: Size of the weights, for `progress`.
+
+    Raises:
+        BadCheckpoint: The weights are incomplete.
+        UnsupportedModel: `transformers` or the checks of `probe` do not support the model.
     """
     require_transformers(config)
     folder, architecture = config.path.parent, config.values["architectures"][0]
@@ -172,7 +177,11 @@ def load_transformers_model(
 
 
 def _their_config(architecture: str, folder: Path) -> Any:
-    """Its configuration, if `transformers` has such a decoder, and it uses the interface."""
+    """Return the model's `transformers` configuration.
+
+    Raise `Unsupported` if `transformers` has no such decoder, or the decoder does not use the
+    attention interface.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -181,9 +190,9 @@ def _their_config(architecture: str, folder: Path) -> Any:
             folder, local_files_only=True, trust_remote_code=False
         )
         kind = transformers.AutoModelForCausalLM._model_mapping.get(type(found), None)
-    except Exception as error:  # whatever stands in a file can go wrong in any way there
+    except Exception as error:  # invalid files can raise any exception in `transformers`
         raise Unsupported(
-            f"it is none of ours, and transformers says: {_first_line(error)}"
+            f"it has no native implementation, and transformers reports: {_first_line(error)}"
         ) from None
     if kind is None:
         raise Unsupported(
@@ -197,11 +206,11 @@ def _their_config(architecture: str, folder: Path) -> Any:
         raise Unsupported("it keeps other state than keys and values")
     if not kind._supports_attention_backend:
         raise Unsupported("its attention does not go through the interface of transformers")
-    return found.get_text_config(decoder=True)  # itself, where there is nothing but text
+    return found.get_text_config(decoder=True)  # `found` itself for text-only models
 
 
 def _only_attends(theirs: Any) -> bool:
-    """Whether a model that may keep other state has no layer that does."""
+    """Whether all layers of a possibly stateful model are attention layers."""
     kinds = getattr(theirs, "layer_types", None) or [None]
     return set(kinds) <= {"attention", "full_attention", "sliding_attention"}
 
@@ -211,10 +220,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _positions(theirs: Any, max_model_len: int | None) -> int:
-    """The positions that will be used; `Unsupported` where sequences would change each other's."""
+    """Return the number of positions to use.
+
+    Raise `Unsupported` if positions are rotated differently depending on the longest sequence.
+    """
     longest = getattr(theirs, "max_position_embeddings", None)
     if type(longest) is not int or longest < 4:
-        raise Unsupported("it does not say how many positions it has")
+        raise Unsupported("its configuration has no valid max_position_embeddings")
     used = min(longest, max_model_len or longest)
     ropes = getattr(theirs, "rope_parameters", None) or {}
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
@@ -236,15 +248,15 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
             folder,
             dtype=dtype,
             attn_implementation=NAME,
-            experts_implementation="eager",  # the grouped products take no odd shapes
+            experts_implementation="eager",  # the grouped GEMMs do not support all shapes
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
         )
-    except Exception as error:  # see above
+    except Exception as error:  # invalid files can raise any exception in `transformers`
         raise Unsupported(f"transformers cannot load it: {_first_line(error)}") from None
-    for kind in ("missing_keys", "mismatched_keys"):  # it would fill these in at random
+    for kind in ("missing_keys", "mismatched_keys"):  # `transformers` initialises these randomly
         if report[kind]:
             name = sorted(map(str, report[kind]))[0]
             raise BadCheckpoint(
@@ -264,17 +276,17 @@ def _probe(
         vocab_size = _check_head(model)
     except Unsupported:
         raise
-    except Exception as error:  # its code meets what it was not written for
-        raise Unsupported(f"it cannot do with our attention: {_first_line(error)}") from None
+    except Exception as error:  # the model's code was not written for our attention
+        raise Unsupported(f"it does not work with our attention: {_first_line(error)}") from None
     return _spec(calls, longest, eos_tokens, name, vocab_size)
 
 
 _CACHE_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-"""Layers of its cache: the last keeps nothing, where a layer attends with another's keys."""
+"""Supported layers of a `DynamicCache`. A dummy layer is empty: it reads another layer's keys."""
 
 
 def _layers_kept(theirs: Any) -> list[Any]:
-    """The layers of its own cache; `Unsupported` where these hold other than keys and values."""
+    """Return the layers of the model's own cache; `Unsupported` if one has other state than KV."""
     from transformers import DynamicCache
 
     layers: list[Any] = DynamicCache(config=theirs).layers
@@ -285,7 +297,7 @@ def _layers_kept(theirs: Any) -> list[Any]:
 
 
 def _check_windows(calls: list[AttentionCall], kept: list[Any], longest: int) -> None:
-    """`Unsupported` where its own cache would forget other positions than its masks hide."""
+    """Raise `Unsupported` if the model's own cache drops other positions than its masks hide."""
     for layer, call in zip(kept, calls, strict=True):
         window = getattr(layer, "sliding_window", 0)
         if window != call.window and 0 < window < longest:
@@ -293,7 +305,7 @@ def _check_windows(calls: list[AttentionCall], kept: list[Any], longest: int) ->
 
 
 def _check_head(model: TransformersModel) -> int:
-    """The size of its vocabulary; `Unsupported` if its head cannot be run by itself."""
+    """Return the vocabulary size; raise `Unsupported` if the head does not work on its own."""
     tokens = torch.arange(3, 6, device=model.device)
     with use_handler(RecordingAttention(0, check_masks=False)):
         expected = model.whole(tokens, position_ids=tokens[None])

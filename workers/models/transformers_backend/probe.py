@@ -1,8 +1,8 @@
-"""Looking a model of `transformers` over before it is served.
+"""Examines a model of `transformers` before it is served.
 
-Configurations say what they mean in a hundred ways; what a model does with its attention can be
-seen. It runs on a few tokens with an attention that only writes down how it was called. What the
-paged cache cannot honour is refused by name, so that nothing is silently left out.
+Configurations describe attention in many ways, so the model itself is observed: it runs on a few
+tokens with an attention that records how it is called. An option that the paged cache does not
+support raises an error that names it, so that none is silently ignored.
 """
 
 from collections.abc import Callable
@@ -23,17 +23,17 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}
 
 
 class Unsupported(Exception):
-    """Why a model cannot be served, as the end of a sentence that begins with its name."""
+    """The model cannot be served; the message continues a sentence that begins with its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskProbe:
-    """The mask that was asked for: positions that a token sees, itself included; 0: all."""
+    """Placeholder for a mask tensor; `window` is the number of visible positions (0: all)."""
 
     window: int
 
     def __getattr__(self, name: str) -> object:
-        """Whoever looks for what a tensor has wants to compute with it."""
+        """Raise `Unsupported`: a model that reads tensor attributes computes with the mask."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise Unsupported("it computes with attention masks by itself")
@@ -44,20 +44,20 @@ class MaskProbe:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """How one layer called its attention."""
+    """Parameters with which one layer called its attention."""
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # the wider of keys and values
+    head_dim: int  # the larger of the keys' and the values'
     window: int
 
 
 @dataclass(slots=True)
 class RecordingAttention:
-    """An attention in which no token sees another: it gives what the token itself brings."""
+    """Handler that records the calls, with an attention in which tokens see only themselves."""
 
     max_model_len: int
-    check_masks: bool  # they can only be read while one token runs
+    check_masks: bool  # also record the calls; only possible in runs of a single token
     calls: dict[int, AttentionCall] = field(default_factory=dict)
 
     def mask(self, options: dict[str, Any]) -> object:
@@ -66,7 +66,8 @@ class RecordingAttention:
     def attend(self, module: Any, heads: Qkv, mask: object, options: dict[str, Any]) -> Tensor:
         if self.check_masks:
             self._record(module, heads, mask, options)
-        # With the query and the keys, so that positions show. Bounded: no layer may drown another.
+        # Includes query and keys, so that wrong positions change the result; bounded by tanh, so
+        # that no layer dominates the others.
         group = heads.query.shape[1] // heads.keys.shape[1]
         keys, values = (x.repeat_interleave(group, 1) for x in (heads.keys, heads.values))
         mixed = (heads.query + keys).tanh().mean(-1, keepdim=True)
@@ -98,7 +99,7 @@ def _window_of(module: Any, mask: object, options: dict[str, Any]) -> int:
 
 
 def check_options(module: Any, options: dict[str, Any]) -> None:
-    """`Unsupported` for whatever a layer asks of its attention that is not honoured."""
+    """Raise `Unsupported` if a layer calls its attention with an unsupported option."""
     known = {"scaling", "softcap", "s_aux", "sliding_window", "dropout", "is_causal"}
     for name, value in options.items():
         if name not in known | IGNORED_OPTIONS and value is not None and value is not False:
@@ -107,15 +108,16 @@ def check_options(module: Any, options: dict[str, Any]) -> None:
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise Unsupported("its attention is not causal")
     if options.get("dropout"):
-        raise Unsupported("its attention drops out")
+        raise Unsupported("its attention uses dropout")
     if getattr(module, "sinks", None) is not None and options.get("s_aux") is None:
         raise Unsupported("it has attention sinks that it does not pass on")
 
 
 def read_window(options: dict[str, Any], max_model_len: int) -> int:
-    """The window of a mask, from the function that tells which positions see which.
+    """Return the sliding window of a mask function (0: none).
 
-    `Unsupported` where that is neither causal nor a causal window, in `max_model_len` positions.
+    Raise `Unsupported` if, within `max_model_len` positions, the mask is neither causal nor a
+    causal window.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -144,17 +146,17 @@ def read_window(options: dict[str, Any], max_model_len: int) -> int:
 
 
 Run = Callable[[Tensor, Tensor], Tensor]
-"""Tokens [T] and positions [T] to hidden states [T, hidden_size]."""
+"""Function from tokens [T] and positions [T] to hidden states [T, hidden_size]."""
 
 
 def probe_model(
     run: Run, num_layers: int, max_model_len: int, device: torch.device
 ) -> list[AttentionCall]:
-    """How each layer attends; `Unsupported` where the paged cache and the batcher cannot serve it.
+    """Return how each layer attends; raise `Unsupported` if the engine cannot serve the model.
 
-    Three tokens run alone and then side by side, first as tokens of three sequences do, then as
-    those of one. If that changes anything, they meet elsewhere than in attention (in a
-    convolution, a recurrence, ...), or the model counts positions by itself.
+    Three tokens run one by one and then in one batch, first with positions of three sequences, then
+    with consecutive ones. If the batch changes the results, tokens interact outside of attention
+    (in a convolution, a recurrence, ...), or the model ignores the given positions.
     """
     last = max_model_len - 1
     for positions in ([last, 0, last // 2], [last - 2, last - 1, last]):
@@ -174,22 +176,23 @@ def _probe_at(run: Run, positions: Tensor, max_model_len: int) -> dict[int, Atte
     difference = (torch.cat(unbatched) - together).abs().max()
     if not difference <= _TOLERANCE[together.dtype] * together.abs().max():
         raise Unsupported(
-            "its tokens meet outside of attention (as in a convolution or a recurrence), or it "
-            "does not take their positions as given"
+            "its tokens interact outside of attention (as in a convolution or a recurrence), or it "
+            "ignores the given positions"
         )
     return recorder.calls
 
 
 def check_layers(calls: dict[int, AttentionCall], num_layers: int) -> list[AttentionCall]:
-    """The calls in the order of the layers; `Unsupported` where they fit no common cache."""
+    """Return the calls in the order of the layers; `Unsupported` if one cache cannot hold all."""
     if sorted(calls) != list(range(num_layers)):
         raise Unsupported(f"{len(calls)} of its {num_layers} layers attend through the interface")
     found = [calls[layer] for layer in range(num_layers)]
     most = max(call.num_kv_heads for call in found)
-    for layer, call in enumerate(found):  # fewer KV heads are repeated, see `Paged`
+    for layer, call in enumerate(found):  # `PagedAttention` repeats fewer KV heads
         if most % call.num_kv_heads or call.num_heads % most:
             raise Unsupported(
                 f"layer {layer} has {call.num_heads} heads over {call.num_kv_heads} KV heads where "
-                f"another has {most} KV heads, which are no multiple or no divisor of these"
+                f"another has {most}, which must be a multiple of {call.num_kv_heads} and divide "
+                f"{call.num_heads}"
             )
     return found

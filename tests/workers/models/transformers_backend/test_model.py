@@ -1,5 +1,8 @@
-"""Models of ours that transformers computes over our cache: its soft caps, windows and sinks pass
-through the interface. What is not ours: `test_architectures`."""
+"""Natively supported models, run through the transformers backend on the paged KV cache.
+
+Soft caps, sliding windows and sinks must pass through its attention interface. Models that only
+this backend supports: see `test_architectures`.
+"""
 
 from pathlib import Path
 
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 MAX_NEW = 8
-LENGTHS = (12, 16, 61)  # answers that cross a block and a window
+LENGTHS = (12, 16, 61)  # of prompts; with the answer, each crosses a block or window boundary
 
 LoadedModel = tuple[Model, list[list[int]], Expected]
 
@@ -36,12 +39,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found, prompts, expected_answers(reference, prompts, MAX_NEW)
 
 
-def test_alone(model: LoadedModel) -> None:
+def test_single_prompts_match_transformers(model: LoadedModel) -> None:
     computed, prompts, (answers, logits) = model
     for prompt, answer, rows in zip(prompts, answers, logits, strict=True):
         check(generate(computed, [prompt], MAX_NEW), ([answer], [rows]))
 
 
-def test_in_a_crowd_and_in_chunks(model: LoadedModel) -> None:
+def test_batched_chunked_prompts_match_transformers(model: LoadedModel) -> None:
     computed, prompts, expected = model
     check(generate(computed, prompts, MAX_NEW, chunk=21), expected)

@@ -1,4 +1,4 @@
-"""What of transformers is refused, and that nothing is silently left out."""
+"""Probing of transformers models: unsupported features are refused, none is ignored."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def save(folder: Path, config: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "words"),
+    ("kind", "changes", "message"),
     [
         ("Mamba", {"num_attention_heads": None}, "Mamba.* keeps other state than keys and values"),
         ("StableLm", {}, "StableLm.* does not go through the interface"),
@@ -61,8 +61,8 @@ def save(folder: Path, config: Any) -> Path:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
-    tmp_path: Path, kind: str, changes: dict[str, Any], words: str
+def test_unsupported_model_features_are_refused_with_the_architecture_name(
+    tmp_path: Path, kind: str, changes: dict[str, Any], message: str
 ) -> None:
     values = {
         key: value
@@ -70,7 +70,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         if value is not None or key == "pad_token_id"
     }
     config = getattr(transformers, f"{kind}Config")(**values)
-    with pytest.raises(UnsupportedModel, match=words):
+    with pytest.raises(UnsupportedModel, match=message):
         load(save(tmp_path, config), "auto", CPU)
 
 
@@ -88,8 +88,8 @@ def copy(folder: Path, to: Path, **changes: object) -> Path:
     return to
 
 
-def test_chunks_that_are_never_crossed(tmp_path: Path) -> None:
-    """Below the size of its chunks, Llama 4 is as any other."""
+def test_chunked_attention_is_accepted_up_to_the_length_of_one_chunk(tmp_path: Path) -> None:
+    """Llama 4 attention is plain causal while `max_model_len` is at most the chunk size."""
     kinds = {"attention_chunk_size": 24, "intermediate_size_mlp": 40, "head_dim": 12}
     save(tmp_path, transformers.Llama4TextConfig(**COMMON | kinds))
     with pytest.raises(UnsupportedModel, match="neither causal nor sliding windows"):
@@ -98,7 +98,7 @@ def test_chunks_that_are_never_crossed(tmp_path: Path) -> None:
     assert found.max_model_len == 24
 
 
-def test_without_transformers_the_refusal_names_it(
+def test_error_names_transformers_if_it_is_not_installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spec, "find_spec", lambda name: None)
@@ -116,13 +116,15 @@ def test_code_in_a_checkpoint_is_never_run(folder: Path, tmp_path: Path) -> None
         load(tmp_path, "auto", CPU)
 
 
-def test_an_architecture_that_is_not_its_configurations(folder: Path, tmp_path: Path) -> None:
+def test_architecture_that_does_not_match_the_config_class_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     copy(folder, tmp_path, architectures=["OlmoForSequenceClassification"])
     with pytest.raises(UnsupportedModel, match="transformers makes OlmoForCausalLM"):
         load(tmp_path, "auto", CPU)
 
 
-def test_weights_that_are_missing_are_not_made_up(folder: Path, tmp_path: Path) -> None:
+def test_missing_weights_are_refused_not_initialized(folder: Path, tmp_path: Path) -> None:
     copy(folder, tmp_path)
     tensors = load_file(tmp_path / SINGLE)
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -139,22 +141,24 @@ def test_pickled_weights_are_never_loaded(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "options", "words"),
+    ("module", "options", "message"),
     [
         ({}, {"position_bias": torch.zeros(1)}, "passes position_bias"),
         ({}, {"is_causal": False}, "not causal"),
         ({"is_causal": False}, {}, "not causal"),
-        ({}, {"dropout": 0.1}, "drops out"),
+        ({}, {"dropout": 0.1}, "uses dropout"),
         ({"sinks": torch.zeros(4)}, {}, "sinks that it does not pass on"),
     ],
 )
-def test_what_a_layer_asks_for(module: dict[str, Any], options: dict[str, Any], words: str) -> None:
-    with pytest.raises(Unsupported, match=words):
+def test_unsupported_attention_options_are_refused(
+    module: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Unsupported, match=message):
         check_options(SimpleNamespace(**module), options)
 
 
 @given(st.integers(1, 50), st.integers(4, 40))
-def test_windows_are_read_from_masks(size: int, max_model_len: int) -> None:
+def test_sliding_window_size_is_read_from_the_mask_function(size: int, max_model_len: int) -> None:
     def read(function: Any) -> int:
         return read_window({"mask_function": function}, max_model_len)
 
@@ -173,7 +177,7 @@ def layers(*heads: tuple[int, int]) -> dict[int, AttentionCall]:
     return {number: AttentionCall(*pair, head_dim=8, window=0) for number, pair in enumerate(heads)}
 
 
-def test_layers_of_fewer_kv_heads_fit_where_these_can_be_repeated() -> None:
+def test_layers_with_fewer_kv_heads_are_accepted_if_the_heads_can_be_repeated() -> None:
     assert len(check_layers(layers((8, 2), (8, 4), (4, 1)), 3)) == 3
     with pytest.raises(Unsupported, match=r"layer 0 has 6 heads over 2 KV heads .* another has 3"):
         check_layers(layers((6, 2), (6, 3)), 2)
@@ -183,13 +187,13 @@ def test_layers_of_fewer_kv_heads_fit_where_these_can_be_repeated() -> None:
         check_layers(layers((8, 2), (8, 4)), 3)
 
 
-def test_masks_are_not_computed_with() -> None:
+def test_model_that_computes_with_its_mask_is_refused() -> None:
     for use in (lambda mask: mask.shape, lambda mask: mask[0], lambda mask: hasattr(mask, "dtype")):
         with pytest.raises(Unsupported, match="masks by itself"):
             use(MaskProbe(0))
 
 
-def test_tokens_that_meet_are_noticed() -> None:
+def test_token_interaction_outside_of_attention_is_refused() -> None:
     def shifted(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return (tokens + tokens.roll(1)).float()[:, None]
 
@@ -197,5 +201,5 @@ def test_tokens_that_meet_are_noticed() -> None:
         return torch.arange(len(tokens)).float()[:, None]
 
     for run in (shifted, counted):
-        with pytest.raises(Unsupported, match="meet outside of attention"):
+        with pytest.raises(Unsupported, match="interact outside of attention"):
             probe_model(run, 1, 64, CPU)
