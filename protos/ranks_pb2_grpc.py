@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RendezvousStub:
-    """Served by rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
+    """Key-value store of rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
     """
 
     def __init__(self, channel):
@@ -48,18 +48,18 @@ class RendezvousStub:
 
 
 class RendezvousServicer:
-    """Served by rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
+    """Key-value store of rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
     """
 
     def Put(self, request, context):
-        """the answer is empty
+        """Sets a key; the reply is empty.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """waits a while for it; NOT_FOUND: not yet
+        """Waits some time for a key; NOT_FOUND: it is not set yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_RendezvousServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Rendezvous:
-    """Served by rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
+    """Key-value store of rank 0. Call metadata carries "authorization: Bearer <the cluster's token>".
     """
 
     @staticmethod

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TransferStub:
-    """Missing associated documentation comment in .proto file."""
+    """Served by the leading rank of each worker that can receive KV transfers.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,10 +43,11 @@ class TransferStub:
 
 
 class TransferServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Served by the leading rank of each worker that can receive KV transfers.
+    """
 
     def Pair(self, request_iterator, context):
-        """Opened by the source. Call metadata carries "authorization: Bearer <the destination's secret>".
+        """The host channel of a pair of workers, opened by the source. Call metadata carries "authorization: Bearer <the destination's secret>".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,7 +70,8 @@ def add_TransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Transfer:
-    """Missing associated documentation comment in .proto file."""
+    """Served by the leading rank of each worker that can receive KV transfers.
+    """
 
     @staticmethod
     def Pair(request_iterator,

@@ -1,7 +1,6 @@
-"""Records of `penstock.common` to and from the messages of worker.proto, written by hand.
+"""Conversion between records of `penstock.common` and messages of worker.proto.
 
-Both ends of the router-worker stream use this module: routers encode what workers decode, and the
-other way round. Decoding checks nothing: the receiver validates what it gets.
+Routers and workers both use this module. Decoding does not validate: the receiver must.
 """
 
 from typing import Any
@@ -19,7 +18,7 @@ _EARLY_STOPPING_VALUES = {number: value for value, number in EARLY_STOPPING.item
 
 
 def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
-    """Return the message of resolved parameters; see `SamplingParams.for_worker`."""
+    """Return resolved parameters as a message; see `SamplingParams.for_worker`."""
     beams = None
     if params.use_beam_search:
         beams = pb.BeamSearch(
@@ -52,10 +51,10 @@ def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
 
 
 def decode_sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """Return the parameters of a message, whatever it holds.
+    """Return the parameters of a message, without validation.
 
-    An absent `n` is 1, and an absent `typical_p` keeps all tokens. Floats are float32 values, as
-    they were sent. An unknown `early_stopping` becomes a string that validation refuses.
+    An absent `n` becomes 1, and an absent `typical_p` 1.0 (keeps all tokens). Floats have float32
+    precision. An unknown `early_stopping` becomes a string that validation refuses.
     """
     search: dict[str, Any] = {"seed": message.seed}
     if message.HasField("beams"):
@@ -95,7 +94,7 @@ UINT32_MAX = (1 << 32) - 1
 
 
 def encode_worker_load(load: WorkerLoad) -> pb.Load:
-    """Return the message of a load; its last step's time is rounded down to microseconds."""
+    """Return a load as a message; its last step time is rounded down to microseconds."""
     return pb.Load(
         queued=load.queued,
         queued_tokens=load.queued_tokens,
@@ -122,7 +121,7 @@ def encode_worker_load(load: WorkerLoad) -> pb.Load:
 
 def decode_worker_load(message: pb.Load) -> WorkerLoad:
     """Return the load of a message."""
-    # By position, in the order of the fields: by name it takes half as long again.
+    # Positional arguments in field order: keyword arguments take 1.5 times as long.
     return WorkerLoad(
         message.queued,
         message.queued_tokens,

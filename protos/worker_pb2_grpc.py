@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """Missing associated documentation comment in .proto file."""
+    """Served by rank 0 of each worker.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,10 +43,11 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Served by rank 0 of each worker.
+    """
 
     def Attach(self, request_iterator, context):
-        """Call metadata carries "authorization: Bearer <cluster token>" where the cluster has one.
+        """Connects a router. Call metadata carries "authorization: Bearer <cluster token>" where the cluster has one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,7 +70,8 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Missing associated documentation comment in .proto file."""
+    """Served by rank 0 of each worker.
+    """
 
     @staticmethod
     def Attach(request_iterator,

@@ -1,10 +1,10 @@
-"""What a client can be told instead of an answer: one exception, one catalogue of codes."""
+"""Errors that clients receive: one exception with a code that every protocol maps."""
 
 from enum import Enum
 
 
 class Code(Enum):
-    """Why a call is refused or ended; every protocol maps these to its own statuses."""
+    """Why a call is refused or ended; each protocol maps these to its own statuses."""
 
     INVALID = "invalid"
     UNAUTHENTICATED = "unauthenticated"
@@ -18,14 +18,14 @@ class Code(Enum):
 
 
 class ServingError(Exception):
-    """A call that gets no answer, or no more of it.
+    """A call is refused, or its answer ends early.
 
     Args:
-        code: what kind of refusal it is.
-        message: one line for the client: what was wrong and what to do. Never a path, never a
-            traceback.
-        param: the request's field that was wrong, if one was.
-        retry_after: seconds after which it makes sense to call again, if it does.
+        code: kind of error.
+        message: one line for the client: what was wrong and what to do, without paths and
+            tracebacks.
+        param: name of the invalid request field, if one is.
+        retry_after: seconds after which the client should retry; None: no hint.
     """
 
     def __init__(
@@ -39,5 +39,5 @@ class ServingError(Exception):
 
 
 def invalid(message: str, param: str | None = None) -> ServingError:
-    """A refusal of what the client asked, naming the field."""
+    """Return an INVALID error that names the invalid request field `param`."""
     return ServingError(Code.INVALID, message, param)

@@ -1,7 +1,7 @@
-"""What every protocol sits on: requests in, deltas out, with the deciding code in between.
+"""The protocol-independent part of a router: takes requests, returns streams of deltas.
 
-Everything runs in one event loop. Events are handled one after the other, each to its end, also
-those that come up while commands are carried out.
+Everything runs in one event loop. Events are handled one at a time; an event that is posted while
+commands are executed is queued until the current event has been handled.
 """
 
 import asyncio
@@ -58,15 +58,15 @@ CODES: Mapping[ev.Status, Code] = {
 
 
 class Frontend:
-    """The router's heart: a dispatcher, links to the workers, and the calls of the clients.
+    """The connection between client calls, the dispatcher and the worker links.
 
     Args:
-        config: the router's.
-        text: tokenizer and templates of the model.
-        limits: of the model as its own configuration has them.
-        dispatcher: decides.
-        incarnation: random, new at each start.
-        tenants: what tenants are called in metrics, which name nobody's key.
+        config: configuration of the router.
+        tokenizer: tokenizer and chat template of the model.
+        limits: limits from the model's own configuration.
+        dispatcher: decides which commands follow from each event.
+        incarnation: random id, new at each start of the router.
+        tenants: name of each tenant in metrics, from which its API key cannot be guessed.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Frontend:
         self.tokenizer = tokenizer
         self.metrics = RequestMetrics(tenants)
         self.is_draining = False
-        self.scaling = snapshot.Scaling()  # what the supervisor said last
+        self.scaling = snapshot.Scaling()  # last reported by the supervisor
         self.roles = RoleRecorder(lambda worker, role: self.post(ev.RoleChanged(worker, role)))
-        self.routers: Sequence[snapshot.RouterState] = ()  # the same, of itself too
-        # Told the name and address of a worker that does not get on, and why.
+        self.routers: Sequence[snapshot.RouterState] = ()  # all, from the supervisor
+        # Called with name and address of a stuck worker, and the reason.
         self.on_stuck_worker: Callable[[str, str, str], None] = lambda worker, address, reason: None
         self._limits = limits
         self._dispatcher = dispatcher
@@ -98,18 +98,18 @@ class Frontend:
         self._readiness_listeners: list[Callable[[str], None]] = []
         self._readiness = Readiness(config.waits_for_both, config.wakes_workers)
         self._loop = asyncio.get_running_loop()
-        self._reported_reason = self.why_not_ready()  # what the watchers heard last
+        self._reported_reason = self.why_not_ready()  # last passed to the readiness listeners
         self._clock = asyncio.create_task(self._tick(), name="router clock")
 
     # ------------------------------------------------------------ the model and its state
 
     @property
     def model(self) -> ModelLimits:
-        """The model's bounds as they are now: prompts are checked against them."""
+        """The model limits against which prompts are checked; they depend on connected workers."""
         return self._links.model_limits(self._limits)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not the one served; no name is the only one there is."""
+        """Raise NOT_FOUND if `name` is given and is not the served model."""
         if name and name != self._limits.name:
             raise ServingError(
                 Code.NOT_FOUND,
@@ -118,7 +118,7 @@ class Frontend:
             )
 
     def why_not_ready(self) -> str:
-        """Empty if requests can be served now."""
+        """Return why requests cannot be served now, or an empty string if they can."""
         if self.is_draining:
             return "the router is draining"
         workers = self.workers()
@@ -127,20 +127,20 @@ class Frontend:
 
     @property
     def num_workers(self) -> int:
-        """Workers whose stream is open."""
+        """Number of workers with an open stream."""
         return len(self._links)
 
     def workers(self) -> Sequence[WorkerStatus]:
-        """The workers that have a stream."""
+        """Return the status of all workers with an open stream."""
         return self._dispatcher.workers()
 
     @property
     def num_open_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._outputs)
 
     def take_snapshot(self) -> snapshot.ClusterState:
-        """The router and its workers as they are now."""
+        """Return the current state of the router and its workers."""
         why_not = self.why_not_ready()
         own = "draining" if self.is_draining else "waiting" if why_not else "ready"
         return snapshot.snapshot_cluster(
@@ -156,7 +156,7 @@ class Frontend:
         )
 
     def on_readiness(self, listener: Callable[[str], None]) -> None:
-        """Have `changed` called with what `why_not_ready` says, now and when it changes."""
+        """Call `listener` with the result of `why_not_ready`, now and after each change."""
         self._readiness_listeners.append(listener)
         listener(self._reported_reason)
 
@@ -167,25 +167,28 @@ class Frontend:
             for changed in self._readiness_listeners:
                 changed(why)
 
-    # ------------------------------------------------------------ what clients do
+    # ------------------------------------------------------------ client calls
 
     async def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Bad words as the token sequences that spell them."""
+        """Return the token sequences that spell the bad words."""
         check_bad_words(words, self.config.bounds)
         return await self.tokenizer.encode_bad_words(words)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation; INVALID where it cannot be rendered."""
+        """Return the token ids of a conversation; raise INVALID if it cannot be rendered."""
         try:
             return await self.tokenizer.encode_chat(messages)
         except ChatTemplateError as error:
             raise invalid(str(error), "messages") from error
 
     def submit(self, requests: Sequence[GenerationRequest]) -> ResponseStream:
-        """Take a call: check every ask, then send them all on their way.
+        """Check all requests of a call, then submit them together.
 
-        Raises `ServingError` where one is refused at once. The answers must be closed, whatever
-        happens.
+        Returns:
+            The stream of answers; the caller must always close it.
+
+        Raises:
+            ServingError: a request is refused; then none was submitted.
         """
         if self.is_draining:
             raise ServingError(
@@ -195,7 +198,7 @@ class Frontend:
             raise invalid(f"send 1 to {self.config.bounds.max_prompts} prompts", "prompt")
         answers = ResponseStream(self.config.bounds.max_unread_tokens, self._cancel)
         taken = [self._prepare(each, index, answers) for index, each in enumerate(requests)]
-        # From here on nothing is refused by a check: either all are sent on their way or none.
+        # All checks have passed: no request of the call is refused from here on.
         self._outputs.update({request.id: track for request, track in taken})
         try:
             for request, track in taken:
@@ -252,7 +255,7 @@ class Frontend:
         return request, track
 
     def _timeout(self, request: GenerationRequest) -> float:
-        """Seconds that a request has."""
+        """Return the time limit of a request in seconds."""
         if request.timeout is None:
             return self.config.timeout
         if not (request.timeout > 0 and math.isfinite(request.timeout)):
@@ -268,7 +271,7 @@ class Frontend:
     # ------------------------------------------------------------ events and commands
 
     def post(self, event: ev.Event) -> None:
-        """Have an event handled, now or right after the one that is being handled."""
+        """Handle an event now, or after the event that is being handled."""
         self._events.append(event)
         if self._is_handling:
             return
@@ -330,45 +333,47 @@ class Frontend:
             await asyncio.sleep(TICK_SECONDS)
             try:
                 self.post(ev.Tick())
-            except Exception:  # a mistake in deciding must not stop the clock
-                log.exception("a tick failed")
+            except Exception:  # a bug in the dispatcher must not stop the clock
+                log.exception("handling a Tick event failed")
 
     # ------------------------------------------------------------ workers
 
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
-        """Keep streams to exactly these workers, given as name: host:port."""
+        """Connect to exactly these workers (name to `host:port`)."""
         await self._links.set_workers(addresses)
 
     async def assign(self, worker: str, role: str) -> None:
-        """Give a worker a role, and whoever follows it under its name. What it runs goes on.
+        """Give a role to a worker and to its replacements of the same name.
 
-        Returns once the supervisor holds the role, if there is one. Raises INVALID for what is no
-        role, NOT_FOUND for a worker that is not wanted here, UNAVAILABLE if the supervisor does
-        not confirm the role.
+        Returns once the supervisor, if there is one, has recorded the role.
+
+        Raises:
+            ServingError: INVALID for an unknown role, NOT_FOUND for an unknown worker,
+                UNAVAILABLE if the supervisor does not confirm the role.
         """
         if role not in ROLES:
-            raise invalid(f"there is no role {role[:80]!r}: give {', '.join(ROLES)}", "role")
+            raise invalid(f"unknown role {role[:80]!r}: use one of {', '.join(ROLES)}", "role")
         names = sorted(link.worker for link in self._links.all_links())
         if worker not in names:
             raise ServingError(
                 Code.NOT_FOUND,
-                f"there is no worker {worker[:80]!r}; there are {', '.join(names) or 'none'}",
+                f"unknown worker {worker[:80]!r}: the workers are {', '.join(names) or 'none'}",
                 "worker",
             )
         await self.roles.record(worker, role)
 
     def set_roles(self, assignments: Assignments) -> None:
-        """What operators said, here or to another router; the last word on a worker counts."""
+        """Merge in role assignments from all routers; the newest one of each worker counts."""
         self.roles.merge(assignments)
 
     def worker_died(self, name: str) -> None:
-        """Somebody who knows says that it is dead: do not wait for its silence."""
-        self._links.close(name, "it died")
+        """Treat a worker as lost at once, because its process is known to have exited."""
+        self._links.close(name, "its process has exited")
 
-    # ------------------------------------------------------------ the end
+    # ------------------------------------------------------------ shutdown
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, and give what runs so many seconds to end by itself."""
+        """Refuse new requests and wait up to `seconds` for running ones to end."""
         self.is_draining = True
         self._report_readiness()
         with contextlib.suppress(TimeoutError):
@@ -377,7 +382,7 @@ class Frontend:
                     await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
-        """End everything: open calls get an error, streams to workers close."""
+        """End open calls with UNAVAILABLE and close the streams to all workers."""
         self.is_draining = True
         self._report_readiness()
         error = ServingError(Code.UNAVAILABLE, "the server is shutting down", retry_after=1.0)

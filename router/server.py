@@ -1,4 +1,4 @@
-"""One router process: the frontend with its HTTP and gRPC servers, in one event loop."""
+"""A router process: the frontend with its HTTP and gRPC servers, in one event loop."""
 
 import asyncio
 import contextlib
@@ -26,17 +26,17 @@ from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.placement.policy import LeastLoaded
 from penstock.router.routing.worker_registry import LivenessBounds
 
-NO_WORKER_TIMEOUT_SECONDS = 60.0  # seconds; then a request that waits is told that nobody is there
+NO_WORKER_TIMEOUT_SECONDS = 60.0  # then waiting requests end with UNAVAILABLE
 UNBOUNDED = 2**31 - 1
-"""The context of a model whose configuration names none: the workers' own bound decides."""
+"""Context length if the model's configuration has none; the workers' limit then applies."""
 
 
 class PortInUseError(OSError):
-    """A port cannot be listened on; the message says which and why."""
+    """A port cannot be bound; the message has the port and the reason."""
 
 
 class RunningRouter:
-    """A router that serves. All of it lives in the loop that `serve_router` was called in."""
+    """A running router. Use it only in the event loop in which `serve_router` was called."""
 
     def __init__(
         self,
@@ -57,23 +57,23 @@ class RunningRouter:
 
     @property
     def frontend(self) -> Frontend:
-        """What the servers sit on: for status and metrics."""
+        """The frontend behind both servers, for status and metrics."""
         return self._frontend
 
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
-        """Keep streams to exactly these workers: name to host:port."""
+        """Connect to exactly these workers (name to `host:port`)."""
         await self._frontend.set_workers(addresses)
 
     def worker_died(self, name: str) -> None:
-        """A worker's process is known to be dead."""
+        """Treat a worker as lost at once, because its process is known to have exited."""
         self._frontend.worker_died(name)
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; give what runs so many seconds to end."""
+        """Refuse new requests and wait up to `seconds` for running ones to end."""
         await self._frontend.drain(seconds)
 
     async def stop(self) -> None:
-        """Close everything. Open calls end with an error that says so."""
+        """Close all servers and worker links; open calls end with UNAVAILABLE."""
         await self._frontend.stop()
         await asyncio.gather(self._grpc.stop(grace=1.0), self._http.stop())
 
@@ -84,10 +84,11 @@ class RunningRouter:
 
 
 async def serve_router(config: RouterConfig) -> RunningRouter:
-    """Start a router.
+    """Start a router; on an error everything that was started is stopped again.
 
-    Raises `UnsupportedTokenizer` or `ValueError` for a model folder that cannot be served,
-    `PortInUseError` for a port that cannot be listened on; nothing is left running then.
+    Raises:
+        UnsupportedTokenizer, ValueError: the model folder cannot be served.
+        PortInUseError: a port cannot be bound.
     """
     text = ModelTokenizer(config.model)
     limits = read_model_limits(config, text)
@@ -99,7 +100,7 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
                 max_queued=config.max_queued_requests,
                 max_queued_tokens=config.max_queued_tokens,
                 ttft_slo_seconds=config.ttft_slo_seconds,
-                # Where workers are made for what waits, its own deadline is its patience.
+                # If queued requests start workers, only a request's deadline limits its wait.
                 no_worker_timeout_seconds=inf
                 if config.wakes_workers
                 else NO_WORKER_TIMEOUT_SECONDS,
@@ -126,11 +127,11 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
 
 
 def read_model_limits(config: RouterConfig, tokenizer: ModelTokenizer) -> ModelLimits:
-    """The bounds that the model's own configuration sets."""
+    """Return the limits that the model's config.json sets."""
     path = config.model / "config.json"
     own = _read_json(path)
     inner = own.get("text_config")
-    if isinstance(inner, dict):  # models of several kinds of input keep them there
+    if isinstance(inner, dict):  # multimodal models keep these fields there
         own = {**own, **inner}
     lengths = [own.get("max_position_embeddings"), own.get("n_positions"), config.max_model_len]
     known = [length for length in lengths if isinstance(length, int)]
@@ -147,7 +148,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"{path.parent} holds no config.json: is it a checkpoint folder?"
+            f"{path.parent} has no config.json: give the path of a checkpoint folder"
         ) from None
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
@@ -157,12 +158,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket, or `PortInUseError` in one line."""
+    """Return a listening TCP socket.
+
+    Raises:
+        PortInUseError: the port cannot be bound.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # What a client that does not read may hold in the kernel; connections inherit it.
+        # Limits kernel memory for a client that does not read; accepted connections inherit it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
         listener.bind((host, port))
         listener.listen(2048)
@@ -171,18 +176,18 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise PortInUseError(
             f"cannot listen on {host} port {port}: {error.strerror}. "
-            "Choose another port, or end what uses it"
+            "Choose another port, or stop the process that uses it"
         ) from error
     return listener
 
 
 def check_port_is_free(host: str, port: int) -> None:
-    """`PortInUseError` if nothing could listen there: gRPC itself would say so less clearly."""
+    """Raise `PortInUseError` if a port is taken; its message is clearer than gRPC's own."""
     listen(host, port).close()
 
 
 def bind_grpc(server: grpc.aio.Server, config: RouterConfig) -> int:
-    """Bind the server; the port that it got."""
+    """Bind the server and return its port."""
     try:
         return int(server.add_insecure_port(_address(config.host, config.grpc_port)))
     except RuntimeError as error:
@@ -194,7 +199,7 @@ def _address(host: str, port: int) -> str:
 
 
 class EmbeddedServer(uvicorn.Server):
-    """uvicorn without a say in the process: signals are the caller's."""
+    """A uvicorn server that leaves signal handling to the caller."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -202,7 +207,7 @@ class EmbeddedServer(uvicorn.Server):
 
 
 class HttpServer:
-    """uvicorn, inside the running loop."""
+    """The HTTP server: uvicorn as a task of the running event loop."""
 
     def __init__(self, config: RouterConfig, frontend: Frontend, listener: socket.socket) -> None:
         self.address = _address(config.host, listener.getsockname()[1])

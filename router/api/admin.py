@@ -1,5 +1,4 @@
-"""What those who run a cluster ask over HTTP: /metrics for Prometheus, /status for `penstock`, and
-/role, which gives a worker another role."""
+"""HTTP routes for operators: /metrics, /status, and /role, which changes a worker's role."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -21,13 +20,13 @@ from penstock.router.observability.snapshot import ClusterState, WorkerStats
 
 
 class SnapshotCollector(Collector):
-    """Makes the metrics anew at every scrape, so that what is gone is not in them."""
+    """A collector that builds the metrics at each scrape, so that they contain no stale workers."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # nothing is looked at before the first scrape
+        return ()  # avoids a snapshot at registration
 
     def collect(self) -> Iterator[Metric]:
         state, tally, config = (
@@ -41,7 +40,7 @@ class SnapshotCollector(Collector):
 
 
 class AdminApi:
-    """The routes."""
+    """The handlers of the operators' routes."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -50,17 +49,19 @@ class AdminApi:
         self._registry.register(SnapshotCollector(frontend))
 
     async def metrics(self, request: Request) -> Response:
-        """In the format that the scraper prefers."""
+        """Return the metrics in the format that the Accept header prefers."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._registry), headers={"content-type": content_type})
 
     async def status(self, request: Request) -> Response:
+        """Return the state of the cluster as JSON."""
         return json_response(status_json(self._frontend.take_snapshot()))
 
     async def role(self, request: Request) -> Response:
-        """Give a worker a role; its sequences go on, here or, where it is to prefill, elsewhere.
+        """Give a worker a role; its running sequences continue, or move if it becomes prefill.
 
-        Answers 200 once the supervisor holds the role, 503 with Retry-After if it does not confirm.
+        Responds with 200 once the supervisor has recorded the role, and with 503 and Retry-After
+        if the supervisor does not confirm it.
         """
         config = self._frontend.config
         header = request.headers.get("authorization")
@@ -71,7 +72,7 @@ class AdminApi:
 
 
 def status_json(state: ClusterState) -> Json:
-    """The JSON of a state: names of fields as they are, but for the numbers of workers."""
+    """Return a state as JSON with the names of its fields, except for worker statistics."""
     status = asdict(state)
     for worker, entry in zip(state.workers, status["workers"], strict=True):
         entry["numbers"] = None if worker.numbers is None else _worker_stats_json(worker.numbers)

@@ -1,4 +1,4 @@
-"""API keys: who may call, the same for every protocol."""
+"""Authentication by API key, for all protocols."""
 
 import hashlib
 import hmac
@@ -8,9 +8,9 @@ from penstock.router.errors import Code, ServingError
 
 
 class ApiKeys:
-    """The keys that may call; with none, everyone may.
+    """The configured API keys; without any, all calls are allowed.
 
-    Comparison takes the same time whichever key an offered one is nearly.
+    Keys are compared in constant time.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -18,18 +18,19 @@ class ApiKeys:
         self._operator_digests = {_digest(key) for key in keys if key.startswith(OPERATOR_PREFIX)}
 
     def tenant_names(self) -> dict[str, str]:
-        """What each tenant is called where others may read it: by its key's place in the list.
+        """Return the metric name of each tenant: `key-N` for the N-th key.
 
-        A tenant itself says enough of a weak key to guess it.
+        Tenant ids are not used in metrics, since a weak key could be guessed from its hash.
         """
         if not self._digests:
             return {"": "anonymous"}
         return {_tenant(digest): f"key-{n}" for n, digest in enumerate(self._digests, 1)}
 
     def tenant(self, header: str | None) -> str:
-        """The tenant of an Authorization header: a name from which the key cannot be told.
+        """Return the tenant of an Authorization header: a hash of its API key.
 
-        Raises UNAUTHENTICATED for a header that carries none of the keys.
+        Raises:
+            ServingError: UNAUTHENTICATED if the header has no valid key.
         """
         if not self._digests:
             return ""
@@ -43,20 +44,23 @@ class ApiKeys:
         return _tenant(offered)
 
     def check_operator(self, header: str | None, is_loopback: bool) -> None:
-        """Refuse (FORBIDDEN) whoever may call, but not change the cluster. Without keys everybody
-        on the machine may, and nobody from elsewhere."""
+        """Raise FORBIDDEN unless the caller may change the cluster.
+
+        With keys configured, an operator's key is needed; without keys, the server must be bound
+        to loopback.
+        """
         _, _, key = (header or "").partition(" ")
         is_operator = _digest(key.strip()) in self._operator_digests
         if not (is_operator if self._digests else is_loopback):
             raise ServingError(
                 Code.FORBIDDEN,
-                f"this is for operators: call with a key of the server that begins with "
-                f"'{OPERATOR_PREFIX}', or, where it has no keys, on its own machine",
+                f"this is for operators: use an API key that begins with '{OPERATOR_PREFIX}'; if "
+                f"the server has no keys, bind it to loopback",
             )
 
 
 OPERATOR_PREFIX = "admin-"
-"""Keys that begin so are operators': they may change the cluster too."""
+"""Prefix of operator keys, which may also change the cluster."""
 
 
 def _tenant(digest: bytes) -> str:

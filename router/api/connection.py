@@ -1,4 +1,4 @@
-"""HTTP connections with bounds that uvicorn does not set: size and time of a request's head."""
+"""HTTP connections with limits that uvicorn lacks: size and time of a request's head."""
 
 import asyncio
 from typing import Any
@@ -8,14 +8,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Closes a connection whose request line and headers are too large or too slow in coming."""
+    """A connection that closes if a request's head is too large or arrives too slowly.
+
+    The head is the request line and the headers.
+    """
 
     max_head_bytes = 64 << 10
     head_seconds = 30.0
 
     @classmethod
     def with_limits(cls, max_head_bytes: int, head_seconds: float) -> type["BoundedConnection"]:
-        """The same with other bounds: uvicorn takes a class and fills its arguments itself."""
+        """Return a subclass with the given limits; uvicorn takes a class and creates instances."""
         bounds = {"max_head_bytes": max_head_bytes, "head_seconds": head_seconds}
         return type(cls.__name__, (cls,), bounds)
 

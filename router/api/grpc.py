@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -11,19 +11,21 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from penstock.common.sampling_params import SamplingParams
 from penstock.protos import inference_pb2 as pb
-from penstock.protos import worker_pb2
 from penstock.router.api.auth import ApiKeys
+from penstock.router.api.grpc_codec import (
+    chat_messages,
+    prompt_replies,
+    to_generation_request,
+    to_reply,
+)
 from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.frontend import Frontend
 from penstock.router.requests.request import (
     GenerationRequest,
-    ResumeState,
     check_vocabulary,
-    safe_request_id,
 )
-from penstock.router.requests.response_stream import ClientDisconnectedError, Delta, ResponseStream
+from penstock.router.requests.response_stream import ClientDisconnectedError, ResponseStream
 
 log = logging.getLogger(__name__)
 
@@ -44,38 +46,9 @@ STATUSES: Mapping[Code, grpc.StatusCode] = {
     Code.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 
-PROMPT_TOKENS_PER_REPLY = 2048
-
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "logprobs",
-    "n",
-    "best_of",
-    "prompt_logprobs",
-    "use_beam_search",
-    "length_penalty",
-)
-
-EARLY_STOPPING: Mapping[int, bool | str] = {
-    pb.EARLY_STOPPING_FALSE: False,
-    pb.EARLY_STOPPING_TRUE: True,
-    pb.EARLY_STOPPING_NEVER: "never",
-}
-
 
 def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
-    """A server with every service registered, not yet bound to a port."""
+    """Return a server with all services registered, not yet bound to a port."""
     config = frontend.config
     keys = ApiKeys(config.api_keys)
     server = grpc.aio.server(
@@ -96,7 +69,7 @@ def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, health.aio.HealthSe
 
 
 async def set_health(service: health.aio.HealthServicer, why_not: str) -> None:
-    """Tell the health service's clients whether requests can be served."""
+    """Set the health status; `why_not` is the reason for NOT_SERVING, or empty."""
     status = health_pb2.HealthCheckResponse
     value = status.NOT_SERVING if why_not else status.SERVING
     for name in ("", SERVICE):
@@ -104,7 +77,7 @@ async def set_health(service: health.aio.HealthServicer, why_not: str) -> None:
 
 
 def inference_handlers(api: "InferenceApi") -> grpc.GenericRpcHandler:
-    """The methods, with readers that turn broken messages into INVALID_ARGUMENT."""
+    """Return the handlers of all methods; a malformed message gets INVALID_ARGUMENT."""
     kinds: Mapping[str, tuple[type[Message], Callable[[Any, Context], Awaitable[Message]]]] = {
         "Tokenize": (pb.TokenizeRequest, api.tokenize),
         "Detokenize": (pb.DetokenizeRequest, api.detokenize),
@@ -145,10 +118,10 @@ async def _abort(context: Context, error: ServingError) -> NoReturn:
 
 
 async def _abort_with(context: Context, error: Exception) -> NoReturn:
-    """End the call with the status that an exception stands for."""
+    """End the call with the status that corresponds to an exception."""
     if not isinstance(error, ServingError):
-        log.error("a call failed", exc_info=error)
-        error = ServingError(Code.INTERNAL, "an internal error: the server's log tells more")
+        log.error("gRPC call failed", exc_info=error)
+        error = ServingError(Code.INTERNAL, "internal error: see the server's log")
     await _abort(context, error)
 
 
@@ -183,7 +156,7 @@ def _streaming(
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Deny by default: every call but health needs a key, where keys are configured."""
+    """Authentication by API key, if keys are configured; health checks need no key."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
@@ -224,7 +197,7 @@ class InferenceApi:
         self._created = int(time.time())
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        """Write replies to the call as tokens come."""
+        """Stream replies to the client as tokens are generated."""
         self._frontend.check_model(request.model)
         tenant = self._keys.tenant(_authorization(context.invocation_metadata()))
         bad_words = await self._frontend.encode_bad_words(request.sampling.bad_words)
@@ -277,9 +250,9 @@ class InferenceApi:
                 add = special if request.HasField("add_special_tokens") else True
                 tokens = await text.encode(request.text, add)
             case "chat":
-                tokens = await self._frontend.encode_chat(_messages(request.chat))
+                tokens = await self._frontend.encode_chat(chat_messages(request.chat))
             case _:
-                raise invalid("there is no input: set text or chat", "input")
+                raise invalid("the input is empty: set text or chat", "input")
         return pb.TokenizeReply(tokens=tokens, max_model_len=self._frontend.model.max_model_len)
 
     async def detokenize(
@@ -318,90 +291,5 @@ class InferenceApi:
             case "tokens":
                 return list(request.tokens.ids)
             case "chat":
-                return await self._frontend.encode_chat(_messages(request.chat))
+                return await self._frontend.encode_chat(chat_messages(request.chat))
         raise invalid("the prompt is empty: set text, tokens or chat", "prompt")
-
-
-def sampling_params(
-    request: pb.GenerateRequest, bad_words: Sequence[Sequence[int]]
-) -> SamplingParams:
-    """Return the sampling parameters of a request; absent fields have their defaults.
-
-    bad_words: the request's bad words as token ids.
-    """
-    wire = request.sampling
-    given: dict[str, Any] = {
-        name: getattr(wire, name) for name in SAMPLING_FIELDS if wire.HasField(name)
-    }
-    given["early_stopping"] = EARLY_STOPPING.get(wire.early_stopping, "unknown")
-    return SamplingParams(
-        stop_token_ids=tuple(wire.stop_tokens),
-        logit_bias=dict(wire.logit_bias),
-        bad_words_token_ids=tuple(map(tuple, bad_words)),
-        allowed_token_ids=tuple(wire.allowed_tokens) or None,
-        stop=tuple(request.stop),
-        include_stop_str_in_output=request.include_stop,
-        skip_special_tokens=not request.keep_special_tokens,
-        **given,
-    )
-
-
-def to_generation_request(
-    request: pb.GenerateRequest,
-    prompt: Sequence[int],
-    bad_words: Sequence[Sequence[int]],
-    time_left: float | None,
-    tenant: str,
-) -> GenerationRequest:
-    """What a request asks for; what it leaves out is left to the defaults."""
-    bounds = [] if time_left is None else [max(time_left, 0.001)]
-    if request.timeout_seconds:
-        bounds.append(request.timeout_seconds)
-    return GenerationRequest(
-        prompt,
-        sampling_params(request, bad_words),
-        timeout=min(bounds) if bounds else None,
-        tenant=tenant,
-        request_id=safe_request_id(request.request_id) or f"gen-{time.time_ns():x}",
-        resume_from=_resume_states(request.resume_from),
-    )
-
-
-def _resume_states(entries: Sequence[pb.ResumeState]) -> dict[int, ResumeState]:
-    known = {each.choice: ResumeState(list(each.tokens), each.finish_reason) for each in entries}
-    if len(known) < len(entries):
-        raise invalid("resume_from has a choice twice", "resume_from")
-    return known
-
-
-def to_reply(delta: Delta) -> pb.GenerateReply:
-    """New tokens in the wire's form."""
-    reply = pb.GenerateReply(
-        choice=delta.choice,
-        position=delta.position,
-        tokens=delta.tokens,
-        text=delta.text,
-        finish_reason=delta.finish,
-        stop_reason=delta.stop if isinstance(delta.stop, str) else "",
-    )
-    reply.logprobs.extend(_logprob(entry) for entry in delta.logprobs if entry is not None)
-    return reply
-
-
-def prompt_replies(entries: Sequence[worker_pb2.TokenLogprobs]) -> Iterator[pb.GenerateReply]:
-    """The prompt's logprobs, in replies that a client with gRPC's usual limit can take."""
-    for start in range(0, len(entries), PROMPT_TOKENS_PER_REPLY):
-        chunk = entries[start : start + PROMPT_TOKENS_PER_REPLY]
-        yield pb.GenerateReply(prompt_logprobs=map(_logprob, chunk))
-
-
-def _logprob(entry: worker_pb2.TokenLogprobs) -> pb.TokenLogprob:
-    pairs = zip(entry.tokens, entry.values, strict=True)
-    top = [pb.Alternative(token=token, logprob=value) for token, value in pairs]
-    return pb.TokenLogprob(chosen=entry.chosen, top=top, rank=entry.rank)
-
-
-def _messages(chat: pb.Chat) -> list[dict[str, str]]:
-    if not chat.messages:
-        raise invalid("messages is empty: send at least one", "messages")
-    return [{"role": message.role, "content": message.content} for message in chat.messages]

@@ -1,4 +1,4 @@
-"""What every HTTP route shares: who may call, bodies of bounded size, errors in OpenAI's form."""
+"""Common parts of all HTTP routes: authentication, size limits, errors in OpenAI's format."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ def json_response(
 
 
 def error_body(error: ServingError, status: int | None = None) -> Json:
-    """OpenAI's form of an error."""
+    """Return an error in OpenAI's format."""
     return {
         "error": {
             "message": error.message,
@@ -78,7 +78,7 @@ def error_response(error: ServingError, status: int | None = None) -> Response:
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """Starlette's hook for everything that a route raises."""
+    """Convert an exception of a route to a response (a Starlette exception handler)."""
     if isinstance(error, ServingError):
         return error_response(error)
     if isinstance(error, HTTPException):
@@ -92,22 +92,22 @@ async def on_error(request: Request, error: Exception) -> Response:
 
 
 def internal_error() -> ServingError:
-    return ServingError(Code.INTERNAL, "an internal error: the server's log tells more")
+    return ServingError(Code.INTERNAL, "internal error: see the server's log")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what is bound to that address."""
+    """Return whether a server bound to `host` is reachable only from its own machine."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class AuthMiddleware:
-    """Looks at every HTTP request before any route does: deny by default.
+    """Middleware that checks the host name and API key of each HTTP request.
 
     Args:
-        app: what is guarded.
-        keys: needed on every path but the public ones.
-        host: what the server is bound to. On loopback only names of loopback are answered, so that
-            a web page cannot reach it through a name of its own (DNS rebinding).
+        app: the protected application.
+        keys: API keys, needed on all paths except the public ones.
+        host: address to which the server is bound. On loopback the Host header must be a loopback
+            name, so that a web page cannot reach the server through DNS rebinding.
         public: paths that need no key.
     """
 
@@ -141,7 +141,11 @@ class AuthMiddleware:
 
 
 async def read_body(request: Request, bounds: RequestBounds) -> bytes:
-    """The whole body, if it is JSON by its own word, not too large and not too slow."""
+    """Return the body of a request with content type JSON.
+
+    Raises:
+        ServingError: INVALID or TOO_LARGE, also if the body arrives too slowly.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise invalid("send JSON, with the header 'Content-Type: application/json'")
@@ -163,13 +167,13 @@ async def read_body(request: Request, bounds: RequestBounds) -> bytes:
     except ClientDisconnect as error:
         raise invalid("the body is not complete") from error
     except TimeoutError as error:
-        raise invalid(f"the body did not come within {bounds.receive_seconds:g} s") from error
+        raise invalid(f"the body did not arrive within {bounds.receive_seconds:g} s") from error
     return b"".join(chunks)
 
 
 @contextlib.asynccontextmanager
 async def cancel_on_disconnect(receive: Receive, stream: ResponseStream) -> AsyncIterator[None]:
-    """Close the answers when the client goes away, and in any case at the end."""
+    """Close `stream` when the client disconnects, and at the end of the context."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""What the router's log says of requests and workers."""
+"""Log events of a router about requests and workers, and filtering of error messages."""
 
 import logging
 import re
@@ -12,15 +12,18 @@ NOT_CLIENT_SAFE = re.compile(r"[\n\\]|/\w|0x|File ")
 
 
 def client_safe_message(message: str) -> str:
-    """What a worker said, if a client may see it: no paths, no addresses, one line."""
+    """Return a worker's error message if it is safe for clients, else a generic message.
+
+    Safe messages are one short line without paths and addresses; others go to the log only.
+    """
     if message and len(message) < 400 and not NOT_CLIENT_SAFE.search(message):
         return message
-    log.error("a request ended with: %s", message)
-    return "the request failed on its worker: the server's log tells more"
+    log.error("a request failed on its worker: %s", message)
+    return "the request failed on its worker: see the server's log"
 
 
 def log_ended(ended: FinishedRequest | None) -> None:
-    """An event for every request, with none of its content."""
+    """Log the end of a request, without its content."""
     if ended is None or not log.isEnabledFor(logging.INFO):
         return
     fields = {
@@ -37,7 +40,7 @@ def log_ended(ended: FinishedRequest | None) -> None:
 
 
 def log_submit(submit: ev.Submit) -> None:
-    """An event for every worker that a request is given to."""
+    """Log that a request is submitted to a worker."""
     if log.isEnabledFor(logging.INFO):
         fields = {
             "request": submit.request.external_id,
@@ -49,7 +52,7 @@ def log_submit(submit: ev.Submit) -> None:
 
 
 def log_worker(event: ev.Event) -> None:
-    """An event for a worker that came, went, or got another role; others: nothing."""
+    """Log that a worker was connected, lost or given another role; ignore other events."""
     match event:
         case ev.WorkerUp(info):
             fields = {"worker": info.worker, "role": info.role, "incarnation": info.incarnation}

@@ -1,4 +1,4 @@
-"""The metrics that Prometheus scrapes; docs/operations.md tells what each is good for."""
+"""The metrics that Prometheus scrapes; docs/operations.md describes each of them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -22,18 +22,17 @@ from penstock.router.observability.snapshot import (
 from penstock.router.routing.placement.disaggregation import ALL_DECISIONS
 
 Samples = Iterable[tuple[Sequence[str], float]]
-HistogramSample = tuple[
-    Sequence[float], Sequence[int], float
-]  # bounds, counts between them, the sum
+# Upper bounds of the buckets, counts per bucket, sum of the values.
+HistogramSample = tuple[Sequence[float], Sequence[int], float]
 
 
 def all_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Metric]:
-    """All of them: of the cluster as it is, and what the router counts."""
+    """Yield all metrics: the state of the cluster and the totals of this router."""
     yield from pool_metrics(state.pools)
     yield from scaling_metrics(state.scaling.pools)
     yield gauge(
         "penstock_router_up",
-        "1 while the router answers the supervisor, 0 while it should be there and does not.",
+        "1 if the router responds to the supervisor, 0 if it should but does not.",
         ["router"],
         (([each.router], each.state != DOWN) for each in state.routers),
     )
@@ -44,103 +43,110 @@ def all_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Metric
 
 
 def pool_metrics(pools: Sequence[PoolState]) -> Iterator[Metric]:
+    """Yield the metrics of each pool's queue and workers."""
     yield gauge(
         "penstock_requests_waiting",
-        "Requests that wait for a worker of the pool, at the router or there.",
+        "Number of requests that wait for the pool, at routers or at its workers.",
         ["pool"],
         (([each.pool], each.waiting) for each in pools),
     )
     yield gauge(
         "penstock_tokens_waiting",
-        "Prompt tokens that wait to be computed in the pool.",
+        "Number of queued prompt tokens that the pool must compute.",
         ["pool"],
         (([each.pool], each.waiting_tokens) for each in pools),
     )
     yield gauge(
         "penstock_workers_ready",
-        "Workers of the pool that take new work.",
+        "Number of workers of the pool that accept requests.",
         ["pool"],
         (([each.pool], each.ready) for each in pools),
     )
 
 
 def scaling_metrics(pools: Sequence[PoolScaling]) -> Iterator[Metric]:
+    """Yield the autoscaling metrics of each pool."""
     yield gauge(
         "penstock_workers_desired",
-        "Workers that the pool should have.",
+        "Number of workers that the pool should have.",
         ["pool"],
         (([each.pool], each.desired) for each in pools),
     )
     yield gauge(
         "penstock_workers_pending",
-        "Workers of the pool that were asked for and do not serve yet.",
+        "Number of workers of the pool that are starting or restarting.",
         ["pool"],
         (([each.pool], each.pending) for each in pools),
     )
     yield gauge(
         "penstock_workers_given_up",
-        "Workers of the pool that could not be started, and are tried again later.",
+        "Number of workers of the pool that failed to start and will be retried.",
         ["pool"],
         (([each.pool], each.given_up) for each in pools),
     )
     yield gauge(
         "penstock_workers_required",
-        "Workers that the pool's load asks for, by what asks: desired follows the larger, within "
-        "bounds.",
+        "Number of workers that the pool's load requires, by scaling term; the desired number "
+        "follows the largest term, within the pool's limits.",
         ["pool", "term"],
         (([each.pool, term], value) for each in pools for term, value in each.terms.items()),
     )
 
 
 def worker_metrics(workers: Sequence[WorkerState]) -> Iterator[Metric]:
+    """Yield the metrics that exist for every worker, connected or not."""
     yield gauge(
         "penstock_worker_up",
-        "1 while the worker is heard, 0 while it should be there and is not.",
+        "1 if messages of the worker arrive, 0 if the worker is down or silent.",
         ["worker"],
         (([each.worker], each.up) for each in workers),
     )
     yield gauge(
         "penstock_requests_running",
-        "Sequences that the worker runs.",
+        "Number of running sequences of the worker.",
         ["worker", "role"],
         (([each.worker, each.role], each.numbers.load.running) for each in workers if each.numbers),
     )
 
 
 def worker_stats_metrics(workers: Sequence[tuple[str, WorkerStats]]) -> Iterator[Metric]:
-    """What only a worker that is heard can tell."""
+    """Yield the metrics that workers report."""
     yield gauge(
         "penstock_kv_blocks",
-        "Blocks of the worker's KV memory by what they are: they sum up to all there are.",
+        "Number of KV blocks of the worker by state; the states sum to all blocks.",
         ["worker", "state"],
         (([name, kind], count) for name, each in workers for kind, count in each.blocks.items()),
     )
     yield gauge(
         "penstock_kv_waste_ratio",
-        "Share of the used KV blocks' slots that hold nothing.",
+        "Share of the token slots in used KV blocks that are empty.",
         ["worker"],
         (([name], each.kv_waste) for name, each in workers),
     )
     yield gauge(
         "penstock_expert_imbalance_ratio",
-        "Choices of a mixture's busiest expert over those of its mean one, of late.",
+        "Recent load of the busiest expert of an MoE model relative to the mean.",
         ["worker"],
         (
             ([name], each.load.expert_imbalance)
             for name, each in workers
-            if each.load.expert_imbalance  # of models without experts there is nothing to tell
+            if each.load.expert_imbalance  # 0: unknown, or no experts
         ),
     )
     counters: Sequence[tuple[str, str, Callable[[WorkerStats], int]]] = (
-        ("prompt_tokens", "Prompt tokens taken up.", lambda each: each.prompt_tokens),
+        (
+            "prompt_tokens",
+            "Total of prompt tokens, computed or cached.",
+            lambda each: each.prompt_tokens,
+        ),
         (
             "prefix_hit_tokens",
-            "Prompt tokens whose KV was in the prefix cache.",
+            "Total of prompt tokens found in the prefix cache.",
             lambda each: each.load.prompt_tokens_cached,
         ),
         (
             "preemptions",
-            "Sequences put back into the queue for want of KV blocks.",
+            "Total of sequences preempted for lack of KV blocks.",
             lambda each: each.load.preemptions,
         ),
     )
@@ -153,7 +159,7 @@ def worker_stats_metrics(workers: Sequence[tuple[str, WorkerStats]]) -> Iterator
         )
     yield histogram(
         "penstock_step_seconds",
-        "Time of the engine's steps.",
+        "Duration of engine steps.",
         ["worker"],
         (
             ([name], (each.steps.bounds, each.steps.counts, each.steps.seconds))
@@ -162,51 +168,30 @@ def worker_stats_metrics(workers: Sequence[tuple[str, WorkerStats]]) -> Iterator
     )
 
 
-def router_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Metric]:
-    """What the router has counted of its own requests."""
-    histograms = (
-        ("time_to_first_token_seconds", "From a request to its first token.", metrics.first_token),
-        (
-            "time_per_output_token_seconds",
-            "Mean time between the tokens of an answer, after its first.",
-            metrics.per_token,
-        ),
-        (
-            "inter_token_seconds",
-            "Time from each token of an answer to the next.",
-            metrics.between_tokens,
-        ),
-        ("request_seconds", "From a request to the end of its answer.", metrics.request),
-        ("queue_seconds", "From a request to its going to a worker.", metrics.queue),
-        ("prefill_seconds", "From there to its first token.", metrics.prefill),
-        ("decode_seconds", "From its first token to its last.", metrics.decode),
-        ("prompt_length_tokens", "Length of prompts that were answered.", metrics.prompt_lengths),
-        ("answer_length_tokens", "Length of answers.", metrics.answer_lengths),
-        ("kv_transfer_seconds", "From asking for KV blocks to their arrival.", metrics.kv_transfer),
-    )
-    for name, about, each in histograms:
-        yield histogram(
-            f"penstock_{name}", about, [], [([], (each.bounds, each.counts, each.total))]
-        )
+def transfer_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Metric]:
+    """Yield the metrics of KV transfers, prompt placement and failovers."""
     yield counter(
-        "penstock_kv_transfer_bytes", "Bytes of KV blocks.", [], [([], metrics.kv_transfer_bytes)]
+        "penstock_kv_transfer_bytes",
+        "Bytes of KV transfers.",
+        [],
+        [([], metrics.kv_transfer_bytes)],
     )
     yield counter(
         "penstock_kv_transfers_failed",
-        "KV transfers that did not arrive; their prompts were computed again.",
+        "Total of failed KV transfers; their prompts were recomputed.",
         [],
         [([], state.kv_transfers_failed)],
     )
     yield counter(
         "penstock_prefill_placements",
-        "Prompts by where they were to be computed, apart on a prefill worker or together with "
-        "their answer, and what weighed most.",
+        "Total of prompts by where they are computed (apart: on a prefill worker; together: on "
+        "the decode worker) and the main reason.",
         ["where", "reason"],
         ((str(each).split(": "), state.placed.get(str(each), 0)) for each in ALL_DECISIONS),
     )
     yield gauge(
         "penstock_kv_transfer_fixed_seconds",
-        "Expected time of any KV transfer, beside the time of its bytes.",
+        "Expected fixed cost of a KV transfer, without the time per byte.",
         [],
         [([], state.kv_transfer_cost.fixed_seconds)],
     )
@@ -218,31 +203,61 @@ def router_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Met
     )
     yield counter(
         "penstock_failovers",
-        "Requests begun again elsewhere because their worker was lost.",
+        "Total of requests restarted on another worker because theirs was lost.",
         [],
         [([], state.failovers)],
     )
+
+
+def router_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Metric]:
+    """Yield the metrics of this router's own requests."""
+    histograms = (
+        ("time_to_first_token_seconds", "Time from arrival to first token.", metrics.first_token),
+        (
+            "time_per_output_token_seconds",
+            "Mean time between the tokens of an answer.",
+            metrics.per_token,
+        ),
+        (
+            "inter_token_seconds",
+            "Time from each token of an answer to the next.",
+            metrics.between_tokens,
+        ),
+        ("request_seconds", "Time from arrival to end of answer.", metrics.request),
+        ("queue_seconds", "Time from arrival to submission to a worker.", metrics.queue),
+        ("prefill_seconds", "Time from submission to first token.", metrics.prefill),
+        ("decode_seconds", "Time from first to last token.", metrics.decode),
+        ("prompt_length_tokens", "Tokens per answered prompt.", metrics.prompt_lengths),
+        ("answer_length_tokens", "Tokens per answer.", metrics.answer_lengths),
+        ("kv_transfer_seconds", "Duration of KV transfers.", metrics.kv_transfer),
+    )
+    for name, about, each in histograms:
+        yield histogram(
+            f"penstock_{name}", about, [], [([], (each.bounds, each.counts, each.total))]
+        )
+    yield from transfer_metrics(state, metrics)
     yield counter(
         "penstock_requests_finished",
-        "Requests by how they ended.",
+        "Total of finished requests by reason.",
         ["reason"],
         (([reason], count) for reason, count in metrics.finished.items()),
     )
     yield counter(
         "penstock_generated_tokens",
-        "Tokens of answers by whose key asked; a key is told by its place in the list of keys.",
+        "Total of generated tokens by tenant; key-N is the N-th configured API key.",
         ["tenant"],
         (([name], count) for name, count in state.generated.items()),
     )
     yield counter(
         "penstock_prompt_tokens_by_tenant",
-        "Prompt tokens of requests that were taken, by whose key asked.",
+        "Total of prompt tokens of accepted requests by tenant; see generated tokens.",
         ["tenant"],
         (([name], count) for name, count in state.prompt_tokens_by_tenant.items()),
     )
 
 
 def gauge(name: str, about: str, labels: Sequence[str], samples: Samples) -> Metric:
+    """Return a gauge with help text `about`."""
     metric = GaugeMetricFamily(name, about, labels=labels)
     for values, value in samples:
         metric.add_metric(values, value)
@@ -250,6 +265,7 @@ def gauge(name: str, about: str, labels: Sequence[str], samples: Samples) -> Met
 
 
 def counter(name: str, about: str, labels: Sequence[str], samples: Samples) -> Metric:
+    """Return a counter with help text `about`."""
     metric = CounterMetricFamily(name, about, labels=labels)
     for values, value in samples:
         metric.add_metric(values, value)
@@ -262,6 +278,7 @@ def histogram(
     labels: Sequence[str],
     samples: Iterable[tuple[Sequence[str], HistogramSample]],
 ) -> Metric:
+    """Return a histogram with help text `about`."""
     metric = HistogramMetricFamily(name, about, labels=labels)
     for values, (bounds, counts, total) in samples:
         ends = [*(f"{bound:g}" for bound in bounds), "+Inf"]

@@ -1,7 +1,8 @@
-"""The numbers of `prometheus` under vLLM's names and labels, for dashboards that people have.
+"""The metrics of `prometheus` under vLLM's names and labels, for existing vLLM dashboards.
 
-`engine` is a worker's name, or the router's for what only a router knows. What vLLM has renamed is
-told under both names. Left out is what has no like here (speculation, adapters, swapping).
+The label `engine` is a worker's name, or the router's name for metrics that only a router has.
+Metrics that vLLM has renamed are exported under both names. Metrics of features that Penstock does
+not have (speculation, adapters, swapping) are left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ INTER_TOKEN_NAMES = ("inter_token_latency_seconds", "time_per_output_token_secon
 
 
 def vllm_metrics(router: str, state: ClusterState, metrics: RequestMetrics) -> Iterator[Metric]:
-    """All of them. `router` is its name."""
+    """Yield all metrics under vLLM's names; `router` is the name of this router."""
     reported = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
     yield from _worker_metrics(router, state, reported)
     yield from _router_metrics((state.model, router), state, metrics)
@@ -31,21 +32,21 @@ def _worker_metrics(
     named = [((state.model, worker), numbers) for worker, numbers in stats]
     yield gauge(
         "vllm:num_requests_running",
-        "Sequences that run.",
+        "Number of running sequences.",
         LABELS,
         ((labels, each.load.running) for labels, each in named),
     )
     waiting = [(labels, float(each.load.queued)) for labels, each in named]
     yield gauge(
         "vllm:num_requests_waiting",
-        "Requests that wait, at a worker or at the router.",
+        "Number of requests queued at the worker or the router.",
         LABELS,
         [((state.model, router), float(state.waiting)), *waiting],
     )
     for name in KV_NAMES:
         yield gauge(
             f"vllm:{name}",
-            "Share of the KV blocks in use, from 0 to 1.",
+            "Share of KV blocks in use, from 0 to 1.",
             LABELS,
             ((labels, each.load.kv_usage) for labels, each in named),
         )
@@ -56,7 +57,7 @@ def _worker_metrics(
     )
     for name, values in counters:
         samples = zip((labels for labels, _ in named), values, strict=True)
-        yield counter(f"vllm:{name}", "As penstock's own, by worker.", LABELS, samples)
+        yield counter(f"vllm:{name}", "Same as Penstock's own, by worker.", LABELS, samples)
 
 
 def _router_metrics(
@@ -64,10 +65,10 @@ def _router_metrics(
 ) -> Iterator[Metric]:
     yield counter("vllm:prompt_tokens", "Prompt tokens.", LABELS, [(labels, state.prompt_tokens)])
     generated = sum(state.generated.values())
-    yield counter("vllm:generation_tokens", "Tokens of answers.", LABELS, [(labels, generated)])
+    yield counter("vllm:generation_tokens", "Generated tokens.", LABELS, [(labels, generated)])
     yield counter(
         "vllm:request_success",
-        "Requests by how they ended.",
+        "Total of finished requests by reason.",
         (*LABELS, "finished_reason"),
         (((*labels, theirs), state.finished[ours]) for ours, theirs in REASONS.items()),
     )
@@ -84,4 +85,4 @@ def _router_metrics(
     )
     for name, each in histograms:
         distribution = (each.bounds, each.counts, each.total)
-        yield histogram(f"vllm:{name}", "As penstock's own.", LABELS, [(labels, distribution)])
+        yield histogram(f"vllm:{name}", "Same as Penstock's own.", LABELS, [(labels, distribution)])

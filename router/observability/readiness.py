@@ -1,4 +1,4 @@
-"""Decides when a router reports that it is ready. Pure: no clock, no I/O."""
+"""Decision when a router reports that it is ready. Pure: no clock, no I/O."""
 
 from collections.abc import Collection
 
@@ -11,12 +11,12 @@ class Readiness:
 
     A router is ready if any worker is: without prefill workers, decode workers do all the work, and
     the other way round. But a router that has just started in a cluster with pools of both kinds
-    first waits for one of each. A burst that came sooner would be placed on the worker that
+    first waits for one of each. An earlier burst would be placed on the worker that
     happened to start first, and stay there until its last token.
 
     Args:
         waits_for_both: the cluster always has at least one prefill and one decode worker.
-        wakes_workers: workers are started when requests wait, so that none may be there.
+        wakes_workers: queued requests start workers, so a router is ready without any.
     """
 
     def __init__(self, waits_for_both: bool, wakes_workers: bool) -> None:
@@ -35,7 +35,7 @@ class Readiness:
         if self._wakes_workers:
             return ""
         if not ready_roles:
-            return "no worker is ready" if num_workers else "no worker is there yet"
+            return "no worker is ready" if num_workers else "no worker is connected"
         if self._first_ready_at is None:
             self._first_ready_at = now
         if self._waits_for_both and now - self._first_ready_at < PARTIAL_SECONDS:

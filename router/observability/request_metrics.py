@@ -1,4 +1,4 @@
-"""What a router counts and times of its requests: plain numbers."""
+"""Counters and histograms of a router's requests, as plain numbers."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.router.routing import events as ev
 
+# Upper bounds of histogram buckets, in seconds or tokens.
 FIRST_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 TOKEN_BOUNDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
@@ -24,14 +25,14 @@ REASONS: Mapping[ev.Status, str] = {
     ev.Status.UNAVAILABLE: "unavailable",
     ev.Status.INTERNAL: "error",
 }
-OTHER_TENANT = "other"  # a tenant that has no name
+OTHER_TENANT = "other"  # metric name of tenants without a name
 
 
 class Histogram:
-    """Counts of values by size.
+    """A histogram of values.
 
     Args:
-        bounds: rising; a value counts under the first that it does not pass, or past the last.
+        bounds: inclusive upper bounds of the buckets, ascending; one more bucket is unbounded.
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -42,21 +43,23 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
+        """Count a value `count` times."""
         self.total += value * count
         self.counts[bisect_left(self.bounds, value)] += count
 
 
 @dataclass(slots=True)
 class _ChoiceTimer:
-    """The tokens of one choice so far."""
+    """Times and newest tokens of one choice."""
 
-    first: float  # when
-    last: float
+    first: float  # time of its first delivery
+    last: float  # time of its newest delivery
     newest: ev.Deliver
-    first_position: int  # of its first token here; a resumed stream brings earlier ones along
+    first_position: int  # token index of its first delivery; above 0 if resumed
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens delivered in this call."""
         return self.newest.position + len(self.newest.tokens) - self.first_position
 
 
@@ -64,11 +67,11 @@ class _ChoiceTimer:
 class _OpenRequest:
     """A request that has not ended."""
 
-    tenant_name: str  # of its tenant
+    tenant_name: str  # in metrics
     request: ev.Request
     arrived_at: float
-    submitted_at: float | None = None  # when it first went to a worker
-    first_token_at: float | None = None  # when its first token came
+    submitted_at: float | None = None  # when it was first submitted to a worker
+    first_token_at: float | None = None  # when its first token was delivered
     timers: dict[int, _ChoiceTimer] = field(default_factory=dict)  # by choice
 
     @property
@@ -77,82 +80,83 @@ class _OpenRequest:
 
     @property
     def reason(self) -> str:
-        """How its answer ended: what did so without saying how was cut at a stop string, and one
-        without tokens was to have none."""
+        """Finish reason, stop or length.
+
+        A choice without a finish reason was ended by a stop string; an answer without tokens had
+        max_tokens 0.
+        """
         finishes = {stretch.newest.finish for stretch in self.timers.values()}
         return "stop" if finishes and ev.Finish.LENGTH not in finishes else "length"
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """How one request went, for the log. Times are in seconds since its arrival."""
+    """Summary of a request for the log. Times are in seconds since its arrival."""
 
     request: ev.Request
-    tenant: str  # as it is called where others can read it
+    tenant: str  # its name in metrics
     reason: str
     num_tokens: int  # of its answer
-    queued: float | None  # until it first went to a worker; None: it never did
+    queued: float | None  # until it was first submitted; None: it never was
     first_token: float | None
     seconds: float  # until its end
 
 
 class RequestMetrics:
-    """Totals since the start, of one router. Times are in seconds, on any clock that never goes
-    back.
+    """Totals of one router since its start. Times are in seconds on a monotonic clock.
 
     Args:
-        names: what the tenants are called where others can read it.
+        tenant_names: name of each tenant in metrics.
     """
 
     def __init__(self, tenant_names: Mapping[str, str]) -> None:
         self.finished = dict.fromkeys(("stop", "length", *REASONS.values()), 0)
         self.first_token = Histogram(FIRST_BOUNDS)
-        self.per_token = Histogram(TOKEN_BOUNDS)  # of an answer: mean after its first
+        self.per_token = Histogram(TOKEN_BOUNDS)  # mean time between the tokens of a choice
         self.between_tokens = Histogram(TOKEN_BOUNDS)
         self.request = Histogram(REQUEST_BOUNDS)
-        self.queue = Histogram(REQUEST_BOUNDS)  # until a request first goes to a worker
-        self.prefill = Histogram(FIRST_BOUNDS)  # from there to its first token
-        self.decode = Histogram(REQUEST_BOUNDS)  # from there to its last
+        self.queue = Histogram(REQUEST_BOUNDS)  # from arrival to the first submission
+        self.prefill = Histogram(FIRST_BOUNDS)  # from the first submission to the first token
+        self.decode = Histogram(REQUEST_BOUNDS)  # from the first token to the last
         self.prompt_lengths = Histogram(LENGTH_BOUNDS)
         self.answer_lengths = Histogram(LENGTH_BOUNDS)
         self.kv_transfer = Histogram(TRANSFER_BOUNDS)
         self.kv_transfer_bytes = 0
         self._tenant_names = tenant_names
-        # Prompt tokens of requests that were taken, by the name of who asked.
+        # Prompt tokens of accepted requests, by tenant name.
         self.prompt_tokens_by_tenant = dict.fromkeys((*tenant_names.values(), OTHER_TENANT), 0)
-        self._generated_by_tenant = dict.fromkeys(
-            (*tenant_names.values(), OTHER_TENANT), 0
-        )  # of ended requests
+        # Generated tokens of ended requests, by tenant name.
+        self._generated_by_tenant = dict.fromkeys((*tenant_names.values(), OTHER_TENANT), 0)
         self._open_requests: dict[int, _OpenRequest] = {}
-        self._transfers: dict[int, tuple[int, float]] = {}  # a request: its attempt, and since when
+        self._transfers: dict[int, tuple[int, float]] = {}  # request -> (attempt, start)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests that were taken."""
+        """Number of prompt tokens of all accepted requests."""
         return sum(self.prompt_tokens_by_tenant.values())
 
     def generated_by_tenant(self) -> dict[str, int]:
-        """Tokens by the name of who asked, those of open requests included."""
+        """Return generated tokens by tenant name, those of open requests included."""
         tokens = dict(self._generated_by_tenant)
         for one in self._open_requests.values():
             tokens[one.tenant_name] += one.num_tokens
         return tokens
 
     def opened(self, request: ev.Request, now: float) -> None:
-        """A client's request was taken."""
+        """Record that a request was accepted."""
         name = self._tenant_names.get(request.tenant, OTHER_TENANT)
         self._open_requests[request.id] = _OpenRequest(name, request, now)
         self.prompt_tokens_by_tenant[name] += len(request.prompt)
 
     def submitted(self, command: ev.Submit, now: float) -> None:
-        """A request goes to a worker."""
+        """Record that a request is submitted to a worker."""
         one = self._open_requests.get(command.request.id)
         if one is not None and one.submitted_at is None:
             one.submitted_at = now
             self.queue.add(now - one.arrived_at)
 
     def delivered(self, commands: Iterable[ev.Command], now: float) -> None:
-        """What one event gave to clients. There is one a token, so it is made to be quick."""
+        """Record the tokens that one event delivers. Runs for every event, so it must be fast."""
         gaps: list[float] = []
         for command in commands:
             if type(command) is not ev.Deliver or not command.tokens:
@@ -169,7 +173,7 @@ class RequestMetrics:
                 gaps.append(now - stretch.last)
                 stretch.last = now
                 stretch.newest = command
-        # The tokens of a step mostly follow on those of the step before: few gaps, many of each.
+        # Most gaps of one step are equal, since the previous tokens also came in one step.
         for gap, number in Counter(gaps).items():
             self.between_tokens.add(gap, number)
 
@@ -180,7 +184,7 @@ class RequestMetrics:
             self.prefill.add(now - one.submitted_at)
 
     def ended(self, request: int, status: ev.Status, now: float) -> FinishedRequest | None:
-        """A request is over; unknown: nothing."""
+        """Record the end of a request; return None if it is unknown."""
         one = self._open_requests.pop(request, None)
         self._transfers.pop(request, None)
         if one is None:
@@ -197,7 +201,7 @@ class RequestMetrics:
         )
 
     def _on_success(self, one: _OpenRequest, num_tokens: int, now: float) -> None:
-        """An answer is whole."""
+        """Record the times and lengths of a complete answer."""
         self.request.add(now - one.arrived_at)
         self.prompt_lengths.add(len(one.request.prompt))
         self.answer_lengths.add(num_tokens)
@@ -210,11 +214,11 @@ class RequestMetrics:
                 self.per_token.add((stretch.last - stretch.first) / (stretch.num_tokens - 1))
 
     def sent(self, command: ev.Send, now: float) -> None:
-        """Blocks of a request are asked to move."""
+        """Record that a KV transfer is started."""
         self._transfers[command.request] = (command.to_attempt, now)
 
     def received(self, event: ev.Received, now: float) -> None:
-        """They have arrived; of a transfer that is no longer known: nothing."""
+        """Record that a KV transfer has completed; ignore an old one."""
         moving = self._transfers.get(event.request)
         if moving is not None and moving[0] == event.attempt:
             del self._transfers[event.request]

@@ -1,6 +1,6 @@
-"""Role changes of one router: each takes effect once the supervisor has recorded it.
+"""Role changes at one router: each takes effect once the supervisor has recorded it.
 
-The supervisor outlives its routers. A role that it holds survives the router that took the request.
+The supervisor outlives its routers, so a recorded role outlives the router that received it.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ class RoleRecorder:
     """The roles that operators gave to workers, as this router knows them.
 
     Args:
-        changed: called with worker and role for each role that takes effect.
+        on_change: called with worker and role for each role that takes effect.
     """
 
     def __init__(self, on_change: Callable[[str, str], None]) -> None:
         self.assignments: Assignments = {}
-        # Sends an assignment to the supervisor, which calls `hold` once it has recorded it.
+        # Sends an assignment to the supervisor, which calls `merge` once it has recorded it.
         # None if no supervisor runs this router: roles then take effect at once.
         self.send: Callable[[str, Assignment], None] | None = None
         self._on_change = on_change
-        self._updated = asyncio.Event()  # replaced whenever `held` changes
+        self._updated = asyncio.Event()  # replaced whenever `assignments` changes
 
     def merge(self, assignments: Assignments) -> None:
         """Merge in assignments that the supervisor holds; the newest one of each worker counts."""

@@ -1,7 +1,7 @@
-"""The roles that operators gave to workers: who said what, when; the last word counts everywhere.
+"""Roles that operators assigned to workers; the newest assignment of each worker counts.
 
-Several routers may each be told something, and the supervisor outlives them all: what they know
-is merged, so that in the end all say the same.
+Assignments can arrive at any router. The supervisor, which outlives the routers, merges them and
+distributes the result, so that all routers converge.
 """
 
 import math
@@ -13,18 +13,18 @@ ROLES = ("prefill", "decode", "mixed")
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a worker was made."""
+    """A role that an operator assigned to a worker."""
 
     role: str
     at: float  # seconds since 1970
 
 
 Assignments = Mapping[str, Assignment]
-"""By worker."""
+"""Assignments by worker name."""
 
 
 def merged(*sources: Assignments) -> dict[str, Assignment]:
-    """The last word on each worker; of two at one time the same one wherever they are merged."""
+    """Return the newest assignment of each worker; ties are broken by role, the same everywhere."""
     newest: dict[str, Assignment] = {}
     for source in sources:
         for worker, assignment in source.items():
@@ -35,8 +35,10 @@ def merged(*sources: Assignments) -> dict[str, Assignment]:
 
 
 def successor(held: Assignment | None, role: str, now: float) -> Assignment:
-    """Return an assignment of `role` that is newer than `held`, also where the clock that stamped
-    `held` was ahead of `now` (seconds since 1970)."""
+    """Return an assignment of `role` at `now` (seconds since 1970), but newer than `held`.
+
+    The clock that stamped `held` may be ahead of `now`.
+    """
     return Assignment(role, now if held is None else max(now, math.nextafter(held.at, math.inf)))
 
 
@@ -46,13 +48,13 @@ def covers(held: Assignments, given: Assignments) -> bool:
 
 
 class RoleRegistry:
-    """All that was said so far, kept by the supervisor for its routers."""
+    """All role assignments, kept by the supervisor for its routers."""
 
     def __init__(self) -> None:
         self.assignments: Assignments = {}
 
     def merge(self, reported: Assignments) -> bool:
-        """What one router knows. False: it lacks something that another one was told."""
+        """Merge in the assignments of a router; return False if that router lacks newer ones."""
         self.record(reported)
         return self.assignments == reported
 

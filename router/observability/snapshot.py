@@ -1,4 +1,4 @@
-"""A router and its cluster at one moment, as plain numbers: for metrics and for status pages."""
+"""Snapshot of a router and its cluster as plain data, for metrics and status pages."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,36 +15,36 @@ from penstock.router.worker_links.worker_link import WorkerLink
 
 DOWN = "down"
 SILENT = (DOWN, "suspect")
-"""States of a worker whose numbers are none, or too old to be told."""
+"""States of a worker without recent statistics."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A worker's steps since its start."""
+    """Histogram of a worker's step times since its start."""
 
-    bounds: Sequence[float]  # seconds, rising
-    counts: Sequence[int]  # under each bound but not under the one before; the last: longer
-    seconds: float  # of all together
+    bounds: Sequence[float]  # upper bounds of the buckets in seconds, ascending
+    counts: Sequence[int]  # steps per bucket, and a last one for longer steps
+    seconds: float  # total duration of all steps
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """A worker's newest load, and the sizes that it relates to."""
+    """A worker's last reported load, and the sizes to interpret it."""
 
     load: WorkerLoad
-    max_sequences: int  # sequences that may run at once
+    max_sequences: int  # largest number of running sequences
     block_size: int  # tokens
-    step_bounds: Sequence[float] = ()  # seconds, rising: see `WorkerLoad.step_counts`
+    step_bounds: Sequence[float] = ()  # seconds, ascending: see `WorkerLoad.step_counts`
 
     @property
     def kv_waste(self) -> float:
-        """Share of the used blocks' slots that hold nothing."""
+        """Share of the token slots in used blocks that are empty."""
         slots = self.load.used_blocks * self.block_size
         return self.load.unwritten_slots / slots if slots else 0.0
 
     @property
     def blocks(self) -> Mapping[str, int]:
-        """KV blocks by what they are."""
+        """Number of KV blocks by state."""
         load = self.load
         return {
             "used": load.used_blocks,
@@ -61,126 +61,127 @@ class WorkerStats:
 
     @property
     def steps(self) -> StepTimes:
-        """The histogram of steps; a single bucket if counts and bounds do not fit together."""
+        """The histogram of steps; a single bucket if counts and bounds do not match."""
         bounds, counts = list(self.step_bounds), list(self.load.step_counts)
-        if len(counts) != len(bounds) + 1:  # one odd worker must not cost the others their metrics
+        if len(counts) != len(bounds) + 1:  # raising would lose all workers' metrics
             return StepTimes((), (self.load.num_steps,), self.load.step_seconds)
         return StepTimes(bounds, counts, self.load.step_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """A worker that the router is to use."""
+    """A worker of this router's configuration, connected or not."""
 
     worker: str
-    role: str  # prefill, decode or mixed; empty until it has introduced itself
+    role: str  # prefill, decode or mixed; empty before its first Welcome
     state: str  # ready, suspect, stuck, draining or down
-    requests: int  # of this router, in any form
-    numbers: WorkerStats | None  # None: nothing recent is known
+    requests: int  # of this router: running, queued, leased or incoming
+    numbers: WorkerStats | None  # None: no recent load report
 
     @property
     def up(self) -> bool:
+        """Whether messages of the worker arrive."""
         return self.state not in SILENT
 
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """The workers of one role, and what waits for them."""
+    """The workers of one role and their queue."""
 
     pool: str
-    workers: int  # that should be there
+    workers: int  # configured, connected or not
     ready: int
     running: int  # sequences
-    waiting: int  # requests, at all routers and at the workers
-    waiting_tokens: int
-    queued: int  # of them, at this router
+    waiting: int  # requests queued at all routers and at the workers
+    waiting_tokens: int  # their prompt tokens
+    queued: int  # part of `waiting` at this router
     queued_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class PoolScaling:
-    """What is done about a pool's size, and why."""
+    """Autoscaling state of a pool."""
 
     pool: str
-    least: int
+    least: int  # lower and upper limit of the number of workers
     most: int
-    desired: int  # workers
-    pending: int  # that do not serve yet, or not again
-    draining: int
+    desired: int  # number of workers
+    pending: int  # workers that are starting or restarting
+    draining: int  # workers
     reason: str
-    held_by: str  # what kept it from more, or from less; empty: nothing
-    given_up: int = 0  # that could not be started; each is tried again later
-    # Workers that its load asks for, by what asks: queue and occupancy.
+    held_by: str  # limit that prevents a change; empty: none
+    given_up: int = 0  # workers that failed to start; each is retried
+    # Number of workers that its load requires, by term: queue and occupancy.
     terms: Mapping[str, float] = field(default_factory=dict)
-    waits: Sequence[str] = ()  # a line for each worker that starts or drains: for what, how long
+    waits: Sequence[str] = ()  # per starting or draining worker: what for, how long
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """A pool was to have another number of workers."""
+    """A change of a pool's desired number of workers."""
 
     at: float  # seconds since 1970
     pool: str
-    text: str  # from how many to how many, and why
+    text: str  # old and new number, and the reason
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the supervisor says of the pools' sizes."""
+    """Autoscaling state of all pools, from the supervisor."""
 
     pools: Sequence[PoolScaling] = ()
-    decisions: Sequence[ScalingDecision] = ()  # the last ones, in their order
+    decisions: Sequence[ScalingDecision] = ()  # the most recent ones, oldest first
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """What a KV transfer is expected to cost, from those of late; all 0 before the first."""
+    """Expected cost of a KV transfer, from recent ones; all 0 before the first."""
 
-    fixed_seconds: float = 0.0  # of any
+    fixed_seconds: float = 0.0  # of each transfer
     bytes_per_second: float = 0.0
     bytes_per_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RouterState:
-    """One of the routers that share the workers: what waits there, and where it listens."""
+    """One of the routers that share the workers: its addresses and its queue."""
 
     router: str
     state: str  # ready, waiting (for workers), draining or down
-    http: str = ""  # host:port; empty: not known
+    http: str = ""  # host:port; empty: unknown
     grpc: str = ""
     streams: int = 0  # requests that have not ended
-    waiting: int = 0  # of them, at the router
-    waiting_tokens: int = 0
-    queued: Mapping[str, int] = field(default_factory=dict)  # the same by pool
-    queued_tokens: Mapping[str, int] = field(default_factory=dict)
+    waiting: int = 0  # requests that are not assigned to a worker
+    waiting_tokens: int = 0  # prompt tokens of new requests among them
+    queued: Mapping[str, int] = field(default_factory=dict)  # `waiting` by pool
+    queued_tokens: Mapping[str, int] = field(default_factory=dict)  # by pool
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """What one router knows. Totals are since its start."""
+    """The cluster as one router sees it. Totals are since the start of that router."""
 
     model: str
     version: str
-    not_ready: str  # why not; empty: it serves
+    not_ready: str  # reason; empty: it is ready
     streams: int  # requests that have not ended
-    waiting: int  # of them, at the router
-    waiting_tokens: int
+    waiting: int  # requests that are not assigned to a worker
+    waiting_tokens: int  # prompt tokens of new requests among them
     pools: Sequence[PoolState]
     workers: Sequence[WorkerState]
-    finished: Mapping[str, int]  # requests by reason
-    generated: Mapping[str, int]  # tokens of answers by tenant
+    finished: Mapping[str, int]  # requests by finish reason
+    generated: Mapping[str, int]  # generated tokens by tenant
     failovers: int
     kv_transfers: int
     kv_transfers_failed: int
     kv_transfer_bytes: int
-    prompt_tokens: int  # of all requests that were taken
+    prompt_tokens: int  # of all accepted requests
     scaling: Scaling
-    prompt_tokens_by_tenant: Mapping[str, int] = field(default_factory=dict)  # the same by tenant
-    roles: Mapping[str, Assignment] = field(default_factory=dict)  # given by operators, by worker
-    placed: Mapping[str, int] = field(default_factory=dict)  # prompts, by where and why
+    prompt_tokens_by_tenant: Mapping[str, int] = field(default_factory=dict)  # of accepted requests
+    roles: Mapping[str, Assignment] = field(default_factory=dict)  # by worker, from operators
+    placed: Mapping[str, int] = field(default_factory=dict)  # prompts by decision
     kv_transfer_cost: TransferCost = TransferCost()
-    # Itself, and the others as the supervisor last told of them.
+    # This router, and the others as last reported by the supervisor.
     routers: Sequence[RouterState] = ()
 
 
@@ -195,7 +196,19 @@ def snapshot_cluster(
     roles: Assignments,
     routers: Sequence[RouterState] = (),
 ) -> ClusterState:
-    """All that is known now: `own` by its name and state, `routers` as they were last told of."""
+    """Return the current state of the cluster as this router sees it.
+
+    Args:
+        own: name and state of this router.
+        model: served name of the model.
+        not_ready: why the router is not ready; empty if it is.
+        links: links to all configured workers.
+        dispatcher: source of queues and workers.
+        metrics: totals of this router.
+        scaling: autoscaling state, from the supervisor.
+        roles: roles that operators assigned.
+        routers: all routers, as last reported by the supervisor.
+    """
     workers = snapshot_workers(links, dispatcher.workers(), roles)
     counters = dispatcher.counters
     others = [each for each in routers if each.router != own.router]
@@ -253,7 +266,7 @@ def _routers(
 def snapshot_workers(
     links: Sequence[WorkerLink], statuses: Sequence[WorkerStatus], roles: Assignments
 ) -> list[WorkerState]:
-    """All workers that are wanted, by name; those that cannot be heard are told without numbers."""
+    """Return all configured workers by name; `numbers` is None for down and silent ones."""
     by_name = {status.worker: status for status in statuses}
     links = sorted(links, key=lambda link: link.worker)
     return [_worker(link, by_name.get(link.worker), roles.get(link.worker)) for link in links]
@@ -275,11 +288,17 @@ def snapshot_pools(
     names: Sequence[str],
     others: Sequence[RouterState] = (),
 ) -> list[PoolState]:
-    """The pools that there are, and those named, which may have no worker now; by name.
+    """Return the pools of all workers and those in `names`, sorted by name.
 
-    What waits at the router waits for the pools that have no room for it, for both where both have
-    none; else for the one that takes prompts. What has its blocks kept waits for the one that
-    decodes. Prompt tokens wait only for a pool that is to compute them.
+    Requests queued at the router count as waiting for every pool without room for them, or for the
+    prefill pool if all have room. Requests that have yielded wait for the decode pool. Prompt
+    tokens count only for the pool that computes prompts.
+
+    Args:
+        workers: all configured workers.
+        dispatcher: source of the queue.
+        names: pools to include even if they have no worker.
+        others: the other routers, whose queues are added.
     """
     members: dict[str, list[WorkerState]] = {name: [] for name in names}
     for worker in workers:
@@ -296,13 +315,14 @@ def snapshot_pools(
 
 
 def _with_others(pool: PoolState, others: Sequence[RouterState]) -> PoolState:
-    """What waits at other routers waits for the pool too."""
+    """Add the requests that wait for a pool at other routers."""
     queued = sum(each.queued.get(pool.pool, 0) for each in others)
     tokens = sum(each.queued_tokens.get(pool.pool, 0) for each in others)
     return replace(pool, waiting=pool.waiting + queued, waiting_tokens=pool.waiting_tokens + tokens)
 
 
 def _first_pool(members: Mapping[str, object], *roles: str) -> str:
+    """Return the first of `roles` that has a pool."""
     return next((role for role in roles if role in members), "")
 
 

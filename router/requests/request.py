@@ -1,4 +1,4 @@
-"""What a client asks, in one form for every protocol, and the checks that it must pass."""
+"""A client's request, independent of the protocol, and its validation."""
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -17,46 +17,42 @@ from penstock.router.errors import invalid
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """What a client has of one choice already, from an earlier call."""
+    """Tokens of one choice that the client has from an earlier call."""
 
     tokens: Sequence[int] = ()
-    finish: str = ""  # "stop" or "length", if it has ended
+    finish: str = ""  # "stop" or "length"; empty: it has not ended
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and what is wanted for it."""
+    """One prompt with its sampling parameters, tenant and time limit."""
 
     prompt: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timeout: float | None = None  # seconds
-    default_max_tokens: int | None = (
-        None  # where the client named none: None is what the context leaves
-    )
+    default_max_tokens: int | None = None  # if the client gave none; None: what the context leaves
     tenant: str = ""
     request_id: str = ""
-    resume_from: Mapping[int, ResumeState] = field(
-        default_factory=dict
-    )  # by choice; one left out has nothing
+    resume_from: Mapping[int, ResumeState] = field(default_factory=dict)  # by choice
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What bounds a request to the model."""
+    """Limits of the served model."""
 
     name: str
     max_model_len: int
     vocab_size: int
-    eos_tokens: frozenset[int] = frozenset()  # as workers tell them
+    eos_tokens: frozenset[int] = frozenset()  # as reported by workers
 
 
 def safe_request_id(name: str) -> str:
-    """A client's own name for its request, fit for log lines."""
+    """Return a client's request id cut to 128 characters, or '' if it is unsafe for logs."""
     return name[:128] if name.isascii() and name.isprintable() else ""
 
 
 def check_prompt(prompt: Sequence[int], model: ModelLimits) -> None:
-    """Refuse prompts that are empty, leave no room for a token, or hold no tokens of the model."""
+    """Refuse a prompt that is empty, leaves no room for an answer, or has unknown token ids."""
     if not prompt:
         raise invalid("the prompt is empty: send at least one token", "prompt")
     if len(prompt) >= model.max_model_len:
@@ -69,7 +65,7 @@ def check_prompt(prompt: Sequence[int], model: ModelLimits) -> None:
 
 
 def check_vocabulary(tokens: Collection[int], model: ModelLimits, name: str) -> None:
-    """Refuse token ids that the model does not have."""
+    """Refuse token ids outside the model's vocabulary; `name` is the request field."""
     try:
         check_token_ids(name, tokens, model.vocab_size)
     except InvalidParameterError as error:
@@ -77,7 +73,7 @@ def check_vocabulary(tokens: Collection[int], model: ModelLimits, name: str) -> 
 
 
 def check_bad_words(words: Sequence[str], bounds: RequestBounds) -> None:
-    """Refuse bad words, still as text, that are too many or too long to be tokenized."""
+    """Refuse too many or too long bad words (as text), before they are tokenized."""
     try:
         check_bad_word_strings(words, bounds)
     except InvalidParameterError as error:
@@ -87,7 +83,7 @@ def check_bad_words(words: Sequence[str], bounds: RequestBounds) -> None:
 def resolve_sampling(
     request: GenerationRequest, model: ModelLimits, bounds: RequestBounds
 ) -> SamplingParams:
-    """Return the request's sampling parameters, validated and resolved; INVALID otherwise."""
+    """Return the validated and resolved sampling parameters; raise INVALID if one is invalid."""
     try:
         request.sampling.validate(bounds, model.vocab_size)
         return request.sampling.resolve(
@@ -102,7 +98,7 @@ def resolve_sampling(
 
 
 def stop_options(params: SamplingParams) -> StopOptions:
-    """Return what the detokenizer needs of a request's parameters."""
+    """Return the parameters that the detokenizer needs."""
     return StopOptions(
         params.stop,
         params.include_stop_str_in_output,

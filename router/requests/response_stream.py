@@ -1,4 +1,4 @@
-"""What flows back for one call: deltas of one or several answers, until all have ended."""
+"""The response stream of a call: deltas of one or more answers until all have ended."""
 
 import asyncio
 from collections import deque
@@ -16,25 +16,25 @@ FINISH_REASONS = {Finish.NONE: "", Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
 class ClientDisconnectedError(Exception):
-    """Nobody is there to take the answer."""
+    """The client has disconnected, or no longer needs the answer."""
 
 
-@dataclass(slots=True)  # not frozen, which makes it three times as dear: there is one a token
+@dataclass(slots=True)  # not frozen, which takes 3 times as long: one is built per token
 class Delta:
-    """Some new tokens of one answer and what they add to its text."""
+    """New tokens of one choice and the text that they add."""
 
-    index: int  # of the ask in its call
+    index: int  # of the request in its call
     choice: int
-    position: int  # of the first token, in the answer
+    position: int  # token index of the first token
     tokens: Sequence[int]
     text: str
     logprobs: Sequence[worker_pb2.TokenLogprobs | None]
-    finish: str = ""  # "stop" or "length" with the last tokens
+    finish: str = ""  # "stop" or "length" in the last delta
     stop: str | int | None = None  # the stop string or the client's stop token that ended it
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
-    """Neighbouring deltas of one choice as one."""
+    """Merge consecutive deltas of one choice into one."""
     first, last = deltas[0], deltas[-1]
     return Delta(
         first.index,
@@ -51,17 +51,17 @@ def merge(deltas: Sequence[Delta]) -> Delta:
 class ResponseStream:
     """The answers of one call, as an asynchronous iterator of deltas.
 
-    What a slow reader has not taken yet is joined, and bounded: beyond the bound the call ends with
-    an error, and nothing else waits for it.
+    Unread deltas of a choice are merged. If too many tokens are unread the call fails, so that a
+    slow reader never blocks the router.
 
     Args:
-        max_unread: tokens that may wait unread.
-        gone: called with the requests that are not wanted any more.
+        max_unread: largest number of unread tokens.
+        on_cancel: called with the requests to cancel when the call ends early.
     """
 
     def __init__(self, max_unread: int, on_cancel: Callable[[Sequence[int]], None]) -> None:
-        self.seeds: list[int] = []  # of each ask
-        # Of each ask's prompt, from its second token on: complete before its first delta.
+        self.seeds: list[int] = []  # by request
+        # By index, from the prompt's second token on; complete before the first delta.
         self.prompt_logprobs: dict[int, list[worker_pb2.TokenLogprobs]] = {}
         self._max_unread = max_unread
         self._on_cancel = on_cancel
@@ -72,19 +72,19 @@ class ResponseStream:
         self._wake = asyncio.Event()
 
     def add_request(self, request: int, seed: int) -> None:
-        """One request of the call, in the order of its asks."""
+        """Add a request of the call; requests are added in order of their index."""
         self._open_requests.add(request)
         self.seeds.append(seed)
 
     def push_final(self, answer: Delta) -> None:
-        """A whole answer, that no reader could have taken before: it counts as read."""
+        """Append a complete answer, without counting it against the unread limit."""
         self._unread.append(answer)
         self._num_unread += len(answer.tokens)
         self._max_unread += len(answer.tokens)
         self._wake.set()
 
     def push(self, delta: Delta) -> None:
-        """Append new tokens for the reader; does not wait."""
+        """Append new tokens without waiting; fail the call if too many are unread."""
         self._unread.append(delta)
         self._num_unread += len(delta.tokens)
         self._wake.set()
@@ -92,19 +92,19 @@ class ResponseStream:
             self.fail(
                 ServingError(
                     Code.OVERLOADED,
-                    f"the answer was read too slowly: more than {self._max_unread} tokens waited",
+                    f"the answer was read too slowly: over {self._max_unread} tokens are unread",
                 )
             )
 
     def request_ended(self, request: int, error: ServingError | None) -> None:
-        """One request is over; with an error, so is the call."""
+        """Note the end of a request; an error ends the whole call."""
         self._open_requests.discard(request)
         if error is not None:
             self.fail(error)
         self._wake.set()
 
     def close(self) -> None:
-        """The client is gone, or has what it wanted: let go of everything."""
+        """End the call and cancel all open requests."""
         self.fail(ClientDisconnectedError())
 
     def __aiter__(self) -> Self:
@@ -133,7 +133,7 @@ class ResponseStream:
         return delta
 
     def fail(self, error: Exception) -> None:
-        """End the call: the reader gets what is there, then the error."""
+        """End the call with an error, which the reader gets after the unread deltas."""
         if self._error is None:
             self._error = error
         left, self._open_requests = sorted(self._open_requests), set()
@@ -143,11 +143,11 @@ class ResponseStream:
 
 
 class BestOfRanker:
-    """Holds the choices of a request back until all have ended; gives the likeliest.
+    """A buffer that holds a request's choices until all have ended and returns the likeliest.
 
-    As in OpenAI's and TGI's `best_of` they are compared by the mean log probability of their
-    tokens, so that a short answer is not the better for being short. Those of a beam search come
-    ranked: it has as many as are wanted, the best first.
+    Choices are ranked by the mean log probability of their tokens, as in `best_of` of OpenAI and
+    TGI, so that short answers have no advantage. A beam search already returns exactly the
+    requested number of choices, best first; these are not ranked again.
     """
 
     def __init__(self, num_choices: int, num_returned: int, with_logprobs: bool) -> None:
@@ -157,7 +157,7 @@ class BestOfRanker:
         self._with_logprobs = with_logprobs
 
     def add(self, delta: Delta) -> list[Delta]:
-        """What can be given now: nothing, or with the last one the best, numbered from 0."""
+        """Add a delta; once all choices have ended return the best ones, renumbered from 0."""
         self._deltas[delta.choice].append(delta)
         self._num_open -= bool(delta.finish)
         if self._num_open:
@@ -178,14 +178,16 @@ def _mean_logprob(answer: Delta) -> float:
 
 
 class RequestOutput:
-    """One request on its way: turns what is delivered into deltas for its call.
+    """Output side of one request: converts delivered tokens into deltas of its call.
 
     Args:
-        texts: of its choices.
-        stop_tokens: the client's own.
-        cut: called with a choice, and the length after which a stop string has ended it.
-        ranking: where only the likeliest choices are given.
-        past: how choices have ended in an earlier call; by default none has.
+        stream: the response stream of the call.
+        index: index of the request in its call.
+        detokenizers: one per choice.
+        stop_tokens: stop token ids that the client gave.
+        on_stop_string: called with a choice and its length when a stop string has ended it.
+        ranker: selects the likeliest choices; None: all choices are returned.
+        finished_before: per choice, how it ended in an earlier call; None: it did not.
     """
 
     def __init__(
@@ -208,7 +210,7 @@ class RequestOutput:
         self._is_finished = [False] * len(detokenizers)
 
     def deliver_finished_before(self) -> None:
-        """Say of every choice that had ended before how it has: nothing more comes of it."""
+        """Deliver the end of each choice that ended in an earlier call."""
         for choice, end in enumerate(self._finished_before):
             if end is not None:
                 self._is_finished[choice] = True
@@ -216,12 +218,12 @@ class RequestOutput:
                 self._push(ended)
 
     def deliver_prompt(self, what: DeliverPrompt) -> None:
-        """Logprobs of the next prompt tokens: they wait for the first delta."""
+        """Store logprobs of the next prompt tokens; all arrive before the first delta."""
         known = self.stream.prompt_logprobs.setdefault(self._index, [])
         known.extend(what.logprobs)  # type: ignore[arg-type]  # carried in the wire's form
 
     def deliver(self, what: Deliver) -> None:
-        """New tokens; at a stop string the rest is left out and the choice is cut."""
+        """Deliver new tokens; tokens after a stop string are dropped and the choice ends."""
         if self._is_finished[what.choice]:
             return
         stopped = what.finish is Finish.STOP

@@ -1,4 +1,4 @@
-"""Answers that go on where an earlier call broke off: checked, and brought to where they were."""
+"""Resuming answers of an interrupted call: validation, and restoring the text state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ FINISHES = ("", "stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class FinishedChoice:
-    """How a choice has ended before."""
+    """How a choice ended in an earlier call."""
 
     num_tokens: int
     finish: str
@@ -28,9 +28,9 @@ class FinishedChoice:
 def check_resume_state(
     request: GenerationRequest, params: SamplingParams, model: ModelLimits
 ) -> None:
-    """Refuse tokens so far that cannot be of an earlier call with these parameters.
+    """Refuse resume states that an earlier call with these parameters cannot have produced.
 
-    params: those of the ask, resolved.
+    `params` are the resolved sampling parameters of `request`.
     """
     if not request.resume_from:
         return
@@ -38,7 +38,7 @@ def check_resume_state(
     if sampling.is_ranked:
         what = "a beam search" if sampling.use_beam_search else "best_of above n"
         raise invalid(
-            f"{what} tells its answers whole, at the end, and cannot go on from tokens: "
+            f"{what} returns complete answers at the end and cannot be resumed: "
             "leave out resume_from",
             "resume_from",
         )
@@ -53,13 +53,13 @@ def check_resume_state(
         check_vocabulary(known.tokens, model, "resume_from")
         if len(known.tokens) > max_tokens:
             raise invalid(
-                f"resume_from has {len(known.tokens)} tokens of choice {choice}, and max_tokens is "
+                f"resume_from has {len(known.tokens)} tokens of choice {choice}, but max_tokens is "
                 f"{max_tokens}",
                 "resume_from",
             )
     is_begun = any(known.tokens for known in request.resume_from.values())
     if is_begun and sampling.temperature > 0 and sampling.seed is None:
-        raise invalid("to go on from tokens, give the seed that came with them", "seed")
+        raise invalid("to resume from tokens, give the seed that came with them", "seed")
 
 
 def resume(
@@ -68,7 +68,7 @@ def resume(
     model: ModelLimits,
     texts: Sequence[IncrementalDetokenizer],
 ) -> list[FinishedChoice | None]:
-    """Bring the texts of all choices to where the client has them. Which have ended, and how."""
+    """Feed the known tokens to the detokenizers `texts`; return how each choice ended, or None."""
     if not request.resume_from:
         return [None] * len(texts)
     ends = frozenset() if params.ignore_eos else model.eos_tokens
@@ -96,7 +96,7 @@ def _resume(
     output = text.feed(tokens, ended, stopped)
     if output.num_tokens < len(tokens):
         raise invalid(
-            f"resume_from goes on behind the stop string that ends choice {choice} after "
+            f"resume_from continues past the stop string that ends choice {choice} after "
             f"{output.num_tokens} tokens",
             "resume_from",
         )

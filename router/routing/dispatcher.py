@@ -1,8 +1,8 @@
-"""All requests and all workers: events in, commands out.
+"""The dispatcher of a router: converts events into commands for all requests and workers.
 
-`Dispatcher.handle` is the one door of the deciding part of the router. What workers say goes to
-`WorkerEventHandler`, what waits or has to move is the `Placer`'s, and each request's own state is
-its `ProcessHandle`.
+`Dispatcher.handle` is the only entry point. `WorkerEventHandler` handles the messages of workers,
+`Placer` places queued requests and moves running ones, and a `RequestState` holds the state of one
+request. All of it is pure: no I/O and no clock.
 """
 
 from collections import Counter
@@ -46,29 +46,34 @@ Commands: TypeAlias = list[Command]
 
 @dataclass(frozen=True, slots=True)
 class DispatcherLimits:
-    max_queued: int = 1024  # requests that wait for their first worker
-    max_queued_tokens: int = 4_000_000  # of their prompts
-    ttft_slo_seconds: float = 0.0  # to first tokens: see `slo_order`; 0: by arrival
-    no_worker_timeout_seconds: float = 60.0  # seconds; then UNAVAILABLE
-    max_recovering_per_worker: int = 4  # requests of lost workers that are recomputed at once
-    max_gaps: int = 3  # then the stream is closed
+    """Limits on queues, waiting times and recovery."""
+
+    max_queued: int = 1024  # requests that were never placed on a worker
+    max_queued_tokens: int = 4_000_000  # prompt tokens of these requests
+    ttft_slo_seconds: float = 0.0  # see `slo_order`; 0: prompts are ordered by arrival
+    no_worker_timeout_seconds: float = 60.0  # then requests end with UNAVAILABLE
+    max_recovering_per_worker: int = 4  # requests of lost workers recomputed at a time
+    max_gaps: int = 3  # gaps in token positions; then the worker's stream is closed
     bounds: LivenessBounds = field(default_factory=LivenessBounds)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker, for status pages and metrics."""
+    """State of a worker, for status pages and metrics."""
 
     worker: str
     incarnation: str
     role: str
     state: str  # ready, suspect, stuck or draining
-    num_requests: int  # of this router, in any form
+    num_requests: int  # of this router: running, queued, leased or incoming
     load: WorkerLoad
 
 
 class Dispatcher:
-    """The deciding part of a router. `now` is any clock, in seconds, that never goes back."""
+    """The decisions of a router: converts events into commands.
+
+    The argument `now` of its methods is the time in seconds on any monotonic clock.
+    """
 
     def __init__(self, policy: Policy, limits: DispatcherLimits | None = None) -> None:
         limits = limits or DispatcherLimits()
@@ -100,7 +105,7 @@ class Dispatcher:
         }
 
     def handle(self, event: Event, now: float) -> Commands:
-        """What is to be done about it, in this order."""
+        """Return the commands that follow from an event, in order of execution."""
         out: Commands = []
         self._handlers[type(event)](event, out, now)
         if self._placer.dirty:
@@ -112,7 +117,7 @@ class Dispatcher:
     def _request_arrived(self, event: RequestArrived, out: Commands, now: float) -> None:
         request = event.request
         if request.id in self._placer.states:
-            raise ValueError(f"request {request.id} is here already: numbers are used once")
+            raise ValueError(f"request {request.id} already exists: request ids must be unique")
         state = RequestState(request)
         state.arrived_at = now
         if state.token_log.is_complete:
@@ -149,7 +154,7 @@ class Dispatcher:
             self._worker_events.close_stream(view, f"silent for {seconds:.1f} seconds", out, now)
         for view in self._registry.find_stuck(self._placer.busy_since, now):
             seconds = now - view.last_progress
-            reason = f"it answers, but no step of it has ended for {seconds:.1f} seconds"
+            reason = f"the worker responds, but has completed no step for {seconds:.1f} seconds"
             self._worker_events.close_stream(view, reason, out, now)
         leaving = [view for view in self._registry.views() if view.draining or view.is_shedding]
         for view in (*suspects, *leaving):
@@ -158,65 +163,69 @@ class Dispatcher:
         self._placer.rebalance(out, now)
         self._placer.dirty = True
 
-    # -------------------------------------------------------------- looking
+    # -------------------------------------------------------------- state
 
     @property
     def num_requests(self) -> int:
+        """Number of requests that have not ended."""
         return len(self._placer.states)
 
     @property
     def num_queued(self) -> int:
-        """Requests that no worker is to run yet."""
+        """Number of requests that are not assigned to a worker."""
         return self._placer.num_waiting
 
     @property
     def num_running(self) -> int:
-        """Requests that a worker runs or is to run."""
+        """Number of requests that are assigned to a worker."""
         return self.num_requests - self.num_queued
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of the requests that wait for their first worker."""
+        """Number of prompt tokens of requests that were never placed on a worker."""
         return self._queue.num_tokens
 
     @property
     def short_of(self) -> Collection[str]:
-        """The roles of which more workers, or emptier ones, would let the queue move on."""
+        """Roles without a worker that has room for the next queued request."""
         return self._placer.short_of()
 
     @property
     def num_ended(self) -> Mapping[Status, int]:
+        """Number of ended requests by status."""
         return self._placer.num_ended
 
     @property
     def num_prefill_decisions(self) -> Mapping[str, int]:
-        """Where prompts were to be computed, and why; see `disaggregation.Reason`."""
+        """Number of prompts by `str(PrefillDecision)`: where they were computed, and why."""
         return self._placer.num_prefill_decisions
 
     @property
     def num_rebalanced(self) -> int:
-        """Requests taken back from a worker that had no room for them yet."""
+        """Number of times a request was moved away from a worker that had no room for it."""
         return self._placer.num_rebalanced
 
     @property
     def transfer_costs(self) -> TransferCostModel:
-        """What KV transfers took, of late."""
+        """Cost model of KV transfers, fitted to recent ones."""
         return self._registry.transfer_costs
 
     @property
     def roles(self) -> Mapping[str, str]:
-        """What workers were made by an operator."""
+        """Roles that operators assigned, by worker name."""
         return self._registry.roles
 
     @property
     def counters(self) -> Counters:
+        """Totals since the start of the router."""
         return self._worker_events.counters
 
     def phases(self) -> Counter[Phase]:
-        """How many requests are in which state."""
+        """Return the number of requests in each phase."""
         return Counter(phase_of(state) for state in self._placer.states.values())
 
     def workers(self) -> Sequence[WorkerStatus]:
+        """Return the status of all connected workers."""
         return [
             WorkerStatus(
                 view.name,
@@ -230,6 +239,5 @@ class Dispatcher:
         ]
 
     def check(self) -> None:
-        """AssertionError if what is "always true" in `docs/lifecycle.md` is not, as far as it can
-        be seen from here."""
+        """Assert the invariants of `docs/lifecycle.md` that a router can check."""
         self._placer.check()

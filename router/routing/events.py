@@ -1,7 +1,7 @@
-"""What the deciding part of the router is told (events) and what it answers (commands).
+"""Inputs (events) and outputs (commands) of the dispatcher, as plain records.
 
-Both are plain records: the shell makes events out of wire messages and the clock, and carries the
-commands out. `docs/lifecycle.md` is the specification.
+The frontend and the worker links convert messages and clock ticks to events and execute the
+commands. `docs/lifecycle.md` is the specification.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from penstock.common.worker_load import NO_LOAD, WorkerLoad
 
 
 class Finish(IntEnum):
-    """Why a choice ended; the numbers are those of the wire."""
+    """Why a choice ended; the values are those of worker.proto."""
 
     NONE = 0
     STOP = 1
@@ -25,56 +25,56 @@ class Status(Enum):
     """How a request ends."""
 
     OK = "ok"
-    CANCELLED = "cancelled"  # its client is gone: nobody is told
+    CANCELLED = "cancelled"  # the client has disconnected; no error is sent
     DEADLINE = "deadline"
-    INVALID = "invalid"  # no worker could ever run it
-    OVERLOADED = "overloaded"  # a queue is full: come back after `retry_after`
-    UNAVAILABLE = "unavailable"  # no worker is there
+    INVALID = "invalid"  # it can never fit on any worker
+    OVERLOADED = "overloaded"  # the queue is full; the client may retry after `retry_after`
+    UNAVAILABLE = "unavailable"  # no worker is connected
     INTERNAL = "internal"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asked, validated and tokenized."""
+    """A client's request, validated and tokenized."""
 
     id: int
     prompt: Sequence[int]
-    params: SamplingParams  # as workers need them
+    params: SamplingParams  # as workers get them, see `SamplingParams.for_worker`
     num_choices: int = 1
-    num_beams: int = 0  # of the search that gives the choices; 0: they are drawn
+    num_beams: int = 0  # width of the beam search; 0: tokens are sampled
     max_tokens: int = 16
     tenant: str = ""
     priority: int = 0
     salt: bytes = b""
-    deadline: float = float("inf")  # on the clock of `now`
-    log: Sequence[Sequence[int]] = ()  # tokens that the client already has, a list a choice
-    ended: Sequence[bool] = ()  # which of these choices the client saw end
+    deadline: float = float("inf")  # clock time, as `now`
+    log: Sequence[Sequence[int]] = ()  # tokens that the client has, one list per choice
+    ended: Sequence[bool] = ()  # per choice: it had ended in an earlier call
     external_id: str = ""
 
     @property
     def num_sequences(self) -> int:
-        """That run at a time on a worker."""
+        """Number of sequences that the request takes on a worker."""
         return self.num_beams or self.num_choices
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker is; fixed for one incarnation."""
+    """Properties of a worker, fixed for one incarnation."""
 
     worker: str
     incarnation: str
     role: str  # prefill, decode or mixed
-    layout: str  # workers exchange blocks only where their layouts agree
+    layout: str  # two workers can exchange KV blocks only if equal
     block_size: int
     num_blocks: int
     max_model_len: int
     max_sequences: int
-    step_bounds: tuple[float, ...] = ()  # of its histogram of steps: see `WorkerLoad.step_counts`
+    step_bounds: tuple[float, ...] = ()  # buckets of `WorkerLoad.step_counts`, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEndpoint:
-    """Where and with which secret a source finds a destination: minted there, carried here."""
+    """Address and secret with which a source connects to a destination, which creates them."""
 
     worker: str
     incarnation: str
@@ -83,25 +83,25 @@ class TransferEndpoint:
 
 
 class NewToken(NamedTuple):
-    """One generated token, as a worker's step tells it. A tuple, like `Deliver`: one a token."""
+    """One generated token of a worker's step. A tuple for speed: one is built per token."""
 
     request: int
     attempt: int
     choice: int
-    position: int  # in the answer, from 0
+    position: int  # token index in the answer, from 0
     token: int
     finish: Finish = Finish.NONE
-    logprobs: object = None  # in the wire's form: carried, never read
+    logprobs: object = None  # a `TokenLogprobs` message, passed through
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """Logprobs of consecutive prompt tokens, as a worker's step tells them."""
+    """Logprobs of consecutive prompt tokens from a worker's step."""
 
     request: int
     attempt: int
-    position: int  # of the first, in the prompt
-    logprobs: Sequence[object]  # in the wire's form: carried, never read
+    position: int  # of the first token, in the prompt
+    logprobs: Sequence[object]  # `TokenLogprobs` messages, passed through
 
 
 # ------------------------------------------------------------------ events
@@ -109,12 +109,14 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
+    """A client has sent a request."""
+
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class ClientDisconnected:
-    """The client went away."""
+    """The client has disconnected, or its call has ended early."""
 
     request: int
 
@@ -130,7 +132,7 @@ class ChoiceStopped:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp:
-    """A stream to a worker is open and it has introduced itself."""
+    """A stream to a worker is open and its Welcome message has arrived."""
 
     info: WorkerInfo
     load: WorkerLoad = NO_LOAD
@@ -138,19 +140,21 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The stream broke, or the worker is known to be dead."""
+    """The stream has ended, or the worker's process is known to have exited."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
+    """The worker drains: its requests must move to other workers."""
+
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class RoleChanged:
-    """Somebody who may say so gives a worker another role, whatever it says of itself."""
+    """An operator gives a worker a role, which overrides the role that it reports."""
 
     worker: str
     role: str  # prefill, decode or mixed
@@ -158,22 +162,26 @@ class RoleChanged:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A beat: nothing but a sign of life."""
+    """A message that only shows that the worker is alive."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
+    """A worker has completed a step."""
+
     worker: str
     tokens: Sequence[NewToken]
     load: WorkerLoad | None = None
-    ended: Sequence[tuple[int, int, str]] = ()  # (request, attempt, reason): given up by the worker
+    ended: Sequence[tuple[int, int, str]] = ()  # failed: (request, attempt, reason)
     prompts: Sequence[ScoredPrompt] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Yielded:
+    """A worker has stopped a request and keeps the KV blocks of positions [0, `kv_len`)."""
+
     worker: str
     request: int
     attempt: int
@@ -182,6 +190,8 @@ class Yielded:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
+    """A destination has reserved blocks; it already holds positions [0, `have`)."""
+
     worker: str
     request: int
     attempt: int
@@ -192,6 +202,8 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Received:
+    """A destination has received all KV blocks of a transfer."""
+
     worker: str
     request: int
     attempt: int
@@ -201,6 +213,8 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """A KV transfer has failed; the tokens are recomputed at the destination."""
+
     worker: str
     request: int
     attempt: int
@@ -210,6 +224,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
+    """A worker does not take a request: it is full, or (`is_permanent`) too small for it."""
+
     worker: str
     request: int
     attempt: int
@@ -219,7 +235,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: deadlines, silences and paced re-placements are looked at."""
+    """Periodic event: deadlines, worker timeouts and throttled re-placements are checked."""
 
 
 Event: TypeAlias = (
@@ -246,6 +262,8 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
+    """A lease at a worker, from which a destination can receive positions [0, `kv_len`)."""
+
     worker: str
     incarnation: str
     attempt: int
@@ -255,18 +273,22 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
+    """Run a request on a worker, with everything that it needs to compute from the tokens."""
+
     worker: str
     request: Request
     attempt: int
-    log: Sequence[Sequence[int]]  # answers so far, a list a choice
-    finished: Sequence[bool]  # which choices have ended
-    source: Source | None
-    yield_after: int
-    prompt_known: int = 1  # prompt positions below it have their logprobs, where they are wanted
+    log: Sequence[Sequence[int]]  # tokens so far, one list per choice
+    finished: Sequence[bool]  # per choice: it has ended
+    source: Source | None  # None: compute everything
+    yield_after: int  # new tokens before the worker yields; 0: never
+    prompt_known: int = 1  # logprobs of prompt positions below it are known, if requested
 
 
 @dataclass(frozen=True, slots=True)
 class Yield:
+    """Stop a running request at the next step and keep its blocks under a lease."""
+
     worker: str
     request: int
     attempt: int
@@ -274,6 +296,8 @@ class Yield:
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """Send the blocks of a lease, from position `have` on, to a destination."""
+
     worker: str
     request: int
     attempt: int  # of the lease
@@ -285,6 +309,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
+    """Release a request, or one choice of it, in whatever state the worker holds it."""
+
     worker: str
     request: int
     attempt: int
@@ -292,11 +318,11 @@ class Drop:
 
 
 class Deliver(NamedTuple):
-    """New tokens for the client: each position of each choice exactly once, in order."""
+    """New tokens for the client: each position of each choice once and in order."""
 
     request: int
     choice: int
-    position: int  # of the first
+    position: int  # token index of the first token
     tokens: Sequence[int]
     logprobs: Sequence[object]
     finish: Finish
@@ -304,7 +330,7 @@ class Deliver(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeliverPrompt:
-    """Logprobs of the next prompt tokens: each position once, in order, from the second on."""
+    """Logprobs of the next prompt tokens: each position once and in order, from position 1."""
 
     request: int
     logprobs: Sequence[object]
@@ -312,7 +338,7 @@ class DeliverPrompt:
 
 @dataclass(frozen=True, slots=True)
 class EndRequest:
-    """The request is over; the last thing that is ever said of it."""
+    """The request has ended; nothing is delivered for it afterwards."""
 
     request: int
     status: Status
@@ -322,12 +348,12 @@ class EndRequest:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """Close the stream to that worker: it is silent, or what it says makes no sense."""
+    """Close the stream to a worker that is silent, stuck or sends inconsistent messages."""
 
     worker: str
     incarnation: str
     reason: str
-    stuck: bool = False  # it answers and does not get on: whoever keeps it alive must replace it
+    stuck: bool = False  # it is alive but completes no steps: the supervisor must replace it
 
 
 Command: TypeAlias = (

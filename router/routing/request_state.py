@@ -1,7 +1,7 @@
-"""The life of one request, as `docs/lifecycle.md` has it: what each event does to it.
+"""State machine of one request, as specified in `docs/lifecycle.md`.
 
-A `ProcessHandle` knows nothing of other requests, of queues or of time. It is told where to run and
-answers with commands, appended to the list that its methods are handed.
+A `RequestState` is independent of other requests, of queues and of time. `Placer` chooses the
+worker; the methods append the resulting commands to their argument `out`.
 """
 
 from enum import Enum
@@ -26,24 +26,27 @@ from penstock.router.routing.submission import Submission
 from penstock.router.routing.token_log import AppendResult, TokenLog
 
 MAX_LOSSES = 2
-"""A request that has lost so many workers while it ran on them is not tried on another."""
+"""Workers lost while running a request after which the request fails instead of moving on."""
 
 
 class Phase(Enum):
-    QUEUED = "queued"  # nobody has it
+    """State of a request, derived from its `RequestState`; w is its worker, v the next one."""
+
+    QUEUED = "queued"  # on no worker
     RUNNING = "running"  # w runs it
-    YIELDED = "yielded"  # w keeps its blocks, nobody runs it
-    WAITING = "waiting"  # w keeps its blocks, v has it and has not said Ready
-    TRANSFERRING = "moving"  # blocks travel from w to v
+    YIELDED = "yielded"  # w keeps its blocks; it is on no other worker
+    WAITING = "waiting"  # w keeps its blocks; v has it, but has not sent Ready
+    TRANSFERRING = "moving"  # a KV transfer from w to v is in progress
     DONE = "done"
 
 
 class RequestState:
-    """One request from arrival to end.
+    """State of one request from arrival to end.
 
-    Its phase is not kept but seen (`phase_of`): `here` is w while it runs, `lease` is what w keeps
-    after it yielded, `next` is v. `here` and `next` at once: v was asked whether it can take over
-    (a drain); w runs on until v is Ready.
+    The phase is derived (`phase_of`) from three fields: `running` is the submission at its worker
+    w, `lease` the blocks that w keeps after it has yielded, and `pending` the submission at the
+    next worker v. If `running` and `pending` are both set, a live migration is in progress: w
+    continues until v is Ready.
     """
 
     def __init__(self, request: Request) -> None:
@@ -53,45 +56,42 @@ class RequestState:
         self.running: Submission | None = None
         self.pending: Submission | None = None
         self.lease: Source | None = None
-        self.live_migration_failed = False  # a worker asked to take over could not use the blocks
+        self.live_migration_failed = False  # another worker could not use its blocks
         self.num_losses = 0
         self.status: Status | None = None
-        # Filled by placement:
-        self.decode_target: str | None = None  # where it is meant to run on
+        # Set by `Placer`:
+        self.decode_target: str | None = None  # worker on which it continues after prefill
         self.unfit_workers: set[str] = set()  # workers on which it can never fit
-        self.arrived_at = 0.0  # when it arrived
-        self.submitted_at = 0.0  # when the worker that is to run it next was asked
-        self.num_rebalances = 0  # how often it was taken back from one that had no room
-        self.transfer: tuple[int, float] | None = (
-            None  # blocks on their way: tokens, and since when
-        )
+        self.arrived_at = 0.0  # clock seconds
+        self.submitted_at = 0.0  # when it was last submitted, in clock seconds
+        self.num_rebalances = 0  # times it was taken back from a full worker
+        self.transfer: tuple[int, float] | None = None  # running KV transfer: (tokens, start time)
 
     @property
     def is_unassigned(self) -> bool:
-        """Nobody runs it or is to run it."""
+        """Whether the request has not ended and is neither running nor pending on a worker."""
         return self.status is None and self.running is None and self.pending is None
 
     @property
     def can_migrate_live(self) -> bool:
-        """Another worker can be asked to take it over while it runs: what its worker holds is one
-        list of positions that only grows."""
+        """Whether another worker can take over while it runs: it has one choice and has started."""
         is_movable = self.request.num_choices == 1 and not self.live_migration_failed
         return is_movable and self.running is not None and self.running.started
 
     def is_receiving(self, worker: str) -> bool:
-        """Whether blocks are on their way there."""
+        """Whether a KV transfer of this request to `worker` is in progress."""
         hold = self.pending
         return hold is not None and hold.worker == worker and hold.epoch is not None
 
     @property
     def computing(self) -> Submission | None:
-        """Whose worker can compute now; a destination cannot until the blocks are there."""
+        """The submission that can compute now; a destination cannot before its blocks arrive."""
         if self.running is not None or self.pending is None or self.pending.epoch is None:
             return self.running or self.pending
         return None
 
     def update_runnable(self, now: float) -> None:
-        """Call after every change: who can compute, can since now or before."""
+        """Update `runnable_since` of both submissions; call after every state change."""
         for hold in (self.running, self.pending):
             if hold is not None:
                 hold.runnable_since = (
@@ -99,14 +99,14 @@ class RequestState:
                 )
 
     def workers(self) -> list[str]:
-        """Those that hold anything of it."""
+        """Return the workers that run it, will run it or keep its blocks."""
         held = [hold.worker for hold in (self.running, self.pending) if hold is not None]
         return held if self.lease is None else [*held, self.lease.worker]
 
     # -------------------------------------------------------------- tokens
 
     def append(self, worker: str, token: NewToken, out: list[Command]) -> AppendResult:
-        """Take a token if it is the next one, from the worker whose tokens count now."""
+        """Append a token if it is the next one and comes from the current attempt."""
         here = self.running
         if here is None or token.attempt != here.attempt or here.worker != worker:
             return self._append_from_pending(worker, token, out)
@@ -117,16 +117,16 @@ class RequestState:
         if taken is AppendResult.STATE_CHANGED:
             here.started = True
             if self.token_log.is_complete:
-                self.running = None  # the worker has let go by itself
+                self.running = None  # a worker releases a finished request by itself
                 self.end(Status.OK, "", out)
         return taken
 
     def append_prompt_logprobs(
         self, worker: str, scored: ScoredPrompt, out: list[Command]
     ) -> AppendResult:
-        """Take logprobs of the prompt from the worker whose tokens count now, or will next."""
+        """Append prompt logprobs from the running or the pending worker."""
         moved = self.running is None and self._is_pending(worker, scored.attempt)
-        if moved:  # it did not wait for the blocks
+        if moved:  # the pending worker started without the blocks
             self._promote_pending(out)
         if not self._is_running(worker, scored.attempt):
             return AppendResult.DUPLICATE
@@ -138,7 +138,7 @@ class RequestState:
     ) -> AppendResult:
         if self.pending is None or not self.pending.matches(worker, token.attempt):
             return AppendResult.DUPLICATE
-        if self.running is not None:  # it did not wait for the blocks; the other one is ahead of it
+        if self.running is not None:  # pending worker started without blocks: it is behind
             self._fail_live_migration(out)
             return AppendResult.MOVED
         self._promote_pending(out)
@@ -146,7 +146,7 @@ class RequestState:
         return AppendResult.MOVED if taken is AppendResult.DUPLICATE else taken
 
     def stop_choice(self, choice: int, length: int, out: list[Command]) -> None:
-        """A stop string matched: the choice ends after `length` tokens of its answer."""
+        """End a choice after `length` tokens of its answer, because a stop string matched."""
         if not self.token_log.stop_choice(choice, length):
             return
         if self.token_log.is_complete:
@@ -157,7 +157,7 @@ class RequestState:
                 out.append(Drop(hold.worker, self.request.id, hold.attempt, choice))
 
     def fail_attempt(self, out: list[Command]) -> None:
-        """What the running worker says cannot be used: let it go."""
+        """Drop the request at its running and pending workers, so that it is placed again."""
         self.decode_target = None
         self.cancel_pending(out)
         if self.running is not None:
@@ -167,10 +167,10 @@ class RequestState:
     # -------------------------------------------------------------- placing
 
     def assign(self, info: WorkerInfo, yield_after: int, out: list[Command]) -> None:
-        """Submit it there, with the lease as source where that worker can use it."""
+        """Submit the request to a worker, with its lease as source if that worker can use it."""
         lease = self.lease
         if lease and (lease.worker == info.worker or lease.layout != info.layout):
-            self._drop_lease(out)  # at the same worker its blocks serve as prefix cache
+            self._drop_lease(out)  # on the same worker the prefix cache keeps its blocks
         hold = self._submit(info, self.lease, yield_after, out)
         if self.lease is None:
             self.running = hold
@@ -178,18 +178,19 @@ class RequestState:
             self.pending = hold
 
     def start_live_migration(self, info: WorkerInfo, out: list[Command]) -> None:
-        """Ask a worker to take over from the one that runs it: its Ready makes that one yield."""
+        """Submit the request to a worker that takes over; its Ready makes the running one yield."""
         assert self.running is not None
         kv_len = self.token_log.num_known - 1  # the last token's own KV is not computed yet
         self.pending = self._submit(info, self.running.lease(kv_len), 0, out)
 
     def request_yield(self, out: list[Command]) -> None:
+        """Send Yield to the running worker, once."""
         if self.running is not None and not self.running.yielding:
             self.running.yielding = True
             out.append(Yield(self.running.worker, self.request.id, self.running.attempt))
 
     def cancel_pending(self, out: list[Command]) -> None:
-        """Take it back from the worker that is to run it next."""
+        """Drop the request at its pending worker."""
         if self.pending is not None:
             out.append(Drop(self.pending.worker, self.request.id, self.pending.attempt))
             self.pending = None
@@ -213,10 +214,10 @@ class RequestState:
         )
         return Submission(info, self.attempt, yield_after > 0)
 
-    # -------------------------------------------------------------- handing over
+    # -------------------------------------------------------------- KV transfer
 
     def yielded(self, worker: str, attempt: int, kv_len: int, out: list[Command]) -> None:
-        """Nothing more comes from it; positions below `kv_len` are kept there."""
+        """Handle Yielded: the worker keeps the blocks of positions [0, `kv_len`)."""
         if self.running is None and self._is_pending(worker, attempt):
             self._promote_pending(out)
         here = self.running
@@ -226,14 +227,14 @@ class RequestState:
         self.running = None
         self.lease = here.lease(kv_len) if kv_len else None
         if not (kv_len or here.started):
-            self.decode_target = None  # nothing was done: placement begins anew
+            self.decode_target = None  # it has computed nothing: place it again
         if self.pending is not None:
-            # What it was asked with lacks the tokens since: it is asked again, exactly.
+            # Its Submit lacks the newest tokens: submit again, with the exact `kv_len`.
             self.decode_target = self.pending.worker
             self.cancel_pending(out)
 
     def ready(self, event: Ready, out: list[Command]) -> None:
-        """A destination has reserved blocks: let the source send, or first stop."""
+        """Handle Ready: send the blocks, or make the source yield first."""
         hold = self.pending
         if hold is None or not hold.matches(event.worker, event.attempt):
             if not self._is_running(event.worker, event.attempt):
@@ -243,12 +244,15 @@ class RequestState:
         elif self.lease is not None:
             hold.epoch = event.epoch
             out.append(_send(self.lease, event))
-        else:  # the source is lost, and it would wait in vain for what nobody sends
+        else:  # the source is lost: no blocks will come
             self._restart(hold, out)
 
     def check_source(self, out: list[Command]) -> bool:
-        """Call now and then. True: its source has been gone for two looks, and the blocks, which
-        may have been there already, did not come: they are computed."""
+        """Restart the pending submission without a source if the source of its transfer is lost.
+
+        Acts at the second call that finds the source lost, since the blocks may already have been
+        sent. Return True if it restarted the submission.
+        """
         hold = self.pending
         if hold is None or hold.epoch is None or self.lease is not None:
             return False
@@ -259,12 +263,12 @@ class RequestState:
         return False
 
     def _restart(self, hold: Submission, out: list[Command]) -> None:
-        """On the worker that was to run it next, without a source."""
+        """Submit again to the pending worker, without a source."""
         self.cancel_pending(out)
         self.running = self._submit(hold.info, None, 0, out)
 
     def received(self, worker: str, attempt: int, epoch: int, out: list[Command]) -> bool:
-        """The blocks are in. False: of a transfer that no longer matters."""
+        """Handle Received; return False if it concerns an old transfer."""
         if (
             self.pending is None
             or not self._is_pending(worker, attempt)
@@ -275,7 +279,7 @@ class RequestState:
         return True
 
     def failed(self, worker: str, attempt: int, out: list[Command]) -> bool:
-        """The blocks will not come. False: of a transfer that no longer matters."""
+        """Handle Failed; return True if the pending worker reported it."""
         if self._is_pending(worker, attempt):
             if self.running is None:
                 self._promote_pending(out)
@@ -283,7 +287,7 @@ class RequestState:
                 self._fail_live_migration(out)
             return True
         if self.lease and self.lease.worker == worker and self.lease.attempt == attempt:
-            self._drop_lease(out)  # the destination finds out by itself and computes them
+            self._drop_lease(out)  # the destination detects the failure and recomputes
         return False
 
     def _is_running(self, worker: str, attempt: int) -> bool:
@@ -300,10 +304,10 @@ class RequestState:
         self.running, self.pending = self.pending, None
         self._drop_lease(out)
 
-    # -------------------------------------------------------------- trouble
+    # -------------------------------------------------------------- failures
 
     def rejected(self, worker: str, attempt: int, out: list[Command]) -> bool:
-        """Not taken there. False: an old attempt."""
+        """Handle Rejected; return False if it concerns an old attempt."""
         if self._is_pending(worker, attempt):
             self.pending = None
             return True
@@ -314,7 +318,7 @@ class RequestState:
         return True
 
     def aborted(self, worker: str, attempt: int, reason: str, out: list[Command]) -> bool:
-        """The worker ended it with an error of its own. False: an old attempt."""
+        """Handle a failure on the worker; return False if it concerns an old attempt."""
         if self._is_pending(worker, attempt):
             if self.running is not None:
                 self._fail_live_migration(out)
@@ -327,7 +331,7 @@ class RequestState:
         return True
 
     def worker_lost(self, worker: str, out: list[Command]) -> bool:
-        """A worker is gone, with all it held. True: it was running this request."""
+        """Forget a lost worker; return True if it was running this request."""
         if self.lease is not None and self.lease.worker == worker:
             self.lease = None
         if self.pending is not None and self.pending.worker == worker:
@@ -340,12 +344,12 @@ class RequestState:
         self.fail_attempt(out)
         self.num_losses += 1
         if self.num_losses >= MAX_LOSSES:
-            message = f"{self.num_losses} workers were lost while they ran it"
+            message = f"{self.num_losses} workers were lost while running this request"
             self.end(Status.INTERNAL, message, out)
         return True
 
     def end(self, status: Status, message: str, out: list[Command]) -> None:
-        """Let go of it everywhere; nothing is said of it afterwards."""
+        """Drop the request at all workers and report its end."""
         self.fail_attempt(out)
         self._drop_lease(out)
         self.status = status
@@ -362,6 +366,7 @@ def _send(lease: Source, to: Ready) -> Send:
 
 
 def phase_of(state: RequestState) -> Phase:
+    """Return the phase of a request."""
     if state.status is not None:
         return Phase.DONE
     if state.running is not None:
@@ -372,11 +377,11 @@ def phase_of(state: RequestState) -> Phase:
 
 
 def check(state: RequestState) -> None:
-    """AssertionError if what a live request says of itself does not fit together."""
+    """Assert that the state of a request that has not ended is consistent."""
     attempts = [held.attempt for held in (state.running, state.pending, state.lease) if held]
-    assert state.status is None, "kept after its end"
-    assert not state.token_log.is_complete, "complete, but not ended"
-    assert len(set(attempts)) == len(attempts), "two holders of one attempt"
-    assert all(0 < attempt <= state.attempt for attempt in attempts), "a future attempt"
-    assert state.running is None or state.lease is None, "a lease beside a running worker"
-    assert len(set(state.workers())) == len(attempts), "one worker holds it twice"
+    assert state.status is None, "request has ended but is still kept"
+    assert not state.token_log.is_complete, "all choices have ended, but the request has not"
+    assert len(set(attempts)) == len(attempts), "two workers hold the same attempt"
+    assert all(0 < attempt <= state.attempt for attempt in attempts), "unused attempt number"
+    assert state.running is None or state.lease is None, "both running and leased"
+    assert len(set(state.workers())) == len(attempts), "one worker holds the request twice"

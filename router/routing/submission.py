@@ -1,4 +1,4 @@
-"""What a worker has of a request."""
+"""Record of one submission of a request to a worker."""
 
 from math import inf
 
@@ -6,7 +6,7 @@ from penstock.router.routing.events import Source, WorkerInfo
 
 
 class Submission:
-    """A submission that a worker has: the one that runs, or the one that is to run next."""
+    """A submission of a request to a worker: the running one, or the one that runs next."""
 
     __slots__ = (
         "attempt",
@@ -24,18 +24,18 @@ class Submission:
         self.info = info
         self.worker = info.worker
         self.attempt = attempt
-        self.yields_after_prefill = (
-            yields_after_prefill  # it yields by itself, after its first tokens
-        )
-        self.started = False  # a token of it was taken
-        self.yielding = False  # it was asked to yield
-        self.epoch: int | None = None  # of the transfer that it receives, once it said Ready
-        self.source_lost = False  # the source of that transfer was gone when last looked at
-        self.runnable_since = inf  # when it could begin to compute
+        # The worker yields without a Yield command, after the first tokens.
+        self.yields_after_prefill = yields_after_prefill
+        self.started = False  # one of its tokens was accepted
+        self.yielding = False  # a Yield command was sent
+        self.epoch: int | None = None  # of its incoming KV transfer, from its Ready message
+        self.source_lost = False  # the transfer's source was already gone at the last check
+        self.runnable_since = inf  # clock time from which the worker can compute it
 
     def matches(self, worker: str, attempt: int) -> bool:
+        """Return whether a message of `worker` about `attempt` refers to this submission."""
         return self.attempt == attempt and self.worker == worker
 
     def lease(self, kv_len: int) -> Source:
-        """The lease of its blocks below that position."""
+        """Return the lease of the blocks of positions [0, `kv_len`)."""
         return Source(self.worker, self.info.incarnation, self.attempt, kv_len, self.info.layout)

@@ -1,4 +1,4 @@
-"""The log of a request: its answers so far, the truth from which everything can be rebuilt."""
+"""The token log of a request: its answers so far, from which any worker can continue it."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -15,25 +15,23 @@ from penstock.router.routing.events import (
 
 
 class AppendResult(Enum):
-    """What became of a token."""
+    """Result of appending a token to a log."""
 
-    APPENDED = 0  # taken, and nothing else changed
-    STATE_CHANGED = (
-        1  # the request's state changed: first token of an attempt, end of a choice, ...
-    )
-    MOVED = 2  # not taken, but the state changed
-    DUPLICATE = 3  # known already, or of an old attempt
-    GAP = 4  # positions before it are missing, or there is no such choice
+    APPENDED = 0  # appended, with no other change
+    STATE_CHANGED = 1  # appended; also the attempt's first token or the end of a choice
+    MOVED = 2  # the request's state changed; for prompt logprobs also if they were appended
+    DUPLICATE = 3  # ignored: already known, or of an old attempt
+    GAP = 4  # refused: earlier positions are missing, or the choice does not exist
 
 
 class TokenLog:
-    """A list of tokens a choice, and which choices have ended."""
+    """The tokens of each choice of a request, and which choices have ended."""
 
     __slots__ = ("_request", "answers", "finished", "prompt_known")
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self.prompt_known = 1  # prompt positions below it have their logprobs, if they are wanted
+        self.prompt_known = 1  # logprobs of prompt positions below it are known, if requested
         self.answers: list[list[int]] = [[] for _ in range(request.num_choices)]
         for answer, known in zip(self.answers, request.log, strict=False):
             answer.extend(known)
@@ -42,7 +40,7 @@ class TokenLog:
             self.finished[choice] |= ended
 
     def append(self, token: NewToken, out: list[Command]) -> AppendResult:
-        """Take a token if it is the next one of its choice, and deliver it."""
+        """Append a token if it is the next one of its choice, and deliver it to the client."""
         choice, position, finish = token.choice, token.position, token.finish
         if choice >= len(self.answers):
             return AppendResult.GAP
@@ -60,7 +58,7 @@ class TokenLog:
         return AppendResult.STATE_CHANGED
 
     def append_prompt_logprobs(self, scored: ScoredPrompt, out: list[Command]) -> AppendResult:
-        """Take logprobs of prompt tokens that are not known yet, and deliver them."""
+        """Append the prompt logprobs that are not yet known, and deliver them to the client."""
         if scored.position > self.prompt_known:
             return AppendResult.GAP
         new = scored.logprobs[self.prompt_known - scored.position :]
@@ -71,7 +69,7 @@ class TokenLog:
         return AppendResult.APPENDED
 
     def stop_choice(self, choice: int, length: int) -> bool:
-        """End a choice after `length` tokens. False: it has ended already."""
+        """End a choice after `length` tokens; return False if it had already ended."""
         if choice >= len(self.answers) or self.finished[choice]:
             return False
         del self.answers[choice][length:]
@@ -79,23 +77,24 @@ class TokenLog:
         return True
 
     def deliver_ends(self, out: list[Command]) -> None:
-        """Say of every choice that it has no room for another token."""
+        """Deliver the end of every choice, with finish reason LENGTH and without tokens."""
         for choice, answer in enumerate(self.answers):
             out.append(Deliver(self._request.id, choice, len(answer), (), (), Finish.LENGTH))
 
     @property
     def is_complete(self) -> bool:
+        """Whether all choices have ended."""
         return all(self.finished)
 
     @property
     def num_known(self) -> int:
-        """Tokens, of prompt and answers, that a worker has to have computed to go on."""
+        """Number of prompt and answer tokens that a worker needs in its KV cache to continue."""
         answers, _ = self.copy()
         return len(self._request.prompt) + sum(map(len, answers))
 
     @property
     def num_remaining(self) -> int:
-        """The most tokens that any choice may still get."""
+        """Largest number of tokens that any open choice may still get."""
         lengths = [
             len(answer)
             for answer, ended in zip(self.answers, self.finished, strict=True)
@@ -104,7 +103,7 @@ class TokenLog:
         return self._request.max_tokens - min(lengths, default=self._request.max_tokens)
 
     def copy(self) -> tuple[Sequence[Sequence[int]], Sequence[bool]]:
-        """The answers so far and which have ended, for a worker to go on from."""
-        if self._request.num_beams:  # a search begins anew, and gives what is known again
+        """Return the answers so far, and which have ended, for a Submit to the next worker."""
+        if self._request.num_beams:  # a beam search restarts from the prompt
             return tuple(() for _ in self.answers), tuple(False for _ in self.answers)
         return tuple(tuple(answer) for answer in self.answers), tuple(self.finished)

@@ -1,4 +1,4 @@
-"""What workers say, and what follows from it."""
+"""Handling of worker events: updates of requests and worker views, and resulting commands."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -31,17 +31,17 @@ Commands: TypeAlias = list[Command]
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start."""
+    """Totals since the start of the router."""
 
-    num_failovers: int = 0  # requests begun again elsewhere because their worker was lost
-    num_transfers: int = 0  # transfers of blocks that arrived
+    num_failovers: int = 0  # requests restarted on another worker after a loss
+    num_transfers: int = 0  # completed KV transfers
     num_transfers_failed: int = 0
     num_gaps: int = 0
     num_workers_lost: int = 0
 
 
 class WorkerEventHandler:
-    """Hands each event of a worker to the request it speaks of, and keeps the views of workers."""
+    """The handlers of worker events, which update requests and worker views."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class WorkerEventHandler:
     # -------------------------------------------------------------- workers
 
     def worker_up(self, event: WorkerUp, out: Commands, now: float) -> None:
-        self._remove_worker(event.info.worker, out, now)  # streams do not resume
+        self._remove_worker(event.info.worker, out, now)  # a new stream starts without state
         self._registry.add(event.info, event.load, now)
         self._timeouts.workers_changed(self._registry, now)
         self._placer.dirty = True
@@ -86,6 +86,7 @@ class WorkerEventHandler:
                 self._placer.reconcile(state, out, now)
 
     def close_stream(self, view: WorkerView, reason: str, out: Commands, now: float) -> None:
+        """Close the stream to a worker and treat the worker as lost."""
         out.append(CloseStream(view.name, view.info.incarnation, reason, view.stuck))
         self._remove_worker(view.name, out, now)
 
@@ -176,9 +177,9 @@ class WorkerEventHandler:
         state.fail_attempt(out)
         self._placer.reconcile(state, out, now)
         if view.num_gaps == self._max_gaps:
-            self.close_stream(view, f"{view.num_gaps} times tokens were missing", out, now)
+            self.close_stream(view, f"tokens were missing {view.num_gaps} times", out, now)
 
-    # -------------------------------------------------------------- handing over
+    # -------------------------------------------------------------- KV transfer
 
     def yielded(self, event: Yielded, out: Commands, now: float) -> None:
         state = self._state_of(event, out, now)
@@ -194,11 +195,11 @@ class WorkerEventHandler:
             self._placer.reconcile(state, out, now)
 
     def _note_transfer(self, state: RequestState, event: Ready, now: float) -> None:
-        """Note what is on its way, and since when: what a KV transfer costs is learned from it."""
+        """Record size and start of a KV transfer, for the transfer cost model."""
         pending, view = state.pending, self._registry.get(event.worker)
         if pending is None or pending.epoch != event.epoch or state.lease is None or view is None:
             return
-        # Waiting for room there is no part of the price: whoever is computed there waits too.
+        # Waiting for free blocks is not a transfer cost: a prompt computed there waits, too.
         since = now if view.load.queued else state.submitted_at
         state.transfer = (max(state.lease.kv_len - event.have, 0), since)
 
@@ -233,7 +234,7 @@ class WorkerEventHandler:
     def _state_of(
         self, event: Yielded | Ready | Received | Failed | Rejected, out: Commands, now: float
     ) -> RequestState | None:
-        """The request that a worker speaks of; offers for an ended one are dropped."""
+        """Return the request of an event; if it has ended, drop what the worker holds for it."""
         view = self._touch(event.worker, now)
         if view is None:
             return None

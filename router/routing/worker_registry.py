@@ -1,4 +1,4 @@
-"""The workers as the router sees them: alive or silent, how loaded, who holds what."""
+"""The router's view of its workers: liveness, load, and the requests on each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,33 +8,35 @@ from penstock.router.routing.events import WorkerInfo
 from penstock.router.routing.placement.cost_model import PrefillRate, TransferCostModel
 
 PENALTY_SECONDS = 30.0
-"""For so long, fading, a worker that was lost is liked less in placement."""
+"""Time in which the placement penalty of a worker that was lost decays to 0."""
 PREFILL_SLOT_STEPS = 2.0
-"""So many steps' work waits at a worker whose queue is to be shallow: the one under way and the
-next, so that it never stands still."""
+"""With queueing at the router, a worker's backlog in steps: the current one and the next, so that
+it never idles."""
 
 
 @dataclass(frozen=True, slots=True)
 class LivenessBounds:
-    """How long silence may last, in seconds."""
+    """Time limits of a worker, in seconds unless noted."""
 
     suspect_after: float = 2.0
     lost_after: float = 10.0
-    lost_steps: float = 20.0  # a worker whose steps are long may be silent for so many of them
-    stuck_after: float = 45.0  # without a step's end while something runs there, or `lost_steps`
+    lost_steps: float = 20.0  # limits are at least this many of the worker's last step times
+    stuck_after: float = 45.0  # without a completed step while it has work
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
-    """What a request takes of a worker, as long as it is placed there."""
+    """Capacity that a request takes on a worker."""
 
     num_sequences: int
     num_blocks: int
 
 
 class WorkerView:
-    """One worker, from its introduction to its loss. Policies read it; only `WorkerRegistry` writes
-    it."""
+    """State of one worker from its Welcome message to its loss.
+
+    Policies only read it; `WorkerRegistry`, `Placer` and `WorkerEventHandler` change it.
+    """
 
     def __init__(
         self,
@@ -45,62 +47,61 @@ class WorkerView:
         role: str | None = None,
         queues_at_router: bool = False,
     ) -> None:
-        self.queues_at_router = (
-            queues_at_router  # prompts wait at the router until it can begin with them
-        )
+        self.queues_at_router = queues_at_router  # prompts wait there until it can start them
         self.info = info
         self.name = info.worker
-        self.role = info.role if role is None else role  # what it is chosen for
-        self.assigned_role = role  # by an operator; None: it has the role that it says
+        self.role = info.role if role is None else role  # the role for placement
+        self.assigned_role = role  # by an operator; None: the reported role holds
         self.load = load
         self.prefill_rate = PrefillRate(load)
         self.last_received = now
-        self.lost_at = lost_at  # when a worker of this name was last lost
-        self.last_progress = now  # when it last got on with what it has
+        self.lost_at = lost_at  # when a worker of this name was last lost; -inf: never
+        self.last_progress = now  # when it last completed a step or sent tokens
         self.suspect = False
         self.draining = False
-        self.stuck = False  # known as such from an earlier stream, and no step has ended since
-        self.backed_off_at: float | None = None  # it rejected something since its last load report
+        self.stuck = False  # known to be stuck, and no step has completed since
+        self.backed_off_at: float | None = None  # it rejected a request since its last load report
         self.num_gaps = 0
-        self.num_assigned = 0  # ever
-        self.requests: dict[
-            int, ResourceUsage | None
-        ] = {}  # a request: its share, or None for a mere lease
-        self.num_sequences = 0  # sums over the shares
+        self.num_assigned = 0  # requests since it connected
+        # By request id; None: the worker only holds a lease.
+        self.requests: dict[int, ResourceUsage | None] = {}
+        self.num_sequences = 0  # totals of `requests`
         self.num_blocks = 0
-        self.new_tokens = 0  # placed since the last load report
+        self.new_tokens = 0  # to be computed, placed since the last load report
         self.new_sequences = 0
-        self.unseen_tokens = 0  # placed before it, and not in it yet
-        self.num_foreign_sequences = 0  # sequences of other routers, when it last reported
+        self.unseen_tokens = 0  # placed before that report, but not yet counted in it
+        self.num_foreign_sequences = 0  # of other routers, at the last load report
         self.num_foreign_blocks = 0
         self._update_foreign()
         self._update_sort_keys()
 
     def assign(self, role: str) -> None:
+        """Set the role that an operator assigned."""
         self.role = self.assigned_role = role
 
     @property
     def is_shedding(self) -> bool:
-        """It was made a prefill worker: what it generates goes on elsewhere."""
+        """Whether an operator made it a prefill worker, so that its decodes must move away."""
         return self.assigned_role == "prefill"
 
     @property
     def is_usable(self) -> bool:
-        """New work may go there at all."""
+        """Whether it may get new work."""
         return not (self.suspect or self.draining or self.stuck)
 
     @property
     def can_wait_for(self) -> bool:
-        """It can be waited for."""
+        """Whether requests may wait for it: a suspect worker may come back."""
         return not (self.draining or self.stuck)
 
     @property
     def is_backed_off(self) -> bool:
-        """It was full a moment ago."""
+        """Whether it has just rejected a request because it was full."""
         return self.backed_off_at is not None
 
     @property
     def state(self) -> str:
+        """Return ready, suspect, stuck or draining."""
         if self.draining:
             return "draining"
         if self.stuck:
@@ -109,12 +110,12 @@ class WorkerView:
 
     @property
     def backlog_tokens(self) -> int:
-        """Tokens that it has yet to compute before it can begin with something new."""
+        """Number of prompt tokens that it must compute before it can start a new prompt."""
         return self.load.queued_tokens + self.new_tokens + self.unseen_tokens
 
     @property
     def has_prefill_slot(self) -> bool:
-        """Whether a prompt may go there now, as far as those before it are concerned."""
+        """Whether its backlog is small enough for another prompt."""
         backlog = self.backlog_tokens
         if not self.queues_at_router or not backlog:
             return True
@@ -125,17 +126,21 @@ class WorkerView:
 
     @property
     def num_busy(self) -> int:
-        """Sequences there, those of other routers included."""
+        """Number of its sequences, those of other routers included."""
         reported = self.load.running + self.load.queued + self.new_sequences
         return max(self.num_sequences, reported)
 
     def resource_usage(self, num_tokens: int, num_sequences: int) -> ResourceUsage:
+        """Return what a request with `num_tokens` known tokens takes here."""
         blocks = -(-(num_tokens + num_sequences) // self.info.block_size)
         return ResourceUsage(num_sequences, blocks)
 
     def has_capacity(self, num_tokens: int, num_sequences: int) -> bool:
-        """Whether it could begin with so much soon; one that has nothing of this router always
-        can, so that no router is kept out by the others."""
+        """Return whether it has room for a request with `num_tokens` known tokens.
+
+        A worker without sequences of this router always has, so that other routers cannot keep
+        this one out.
+        """
         if self.is_backed_off:
             return False
         if not self.num_sequences:
@@ -146,10 +151,11 @@ class WorkerView:
         return num_sequences <= self.info.max_sequences and num_blocks <= self.info.num_blocks
 
     def penalty(self, now: float) -> float:
-        """From 1, just lost, to 0."""
+        """Return the placement penalty: 1 just after a loss, decaying to 0."""
         return max(0.0, 1.0 - (now - self.lost_at) / PENALTY_SECONDS)
 
     def set_usage(self, request: int, usage: ResourceUsage | None) -> None:
+        """Record what a request takes here; None: only a lease."""
         self.remove(request)
         self.requests[request] = usage
         if usage is not None:
@@ -163,23 +169,25 @@ class WorkerView:
             self.num_sequences -= usage.num_sequences
             self.num_blocks -= usage.num_blocks
             if self.queues_at_router and not self.num_sequences:
-                self.new_tokens = self.unseen_tokens = 0  # an idle worker may report no more
+                self.new_tokens = self.unseen_tokens = 0  # an idle worker may not report again
             self._update_sort_keys()
 
     def note_assigned(self, num_tokens: int, num_sequences: int) -> None:
+        """Count a request that was just placed here until the next load report."""
         self.num_assigned += 1
         self.new_tokens += num_tokens
         self.new_sequences += num_sequences
         self._update_sort_keys()
 
     def update_load(self, load: WorkerLoad, now: float) -> None:
+        """Take in a load report."""
         if load.num_steps != self.load.num_steps:
             self.last_progress = now
             self.stuck = False
         self.load = load
         self.prefill_rate.add(load)
         self.backed_off_at = None
-        # What came during the step that has ended is not in its report.
+        # The report does not count requests that arrived during the step that it describes.
         seen = not self.queues_at_router or load.running + load.queued >= self.num_sequences
         self.unseen_tokens = 0 if seen else self.new_tokens
         self.new_tokens = 0
@@ -188,15 +196,17 @@ class WorkerView:
         self._update_sort_keys()
 
     def _update_sort_keys(self) -> None:
-        """Placement looks at every worker: what it orders them by is made when it changes."""
+        """Precompute the sort keys, since each placement compares all workers."""
         busy, num_assigned, info = self.num_busy, self.num_assigned, self.info
         self.by_queue = (self.backlog_tokens, busy, num_assigned, self.name)
         filled = self.num_blocks / info.num_blocks
         self.by_utilization = (busy / info.max_sequences, filled, num_assigned, self.name)
 
     def _update_foreign(self) -> None:
-        """What its report has that is not this router's; what was dropped a moment ago may be
-        taken for somebody else's until the next one."""
+        """Estimate the usage of other routers from the load report.
+
+        Requests that this router has just dropped may count as foreign until the next report.
+        """
         load = self.load
         self.num_foreign_sequences = max(0, load.running + load.queued - self.num_sequences)
         taken = self.info.num_blocks - load.free_blocks - load.cached_blocks - load.leased_blocks
@@ -205,40 +215,47 @@ class WorkerView:
         )
 
     def check(self) -> None:
+        """Assert that the totals match `requests`."""
         usages = [usage for usage in self.requests.values() if usage is not None]
         assert self.num_sequences == sum(usage.num_sequences for usage in usages)
         assert self.num_blocks == sum(usage.num_blocks for usage in usages)
 
 
 class WorkerRegistry:
-    """All workers that have a stream; `shallow`: none is given more than it can do next."""
+    """All workers with an open stream.
+
+    Args:
+        bounds: time limits after which a worker is suspect, lost or stuck.
+        queues_at_router: prompts wait at the router, and a worker gets only its next work.
+    """
 
     def __init__(self, bounds: LivenessBounds, queues_at_router: bool = False) -> None:
         self._bounds = bounds
         self.queues_at_router = queues_at_router
         self._views: dict[str, WorkerView] = {}
-        self._roles: dict[str, str] = {}  # given by an operator, also to workers yet to come
+        self._roles: dict[str, str] = {}  # assigned by operators, also for workers not connected
         self.transfer_costs = TransferCostModel()
         self._lost_at: dict[str, float] = {}
-        self._stuck_workers: dict[
-            str, tuple[str, int]
-        ] = {}  # incarnation, and steps that had ended
+        # Lost while stuck: (incarnation, completed steps) by name.
+        self._stuck_workers: dict[str, tuple[str, int]] = {}
         self._checked_at: float | None = None
 
     def get(self, worker: str | None) -> WorkerView | None:
         return None if worker is None else self._views.get(worker)
 
     def views(self) -> Sequence[WorkerView]:
+        """Return the views of all workers."""
         return list(self._views.values())
 
     def __len__(self) -> int:
         return len(self._views)
 
     def add(self, info: WorkerInfo, load: WorkerLoad, now: float) -> WorkerView:
+        """Add a worker whose stream has opened."""
         lost_at = self._lost_at.get(info.worker, float("-inf"))
         role = self._roles.get(info.worker)
         view = WorkerView(info, load, now, lost_at, role, self.queues_at_router)
-        # A new stream to it says nothing of its engine.
+        # A worker that was stuck stays so over a new stream until it completes a step.
         view.stuck = self._stuck_workers.pop(info.worker, None) == (
             info.incarnation,
             load.num_steps,
@@ -248,11 +265,11 @@ class WorkerRegistry:
 
     @property
     def roles(self) -> Mapping[str, str]:
-        """Those that an operator gave, by worker."""
+        """Roles that operators assigned, by worker name."""
         return self._roles
 
     def assign(self, worker: str, role: str) -> WorkerView | None:
-        """Give a worker, and whoever follows it under its name, that role."""
+        """Assign a role to a worker and to its replacements of the same name."""
         self._roles[worker] = role
         view = self._views.get(worker)
         if view is not None:
@@ -260,6 +277,7 @@ class WorkerRegistry:
         return view
 
     def remove(self, worker: str, now: float) -> None:
+        """Remove a lost worker and remember when it was lost."""
         view = self._views.pop(worker)
         if view.stuck:
             self._stuck_workers[worker] = (view.info.incarnation, view.load.num_steps)
@@ -269,11 +287,11 @@ class WorkerRegistry:
         self._lost_at[worker] = now
 
     def back_off(self, worker: str, now: float) -> None:
-        """It rejected something: full for now, until its next load report or for a moment."""
+        """Treat a worker as full until its next load report, or for `suspect_after` seconds."""
         self._views[worker].backed_off_at = now
 
     def no_larger_than(self, worker: str) -> list[str]:
-        """The workers on which nothing fits that can never fit on this one."""
+        """Return the workers that are no larger than this one in any dimension."""
         size = _size(self._views[worker].info)
         return [
             name
@@ -282,7 +300,7 @@ class WorkerRegistry:
         ]
 
     def check_liveness(self, now: float) -> tuple[list[WorkerView], list[WorkerView]]:
-        """Those that became suspect since the last look, and those silent past their bound."""
+        """Return the workers that have just become suspect, and those silent beyond their limit."""
         self._discount_own_pause(now)
         suspects: list[WorkerView] = []
         silent: list[WorkerView] = []
@@ -292,7 +310,7 @@ class WorkerRegistry:
                 view.backed_off_at is not None
                 and now - view.backed_off_at > self._bounds.suspect_after
             ):
-                view.backed_off_at = None  # an idle worker has no load to report
+                view.backed_off_at = None  # an idle worker sends no load reports
             if silence > self._silence_bound(view, self._bounds.lost_after):
                 silent.append(view)
             elif silence > self._bounds.suspect_after and not view.suspect:
@@ -303,12 +321,16 @@ class WorkerRegistry:
     def find_stuck(
         self, busy_since: Callable[[WorkerView], float | None], now: float
     ) -> list[WorkerView]:
-        """Those that answer, while no step of theirs ends past the bound; `busy_since` tells of a
-        worker since when it has had something to compute, None if it has not."""
+        """Return the workers that respond but have completed no step within their limit.
+
+        Args:
+            busy_since: returns since when a worker has had runnable work; None if it has none.
+            now: clock seconds.
+        """
         found = []
         for view in self._views.values():
             if view.suspect or view.stuck or not view.num_sequences:
-                view.last_progress = now  # silent, known already, or idle
+                view.last_progress = now  # silent, already known as stuck, or idle
                 continue
             bound = self._silence_bound(view, self._bounds.stuck_after)
             if now - view.last_progress > bound:
@@ -324,7 +346,7 @@ class WorkerRegistry:
         return max(minimum, self._bounds.lost_steps * view.load.last_step_seconds)
 
     def _discount_own_pause(self, now: float) -> None:
-        """Silence while the router itself was not listening says nothing of the workers."""
+        """Do not count time in which the router itself was stopped as silence of the workers."""
         slept = 0.0 if self._checked_at is None else now - self._checked_at
         self._checked_at = now
         if slept > self._bounds.suspect_after:

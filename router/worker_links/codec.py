@@ -1,4 +1,4 @@
-"""Messages of the router-worker stream, to and from the records that the deciding code knows."""
+"""Conversion between messages of the router-worker stream and records of `routing.events`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +13,7 @@ FINISHES = {finish.value: finish for finish in ev.Finish}
 
 
 def decode_welcome(welcome: pb.Welcome) -> ev.WorkerInfo:
+    """Return the properties that a worker reports in its Welcome message."""
     return ev.WorkerInfo(
         worker=welcome.worker,
         incarnation=welcome.incarnation,
@@ -27,7 +28,11 @@ def decode_welcome(welcome: pb.Welcome) -> ev.WorkerInfo:
 
 
 def decode_step(worker: str, step: pb.Step) -> ev.Stepped:
-    """A step's columns as tokens. `ValueError` where they do not fit together."""
+    """Return a Step message as an event.
+
+    Raises:
+        ValueError: the columns differ in length.
+    """
     logprobs: dict[int, object] = {entry.row: entry for entry in step.logprobs}
     tokens = [
         ev.NewToken(request, attempt, choice, position, token, FINISHES[finish], logprobs.get(row))
@@ -92,7 +97,7 @@ DECODERS: Mapping[str, Callable[[str, Any], ev.Event]] = {
     "failed": _decode_failed,
     "rejected": _decode_rejected,
     "draining": _decode_draining,
-    # What is stored where is for a prefix index to know; until there is one it is a sign of life.
+    # Block events are meant for a prefix index; until it exists they only count as heartbeats.
     "stored": _decode_heartbeat,
     "evicted": _decode_heartbeat,
     "heartbeat": _decode_heartbeat,
@@ -100,17 +105,22 @@ DECODERS: Mapping[str, Callable[[str, Any], ev.Event]] = {
 
 
 def decode_event(worker: str, message: pb.ToRouter) -> ev.Event:
-    """What a message says. `ValueError` if it makes no sense here."""
+    """Return a worker's message as an event.
+
+    Raises:
+        ValueError: the message has an unexpected type or invalid values.
+    """
     kind = message.WhichOneof("body")
     if kind is None or kind not in DECODERS:
-        raise ValueError(f"an unexpected message ({kind})")
+        raise ValueError(f"unexpected message of type {kind}")
     try:
         return DECODERS[kind](worker, getattr(message, kind))
     except KeyError as error:
-        raise ValueError(f"an unknown value in a {kind} message ({error})") from error
+        raise ValueError(f"unknown value in a message of type {kind}: {error}") from error
 
 
 def encode_submit(command: ev.Submit) -> pb.ToWorker:
+    """Return a Submit command as a message; its log omits open choices without tokens."""
     request = command.request
     submit = pb.Submit(
         request=request.id,
@@ -138,7 +148,7 @@ def encode_submit(command: ev.Submit) -> pb.ToWorker:
 
 def _encode_yield(command: ev.Yield) -> pb.ToWorker:
     message = pb.ToWorker()
-    body: pb.Yield = getattr(message, "yield")  # a keyword of Python's
+    body: pb.Yield = getattr(message, "yield")  # `yield` is a Python keyword
     body.CopyFrom(pb.Yield(request=command.request, attempt=command.attempt))
     return message
 
@@ -174,5 +184,5 @@ ENCODERS: Mapping[type, Callable[[Any], pb.ToWorker]] = {
 
 
 def encode_command(command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> pb.ToWorker:
-    """A command to a worker, as its message, without a number yet."""
+    """Return a command as a message; the worker link sets the message number."""
     return ENCODERS[type(command)](command)

@@ -1,4 +1,4 @@
-"""The streams to all workers that are wanted, and what those with an open one said."""
+"""The set of worker links of a router, and the Welcome messages of connected workers."""
 
 import asyncio
 import logging
@@ -13,11 +13,11 @@ log = logging.getLogger(__name__)
 
 
 class WorkerLinks:
-    """One link a worker.
+    """The worker links of a router, one for each configured worker.
 
     Args:
-        identity: who the router is.
-        tell: takes the events of all of them.
+        identity: name, incarnation and token that this router sends to workers.
+        post: receives the events of all links.
     """
 
     def __init__(self, identity: RouterIdentity, post: Callable[[ev.Event], None]) -> None:
@@ -27,11 +27,11 @@ class WorkerLinks:
         self._welcomes: dict[str, worker_pb2.Welcome] = {}  # of workers whose stream is open
 
     def __len__(self) -> int:
-        """Workers whose stream is open."""
+        """Return the number of workers with an open stream."""
         return len(self._welcomes)
 
     def model_limits(self, own: ModelLimits) -> ModelLimits:
-        """The model's own bounds, or those of the workers at hand where they are tighter."""
+        """Return the smaller of the model's own limits `own` and those of the connected workers."""
         welcomes = self._welcomes.values()
         return ModelLimits(
             own.name,
@@ -41,11 +41,11 @@ class WorkerLinks:
         )
 
     def all_links(self) -> Sequence[WorkerLink]:
-        """The links to all workers that are wanted, with or without an open stream."""
+        """Return the links to all configured workers, connected or not."""
         return list(self._links.values())
 
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
-        """Keep streams to exactly these workers, given as name: host:port."""
+        """Connect to exactly these workers (name to `host:port`) and stop all other links."""
         gone = [link for name, link in self._links.items() if addresses.get(name) != link.address]
         for link in gone:
             del self._links[link.worker]
@@ -57,14 +57,17 @@ class WorkerLinks:
                 )
 
     def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> None:
-        """Send a command to the worker that it names; nothing if there is no stream."""
+        """Send a command to the worker that it names; drop it if that worker is not connected."""
         link = self._links.get(command.worker)
         if link is not None:
             link.send(command)
 
     def close(self, worker: str, reason: str) -> str:
-        """Close the stream to a worker; it is opened again while the worker is wanted. Returns the
-        address that it was to, empty if there is none any more."""
+        """Close the stream to a worker; its link then reconnects.
+
+        Returns:
+            The worker's address, or an empty string if no worker of this name is configured.
+        """
         link = self._links.get(worker)
         if link is None:
             return ""
@@ -79,18 +82,18 @@ class WorkerLinks:
     def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
         others = {other.model for other in self._welcomes.values()}
         if others and welcome.model not in others:
-            raise ValueError("it serves another model than the workers before it")
+            raise ValueError("it serves a different model than the workers already connected")
         self._compare_layouts(welcome)
         self._welcomes[welcome.worker] = welcome
 
     def _compare_layouts(self, welcome: worker_pb2.Welcome) -> None:
-        """Say where a worker's keys and values are of no use to another: all else goes on."""
+        """Log a warning if a new worker cannot exchange KV blocks with the connected ones."""
         other = next((w for w in self._welcomes.values() if w.layout != welcome.layout), None)
         if other is not None:
             log.warning(
-                "worker %s and worker %s hand nothing over to each other, and compute prompts "
-                "again instead: their caches differ (%s, %s); give both the same dtype, "
-                "kv_cache_dtype and deterministic",
+                "worker %s and worker %s cannot exchange KV blocks and recompute prompts "
+                "instead: their cache layouts differ (%s, %s); give both the same dtype, "
+                "kv_cache_dtype and deterministic setting",
                 *(welcome.worker, other.worker),
                 *(each.layout.rpartition(" ")[2] for each in (welcome, other)),
             )

@@ -1,4 +1,4 @@
-"""The router's end of the stream to one worker: opened again as long as the worker is wanted."""
+"""The router's end of the gRPC stream to one worker, with reconnection and heartbeats."""
 
 import asyncio
 import contextlib
@@ -21,12 +21,10 @@ from penstock.router.worker_links import codec
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
-IDLE_HEARTBEAT_SECONDS = (
-    2.0  # to a worker that has nothing to lose; it waits 5 s for a sign of life
-)
-CONNECT_SECONDS = 10.0  # from the call to the worker's Welcome
-MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 2.0  # seconds between attempts to connect
-MAX_UNSENT = 65536  # messages that the worker has not taken yet
+IDLE_HEARTBEAT_SECONDS = 2.0  # to an idle worker; workers close a stream after 5 s of silence
+CONNECT_SECONDS = 10.0  # from opening the call to the worker's Welcome message
+MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 2.0  # between attempts to connect
+MAX_UNSENT = 65536  # queued messages; one more closes the stream
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -36,12 +34,12 @@ OPTIONS: Sequence[tuple[str, int]] = (
 
 
 class LinkBroken(Exception):
-    """The stream is of no use any more; the message says why."""
+    """The stream must be closed; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterIdentity:
-    """What a router says of itself to every worker."""
+    """How a router identifies itself to workers."""
 
     router: str
     incarnation: str
@@ -49,18 +47,18 @@ class RouterIdentity:
 
 
 class WorkerLink:
-    """One stream to one worker.
+    """A connection to one worker that reconnects until `stop` is called.
 
-    Tells what happens as events: `WorkerUp` once a stream is open, then what the worker says, then
-    `WorkerLost` when the stream breaks; and so on with the next stream, until `stop`.
+    For each stream it posts `WorkerUp` when the stream is open, then the worker's messages as
+    events, and `WorkerLost` when the stream ends.
 
     Args:
-        worker: the name that the worker must answer to.
-        address: host:port.
-        identity: who the router is.
-        tell: takes the events; called in the event loop, never blocks.
-        welcomed: takes what a worker says of itself, before its `WorkerUp`; raises `ValueError`
-            for a worker that cannot be used.
+        worker: expected name of the worker; a worker with another name is refused.
+        address: `host:port`.
+        identity: name, incarnation and token that this router sends to the worker.
+        post: receives the events; called in the event loop and must not block.
+        on_welcome: receives the Welcome message before `WorkerUp` is posted; raises `ValueError`
+            if the worker cannot be used.
     """
 
     def __init__(
@@ -73,39 +71,39 @@ class WorkerLink:
     ) -> None:
         self.worker = worker
         self.address = address
-        self.info: ev.WorkerInfo | None = None  # of the newest stream, also after its end
-        self.load: WorkerLoad | None = None  # the newest; None while there is no stream
+        self.info: ev.WorkerInfo | None = None  # of the last stream, kept after its end
+        self.load: WorkerLoad | None = None  # last reported; None while not connected
         self._identity = identity
         self._post = post
         self._on_welcome = on_welcome
         self._unsent: deque[pb.ToWorker] = deque()
-        self._has_sent = False  # something was sent since the last beat
+        self._has_sent = False  # a command was sent since the last heartbeat
         self._wake = asyncio.Event()
         self._is_up = False
         self._is_wanted = True
-        self._close_reason = ""  # why the stream is to be closed
+        self._close_reason = ""  # reason passed to `close`; empty: stay open
         self._stream: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._reconnect_loop(), name=f"link to {worker}")
 
     def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> None:
-        """Queue a command. Without a stream it is lost, as everything is that a stream held."""
+        """Queue a command. Without a stream it is dropped: the worker then holds no requests."""
         if not self._is_up or self._close_reason:
             return
         if len(self._unsent) >= MAX_UNSENT:
-            self.close("it does not take what is sent to it")
+            self.close(f"the worker does not read its stream: {MAX_UNSENT} messages are queued")
             return
         self._unsent.append(codec.encode_command(command))
         self._has_sent = True
         self._wake.set()
 
     def close(self, reason: str) -> None:
-        """Close the stream; a new one is opened after a pause."""
+        """Close the stream; a new one is opened after a backoff."""
         if self._stream is not None and not self._close_reason:
             self._close_reason = reason
             self._stream.cancel()
 
     async def stop(self) -> None:
-        """The worker is not wanted any more."""
+        """Close the stream and stop reconnecting."""
         self._is_wanted = False
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -122,7 +120,7 @@ class WorkerLink:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
     async def _wait_closed(self, stream: asyncio.Task[None]) -> tuple[bool, str]:
-        """Wait for the stream's end: whether it had been up, and why it ended."""
+        """Wait until the stream ends; return whether it had been open, and why it ended."""
         why = "the stream ended"
         try:
             await stream
@@ -134,13 +132,13 @@ class WorkerLink:
                 raise
             why = self._close_reason
         except TimeoutError:
-            why = f"no welcome within {CONNECT_SECONDS:g} s"
+            why = f"no Welcome message within {CONNECT_SECONDS:g} s"
         except (LinkBroken, ValueError) as error:
             why = str(error)
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {error.details()}"
-        except Exception:  # a mistake of ours must not end the link for good
-            log.exception("the stream to worker %s", self.worker)
+        except Exception:  # a bug here must not stop the reconnect loop
+            log.exception("stream to worker %s failed", self.worker)
         was_up = self._is_up
         self._on_disconnect()
         return was_up, why
@@ -174,14 +172,14 @@ class WorkerLink:
 
     def _accept_welcome(self, first: pb.ToRouter | object) -> None:
         if first is grpc.aio.EOF or not isinstance(first, pb.ToRouter):
-            raise LinkBroken("it closed the stream without a welcome")
+            raise LinkBroken("the worker closed the stream before its Welcome message")
         welcome = first.welcome
         if first.WhichOneof("body") != "welcome" or welcome.protocol != codec.PROTOCOL_VERSION:
             raise LinkBroken(
-                "it speaks another version of the protocol: start it from this release"
+                "it uses another version of the protocol: run router and workers from one release"
             )
         if welcome.worker != self.worker:
-            raise LinkBroken(f"another worker answers there ({welcome.worker!r})")
+            raise LinkBroken(f"a different worker answers at this address ({welcome.worker!r})")
         self._on_welcome(welcome)
         self._is_up = True
         self.info, self.load = codec.decode_welcome(welcome), decode_worker_load(welcome.load)
@@ -196,7 +194,7 @@ class WorkerLink:
             call.cancel()
             await asyncio.wait((writer,))
             if not writer.cancelled():
-                writer.exception()  # whatever broke it has broken the reading too
+                writer.exception()  # mark as retrieved: the same error ended `_read`
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         expected = 2
@@ -204,10 +202,10 @@ class WorkerLink:
             message = await call.read()
             if message is grpc.aio.EOF:
                 raise LinkBroken(
-                    f"it closed the stream ({await call.details() or 'no reason given'})"
+                    f"the worker closed the stream ({await call.details() or 'no reason given'})"
                 )
             if message.number != expected:
-                raise LinkBroken(f"its message {expected} is missing")
+                raise LinkBroken(f"message {expected} from the worker is missing")
             expected += 1
             event = codec.decode_event(self.worker, message)
             if isinstance(event, ev.Stepped) and event.load is not None:
@@ -231,8 +229,11 @@ class WorkerLink:
                 self._unsent.append(pb.ToWorker(heartbeat=pb.Heartbeat()))
 
     def _heartbeat_interval(self) -> float:
-        """Seconds until the next beat. Of a thousand workers most may be idle, and every beat takes
-        some of the router's time."""
+        """Return the seconds until the next heartbeat.
+
+        Idle workers get fewer, since most of a thousand workers may be idle and each heartbeat
+        takes router time.
+        """
         load = self.load
         is_idle = load is not None and not (
             self._has_sent

@@ -1,4 +1,4 @@
-"""The codec of the router-worker stream: records survive the round trip, any message is decoded."""
+"""Codec of the router-worker stream: records survive a round trip; any message is decoded."""
 
 import math
 import struct
@@ -61,7 +61,7 @@ COMMON = {
     "include_stop_str_in_output": st.booleans(),
     "skip_special_tokens": st.booleans(),
 }
-DRAWN = st.builds(
+SAMPLED = st.builds(
     SamplingParams,
     **COMMON,
     temperature=st.floats(*RANGES["temperature"]).map(float32),
@@ -72,7 +72,7 @@ DRAWN = st.builds(
     seed=st.none() | st.integers(-(2**63), 2**64 - 1),
     stop=st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
 )
-SEARCHED = st.builds(
+BEAM_SEARCHES = st.builds(
     SamplingParams,
     **{**COMMON, "n": st.integers(2, 4)},
     use_beam_search=st.just(True),
@@ -90,13 +90,13 @@ def refusal(params: SamplingParams) -> InvalidParameterError | None:
 
 
 def leaves_a_token(params: SamplingParams) -> bool:
-    """Whether it is valid; the strategies only miss by banning every allowed token."""
+    """Return whether `params` is valid; only banning every allowed token can make it invalid."""
     error = refusal(params)
     assert error is None or "leave one" in str(error)
     return error is None
 
 
-@given((DRAWN | SEARCHED).filter(leaves_a_token))
+@given((SAMPLED | BEAM_SEARCHES).filter(leaves_a_token))
 def test_worker_decodes_what_the_router_resolved(params: SamplingParams) -> None:
     sent = params.resolve(10, 100, LIMITS, seed=3).for_worker()
     message = encode_sampling_params(sent)
@@ -146,7 +146,7 @@ def test_any_message_is_decoded_and_then_accepted_or_refused_by_name(
     assert params.max_tokens >= 1
 
 
-def test_absent_fields_keep_all_tokens() -> None:
+def test_absent_fields_mean_no_token_filter() -> None:
     params = decode_sampling_params(pb.SamplingParams())
     assert (params.n, params.typical_p, params.allowed_token_ids) == (1, 1.0, None)
     assert (params.logprobs, params.prompt_logprobs, params.use_beam_search) == (None, None, False)
@@ -185,6 +185,6 @@ def test_router_decodes_the_load_that_a_worker_sent(load: WorkerLoad) -> None:
     assert received._replace(last_step_seconds=load.last_step_seconds) == load
 
 
-def test_a_step_that_took_hours_is_told_as_the_longest_that_fits() -> None:
+def test_step_time_beyond_the_range_of_its_field_is_clamped() -> None:
     sent = encode_worker_load(WorkerLoad(last_step_seconds=1e5))
     assert decode_worker_load(sent).last_step_seconds == pytest.approx(2**32 / 1e6)

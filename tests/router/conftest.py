@@ -27,7 +27,7 @@ async def served(config: RouterConfig) -> AsyncIterator[Served]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def lasting(config: RouterConfig) -> AsyncIterator[Served]:
-    """The same for all tests of a file, which run in one loop then."""
+async def shared_served(config: RouterConfig) -> AsyncIterator[Served]:
+    """A router and one mixed worker, shared by all tests of a module (one event loop)."""
     async with serving(config, StubWorker()) as served:
         yield served

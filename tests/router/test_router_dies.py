@@ -1,4 +1,4 @@
-"""Real processes: two routers over one worker, one of them killed with -9 or drained under load."""
+"""Two routers over one worker process; one router is killed (SIGKILL) or drained under load."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MODEL = SHIPPED.parent / "demo-small"
 TOKEN = "of-this-test"
-LONG = 600
+MAX_TOKENS = 600
 BOUND = 120.0
 WORKER: dict[str, Any] = {
     "token": TOKEN,
@@ -30,24 +30,24 @@ WORKER: dict[str, Any] = {
     "deterministic": True,
     "role": "mixed",
 }
-PATIENT: dict[str, Any] = {
+ROUTER_OPTIONS: dict[str, Any] = {
     "worker_token": TOKEN,
     "worker_timeout_seconds": 120.0,
-}  # on a busy machine
-# A client that does not read lets the router send it about a kilobyte: its stream does not end.
+}  # generous, since the machine may be busy
+# A router can send only about 1 KB to a client that does not read, so its stream stays open.
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 
-WHOLE = [
+REQUESTS = [
     pb.GenerateRequest(
         text="Tell me a story about a fox.",
-        sampling=pb.Sampling(temperature=0, max_tokens=LONG, ignore_eos=True, logprobs=1),
+        sampling=pb.Sampling(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1),
     ),
     pb.GenerateRequest(
         chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="Who are you?")]),
         sampling=pb.Sampling(
             temperature=1.5,
             seed=2**64 - 3,
-            max_tokens=LONG,
+            max_tokens=MAX_TOKENS,
             ignore_eos=True,
             n=2,
             presence_penalty=0.4,
@@ -56,7 +56,7 @@ WHOLE = [
     ),
     pb.GenerateRequest(
         text="Count: one, two, three,",
-        sampling=pb.Sampling(temperature=0.9, seed=5, max_tokens=LONG, ignore_eos=True),
+        sampling=pb.Sampling(temperature=0.9, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True),
         stop=["\u0001 never said"],
     ),
 ]
@@ -66,8 +66,8 @@ def stub_of(channel: grpc.aio.Channel) -> Any:
     return inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
 
 
-class Read:
-    """What a client has read."""
+class Received:
+    """Tokens, text and usage that one client has received."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
@@ -75,14 +75,14 @@ class Read:
         self.usage: tuple[int, int] | None = None
         self.num_logprobs = 0
 
-    def take(self, reply: pb.GenerateReply) -> None:
+    def add(self, reply: pb.GenerateReply) -> None:
         answer = self.tokens.setdefault(reply.choice, [])
         assert not reply.tokens or reply.position == len(answer)
         answer.extend(reply.tokens)
         self.text[reply.choice] = self.text.get(reply.choice, "") + reply.text
         self.num_logprobs += len(reply.logprobs)
         if reply.HasField("usage"):
-            assert self.usage is None, "told twice"
+            assert self.usage is None, "usage was received twice"
             self.usage = (reply.usage.prompt_tokens, reply.usage.completion_tokens)
 
     @property
@@ -93,12 +93,12 @@ class Read:
 async def read(
     client: ResumingClient,
     request: pb.GenerateRequest,
-    into: Read,
+    into: Received,
     resume: asyncio.Event | None = None,
-) -> Read:
-    """Read the whole answer; with an event, wait for it after the first six tokens."""
+) -> Received:
+    """Collect the whole answer; with `resume`, pause after six tokens until it is set."""
     async for reply in client.generate(request):
-        into.take(reply)
+        into.add(reply)
         if resume is not None and into.num_tokens > 5:
             await resume.wait()
     return into
@@ -106,20 +106,20 @@ async def read(
 
 @asynccontextmanager
 async def cluster() -> AsyncIterator[tuple[WorkerProcess, list[StandaloneRouter], list[Any]]]:
-    """A worker, two routers over it, and a stub of each."""
+    """Start a worker and two routers over it, with one gRPC stub per router."""
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(worker_process("mixed-0", MODEL, **WORKER))
         routers, stubs = [], []
         for name in ("router-0", "router-1"):
             router = await stack.enter_async_context(
-                standalone_router(MODEL, {"mixed-0": worker.address}, name=name, **PATIENT)
+                standalone_router(MODEL, {"mixed-0": worker.address}, name=name, **ROUTER_OPTIONS)
             )
             channel = await stack.enter_async_context(
                 grpc.aio.insecure_channel(router.grpc, options=SMALL_WINDOW)
             )
             routers.append(router)
             stubs.append(stub_of(channel))
-            await until(lambda: status_of(router), lambda told: not told["not_ready"])  # noqa: B023
+            await until(lambda: status_of(router), lambda status: not status["not_ready"])  # noqa: B023
         yield worker, routers, stubs
 
 
@@ -127,62 +127,67 @@ async def status_of(router: StandaloneRouter) -> Any:
     return await asyncio.to_thread(fetch, router.http, None)
 
 
-async def until(look: Any, holds: Any) -> Any:
-    """What was seen once it holds."""
+async def until(poll: Any, accepts: Any) -> Any:
+    """Call `poll` until `accepts` returns true for its result; return that result."""
     async with asyncio.timeout(BOUND):
-        while not holds(seen := await look()):
+        while not accepts(actual := await poll()):
             await asyncio.sleep(0.02)
-    return seen
+    return actual
 
 
-async def fewest(reads: Sequence[Read]) -> int:
+async def fewest_tokens(reads: Sequence[Received]) -> int:
     return min(each.num_tokens for each in reads)
 
 
-async def test_its_clients_go_on_through_the_other_whose_own_notice_nothing() -> None:
+async def test_clients_resume_at_the_other_router_and_its_own_streams_are_unaffected() -> None:
     async with cluster() as (worker, (first, second), stubs):
-        right = [await read(ResumingClient(stubs[1:]), each, Read()) for each in WHOLE]
-        alone = await until(lambda: status_of(second), is_empty)
+        expected = [await read(ResumingClient(stubs[1:]), each, Received()) for each in REQUESTS]
+        baseline = await until(lambda: status_of(second), is_empty)
 
-        reads = [Read() for _ in WHOLE]
-        bystanders = [Read() for _ in WHOLE]
-        clients = [ResumingClient(stubs) for _ in WHOLE]
-        crowd = [stubs[0].Generate(WHOLE[0]) for _ in range(6)]  # they never come back
-        for call in crowd:
+        reads = [Received() for _ in REQUESTS]
+        other_reads = [Received() for _ in REQUESTS]
+        clients = [ResumingClient(stubs) for _ in REQUESTS]
+        # The clients of these calls never resume.
+        abandoned_calls = [stubs[0].Generate(REQUESTS[0]) for _ in range(6)]
+        for call in abandoned_calls:
             await call.read()
         killed = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            for client, request, into in zip(clients, WHOLE, reads, strict=True):
+            for client, request, into in zip(clients, REQUESTS, reads, strict=True):
                 tasks.create_task(read(client, request, into, killed))
-            for request, into in zip(WHOLE, bystanders, strict=True):
+            for request, into in zip(REQUESTS, other_reads, strict=True):
                 calls = ResumingClient(stubs[1:], timeout=0.0)
                 tasks.create_task(read(calls, request, into))
-            await until(lambda: fewest(reads), lambda number: number > 5)
-            busy = await status_of(second)
+            await until(lambda: fewest_tokens(reads), lambda number: number > 5)
+            status_at_kill = await status_of(second)
             first.process.kill()
             await first.process.wait()
             killed.set()
 
-        for into, other, whole in zip(reads, bystanders, right, strict=True):
-            for seen in (into, other):
-                assert seen.tokens == whole.tokens
-                assert seen.text == whole.text
-                assert seen.usage == whole.usage
-                assert seen.num_logprobs == whole.num_logprobs
+        for into, other, whole in zip(reads, other_reads, expected, strict=True):
+            for actual in (into, other):
+                assert actual.tokens == whole.tokens
+                assert actual.text == whole.text
+                assert actual.usage == whole.usage
+                assert actual.num_logprobs == whole.num_logprobs
         assert [client.num_broken for client in clients] == [1, 1, 1]
-        assert busy["workers"][0]["numbers"]["running"] > len(WHOLE) + 1, "nobody was there"
-        # What the dead one held has gone, the crowd's unread answers too.
-        left = await until(lambda: status_of(second), is_empty)
-        assert left["failovers"] == alone["failovers"] == 0
+        assert status_at_kill["workers"][0]["numbers"]["running"] > len(REQUESTS) + 1, (
+            "too few requests were running at the kill"
+        )
+        # All blocks of the killed router are freed, also those of the abandoned calls.
+        status_after = await until(lambda: status_of(second), is_empty)
+        assert status_after["failovers"] == baseline["failovers"] == 0
 
-        again = standalone_router(MODEL, {"mixed-0": worker.address}, name="router-0", **PATIENT)
-        async with again as router, grpc.aio.insecure_channel(router.grpc) as channel:
-            await until(lambda: status_of(router), lambda told: not told["not_ready"])
-            seen = await read(ResumingClient([stub_of(channel)]), WHOLE[0], Read())
-            assert seen.tokens == right[0].tokens
+        restarted = standalone_router(
+            MODEL, {"mixed-0": worker.address}, name="router-0", **ROUTER_OPTIONS
+        )
+        async with restarted as router, grpc.aio.insecure_channel(router.grpc) as channel:
+            await until(lambda: status_of(router), lambda status: not status["not_ready"])
+            actual = await read(ResumingClient([stub_of(channel)]), REQUESTS[0], Received())
+            assert actual.tokens == expected[0].tokens
 
 
-async def test_one_that_drains_ends_its_streams_and_what_is_new_goes_to_the_other() -> None:
+async def test_draining_router_finishes_its_streams_and_refuses_new_requests() -> None:
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(worker_process("mixed-0", MODEL, **WORKER))
         routers, stubs = [], []
@@ -199,30 +204,32 @@ async def test_one_that_drains_ends_its_streams_and_what_is_new_goes_to_the_othe
             )
             stubs.append(stub_of(channel))
             await until(why_not_ready(router), lambda why: not why)
-        right = await read(ResumingClient(stubs[1:]), WHOLE[2], Read())
+        expected = await read(ResumingClient(stubs[1:]), REQUESTS[2], Received())
 
-        running, into = [ResumingClient(stubs[:1], timeout=0.0) for _ in range(3)], Read()
-        streams = [asyncio.create_task(read(running[0], WHOLE[2], into))]
-        streams += [asyncio.create_task(read(each, WHOLE[2], Read())) for each in running[1:]]
-        await until(lambda: fewest([into]), lambda number: number > 2)
+        running, into = [ResumingClient(stubs[:1], timeout=0.0) for _ in range(3)], Received()
+        streams = [asyncio.create_task(read(running[0], REQUESTS[2], into))]
+        streams += [
+            asyncio.create_task(read(each, REQUESTS[2], Received())) for each in running[1:]
+        ]
+        await until(lambda: fewest_tokens([into]), lambda number: number > 2)
         draining = asyncio.create_task(routers[0].drain(BOUND))
         await until(why_not_ready(routers[0]), lambda why: why == "the router is draining")
         moved = ResumingClient(stubs)
-        seen = await read(moved, WHOLE[2], Read())
-        assert (seen.tokens, moved.num_broken) == (right.tokens, 1)
+        actual = await read(moved, REQUESTS[2], Received())
+        assert (actual.tokens, moved.num_broken) == (expected.tokens, 1)
         await draining
         for stream, client in zip(streams, running, strict=True):
-            assert ((await stream).tokens, client.num_broken) == (right.tokens, 0)
+            assert ((await stream).tokens, client.num_broken) == (expected.tokens, 0)
         assert routers[0].frontend.num_open_requests == 0
-        told = await asyncio.to_thread(fetch, routers[1].http_address, None)
-        assert told["finished"]["length"] == 2
+        status = await asyncio.to_thread(fetch, routers[1].http_address, None)
+        assert status["finished"]["length"] == 2
 
 
 def why_not_ready(router: RunningRouter) -> Any:
-    async def look() -> str | None:
+    async def poll() -> str | None:
         return router.frontend.why_not_ready()
 
-    return look
+    return poll
 
 
 def is_empty(status: Any) -> bool:

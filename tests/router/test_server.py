@@ -35,13 +35,13 @@ async def test_a_port_in_use_is_named(config: RouterConfig, which: str) -> None:
         ports = {"http_port": 0, "grpc_port": 0, which: port}
         with pytest.raises(PortInUseError, match=f"port {port}: Address already in use"):
             await serve_router(replace(config, **ports))
-    assert len(asyncio.all_tasks()) == 1  # nothing is left running
+    assert len(asyncio.all_tasks()) == 1  # no task is left running
     router = await serve_router(replace(config, **ports))
     assert str(port) in (router.http_address + router.grpc_address)
     await router.stop()
 
 
-async def test_a_second_start_takes_the_same_ports(config: RouterConfig) -> None:
+async def test_restarted_router_can_bind_the_same_ports(config: RouterConfig) -> None:
     async with serving(config, StubWorker()) as served:
         ports = [
             int(a.rsplit(":", 1)[1])
@@ -67,7 +67,7 @@ def write_config(folder: Path, text: str) -> RouterConfig:
         ("{}", UNBOUNDED, byte_level().get_vocab_size()),
     ],
 )
-def test_limits_of_the_model(
+def test_model_limits_are_read_from_the_model_config(
     tmp_path: Path, text: str, max_model_len: int, vocab_size: int
 ) -> None:
     config = write_config(tmp_path, text)
@@ -78,7 +78,7 @@ def test_limits_of_the_model(
 
 
 @pytest.mark.parametrize(("text", "words"), [("{", "not valid JSON"), ("[]", "not a JSON object")])
-async def test_broken_configurations(tmp_path: Path, text: str, words: str) -> None:
+async def test_broken_model_config_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         await serve_router(replace(write_config(tmp_path, text), http_port=0, grpc_port=0))
     (tmp_path / "config.json").unlink()
@@ -86,7 +86,7 @@ async def test_broken_configurations(tmp_path: Path, text: str, words: str) -> N
         await serve_router(RouterConfig(tmp_path, "m", http_port=0, grpc_port=0))
 
 
-async def test_the_workers_own_bounds_count(config: RouterConfig) -> None:
+async def test_smaller_limits_of_a_worker_take_effect(config: RouterConfig) -> None:
     worker = StubWorker()
     worker.welcome.max_model_len = 20
     worker.welcome.vocab_size = 300
@@ -98,16 +98,16 @@ async def test_the_workers_own_bounds_count(config: RouterConfig) -> None:
 
 
 async def test_a_worker_of_another_model_is_not_used(config: RouterConfig) -> None:
-    stranger = StubWorker("w1")
-    stranger.welcome.model = "another"
-    async with serving(config, StubWorker()) as served, stranger:
-        addresses = {worker.name: worker.address for worker in (*served.workers, stranger)}
+    other = StubWorker("w1")
+    other.welcome.model = "another"
+    async with serving(config, StubWorker()) as served, other:
+        addresses = {worker.name: worker.address for worker in (*served.workers, other)}
         await served.router.set_workers(addresses)
-        await until(lambda: len(stranger.hellos) >= 2)
+        await until(lambda: len(other.hellos) >= 2)
         assert [view.worker for view in served.router.frontend.workers()] == ["w0"]
 
 
-async def test_a_worker_whose_cache_is_another_is_used_and_told(
+async def test_worker_of_another_kv_layout_is_used_and_a_message_is_logged(
     config: RouterConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = StubWorker("w1")
@@ -116,12 +116,12 @@ async def test_a_worker_whose_cache_is_another_is_used_and_told(
         addresses = {worker.name: worker.address for worker in (*served.workers, other)}
         await served.router.set_workers(addresses)
         await until(lambda: len(served.router.frontend.workers()) == 2)
-    (said,) = [each.message for each in caplog.records if "hand nothing over" in each.message]
-    assert "worker w1 and worker w0" in said
-    assert "(float32, stub); give both the same dtype, kv_cache_dtype" in said
+    (message,) = [each.message for each in caplog.records if "exchange KV blocks" in each.message]
+    assert "worker w1 and worker w0" in message
+    assert "(float32, stub); give both the same dtype, kv_cache_dtype" in message
 
 
-async def test_drain_lets_run_what_runs(config: RouterConfig) -> None:
+async def test_drain_finishes_running_requests_and_refuses_new_ones(config: RouterConfig) -> None:
     worker = StubWorker(step_seconds=0.002)
     async with (
         serving(config, worker) as served,
@@ -147,7 +147,9 @@ async def test_drain_lets_run_what_runs(config: RouterConfig) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 50
 
 
-async def test_a_drain_has_an_end_and_stop_tells_who_is_left(config: RouterConfig) -> None:
+async def test_drain_times_out_and_stop_ends_the_remaining_requests_with_503(
+    config: RouterConfig,
+) -> None:
     worker = StubWorker(step_seconds=0.01)
     async with (
         serving(config, worker) as served,
@@ -166,20 +168,20 @@ async def test_a_drain_has_an_end_and_stop_tells_who_is_left(config: RouterConfi
         assert worker.holding == {}
 
 
-async def test_a_lost_worker_costs_no_token(config: RouterConfig) -> None:
+async def test_no_token_is_lost_when_a_worker_is_lost(config: RouterConfig) -> None:
     first, second = StubWorker("w0", step_seconds=0.005), StubWorker("w1", step_seconds=0.005)
     async with (
         serving(config, first, second) as served,
         httpx.AsyncClient(base_url=served.url, timeout=30) as http,
     ):
         body = {"prompt": "hi", "max_tokens": 60, "return_token_ids": True, "stream": True}
-        asked = asyncio.create_task(http.post("/v1/completions", json=body))
+        response = asyncio.create_task(http.post("/v1/completions", json=body))
         await until(lambda: first.holding or second.holding)
         busy, spare = (first, second) if first.holding else (second, first)
         await until(lambda: next(iter(busy.holding.values())).num_new > 5)
         await busy.stop()
         served.router.worker_died(busy.name)
-        events = (await asked).text.strip().split("\n\n")[:-1]
+        events = (await response).text.strip().split("\n\n")[:-1]
         choices = [json.loads(event[6:])["choices"][0] for event in events]
         tokens = [token for choice in choices for token in choice["token_ids"]]
         prompt = choices[0]["prompt_token_ids"]
@@ -187,7 +189,7 @@ async def test_a_lost_worker_costs_no_token(config: RouterConfig) -> None:
         assert len(spare.submits[0].log[0].tokens) >= 5
 
 
-async def test_open_refuses_all_or_nothing(config: RouterConfig) -> None:
+async def test_submit_refuses_all_requests_if_one_is_invalid(config: RouterConfig) -> None:
     async with serving(config, StubWorker()) as served:
         frontend = served.router.frontend
         for bad in (
@@ -202,8 +204,8 @@ async def test_open_refuses_all_or_nothing(config: RouterConfig) -> None:
         assert served.worker.submits == []
 
 
-def test_the_router_is_light() -> None:
-    """Started in a second, without the engine's libraries."""
+def test_router_does_not_import_heavy_libraries() -> None:
+    """Importing the server loads none of the engine's libraries, so that it starts quickly."""
     heavy = ("torch", "ray", "transformers", "pandas", "numba")
     code = f"import sys, penstock.router.server; print(sys.modules.keys() & {set(heavy)})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

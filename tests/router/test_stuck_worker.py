@@ -1,4 +1,4 @@
-"""A worker that beats and makes no step, as a served router meets it."""
+"""A served router with a worker that sends heartbeats but completes no step."""
 
 import asyncio
 from dataclasses import replace
@@ -15,10 +15,12 @@ from tests.support.stub_worker import StubWorker
 
 
 @pytest.mark.slow
-async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: RouterConfig) -> None:
+async def test_request_of_a_stuck_worker_moves_and_the_worker_is_reported(
+    config: RouterConfig,
+) -> None:
     stuck, other = StubWorker("w0"), StubWorker("w1")
     stuck.go.clear()
-    told: list[tuple[str, str, str]] = []
+    reports: list[tuple[str, str, str]] = []
 
     async def beat() -> None:
         while True:
@@ -26,7 +28,7 @@ async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: Rout
             await asyncio.sleep(0.2)
 
     async with serving(replace(config, step_timeout_seconds=2.0), stuck, other) as served:
-        served.router.frontend.on_stuck_worker = lambda *what: told.append(what)
+        served.router.frontend.on_stuck_worker = lambda *report: reports.append(report)
         beating = asyncio.create_task(beat())
         async with httpx.AsyncClient(timeout=60) as client:
             calls = [
@@ -35,18 +37,18 @@ async def test_its_request_goes_on_elsewhere_and_its_keeper_is_told(config: Rout
                 )
                 for _ in range(2)
             ]
-            await until(lambda: stuck.holding, "one of them was for the one that is stuck")
+            await until(lambda: stuck.holding, "the stuck worker received no request")
             replies = await asyncio.gather(*calls)
         beating.cancel()
     assert [reply.status_code for reply in replies] == [200, 200]
     assert replies[0].json()["choices"] == replies[1].json()["choices"]
-    ((name, address, why),) = told
+    ((name, address, why),) = reports
     assert (name, address) == ("w0", stuck.address)
-    assert why.startswith("it answers, but no step of it has ended for ")
+    assert why.startswith("the worker responds, but has completed no step for ")
 
 
 @pytest.mark.parametrize("step_timeout_seconds", [1.0, 4.0, 30.0])
-def test_what_another_router_receives_there_is_waited_for(
+def test_stuck_timeout_exceeds_the_step_and_transfer_timeouts(
     config: RouterConfig, step_timeout_seconds: float
 ) -> None:
     bound = replace(config, step_timeout_seconds=step_timeout_seconds).stuck_seconds

@@ -1,6 +1,6 @@
-"""Answers in OpenAI's form: whole, and in chunks as server-sent events.
+"""Answers in OpenAI's format: complete, and as chunks of server-sent events.
 
-A chunk is put together from strings made once a call: what changes is a few fields.
+For speed, the constant parts of a chunk are serialized once per call.
 """
 
 import json
@@ -13,7 +13,7 @@ from penstock.protos import worker_pb2
 from penstock.router.requests.response_stream import Delta, merge
 
 MIN_LOGPROB = -9999.0
-"""JSON has no minus infinity: this stands for it, as in vLLM."""
+"""Replaces minus infinity, which JSON cannot represent, as in vLLM."""
 
 DONE = "data: [DONE]\n\n"
 
@@ -24,35 +24,35 @@ dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
-    """What the answers to one call have in common."""
+    """Data shared by all answers of one call."""
 
     id: str
     created: int  # seconds since 1970
     model: str
     prompts: Sequence[Sequence[int]]
     token_bytes: TokenBytes
-    num_choices: int = 1  # of each prompt
+    num_choices: int = 1  # per prompt
     num_logprobs: int | None = None
     return_token_ids: bool = False
     wants_usage: bool = False
-    echo: Sequence[str] | None = None  # the prompts' texts, to stand before the answers
-    only_echo: bool = False  # nothing of the answers is shown
-    # Of the prompts' tokens, from the second on; filled before the first delta comes.
+    echo: Sequence[str] | None = None  # texts of the prompts, prepended to the answers
+    only_echo: bool = False  # hide the generated tokens
+    # By prompt, from its second token on; complete before the first delta.
     prompt_logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
     num_prompt_logprobs: int | None = None
 
     def visible(self, delta: Delta) -> Delta:
-        """What the client is to see of it."""
+        """Return the visible part of a delta."""
         if not self.only_echo:
             return delta
         return replace(delta, tokens=(), text="", logprobs=(), finish="length", stop=None)
 
     def prompt_entries(self, index: int) -> list[Logprobs | None]:
-        """One entry a token of the prompt; nothing comes before the first."""
+        """Return one entry per prompt token; that of the first token is None."""
         return [None, *self.prompt_logprobs.get(index, ())]
 
     def prompt_table(self, index: int) -> list[dict[str, Any] | None]:
-        """The prompt's logprobs as vLLM tells them: by token id, the prompt's own first."""
+        """Return the prompt's logprobs in vLLM's format: by token id, the actual token first."""
         tokens = self.prompts[index]
         return [
             None if entry is None else self._ranked(token, entry, self.num_prompt_logprobs or 0)
@@ -71,13 +71,15 @@ class ResponseContext:
         }
 
     def choice_index(self, delta: Delta) -> int:
-        """The number of a delta's answer among all of the call."""
+        """Return the index of a delta's choice among all choices of the call."""
         return delta.index * self.num_choices + delta.choice
 
     def header(self, kind: str) -> dict[str, Any]:
+        """Return the fields at the start of each response object of type `kind`."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def usage(self, num_completion: int) -> dict[str, int]:
+        """Return the usage object for `num_completion` generated tokens."""
         num_prompt = sum(map(len, self.prompts))
         return {
             "prompt_tokens": num_prompt,
@@ -87,27 +89,27 @@ class ResponseContext:
 
 
 class ResponseFormatter(Protocol):
-    """One of OpenAI's two forms."""
+    """A formatter of a call's answers for one of OpenAI's two APIs."""
 
     def full_response(self, deltas: Sequence[Delta]) -> Mapping[str, Any]:
-        """The complete answers, one delta each, in order of prompts and choices."""
+        """Return the complete response; `deltas` has one per choice, in order of prompts."""
         ...
 
     def chunk(self, delta: Delta) -> str:
-        """The events for some new tokens."""
+        """Return the server-sent events for some new tokens."""
         ...
 
     def end_of_stream(self) -> str:
-        """The events that end a stream: the usage, if the client wants it, and the end mark."""
+        """Return the events that end a stream: usage, if requested, and the end marker."""
         ...
 
 
 @dataclass(slots=True)
 class StreamProgress:
-    """How far the answers of a stream have come."""
+    """Progress of the answers of a stream."""
 
     num_tokens: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)  # characters, for each answer begun
+    lengths: dict[int, int] = field(default_factory=dict)  # characters, by choice index
 
     def is_first(self, index: int) -> bool:
         return index not in self.lengths
@@ -118,7 +120,7 @@ class StreamProgress:
 
 
 class CompletionFormatter:
-    """`text_completion`."""
+    """A formatter of `text_completion` objects."""
 
     def __init__(self, context: ResponseContext) -> None:
         self._context = context
@@ -180,7 +182,10 @@ class CompletionFormatter:
     def _logprobs(
         self, tokens: Sequence[int], entries: Sequence[Logprobs | None], offset: int
     ) -> dict[str, list[Any]]:
-        """OpenAI's first form: parallel lists; the chosen token is among its alternatives."""
+        """Return logprobs in the completions format: parallel lists, one entry per token.
+
+        The alternatives of a token include the token itself.
+        """
         name = self._context.token_bytes.text_of
         texts = [name(token) for token in tokens]
         offsets = []
@@ -203,7 +208,7 @@ class CompletionFormatter:
 
 
 class ChatFormatter:
-    """`chat.completion`."""
+    """A formatter of `chat.completion` objects."""
 
     def __init__(self, context: ResponseContext) -> None:
         self._context = context
@@ -264,7 +269,7 @@ class ChatFormatter:
         return rest
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        """OpenAI's second form: an object a token, with its bytes."""
+        """Return logprobs in the chat format: one object per token, with its bytes."""
         content = []
         for token, entry in zip(delta.tokens, delta.logprobs, strict=True):
             top = [self._token(other, value) for other, value in _alternatives(entry)]
@@ -282,7 +287,7 @@ class ChatFormatter:
 
 
 def merge_choices(deltas: Sequence[Delta]) -> list[Delta]:
-    """All deltas of each answer as one, in order of prompts and choices."""
+    """Return one merged delta per choice, in order of prompts and choices."""
     answers: dict[tuple[int, int], list[Delta]] = {}
     for delta in deltas:
         answers.setdefault((delta.index, delta.choice), []).append(delta)
@@ -290,6 +295,7 @@ def merge_choices(deltas: Sequence[Delta]) -> list[Delta]:
 
 
 def _finite(value: float) -> float:
+    """Replace minus infinity by `MIN_LOGPROB`."""
     return value if value > MIN_LOGPROB else MIN_LOGPROB
 
 

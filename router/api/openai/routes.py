@@ -49,7 +49,7 @@ from penstock.router.requests.response_stream import ClientDisconnectedError, De
 
 PUBLIC_PATHS = frozenset({"/health"})
 DEFAULT_COMPLETION_TOKENS = 16
-"""What /v1/completions makes of a missing max_tokens; chats get what the context leaves."""
+"""Default max_tokens of /v1/completions; chats default to what the context leaves."""
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -59,7 +59,7 @@ STREAM_HEADERS = [
 
 
 def openai_app(frontend: Frontend) -> Starlette:
-    """The HTTP application over a frontend."""
+    """Return the HTTP application for a frontend."""
     api, operations = OpenAiApi(frontend), AdminApi(frontend)
     routes = [
         Route("/health", api.health),
@@ -81,14 +81,14 @@ def openai_app(frontend: Frontend) -> Starlette:
 
 
 class OpenAiApi:
-    """The routes."""
+    """The handlers of the OpenAI API, /health and /version."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """200 once requests can be served, else 503 with the reason."""
+        """Return 200 if requests can be served, else 503 with the reason."""
         why = self._frontend.why_not_ready()
         return json_response({"status": why or "ok"}, 503 if why else 200)
 
@@ -170,7 +170,7 @@ class OpenAiApi:
         return GenerationResponse(answers, formatter, trace, bool(body.stream))
 
     def _echo(self, body: BaseRequest, prompts: Sequence[Sequence[int]]) -> Sequence[str] | None:
-        """The prompts' texts, where the client wants them before the answers."""
+        """Return the prompts' texts if they are to be prepended to the answers, else None."""
         if not isinstance(body, CompletionRequest) or not body.echo:
             return None
         skip_special = body.skip_special_tokens is not False
@@ -196,7 +196,7 @@ def _generation_request(
 
 
 class GenerationResponse(Response):
-    """Sends answers as they come, or whole, and lets go of them when the client goes away."""
+    """A streamed or complete response; its requests are canceled if the client disconnects."""
 
     def __init__(
         self, deltas: ResponseStream, formatter: ResponseFormatter, request_id: str, stream: bool
@@ -209,7 +209,7 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with cancel_on_disconnect(receive, self._deltas):
             try:
-                # The status waits for the first tokens: until then an error still has its own.
+                # Send the status only with the first tokens: an error before that sets its own.
                 first = await anext(self._deltas)
                 if self._stream:
                     await self._send_stream(first, send)

@@ -1,7 +1,7 @@
-"""The bodies of OpenAI's API, with the fields that vLLM adds, and what they ask for.
+"""Request bodies of the OpenAI API, with vLLM's extensions, and their conversion.
 
-Fields that nobody here knows are ignored, as OpenAI and vLLM do, except those in `REFUSED`: leaving
-them out would change what the answer means.
+Unknown fields are ignored, as in OpenAI and vLLM, except those in `UNSUPPORTED_FIELDS`: ignoring
+these would change the meaning of the answer.
 """
 
 import re
@@ -41,7 +41,7 @@ UNSUPPORTED_FIELDS: Mapping[str, Sequence[Any]] = {
     "priority": (None, 0),
     "kv_transfer_params": (None,),
 }
-"""Fields that are not served, and the values that mean the same as leaving them out."""
+"""Unsupported fields, each with the values that are equivalent to leaving it out."""
 
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -51,7 +51,7 @@ RequestType = TypeVar("RequestType", bound="BaseRequest")
 
 
 class StrictModel(BaseModel):
-    """Nothing is taken for what it is not: no numbers in strings, no infinities."""
+    """A model that does not coerce types: it refuses numbers in strings, NaN and infinities."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -61,7 +61,7 @@ class StreamOptions(StrictModel):
 
 
 class BaseRequest(StrictModel):
-    """What both APIs take."""
+    """Fields of both completions and chat completions."""
 
     model: str | None = None
     stream: bool | None = None
@@ -77,7 +77,7 @@ class BaseRequest(StrictModel):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    # what vLLM adds
+    # extensions of vLLM
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -92,25 +92,25 @@ class BaseRequest(StrictModel):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    # what transformers and TGI add
+    # extension of transformers and TGI
     typical_p: float | None = None
 
     def limit(self) -> int | None:
-        """The most tokens that the answer may have, if the client said so."""
+        """Return the largest number of answer tokens; None: not given."""
         return self.max_tokens
 
     def num_logprobs(self) -> int | None:
-        """How many alternatives each token comes with; None: no logprobs at all."""
+        """Return the number of alternatives per token; None: no logprobs."""
         raise NotImplementedError
 
     def num_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """Return the number of alternatives per prompt token; None: no prompt logprobs."""
         return self.prompt_logprobs
 
     def sampling_params(self, bad_words: Sequence[Sequence[int]]) -> SamplingParams:
-        """Return the sampling parameters of the body; absent fields have their defaults.
+        """Return the sampling parameters of the body; absent fields get their defaults.
 
-        bad_words: the body's bad words as token ids.
+        `bad_words` are the body's bad words as token ids.
         """
         named = {
             "temperature": self.temperature,
@@ -144,16 +144,18 @@ class BaseRequest(StrictModel):
         return SamplingParams(**given)
 
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, which may be given as one string or as a list."""
+        """Return the stop strings, which may be given as one string or as a list."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class CompletionRequest(BaseRequest):
+    """Body of /v1/completions."""
+
     prompt: Any = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -161,7 +163,7 @@ class CompletionRequest(BaseRequest):
 
     @property
     def only_echo(self) -> bool:
-        """Whether the answer is the prompt and nothing else."""
+        """Whether the answer consists of the prompt only."""
         return bool(self.echo) and self.max_tokens == 0
 
     def limit(self) -> int | None:
@@ -171,12 +173,12 @@ class CompletionRequest(BaseRequest):
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        # An echoed prompt is told like the answer.
+        # `logprobs` also applies to an echoed prompt.
         wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
         return max((count for count in wanted if count is not None), default=None)
 
     def prompts(self) -> list[Prompt]:
-        """The prompts, each as text or as token ids."""
+        """Return the prompts, each as text or as token ids."""
         prompt = self.prompt
         if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
             return [prompt]
@@ -203,7 +205,7 @@ class Message(StrictModel):
     content: str | list[ContentPart] | None = None
 
     def plain(self) -> dict[str, str]:
-        """Role and text, as chat templates take them."""
+        """Return role and text in the form of chat templates."""
         extra = self.model_extra or {}
         if extra.get("tool_calls") or extra.get("function_call"):
             raise invalid("tool calls are not served yet: leave them out", "messages")
@@ -215,11 +217,13 @@ class Message(StrictModel):
         if isinstance(self.content, list):
             return "".join(map(_part_text, self.content))
         if self.content is None and self.role != "assistant":
-            raise invalid("a message has no content", "messages")
+            raise invalid("a message has no content: set content", "messages")
         return self.content or ""
 
 
 class ChatCompletionRequest(BaseRequest):
+    """Body of /v1/chat/completions."""
+
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -236,13 +240,18 @@ class ChatCompletionRequest(BaseRequest):
         return self.top_logprobs or 0
 
     def conversation(self) -> list[dict[str, str]]:
+        """Return the messages in the form of chat templates."""
         if not self.messages:
             raise invalid("messages is empty: send at least one", "messages")
         return [message.plain() for message in self.messages]
 
 
 def parse(kind: type[RequestType], body: bytes) -> RequestType:
-    """A body from its JSON; what is wrong with it is told in one line."""
+    """Parse a JSON body.
+
+    Raises:
+        ServingError: INVALID, with the first problem as one line.
+    """
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:

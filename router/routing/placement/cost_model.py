@@ -1,28 +1,29 @@
-"""What moving a prompt's work costs, learned from what workers and KV transfers took."""
+"""Costs of prefill and KV transfers, estimated from recent measurements."""
 
 from math import exp
 
 from penstock.common.worker_load import WorkerLoad
 
 MEMORY_SECONDS = 20.0
-"""Of computing prompts: what a worker did longer ago counts less and less."""
+"""Decay time of prefill measurements, in seconds of computing prompts."""
 CALIBRATED_SECONDS = 0.5
-"""Of computing prompts, before a worker's speed is believed."""
+"""Seconds of computing prompts after which a worker's prefill rate is used."""
 DECAY = 0.98
-"""What a KV transfer still counts for when the next one has arrived: some fifty are remembered."""
+"""Decay of a KV transfer's weight per further transfer; about the last 50 count."""
 CALIBRATED_TRANSFERS = 3.0
 
 
 class PrefillRate:
-    """How fast one worker computes prompts, and how much of them it finds in its cache."""
+    """Prefill rate and prefix cache hit rate of one worker, exponentially averaged."""
 
     __slots__ = ("_hits", "_last", "_seconds", "_tokens")
 
     def __init__(self, load: WorkerLoad) -> None:
-        self._last = load  # totals are since the worker's start, which may be long ago
+        self._last = load  # baseline: its totals count from the worker's start
         self._tokens = self._hits = self._seconds = 0.0
 
     def add(self, load: WorkerLoad) -> None:
+        """Take in a load report."""
         last, self._last = self._last, load
         seconds = load.prompt_seconds - last.prompt_seconds
         if seconds <= 0:
@@ -38,25 +39,26 @@ class PrefillRate:
 
     @property
     def is_calibrated(self) -> bool:
+        """Whether enough was measured for an estimate."""
         return self._seconds >= CALIBRATED_SECONDS and self._tokens > 0
 
     @property
     def tokens_per_second(self) -> float:
-        """A second, while it computes prompts."""
+        """Uncached prompt tokens per second of computing prompts; 0 if unknown."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     @property
     def uncached_fraction(self) -> float:
-        """The share of its prompts that it had to compute; 1 where nothing is known."""
+        """Share of prompt tokens that were not in the prefix cache; 1 if unknown."""
         taken = self._tokens + self._hits
         return self._tokens / taken if taken else 1.0
 
 
 class TransferCostModel:
-    """Seconds that a KV transfer takes, as a line over its tokens: fitted by least squares.
+    """Linear model of the duration of a KV transfer over its tokens, fitted by least squares.
 
-    The height of the line is what every KV transfer costs, its slope the bandwidth. Where all were
-    of one length, nothing tells the two apart: then all of it is bandwidth.
+    The intercept is the fixed cost of a transfer, the slope the time per token. If all transfers
+    had the same length the two cannot be separated; then the fixed cost is taken as 0.
     """
 
     __slots__ = ("_bytes", "_count", "_lengths", "_products", "_seconds", "_squares")
@@ -66,7 +68,7 @@ class TransferCostModel:
         self._bytes = 0.0
 
     def add(self, num_tokens: int, num_bytes: int, seconds: float) -> None:
-        """One has arrived, `seconds` after it was asked for."""
+        """Add a completed KV transfer that took `seconds` from request to arrival."""
         self._count = DECAY * self._count + 1
         self._lengths = DECAY * self._lengths + num_tokens
         self._seconds = DECAY * self._seconds + seconds
@@ -76,14 +78,15 @@ class TransferCostModel:
 
     @property
     def is_calibrated(self) -> bool:
-        # Three, each of which counts a little less than the one after it.
+        # Three transfers: older ones weigh slightly less than 1.
         return self._count > CALIBRATED_TRANSFERS - 0.5 and self._lengths > 0
 
     @property
     def seconds_per_token(self) -> float:
+        """Slope of the model; 0 before the first transfer."""
         if not self._lengths:
             return 0.0
-        steepest = self._seconds / self._lengths  # steeper, and none of it would be fixed
+        steepest = self._seconds / self._lengths  # upper bound: no fixed cost
         variance = self._squares - self._lengths * self._lengths / self._count
         if variance <= 1e-9 * self._squares:
             return steepest
@@ -92,6 +95,7 @@ class TransferCostModel:
 
     @property
     def fixed_seconds(self) -> float:
+        """Intercept of the model; 0 before the first transfer."""
         if not self._count:
             return 0.0
         rest = self._seconds - self.seconds_per_token * self._lengths
@@ -99,13 +103,15 @@ class TransferCostModel:
 
     @property
     def bytes_per_token(self) -> float:
+        """Mean KV bytes per token; 0 before the first transfer."""
         return self._bytes / self._lengths if self._lengths else 0.0
 
     @property
     def bytes_per_second(self) -> float:
+        """Estimated bandwidth; 0 if unknown."""
         slope = self.seconds_per_token
         return self.bytes_per_token / slope if slope else 0.0
 
     def seconds(self, num_tokens: float) -> float:
-        """That a KV transfer of so many tokens is expected to take."""
+        """Return the expected duration of a KV transfer of `num_tokens` tokens."""
         return self.fixed_seconds + self.seconds_per_token * num_tokens

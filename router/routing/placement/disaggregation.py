@@ -1,13 +1,12 @@
-"""Whether a prompt is computed apart, on a prefill worker, or where its answer is generated.
+"""Decision per prompt whether to compute it on a prefill worker or on the decode worker.
 
-Both ways are priced in seconds that clients wait, all of them together:
+Both costs are in seconds of waiting time, summed over all affected clients:
 
-    apart     what waits for the prefill worker + computing the prompt there + the KV transfer
-    together  what waits at the decode worker + computing the prompt there, once for the request
-              and once for each sequence that stands still meanwhile
+    apart     wait for the prefill worker + time to compute the prompt there + KV transfer
+    together  wait for the decode worker + time to compute the prompt there, counted once for the
+              request and once for each running sequence that it delays
 
-Pure: what the fleet says of itself in, a decision with its reason out. While something is not
-measured yet, prompts are computed apart.
+Prompts are computed apart until the speeds and the transfer costs have been measured.
 """
 
 from collections.abc import Sequence
@@ -18,24 +17,24 @@ from penstock.router.routing.placement.cost_model import TransferCostModel
 from penstock.router.routing.worker_registry import WorkerView
 
 MAX_COST_RATIO = 0.9
-"""Together must cost less than this share of apart: what is estimated is no exact price."""
+"""Together is chosen only below this share of the cost of apart, since costs are estimates."""
 
 
 class Reason(Enum):
-    """What weighed most."""
+    """Main reason of a decision."""
 
-    UNMEASURED = "unmeasured"  # apart: a speed or the price of KV transfers is not known
-    INTERFERENCE = "harm"  # apart: running sequences would stand still
-    DECODE_QUEUE = "decode queue"  # apart: other prompts wait where the answer would be generated
+    UNMEASURED = "unmeasured"  # apart: prefill speed or KV transfer cost is unknown
+    INTERFERENCE = "harm"  # apart: running sequences would be delayed
+    DECODE_QUEUE = "decode queue"  # apart: other prompts wait for the decode worker
     NO_GAIN = "even"  # apart: together would save too little
-    PREFILL_QUEUE = "prefill queue"  # together: too much waits at the prefill workers
-    TRANSFER = "transfer"  # together: the KV transfer costs more than it spares
-    PROMPT = "prompt"  # together: it is cheaper to compute there, where more of it is cached
+    PREFILL_QUEUE = "prefill queue"  # together: long wait for the prefill workers
+    TRANSFER = "transfer"  # together: the KV transfer costs too much
+    PROMPT = "prompt"  # together: the decode worker computes it faster
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecision:
-    """Where a prompt is computed, why, and what either way was thought to cost, in seconds."""
+    """Where a prompt is computed, the reason, and the estimated costs in seconds."""
 
     is_disaggregated: bool
     reason: Reason
@@ -50,24 +49,24 @@ ALL_DECISIONS = (
     *(PrefillDecision(True, reason) for reason in list(Reason)[:4]),
     *(PrefillDecision(False, reason) for reason in list(Reason)[4:]),
 )
-"""Where and why, without the prices: all that there are."""
+"""All possible decisions, without costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptCost:
-    """A prompt on a worker, in seconds."""
+    """Estimated seconds that a prompt waits and computes on a worker."""
 
     wait: float
     compute: float
 
 
 class DisaggregationPolicy:
-    """Prices prompts on these workers.
+    """Cost estimates of computing a prompt on given workers, and the decision between two.
 
     Args:
-        workers: all that may be looked at; one that has computed no prompts of late is taken to be
-            as fast as those that have.
-        handover: what KV transfers took.
+        workers: the candidates; one without a measured prefill rate is assumed to have the mean
+            rate of the others.
+        transfer_costs: cost model of KV transfers.
     """
 
     def __init__(self, workers: Sequence[WorkerView], transfer_costs: TransferCostModel) -> None:
@@ -81,6 +80,7 @@ class DisaggregationPolicy:
 
     @property
     def is_measured(self) -> bool:
+        """Whether prefill rates and transfer costs are known."""
         return self._mean_rate > 0 and self._transfer_costs.is_calibrated
 
     def decide(
@@ -90,8 +90,14 @@ class DisaggregationPolicy:
         decode: WorkerView,
         router_queue_tokens: float = 0.0,
     ) -> PrefillDecision:
-        """Whether `prefill` computes so many tokens for `decode`, or `decode` does it itself;
-        `line` are the tokens that wait at the router for `prefill`."""
+        """Decide whether `prefill` or `decode` itself computes a prompt for `decode`.
+
+        Args:
+            num_tokens: length of the prompt.
+            prefill: the candidate prefill worker.
+            decode: the worker that generates the answer.
+            router_queue_tokens: prompt tokens that wait at the router for `prefill`.
+        """
         if not self.is_measured:
             return PrefillDecision(True, Reason.UNMEASURED)
         there, here = (
@@ -118,7 +124,7 @@ class DisaggregationPolicy:
         )
 
     def colocated_seconds(self, num_tokens: int, decode: WorkerView) -> float:
-        """What computing them on `decode` costs everybody; 0 while nothing is measured."""
+        """Return the cost of computing a prompt on `decode`; 0 if no prefill rate is known."""
         if not self._mean_rate:
             return 0.0
         here = self._prompt_cost(num_tokens, decode)
@@ -132,7 +138,7 @@ class DisaggregationPolicy:
             if view.prefill_rate.is_calibrated
             else self._mean_rate
         )
-        # What waits there is told without what is cached; what waits here is not known to be.
+        # Workers report their backlog without cached tokens; the router's queue includes them.
         uncached = view.prefill_rate.uncached_fraction
         wait = (view.backlog_tokens + router_queue_tokens * uncached) / speed
         return _PromptCost(wait, num_tokens * uncached / speed)

@@ -1,4 +1,4 @@
-"""Keeps every request somewhere: in the line, on a worker, or on its way from one to another."""
+"""Placement of requests: assigns queued ones to workers and moves running ones."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -14,13 +14,16 @@ from penstock.router.routing.worker_registry import WorkerRegistry, WorkerView
 
 
 class RecoveryThrottle:
-    """Requests whose worker was lost: let back into the line a few at a time, so that one death
-    does not trample the workers that are left."""
+    """Requests whose worker was lost, held back so that they do not overload the others.
+
+    Args:
+        num_per_worker: requests per worker that may be recomputed at a time.
+    """
 
     def __init__(self, num_per_worker: int) -> None:
         self._num_per_worker = num_per_worker
-        self._waiting: dict[int, None] = {}  # in order
-        self._recovering: dict[int, None] = {}  # let go, their first new token not seen yet
+        self._waiting: dict[int, None] = {}  # ids in order of arrival
+        self._recovering: dict[int, None] = {}  # released, without a new token so far
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -29,10 +32,12 @@ class RecoveryThrottle:
         return request in self._waiting
 
     def add(self, request: int) -> None:
+        """Hold back a request."""
         self._recovering.pop(request, None)
         self._waiting[request] = None
 
     def release(self, num_workers: int) -> list[int]:
+        """Return the held requests that may be placed now, and stop holding them."""
         num_free = self._num_per_worker * num_workers - len(self._recovering)
         released = list(self._waiting)[: max(num_free, 0)]
         for request in released:
@@ -41,13 +46,13 @@ class RecoveryThrottle:
         return released
 
     def discard(self, request: int) -> None:
-        """It has a token again, or has ended."""
+        """Forget a request that has a new token or has ended."""
         self._waiting.pop(request, None)
         self._recovering.pop(request, None)
 
 
 class Placer:
-    """Places what waits while workers have room, and moves what has to leave a worker."""
+    """The placement of all requests: from the queue to workers, and between workers."""
 
     def __init__(
         self, policy: Policy, registry: WorkerRegistry, queue: FairQueue, throttle: RecoveryThrottle
@@ -57,21 +62,23 @@ class Placer:
         self._queue = queue
         self._throttle = throttle
         self.states: dict[int, RequestState] = {}
-        self._holders: dict[int, list[str]] = {}  # a request: the workers whose views hold it
+        self._holders: dict[int, list[str]] = {}  # workers whose views contain the request
         self.num_ended: Counter[Status] = Counter()
-        self.num_prefill_decisions: Counter[str] = Counter()  # where prompts are computed, and why
-        self.num_rebalanced = 0  # requests taken back from a worker that had no room for them yet
-        self.dirty = False  # something changed that may give a waiting request room
+        self.num_prefill_decisions: Counter[str] = Counter()  # by `str(PrefillDecision)`
+        self.num_rebalanced = 0  # moves away from a worker that had no room yet
+        self.dirty = False  # a queued request may fit now: call `assign_waiting`
 
     @property
     def num_waiting(self) -> int:
+        """Number of requests that are queued or held back."""
         return len(self._queue) + len(self._throttle)
 
     def is_waiting(self, request: int) -> bool:
+        """Return whether a request is queued or held back."""
         return request in self._queue or request in self._throttle
 
     def admit(self, state: RequestState) -> None:
-        """Take in a new request; one that has ended at the door is only counted."""
+        """Queue a new request; one that has already ended is only counted."""
         if state.status is not None:
             self.num_ended[state.status] += 1
             return
@@ -80,8 +87,10 @@ class Placer:
         self.dirty = True
 
     def reconcile(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Call after whatever changed where a request is: the views follow, and one that nobody
-        has any more is placed again or waits."""
+        """Update placement and worker views; call after each change of a request's state.
+
+        A request that is no longer on any worker is placed again or queued.
+        """
         request = state.request.id
         self.dirty = True
         if state.status is not None:
@@ -96,16 +105,17 @@ class Placer:
         self._update_views(state, now)
 
     def recover(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Like `settle`, for one whose worker was lost under it."""
+        """Variant of `reconcile` for a request whose worker was lost: holds it back first."""
         if state.status is None:
             self._throttle.add(state.request.id)
         self.reconcile(state, out, now)
 
     def recovered(self, state: RequestState) -> None:
+        """Note that a request has a new token, so that the next held one may be released."""
         self._throttle.discard(state.request.id)
 
     def assign_waiting(self, out: list[Command], now: float) -> None:
-        """Place requests in their turn while workers have room."""
+        """Place queued requests in queue order while workers have room."""
         for request in self._throttle.release(len(self._registry)):
             self._queue.add(_queued_request(self.states[request], is_requeued=True))
         views = self._registry.views() if len(self._queue) else ()
@@ -116,20 +126,23 @@ class Placer:
                 self._queue.dequeue(head, now)
                 self._assign(state, placement, out, now)
                 self._update_views(state, now)
-            elif not self.end_if_unfit(state, "it fits on no worker that is there", out, now):
+            elif not self.end_if_unfit(state, "the request fits on no worker", out, now):
                 break
         self.dirty = False
 
     def _next_request(self, views: Sequence[WorkerView], now: float) -> int | None:
-        """Whose turn it is; None: nobody's that could be placed now."""
+        """Return the next request to place; None if none can be placed now."""
         if not self._registry.queues_at_router:
             return self._queue.head()
         return self._queue.select(now, prefill_capacity(views)) if len(self._queue) else None
 
     def busy_since(self, view: WorkerView) -> float | None:
-        """Since when that worker has had something to do for which it waits neither for blocks nor
-        for another one to yield; None: it has nothing. What it receives blocks for has taken room,
-        for which all else there may wait."""
+        """Return the time since which a worker has had runnable work, or None if it has none.
+
+        Only requests of this router count. Work that waits for a KV transfer or for another worker
+        to yield is not runnable. While the worker receives a transfer the result is None, since its
+        other requests may wait for the blocks that the transfer has reserved.
+        """
         states = [self.states[request] for request in view.requests]
         if any(state.is_receiving(view.name) for state in states):
             return None
@@ -137,7 +150,7 @@ class Placer:
         return min((hold.runnable_since for hold in here if hold.worker == view.name), default=None)
 
     def short_of(self) -> Collection[str]:
-        """The roles of which no worker has room for the request whose turn it is."""
+        """Return the roles without a worker that has room for the next queued request."""
         head = self._queue.head()
         if head is None:
             return ()
@@ -146,14 +159,14 @@ class Placer:
         usable = [
             view for view in self._registry.views() if view.is_usable and view.has_capacity(*size)
         ]
-        if state.lease is None:  # its prompt is to be computed, which a decode worker seldom does
+        if state.lease is None:  # its prompt must be computed, rarely by a decode worker
             usable = [view for view in usable if view.role == "decode" or view.has_prefill_slot]
         return {"prefill", "decode", "mixed"} - {view.role for view in usable}
 
     def end_if_unfit(
         self, state: RequestState, reason: str, out: list[Command], now: float
     ) -> bool:
-        """End a request that fits on none of the workers that stay."""
+        """End a request that fits on none of the remaining workers; return whether it ended."""
         staying = [view for view in self._registry.views() if view.can_wait_for]
         if not staying or any(view.name not in state.unfit_workers for view in staying):
             return False
@@ -161,12 +174,14 @@ class Placer:
         self.reconcile(state, out, now)
         return True
 
-    # -------------------------------------------------------------- moving
+    # -------------------------------------------------------------- moving requests
 
     def evacuate(self, view: WorkerView, out: list[Command], now: float) -> None:
-        """Move off a worker what can be moved: all of it when it drains; what it generates, as far
-        as its blocks can move too, when it is to prefill; only what has not begun there when it is
-        merely silent."""
+        """Move requests away from a worker that drains, changes role or is suspect.
+
+        A draining worker loses all requests; a worker that becomes a prefill worker those decodes
+        whose blocks can move too; a suspect worker only those that have not started there.
+        """
         for request in list(view.requests):
             state = self.states[request]
             if state.decode_target == view.name:
@@ -185,7 +200,7 @@ class Placer:
     def _withdraw(
         self, state: RequestState, view: WorkerView, out: list[Command], now: float
     ) -> None:
-        """From a worker that waits for room; blocks on their way are let arrive."""
+        """Withdraw a request that is pending on a worker, unless its KV transfer has started."""
         assert state.pending is not None
         if state.running is None and state.pending.epoch is not None:
             return
@@ -197,7 +212,7 @@ class Placer:
         self.reconcile(state, out, now)
 
     def _migrate_for_drain(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Its worker drains: the next one is asked first, so that the stop is short."""
+        """Move a request off a draining worker, live if possible to keep the pause short."""
         assert state.running is not None
         if state.running.yielding or state.pending is not None:
             return
@@ -211,7 +226,7 @@ class Placer:
             state.request_yield(out)
 
     def _migrate_for_role(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Its worker is to prefill now: it moves if its blocks can, and ends there if not."""
+        """Move a request off a worker that is now a prefill worker, if its blocks can move."""
         assert state.running is not None
         if state.running.yielding or state.pending is not None or not state.can_migrate_live:
             return
@@ -222,13 +237,13 @@ class Placer:
         self.reconcile(state, out, now)
 
     def check_sources(self, out: list[Command], now: float) -> None:
-        """Nobody waits for blocks as long as a transfer may take once their source is gone."""
+        """Restart requests that wait for blocks from a lost source."""
         for state in list(self.states.values()):
             if state.check_source(out):
                 self.reconcile(state, out, now)
 
     def rebalance(self, out: list[Command], now: float) -> None:
-        """Take back what waits for room at one worker while another one has it."""
+        """Move requests that wait for room on one worker to another one that has room."""
         if not any(view.is_usable and not view.load.queued for view in self._registry.views()):
             return
         for state in list(self.states.values()):
@@ -250,7 +265,7 @@ class Placer:
                 self.reconcile(state, out, now)
 
     def _alternative(self, state: RequestState, now: float) -> WorkerView | None:
-        """Where it would be placed now."""
+        """Return the worker on which a request would be placed now."""
         placement = self._choose(state, self._registry.views(), now)
         return None if placement is None else self._registry.get(placement.worker)
 
@@ -259,7 +274,7 @@ class Placer:
     ) -> Placement | None:
         return self._policy.choose(self._demand(state), views, self._registry.transfer_costs, now)
 
-    # -------------------------------------------------------------- placing
+    # -------------------------------------------------------------- placing requests
 
     def _demand(self, state: RequestState) -> Demand:
         return Demand(
@@ -274,6 +289,7 @@ class Placer:
         )
 
     def _reassign(self, state: RequestState, out: list[Command], now: float) -> None:
+        """Submit a request to its decode worker if that is usable; else queue it again."""
         view = self._registry.get(state.decode_target)
         if view is not None and view.is_usable and not view.is_backed_off:
             self._assign(state, Placement(view.name), out, now)
@@ -285,7 +301,7 @@ class Placer:
         self, state: RequestState, placement: Placement, out: list[Command], now: float
     ) -> None:
         view = self._registry.get(placement.worker)
-        assert view is not None, "the policy chose a worker that is not there"
+        assert view is not None, "the policy chose a worker that is not connected"
         state.assign(view.info, placement.yield_after, out)
         state.decode_target = placement.decode_target
         state.submitted_at = now
@@ -295,7 +311,7 @@ class Placer:
         view.note_assigned(num_tokens, state.request.num_sequences)
 
     def _update_views(self, state: RequestState, now: float) -> None:
-        """Enter a request into the views of all workers that have or will have something of it."""
+        """Record a request in the views of all workers that hold or will hold it."""
         state.update_runnable(now)
         request, num_sequences = state.request.id, state.request.num_sequences
         self._remove_from_views(request)
@@ -314,25 +330,25 @@ class Placer:
             if view is not None:
                 view.remove(request)
 
-    # -------------------------------------------------------------- always true
+    # -------------------------------------------------------------- invariants
 
     def check(self) -> None:
-        """AssertionError if requests, line and views do not agree."""
+        """Assert that requests, queue and worker views agree."""
         self._queue.check()
         for request, state in self.states.items():
             request_state.check(state)
             assert state.is_unassigned == self.is_waiting(request), (
-                "neither placed nor waiting, or both"
+                "request must be either placed or queued"
             )
-            assert not (request in self._queue and request in self._throttle), "waits twice"
+            assert not (request in self._queue and request in self._throttle), "queued twice"
             names = self._holders.get(request, [])
             for name in state.workers():
-                assert self._registry.get(name) is not None, "held by a worker that is not there"
-                assert name in names, "held, but not counted"
+                assert self._registry.get(name) is not None, "held by an unknown worker"
+                assert name in names, "held, but not in the view"
         for view in self._registry.views():
             view.check()
             for request in view.requests:
-                assert view.name in self._holders[request], "counted, but not held"
+                assert view.name in self._holders[request], "in the view, but not held"
 
 
 def _queued_request(state: RequestState, is_requeued: bool) -> QueuedRequest:

@@ -1,4 +1,4 @@
-"""Which worker gets a request: the interface, and the least-loaded choice behind it."""
+"""Routing policies, which choose a request's workers: interface and least-loaded policy."""
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -15,39 +15,41 @@ from penstock.router.routing.placement.disaggregation import (
 from penstock.router.routing.worker_registry import PENALTY_SECONDS, WorkerView
 
 PENALTY_TOKENS = 2048
-"""What having been lost a moment ago weighs in the choice of a prefill worker, in queued tokens."""
+"""Largest penalty of a worker that was lost recently, as queued tokens of a prefill worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A request as placement sees it."""
+    """The properties of a request that matter for placement."""
 
     request: int
-    num_tokens: int  # prompt and answer so far
+    num_tokens: int  # of prompt and answer so far
     num_sequences: int
-    num_remaining: int  # the most tokens that it may still get
-    has_source: bool = False  # a worker keeps its blocks: only the tokens to come need computing
+    num_remaining: int  # largest number of tokens that it may still get
+    has_source: bool = False  # its KV blocks exist on a worker: no prefill needed
     unfit_workers: AbstractSet[str] = frozenset()  # workers on which it can never fit
-    is_pinned: bool = False  # where its prompt is computed
-    router_queue_tokens: int = 0  # of the prompts that wait at the router for who computes them
+    is_pinned: bool = False  # it must stay on the worker that computes its prompt
+    router_queue_tokens: int = 0  # prompt tokens that wait at the router
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Run on `worker`; with `then`, only until the first token, and there from then on."""
+    """Run on `worker`; if `decode_target` is set, move there after the first token."""
 
     worker: str
     decode_target: str | None = None
-    decision: PrefillDecision | None = field(
-        default=None, compare=False
-    )  # where there was a choice
+    # None: there was no choice between prefill and decode worker.
+    decision: PrefillDecision | None = field(default=None, compare=False)
 
     @property
     def yield_after(self) -> int:
+        """New tokens after which `worker` yields; 0: never."""
         return 0 if self.decode_target is None else 1
 
 
 class Policy(Protocol):
+    """Interface of routing policies."""
+
     def choose(
         self,
         demand: Demand,
@@ -55,19 +57,23 @@ class Policy(Protocol):
         transfer_costs: TransferCostModel,
         now: float,
     ) -> Placement | None:
-        """Where to run; None while no worker has room. Workers that are not usable (suspect,
-        draining), have no room (full, masked) or are unfit must not be chosen."""
+        """Return where to run a request; None if no worker has room.
+
+        Must not choose a worker that is not usable (suspect, draining or stuck), has no capacity
+        or is in `demand.unfit_workers`.
+        """
         ...
 
 
 class LeastLoaded:
-    """Prefill where the fewest tokens are queued, decode where the smallest share is taken; both on
-    the decode worker where `disaggregation.DisaggregationPolicy` finds that cheaper.
+    """Policy: prefill where the fewest tokens are queued, decode where the load is smallest.
 
-    A role is a weight: where one kind of worker is missing, the other kind does all the work.
+    Load is the share of a worker's capacity that is in use. Prefill and decode run on one decode
+    worker if `DisaggregationPolicy` estimates that as cheaper. If there are no workers of one role,
+    those of the other role do all the work.
 
     Args:
-        rule: another one, to measure this one against.
+        disaggregation: creates the disaggregation policy; another one serves for comparisons.
     """
 
     def __init__(
@@ -88,8 +94,8 @@ class LeastLoaded:
         unfit = demand.unfit_workers
         live = [view for view in workers if view.is_usable and not (unfit and view.name in unfit)]
         decoders = [view for view in live if view.role != "prefill"]
-        # Choices are sequences of their own, in step only while nobody moves them: they stay. Of
-        # a beam search nothing moves but its prompt.
+        # Several choices cannot move together once they decode, so they stay on one worker. A
+        # beam search is not pinned: only its prompt moves.
         if demand.has_source or demand.is_pinned:
             able = decoders or live
             whole = _least_utilized(
@@ -115,7 +121,7 @@ class LeastLoaded:
         first: WorkerView | None,
         now: float,
     ) -> Placement | None:
-        """Separate pools: `first` has room for the prompt, if anybody has."""
+        """Choose between separate pools; `first` is a prefill worker with room, if there is one."""
         prefill_workers = [view for view in prefillers if view.role == "prefill"]
         second = _least_utilized(decoders, demand, now)
         if not prefill_workers or second is None:
@@ -135,7 +141,7 @@ class LeastLoaded:
             return Placement(whole.name, None, decision)
         if first is None:
             return None
-        if second.info.layout != first.info.layout:  # it could not use what `first` has computed
+        if second.info.layout != first.info.layout:  # it could not use the blocks of `first`
             alike = [view for view in decoders if view.info.layout == first.info.layout]
             second = _least_utilized(alike, demand, now)
             if second is None:
@@ -144,7 +150,7 @@ class LeastLoaded:
 
 
 def _with_prefill_slot(views: Sequence[WorkerView]) -> Sequence[WorkerView]:
-    """Those that may be given a prompt now: all, where prompts do not wait at the router."""
+    """Return the workers that may get a prompt now; all if prompts do not queue at the router."""
     if not views or not views[0].queues_at_router:
         return views
     return [view for view in views if view.has_prefill_slot]
@@ -157,7 +163,7 @@ def _with_capacity(views: Sequence[WorkerView], demand: Demand) -> list[WorkerVi
 def _shortest_queue(
     views: Sequence[WorkerView], now: float, demand: Demand | None = None
 ) -> WorkerView | None:
-    """With room for the demand, if there is one."""
+    """Return the worker with the fewest queued tokens among those with room for `demand`."""
 
     def key(view: WorkerView) -> tuple[float, int, int, str]:
         tokens, busy, num_assigned, name = view.by_queue
@@ -167,6 +173,8 @@ def _shortest_queue(
 
 
 def _least_utilized(views: Sequence[WorkerView], demand: Demand, now: float) -> WorkerView | None:
+    """Return the least utilized worker among those with room for `demand`."""
+
     def key(view: WorkerView) -> tuple[float, float, int, str]:
         busy, filled, num_assigned, name = view.by_utilization
         return busy + view.penalty(now), filled, num_assigned, name
@@ -177,7 +185,7 @@ def _least_utilized(views: Sequence[WorkerView], demand: Demand, now: float) -> 
 
 
 def _none_penalized(views: Sequence[WorkerView], now: float) -> bool:
-    """Nobody has a penalty."""
+    """Return whether no worker has a penalty."""
     since = now - PENALTY_SECONDS
     return not any([view.lost_at > since for view in views])
 
@@ -185,7 +193,7 @@ def _none_penalized(views: Sequence[WorkerView], now: float) -> bool:
 def _least(
     views: Sequence[WorkerView], key: Callable[[WorkerView], Any], demand: Demand | None
 ) -> WorkerView | None:
-    """Mostly the first of all has room: then nobody else is asked."""
+    """Return the worker with the smallest key and room; the overall smallest is tried first."""
     best = min(views, key=key, default=None)
     if best is None or demand is None or best.has_capacity(demand.num_tokens, demand.num_sequences):
         return best

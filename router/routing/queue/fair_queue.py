@@ -1,10 +1,10 @@
-"""The line before the workers: bounded, fair between tenants, in bands of priority.
+"""The bounded queue of requests that wait for a worker: by priority, then fair between tenants.
 
-Fairness is by virtual counters (start-time fair queueing over tokens, as in "Fairness in Serving
-Large Language Models", arXiv 2401.00588): a tenant's counter grows with the service it gets, the
-waiting tenant with the smallest counter is next, and one that comes back from idleness starts from
-the smallest counter of those that are waiting, so that nobody saves up service. Within a tenant's
-line requests go by arrival, or, where first tokens are promised, as `slo_order` has it.
+Fairness uses virtual counters (start-time fair queueing over tokens, as in "Fairness in Serving
+Large Language Models", arXiv 2401.00588). A tenant's counter grows with the tokens that it is
+served, and the waiting tenant with the smallest counter is next. A tenant that was idle restarts at
+the smallest counter of the waiting tenants, so that idle time earns no credit. The requests of one
+tenant are ordered by arrival or, with a time-to-first-token SLO, by `slo_order`.
 """
 
 import math
@@ -13,31 +13,33 @@ from dataclasses import dataclass
 
 from penstock.router.routing.queue.slo_order import PrefillCapacity, QueuedPrompt, select_next
 
-PROMPT_WEIGHT = 1.0
-OUTPUT_WEIGHT = 2.0
+PROMPT_WEIGHT = 1.0  # counter units per prompt token
+OUTPUT_WEIGHT = 2.0  # counter units per generated token
 MAX_TENANTS = 4096
-"""Counters kept; those of the longest idle tenants are forgotten beyond it."""
+"""Largest number of tenant counters; beyond it that of the longest idle tenant is deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
+    """A request as the queue sees it."""
+
     request: int
     tenant: str
     priority: int
-    num_tokens: int  # of the prompt: counted in the queue's bound and in its tenant's counter
-    is_requeued: bool = False  # it was placed before: ahead of its tenant's line, outside the bound
-    arrived_at: float = 0.0  # when it came
+    num_tokens: int  # of the prompt: counts in the queue's bound and its tenant's counter
+    is_requeued: bool = False  # it was placed before: first in its queue, not in the bound
+    arrived_at: float = 0.0  # clock seconds
 
 
 class TenantQueue:
-    """One tenant's requests in one band, in order: first those that were placed before."""
+    """One tenant's queued requests of one priority; requeued requests go first."""
 
     __slots__ = ("new", "num_dequeued", "requeued")
 
     def __init__(self) -> None:
         self.requeued: OrderedDict[int, QueuedRequest] = OrderedDict()
         self.new: OrderedDict[int, QueuedRequest] = OrderedDict()
-        self.num_dequeued = 0  # of the fresh ones
+        self.num_dequeued = 0  # new requests taken so far
 
     def __bool__(self) -> bool:
         return bool(self.requeued or self.new)
@@ -52,7 +54,7 @@ class TenantQueue:
         return next(iter((self.requeued or self.new).values()))
 
     def select(self, now: float, ttft_slo: float, capacity: PrefillCapacity) -> QueuedRequest:
-        """Who is to go now, where first tokens are promised."""
+        """Return the next request under a time-to-first-token SLO of `ttft_slo` seconds."""
         if self.requeued:
             return self.head()
         fresh = list(self.new.values())
@@ -62,14 +64,14 @@ class TenantQueue:
 
 
 class DequeueRate:
-    """Prompt tokens a second that leave the queue, over about the last ten seconds."""
+    """Prompt tokens per second that leave the queue, averaged over about `WINDOW` seconds."""
 
-    WINDOW = 10.0
+    WINDOW = 10.0  # seconds
     ASSUMED = 1000.0
-    """Before anything was measured."""
+    """Tokens per second before the first measurement."""
 
     def __init__(self) -> None:
-        self._tokens = 0.0  # decayed to `_at`
+        self._tokens = 0.0  # exponentially decayed sum, as of `_at`
         self._since: float | None = None
         self._at = 0.0
 
@@ -82,7 +84,7 @@ class DequeueRate:
     def value(self, now: float) -> float:
         if self._since is None or now <= self._since:
             return self.ASSUMED
-        # A window that is not full yet is divided by what has passed of it.
+        # Integral of the decay weights since `_since`: about WINDOW once that is long ago.
         seconds = self.WINDOW * -math.expm1(-(now - self._since) / self.WINDOW)
         return max(self._decayed(now) / seconds, 1.0)
 
@@ -91,26 +93,26 @@ class DequeueRate:
 
 
 class FairQueue:
-    """Requests that wait for a worker.
+    """A bounded queue of the requests that wait for a worker.
 
     Args:
-        max_queued, max_queued_tokens: the bound on requests that were not placed before.
-        promised: seconds to the first token, see `slo_order`; 0: nothing is.
+        max_queued: largest number of requests that were never placed.
+        max_queued_tokens: largest number of their prompt tokens.
+        ttft_slo: time-to-first-token SLO in seconds, see `slo_order`; 0: none.
     """
 
-    MIN_RETRY, MAX_RETRY = 1.0, 60.0
+    MIN_RETRY, MAX_RETRY = 1.0, 60.0  # seconds
 
     def __init__(self, max_queued: int, max_queued_tokens: int, ttft_slo: float = 0.0) -> None:
         self._max_queued = max_queued
         self._ttft_slo = ttft_slo
         self._max_queued_tokens = max_queued_tokens
         self._entries: dict[int, QueuedRequest] = {}
-        self._bands: dict[
-            int, dict[str, TenantQueue]
-        ] = {}  # a priority, a tenant: its line if not empty
+        # priority -> tenant -> its queue, if not empty
+        self._bands: dict[int, dict[str, TenantQueue]] = {}
         self._counters: OrderedDict[str, float] = OrderedDict()
-        self._virtual_time = 0.0  # the counter that was served last
-        self._num_new = 0  # entries that count against the bound, and their tokens
+        self._virtual_time = 0.0  # counter of the tenant that was served last
+        self._num_new = 0  # entries that count in the bound, and their tokens
         self._num_tokens = 0
         self._rate = DequeueRate()
 
@@ -122,11 +124,11 @@ class FairQueue:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens of the requests that wait for their first worker."""
+        """Number of prompt tokens of queued requests that were never placed."""
         return self._num_tokens
 
     def is_full(self, num_tokens: int) -> bool:
-        """Whether a request with so long a prompt is too much now."""
+        """Return whether a new request with a prompt of `num_tokens` exceeds the bound."""
         if not self._num_new:
             return False
         return (
@@ -135,12 +137,12 @@ class FairQueue:
         )
 
     def retry_after(self, now: float) -> float:
-        """Seconds until the backlog will have been worked off, at the rate of late."""
+        """Return the seconds until the queue will be empty at its recent dequeue rate."""
         seconds = self._num_tokens / self._rate.value(now)
         return min(max(seconds, self.MIN_RETRY), self.MAX_RETRY)
 
     def add(self, entry: QueuedRequest) -> None:
-        """Put it in its line. The bound is the caller's to ask for (`is_full`)."""
+        """Add a request. The caller checks the bound with `is_full`."""
         assert entry.request not in self._entries
         self._activate(entry.tenant)
         self._entries[entry.request] = entry
@@ -151,13 +153,16 @@ class FairQueue:
             self._num_tokens += entry.num_tokens
 
     def head(self) -> int | None:
-        """The request whose turn it is, by arrival among its tenant's."""
+        """Return the next request, without regard to an SLO; None if the queue is empty."""
         line = self._next_queue()
         return line.head().request if line is not None else None
 
     def select(self, now: float, capacity: PrefillCapacity | None) -> int | None:
-        """Who goes to a worker now; `crew` are those who compute prompts, None: nobody has time,
-        so that only what was placed before may go, which may want no prompt computed."""
+        """Return the next request to place, under the SLO if there is one.
+
+        If `capacity` is None no worker can start a prompt now; then under an SLO only requeued
+        requests are eligible, since they may not need one.
+        """
         line = self._next_queue()
         if line is None or not self._ttft_slo:
             return self.head()
@@ -167,14 +172,14 @@ class FairQueue:
         return line.select(now, self._ttft_slo, capacity.divided(num_lines)).request
 
     def _next_queue(self) -> TenantQueue | None:
-        """That of the tenant whose turn it is."""
+        """Return the queue of the next tenant."""
         if not self._entries:
             return None
         band = self._bands[max(self._bands)]
         return band[min(band, key=self._counters.__getitem__)]
 
     def dequeue(self, request: int, now: float) -> None:
-        """It goes to a worker; its tenant pays for the prompt, once."""
+        """Remove a request that goes to a worker; charge its prompt to its tenant once."""
         entry = self._entries[request]
         self._bands[entry.priority][entry.tenant].num_dequeued += not entry.is_requeued
         self.remove(request)
@@ -184,7 +189,7 @@ class FairQueue:
             self._rate.add(entry.num_tokens, now)
 
     def remove(self, request: int) -> None:
-        """It no longer waits; unknown: nothing."""
+        """Remove a request if it is queued."""
         entry = self._entries.pop(request, None)
         if entry is None:
             return
@@ -199,17 +204,19 @@ class FairQueue:
             self._num_tokens -= entry.num_tokens
 
     def charge_output(self, tenant: str, num_tokens: int) -> None:
-        """A tenant got tokens of an answer."""
+        """Charge generated tokens to a tenant."""
         if tenant in self._counters:
             self._counters[tenant] += OUTPUT_WEIGHT * num_tokens
 
     def requests(self) -> list[int]:
+        """Return the ids of all queued requests."""
         return list(self._entries)
 
     def _waiting(self) -> set[str]:
         return {tenant for band in self._bands.values() for tenant in band}
 
     def _activate(self, tenant: str) -> None:
+        """Set the counter of a tenant that had no queued request."""
         if any(tenant in band for band in self._bands.values()):
             return
         waiting = [self._counters[other] for band in self._bands.values() for other in band]
@@ -225,14 +232,14 @@ class FairQueue:
             del self._counters[idle]
 
     def check(self) -> None:
-        """AssertionError if the sums and the lines do not agree."""
+        """Assert that totals, entries and tenant queues agree."""
         lines = [line for band in self._bands.values() for line in band.values()]
         queued = [
             entry for line in lines for entry in (*line.requeued.values(), *line.new.values())
         ]
-        assert all(lines), "an empty line is kept"
+        assert all(lines), "an empty tenant queue is kept"
         assert {entry.request: entry for entry in queued} == self._entries
         fresh = [entry for entry in queued if not entry.is_requeued]
         assert self._num_new == len(fresh)
         assert self._num_tokens == sum(entry.num_tokens for entry in fresh)
-        assert len(fresh) <= max(self._max_queued, 1), "more wait than the bound allows"
+        assert len(fresh) <= max(self._max_queued, 1), "more requests than the bound allows"

@@ -1,18 +1,17 @@
-"""Prompts that wait where first tokens are promised within a time: which of them goes next.
+"""Order of one tenant's queued prompts under a time-to-first-token SLO.
 
-They wait in one line at the router, and a worker is given about as much as it can do next: so who
-is next is found out when somebody has time, for all workers together.
+Prompts wait at the router, and each worker gets only about as much as it can compute next. The next
+prompt is therefore chosen when a worker has room, from one queue for all workers.
 
-By when each is due, as long as that keeps all promises. Where it does not, those stand back without
-which most of the others keep theirs (Moore and Hodgson, 1968: of who would be served up to the
-first that is late, the longest), and those that nothing can save any more. So a burst that is too
-large costs few requests what they were promised; in order of arrival it costs nearly all of them,
-since each waits behind some that are late already.
+Prompts are ordered by deadline (earliest first) while all deadlines can be met. If not all can be
+met, the longest prompts are deferred so that as many others as possible meet theirs (Moore and
+Hodgson, 1968); prompts that can no longer meet their deadline go last. A burst that is too large
+then makes few requests late; in order of arrival nearly all would be late, since each would wait
+behind some that already are.
 
-Nobody is passed over for ever: once somebody has waited for `PATIENCE` times what is promised,
-every `STARVATION_INTERVAL`-th that is taken is the one that waits longest. Bands of priority and
-the turns of tenants are `fair_queue`'s, as without promises: this is the order of one tenant's
-prompts.
+To prevent starvation, once the oldest prompt has waited for `STARVATION_FACTOR` times the SLO,
+every `STARVATION_INTERVAL`-th prompt that is taken is the oldest one. Priorities and fairness
+between tenants are those of `fair_queue`, as without an SLO.
 """
 
 import heapq
@@ -23,42 +22,42 @@ from typing import NamedTuple
 from penstock.router.routing.worker_registry import WorkerView
 
 PREFILL_FACTOR = 5.0
-"""Promised: the first token within some seconds and so many times its prompt's time alone."""
+"""The SLO is `ttft_slo` seconds plus this factor times the prompt's own compute time."""
 SLO_FRACTION = 0.9
-"""Of the seconds promised: a step more or less is not known beforehand."""
+"""Share of `ttft_slo` that is planned with; the rest is slack for about one step."""
 STARVATION_FACTOR = 10.0
 STARVATION_INTERVAL = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCapacity:
-    """Who computes what waits."""
+    """The workers that compute queued prompts."""
 
-    workers: float  # less than one: the others' time is not theirs
-    seconds_per_token: float  # of a prompt, on one of them, what is cached counted; 0: not known
+    workers: float  # number of workers; less than 1: a share of one
+    seconds_per_token: float  # per prompt token, cached ones included, on one worker; 0: unknown
 
     def divided(self, num_queues: int) -> "PrefillCapacity":
-        """What one of so many lines has of it."""
+        """Return the share of one of `num_queues` queues."""
         return PrefillCapacity(self.workers / num_queues, self.seconds_per_token)
 
 
 class QueuedPrompt(NamedTuple):
-    """One that waits, as the choice sees it."""
+    """A queued prompt as `select_next` sees it."""
 
-    arrived_at: float
-    seconds: float  # of computing its prompt, among others
+    arrived_at: float  # clock seconds
+    seconds: float  # to compute the prompt, in a batch with others
 
     def due(self, ttft_slo: float) -> float:
-        """When its prompt is to be computed."""
-        # Among others it takes up to a quarter longer than alone.
+        """Return the time by which the prompt must have been computed."""
+        # In a batch it takes up to 1.25 times as long as alone, hence the factor 0.8.
         return self.arrived_at + SLO_FRACTION * ttft_slo + 0.8 * PREFILL_FACTOR * self.seconds
 
 
 def prefill_capacity(views: Sequence[WorkerView]) -> PrefillCapacity | None:
-    """Those who compute prompts; None while none of them would soon begin with another one."""
+    """Return the capacity of the workers that compute prompts; None if all are occupied."""
     usable = [view for view in views if view.is_usable]
     found = [view for view in usable if view.role != "decode"] or usable
-    # A decode worker may be asked to compute a prompt itself: see `disaggregation`.
+    # Decode workers count here, since they may compute a prompt themselves: `disaggregation`.
     if not any(view.has_prefill_slot for view in usable):
         return None
     speeds = [view.prefill_rate for view in usable if view.prefill_rate.is_calibrated]
@@ -71,7 +70,15 @@ def prefill_capacity(views: Sequence[WorkerView]) -> PrefillCapacity | None:
 def select_next(
     prompts: Sequence[QueuedPrompt], now: float, ttft_slo: float, workers: float, num_dequeued: int
 ) -> int:
-    """The place in `waits`, in order of arrival, of who goes next; so many were taken before."""
+    """Return the index of the next prompt in `prompts`, which are ordered by arrival.
+
+    Args:
+        prompts: at least one.
+        now: clock seconds.
+        ttft_slo: seconds.
+        workers: number of workers that compute them.
+        num_dequeued: prompts taken from this queue so far.
+    """
     old = prompts[0].arrived_at + STARVATION_FACTOR * ttft_slo < now
     if old and num_dequeued % STARVATION_INTERVAL == 0:
         return 0
@@ -81,18 +88,18 @@ def select_next(
 def moore_hodgson(
     prompts: Sequence[QueuedPrompt], now: float, ttft_slo: float, workers: float = 1.0
 ) -> int:
-    """The place in `waits`, in order of arrival, of who goes next; of all that still can keep what
-    is promised as many as possible then do.
+    """Return the index of the prompt to start so that as many as possible meet their deadline.
 
-    So many workers are taken to be one that is as many times as fast, but that each prompt, once
-    its turn has come, takes its own time. Where nobody can be in time, the first one.
+    `prompts` are ordered by arrival; if none can meet its deadline, the first one is returned.
+    Several workers are approximated by one that is `workers` times as fast, except that a prompt
+    takes its full time once it has started.
     """
-    latest = [each.due(ttft_slo) - each.seconds for each in prompts]  # to begin
+    latest = [each.due(ttft_slo) - each.seconds for each in prompts]  # latest start times
     able = [index for index, begin in enumerate(latest) if now <= begin]
     due = [begin + each.seconds / workers for begin, each in zip(latest, prompts, strict=True)]
     able.sort(key=lambda index: (due[index], index))
     end, back = now, set[int]()
-    longest: list[tuple[float, int]] = []  # a heap: minus the seconds, minus the place
+    longest: list[tuple[float, int]] = []  # heap of (-seconds, -index)
     for index in able:
         seconds = prompts[index].seconds / workers
         end += seconds

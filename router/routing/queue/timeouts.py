@@ -1,4 +1,4 @@
-"""How long requests may wait: their deadlines, and what waits for workers that do not come."""
+"""Time limits of requests: their deadlines, and the wait while no worker is available."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,19 +9,20 @@ from penstock.router.routing.worker_registry import WorkerRegistry
 
 
 class RequestTimeouts:
-    """Every wait is bounded; here by time."""
+    """The time limits of all requests: deadlines, and the longest wait for any worker."""
 
     def __init__(self, no_worker_timeout_seconds: float) -> None:
         self._no_worker_timeout_seconds = no_worker_timeout_seconds
-        self._deadlines: list[tuple[float, int]] = []  # a heap; ended requests stay until theirs
-        self._no_worker_since: float | None = 0.0  # since when no worker is there to stay
+        self._deadlines: list[tuple[float, int]] = []  # a heap; ended requests stay in it
+        self._no_worker_since: float | None = 0.0  # since when no worker is available
 
     def add(self, state: RequestState) -> None:
+        """Watch the deadline of a new request."""
         if state.request.deadline != float("inf"):
             heapq.heappush(self._deadlines, (state.request.deadline, state.request.id))
 
     def workers_changed(self, registry: WorkerRegistry, now: float) -> None:
-        """Call after workers came, went, began to drain, or got on again."""
+        """Call after a worker was added, was lost, began to drain or is no longer stuck."""
         if any(view.can_wait_for for view in registry.views()):
             self._no_worker_since = None
         elif self._no_worker_since is None:
@@ -30,13 +31,13 @@ class RequestTimeouts:
     def expired(
         self, states: Mapping[int, RequestState], now: float
     ) -> Iterator[tuple[RequestState, Status, str]]:
-        """The requests that have waited too long, and how each is to end."""
+        """Yield the requests that exceed a time limit, each with its status and error message."""
         while self._deadlines and self._deadlines[0][0] <= now:
             state = states.get(heapq.heappop(self._deadlines)[1])
             if state is None:
                 continue
             if self._no_worker_since is not None and state.is_unassigned:
-                yield state, Status.UNAVAILABLE, "no worker is there"
+                yield state, Status.UNAVAILABLE, "no worker is available"
             else:
                 yield state, Status.DEADLINE, "the deadline passed"
         yield from self._expired_without_workers(list(states.values()), now)
@@ -49,4 +50,4 @@ class RequestTimeouts:
             return
         for state in states:
             if state.is_unassigned and state.arrived_at <= bound:
-                yield state, Status.UNAVAILABLE, "no worker is there"
+                yield state, Status.UNAVAILABLE, "no worker is available"

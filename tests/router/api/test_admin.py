@@ -68,7 +68,7 @@ async def scrape(http: httpx.AsyncClient) -> Values:
     return values_of(text_string_to_metric_families(reply.text))
 
 
-def told(values: Values, name: str, **labels: str) -> float:
+def value(values: Values, name: str, **labels: str) -> float:
     return values[f"penstock_{name}", tuple(sorted(labels.items()))]
 
 
@@ -76,7 +76,7 @@ def names(values: Values) -> set[str]:
     return {name for name, _ in values}
 
 
-async def test_a_cluster_in_one_scrape(config: RouterConfig) -> None:
+async def test_one_scrape_has_the_metrics_of_a_cluster(config: RouterConfig) -> None:
     peers: dict[str, StubWorker] = {}
     workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
     for worker in workers:
@@ -88,34 +88,36 @@ async def test_a_cluster_in_one_scrape(config: RouterConfig) -> None:
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
         values = await scrape(http)
     assert names(values) >= SERIES
-    assert told(values, "requests_waiting", pool="decode") == 2
-    assert told(values, "tokens_waiting", pool="decode") == 70
-    assert told(values, "workers_ready", pool="prefill") == 1
-    assert told(values, "worker_up", worker="d0") == 1
-    assert told(values, "requests_running", worker="d0", role="decode") == 3
+    assert value(values, "requests_waiting", pool="decode") == 2
+    assert value(values, "tokens_waiting", pool="decode") == 70
+    assert value(values, "workers_ready", pool="prefill") == 1
+    assert value(values, "worker_up", worker="d0") == 1
+    assert value(values, "requests_running", worker="d0", role="decode") == 3
     states = ("used", "leased", "reserved", "cached", "free")
-    blocks = [told(values, "kv_blocks", worker="d0", state=state) for state in states]
+    blocks = [value(values, "kv_blocks", worker="d0", state=state) for state in states]
     assert blocks == [10, 4, 2, 5, 79]
-    assert told(values, "kv_waste_ratio", worker="d0") == 40 / 160
-    assert told(values, "prompt_tokens_total", worker="d0") == 400
-    assert told(values, "prefix_hit_tokens_total", worker="d0") == 100
-    assert told(values, "preemptions_total", worker="d0") == 6
-    assert told(values, "expert_imbalance_ratio", worker="d0") == 1.5
-    assert ("penstock_expert_imbalance_ratio", (("worker", "p0"),)) not in values, "it told none"
-    steps = [told(values, "step_seconds_bucket", worker="d0", le=le) for le in ("0.01", "0.1")]
+    assert value(values, "kv_waste_ratio", worker="d0") == 40 / 160
+    assert value(values, "prompt_tokens_total", worker="d0") == 400
+    assert value(values, "prefix_hit_tokens_total", worker="d0") == 100
+    assert value(values, "preemptions_total", worker="d0") == 6
+    assert value(values, "expert_imbalance_ratio", worker="d0") == 1.5
+    assert ("penstock_expert_imbalance_ratio", (("worker", "p0"),)) not in values, (
+        "it reported none"
+    )
+    steps = [value(values, "step_seconds_bucket", worker="d0", le=le) for le in ("0.01", "0.1")]
     assert steps == [4, 6]
-    assert told(values, "step_seconds_count", worker="d0") == 7
-    assert told(values, "step_seconds_sum", worker="d0") == 0.5
-    assert told(values, "kv_transfer_seconds_count") == 1
-    assert told(values, "time_to_first_token_seconds_count") == 1
-    assert told(values, "inter_token_seconds_count") == 2
+    assert value(values, "step_seconds_count", worker="d0") == 7
+    assert value(values, "step_seconds_sum", worker="d0") == 0.5
+    assert value(values, "kv_transfer_seconds_count") == 1
+    assert value(values, "time_to_first_token_seconds_count") == 1
+    assert value(values, "inter_token_seconds_count") == 2
     assert not [name for name in names(values) if not name.startswith("penstock_")]
-    assert told(values, "requests_finished_total", reason="length") == 1
-    assert told(values, "requests_finished_total", reason="error") == 0
-    assert told(values, "generated_tokens_total", tenant="anonymous") == 3
+    assert value(values, "requests_finished_total", reason="length") == 1
+    assert value(values, "requests_finished_total", reason="error") == 0
+    assert value(values, "generated_tokens_total", tenant="anonymous") == 3
 
 
-async def test_the_same_under_the_names_of_vllm(config: RouterConfig) -> None:
+async def test_metrics_under_the_names_of_vllm(config: RouterConfig) -> None:
     worker = StubWorker()
     renamed = replace(config, vllm_metrics=True)
     async with serving(renamed, worker) as served, client_of(served) as http:
@@ -124,28 +126,30 @@ async def test_the_same_under_the_names_of_vllm(config: RouterConfig) -> None:
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
         values = await scrape(http)
 
-    def theirs(name: str, engine: str = "router-0", **labels: str) -> float:
+    def vllm_value(name: str, engine: str = "router-0", **labels: str) -> float:
         labels |= {"model_name": "stub", "engine": engine}
         return values[f"vllm:{name}", tuple(sorted(labels.items()))]
 
-    assert theirs("num_requests_running", "w0") == 3
-    assert (theirs("num_requests_waiting", "w0"), theirs("num_requests_waiting")) == (2, 0)
-    assert theirs("kv_cache_usage_perc", "w0") == theirs("gpu_cache_usage_perc", "w0") == 0.16
-    assert theirs("prefix_cache_queries_total", "w0") == 400
-    assert theirs("prefix_cache_hits_total", "w0") == 100
-    assert theirs("num_preemptions_total", "w0") == 6
-    assert theirs("generation_tokens_total") == 3
-    assert theirs("prompt_tokens_total") == theirs("request_prompt_tokens_sum") > 0
-    assert theirs("request_success_total", finished_reason="length") == 1
-    assert theirs("request_generation_tokens_sum") == 3
-    assert theirs("time_per_output_token_seconds_count") == 2
+    assert vllm_value("num_requests_running", "w0") == 3
+    assert (vllm_value("num_requests_waiting", "w0"), vllm_value("num_requests_waiting")) == (2, 0)
+    assert (
+        vllm_value("kv_cache_usage_perc", "w0") == vllm_value("gpu_cache_usage_perc", "w0") == 0.16
+    )
+    assert vllm_value("prefix_cache_queries_total", "w0") == 400
+    assert vllm_value("prefix_cache_hits_total", "w0") == 100
+    assert vllm_value("num_preemptions_total", "w0") == 6
+    assert vllm_value("generation_tokens_total") == 3
+    assert vllm_value("prompt_tokens_total") == vllm_value("request_prompt_tokens_sum") > 0
+    assert vllm_value("request_success_total", finished_reason="length") == 1
+    assert vllm_value("request_generation_tokens_sum") == 3
+    assert vllm_value("time_per_output_token_seconds_count") == 2
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
-        assert theirs(f"{name}_seconds_count") == 1, name
+        assert vllm_value(f"{name}_seconds_count") == 1, name
     for name in ("prefill_time", "decode_time", "time_per_output_token"):
-        assert theirs(f"request_{name}_seconds_count") == 1, name
+        assert vllm_value(f"request_{name}_seconds_count") == 1, name
 
 
-async def test_what_a_dead_worker_said_is_gone(config: RouterConfig) -> None:
+async def test_load_metrics_of_a_lost_worker_are_removed(config: RouterConfig) -> None:
     worker = StubWorker()
     async with serving(config, worker) as served, client_of(served) as http:
         worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
@@ -153,8 +157,8 @@ async def test_what_a_dead_worker_said_is_gone(config: RouterConfig) -> None:
         await worker.stop()
         await until(lambda: not served.router.frontend.workers())
         values = await scrape(http)
-        assert told(values, "worker_up", worker="w0") == 0
-        assert told(values, "workers_ready", pool="mixed") == 0
+        assert value(values, "worker_up", worker="w0") == 0
+        assert value(values, "workers_ready", pool="mixed") == 0
         assert [labels for _, labels in values if ("worker", "w0") in labels] == [
             (("worker", "w0"),)
         ]
@@ -162,19 +166,19 @@ async def test_what_a_dead_worker_said_is_gone(config: RouterConfig) -> None:
         assert ("worker", "w0") not in {pair for _, labels in await scrape(http) for pair in labels}
 
 
-async def test_a_worker_that_counts_otherwise_costs_the_others_nothing(
+async def test_worker_without_step_bounds_does_not_break_the_scrape(
     config: RouterConfig,
 ) -> None:
-    odd = StubWorker("odd")  # tells no bounds, but counts
+    odd = StubWorker("odd")  # sends step counts without bounds
     async with serving(config, odd, StubWorker("even")) as served, client_of(served) as http:
         odd.say(pb.ToRouter(step=pb.Step(load=LOAD)))
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
         values = await scrape(http)
-    assert told(values, "step_seconds_count", worker="odd") == 7
-    assert told(values, "worker_up", worker="even") == 1
+    assert value(values, "step_seconds_count", worker="odd") == 7
+    assert value(values, "worker_up", worker="even") == 1
 
 
-async def test_the_line_at_the_router_is_that_of_the_pool_which_takes_prompts(
+async def test_router_queue_counts_for_the_prefill_pool(
     config: RouterConfig,
 ) -> None:
     peers: dict[str, StubWorker] = {}
@@ -185,35 +189,35 @@ async def test_the_line_at_the_router_is_that_of_the_pool_which_takes_prompts(
         waiting = asyncio.create_task(
             http.post("/v1/completions", json={**BODY, "prompt": [7] * 20})
         )
-        # A full worker sends it back, and the router keeps it.
+        # The full worker rejects the request, and the router queues it again.
         await until(lambda: served.router.frontend.take_snapshot().waiting == 1)
         decode, prefill = served.router.frontend.take_snapshot().pools
         assert (prefill.waiting, decode.waiting) == (1, 0)
         waiting.cancel()
 
 
-async def test_the_line_waits_for_the_pools_that_have_no_room(config: RouterConfig) -> None:
+async def test_router_queue_counts_for_the_pools_without_capacity(config: RouterConfig) -> None:
     peers: dict[str, StubWorker] = {}
     workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
     workers[1].welcome.num_blocks = 3
     workers[1].go.clear()
     async with serving(config, *workers) as served, client_of(served) as http:
-        ask = {**BODY, "prompt": [7] * 20}
-        asking = [asyncio.create_task(http.post("/v1/completions", json=ask)) for _ in range(3)]
+        body = {**BODY, "prompt": [7] * 20}
+        sending = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(3)]
         await until(lambda: served.router.frontend.take_snapshot().waiting == 2)
         decode, prefill = served.router.frontend.take_snapshot().pools
         assert (prefill.queued, decode.queued, prefill.queued_tokens) == (0, 2, 0)
-        for each in asking:
+        for each in sending:
             each.cancel()
 
 
-async def test_a_line_a_request_with_its_name_and_nothing_of_its_content(
+async def test_each_request_is_logged_with_its_id_but_no_content(
     config: RouterConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock")
-    ask = {"prompt": "sesame", "max_tokens": 3}
+    body = {"prompt": "sesame", "max_tokens": 3}
     async with serving(config, StubWorker()) as served, client_of(served) as http:
-        reply = await http.post("/v1/completions", json=ask, headers={"x-request-id": "mine"})
+        reply = await http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
         assert reply.status_code == 200
     (fields,) = (vars(each)["fields"] for each in caplog.records if each.msg == "request")
     seconds = [fields.pop(f"{name}seconds") for name in ("queued_", "first_token_", "")]
@@ -229,7 +233,7 @@ async def test_a_line_a_request_with_its_name_and_nothing_of_its_content(
     assert (up["worker"], up["role"]) == ("w0", "mixed")
 
 
-SIZES = Scaling(
+SCALING = Scaling(
     [
         PoolScaling(
             *("mixed", 0, 4, 3, 2, 1, "12 requests wait", "doubling at most in 15 s", 1),
@@ -240,51 +244,55 @@ SIZES = Scaling(
 )
 
 
-async def test_what_is_done_about_sizes_is_told(served: Served) -> None:
-    served.router.frontend.scaling = SIZES
+async def test_autoscaling_is_shown_in_metrics_and_status(served: Served) -> None:
+    served.router.frontend.scaling = SCALING
     async with client_of(served) as http:
         values, status = await scrape(http), (await http.get("/status")).json()
-    assert told(values, "workers_desired", pool="mixed") == 3
-    assert told(values, "workers_pending", pool="mixed") == 2
-    assert told(values, "workers_given_up", pool="mixed") == 1
-    assert told(values, "workers_required", pool="mixed", term="queue") == 6.5
-    assert told(values, "workers_required", pool="mixed", term="occupancy") == 0.25
+    assert value(values, "workers_desired", pool="mixed") == 3
+    assert value(values, "workers_pending", pool="mixed") == 2
+    assert value(values, "workers_given_up", pool="mixed") == 1
+    assert value(values, "workers_required", pool="mixed", term="queue") == 6.5
+    assert value(values, "workers_required", pool="mixed", term="occupancy") == 0.25
     assert status["scaling"]["pools"][0]["reason"] == "12 requests wait"
     assert status["scaling"]["decisions"][0]["text"] == "mixed: 1 to 3: 12 requests wait"
 
 
-async def test_a_pool_at_nothing_is_told_and_its_line_counted(config: RouterConfig) -> None:
+async def test_pool_without_workers_is_shown_with_its_queue(config: RouterConfig) -> None:
     waking = replace(config, wakes_workers=True)
     async with serving(waking) as served, client_of(served) as http:
-        served.router.frontend.scaling = SIZES
-        assert (await http.get("/health")).status_code == 200, "it can queue"
-        asking = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        served.router.frontend.scaling = SCALING
+        assert (await http.get("/health")).status_code == 200, (
+            "the router is ready: it can queue requests"
+        )
+        sending = asyncio.create_task(http.post("/v1/completions", json=BODY))
         await until(lambda: served.router.frontend.take_snapshot().waiting == 1)
         (pool,) = served.router.frontend.take_snapshot().pools
         assert (pool.pool, pool.workers, pool.queued) == ("mixed", 0, 1)
         async with StubWorker() as worker:
             await served.router.set_workers({worker.name: worker.address})
-            assert (await asking).status_code == 200
+            assert (await sending).status_code == 200
 
 
-async def test_tenants_are_told_by_the_place_of_their_key(config: RouterConfig) -> None:
+async def test_tenant_label_is_the_number_of_its_key_and_never_the_key(
+    config: RouterConfig,
+) -> None:
     keyed = replace(config, api_keys=("first-key", "second-key"))
     async with serving(keyed, StubWorker()) as served, client_of(served, "second-key") as http:
         await http.post("/v1/completions", json=BODY)
         text = (await http.get("/metrics")).text
         values = values_of(text_string_to_metric_families(text))
-        assert told(values, "generated_tokens_total", tenant="key-2") == 3
-        assert told(values, "generated_tokens_total", tenant="key-1") == 0
-        prompt = told(values, "prompt_tokens_by_tenant_total", tenant="key-2")
-        assert prompt == told(values, "prompt_length_tokens_sum") > 0
-        assert told(values, "prompt_tokens_by_tenant_total", tenant="key-1") == 0
+        assert value(values, "generated_tokens_total", tenant="key-2") == 3
+        assert value(values, "generated_tokens_total", tenant="key-1") == 0
+        prompt = value(values, "prompt_tokens_by_tenant_total", tenant="key-2")
+        assert prompt == value(values, "prompt_length_tokens_sum") > 0
+        assert value(values, "prompt_tokens_by_tenant_total", tenant="key-1") == 0
         secrets = {"first-key", "second-key", *served.router.frontend.metrics._tenant_names}
         assert not [secret for secret in secrets if secret in text]
         assert not [secret for secret in secrets if secret in (await http.get("/status")).text]
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/status"])
-async def test_a_key_is_needed(config: RouterConfig, path: str) -> None:
+async def test_api_key_is_required(config: RouterConfig, path: str) -> None:
     keyed = replace(config, api_keys=("first-key",))
     async with serving(keyed) as served, client_of(served) as http:
         assert (await http.get(path)).status_code == 401
@@ -292,7 +300,7 @@ async def test_a_key_is_needed(config: RouterConfig, path: str) -> None:
 
 SECRET = "xyzzy-plugh"
 SHORT = {"max_tokens": 2}
-HOSTILE: list[tuple[str, str, dict[str, Any]]] = [
+HOSTILE_REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-0"}),
     ("POST", "/v1/completions", {"prompt": SECRET, "model": f"{SECRET}-1"}),
     ("POST", "/v1/completions", {"prompt": SECRET, "max_tokens": 2, "user": SECRET}),
@@ -307,11 +315,11 @@ HOSTILE: list[tuple[str, str, dict[str, Any]]] = [
     ("GET", f"/{SECRET}", {}),
     ("GET", f"/v1/models/{SECRET}", {}),
 ]
-"""(method, path, body): what a client may send that bears it no good will."""
+"""(method, path, body) of requests that try to get `SECRET` into logs and metric labels."""
 
 
-async def be_hostile(http: httpx.AsyncClient) -> None:
-    for number, (method, path, body) in enumerate(HOSTILE):
+async def send_hostile_requests(http: httpx.AsyncClient) -> None:
+    for number, (method, path, body) in enumerate(HOSTILE_REQUESTS):
         headers = {"x-request-id": f"r-{number}", "content-type": "application/json"}
         content = json.dumps(body) if body else None
         reply = await http.request(method, path, content=content, headers=headers)
@@ -320,18 +328,17 @@ async def be_hostile(http: httpx.AsyncClient) -> None:
     await http.post("/v1/completions", json=BODY, headers=bad)
 
 
-async def test_no_client_makes_a_label(config: RouterConfig) -> None:
+async def test_clients_cannot_create_metric_labels(config: RouterConfig) -> None:
     keyed = replace(config, api_keys=("first-key",), vllm_metrics=True)
     async with serving(keyed, StubWorker()) as served, client_of(served, "first-key") as http:
         before = (await scrape(http)).keys()
-        await be_hostile(http)
+        await send_hostile_requests(http)
         after = (await scrape(http)).keys()
-    # Nothing but what a worker's first words add.
     assert {labels for _, labels in after} == {labels for _, labels in before}
     assert after == before
 
 
-async def test_names_tell_their_units(served: Served) -> None:
+async def test_metric_names_end_in_their_unit(served: Served) -> None:
     async with client_of(served) as http:
         text = (await http.get("/metrics")).text
     units = ("seconds", "tokens", "bytes", "ratio", "blocks", "bytes_per_second")
@@ -346,23 +353,25 @@ async def test_names_tell_their_units(served: Served) -> None:
             assert f"{family.name}_total" in text, name
 
 
-async def test_nothing_that_a_client_says_is_logged(
+async def test_no_text_from_clients_is_logged(
     config: RouterConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     worker = StubWorker()
     async with serving(config, worker) as served, client_of(served) as http:
-        await be_hostile(http)
+        await send_hostile_requests(http)
         worker.reject = pb.Rejected(reason="/no/such/place", never=True)
         reply = await http.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 2})
         assert reply.status_code >= 400
-    ours = [each for each in caplog.records if not each.name.startswith(("httpx", "httpcore"))]
-    assert [each for each in ours if each.msg == "request"], "there is a log"
-    told = [f"{each.getMessage()} {vars(each)} {each.exc_text}" for each in ours]
-    assert not [line for line in told if SECRET in line]
+    own_records = [
+        each for each in caplog.records if not each.name.startswith(("httpx", "httpcore"))
+    ]
+    assert [each for each in own_records if each.msg == "request"], "no request was logged"
+    lines = [f"{each.getMessage()} {vars(each)} {each.exc_text}" for each in own_records]
+    assert not [line for line in lines if SECRET in line]
 
 
-async def test_openmetrics_where_it_is_asked_for(served: Served) -> None:
+async def test_openmetrics_format_on_request(served: Served) -> None:
     async with client_of(served) as http:
         accept = {"accept": "application/openmetrics-text; version=1.0.0"}
         reply = await http.get("/metrics", headers=accept)
@@ -371,16 +380,16 @@ async def test_openmetrics_where_it_is_asked_for(served: Served) -> None:
     assert names(values_of(families)) >= SERIES
 
 
-async def test_the_status_before_any_worker(config: RouterConfig) -> None:
+async def test_status_before_any_worker_connects(config: RouterConfig) -> None:
     async with serving(config) as served, client_of(served) as http:
         status = (await http.get("/status")).json()
-        assert status["not_ready"] == "no worker is there yet"
+        assert status["not_ready"] == "no worker is connected"
         assert (status["pools"], status["workers"]) == ([], [])
         values = await scrape(http)
-        assert told(values, "failovers_total") == 0
+        assert value(values, "failovers_total") == 0
 
 
-async def test_the_status_of_a_cluster(served: Served) -> None:
+async def test_status_of_a_cluster(served: Served) -> None:
     async with client_of(served) as http:
         served.worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
@@ -401,7 +410,7 @@ async def test_the_status_of_a_cluster(served: Served) -> None:
     assert worker["numbers"]["blocks"]["used"] == 10
 
 
-async def test_what_waits_at_other_routers_is_told_by_each(config: RouterConfig) -> None:
+async def test_each_router_shows_the_queues_of_all_routers(config: RouterConfig) -> None:
     async with serving(config, StubWorker("m0")) as served, client_of(served) as http:
         served.router.frontend.routers = [
             RouterState("router-0", "ready", "a:1", "a:2"),
@@ -416,10 +425,10 @@ async def test_what_waits_at_other_routers_is_told_by_each(config: RouterConfig)
         values = await scrape(http)
     (pool,) = status["pools"]
     assert (pool["waiting"], pool["waiting_tokens"]) == (3, 70)
-    assert (pool["queued"], pool["queued_tokens"]) == (0, 0), "at this router"
-    assert told(values, "requests_waiting", pool="mixed") == 3
-    assert told(values, "tokens_waiting", pool="mixed") == 70
-    assert [told(values, "router_up", router=f"router-{n}") for n in range(3)] == [1, 1, 0]
+    assert (pool["queued"], pool["queued_tokens"]) == (0, 0), "no request is queued at this router"
+    assert value(values, "requests_waiting", pool="mixed") == 3
+    assert value(values, "tokens_waiting", pool="mixed") == 70
+    assert [value(values, "router_up", router=f"router-{n}") for n in range(3)] == [1, 1, 0]
     assert [(each["router"], each["http"], each["streams"]) for each in status["routers"]] == [
         ("router-0", "a:1", 0),
         ("router-1", "a:3", 9),

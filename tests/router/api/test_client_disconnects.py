@@ -1,4 +1,4 @@
-"""Clients that go away, read slowly, or meet a server that cannot go on."""
+"""Clients that disconnect or read slowly, and requests that cannot complete."""
 
 import asyncio
 import json
@@ -19,15 +19,15 @@ from tests.support.stub_worker import StubWorker
 LONG = {"prompt": "hi", "max_tokens": 2000}
 
 
-async def dropped(served: Served) -> None:
-    """Wait until nothing is left of any request, here and at the worker."""
+async def until_dropped(served: Served) -> None:
+    """Wait until no request is left, at the router and at the worker."""
     await until(lambda: served.worker.drops and not served.worker.holding)
     assert served.router.frontend.num_open_requests == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("is_running", [True, False])
-async def test_an_http_client_that_vanishes(
+async def test_request_is_dropped_when_its_http_client_disconnects(
     config: RouterConfig, stream: bool, is_running: bool
 ) -> None:
     worker = StubWorker(step_seconds=0.002)
@@ -45,10 +45,10 @@ async def test_an_http_client_that_vanishes(
         if is_running:
             await until(lambda: next(iter(worker.holding.values())).num_new > 3)
         writer.transport.abort()
-        await dropped(served)
+        await until_dropped(served)
 
 
-async def test_a_grpc_client_that_vanishes(config: RouterConfig) -> None:
+async def test_request_is_dropped_when_its_grpc_client_disconnects(config: RouterConfig) -> None:
     worker = StubWorker(step_seconds=0.002)
     async with serving(config, worker) as served:
         channel = grpc.aio.insecure_channel(served.router.grpc_address)
@@ -56,40 +56,40 @@ async def test_a_grpc_client_that_vanishes(config: RouterConfig) -> None:
         call = stub.Generate(inference_pb2.GenerateRequest(text="hi"))
         assert (await call.read()).position == 0
         call.cancel()
-        await dropped(served)
+        await until_dropped(served)
 
         call = stub.Generate(inference_pb2.GenerateRequest(text="hi"))
         await call.read()
         worker.drops.clear()
         await channel.close()
-        await dropped(served)
+        await until_dropped(served)
 
 
-async def test_a_slow_reader_ends_alone(config: RouterConfig) -> None:
+async def test_only_the_request_of_a_slow_reader_ends(config: RouterConfig) -> None:
     bounds = replace(config.bounds, max_unread_tokens=50)
     slow = {**LONG, "stream": True, "logprobs": 20, "return_token_ids": True}
     async with serving(replace(config, bounds=bounds), StubWorker()) as served:
         host, port = served.router.http_address.rsplit(":", 1)
-        # A small window: the server's writes soon wait for this client, who reads nothing.
-        window = socket.socket()
-        window.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        window.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(window, (host, int(port)))
-        reader, writer = await asyncio.open_connection(sock=window, limit=1024)
+        # With a small receive buffer, the server's writes soon block: this client reads nothing.
+        client_socket = socket.socket()
+        client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client_socket.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client_socket, (host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=client_socket, limit=1024)
         body = json.dumps(slow).encode()
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
         )
-        await dropped(served)
+        await until_dropped(served)
         async with httpx.AsyncClient(base_url=served.url) as http:
             other = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 5})
             assert other.status_code == 200
         text = b""
         while b"[DONE]" not in text:
-            part = await asyncio.wait_for(reader.read(1 << 16), 20)
-            assert part
-            text += part
+            chunk = await asyncio.wait_for(reader.read(1 << 16), 20)
+            assert chunk
+            text += chunk
         assert b"read too slowly" in text
         writer.close()
 
@@ -113,11 +113,11 @@ async def test_a_deadline_before_the_first_token_is_504(config: RouterConfig) ->
         response = await http.post("/v1/completions", json={**LONG, "stream": True})
         assert response.status_code == 504
         check_form(response)
-        await dropped(served)
+        await until_dropped(served)
 
 
 @pytest.mark.slow
-async def test_a_deadline_in_mid_stream_is_told_in_the_stream(config: RouterConfig) -> None:
+async def test_deadline_in_mid_stream_is_reported_in_the_stream(config: RouterConfig) -> None:
     worker = StubWorker(step_seconds=0.01)
     async with (
         serving(replace(config, timeout=2.0), worker) as served,
@@ -130,7 +130,7 @@ async def test_a_deadline_in_mid_stream_is_told_in_the_stream(config: RouterConf
         assert json.loads(events[-2][6:])["error"]["code"] == 504
 
 
-async def test_a_full_queue_says_when_to_come_back(config: RouterConfig) -> None:
+async def test_full_queue_refuses_with_a_retry_time(config: RouterConfig) -> None:
     async with (
         serving(replace(config, max_queued_requests=1)) as served,
         httpx.AsyncClient(base_url=served.url, timeout=30) as http,
@@ -153,7 +153,7 @@ async def test_a_full_queue_says_when_to_come_back(config: RouterConfig) -> None
         first.cancel()
 
 
-async def test_what_can_never_fit_is_the_clients_to_change(config: RouterConfig) -> None:
+async def test_request_that_can_never_fit_is_a_client_error(config: RouterConfig) -> None:
     worker = StubWorker()
     worker.reject = worker_pb2.Rejected(reason="it needs 9 blocks and there are 4", never=True)
     async with (
@@ -165,7 +165,7 @@ async def test_what_can_never_fit_is_the_clients_to_change(config: RouterConfig)
         assert "9 blocks" in check_form(response)["message"]
 
 
-async def test_what_a_worker_says_does_not_leak(config: RouterConfig) -> None:
+async def test_error_text_of_a_worker_is_not_shown_to_clients(config: RouterConfig) -> None:
     worker = StubWorker()
     async with (
         serving(config, worker) as served,
@@ -173,13 +173,13 @@ async def test_what_a_worker_says_does_not_leak(config: RouterConfig) -> None:
         asyncio.TaskGroup() as group,
     ):
         worker.go.clear()
-        asked = group.create_task(http.post("/v1/completions", json=LONG))
+        sending = group.create_task(http.post("/v1/completions", json=LONG))
         await until(lambda: worker.submits)
         step = worker_pb2.Step()
         submit = worker.submits[0]
         trace = 'Traceback: File "/srv/penstock/engine.py", line 7\nValueError at 0x7f00'
         step.ended.add(request=submit.request, attempt=submit.attempt, reason=trace)
         worker.say(worker_pb2.ToRouter(step=step))
-        response = await asked
+        response = await sending
         assert response.status_code == 500
         check_form(response)

@@ -1,4 +1,4 @@
-"""Whatever the body is: an answer, or a refusal in OpenAI's form."""
+"""Any HTTP body gets an answer, or an error in OpenAI's form."""
 
 import asyncio
 import json
@@ -36,11 +36,11 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-RIGHT = st.sampled_from(
+VALID = st.sampled_from(
     [{}, {"prompt": "hi"}, {"prompt": [5, 6]}, {"messages": HI}, {"prompt": ["a", "b"]}]
 )
 BODIES = st.one_of(
-    st.tuples(RIGHT, st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4)).map(
+    st.tuples(VALID, st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4)).map(
         lambda pair: json.dumps({**pair[0], **pair[1], "max_tokens": 2}).encode()
     ),
     st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6).map(
@@ -51,7 +51,7 @@ BODIES = st.one_of(
 )
 
 
-def test_no_body_breaks_the_server(config: RouterConfig) -> None:
+def test_any_body_gets_an_answer_or_a_well_formed_error(config: RouterConfig) -> None:
     async def post(client: httpx.AsyncClient, path: str, body: bytes) -> httpx.Response:
         return await client.post(path, content=body, headers={"content-type": "application/json"})
 
@@ -62,14 +62,14 @@ def test_no_body_breaks_the_server(config: RouterConfig) -> None:
 
         @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
         @given(st.sampled_from(["/v1/completions", "/v1/chat/completions"]), BODIES)
-        def play(path: str, body: bytes) -> None:
+        def check_body(path: str, body: bytes) -> None:
             response = runner.run(post(client, path, body))
             if response.status_code != 200:
                 assert response.status_code in (400, 404)
                 check_form(response)
 
         try:
-            play()
+            check_body()
         finally:
             runner.run(client.aclose())
             runner.run(server.__aexit__(None, None, None))

@@ -1,4 +1,4 @@
-"""The gRPC API, by a client that knows only what reflection tells it, and by our own stubs."""
+"""The gRPC API, used through server reflection and through the generated stubs."""
 
 import asyncio
 import math
@@ -36,15 +36,15 @@ def tokens_of(text: str) -> list[int]:
 
 
 @pytest.fixture
-def talking(lasting: Served) -> Served:
-    lasting.worker.answer = lambda prompt: tokens_of(SENTENCE)
-    lasting.worker.submits.clear()
-    return lasting
+def sentence_served(shared_served: Served) -> Served:
+    shared_served.worker.answer = lambda prompt: tokens_of(SENTENCE)
+    shared_served.worker.submits.clear()
+    return shared_served
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def channel(talking: Served) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(talking.router.grpc_address) as channel:
+async def channel(sentence_served: Served) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(sentence_served.router.grpc_address) as channel:
         yield channel
 
 
@@ -56,32 +56,34 @@ async def generate(channel: grpc.aio.Channel, **request: Any) -> list[pb.Generat
     return [reply async for reply in stub_of(channel).Generate(pb.GenerateRequest(**request))]
 
 
-def talk_by_reflection(address: str) -> tuple[str, int]:
-    """A streamed chat with nothing known beforehand but the address and the method's name."""
+def chat_by_reflection(address: str) -> tuple[str, int]:
+    """Stream a chat, given only the address and the name of the method."""
     with grpc.insecure_channel(address) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         assert SERVICE in database.get_services()
         pool = descriptor_pool.DescriptorPool(database)
         method = pool.FindServiceByName(SERVICE).FindMethodByName("Generate")
-        ask = message_factory.GetMessageClass(method.input_type)
+        request_class = message_factory.GetMessageClass(method.input_type)
         reply = message_factory.GetMessageClass(method.output_type)
         call = channel.unary_stream(
             f"/{SERVICE}/Generate",
-            request_serializer=ask.SerializeToString,
+            request_serializer=request_class.SerializeToString,
             response_deserializer=reply.FromString,
         )
         chat = {"messages": [{"role": "user", "content": "hi"}]}
-        replies = list(call(ask(chat=chat), timeout=30))
+        replies = list(call(request_class(chat=chat), timeout=30))
         return "".join(each.text for each in replies), replies[-1].usage.completion_tokens
 
 
-async def test_a_client_made_from_reflection(talking: Served) -> None:
-    address = talking.router.grpc_address
-    text, num_tokens = await asyncio.to_thread(talk_by_reflection, address)
+async def test_client_built_from_reflection_can_chat(sentence_served: Served) -> None:
+    address = sentence_served.router.grpc_address
+    text, num_tokens = await asyncio.to_thread(chat_by_reflection, address)
     assert (text, num_tokens) == (SENTENCE, len(tokens_of(SENTENCE)) + 1)
 
 
-async def test_every_position_comes_once(channel: grpc.aio.Channel, talking: Served) -> None:
+async def test_every_position_is_delivered_once(
+    channel: grpc.aio.Channel, sentence_served: Served
+) -> None:
     replies = await generate(channel, text="hi", request_id="mine", echo_prompt_tokens=True)
     tokens = [token for reply in replies for token in reply.tokens]
     assert tokens == [*tokens_of(SENTENCE), 2]
@@ -89,7 +91,7 @@ async def test_every_position_comes_once(channel: grpc.aio.Channel, talking: Ser
     assert positions == list(range(len(tokens)))
     assert [reply.finish_reason for reply in replies] == [""] * (len(replies) - 1) + ["stop"]
     assert {reply.request_id for reply in replies} == {"mine"}
-    submit = talking.worker.submits[0]
+    submit = sentence_served.worker.submits[0]
     assert {reply.seed for reply in replies} == {submit.params.seed}
     assert replies[0].prompt_tokens == submit.prompt
     assert all(not reply.prompt_tokens for reply in replies[1:])
@@ -105,7 +107,9 @@ async def test_stop_strings_and_logprobs(channel: grpc.aio.Channel) -> None:
     assert all(entry.chosen == -0.25 and len(entry.top) == 2 for entry in logprobs)
 
 
-async def test_parameters_reach_the_worker(channel: grpc.aio.Channel, talking: Served) -> None:
+async def test_parameters_reach_the_worker(
+    channel: grpc.aio.Channel, sentence_served: Served
+) -> None:
     sampling = pb.Sampling(
         temperature=0.0,
         top_p=0.5,
@@ -122,8 +126,8 @@ async def test_parameters_reach_the_worker(channel: grpc.aio.Channel, talking: S
         allowed_tokens=[5, 300],
     )
     await generate(channel, tokens=pb.Tokens(ids=[5, 6]), sampling=sampling)
-    params = talking.worker.submits[0].params
-    assert list(talking.worker.submits[0].prompt) == [5, 6]
+    params = sentence_served.worker.submits[0].params
+    assert list(sentence_served.worker.submits[0].prompt) == [5, 6]
     assert (params.temperature, params.top_p, params.top_k) == (0.0, 0.5, 3)
     assert (params.seed, params.max_tokens, params.min_tokens) == (2**64 - 1, 2, 1)
     assert (list(params.stop_tokens), params.ignore_eos) == ([9], True)
@@ -133,7 +137,7 @@ async def test_parameters_reach_the_worker(channel: grpc.aio.Channel, talking: S
     assert list(params.allowed_tokens) == [5, 300]
 
 
-async def test_text_and_tokens(channel: grpc.aio.Channel) -> None:
+async def test_tokenize_and_detokenize(channel: grpc.aio.Channel) -> None:
     stub = stub_of(channel)
     reply = await stub.Tokenize(pb.TokenizeRequest(text=SENTENCE))
     assert list(reply.tokens) == TOKENIZER.encode(SENTENCE).ids
@@ -150,7 +154,7 @@ async def test_text_and_tokens(channel: grpc.aio.Channel) -> None:
     assert shown.text == f"<s>{SENTENCE}"
 
 
-async def test_models(channel: grpc.aio.Channel) -> None:
+async def test_models_are_listed(channel: grpc.aio.Channel) -> None:
     stub = stub_of(channel)
     (model,) = (await stub.ListModels(pb.ListModelsRequest())).models
     assert model == await stub.GetModel(pb.GetModelRequest(name="stub"))
@@ -167,7 +171,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"tokens": pb.Tokens(ids=[2**32 - 1])}, "outside the vocabulary"),
     ({"tokens": pb.Tokens(ids=[5] * 5000)}, "context is 2048"),
     ({"text": "x", "stop": [""]}, "stop string"),
-    ({"text": "x", "stop": ["a"] * 17}, "stop strings"),
+    ({"text": "x", "stop": ["a"] * 17}, "at most 16 strings"),
     ({"text": "x", "timeout_seconds": -1.0}, "timeout"),
     ({"text": "x", "timeout_seconds": NAN}, "timeout"),
     ({"text": "x", "sampling": pb.Sampling(temperature=NAN)}, "temperature"),
@@ -209,14 +213,14 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("request_", "words"), INVALID)
-async def test_what_is_wrong_is_told(
-    channel: grpc.aio.Channel, talking: Served, request_: dict[str, Any], words: str
+async def test_invalid_request_is_refused_with_a_reason(
+    channel: grpc.aio.Channel, sentence_served: Served, request_: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await generate(channel, **request_)
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert words in (refusal.value.details() or "")
-    assert talking.worker.submits == []
+    assert sentence_served.worker.submits == []
 
 
 async def test_an_unknown_model_is_not_found(channel: grpc.aio.Channel) -> None:
@@ -233,7 +237,9 @@ async def test_an_unknown_model_is_not_found(channel: grpc.aio.Channel) -> None:
         assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_other_refusals(channel: grpc.aio.Channel) -> None:
+async def test_invalid_tokenize_and_detokenize_requests_are_refused(
+    channel: grpc.aio.Channel,
+) -> None:
     stub = stub_of(channel)
     calls = [
         stub.Tokenize(pb.TokenizeRequest()),
@@ -246,7 +252,7 @@ async def test_other_refusals(channel: grpc.aio.Channel) -> None:
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize", "GetModel"])
-async def test_bytes_that_are_no_message(channel: grpc.aio.Channel, method: str) -> None:
+async def test_malformed_message_is_refused(channel: grpc.aio.Channel, method: str) -> None:
     call = channel.unary_stream(f"/{SERVICE}/{method}")
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await call(b"\xff\xff\xff\xff garbage").read()
@@ -254,14 +260,16 @@ async def test_bytes_that_are_no_message(channel: grpc.aio.Channel, method: str)
     assert "not a valid penstock.v1." in (refusal.value.details() or "")
 
 
-async def test_a_message_that_is_too_large(channel: grpc.aio.Channel) -> None:
+async def test_too_large_message_is_refused(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await generate(channel, text="x" * (5 << 20))
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_deadlines(channel: grpc.aio.Channel, talking: Served) -> None:
-    talking.worker.go.clear()
+async def test_deadline_ends_the_call_and_the_work_on_the_worker(
+    channel: grpc.aio.Channel, sentence_served: Served
+) -> None:
+    sentence_served.worker.go.clear()
     try:
         for request, timeout in (
             (pb.GenerateRequest(text="x", timeout_seconds=0.1), None),
@@ -270,12 +278,12 @@ async def test_deadlines(channel: grpc.aio.Channel, talking: Served) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 await stub_of(channel).Generate(request, timeout=timeout).read()
             assert refusal.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: not talking.worker.holding)
+        await until(lambda: not sentence_served.worker.holding)
     finally:
-        talking.worker.go.set()
+        sentence_served.worker.go.set()
 
 
-async def test_keys_are_needed_everywhere_but_for_health(config: RouterConfig) -> None:
+async def test_api_key_is_required_except_for_health(config: RouterConfig) -> None:
     keyed = replace(config, api_keys=("a-key",))
     methods = [f"/{SERVICE}/{m}" for m in ("Generate", "Tokenize", "Detokenize", "ListModels")]
     methods += [f"/{SERVICE}/GetModel", "/nobody.knows/It"]
@@ -315,10 +323,10 @@ async def test_health_follows_the_workers(config: RouterConfig) -> None:
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_prompt_logprobs_come_before_the_answer(
-    channel: grpc.aio.Channel, talking: Served, monkeypatch: pytest.MonkeyPatch
+async def test_prompt_logprobs_are_sent_before_the_answer(
+    channel: grpc.aio.Channel, sentence_served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.router.api.grpc.PROMPT_TOKENS_PER_REPLY", 3)
+    monkeypatch.setattr("penstock.router.api.grpc_codec.PROMPT_TOKENS_PER_REPLY", 3)
     prompt = [9, 40, 30, 20, 10, 11]
     replies = await generate(
         channel,

@@ -1,4 +1,4 @@
-"""`Generate` from tokens so far: cut anywhere, an answer and its rest are the whole answer."""
+"""`Generate` with `resume_from`: from any position it returns the rest of the answer."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,15 +25,15 @@ def tokens_of(text: str) -> list[int]:
 
 
 @pytest.fixture
-def talking(lasting: Served) -> Served:
-    lasting.worker.answer = lambda prompt: tokens_of(SENTENCE)
-    lasting.worker.submits.clear()
-    return lasting
+def sentence_served(shared_served: Served) -> Served:
+    shared_served.worker.answer = lambda prompt: tokens_of(SENTENCE)
+    shared_served.worker.submits.clear()
+    return shared_served
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def channel(talking: Served) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(talking.router.grpc_address) as channel:
+async def channel(sentence_served: Served) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(sentence_served.router.grpc_address) as channel:
         yield channel
 
 
@@ -55,7 +55,7 @@ def resume_from(tokens: list[int], finish: str = "", choice: int = 0) -> pb.Resu
 
 
 @pytest.mark.parametrize("stop", [[], ["ve 😀"], ["dog", "zebra"]])
-async def test_cut_anywhere_it_goes_on(channel: grpc.aio.Channel, stop: list[str]) -> None:
+async def test_answer_resumes_at_any_cut(channel: grpc.aio.Channel, stop: list[str]) -> None:
     sampling = pb.Sampling(seed=2**64 - 1, logprobs=1)
     whole = await generate(channel, sampling=sampling, stop=stop)
     assert {reply.seed for reply in whole} == {2**64 - 1}
@@ -80,62 +80,64 @@ async def test_cut_anywhere_it_goes_on(channel: grpc.aio.Channel, stop: list[str
         assert sum(len(reply.logprobs) for reply in rest) == len(tokens) - cut
 
 
-async def test_the_worker_is_told_all_of_it(channel: grpc.aio.Channel, talking: Served) -> None:
+async def test_worker_receives_all_earlier_tokens_and_unchanged_parameters(
+    channel: grpc.aio.Channel, sentence_served: Served
+) -> None:
     tokens = tokens_of(SENTENCE)
     sampling = pb.Sampling(seed=7, min_tokens=3, max_tokens=9, presence_penalty=1.0)
     await generate(channel, sampling=sampling, resume_from=[resume_from(tokens[:5])])
-    (submit,) = talking.worker.submits
+    (submit,) = sentence_served.worker.submits
     assert [(entry.choice, list(entry.tokens)) for entry in submit.log] == [(0, tokens[:5])]
     assert (submit.params.min_tokens, submit.params.max_tokens, submit.params.seed) == (3, 9, 7)
 
 
-async def test_choices_go_on_each_from_its_own_place(
-    channel: grpc.aio.Channel, talking: Served
+async def test_each_choice_resumes_at_its_own_position(
+    channel: grpc.aio.Channel, sentence_served: Served
 ) -> None:
     sampling = pb.Sampling(n=3, seed=4)
     whole = await generate(channel, sampling=sampling)
     answers = [tokens_in(whole, choice) for choice in range(3)]
     assert all(answer[-1] == END for answer in answers)
-    talking.worker.submits.clear()
-    known = [resume_from(answers[2], "stop", 2), resume_from(answers[0][:4])]
-    rest = await generate(channel, sampling=sampling, resume_from=known)
+    sentence_served.worker.submits.clear()
+    resume_states = [resume_from(answers[2], "stop", 2), resume_from(answers[0][:4])]
+    rest = await generate(channel, sampling=sampling, resume_from=resume_states)
     assert tokens_in(rest, 0) == answers[0][4:]
     assert tokens_in(rest, 1) == answers[1]
-    (past,) = (reply for reply in rest if reply.choice == 2)
-    assert (past.position, list(past.tokens), past.text) == (len(answers[2]), [], "")
-    assert past.finish_reason == "stop"
+    (finished,) = (reply for reply in rest if reply.choice == 2)
+    assert (finished.position, list(finished.tokens), finished.text) == (len(answers[2]), [], "")
+    assert finished.finish_reason == "stop"
     assert rest[-1].usage.completion_tokens == sum(map(len, answers))
     assert [reply.HasField("usage") for reply in rest].count(True) == 1
-    (submit,) = talking.worker.submits
+    (submit,) = sentence_served.worker.submits
     assert [entry.finished for entry in submit.log] == [False, True]
 
 
 @pytest.mark.parametrize("finish", ["stop", ""])
-async def test_what_has_ended_is_answered_at_once(
-    channel: grpc.aio.Channel, talking: Served, finish: str
+async def test_finished_choices_are_answered_without_a_worker(
+    channel: grpc.aio.Channel, sentence_served: Served, finish: str
 ) -> None:
     tokens = [*tokens_of(SENTENCE), END]
-    known = [resume_from(tokens, finish), resume_from(tokens[:4], choice=1)]
+    resume_states = [resume_from(tokens, finish), resume_from(tokens[:4], choice=1)]
     sampling = pb.Sampling(n=2, seed=1, max_tokens=len(tokens))
-    await generate(channel, sampling=sampling, resume_from=known)
-    talking.worker.submits.clear()
-    known[1] = resume_from(tokens, finish, 1)
-    replies = await generate(channel, sampling=sampling, resume_from=known)
+    await generate(channel, sampling=sampling, resume_from=resume_states)
+    sentence_served.worker.submits.clear()
+    resume_states[1] = resume_from(tokens, finish, 1)
+    replies = await generate(channel, sampling=sampling, resume_from=resume_states)
     assert [(reply.choice, reply.finish_reason) for reply in replies] == [(0, "stop"), (1, "stop")]
     assert tokens_in(replies) == []
     assert replies[-1].usage.completion_tokens == 2 * len(tokens)
-    assert talking.worker.submits == []
+    assert sentence_served.worker.submits == []
 
 
-async def test_what_a_client_brings_is_not_counted_as_made_here(
-    channel: grpc.aio.Channel, talking: Served
+async def test_tokens_sent_by_a_client_do_not_count_as_generated(
+    channel: grpc.aio.Channel, sentence_served: Served
 ) -> None:
-    tally = talking.router.frontend.metrics
-    before = sum(tally.generated_by_tenant().values())
+    metrics = sentence_served.router.frontend.metrics
+    before = sum(metrics.generated_by_tenant().values())
     tokens = tokens_of(SENTENCE)
     sampling = pb.Sampling(seed=7, max_tokens=len(tokens))
     await generate(channel, sampling=sampling, resume_from=[resume_from(tokens[:-2])])
-    assert sum(tally.generated_by_tenant().values()) == before + 2
+    assert sum(metrics.generated_by_tenant().values()) == before + 2
 
 
 @pytest.mark.parametrize(
@@ -169,13 +171,13 @@ async def test_what_a_client_brings_is_not_counted_as_made_here(
         ),
     ],
 )
-async def test_what_cannot_go_on_is_refused(
-    channel: grpc.aio.Channel, talking: Served, request_: dict[str, Any], words: str
+async def test_invalid_resume_state_is_refused(
+    channel: grpc.aio.Channel, sentence_served: Served, request_: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await generate(channel, **request_)
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    told = refusal.value.details() or ""
-    assert words in told
-    assert "\n" not in told
-    assert talking.worker.submits == []
+    message = refusal.value.details() or ""
+    assert words in message
+    assert "\n" not in message
+    assert sentence_served.worker.submits == []

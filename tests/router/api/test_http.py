@@ -1,4 +1,4 @@
-"""What every HTTP route shares: keys, hosts, bodies, connections, health."""
+"""Behaviour that all HTTP routes share: keys, hosts, bodies, connections, health."""
 
 import asyncio
 from dataclasses import replace
@@ -28,7 +28,7 @@ def client_of(served: Served, **options: object) -> httpx.AsyncClient:
 
 
 @pytest.mark.slow
-async def test_keys_are_needed_everywhere_but_for_health(config: RouterConfig) -> None:
+async def test_api_key_is_required_except_for_health(config: RouterConfig) -> None:
     keyed = replace(config, api_keys=("first-key", "second-key"))
     async with serving(keyed, StubWorker()) as served, client_of(served) as http:
         for method, path in ROUTES:
@@ -47,7 +47,7 @@ async def test_keys_are_needed_everywhere_but_for_health(config: RouterConfig) -
         assert not salts & {key.encode() for key in keyed.api_keys}
 
 
-async def test_the_public_routes(served: Served) -> None:
+async def test_public_routes(served: Served) -> None:
     async with client_of(served) as http:
         assert (await http.get("/health")).json() == {"status": "ok"}
         assert "version" in (await http.get("/version")).json()
@@ -59,10 +59,10 @@ async def test_the_public_routes(served: Served) -> None:
         check_form(wrong)
 
 
-async def test_health_says_why_not(config: RouterConfig) -> None:
+async def test_health_gives_the_reason_when_not_ready(config: RouterConfig) -> None:
     async with serving(config) as served, client_of(served) as http:
         response = await http.get("/health")
-        assert (response.status_code, response.json()["status"]) == (503, "no worker is there yet")
+        assert (response.status_code, response.json()["status"]) == (503, "no worker is connected")
         async with StubWorker() as worker:
             await served.router.set_workers({worker.name: worker.address})
             await until(lambda: not served.router.frontend.why_not_ready())
@@ -72,7 +72,7 @@ async def test_health_says_why_not(config: RouterConfig) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "localhost.evil.example", ""])
-async def test_names_that_are_not_loopback_are_turned_away(served: Served, host: str) -> None:
+async def test_host_header_other_than_loopback_is_refused(served: Served, host: str) -> None:
     async with client_of(served) as http:
         response = await http.get("/v1/models", headers={"host": host})
         assert response.status_code == 403
@@ -81,7 +81,7 @@ async def test_names_that_are_not_loopback_are_turned_away(served: Served, host:
             assert (await http.get("/v1/models", headers={"host": good})).status_code == 200
 
 
-async def test_no_page_of_another_origin_gets_through(served: Served) -> None:
+async def test_cross_origin_requests_are_refused(served: Served) -> None:
     async with client_of(served) as http:
         origin = {"origin": "http://evil.example"}
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
@@ -104,18 +104,18 @@ async def test_large_bodies_are_refused_early(config: RouterConfig) -> None:
         assert response.status_code == 413
         check_form(response)
 
-        async def parts() -> object:
+        async def chunks() -> object:
             for _ in range(20):
                 yield b"x" * 100
 
         headers = {"content-type": "application/json"}
-        response = await http.post("/v1/completions", content=parts(), headers=headers)  # type: ignore[arg-type]
+        response = await http.post("/v1/completions", content=chunks(), headers=headers)  # type: ignore[arg-type]
         assert response.status_code == 413
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
 
 
 async def read_all(served: Served, sent: bytes) -> bytes:
-    """What comes back on a raw connection until the server closes it."""
+    """Send bytes on a raw connection; return all that the server sends until it closes it."""
     host, port = served.router.http_address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(sent)
@@ -127,7 +127,7 @@ async def read_all(served: Served, sent: bytes) -> bytes:
 
 
 @pytest.mark.slow
-async def test_heads_are_bounded_in_size_and_time(config: RouterConfig) -> None:
+async def test_headers_and_bodies_are_bounded_in_size_and_time(config: RouterConfig) -> None:
     tight = replace(config, bounds=RequestBounds(max_header_bytes=4096, receive_seconds=2.0))
     async with serving(tight, StubWorker()) as served:
         many = b"".join(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(100))
@@ -139,7 +139,7 @@ async def test_heads_are_bounded_in_size_and_time(config: RouterConfig) -> None:
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
             b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
         )
-        assert b"did not come within" in await read_all(served, body)
+        assert b"did not arrive within" in await read_all(served, body)
         async with client_of(served) as http:
             assert (await http.get("/health")).status_code == 200
 
@@ -150,7 +150,7 @@ async def test_garbage_is_answered_with_400(served: Served) -> None:
     )
 
 
-async def test_a_request_keeps_its_own_name(served: Served) -> None:
+async def test_request_id_of_the_client_is_kept(served: Served) -> None:
     async with client_of(served) as http:
         response = await http.post(
             "/v1/completions", json=BODY, headers={"x-request-id": "order-66"}

@@ -1,4 +1,4 @@
-"""Everything wrong that may come over HTTP: one clear line, the right status, no effect."""
+"""Invalid HTTP requests get a one-line error and the right status, and have no effect."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def http(lasting: Served) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=lasting.url, timeout=30) as client:
+async def http(shared_served: Served) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=shared_served.url, timeout=30) as client:
         yield client
 
 
@@ -122,18 +122,18 @@ PARAMETERS = [
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(("wrong", "param"), PARAMETERS)
-async def test_parameters(
-    http: httpx.AsyncClient, lasting: Served, path: str, wrong: dict[str, Any], param: str
+async def test_invalid_parameter_is_refused_by_name(
+    http: httpx.AsyncClient, shared_served: Served, path: str, wrong: dict[str, Any], param: str
 ) -> None:
-    lasting.worker.submits.clear()
-    right = {"prompt": "hi"} if path == COMPLETIONS else {"messages": HI}
-    response = await http.post(path, json={**right, **wrong})
+    shared_served.worker.submits.clear()
+    valid = {"prompt": "hi"} if path == COMPLETIONS else {"messages": HI}
+    response = await http.post(path, json={**valid, **wrong})
     assert response.status_code == 400
     error = check_form(response)
     assert error["param"] == param
     assert param in error["message"]
     assert error["type"] == "invalid_request_error"
-    assert lasting.worker.submits == []
+    assert shared_served.worker.submits == []
 
 
 ONLY_COMPLETIONS = [
@@ -157,7 +157,7 @@ ONLY_COMPLETIONS = [
     ({"prompt": "x", "suffix": "y"}, "suffix is not served"),
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "logprobs": -1}, "logprobs"),
-    ({"prompt": "x", "use_beam_search": True}, "takes from 2 to 64 beams: set n so"),
+    ({"prompt": "x", "use_beam_search": True}, "takes from 2 to 64 beams: set n in"),
     ({"prompt": "x", "use_beam_search": True, "n": 2, "seed": 1}, "leave out seed"),
     ({"prompt": "x", "use_beam_search": True, "n": 2, "top_k": 3}, "leave top_k at 0 or -1"),
     (
@@ -196,14 +196,14 @@ ONLY_CHAT = [
     ("path", "body", "words"),
     [(COMPLETIONS, *row) for row in ONLY_COMPLETIONS] + [(CHAT, *row) for row in ONLY_CHAT],
 )
-async def test_bodies(
-    http: httpx.AsyncClient, lasting: Served, path: str, body: dict[str, Any], words: str
+async def test_invalid_body_is_refused(
+    http: httpx.AsyncClient, shared_served: Served, path: str, body: dict[str, Any], words: str
 ) -> None:
-    lasting.worker.submits.clear()
+    shared_served.worker.submits.clear()
     response = await http.post(path, json=body)
     assert response.status_code == 400
     assert words in check_form(response)["message"]
-    assert lasting.worker.submits == []
+    assert shared_served.worker.submits == []
 
 
 RAW = [
@@ -227,7 +227,7 @@ RAW = [
 
 
 @pytest.mark.parametrize(("body", "words"), RAW)
-async def test_raw_bodies(http: httpx.AsyncClient, body: bytes, words: str) -> None:
+async def test_malformed_body_is_refused(http: httpx.AsyncClient, body: bytes, words: str) -> None:
     response = await http.post(COMPLETIONS, content=body, headers=JSON)
     assert response.status_code == 400
     assert words in check_form(response)["message"]

@@ -1,4 +1,4 @@
-"""/role over HTTP: who may give a worker a role, and what comes of it."""
+"""/role over HTTP: permissions, and the effects of assigning a role."""
 
 import asyncio
 from dataclasses import replace
@@ -22,7 +22,7 @@ def client_of(served: Served, key: str = "") -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=served.url, timeout=30, headers=headers)
 
 
-async def ask(http: httpx.AsyncClient, worker: str, role: str) -> tuple[int, dict[str, Any]]:
+async def post_role(http: httpx.AsyncClient, worker: str, role: str) -> tuple[int, dict[str, Any]]:
     reply = await http.post("/role", json={"worker": worker, "role": role})
     return reply.status_code, reply.json()
 
@@ -31,19 +31,21 @@ def roles(served: Served) -> dict[str, str]:
     return {each.worker: each.role for each in served.router.frontend.take_snapshot().workers}
 
 
-async def test_what_comes_follows_the_new_role(config: RouterConfig) -> None:
+async def test_new_requests_follow_the_new_role(config: RouterConfig) -> None:
     peers: dict[str, StubWorker] = {}
     workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
     async with serving(config, *workers) as served, client_of(served) as http:
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
         assert [len(worker.submits) for worker in workers] == [1, 1]
-        assert await ask(http, "p0", "mixed") == (200, {"worker": "p0", "role": "mixed"})
-        assert await ask(http, "d0", "decode") == (200, {"worker": "d0", "role": "decode"})
+        assert await post_role(http, "p0", "mixed") == (200, {"worker": "p0", "role": "mixed"})
+        assert await post_role(http, "d0", "decode") == (200, {"worker": "d0", "role": "decode"})
         assert roles(served) == {"p0": "mixed", "d0": "decode"}
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
-        assert [len(worker.submits) for worker in workers] == [2, 1], "a mixed worker does it all"
+        assert [len(worker.submits) for worker in workers] == [2, 1], (
+            "a mixed worker prefills and decodes"
+        )
         status = (await http.get("/status")).json()
-        assert {name: given["role"] for name, given in status["roles"].items()} == {
+        assert {name: assignment["role"] for name, assignment in status["roles"].items()} == {
             "p0": "mixed",
             "d0": "decode",
         }
@@ -54,10 +56,10 @@ async def test_what_comes_follows_the_new_role(config: RouterConfig) -> None:
         assert status["placed"] == {"apart: unmeasured": 1}
 
 
-async def test_the_process_that_follows_keeps_the_role(config: RouterConfig) -> None:
+async def test_restarted_worker_keeps_its_role(config: RouterConfig) -> None:
     worker = StubWorker("w0", "decode")
     async with serving(config, worker) as served, client_of(served) as http:
-        assert (await ask(http, "w0", "prefill"))[0] == 200
+        assert (await post_role(http, "w0", "prefill"))[0] == 200
         port = int(worker.address.rpartition(":")[2])
         await worker.stop()
         await until(lambda: not served.router.frontend.workers())
@@ -67,29 +69,29 @@ async def test_the_process_that_follows_keeps_the_role(config: RouterConfig) -> 
         assert [each.role for each in served.router.frontend.workers()] == ["prefill"]
 
 
-async def test_the_last_word_counts_wherever_it_was_said(config: RouterConfig) -> None:
+async def test_newest_assignment_wins_whichever_router_received_it(config: RouterConfig) -> None:
     async with serving(config, StubWorker()) as served, client_of(served) as http:
-        assert (await ask(http, "w0", "decode"))[0] == 200
+        assert (await post_role(http, "w0", "decode"))[0] == 200
         frontend = served.router.frontend
         frontend.set_roles({"w0": Assignment("prefill", 1.0)})
-        assert roles(served) == {"w0": "decode"}, "that was said long ago"
+        assert roles(served) == {"w0": "decode"}, "an older assignment is ignored"
         frontend.set_roles({"w0": Assignment("prefill", 1e12)})
         assert roles(served) == {"w0": "prefill"}
 
 
-async def test_the_answer_waits_for_the_supervisor(
+async def test_response_waits_for_the_supervisor(
     config: RouterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[str, Assignment]] = []
     async with serving(config, StubWorker()) as served, client_of(served) as http:
         frontend = served.router.frontend
-        frontend.roles.send = lambda worker, given: sent.append((worker, given))
-        asking = asyncio.create_task(ask(http, "w0", "decode"))
+        frontend.roles.send = lambda worker, assignment: sent.append((worker, assignment))
+        posting = asyncio.create_task(post_role(http, "w0", "decode"))
         await until(lambda: sent)
         assert roles(served) == {"w0": "mixed"}
-        assert not asking.done()
+        assert not posting.done()
         frontend.set_roles(dict(sent))
-        assert await asking == (200, {"worker": "w0", "role": "decode"})
+        assert await posting == (200, {"worker": "w0", "role": "decode"})
         assert roles(served) == {"w0": "decode"}
         monkeypatch.setattr(role_recorder, "SECONDS_TO_RECORD", 0.02)
         reply = await http.post("/role", json={"worker": "w0", "role": "prefill"})
@@ -99,7 +101,7 @@ async def test_the_answer_waits_for_the_supervisor(
 
 
 @pytest.mark.parametrize(
-    ("keys", "host", "shown", "code"),
+    ("keys", "host", "key", "code"),
     [
         ((), "127.0.0.1", "", 200),
         ((), "0.0.0.0", "", 403),
@@ -110,28 +112,28 @@ async def test_the_answer_waits_for_the_supervisor(
         (("user", OPERATOR), "0.0.0.0", OPERATOR, 200),
     ],
 )
-async def test_only_operators_may(
-    config: RouterConfig, keys: tuple[str, ...], host: str, shown: str, code: int
+async def test_only_operators_may_assign_roles(
+    config: RouterConfig, keys: tuple[str, ...], host: str, key: str, code: int
 ) -> None:
     config = replace(config, api_keys=keys, host=host)
     async with serving(config, StubWorker()) as served:
         port = served.url.rpartition(":")[2]
-        headers = {"authorization": f"Bearer {shown}"} if shown else {}
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30
         ) as http:
-            found, told = await ask(http, "w0", "decode")
-        assert (found, roles(served)["w0"]) == (code, "decode" if code == 200 else "mixed")
+            status_code, reply = await post_role(http, "w0", "decode")
+        assert (status_code, roles(served)["w0"]) == (code, "decode" if code == 200 else "mixed")
         if code == 403:
-            assert "admin-" in told["error"]["message"]
-            assert OPERATOR not in str(told)
+            assert "admin-" in reply["error"]["message"]
+            assert OPERATOR not in str(reply)
 
 
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
-        ({"worker": "w0", "role": "boss"}, 400, "there is no role 'boss'"),
-        ({"worker": "w9", "role": "decode"}, 404, "there is no worker 'w9'; there are w0"),
+        ({"worker": "w0", "role": "boss"}, 400, "unknown role 'boss'"),
+        ({"worker": "w9", "role": "decode"}, 404, "unknown worker 'w9': the workers are w0"),
         ({"worker": "w0"}, 400, "send"),
         ({"worker": "w0", "role": 1}, 400, "send"),
         ({"worker": ["w0"], "role": "decode"}, 400, "send"),
@@ -140,7 +142,9 @@ async def test_only_operators_may(
         (None, 400, "send"),
     ],
 )
-async def test_nonsense_is_refused(served: Served, body: object, code: int, words: str) -> None:
+async def test_invalid_role_request_is_refused(
+    served: Served, body: object, code: int, words: str
+) -> None:
     async with client_of(served) as http:
         reply = await http.post("/role", json=body)
         assert (reply.status_code, roles(served)) == (code, {"w0": "mixed"})

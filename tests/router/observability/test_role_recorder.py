@@ -1,4 +1,4 @@
-"""Role changes wait for the supervisor, which is played here."""
+"""Role changes take effect once the supervisor, here a fake, has confirmed them."""
 
 import asyncio
 
@@ -11,16 +11,16 @@ from penstock.router.observability.role_registry import Assignment
 
 
 class Supervisor:
-    """Keeps what a recorder sends; the test decides what it confirms."""
+    """Fake supervisor: records the assignments that are sent; the test confirms them."""
 
     def __init__(self) -> None:
         self.changed: list[tuple[str, str]] = []
         self.sent: list[tuple[str, Assignment]] = []
         self.recorder = RoleRecorder(lambda worker, role: self.changed.append((worker, role)))
-        self.recorder.send = lambda worker, given: self.sent.append((worker, given))
+        self.recorder.send = lambda worker, assignment: self.sent.append((worker, assignment))
 
-    async def ask(self, worker: str, role: str) -> "asyncio.Task[None]":
-        """Begin to record a role; returns once it was sent."""
+    async def start_recording(self, worker: str, role: str) -> "asyncio.Task[None]":
+        """Start to record a role; return once it has been sent."""
         before = len(self.sent)
         task = asyncio.create_task(self.recorder.record(worker, role))
         while len(self.sent) == before:
@@ -28,45 +28,45 @@ class Supervisor:
         return task
 
 
-async def turns(count: int = 10) -> None:
-    """Let everything that can run do so."""
+async def run_tasks(count: int = 10) -> None:
+    """Let all runnable tasks run."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-async def test_role_takes_effect_once_the_supervisor_holds_it() -> None:
+async def test_role_takes_effect_once_the_supervisor_confirms_it() -> None:
     supervisor = Supervisor()
-    recording = await supervisor.ask("d0", "mixed")
+    recording = await supervisor.start_recording("d0", "mixed")
     supervisor.recorder.merge({"d1": Assignment("prefill", 5.0)})
     supervisor.recorder.merge({"d0": Assignment("decode", 5.0)})
-    await turns()
-    assert not recording.done(), "neither another worker's nor an older role is this one"
+    await run_tasks()
+    assert not recording.done(), "another worker's role and an older role do not confirm it"
     assert supervisor.recorder.assignments["d0"].role == "decode"
-    ((worker, given),) = supervisor.sent
-    supervisor.recorder.merge({worker: given})
+    ((worker, assignment),) = supervisor.sent
+    supervisor.recorder.merge({worker: assignment})
     await recording
-    assert supervisor.recorder.assignments["d0"] == given
+    assert supervisor.recorder.assignments["d0"] == assignment
     assert supervisor.changed == [("d1", "prefill"), ("d0", "decode"), ("d0", "mixed")]
 
 
-async def test_role_that_a_newer_one_superseded_is_confirmed() -> None:
+async def test_newer_role_confirms_the_one_that_it_supersedes() -> None:
     supervisor = Supervisor()
-    recording = await supervisor.ask("d0", "mixed")
+    recording = await supervisor.start_recording("d0", "mixed")
     supervisor.recorder.merge({"d0": Assignment("prefill", supervisor.sent[0][1].at + 1)})
     await recording
     assert supervisor.changed == [("d0", "prefill")]
 
 
-async def test_role_counts_although_the_last_one_has_a_later_time() -> None:
+async def test_new_role_wins_although_the_previous_one_has_a_later_time() -> None:
     supervisor = Supervisor()
     supervisor.recorder.merge({"d0": Assignment("prefill", 1e12)})
-    recording = await supervisor.ask("d0", "decode")
+    recording = await supervisor.start_recording("d0", "decode")
     supervisor.recorder.merge(dict(supervisor.sent))
     await recording
     assert supervisor.changed == [("d0", "prefill"), ("d0", "decode")]
 
 
-async def test_without_confirmation_the_role_is_refused_and_takes_no_effect(
+async def test_unconfirmed_role_is_refused_and_has_no_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(role_recorder, "SECONDS_TO_RECORD", 0.02)
@@ -83,5 +83,5 @@ async def test_without_a_supervisor_the_role_takes_effect_at_once() -> None:
     recorder = RoleRecorder(lambda worker, role: changed.append((worker, role)))
     await recorder.record("d0", "mixed")
     await recorder.record("d0", "mixed")
-    assert [given.role for given in recorder.assignments.values()] == ["mixed"]
+    assert [assignment.role for assignment in recorder.assignments.values()] == ["mixed"]
     assert set(changed) == {("d0", "mixed")}

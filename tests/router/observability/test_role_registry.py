@@ -1,4 +1,4 @@
-"""What operators said of roles, merged."""
+"""Merging of the role assignments that operators made."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ ASSIGNMENTS = st.dictionaries(
 
 
 @given(ASSIGNMENTS, ASSIGNMENTS, ASSIGNMENTS)
-def test_in_whatever_order_they_hear_of_it_all_end_the_same(
+def test_merge_does_not_depend_on_the_order(
     one: dict[str, Assignment], other: dict[str, Assignment], third: dict[str, Assignment]
 ) -> None:
     whole = merged(one, other, third)
@@ -27,29 +27,29 @@ def test_in_whatever_order_they_hear_of_it_all_end_the_same(
     assert merged(merged(one, third), other, one) == whole
     assert merged(whole, one) == whole
     for worker, assignment in whole.items():
-        said = [part[worker] for part in (one, other, third) if worker in part]
-        assert assignment in said
-        assert assignment.at == max(each.at for each in said)
+        reported = [source[worker] for source in (one, other, third) if worker in source]
+        assert assignment in reported
+        assert assignment.at == max(each.at for each in reported)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), ASSIGNMENTS), max_size=8))
-def test_routers_that_are_looked_at_in_turn_end_the_same(
-    words: list[tuple[int, dict[str, Assignment]]],
+def test_routers_converge_when_they_are_polled_in_turn(
+    reports: list[tuple[int, dict[str, Assignment]]],
 ) -> None:
-    book, routers = RoleRegistry(), [dict[str, Assignment](), {}, {}]
-    for at, said in words:
-        routers[at] = merged(routers[at], said)
+    registry, routers = RoleRegistry(), [dict[str, Assignment](), {}, {}]
+    for index, reported in reports:
+        routers[index] = merged(routers[index], reported)
     for _ in range(2):
-        for at, known in enumerate(routers):
-            if not book.merge(known):
-                routers[at] = merged(known, book.assignments)
-    assert routers[0] == routers[1] == routers[2] == book.assignments
-    assert all(book.merge(known) for known in routers)
-    assert book.assignments == merged(*(said for _, said in words))
+        for index, known in enumerate(routers):
+            if not registry.merge(known):
+                routers[index] = merged(known, registry.assignments)
+    assert routers[0] == routers[1] == routers[2] == registry.assignments
+    assert all(registry.merge(known) for known in routers)
+    assert registry.assignments == merged(*(reported for _, reported in reports))
 
 
 @given(ASSIGNMENTS, ASSIGNMENTS)
-def test_held_assignments_cover_what_is_no_newer(
+def test_held_assignments_cover_those_that_are_not_newer(
     held: dict[str, Assignment], given: dict[str, Assignment]
 ) -> None:
     assert covers(merged(held, given), given)
@@ -62,7 +62,7 @@ def test_held_assignments_cover_what_is_no_newer(
 
 
 @given(ASSIGNMENTS, st.sampled_from(ROLES), st.floats(0, 4))
-def test_successor_counts_although_the_clock_before_was_ahead(
+def test_successor_is_newer_even_if_the_previous_clock_was_ahead(
     held: dict[str, Assignment], role: str, now: float
 ) -> None:
     assignment = successor(held.get("a"), role, now)

@@ -1,4 +1,4 @@
-"""Whatever numbers a client sends: parameters that a worker can take, or a refusal of the field."""
+"""Any client input gives parameters that a worker accepts, or an error that names the field."""
 
 import math
 from dataclasses import replace
@@ -22,23 +22,23 @@ from penstock.router.requests.request import (
 
 MODEL = ModelLimits("m", 100, 50)
 BOUNDS = RequestBounds()
-WHOLE = st.integers() | st.integers(-(10**40), 10**40) | st.sampled_from([2**31, 2**32, 2**64])
-ODD = st.floats() | st.sampled_from([1e-320, 5e-324, 1e308, -0.0]) | st.integers()
+INTEGERS = st.integers() | st.integers(-(10**40), 10**40) | st.sampled_from([2**31, 2**32, 2**64])
+NUMBERS = st.floats() | st.sampled_from([1e-320, 5e-324, 1e308, -0.0]) | st.integers()
 SAMPLINGS = st.builds(
     SamplingParams,
-    **{name: ODD for name in RANGES},
-    top_k=WHOLE,
-    seed=st.none() | WHOLE,
-    max_tokens=st.none() | WHOLE,
-    min_tokens=WHOLE,
-    stop_token_ids=st.lists(WHOLE, max_size=3).map(tuple),
-    logprobs=st.none() | WHOLE,
-    n=WHOLE,
-    logit_bias=st.dictionaries(WHOLE, ODD, max_size=3),
-    bad_words_token_ids=st.lists(st.lists(WHOLE, max_size=3).map(tuple), max_size=3).map(tuple),
-    allowed_token_ids=st.none() | st.lists(WHOLE, max_size=3).map(tuple),
+    **{name: NUMBERS for name in RANGES},
+    top_k=INTEGERS,
+    seed=st.none() | INTEGERS,
+    max_tokens=st.none() | INTEGERS,
+    min_tokens=INTEGERS,
+    stop_token_ids=st.lists(INTEGERS, max_size=3).map(tuple),
+    logprobs=st.none() | INTEGERS,
+    n=INTEGERS,
+    logit_bias=st.dictionaries(INTEGERS, NUMBERS, max_size=3),
+    bad_words_token_ids=st.lists(st.lists(INTEGERS, max_size=3).map(tuple), max_size=3).map(tuple),
+    allowed_token_ids=st.none() | st.lists(INTEGERS, max_size=3).map(tuple),
     use_beam_search=st.booleans(),
-    length_penalty=ODD,
+    length_penalty=NUMBERS,
     early_stopping=st.sampled_from([False, True, "never", "unknown"]),
 )
 
@@ -47,8 +47,10 @@ def changed(name: str, value: Any) -> SamplingParams:
     return replace(SamplingParams(), **{name: value})
 
 
-@given(SAMPLINGS, st.lists(WHOLE, max_size=5))
-def test_any_numbers(sampling: SamplingParams, prompt: list[int]) -> None:
+@given(SAMPLINGS, st.lists(INTEGERS, max_size=5))
+def test_any_numbers_are_accepted_or_refused_by_name(
+    sampling: SamplingParams, prompt: list[int]
+) -> None:
     refusal: ServingError | None = None
     try:
         check_prompt(prompt, MODEL)
@@ -63,25 +65,25 @@ def test_any_numbers(sampling: SamplingParams, prompt: list[int]) -> None:
 
 @pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308])
-def test_one_wrong_number_is_refused_by_name(name: str, value: float) -> None:
-    ask = GenerationRequest([5], changed(name, value))
+def test_non_finite_or_huge_number_is_refused_by_name(name: str, value: float) -> None:
+    request = GenerationRequest([5], changed(name, value))
     with pytest.raises(ServingError) as refusal:
-        resolve_sampling(ask, MODEL, BOUNDS)
+        resolve_sampling(request, MODEL, BOUNDS)
     assert refusal.value.param == name
 
 
 @pytest.mark.parametrize(("name", "bounds"), RANGES.items())
-def test_the_ends_of_the_ranges_are_good(name: str, bounds: tuple[float, float]) -> None:
+def test_ends_of_the_ranges_are_accepted(name: str, bounds: tuple[float, float]) -> None:
     for value in bounds:
         params = resolve_sampling(GenerationRequest([5], changed(name, value)), MODEL, BOUNDS)
         assert getattr(params, name) == pytest.approx(value)
-    # What a worker divides by or compares with zero is never rounded to it on the wire.
+    # A positive lower limit must not be rounded to 0 on the wire: workers may divide by it.
     if bounds[0] > 0:
         params = resolve_sampling(GenerationRequest([5], changed(name, bounds[0])), MODEL, BOUNDS)
         assert getattr(params, name) > 0
 
 
-COUNTS = [
+LIMITS = [
     ("logprobs", 20, 21),
     ("logprobs", 0, -1),
     ("max_tokens", 97, 98),
@@ -115,22 +117,24 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "good", "bad"), COUNTS)
-def test_boundaries(name: str, good: object, bad: object) -> None:
+@pytest.mark.parametrize(("name", "good", "bad"), LIMITS)
+def test_value_at_its_limit_is_accepted_and_one_beyond_it_is_refused(
+    name: str, good: object, bad: object
+) -> None:
     prompt = [5, 6, 7]
     resolve_sampling(GenerationRequest(prompt, changed(name, good)), MODEL, BOUNDS)
     with pytest.raises(ServingError):
         resolve_sampling(GenerationRequest(prompt, changed(name, bad)), MODEL, BOUNDS)
 
 
-def test_boundaries_of_prompts() -> None:
+def test_limits_of_prompts() -> None:
     check_prompt([49] * 99, MODEL)
     for prompt in ([], [5] * 100, [50], [-1]):
         with pytest.raises(ServingError):
             check_prompt(prompt, MODEL)
 
 
-def test_boundaries_of_stop_strings() -> None:
+def test_limits_of_stop_strings() -> None:
     resolve_sampling(GenerationRequest([5], SamplingParams(stop=("x" * 256,) * 16)), MODEL, BOUNDS)
     for stop in (("x",) * 17, ("x" * 257,), ("",)):
         with pytest.raises(ServingError) as refusal:
@@ -138,7 +142,7 @@ def test_boundaries_of_stop_strings() -> None:
         assert refusal.value.param == "stop"
 
 
-def test_boundaries_of_bad_words() -> None:
+def test_limits_of_bad_words() -> None:
     check_bad_words(["x" * 256] * 64, BOUNDS)
     for words in (["x"] * 65, ["x" * 257], [""], [" \t"]):
         with pytest.raises(ServingError) as refusal:
@@ -157,7 +161,7 @@ def test_bad_words_must_leave_an_allowed_token() -> None:
     assert refusal.value.param == "bad_words"
 
 
-def test_defaults_fill_what_the_context_leaves() -> None:
+def test_default_max_tokens_is_limited_by_the_context() -> None:
     assert resolve_sampling(GenerationRequest([5] * 10), MODEL, BOUNDS).max_tokens == 90
     assert (
         resolve_sampling(
@@ -173,7 +177,7 @@ def test_defaults_fill_what_the_context_leaves() -> None:
     )
 
 
-def test_beams_of_every_kind_that_is_served() -> None:
+def test_supported_beam_search_settings_are_accepted() -> None:
     kinds: list[tuple[int, float, bool | str]]
     kinds = [(2, -5.0, False), (64, 5.0, True), (7, 0.0, "never")]
     for best_of, length_penalty, stopping in kinds:
@@ -208,7 +212,7 @@ def test_a_negative_seed_keeps_its_bits() -> None:
     )
 
 
-def test_names_for_log_lines() -> None:
+def test_unsafe_request_ids_are_dropped_and_long_ones_cut() -> None:
     assert safe_request_id("order-66") == "order-66"
     assert safe_request_id("two\nlines") == safe_request_id("ünicode") == ""
     assert len(safe_request_id("x" * 1000)) == 128

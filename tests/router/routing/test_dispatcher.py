@@ -27,7 +27,7 @@ from penstock.router.routing.request_state import Phase
 from tests.support.router_harness import AT, D, E, M, P, Router, ends, submits
 from tests.support.router_world import info_of
 
-# ------------------------------------------------------------------ the road
+# ------------------------------------------------------------------ prefill and decode pools
 
 
 def test_a_request_goes_through_both_pools() -> None:
@@ -50,7 +50,7 @@ def test_a_request_goes_through_both_pools() -> None:
     assert [worker.num_requests for worker in router.dispatcher.workers()] == [0, 0]
 
 
-def test_the_decode_worker_meant_for_it_is_counted_from_the_start() -> None:
+def test_capacity_of_the_decode_target_is_reserved_from_the_start() -> None:
     tight = info_of("d", "decode", max_sequences=1)
     router = Router(P, tight)
     assert submits(router.arrive(1)) == [("p", 1, 1)]
@@ -59,7 +59,7 @@ def test_the_decode_worker_meant_for_it_is_counted_from_the_start() -> None:
     assert submits(router(ClientDisconnected(1))) == [("p", 2, 1)]
 
 
-def test_it_goes_to_the_worker_meant_for_it_even_if_another_has_more_room_by_now() -> None:
+def test_decode_target_is_kept_even_if_another_worker_has_more_room() -> None:
     router = Router(P, D)
     router.arrive()
     router.step("p", 1, 0)
@@ -69,7 +69,7 @@ def test_it_goes_to_the_worker_meant_for_it_even_if_another_has_more_room_by_now
 
 
 @pytest.mark.parametrize("trouble", ["suspect", "draining"])
-def test_the_worker_meant_for_it_is_passed_over_when_in_trouble(trouble: str) -> None:
+def test_suspect_or_draining_decode_target_is_replaced(trouble: str) -> None:
     router = Router(P, D, E)
     router.arrive()
     router.step("p", 1, 0)
@@ -78,7 +78,7 @@ def test_the_worker_meant_for_it_is_passed_over_when_in_trouble(trouble: str) ->
     assert submits(router(Yielded("p", 1, 1, 3))) == [("e", 1, 2)]
 
 
-def test_a_yield_before_anything_was_done_means_placing_anew() -> None:
+def test_request_that_yields_before_any_work_is_placed_again() -> None:
     router = Router(P, D)
     router.arrive()
     router(WorkerUp(info_of("q", "prefill")))
@@ -86,7 +86,7 @@ def test_a_yield_before_anything_was_done_means_placing_anew() -> None:
     assert submits(router(Yielded("p", 1, 1, 0))) == [("q", 1, 2)]
 
 
-def test_the_decode_worker_meant_for_it_may_be_lost() -> None:
+def test_lost_decode_target_is_replaced() -> None:
     router = Router(P, D, E)
     router.arrive()
     router(WorkerLost("d"))
@@ -94,7 +94,7 @@ def test_the_decode_worker_meant_for_it_may_be_lost() -> None:
     assert submits(router(Yielded("p", 1, 1, 3))) == [("e", 1, 2)]
 
 
-def test_with_nobody_else_left_the_prefill_worker_goes_on() -> None:
+def test_prefill_worker_continues_if_no_decode_worker_is_left() -> None:
     router = Router(P, D)
     router.arrive()
     router.step("p", 1, 0)
@@ -104,14 +104,14 @@ def test_with_nobody_else_left_the_prefill_worker_goes_on() -> None:
     assert submits(commands) == [("p", 1, 2)]
 
 
-def test_a_full_decode_pool_is_waited_for_with_the_lease() -> None:
+def test_request_keeps_its_lease_while_the_decode_pool_is_full() -> None:
     tight = info_of("d", "decode", max_sequences=1)
     router = Router(P, D)
     router.arrive(1)
     router.step("p", 1, 0)
     router(WorkerLost("d"))
     router(WorkerUp(tight))
-    assert submits(router.arrive(2)) == [("p", 2, 1)]  # it has the only place at d
+    assert submits(router.arrive(2)) == [("p", 2, 1)]  # takes the only row of d
     assert router(Yielded("p", 1, 1, 3)) == []
     assert router.dispatcher.phases() == {Phase.YIELDED: 1, Phase.RUNNING: 1}
     (drop, _, submit) = router(ClientDisconnected(2))
@@ -120,10 +120,10 @@ def test_a_full_decode_pool_is_waited_for_with_the_lease() -> None:
     assert (submit.worker, submit.source is not None) == ("d", True)
 
 
-# ------------------------------------------------------------------ what has ended
+# ------------------------------------------------------------------ ended and unknown requests
 
 
-def test_offers_for_an_ended_request_are_dropped_and_nothing_else_happens() -> None:
+def test_events_of_an_ended_request_only_drop_what_they_offer() -> None:
     router = Router(P, D)
     router.arrive()
     router.step("p", 1, 0, Finish.STOP)
@@ -139,7 +139,7 @@ def test_offers_for_an_ended_request_are_dropped_and_nothing_else_happens() -> N
         assert router(event) == []
 
 
-def test_a_worker_without_a_stream_is_not_listened_to() -> None:
+def test_events_of_a_worker_without_a_stream_are_ignored() -> None:
     router = Router(M)
     router.arrive()
     assert router.step("ghost", 1, 0) == []
@@ -147,24 +147,24 @@ def test_a_worker_without_a_stream_is_not_listened_to() -> None:
     assert router(WorkerLost("ghost")) == []
 
 
-def test_numbers_are_used_once() -> None:
+def test_request_number_must_be_unique() -> None:
     router = Router(M)
     router.arrive()
-    with pytest.raises(ValueError, match="request 1 is here already"):
+    with pytest.raises(ValueError, match="request 1 already exists"):
         router.arrive()
 
 
-def test_a_complete_log_ends_at_once() -> None:
+def test_request_with_a_complete_log_ends_at_once() -> None:
     router = Router(M)
     commands = router.arrive(log=[[1, 2]], max_tokens=2)
     assert commands == [Deliver(1, 0, 2, (), (), Finish.LENGTH), EndRequest(1, Status.OK)]
     assert router.dispatcher.num_ended == {Status.OK: 1}
 
 
-# ------------------------------------------------------------------ the line
+# ------------------------------------------------------------------ the queue
 
 
-def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+def test_full_queue_refuses_with_a_retry_time() -> None:
     router = Router(limits=DispatcherLimits(max_queued=2))
     assert router.arrive(1) == router.arrive(2) == []
     (end,) = router.arrive(3)
@@ -175,7 +175,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     assert router.dispatcher.num_running == 0
 
 
-def test_tenants_pay_for_every_token_of_an_answer() -> None:
+def test_tenants_are_charged_for_output_tokens() -> None:
     router = Router(info_of("m", "mixed", max_sequences=1))
     router.arrive(1, tenant="a")
     router.step("m", 1, 0)
@@ -188,7 +188,7 @@ def test_tenants_pay_for_every_token_of_an_answer() -> None:
     assert [number for _, number, _ in order] == [2, 4, 3]
 
 
-def test_the_line_moves_when_there_is_room() -> None:
+def test_queued_request_is_placed_when_a_worker_has_room() -> None:
     router = Router(info_of("m", "mixed", max_sequences=2))
     assert submits(router.arrive(1) + router.arrive(2) + router.arrive(3)) == [
         ("m", 1, 1),
@@ -197,7 +197,7 @@ def test_the_line_moves_when_there_is_room() -> None:
     assert submits(router.step("m", 1, 0, Finish.STOP, number=2)) == [("m", 3, 1)]
 
 
-def test_without_workers_requests_wait_and_then_it_is_said() -> None:
+def test_requests_without_workers_end_with_unavailable_after_the_timeout() -> None:
     router = Router(limits=DispatcherLimits(no_worker_timeout_seconds=20.0))
     router.wait(60)
     router.arrive(1)
@@ -208,7 +208,7 @@ def test_without_workers_requests_wait_and_then_it_is_said() -> None:
     assert ends(router.wait(1)) == [(1, Status.UNAVAILABLE)]
 
 
-def test_workers_that_go_are_waited_for_as_long() -> None:
+def test_request_waits_for_a_lost_worker_until_the_timeout() -> None:
     router = Router(M, limits=DispatcherLimits(no_worker_timeout_seconds=20.0))
     router.wait(60, "m")
     router.arrive()
@@ -217,7 +217,7 @@ def test_workers_that_go_are_waited_for_as_long() -> None:
     assert ends(router.wait(1)) == [(1, Status.UNAVAILABLE)]
 
 
-def test_a_worker_that_comes_in_time_takes_what_waited() -> None:
+def test_worker_that_connects_in_time_gets_the_queued_request() -> None:
     router = Router()
     router.arrive()
     router.wait(50)
@@ -225,7 +225,7 @@ def test_a_worker_that_comes_in_time_takes_what_waited() -> None:
     assert ends(router.wait(100, "m")) == []
 
 
-def test_workers_that_only_drain_are_not_waited_for() -> None:
+def test_no_worker_timeout_applies_if_all_workers_drain() -> None:
     router = Router(M, limits=DispatcherLimits(no_worker_timeout_seconds=20.0))
     router.arrive(1)
     router.step("m", 1, 0)
@@ -235,7 +235,7 @@ def test_workers_that_only_drain_are_not_waited_for() -> None:
     assert ends(router.step("m", 1, 1, Finish.STOP)) == [(1, Status.OK)]
 
 
-def test_a_deadline_ends_it_everywhere() -> None:
+def test_deadline_drops_the_request_at_its_worker_and_ends_it() -> None:
     router = Router(M)
     router.arrive(deadline=router.now + 3)
     assert router.wait(2.5, "m") == []

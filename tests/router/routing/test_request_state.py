@@ -1,4 +1,4 @@
-"""One test, or more, for each row of the table in docs/lifecycle.md."""
+"""Tests of the table in docs/lifecycle.md; `test_request_state_transfers.py` has the rest."""
 
 from collections.abc import Callable
 
@@ -30,177 +30,177 @@ from tests.support.request_history import (
     yielded,
 )
 
-# ------------------------------------------------------------------ the straight road
+# ------------------------------------------------------------------ without failures
 
 
 @pytest.mark.parametrize("phase", STATES)
-def test_states_are_what_they_are_called(phase: Phase) -> None:
+def test_each_history_is_in_the_state_of_its_key(phase: Phase) -> None:
     assert STATES[phase]().phase is phase
 
 
-def test_the_way_of_a_request_through_prefill_and_decode() -> None:
-    story = RequestHistory().place(W, 1)
-    assert story.out == [Submit("w", story.life.request, 1, ((),), (False,), None, 1)]
-    assert story.token("w", 1, 0) is AppendResult.STATE_CHANGED
-    assert story.out == [Deliver(1, 0, 0, (100,), (None,), Finish.NONE)]
-    story.yielded()
-    assert story.out == []
-    story.place(V)
-    assert story.out == [submit("v", 2, (100,), LEASE)]
-    story.ready()
-    assert story.out == [Send("w", 1, 1, AT, 2, 9, 2)]
-    assert story.does(lambda out: story.life.received("v", 2, 9, out)) is True
-    assert story.out == [Drop("w", 1, 1)]
-    assert story.phase is Phase.RUNNING
-    assert story.token("v", 2, 1) is AppendResult.STATE_CHANGED
-    assert story.token("v", 2, 2) is AppendResult.APPENDED
-    assert story.token("v", 2, 3, Finish.STOP) is AppendResult.STATE_CHANGED
-    assert story.out == [
+def test_request_goes_through_prefill_transfer_and_decode() -> None:
+    history = RequestHistory().place(W, 1)
+    assert history.out == [Submit("w", history.life.request, 1, ((),), (False,), None, 1)]
+    assert history.token("w", 1, 0) is AppendResult.STATE_CHANGED
+    assert history.out == [Deliver(1, 0, 0, (100,), (None,), Finish.NONE)]
+    history.yielded()
+    assert history.out == []
+    history.place(V)
+    assert history.out == [submit("v", 2, (100,), LEASE)]
+    history.ready()
+    assert history.out == [Send("w", 1, 1, AT, 2, 9, 2)]
+    assert history.does(lambda out: history.life.received("v", 2, 9, out)) is True
+    assert history.out == [Drop("w", 1, 1)]
+    assert history.phase is Phase.RUNNING
+    assert history.token("v", 2, 1) is AppendResult.STATE_CHANGED
+    assert history.token("v", 2, 2) is AppendResult.APPENDED
+    assert history.token("v", 2, 3, Finish.STOP) is AppendResult.STATE_CHANGED
+    assert history.out == [
         Deliver(1, 0, 3, (103,), (None,), Finish.STOP),
         EndRequest(1, Status.OK, ""),
     ]
 
 
 @pytest.mark.parametrize("make", [waiting, moving])
-def test_a_step_from_the_next_worker_implies_that_it_runs(
+def test_step_from_the_destination_implies_that_it_runs(
     make: Callable[[], RequestHistory],
 ) -> None:
-    story = make()
-    assert story.token("v", 2, 1) is AppendResult.STATE_CHANGED
-    assert story.out == [Drop("w", 1, 1), Deliver(1, 0, 1, (101,), (None,), Finish.NONE)]
-    assert story.phase is Phase.RUNNING
+    history = make()
+    assert history.token("v", 2, 1) is AppendResult.STATE_CHANGED
+    assert history.out == [Drop("w", 1, 1), Deliver(1, 0, 1, (101,), (None,), Finish.NONE)]
+    assert history.phase is Phase.RUNNING
 
 
-def test_a_finish_beats_a_yield() -> None:
-    story = RequestHistory().place(W, 1)
-    story.token("w", 1, 0, Finish.STOP)
-    assert story.out[-1] == EndRequest(1, Status.OK, "")
-    story.life.status = None  # a late yield is dropped, also for a request that has not ended
-    story.out = []
-    story.life.yielded("w", 1, 3, story.out)
-    assert story.out == [Drop("w", 1, 1)]
+def test_finish_takes_precedence_over_a_yield() -> None:
+    history = RequestHistory().place(W, 1)
+    history.token("w", 1, 0, Finish.STOP)
+    assert history.out[-1] == EndRequest(1, Status.OK, "")
+    history.life.status = None  # as if the request had not ended: the late lease is still dropped
+    history.out = []
+    history.life.yielded("w", 1, 3, history.out)
+    assert history.out == [Drop("w", 1, 1)]
 
 
-# ------------------------------------------------------------------ Step
+# ------------------------------------------------------------------ tokens
 
 
-def test_known_positions_are_dropped() -> None:
-    story = running()
-    assert story.token("w", 1, 0) is AppendResult.DUPLICATE
-    assert story.out == []
-    assert story.life.token_log.answers == [[100]]
+def test_tokens_at_known_positions_are_ignored() -> None:
+    history = running()
+    assert history.token("w", 1, 0) is AppendResult.DUPLICATE
+    assert history.out == []
+    assert history.life.token_log.answers == [[100]]
 
 
-def test_a_gap_is_seen_and_fails_the_attempt() -> None:
-    story = running()
-    assert story.token("w", 1, 2) is AppendResult.GAP
-    story.does(story.life.fail_attempt)
-    assert story.out == [Drop("w", 1, 1)]
-    assert story.phase is Phase.QUEUED
-    story.place(V)
-    assert story.out == [submit("v", 2, (100,), None)]
+def test_gap_in_positions_fails_the_attempt() -> None:
+    history = running()
+    assert history.token("w", 1, 2) is AppendResult.GAP
+    history.does(history.life.fail_attempt)
+    assert history.out == [Drop("w", 1, 1)]
+    assert history.phase is Phase.QUEUED
+    history.place(V)
+    assert history.out == [submit("v", 2, (100,), None)]
 
 
-def test_a_choice_that_is_not_there_is_a_gap() -> None:
+def test_token_of_an_unknown_choice_counts_as_a_gap() -> None:
     assert running().token("w", 1, 1, choice=1) is AppendResult.GAP
 
 
 def test_a_token_of_an_old_attempt_changes_nothing() -> None:
-    story = running()
-    story.does(lambda out: story.life.worker_lost("w", out))
-    story.place(W)
-    assert story.token("w", 1, 1) is AppendResult.DUPLICATE
-    assert story.out == []
-    assert story.life.token_log.answers == [[100]]
-    assert story.token("w", 2, 1) is AppendResult.STATE_CHANGED
+    history = running()
+    history.does(lambda out: history.life.worker_lost("w", out))
+    history.place(W)
+    assert history.token("w", 1, 1) is AppendResult.DUPLICATE
+    assert history.out == []
+    assert history.life.token_log.answers == [[100]]
+    assert history.token("w", 2, 1) is AppendResult.STATE_CHANGED
 
 
 def test_a_token_of_another_worker_changes_nothing() -> None:
     assert running().token("x", 1, 1) is AppendResult.DUPLICATE
 
 
-def test_after_the_yield_nothing_comes_from_there() -> None:
-    story = yielded()
-    assert story.token("w", 1, 1) is AppendResult.DUPLICATE
+def test_token_after_the_yield_is_ignored() -> None:
+    history = yielded()
+    assert history.token("w", 1, 1) is AppendResult.DUPLICATE
 
 
-# ------------------------------------------------------------------ client gone, deadline
+# ------------------------------------------------------------------ client disconnected, deadline
 
 
 @pytest.mark.parametrize("phase", STATES)
 @pytest.mark.parametrize("status", [Status.CANCELLED, Status.DEADLINE])
-def test_an_end_drops_everywhere(phase: Phase, status: Status) -> None:
-    story = STATES[phase]()
-    story.does(lambda out: story.life.end(status, "why", out))
-    assert story.out == [*HELD[phase], EndRequest(1, status, "why")]
-    assert story.phase is Phase.DONE
+def test_end_drops_the_request_on_every_worker(phase: Phase, status: Status) -> None:
+    history = STATES[phase]()
+    history.does(lambda out: history.life.end(status, "why", out))
+    assert history.out == [*HELD[phase], EndRequest(1, status, "why")]
+    assert history.phase is Phase.DONE
 
 
-# ------------------------------------------------------------------ Cut
+# ------------------------------------------------------------------ stop strings
 
 
 @pytest.mark.parametrize("phase", [phase for phase in STATES if phase is not Phase.QUEUED])
-def test_a_stop_string_cuts_the_log_and_ends(phase: Phase) -> None:
-    story = STATES[phase]()
-    story.does(lambda out: story.life.stop_choice(0, 0, out))
-    assert story.out == [*HELD[phase], EndRequest(1, Status.OK, "")]
-    assert story.life.token_log.answers == [[]]
+def test_stop_string_cuts_the_log_and_ends_the_request(phase: Phase) -> None:
+    history = STATES[phase]()
+    history.does(lambda out: history.life.stop_choice(0, 0, out))
+    assert history.out == [*HELD[phase], EndRequest(1, Status.OK, "")]
+    assert history.life.token_log.answers == [[]]
 
 
-def test_a_cut_choice_is_dropped_and_the_others_go_on() -> None:
-    story = RequestHistory(num_choices=2).place()
-    story.token("w", 1, 0)
-    story.token("w", 1, 0, choice=1)
-    story.does(lambda out: story.life.stop_choice(0, 0, out))
-    assert story.out == [Drop("w", 1, 1, 0)]
-    assert story.token("w", 1, 1) is AppendResult.DUPLICATE
-    story.does(lambda out: story.life.worker_lost("w", out))
-    story.place(V)
-    request = story.life.request
-    assert story.out == [Submit("v", request, 2, ((), (100,)), (True, False), None, 0)]
-    assert story.token("v", 2, 1, Finish.LENGTH, choice=1) is AppendResult.STATE_CHANGED
-    assert story.out[-1] == EndRequest(1, Status.OK, "")
+def test_stopped_choice_is_dropped_and_the_others_continue() -> None:
+    history = RequestHistory(num_choices=2).place()
+    history.token("w", 1, 0)
+    history.token("w", 1, 0, choice=1)
+    history.does(lambda out: history.life.stop_choice(0, 0, out))
+    assert history.out == [Drop("w", 1, 1, 0)]
+    assert history.token("w", 1, 1) is AppendResult.DUPLICATE
+    history.does(lambda out: history.life.worker_lost("w", out))
+    history.place(V)
+    request = history.life.request
+    assert history.out == [Submit("v", request, 2, ((), (100,)), (True, False), None, 0)]
+    assert history.token("v", 2, 1, Finish.LENGTH, choice=1) is AppendResult.STATE_CHANGED
+    assert history.out[-1] == EndRequest(1, Status.OK, "")
 
 
-def test_a_cut_of_no_choice_changes_nothing() -> None:
-    story = running()
-    story.does(lambda out: story.life.stop_choice(1, 0, out))
-    assert (story.out, story.phase) == ([], Phase.RUNNING)
+def test_stop_of_an_unknown_choice_changes_nothing() -> None:
+    history = running()
+    history.does(lambda out: history.life.stop_choice(1, 0, out))
+    assert (history.out, history.phase) == ([], Phase.RUNNING)
 
 
-def test_a_cut_that_comes_after_the_finish_changes_nothing() -> None:
-    story = RequestHistory(num_choices=2).place()
-    story.token("w", 1, 0, Finish.STOP)
-    story.does(lambda out: story.life.stop_choice(0, 0, out))
-    assert story.out == []
-    assert story.life.token_log.answers == [[100], []]
+def test_stop_after_the_finish_changes_nothing() -> None:
+    history = RequestHistory(num_choices=2).place()
+    history.token("w", 1, 0, Finish.STOP)
+    history.does(lambda out: history.life.stop_choice(0, 0, out))
+    assert history.out == []
+    assert history.life.token_log.answers == [[100], []]
 
 
-# ------------------------------------------------------------------ given up
+# ------------------------------------------------------------------ errors from workers
 
 
 @pytest.mark.parametrize(("make", "name"), [(running, ("w", 1)), (moving, ("v", 2))])
-def test_an_error_of_the_workers_ends_it(
+def test_error_from_the_running_worker_ends_the_request(
     make: Callable[[], RequestHistory], name: tuple[str, int]
 ) -> None:
-    story = make()
-    assert story.does(lambda out: story.life.aborted(*name, "not finite", out)) is True
-    assert story.out[-1] == EndRequest(1, Status.INTERNAL, "not finite")
+    history = make()
+    assert history.does(lambda out: history.life.aborted(*name, "not finite", out)) is True
+    assert history.out[-1] == EndRequest(1, Status.INTERNAL, "not finite")
 
 
 def test_an_error_of_an_old_attempt_changes_nothing() -> None:
-    story = moving()
-    assert story.does(lambda out: story.life.aborted("w", 1, "not finite", out)) is False
-    assert (story.out, story.phase) == ([], Phase.TRANSFERRING)
+    history = moving()
+    assert history.does(lambda out: history.life.aborted("w", 1, "not finite", out)) is False
+    assert (history.out, history.phase) == ([], Phase.TRANSFERRING)
 
 
-# ------------------------------------------------------------------ a log from before
+# ------------------------------------------------------------------ resumed requests
 
 
-def test_a_log_that_the_client_brought_is_gone_on_from() -> None:
-    story = RequestHistory(log=[[8, 9]], max_tokens=3).place()
-    assert story.out == [Submit("w", story.life.request, 1, ((8, 9),), (False,), None, 0)]
-    assert story.life.token_log.num_remaining == 1
-    assert story.token("w", 1, 1) is AppendResult.DUPLICATE
-    assert story.token("w", 1, 2, Finish.LENGTH) is AppendResult.STATE_CHANGED
-    assert story.out[0] == Deliver(1, 0, 2, (102,), (None,), Finish.LENGTH)
+def test_request_continues_from_the_log_that_the_client_sent() -> None:
+    history = RequestHistory(log=[[8, 9]], max_tokens=3).place()
+    assert history.out == [Submit("w", history.life.request, 1, ((8, 9),), (False,), None, 0)]
+    assert history.life.token_log.num_remaining == 1
+    assert history.token("w", 1, 1) is AppendResult.DUPLICATE
+    assert history.token("w", 1, 2, Finish.LENGTH) is AppendResult.STATE_CHANGED
+    assert history.out[0] == Deliver(1, 0, 2, (102,), (None,), Finish.LENGTH)

@@ -1,5 +1,4 @@
-"""One test, or more, for each row of the table in docs/lifecycle.md: KV transfers, losses,
-drains."""
+"""Tests of each row of the table in docs/lifecycle.md: KV transfers, lost workers, drains."""
 
 from collections.abc import Callable
 
@@ -38,262 +37,266 @@ from tests.support.router_world import info_of
 
 
 def test_rejected_while_running_is_placed_elsewhere() -> None:
-    story = RequestHistory().place(W, 1)
-    assert story.does(lambda out: story.life.rejected("w", 1, out)) is True
-    assert (story.out, story.phase) == ([], Phase.QUEUED)
-    story.place(V)
-    assert story.out == [submit("v", 2, (), None)]
+    history = RequestHistory().place(W, 1)
+    assert history.does(lambda out: history.life.rejected("w", 1, out)) is True
+    assert (history.out, history.phase) == ([], Phase.QUEUED)
+    history.place(V)
+    assert history.out == [submit("v", 2, (), None)]
 
 
 def test_rejected_while_waiting_keeps_the_lease_as_source() -> None:
-    story = waiting()
-    assert story.does(lambda out: story.life.rejected("v", 2, out)) is True
-    assert (story.out, story.phase) == ([], Phase.YIELDED)
-    story.place(X)
-    assert story.out == [submit("x", 3, (100,), LEASE)]
+    history = waiting()
+    assert history.does(lambda out: history.life.rejected("v", 2, out)) is True
+    assert (history.out, history.phase) == ([], Phase.YIELDED)
+    history.place(X)
+    assert history.out == [submit("x", 3, (100,), LEASE)]
 
 
 @pytest.mark.parametrize("make", [waiting, moving])
-def test_the_next_worker_may_yield_before_it_said_anything(
+def test_next_worker_may_yield_before_its_first_token(
     make: Callable[[], RequestHistory],
 ) -> None:
-    story = make().yielded("v", 2)
-    assert (story.out, story.phase) == ([Drop("w", 1, 1)], Phase.YIELDED)
-    story.place(X)
-    assert story.out == [submit("x", 3, (100,), Source("v", "1", 2, 3, "L"))]
+    history = make().yielded("v", 2)
+    assert (history.out, history.phase) == ([Drop("w", 1, 1)], Phase.YIELDED)
+    history.place(X)
+    assert history.out == [submit("x", 3, (100,), Source("v", "1", 2, 3, "L"))]
 
 
 def test_rejected_of_an_old_attempt_changes_nothing() -> None:
-    story = moving()
-    assert story.does(lambda out: story.life.rejected("v", 1, out)) is False
-    assert story.phase is Phase.TRANSFERRING
+    history = moving()
+    assert history.does(lambda out: history.life.rejected("v", 1, out)) is False
+    assert history.phase is Phase.TRANSFERRING
 
 
 # ------------------------------------------------------------------ workers lost
 
 
-def test_a_running_worker_lost_means_the_next_attempt_with_the_log() -> None:
-    story = running()
-    assert story.does(lambda out: story.life.worker_lost("w", out)) is True
-    assert (story.out, story.phase) == ([], Phase.QUEUED)
-    story.place(V)
-    assert story.out == [submit("v", 2, (100,), None)]
+def test_loss_of_the_running_worker_starts_a_new_attempt_with_the_log() -> None:
+    history = running()
+    assert history.does(lambda out: history.life.worker_lost("w", out)) is True
+    assert (history.out, history.phase) == ([], Phase.QUEUED)
+    history.place(V)
+    assert history.out == [submit("v", 2, (100,), None)]
 
 
-def test_two_workers_lost_while_they_ran_it_end_it() -> None:
-    story = running()
-    story.does(lambda out: story.life.worker_lost("w", out))
-    story.place(V)
-    assert story.does(lambda out: story.life.worker_lost("v", out)) is True
-    (end,) = story.out
+def test_request_ends_after_two_losses_of_its_running_worker() -> None:
+    history = running()
+    history.does(lambda out: history.life.worker_lost("w", out))
+    history.place(V)
+    assert history.does(lambda out: history.life.worker_lost("v", out)) is True
+    (end,) = history.out
     assert isinstance(end, EndRequest)
     assert end.status is Status.INTERNAL
 
 
-def test_workers_lost_that_did_not_run_it_do_not_count() -> None:
-    story = waiting()
+def test_losses_of_workers_that_did_not_run_the_request_do_not_count() -> None:
+    history = waiting()
     for worker in (V, X, V, X):
-        assert story.does(lambda out, w=worker: story.life.worker_lost(w.worker, out)) is False  # type: ignore[misc]
-        assert story.phase is Phase.YIELDED
-        story.place(X if worker is V else V)
-    assert story.life.num_losses == 0
+        assert history.does(lambda out, w=worker: history.life.worker_lost(w.worker, out)) is False  # type: ignore[misc]
+        assert history.phase is Phase.YIELDED
+        history.place(X if worker is V else V)
+    assert history.life.num_losses == 0
 
 
 @pytest.mark.parametrize("make", [waiting, moving])
-def test_the_destination_lost_keeps_the_lease_as_source(make: Callable[[], RequestHistory]) -> None:
-    story = make()
-    story.does(lambda out: story.life.worker_lost("v", out))
-    assert (story.out, story.phase) == ([], Phase.YIELDED)
-    story.place(X)
-    assert story.out == [submit("x", 3, (100,), LEASE)]
+def test_loss_of_the_destination_keeps_the_lease_as_source(
+    make: Callable[[], RequestHistory],
+) -> None:
+    history = make()
+    history.does(lambda out: history.life.worker_lost("v", out))
+    assert (history.out, history.phase) == ([], Phase.YIELDED)
+    history.place(X)
+    assert history.out == [submit("x", 3, (100,), LEASE)]
 
 
 @pytest.mark.parametrize("make", [waiting, moving])
-def test_the_source_lost_means_nothing_to_do(make: Callable[[], RequestHistory]) -> None:
-    story = make()
-    assert story.does(lambda out: story.life.worker_lost("w", out)) is False
-    assert (story.out, story.phase) == ([], make().phase)
-    assert story.token("v", 2, 1) is AppendResult.STATE_CHANGED
-    assert story.phase is Phase.RUNNING
+def test_loss_of_the_source_changes_nothing_at_first(make: Callable[[], RequestHistory]) -> None:
+    history = make()
+    assert history.does(lambda out: history.life.worker_lost("w", out)) is False
+    assert (history.out, history.phase) == ([], make().phase)
+    assert history.token("v", 2, 1) is AppendResult.STATE_CHANGED
+    assert history.phase is Phase.RUNNING
 
 
 @pytest.mark.parametrize(
-    "goes",
-    [lambda life, out: life.worker_lost("w", out), lambda life, out: life.failed("w", 1, out)],
+    "lose_source",
+    [lambda state, out: state.worker_lost("w", out), lambda state, out: state.failed("w", 1, out)],
 )
-def test_blocks_whose_source_is_gone_are_waited_for_for_two_looks(
-    goes: Callable[[RequestState, list[Command]], bool],
+def test_transfer_with_a_lost_source_is_abandoned_at_the_second_check(
+    lose_source: Callable[[RequestState, list[Command]], bool],
 ) -> None:
-    story = moving()
-    assert story.does(story.life.check_source) is False, "its source is there"
-    story.does(lambda out: goes(story.life, out))
-    assert story.does(story.life.check_source) is False
-    assert (story.out, story.phase) == ([], Phase.TRANSFERRING)
-    assert story.does(story.life.check_source) is True
-    assert story.out == [Drop("v", 1, 2), submit("v", 3, (100,), None)]
-    assert story.phase is Phase.RUNNING
-    assert story.does(story.life.check_source) is False
+    history = moving()
+    assert history.does(history.life.check_source) is False, "its source still exists"
+    history.does(lambda out: lose_source(history.life, out))
+    assert history.does(history.life.check_source) is False
+    assert (history.out, history.phase) == ([], Phase.TRANSFERRING)
+    assert history.does(history.life.check_source) is True
+    assert history.out == [Drop("v", 1, 2), submit("v", 3, (100,), None)]
+    assert history.phase is Phase.RUNNING
+    assert history.does(history.life.check_source) is False
 
 
 @pytest.mark.parametrize("make", [running, yielded, waiting])
-def test_where_no_blocks_are_on_their_way_nothing_is_given_up(
+def test_source_check_does_nothing_without_a_transfer_in_progress(
     make: Callable[[], RequestHistory],
 ) -> None:
-    story = make()
-    story.does(lambda out: story.life.worker_lost("w", out))
-    phase = story.phase
+    history = make()
+    history.does(lambda out: history.life.worker_lost("w", out))
+    phase = history.phase
     for _ in range(3):
-        assert story.does(story.life.check_source) is False
-    assert (story.out, story.phase) == ([], phase)
+        assert history.does(history.life.check_source) is False
+    assert (history.out, history.phase) == ([], phase)
 
 
-def test_the_source_lost_before_anybody_was_to_have_it() -> None:
-    story = yielded()
-    assert story.does(lambda out: story.life.worker_lost("w", out)) is False
-    assert story.phase is Phase.QUEUED
-    story.place(X)
-    assert story.out == [submit("x", 2, (100,), None)]
+def test_loss_of_the_source_before_placement_requeues_the_request() -> None:
+    history = yielded()
+    assert history.does(lambda out: history.life.worker_lost("w", out)) is False
+    assert history.phase is Phase.QUEUED
+    history.place(X)
+    assert history.out == [submit("x", 2, (100,), None)]
 
 
-def test_ready_for_a_source_that_is_lost_begins_again_there_without() -> None:
-    story = waiting()
-    story.does(lambda out: story.life.worker_lost("w", out))
-    story.ready()
-    assert story.out == [Drop("v", 1, 2), submit("v", 3, (100,), None)]
-    assert story.phase is Phase.RUNNING
+def test_ready_for_a_lost_source_restarts_there_without_a_source() -> None:
+    history = waiting()
+    history.does(lambda out: history.life.worker_lost("w", out))
+    history.ready()
+    assert history.out == [Drop("v", 1, 2), submit("v", 3, (100,), None)]
+    assert history.phase is Phase.RUNNING
 
 
 # ------------------------------------------------------------------ Failed
 
 
 @pytest.mark.parametrize("make", [waiting, moving])
-def test_failed_at_the_destination_which_computes_them(make: Callable[[], RequestHistory]) -> None:
-    story = make()
-    assert story.does(lambda out: story.life.failed("v", 2, out)) is True
-    assert (story.out, story.phase) == ([Drop("w", 1, 1)], Phase.RUNNING)
+def test_failure_at_the_destination_makes_it_compute_the_tokens(
+    make: Callable[[], RequestHistory],
+) -> None:
+    history = make()
+    assert history.does(lambda out: history.life.failed("v", 2, out)) is True
+    assert (history.out, history.phase) == ([Drop("w", 1, 1)], Phase.RUNNING)
 
 
-def test_failed_at_the_source_leaves_it_to_the_destination() -> None:
-    story = moving()
-    assert story.does(lambda out: story.life.failed("w", 1, out)) is False
-    assert (story.out, story.phase) == ([Drop("w", 1, 1)], Phase.TRANSFERRING)
-    assert story.token("v", 2, 1) is AppendResult.STATE_CHANGED
+def test_failure_at_the_source_leaves_the_request_at_the_destination() -> None:
+    history = moving()
+    assert history.does(lambda out: history.life.failed("w", 1, out)) is False
+    assert (history.out, history.phase) == ([Drop("w", 1, 1)], Phase.TRANSFERRING)
+    assert history.token("v", 2, 1) is AppendResult.STATE_CHANGED
 
 
 def test_received_and_failed_of_old_attempts_and_epochs_change_nothing() -> None:
-    story = moving()
-    assert story.does(lambda out: story.life.received("v", 2, 8, out)) is False
-    assert story.does(lambda out: story.life.received("v", 1, 9, out)) is False
-    assert story.does(lambda out: story.life.failed("v", 1, out)) is False
-    assert story.phase is Phase.TRANSFERRING
+    history = moving()
+    assert history.does(lambda out: history.life.received("v", 2, 8, out)) is False
+    assert history.does(lambda out: history.life.received("v", 1, 9, out)) is False
+    assert history.does(lambda out: history.life.failed("v", 1, out)) is False
+    assert history.phase is Phase.TRANSFERRING
 
 
-def test_only_its_own_worker_speaks_for_an_attempt() -> None:
-    story = running()
-    assert story.does(lambda out: story.life.rejected("x", 1, out)) is False
-    story = moving()
-    assert story.does(lambda out: story.life.failed("x", 1, out)) is False
-    assert story.does(lambda out: story.life.failed("x", 2, out)) is False
-    assert story.does(lambda out: story.life.failed("w", 7, out)) is False
-    assert (story.out, story.phase) == ([], Phase.TRANSFERRING)
+def test_events_of_an_attempt_count_only_from_its_own_worker() -> None:
+    history = running()
+    assert history.does(lambda out: history.life.rejected("x", 1, out)) is False
+    history = moving()
+    assert history.does(lambda out: history.life.failed("x", 1, out)) is False
+    assert history.does(lambda out: history.life.failed("x", 2, out)) is False
+    assert history.does(lambda out: history.life.failed("w", 7, out)) is False
+    assert (history.out, history.phase) == ([], Phase.TRANSFERRING)
 
 
-# ------------------------------------------------------------------ old offers
+# ------------------------------------------------------------------ offers of old attempts
 
 
 @pytest.mark.parametrize("phase", STATES)
-def test_what_an_old_attempt_offers_is_dropped(phase: Phase) -> None:
-    story = STATES[phase]()
-    story.life.attempt += 10
-    story.yielded("x", 7)
-    assert (story.out, story.phase) == ([Drop("x", 1, 7)], phase)
-    story.ready("x", 7)
-    assert (story.out, story.phase) == ([Drop("x", 1, 7)], phase)
+def test_offers_of_an_old_attempt_are_dropped(phase: Phase) -> None:
+    history = STATES[phase]()
+    history.life.attempt += 10
+    history.yielded("x", 7)
+    assert (history.out, history.phase) == ([Drop("x", 1, 7)], phase)
+    history.ready("x", 7)
+    assert (history.out, history.phase) == ([Drop("x", 1, 7)], phase)
 
 
-def test_ready_from_the_worker_that_runs_it_is_no_offer() -> None:
-    story = moving()
-    story.does(lambda out: story.life.received("v", 2, 9, out))
-    story.ready()
-    assert (story.out, story.phase) == ([], Phase.RUNNING)
+def test_ready_from_the_running_worker_is_ignored() -> None:
+    history = moving()
+    history.does(lambda out: history.life.received("v", 2, 9, out))
+    history.ready()
+    assert (history.out, history.phase) == ([], Phase.RUNNING)
 
 
-# ------------------------------------------------------------------ leases that are of no use
+# ------------------------------------------------------------------ leases not used as a source
 
 
-def test_a_lease_serves_as_cache_where_it_lies() -> None:
-    story = yielded().place(W)
-    assert story.out == [Drop("w", 1, 1), submit("w", 2, (100,), None)]
-    assert story.phase is Phase.RUNNING
+def test_lease_on_the_chosen_worker_is_dropped_and_serves_as_prefix_cache() -> None:
+    history = yielded().place(W)
+    assert history.out == [Drop("w", 1, 1), submit("w", 2, (100,), None)]
+    assert history.phase is Phase.RUNNING
 
 
-def test_a_lease_of_another_layout_is_no_source() -> None:
-    story = yielded().place(info_of("v", "decode", layout="other"))
-    assert story.out == [Drop("w", 1, 1), submit("v", 2, (100,), None)]
+def test_lease_of_another_layout_is_not_a_source() -> None:
+    history = yielded().place(info_of("v", "decode", layout="other"))
+    assert history.out == [Drop("w", 1, 1), submit("v", 2, (100,), None)]
 
 
-def test_an_empty_lease_is_none() -> None:
-    story = running().yielded(kv_len=0)
-    assert (story.out, story.phase) == ([], Phase.QUEUED)
+def test_empty_lease_is_not_kept() -> None:
+    history = running().yielded(kv_len=0)
+    assert (history.out, history.phase) == ([], Phase.QUEUED)
 
 
-# ------------------------------------------------------------------ draining: the turned order
+# ------------------------------------------------------------------ draining: Submit, then Yield
 
 
-def test_asked_first_then_yielded_then_moved() -> None:
-    story = asked()
-    assert story.out == [submit("v", 2, (100,), Source("w", "1", 1, 3, "L"))]
-    assert story.phase is Phase.RUNNING
-    assert story.token("w", 1, 1) is AppendResult.APPENDED  # w runs on
-    story.ready()
-    assert story.out == [Yield("w", 1, 1)]
-    story.ready()
-    assert story.out == []  # asked once
-    assert story.token("w", 1, 2) is AppendResult.APPENDED
-    story.yielded(kv_len=5)
-    assert story.out == [Drop("v", 1, 2)]  # it knows too few tokens
-    assert story.life.decode_target == "v"
-    story.place(V)
-    assert story.out == [submit("v", 3, (100, 101, 102), Source("w", "1", 1, 5, "L"))]
-    story.ready(attempt=3)
-    assert story.out == [Send("w", 1, 1, AT, 3, 9, 2)]
+def test_live_migration_submits_then_yields_then_transfers() -> None:
+    history = asked()
+    assert history.out == [submit("v", 2, (100,), Source("w", "1", 1, 3, "L"))]
+    assert history.phase is Phase.RUNNING
+    assert history.token("w", 1, 1) is AppendResult.APPENDED  # w runs on
+    history.ready()
+    assert history.out == [Yield("w", 1, 1)]
+    history.ready()
+    assert history.out == []  # the Yield is sent once
+    assert history.token("w", 1, 2) is AppendResult.APPENDED
+    history.yielded(kv_len=5)
+    assert history.out == [Drop("v", 1, 2)]  # its Submit lacks the latest tokens
+    assert history.life.decode_target == "v"
+    history.place(V)
+    assert history.out == [submit("v", 3, (100, 101, 102), Source("w", "1", 1, 5, "L"))]
+    history.ready(attempt=3)
+    assert history.out == [Send("w", 1, 1, AT, 3, 9, 2)]
 
 
-@pytest.mark.parametrize("answer", ["step", "failed", "given up"])
-def test_who_was_asked_and_cannot_wait_is_let_go(answer: str) -> None:
-    story = asked()
-    life = story.life
-    if answer == "step":
-        assert story.token("v", 2, 1) is AppendResult.MOVED
-    elif answer == "failed":
-        assert story.does(lambda out: life.failed("v", 2, out)) is True
+@pytest.mark.parametrize("outcome", ["step", "failed", "given up"])
+def test_migration_target_that_cannot_wait_is_dropped(outcome: str) -> None:
+    history = asked()
+    state = history.life
+    if outcome == "step":
+        assert history.token("v", 2, 1) is AppendResult.MOVED
+    elif outcome == "failed":
+        assert history.does(lambda out: state.failed("v", 2, out)) is True
     else:
-        assert story.does(lambda out: life.aborted("v", 2, "nan", out)) is True
-    assert (story.out, story.phase) == ([Drop("v", 1, 2)], Phase.RUNNING)
-    assert not life.can_migrate_live
-    assert story.token("w", 1, 1) is AppendResult.APPENDED
+        assert history.does(lambda out: state.aborted("v", 2, "nan", out)) is True
+    assert (history.out, history.phase) == ([Drop("v", 1, 2)], Phase.RUNNING)
+    assert not state.can_migrate_live
+    assert history.token("w", 1, 1) is AppendResult.APPENDED
 
 
-def test_who_was_asked_may_reject_or_be_lost() -> None:
-    story = asked()
-    assert story.does(lambda out: story.life.rejected("v", 2, out)) is True
-    assert (story.out, story.phase, story.life.pending) == ([], Phase.RUNNING, None)
-    story = asked()
-    assert story.does(lambda out: story.life.worker_lost("v", out)) is False
-    assert (story.out, story.phase, story.life.pending) == ([], Phase.RUNNING, None)
+def test_migration_target_may_reject_or_be_lost() -> None:
+    history = asked()
+    assert history.does(lambda out: history.life.rejected("v", 2, out)) is True
+    assert (history.out, history.phase, history.life.pending) == ([], Phase.RUNNING, None)
+    history = asked()
+    assert history.does(lambda out: history.life.worker_lost("v", out)) is False
+    assert (history.out, history.phase, history.life.pending) == ([], Phase.RUNNING, None)
 
 
 @pytest.mark.parametrize("how", ["lost", "rejected", "gap", "finished"])
-def test_who_was_asked_is_let_go_when_the_other_one_stops(how: str) -> None:
-    story = asked()
-    life = story.life
+def test_migration_target_is_dropped_when_the_source_stops(how: str) -> None:
+    history = asked()
+    state = history.life
     if how == "lost":
-        story.does(lambda out: life.worker_lost("w", out))
+        history.does(lambda out: state.worker_lost("w", out))
     elif how == "rejected":
-        story.does(lambda out: life.rejected("w", 1, out))
+        history.does(lambda out: state.rejected("w", 1, out))
     elif how == "gap":
-        story.does(life.fail_attempt)
+        history.does(state.fail_attempt)
     else:
-        story.token("w", 1, 1, Finish.LENGTH)
-    assert Drop("v", 1, 2) in story.out
-    assert story.phase is (Phase.DONE if how == "finished" else Phase.QUEUED)
+        history.token("w", 1, 1, Finish.LENGTH)
+    assert Drop("v", 1, 2) in history.out
+    assert history.phase is (Phase.DONE if how == "finished" else Phase.QUEUED)

@@ -25,7 +25,7 @@ from penstock.router.routing.events import (
 from tests.support.router_harness import AT, D, M, N, P, Router, ends, submits
 from tests.support.router_world import info_of
 
-# ------------------------------------------------------------------ workers silent and lost
+# ------------------------------------------------------------------ silent and lost workers
 
 
 def test_a_silent_worker_is_suspect_and_then_lost() -> None:
@@ -50,7 +50,7 @@ def test_a_worker_with_long_steps_may_be_silent_for_longer() -> None:
     assert isinstance(router.wait(2)[0], CloseStream)
 
 
-def test_the_routers_own_sleep_is_not_the_workers_silence() -> None:
+def test_pause_of_the_router_does_not_count_as_silence_of_workers() -> None:
     router = Router(M)
     router.wait(1)
     router.now += 60
@@ -69,7 +69,7 @@ def test_a_new_incarnation_implies_that_the_old_one_is_lost() -> None:
     assert router.dispatcher.counters.num_failovers == 1
 
 
-def test_a_request_that_kills_is_not_tried_on_a_third_worker() -> None:
+def test_request_that_lost_two_workers_is_not_tried_on_a_third() -> None:
     router = Router(M, N, info_of("o", "mixed"))
     (submit,) = router.arrive()
     assert isinstance(submit, Submit)
@@ -78,7 +78,7 @@ def test_a_request_that_kills_is_not_tried_on_a_third_worker() -> None:
     assert ends(router(WorkerLost(submit.worker))) == [(1, Status.INTERNAL)]
 
 
-def test_one_death_does_not_trample_the_others() -> None:
+def test_recovery_after_a_worker_loss_is_throttled() -> None:
     router = Router(M, limits=DispatcherLimits(max_recovering_per_worker=2))
     for number in (1, 2, 3, 4):
         router.arrive(number)
@@ -91,7 +91,7 @@ def test_one_death_does_not_trample_the_others() -> None:
     assert submits(router(ClientDisconnected(2))) == [("n", 4, 2)]
 
 
-def test_what_was_placed_before_goes_ahead_of_its_tenants_line() -> None:
+def test_requeued_request_goes_to_the_front_of_its_tenants_queue() -> None:
     router = Router(info_of("m", "mixed", max_sequences=1), limits=DispatcherLimits(max_queued=1))
     router.arrive(1)
     router.arrive(2)
@@ -99,27 +99,27 @@ def test_what_was_placed_before_goes_ahead_of_its_tenants_line() -> None:
     assert submits(router(WorkerUp(info_of("m", "mixed", max_sequences=1)))) == [("m", 1, 2)]
 
 
-# ------------------------------------------------------------------ rejected
+# ------------------------------------------------------------------ rejections
 
 
-def test_a_worker_that_rejects_is_masked_until_its_next_load_report() -> None:
+def test_worker_that_rejects_gets_no_requests_until_its_next_load_report() -> None:
     router = Router(M, N)
     assert submits(router.arrive(1)) == [("m", 1, 1)]
     assert submits(router(Rejected("m", 1, 1, "full"))) == [("n", 1, 2)]
     assert router(Rejected("n", 1, 2, "full")) == []
     assert router.dispatcher.num_queued == 1
-    assert router(Stepped("m", [])) == []  # says nothing of its load
+    assert router(Stepped("m", [])) == []  # has no load report
     assert submits(router(Stepped("m", [], WorkerLoad()))) == [("m", 1, 3)]
 
 
-def test_an_idle_worker_is_not_masked_for_ever() -> None:
+def test_idle_worker_that_rejected_gets_requests_again_after_a_while() -> None:
     router = Router(M)
     router.arrive()
     router(Rejected("m", 1, 1, "full"))
     assert submits(router.wait(3, "m")) == [("m", 1, 2)]
 
 
-def test_what_can_never_fit_is_invalid() -> None:
+def test_request_that_fits_on_no_worker_is_invalid() -> None:
     router = Router(M, N)
     router.arrive()
     assert router(Rejected("m", 1, 1, "too long", is_permanent=True)) == [
@@ -127,7 +127,7 @@ def test_what_can_never_fit_is_invalid() -> None:
     ]
 
 
-def test_what_can_never_fit_here_is_tried_on_larger_workers_only() -> None:
+def test_permanently_rejected_request_is_tried_on_larger_workers_only() -> None:
     router = Router(M, N, info_of("xl", "mixed", max_model_len=128))
     router.arrive()
     assert submits(router(Rejected("m", 1, 1, "too long", is_permanent=True))) == [("xl", 1, 2)]
@@ -136,7 +136,7 @@ def test_what_can_never_fit_here_is_tried_on_larger_workers_only() -> None:
     ]
 
 
-def test_what_fits_on_nobody_that_is_left_does_not_block_the_line() -> None:
+def test_request_that_fits_on_no_remaining_worker_does_not_block_the_queue() -> None:
     router = Router(M, info_of("xl", "mixed", max_model_len=128, max_sequences=1))
     router.arrive(1)
     router(Rejected("m", 1, 1, "too long", is_permanent=True))
@@ -145,7 +145,7 @@ def test_what_fits_on_nobody_that_is_left_does_not_block_the_line() -> None:
     assert submits(router.arrive(2)) == [("m", 2, 1)]
 
 
-# ------------------------------------------------------------------ nonsense
+# ------------------------------------------------------------------ invalid messages and errors
 
 
 def test_repeated_gaps_close_the_stream() -> None:
@@ -154,7 +154,7 @@ def test_repeated_gaps_close_the_stream() -> None:
     assert router.step("m", 1, 1) == [Drop("m", 1, 1), *router_submits(2)]
     assert router.step("m", 2, 5) == [Drop("m", 1, 2), *router_submits(3)]
     commands = router.step("m", 3, 5)
-    assert commands[:2] == [Drop("m", 1, 3), CloseStream("m", "1", "3 times tokens were missing")]
+    assert commands[:2] == [Drop("m", 1, 3), CloseStream("m", "1", "tokens were missing 3 times")]
     assert router.dispatcher.counters.num_gaps == 3
     assert not router.dispatcher.workers()
     assert submits(router(WorkerUp(M))) == [("m", 1, 4)]
@@ -165,7 +165,7 @@ def router_submits(attempt: int) -> list[Command]:
     return [Submit("m", request, attempt, ((),), (False,), None, 0)]
 
 
-def test_an_error_of_the_workers_ends_only_that_request() -> None:
+def test_error_from_a_worker_ends_only_its_request() -> None:
     router = Router(M)
     router.arrive(1)
     router.arrive(2)
@@ -174,10 +174,10 @@ def test_an_error_of_the_workers_ends_only_that_request() -> None:
     assert router.dispatcher.num_requests == 1
 
 
-# ------------------------------------------------------------------ KV transfers that fail
+# ------------------------------------------------------------------ failed transfers and status
 
 
-def test_a_failed_hand_over_is_counted_and_costs_nothing_else() -> None:
+def test_failed_transfer_is_counted_and_the_request_continues() -> None:
     router = Router(P, D)
     router.arrive()
     router.step("p", 1, 0)
@@ -189,7 +189,7 @@ def test_a_failed_hand_over_is_counted_and_costs_nothing_else() -> None:
     assert [type(c) for c in router.step("d", 2, 1)] == [Deliver]
 
 
-def test_a_loaded_worker_is_told_of_in_the_status() -> None:
+def test_status_has_role_requests_and_load_of_each_worker() -> None:
     router = Router(M)
     router(Stepped("m", [], WorkerLoad(running=3)))
     router.arrive()

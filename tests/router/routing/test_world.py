@@ -1,5 +1,8 @@
-"""The dispatcher against fake workers: whatever happens, in whatever order, every client sees the
-reference's tokens, each position once, or one error at the end, and nothing is left behind."""
+"""The dispatcher against fake workers, with events and faults in random order.
+
+Every client receives the reference's tokens, each position once, or one final error. At the end no
+request or block is left.
+"""
 
 from random import Random
 
@@ -53,13 +56,13 @@ def request_of(rng: Random, number: int, now: float) -> Request:
 
 
 class Chaos:
-    """Everything that can happen to a world, by name."""
+    """Random actions and faults on a world; tests select them by method name."""
 
     def __init__(self, world: World, loss_rate: float) -> None:
         self.world = world
-        self.loss_rate = loss_rate  # how often blocks are lost on their way
+        self.loss_rate = loss_rate  # probability, before each event, that KV blocks are lost
         self.num_requests = 0
-        self.births: list[WorkerInfo] = [worker.info for worker in world.workers.values()]
+        self.known_workers: list[WorkerInfo] = [worker.info for worker in world.workers.values()]
 
     def arrive(self, rng: Random) -> None:
         self.num_requests += 1
@@ -68,16 +71,16 @@ class Chaos:
         cuts = {i: rng.randint(1, 6) for i in cuttable if rng.random() < 0.3}
         self.world.arrive(request, cuts)
 
-    def go_on(self, rng: Random) -> None:
+    def advance(self, rng: Random) -> None:
         if rng.random() < self.loss_rate:
             rng.choice([self.reclaim, self.miss, self.tear])(rng)
         moves = self.world.moves()
         if moves:
             rng.choice(moves)()
 
-    def go_on_far(self, rng: Random) -> None:
+    def advance_far(self, rng: Random) -> None:
         for _ in range(30):
-            self.go_on(rng)
+            self.advance(rng)
 
     def leave(self, rng: Random) -> None:
         if self.num_requests:
@@ -98,16 +101,16 @@ class Chaos:
             self.world.notice(rng.choice(dead))
 
     def birth(self, rng: Random) -> None:
-        if self.births:
-            self.world.birth(rng.choice(self.births))
+        if self.known_workers:
+            self.world.birth(rng.choice(self.known_workers))
 
     def drain(self, rng: Random) -> None:
         if self.world.workers:
             self.world.drain(rng.choice(list(self.world.workers)))
 
     def change_role(self, rng: Random) -> None:
-        if self.births:
-            worker = rng.choice(self.births).worker
+        if self.known_workers:
+            worker = rng.choice(self.known_workers).worker
             self.world.tell(RoleChanged(worker, rng.choice(["prefill", "decode", "mixed"])))
 
     def stick(self, rng: Random) -> None:
@@ -145,20 +148,20 @@ class Chaos:
 
 FAULTS = ["leave", "kill", "notice", "birth", "birth", "drain", "give_up", "garble", "stick"]
 FAULTS += ["change_role", "change_role"]
-QUIET = ["arrive", "wait", "go_on", "go_on_far", "go_on_far"]
+QUIET = ["arrive", "wait", "advance", "advance_far", "advance_far"]
 
 
-def world_of(pool: str, promised: float) -> World:
-    limits = DispatcherLimits(6, 80, promised, max_recovering_per_worker=1)
+def world_of(pool: str, ttft_slo: float) -> World:
+    limits = DispatcherLimits(6, 80, ttft_slo, max_recovering_per_worker=1)
     return World(POOLS[pool], limits, max_queued=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", POOLS)
-def test_random_schedules(pool: str) -> None:
+def test_answers_are_correct_under_random_schedules(pool: str) -> None:
     for seed in range(20):
         rng = Random(f"{pool} {seed}")
-        world = world_of(pool, promised=0.5 * (seed % 2))
+        world = world_of(pool, ttft_slo=0.5 * (seed % 2))
         chaos = Chaos(world, rng.choice([0.0, 0.1, 0.5]))
         names = QUIET * rng.randint(1, 6) + rng.sample(FAULTS, rng.randint(0, len(FAULTS)))
         for _ in range(60):
@@ -167,7 +170,7 @@ def test_random_schedules(pool: str) -> None:
         chaos.world.check_rest()
 
 
-def test_without_faults_blocks_are_handed_over_and_no_prompt_is_computed_twice() -> None:
+def test_without_faults_all_transfers_succeed_and_no_prompt_is_recomputed() -> None:
     rng = Random(1)
     world = World(POOLS["pools"], DispatcherLimits())
     for number in range(40):
@@ -177,31 +180,31 @@ def test_without_faults_blocks_are_handed_over_and_no_prompt_is_computed_twice()
                 rng.choice(moves)()
     world.settle(rng)
     world.check_rest()
-    longer = sum(len(client.expected()[0]) > 1 for client in world.clients.values())
-    assert world.dispatcher.counters.num_transfers == longer
+    num_decoded = sum(len(client.expected()[0]) > 1 for client in world.clients.values())
+    assert world.dispatcher.counters.num_transfers == num_decoded
     assert world.dispatcher.counters.num_transfers_failed == 0
     decoders = [world.workers["d0"], world.workers["d1"]]
     assert sum(worker.num_computed for worker in decoders) == 0
 
 
 class DispatcherMachine(RuleBasedStateMachine):
-    """The same world, driven by Hypothesis, which shrinks what it finds."""
+    """The same world driven by Hypothesis, which shrinks failing schedules."""
 
-    @initialize(pool=st.sampled_from(sorted(POOLS)), promised=st.sampled_from([0.0, 0.5]))
-    def begin(self, pool: str, promised: float) -> None:
-        self.chaos = Chaos(world_of(pool, promised), 0.1)
+    @initialize(pool=st.sampled_from(sorted(POOLS)), ttft_slo=st.sampled_from([0.0, 0.5]))
+    def begin(self, pool: str, ttft_slo: float) -> None:
+        self.chaos = Chaos(world_of(pool, ttft_slo), 0.1)
 
     @rule(rng=st.randoms(use_true_random=False))
     def arrive(self, rng: Random) -> None:
         self.chaos.arrive(rng)
 
     @rule(rng=st.randoms(use_true_random=False))
-    def go_on(self, rng: Random) -> None:
-        self.chaos.go_on(rng)
+    def advance(self, rng: Random) -> None:
+        self.chaos.advance(rng)
 
     @rule(seed=st.integers(0, 1000))
-    def go_on_far(self, seed: int) -> None:
-        self.chaos.go_on_far(Random(seed))
+    def advance_far(self, seed: int) -> None:
+        self.chaos.advance_far(Random(seed))
 
     @rule(rng=st.randoms(use_true_random=False))
     def wait(self, rng: Random) -> None:

@@ -1,4 +1,4 @@
-"""Every command as its message, every message as its event."""
+"""Each command is encoded to its message, and each message decoded to its event."""
 
 import pytest
 
@@ -13,10 +13,10 @@ PARAMS = SamplingParams(temperature=0.5, max_tokens=7, seed=3)
 REQUEST = ev.Request(
     9, [1, 2, 3], PARAMS, num_choices=2, priority=-1, salt=b"tenant", external_id="order-66"
 )
-MEETING = ev.TransferEndpoint("d0", "d0-1", "10.0.0.1:7", "secret")
+ENDPOINT = ev.TransferEndpoint("d0", "d0-1", "10.0.0.1:7", "secret")
 
 
-def test_submit_is_complete() -> None:
+def test_submit_carries_every_field() -> None:
     source = ev.Source("p0", "p0-1", 1, 5, "layout")
     command = ev.Submit("d0", REQUEST, 2, ([4, 5], ()), (False, True), source, 1)
     submit = codec.encode_command(command).submit
@@ -31,7 +31,7 @@ def test_submit_is_complete() -> None:
     )
 
 
-def test_a_fresh_submit_has_neither_log_nor_source() -> None:
+def test_first_submit_has_neither_log_nor_source() -> None:
     submit = codec.encode_command(
         ev.Submit("w", REQUEST, 1, ((), ()), (False, False), None, 0)
     ).submit
@@ -39,11 +39,11 @@ def test_a_fresh_submit_has_neither_log_nor_source() -> None:
     assert not submit.HasField("source")
 
 
-def test_the_other_commands() -> None:
-    asked = codec.encode_command(ev.Yield("w", 9, 2))
-    assert asked.WhichOneof("body") == "yield"
-    assert getattr(asked, "yield") == pb.Yield(request=9, attempt=2)
-    send = codec.encode_command(ev.Send("p0", 9, 1, MEETING, 2, 77, 16)).send
+def test_yield_send_and_drop_are_encoded() -> None:
+    message = codec.encode_command(ev.Yield("w", 9, 2))
+    assert message.WhichOneof("body") == "yield"
+    assert getattr(message, "yield") == pb.Yield(request=9, attempt=2)
+    send = codec.encode_command(ev.Send("p0", 9, 1, ENDPOINT, 2, 77, 16)).send
     assert send.to == pb.TransferEndpoint(
         worker="d0", incarnation="d0-1", address="10.0.0.1:7", secret="secret"
     )
@@ -52,7 +52,7 @@ def test_the_other_commands() -> None:
     assert codec.encode_command(ev.Drop("w", 9, 2, 0)).drop.HasField("choice")
 
 
-def test_a_step_with_everything() -> None:
+def test_step_with_all_fields_is_decoded() -> None:
     step = pb.Step(
         request=[9, 9],
         attempt=[2, 2],
@@ -103,7 +103,7 @@ MESSAGES = [
                 ),
             )
         ),
-        ev.Ready("w", 9, 2, 7, 16, MEETING),
+        ev.Ready("w", 9, 2, 7, 16, ENDPOINT),
     ),
     (
         pb.ToRouter(received=pb.Received(request=9, attempt=2, epoch=7, bytes=1)),
@@ -125,7 +125,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize(("message", "event"), MESSAGES)
-def test_messages(message: pb.ToRouter, event: ev.Event) -> None:
+def test_message_is_decoded_to_its_event(message: pb.ToRouter, event: ev.Event) -> None:
     assert codec.decode_event("w", message) == event
 
 
@@ -133,4 +133,4 @@ def test_every_message_of_the_protocol_is_known() -> None:
     (bodies,) = pb.ToRouter.DESCRIPTOR.oneofs
     assert {field.name for field in bodies.fields} - {"welcome"} == set(codec.DECODERS)
     (bodies,) = pb.ToWorker.DESCRIPTOR.oneofs
-    assert len(bodies.fields) - 2 == len(codec.ENCODERS)  # hello and beat are the link's own
+    assert len(bodies.fields) - 2 == len(codec.ENCODERS)  # the link sends hello and heartbeat

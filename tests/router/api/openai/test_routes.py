@@ -1,4 +1,4 @@
-"""The OpenAI API through its own client."""
+"""The OpenAI API, used through the `openai` client."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ def tokens_of(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
-def say(prompt: object) -> list[int]:
+def sentence_tokens(prompt: object) -> list[int]:
     return tokens_of(SENTENCE)
 
 
@@ -31,22 +31,22 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture
-def talking(lasting: Served) -> Served:
-    """A worker that says one sentence."""
-    lasting.worker.answer = say
-    lasting.worker.submits.clear()
-    return lasting
+def sentence_served(shared_served: Served) -> Served:
+    """Return the shared router, with a worker that answers every prompt with `SENTENCE`."""
+    shared_served.worker.answer = sentence_tokens
+    shared_served.worker.submits.clear()
+    return shared_served
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def client(talking: Served) -> AsyncIterator[Any]:
+async def client(sentence_served: Served) -> AsyncIterator[Any]:
     async with openai.AsyncOpenAI(
-        base_url=f"{talking.url}/v1", api_key="none", max_retries=0
+        base_url=f"{sentence_served.url}/v1", api_key="none", max_retries=0
     ) as client:
         yield client
 
 
-async def test_models(client: Any) -> None:
+async def test_models_are_listed(client: Any) -> None:
     (model,) = (await client.models.list()).data
     assert model.id == "stub"
     card = (await client.models.retrieve("stub")).model_extra
@@ -55,7 +55,7 @@ async def test_models(client: Any) -> None:
         await client.models.retrieve("gpt")
 
 
-async def test_a_chat(client: Any, talking: Served) -> None:
+async def test_chat_completion(client: Any, sentence_served: Served) -> None:
     answer = await client.chat.completions.create(
         model="stub", messages=[{"role": "user", "content": PROMPT}]
     )
@@ -65,13 +65,13 @@ async def test_a_chat(client: Any, talking: Served) -> None:
     assert choice.finish_reason == "stop"
     assert answer.usage is not None
     num_answer = len(tokens_of(SENTENCE)) + 1  # the end token counts
-    num_prompt = len(talking.worker.submits[0].prompt)
+    num_prompt = len(sentence_served.worker.submits[0].prompt)
     assert answer.usage.completion_tokens == num_answer
     assert answer.usage.prompt_tokens == num_prompt
     assert answer.usage.total_tokens == num_answer + num_prompt
 
 
-async def test_a_streamed_chat(client: Any) -> None:
+async def test_streamed_chat_completion(client: Any) -> None:
     stream = await client.chat.completions.create(
         model="stub",
         messages=[{"role": "user", "content": [{"type": "text", "text": PROMPT}]}],
@@ -90,34 +90,36 @@ async def test_a_streamed_chat(client: Any) -> None:
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
-async def test_the_synchronous_client_too(talking: Served) -> None:
-    def ask(url: str) -> str:
+async def test_synchronous_client(sentence_served: Served) -> None:
+    def stream_text(url: str) -> str:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             stream = client.completions.create(
                 model="stub", prompt=PROMPT, max_tokens=100, stream=True
             )
             return "".join(chunk.choices[0].text for chunk in stream)
 
-    assert await asyncio.to_thread(ask, talking.url) == SENTENCE
+    assert await asyncio.to_thread(stream_text, sentence_served.url) == SENTENCE
 
 
-async def test_max_tokens_has_the_default_of_each_api(client: Any, talking: Served) -> None:
+async def test_max_tokens_has_the_default_of_each_api(client: Any, sentence_served: Served) -> None:
     await client.completions.create(model="stub", prompt=PROMPT)
     await client.chat.completions.create(model="stub", messages=[{"role": "user", "content": "x"}])
-    plain, chat = talking.worker.submits
+    plain, chat = sentence_served.worker.submits
     assert plain.params.max_tokens == 16
     assert chat.params.max_tokens == 2048 - len(chat.prompt)
 
 
-async def test_the_limit_is_a_finish_of_its_own(client: Any) -> None:
+async def test_reaching_max_tokens_gives_finish_reason_length(client: Any) -> None:
     answer = await client.completions.create(model="stub", prompt=PROMPT, max_tokens=3)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 3
 
 
-async def test_several_prompts_are_choices_by_index(client: Any, talking: Served) -> None:
-    talking.worker.answer = lambda prompt: list(reversed(prompt))
+async def test_each_prompt_has_the_choice_of_its_index(
+    client: Any, sentence_served: Served
+) -> None:
+    sentence_served.worker.answer = lambda prompt: list(reversed(prompt))
     prompts = [tokens_of("the lazy dog"), tokens_of("café")]
     answer = await client.completions.create(model="stub", prompt=prompts)
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -134,7 +136,7 @@ async def test_several_prompts_are_choices_by_index(client: Any, talking: Served
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_text_and_usage(
-    client: Any, talking: Served, include: bool, stream: bool
+    client: Any, sentence_served: Served, include: bool, stream: bool
 ) -> None:
     options = {
         "model": "stub",
@@ -162,10 +164,10 @@ async def test_a_stop_string_ends_text_and_usage(
     taken = tokens_of(SENTENCE)[: usage.completion_tokens]
     assert "fox ju" in TOKENIZER.decode(taken)
     assert "fox ju" not in TOKENIZER.decode(taken[:-1])
-    assert talking.router.frontend.num_open_requests == 0
+    assert sentence_served.router.frontend.num_open_requests == 0
 
 
-async def test_a_stop_token_is_named(client: Any) -> None:
+async def test_stop_token_is_given_as_stop_reason(client: Any) -> None:
     token = tokens_of(SENTENCE)[3]
     answer = await client.completions.create(
         model="stub", prompt=PROMPT, extra_body={"stop_token_ids": [token]}
@@ -199,13 +201,13 @@ async def test_logprobs_of_chats(client: Any) -> None:
     assert answer.choices[0].logprobs is not None
     content = answer.choices[0].logprobs.content
     assert content is not None
-    spoken = b"".join(bytes(entry.bytes or []) for entry in content[:-1])
-    assert spoken.decode() == SENTENCE
+    text_bytes = b"".join(bytes(entry.bytes or []) for entry in content[:-1])
+    assert text_bytes.decode() == SENTENCE
     assert all(len(entry.top_logprobs) == 3 for entry in content)
     assert content[0].top_logprobs[0].logprob == content[0].logprob == -0.25
 
 
-async def test_streamed_logprobs_are_those_of_the_whole(client: Any) -> None:
+async def test_streamed_logprobs_equal_unstreamed_ones(client: Any) -> None:
     options = {"model": "stub", "prompt": PROMPT, "logprobs": 1, "max_tokens": 30}
     whole = (await client.completions.create(**options)).choices[0].logprobs
     tokens, offsets = [], []
@@ -215,14 +217,16 @@ async def test_streamed_logprobs_are_those_of_the_whole(client: Any) -> None:
     assert (tokens, offsets) == (whole.tokens, whole.text_offset)
 
 
-async def test_token_ids_as_vllm_has_them(client: Any, talking: Served) -> None:
+async def test_returned_token_ids_have_the_form_of_vllm(
+    client: Any, sentence_served: Served
+) -> None:
     more = {"return_token_ids": True}
     expected = [*tokens_of(SENTENCE), 2]
     chat = {"model": "stub", "messages": [{"role": "user", "content": PROMPT}]}
     plain = {"model": "stub", "prompt": PROMPT, "max_tokens": 100}
 
     answer = await client.completions.create(**plain, extra_body=more)
-    prompt = list(talking.worker.submits[-1].prompt)
+    prompt = list(sentence_served.worker.submits[-1].prompt)
     assert answer.choices[0].model_extra["token_ids"] == expected
     assert answer.choices[0].model_extra["prompt_token_ids"] == prompt
 
@@ -235,7 +239,7 @@ async def test_token_ids_as_vllm_has_them(client: Any, talking: Served) -> None:
     assert all("prompt_token_ids" not in extra for extra in extras[1:])
 
     whole = await client.chat.completions.create(**chat, extra_body=more)
-    prompt = list(talking.worker.submits[-1].prompt)
+    prompt = list(sentence_served.worker.submits[-1].prompt)
     assert whole.choices[0].model_extra["token_ids"] == expected
     assert whole.model_extra["prompt_token_ids"] == prompt
 
@@ -246,7 +250,7 @@ async def test_token_ids_as_vllm_has_them(client: Any, talking: Served) -> None:
     assert taken == expected
 
 
-async def test_every_parameter_reaches_the_worker(client: Any, talking: Served) -> None:
+async def test_every_parameter_reaches_the_worker(client: Any, sentence_served: Served) -> None:
     await client.completions.create(
         model="stub",
         prompt=PROMPT,
@@ -269,7 +273,7 @@ async def test_every_parameter_reaches_the_worker(client: Any, talking: Served) 
             "allowed_token_ids": [5, 300, 5],
         },
     )
-    params = talking.worker.submits[0].params
+    params = sentence_served.worker.submits[0].params
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.75, 4)
     assert (params.min_p, params.repetition_penalty) == (0.125, 1.25)
     assert (params.presence_penalty, params.frequency_penalty) == (0.25, -0.25)
@@ -284,17 +288,17 @@ async def test_every_parameter_reaches_the_worker(client: Any, talking: Served) 
     assert not params.HasField("logprobs")
 
 
-async def test_what_is_left_out_has_defaults(client: Any, talking: Served) -> None:
+async def test_omitted_parameters_have_defaults(client: Any, sentence_served: Served) -> None:
     for _ in range(2):
         await client.completions.create(model="stub", prompt=PROMPT)
-    first, second = (submit.params for submit in talking.worker.submits)
+    first, second = (submit.params for submit in sentence_served.worker.submits)
     assert (first.temperature, first.top_p, first.repetition_penalty) == (1, 1, 1)
     assert first.seed != second.seed
     assert (first.typical_p, len(first.bad_words), len(first.allowed_tokens)) == (1, 0, 0)
 
 
-async def test_special_tokens_are_shown_on_request(client: Any, talking: Served) -> None:
-    talking.worker.answer = lambda prompt: [*tokens_of("a"), 1, *tokens_of("b")]
+async def test_special_tokens_are_shown_on_request(client: Any, sentence_served: Served) -> None:
+    sentence_served.worker.answer = lambda prompt: [*tokens_of("a"), 1, *tokens_of("b")]
     plain = await client.completions.create(model="stub", prompt=PROMPT)
     shown = await client.completions.create(
         model="stub", prompt=PROMPT, extra_body={"skip_special_tokens": False}
@@ -302,10 +306,10 @@ async def test_special_tokens_are_shown_on_request(client: Any, talking: Served)
     assert (plain.choices[0].text, shown.choices[0].text) == ("ab", "a<s>b")
 
 
-async def test_handed_over_between_pools(config: RouterConfig) -> None:
+async def test_request_goes_through_prefill_and_decode_pools(config: RouterConfig) -> None:
     peers: dict[str, StubWorker] = {}
-    prefill = StubWorker("p0", "prefill", say, peers)
-    decode = StubWorker("d0", "decode", say, peers)
+    prefill = StubWorker("p0", "prefill", sentence_tokens, peers)
+    decode = StubWorker("d0", "decode", sentence_tokens, peers)
     async with (
         serving(config, prefill, decode) as served,
         openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client,
@@ -316,7 +320,7 @@ async def test_handed_over_between_pools(config: RouterConfig) -> None:
     assert decode.submits[0].source.worker == "p0"
 
 
-async def test_several_choices_of_several_prompts(client: Any, talking: Served) -> None:
+async def test_several_choices_of_several_prompts(client: Any, sentence_served: Served) -> None:
     answer = await client.completions.create(
         model="stub", prompt=[PROMPT, "x"], n=3, max_tokens=100, logprobs=0
     )
@@ -325,10 +329,10 @@ async def test_several_choices_of_several_prompts(client: Any, talking: Served) 
     assert [choice.index for choice in answer.choices] == list(range(6))
     assert [choice.text.strip() for choice in answer.choices] == [text.strip() for text in expected]
     assert answer.usage.completion_tokens == 2 * (3 * len(tokens) + 3 - 1 - 2)
-    assert [submit.params.n for submit in talking.worker.submits] == [3, 3]
+    assert [submit.params.n for submit in sentence_served.worker.submits] == [3, 3]
 
 
-async def test_choices_are_streamed_side_by_side(client: Any) -> None:
+async def test_choices_are_streamed_concurrently(client: Any) -> None:
     stream = await client.chat.completions.create(
         model="stub", messages=[{"role": "user", "content": PROMPT}], n=2, stream=True
     )
@@ -346,7 +350,7 @@ async def test_choices_are_streamed_side_by_side(client: Any) -> None:
     assert (finishes, sorted(roles)) == ({0: "stop", 1: "stop"}, [0, 1])
 
 
-async def test_a_stop_string_ends_its_own_choice(client: Any, talking: Served) -> None:
+async def test_a_stop_string_ends_its_own_choice(client: Any, sentence_served: Served) -> None:
     answer = await client.completions.create(
         model="stub", prompt=PROMPT, n=2, max_tokens=100, stop=["the quick"]
     )
@@ -355,26 +359,26 @@ async def test_a_stop_string_ends_its_own_choice(client: Any, talking: Served) -
     assert second.text.endswith(SENTENCE[10:])
 
 
-async def test_the_best_of_several_choices(client: Any, talking: Served) -> None:
+async def test_best_of_returns_the_likeliest_choice(client: Any, sentence_served: Served) -> None:
     def likelier_later(token: int) -> tuple[float, list[tuple[int, float]]]:
         return (-2.0 if token == tokens_of(SENTENCE)[0] else -1.0), []
 
-    usual, talking.worker.logprobs = talking.worker.logprobs, likelier_later
+    original, sentence_served.worker.logprobs = sentence_served.worker.logprobs, likelier_later
     try:
         answer = await client.completions.create(
             model="stub", prompt=PROMPT, max_tokens=100, extra_body={"best_of": 2}
         )
     finally:
-        talking.worker.logprobs = usual
+        sentence_served.worker.logprobs = original
     (choice,) = answer.choices
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "stop", None)
     assert SENTENCE.endswith(choice.text)
     assert choice.text != SENTENCE
-    assert talking.worker.submits[0].params.n == 2
+    assert sentence_served.worker.submits[0].params.n == 2
 
 
-async def test_a_beam_search(client: Any, talking: Served) -> None:
-    """The worker's order is the answer's: nothing is ranked again."""
+async def test_beam_search(client: Any, sentence_served: Served) -> None:
+    """The router returns the beams in the worker's order and does not rank them again."""
     more = {"use_beam_search": True, "best_of": 5, "length_penalty": 0.7, "early_stopping": "never"}
     answer = await client.completions.create(
         model="stub", prompt=PROMPT, max_tokens=100, temperature=0, n=3, extra_body=more
@@ -382,52 +386,54 @@ async def test_a_beam_search(client: Any, talking: Served) -> None:
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     ends = [SENTENCE.endswith(choice.text) for choice in answer.choices]
     assert (answer.choices[0].text, ends) == (SENTENCE, [True] * 3)
-    params = talking.worker.submits[0].params
+    params = sentence_served.worker.submits[0].params
     assert (params.n, params.beams.width, params.beams.length_penalty) == (3, 5, 0.7)
     assert params.beams.early_stopping == worker_pb2.EARLY_STOPPING_NEVER
     assert not params.HasField("logprobs")
 
 
-async def test_beams_have_a_bound_on_their_tokens_by_default(client: Any, talking: Served) -> None:
+async def test_beam_search_has_a_default_max_tokens(client: Any, sentence_served: Served) -> None:
     chat = {"model": "stub", "messages": [{"role": "user", "content": "x"}], "n": 64}
     await client.chat.completions.create(**chat, extra_body={"use_beam_search": True})
-    assert talking.worker.submits[0].params.max_tokens == 8192 // 64
+    assert sentence_served.worker.submits[0].params.max_tokens == 8192 // 64
 
 
-async def test_echo_puts_the_prompt_before_the_answer(client: Any, talking: Served) -> None:
+async def test_echo_puts_the_prompt_before_the_answer(client: Any, sentence_served: Served) -> None:
     answer = await client.completions.create(
         model="stub", prompt=PROMPT, max_tokens=3, echo=True, logprobs=1, n=2
     )
-    prompt = list(talking.worker.submits[0].prompt)
+    prompt = list(sentence_served.worker.submits[0].prompt)
     for choice in answer.choices:
         assert choice.text.startswith(PROMPT)
         assert len(choice.text) > len(PROMPT)
-        told = choice.logprobs
-        assert len(told.tokens) == len(prompt) + 3
-        assert told.token_logprobs[: len(prompt)] == [None, *(-t / 8 for t in prompt[1:])]
-        assert told.top_logprobs[0] is None
-        assert len(told.top_logprobs[1]) == 2  # the prompt's own, and the likeliest
-        assert told.text_offset[0] == 0
+        logprobs = choice.logprobs
+        assert len(logprobs.tokens) == len(prompt) + 3
+        assert logprobs.token_logprobs[: len(prompt)] == [None, *(-t / 8 for t in prompt[1:])]
+        assert logprobs.top_logprobs[0] is None
+        assert len(logprobs.top_logprobs[1]) == 2  # the prompt token and the likeliest one
+        assert logprobs.text_offset[0] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_only_the_prompt(client: Any, talking: Served, stream: bool) -> None:
+async def test_echo_without_new_tokens_returns_only_the_prompt(
+    client: Any, sentence_served: Served, stream: bool
+) -> None:
     answer = await client.completions.create(
         model="stub", prompt=PROMPT, max_tokens=0, echo=True, logprobs=0, stream=stream
     )
     chunks = [chunk async for chunk in answer] if stream else [answer]
     (choice,) = chunks[0].choices
     assert (choice.text, choice.finish_reason) == (PROMPT, "length")
-    assert len(choice.logprobs.tokens) == len(talking.worker.submits[0].prompt)
+    assert len(choice.logprobs.tokens) == len(sentence_served.worker.submits[0].prompt)
 
 
-async def test_prompt_logprobs_are_told_as_by_vllm(client: Any, talking: Served) -> None:
+async def test_prompt_logprobs_have_the_form_of_vllm(client: Any, sentence_served: Served) -> None:
     more = {"prompt_logprobs": 2}
     plain = await client.completions.create(model="stub", prompt=PROMPT, extra_body=more)
     hello = [{"role": "user", "content": PROMPT}]
     chat = await client.chat.completions.create(model="stub", messages=hello, extra_body=more)
     tables = [plain.choices[0].model_extra["prompt_logprobs"], chat.model_extra["prompt_logprobs"]]
-    for table, submit in zip(tables, talking.worker.submits, strict=True):
+    for table, submit in zip(tables, sentence_served.worker.submits, strict=True):
         assert len(table) == len(submit.prompt)
         assert table[0] is None
         token = submit.prompt[1]

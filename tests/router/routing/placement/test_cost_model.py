@@ -1,4 +1,4 @@
-"""What work and KV transfers cost, learned from measurements."""
+"""Prefill rates and KV transfer costs, learned from measurements."""
 
 import pytest
 from hypothesis import given
@@ -22,37 +22,37 @@ def load(tokens: int, seconds: float, hits: int = 0) -> WorkerLoad:
     )
 
 
-def test_a_speed_counts_from_when_the_worker_was_met() -> None:
-    speed = PrefillRate(load(10**6, 1000.0))
-    assert (speed.is_calibrated, speed.tokens_per_second, speed.uncached_fraction) == (
+def test_rate_counts_only_work_after_the_first_report() -> None:
+    measured = PrefillRate(load(10**6, 1000.0))
+    assert (measured.is_calibrated, measured.tokens_per_second, measured.uncached_fraction) == (
         False,
         0.0,
         1.0,
     )
-    speed.add(load(10**6 + 3000, 1001.0, hits=1000))
-    assert speed.is_calibrated
-    assert speed.tokens_per_second == pytest.approx(3000)
-    assert speed.uncached_fraction == pytest.approx(0.75)
+    measured.add(load(10**6 + 3000, 1001.0, hits=1000))
+    assert measured.is_calibrated
+    assert measured.tokens_per_second == pytest.approx(3000)
+    assert measured.uncached_fraction == pytest.approx(0.75)
 
 
-def test_a_speed_follows_what_changes_and_is_not_moved_by_decodes() -> None:
-    speed = PrefillRate(WorkerLoad())
+def test_rate_follows_changes_and_ignores_decode_steps() -> None:
+    measured = PrefillRate(WorkerLoad())
     seconds = tokens = 0
     for rate in [1000] * 100 + [4000] * 100:
         seconds, tokens = seconds + 1, tokens + rate
-        speed.add(load(tokens, seconds))
-        before = speed.tokens_per_second
-        speed.add(load(tokens, seconds))  # a step without prompts
-        assert speed.tokens_per_second == before
-    assert 3900 < speed.tokens_per_second <= 4000
+        measured.add(load(tokens, seconds))
+        before = measured.tokens_per_second
+        measured.add(load(tokens, seconds))  # a step without prompts
+        assert measured.tokens_per_second == before
+    assert 3900 < measured.tokens_per_second <= 4000
 
 
-def test_a_moment_s_work_is_no_measurement() -> None:
-    speed = PrefillRate(WorkerLoad())
-    speed.add(load(10, CALIBRATED_SECONDS / 2))
-    assert not speed.is_calibrated
-    speed.add(load(20, CALIBRATED_SECONDS * 1.1))
-    assert speed.is_calibrated
+def test_rate_is_not_calibrated_by_a_short_measurement() -> None:
+    measured = PrefillRate(WorkerLoad())
+    measured.add(load(10, CALIBRATED_SECONDS / 2))
+    assert not measured.is_calibrated
+    measured.add(load(20, CALIBRATED_SECONDS * 1.1))
+    assert measured.is_calibrated
 
 
 @given(
@@ -60,28 +60,30 @@ def test_a_moment_s_work_is_no_measurement() -> None:
     st.floats(1e-7, 1e-2),
     st.lists(st.integers(1, 50_000), min_size=3, max_size=40),
 )
-def test_a_line_is_found_again(fixed: float, slope: float, lengths: list[int]) -> None:
-    price = TransferCostModel()
+def test_linear_cost_is_recovered_from_its_samples(
+    fixed: float, slope: float, lengths: list[int]
+) -> None:
+    cost = TransferCostModel()
     for length in lengths:
-        price.add(length, 100 * length, fixed + slope * length)
+        cost.add(length, 100 * length, fixed + slope * length)
     for length in {min(lengths), max(lengths)}:
-        assert price.seconds(length) == pytest.approx(fixed + slope * length, rel=1e-3, abs=1e-6)
-    assert price.bytes_per_token == pytest.approx(100)
+        assert cost.seconds(length) == pytest.approx(fixed + slope * length, rel=1e-3, abs=1e-6)
+    assert cost.bytes_per_token == pytest.approx(100)
     if max(lengths) > 1.5 * min(lengths):
-        assert price.fixed_seconds == pytest.approx(fixed, rel=0.01, abs=1e-5 + slope)
-        assert price.bytes_per_second == pytest.approx(100 / slope, rel=0.05)
+        assert cost.fixed_seconds == pytest.approx(fixed, rel=0.01, abs=1e-5 + slope)
+        assert cost.bytes_per_second == pytest.approx(100 / slope, rel=0.05)
 
 
 @given(SAMPLES, st.integers(0, 10**6))
-def test_whatever_was_measured_a_price_is_none_or_makes_sense(
+def test_costs_are_non_negative_and_bounded_for_any_samples(
     samples: list[tuple[int, float]], length: int
 ) -> None:
-    price = TransferCostModel()
+    cost = TransferCostModel()
     for tokens, seconds in samples:
-        price.add(tokens, 10 * tokens, seconds)
-    assert price.is_calibrated == (len(samples) >= 3 and any(tokens for tokens, _ in samples))
-    assert price.fixed_seconds >= 0
-    assert price.seconds_per_token >= 0
+        cost.add(tokens, 10 * tokens, seconds)
+    assert cost.is_calibrated == (len(samples) >= 3 and any(tokens for tokens, _ in samples))
+    assert cost.fixed_seconds >= 0
+    assert cost.seconds_per_token >= 0
     longest = max((seconds for _, seconds in samples), default=0.0)
-    assert price.fixed_seconds <= longest * 1.0001
-    assert price.seconds(0) <= price.seconds(length) < float("inf")
+    assert cost.fixed_seconds <= longest * 1.0001
+    assert cost.seconds(0) <= cost.seconds(length) < float("inf")

@@ -1,4 +1,4 @@
-"""Whether a prompt is computed apart: what the rule says, and that it says it for a reason."""
+"""Whether a prompt is prefilled on another worker: the decision and its reason."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ RATE = 1000  # prompt tokens a second
 
 
 def worker(name: str, role: str, queued: int = 0, running: int = 0, rate: int = RATE) -> WorkerView:
-    """One that has computed prompts for ten seconds, at that rate; at 0 it has computed none."""
+    """Return a worker that prefilled for 10 s at `rate` tokens/s, or never if `rate` is 0."""
     view = WorkerView(info_of(name, role), WorkerLoad(), 0.0, float("-inf"))
     seconds = 10.0 if rate else 0.0
     view.update_load(
@@ -37,23 +37,23 @@ def worker(name: str, role: str, queued: int = 0, running: int = 0, rate: int = 
     return view
 
 
-def price(fixed: float = 0.01, slope: float = 1e-5) -> TransferCostModel:
-    handover = TransferCostModel()
+def transfer_cost(fixed: float = 0.01, slope: float = 1e-5) -> TransferCostModel:
+    cost = TransferCostModel()
     for length in (100, 1000, 5000):
-        handover.add(length, 100 * length, fixed + slope * length)
-    return handover
+        cost.add(length, 100 * length, fixed + slope * length)
+    return cost
 
 
 def decide(
-    tokens: int, prefill: WorkerView, decode: WorkerView, handover: TransferCostModel | None = None
+    tokens: int, prefill: WorkerView, decode: WorkerView, cost: TransferCostModel | None = None
 ) -> PrefillDecision:
-    return DisaggregationPolicy([prefill, decode], handover or price()).decide(
+    return DisaggregationPolicy([prefill, decode], cost or transfer_cost()).decide(
         tokens, prefill, decode
     )
 
 
 @pytest.mark.parametrize(
-    ("tokens", "queued", "running", "waits", "fixed", "said"),
+    ("tokens", "queued", "running", "decode_queued", "fixed", "expected"),
     [
         (1000, 0, 8, 0, 0.01, "apart: harm"),
         (1000, 0, 0, 900, 0.01, "apart: decode queue"),
@@ -63,16 +63,18 @@ def decide(
         (1000, 9000, 12, 0, 0.01, "apart: harm"),
     ],
 )
-def test_what_weighs_most_decides(
-    tokens: int, queued: int, running: int, waits: int, fixed: float, said: str
+def test_largest_cost_decides(
+    tokens: int, queued: int, running: int, decode_queued: int, fixed: float, expected: str
 ) -> None:
     prefill = worker("p", "prefill", queued)
-    decision = decide(tokens, prefill, worker("d", "decode", waits, running), price(fixed))
-    assert str(decision) == said
+    decision = decide(
+        tokens, prefill, worker("d", "decode", decode_queued, running), transfer_cost(fixed)
+    )
+    assert str(decision) == expected
     assert PrefillDecision(decision.is_disaggregated, decision.reason) in ALL_DECISIONS
 
 
-def test_what_is_cached_there_need_not_be_moved() -> None:
+def test_prompt_is_colocated_if_the_decode_worker_caches_most_prompts() -> None:
     prefill, decode = worker("p", "prefill"), worker("d", "decode", running=1)
     assert decide(1000, prefill, decode).is_disaggregated
     cached = WorkerLoad(
@@ -83,65 +85,70 @@ def test_what_is_cached_there_need_not_be_moved() -> None:
 
 
 @pytest.mark.parametrize("missing", ["speeds", "prices"])
-def test_while_something_is_not_measured_prompts_are_computed_apart(missing: str) -> None:
+def test_prompts_are_disaggregated_until_all_costs_are_measured(missing: str) -> None:
     rate = 0 if missing == "speeds" else RATE
-    handover = TransferCostModel() if missing == "prices" else price()
+    cost = TransferCostModel() if missing == "prices" else transfer_cost()
     prefill = worker("p", "prefill", queued=10**6, rate=rate)
     decode = worker("d", "decode", rate=rate)
-    assert decide(10, prefill, decode, handover) == PrefillDecision(True, Reason.UNMEASURED)
+    assert decide(10, prefill, decode, cost) == PrefillDecision(True, Reason.UNMEASURED)
 
 
-def test_who_has_computed_nothing_is_as_fast_as_the_others() -> None:
+def test_unmeasured_worker_is_assumed_as_fast_as_the_others() -> None:
     prefill, decode = worker("p", "prefill", queued=500), worker("d", "decode", rate=0)
     assert decide(1000, prefill, decode).colocated_seconds == pytest.approx(1.0)
 
 
 LOADS = st.tuples(st.integers(0, 10**6), st.integers(0, 200))
-PRICES = st.builds(price, st.floats(0, 5), st.floats(0, 1e-2))
+COSTS = st.builds(transfer_cost, st.floats(0, 5), st.floats(0, 1e-2))
 
 
-@given(st.integers(1, 10**5), LOADS, LOADS, PRICES, st.integers(1, 10**6))
-def test_more_to_wait_for_there_never_turns_a_prompt_that_way(
+@given(st.integers(1, 10**5), LOADS, LOADS, COSTS, st.integers(1, 10**6))
+def test_more_load_on_one_side_never_moves_a_prompt_to_that_side(
     tokens: int,
-    there: tuple[int, int],
-    here: tuple[int, int],
-    handover: TransferCostModel,
+    prefill_load: tuple[int, int],
+    decode_load: tuple[int, int],
+    cost: TransferCostModel,
     more: int,
 ) -> None:
-    def said(prefill: tuple[int, int], decode: tuple[int, int]) -> PrefillDecision:
+    def decision_for(prefill: tuple[int, int], decode: tuple[int, int]) -> PrefillDecision:
         views = worker("p", "prefill", *prefill), worker("d", "decode", *decode)
-        return decide(tokens, *views, handover)
+        return decide(tokens, *views, cost)
 
-    decision = said(there, here)
+    decision = decision_for(prefill_load, decode_load)
     assert PrefillDecision(decision.is_disaggregated, decision.reason) in ALL_DECISIONS
     if decision.is_disaggregated:
-        assert said(there, (here[0] + more, here[1])).is_disaggregated
-        assert said(there, (here[0], here[1] + more)).is_disaggregated
+        assert decision_for(prefill_load, (decode_load[0] + more, decode_load[1])).is_disaggregated
+        assert decision_for(prefill_load, (decode_load[0], decode_load[1] + more)).is_disaggregated
     else:
-        assert not said((there[0] + more, there[1]), here).is_disaggregated
+        assert not decision_for(
+            (prefill_load[0] + more, prefill_load[1]), decode_load
+        ).is_disaggregated
         assert decision.colocated_seconds < decision.disaggregated_seconds
 
 
-@given(LOADS, LOADS, PRICES)
-def test_a_dearer_hand_over_never_turns_a_prompt_to_it(
-    there: tuple[int, int], here: tuple[int, int], handover: TransferCostModel
+@given(LOADS, LOADS, COSTS)
+def test_costlier_transfer_never_leads_to_disaggregation(
+    prefill_load: tuple[int, int], decode_load: tuple[int, int], cost: TransferCostModel
 ) -> None:
-    views = worker("p", "prefill", *there), worker("d", "decode", *here)
-    dearer = price(handover.fixed_seconds + 1.0, handover.seconds_per_token)
-    assume(not decide(500, *views, handover).is_disaggregated)
-    assert not decide(500, *views, dearer).is_disaggregated
+    views = worker("p", "prefill", *prefill_load), worker("d", "decode", *decode_load)
+    costlier = transfer_cost(cost.fixed_seconds + 1.0, cost.seconds_per_token)
+    assume(not decide(500, *views, cost).is_disaggregated)
+    assert not decide(500, *views, costlier).is_disaggregated
 
 
-@given(LOADS, LOADS, PRICES, st.integers(0, 10**5))
-def test_what_waits_at_the_router_counts_like_what_waits_at_the_prefill_worker(
-    there: tuple[int, int], here: tuple[int, int], handover: TransferCostModel, line: int
+@given(LOADS, LOADS, COSTS, st.integers(0, 10**5))
+def test_router_queue_counts_like_the_queue_of_the_prefill_worker(
+    prefill_load: tuple[int, int],
+    decode_load: tuple[int, int],
+    cost: TransferCostModel,
+    router_tokens: int,
 ) -> None:
-    prefill, decode = worker("p", "prefill", *there), worker("d", "decode", *here)
-    longer = worker("p", "prefill", there[0] + line, there[1])
-    said = DisaggregationPolicy([prefill, decode], handover).decide(
-        500, prefill, decode, float(line)
+    prefill, decode = worker("p", "prefill", *prefill_load), worker("d", "decode", *decode_load)
+    longer = worker("p", "prefill", prefill_load[0] + router_tokens, prefill_load[1])
+    actual = DisaggregationPolicy([prefill, decode], cost).decide(
+        500, prefill, decode, float(router_tokens)
     )
-    assert said == DisaggregationPolicy([longer, decode], handover).decide(500, longer, decode)
+    assert actual == DisaggregationPolicy([longer, decode], cost).decide(500, longer, decode)
 
 
 # ------------------------------------------------------------------ in the choice of workers
@@ -150,10 +157,10 @@ FRESH = Demand(1, num_tokens=100, num_sequences=1, num_remaining=8)
 
 
 def place(*views: WorkerView, demand: Demand = FRESH) -> Placement | None:
-    return LeastLoaded().choose(demand, views, price(), now=100.0)
+    return LeastLoaded().choose(demand, views, transfer_cost(), now=100.0)
 
 
-def test_a_prompt_stays_where_prefill_workers_have_too_much_to_do() -> None:
+def test_prompt_is_colocated_if_prefill_workers_are_overloaded() -> None:
     idle, busy = worker("d0", "decode"), worker("d1", "decode", running=3)
     placement = place(worker("p", "prefill", queued=5000), busy, idle)
     assert placement == Placement("d0")
@@ -162,7 +169,7 @@ def test_a_prompt_stays_where_prefill_workers_have_too_much_to_do() -> None:
     assert place(worker("p", "prefill", queued=20), busy) == Placement("p", "d1")
 
 
-def test_prefill_workers_without_room_are_not_waited_for_if_that_costs_more() -> None:
+def test_full_prefill_workers_are_waited_for_only_if_that_costs_less() -> None:
     full = worker("p", "prefill", queued=5000)
     full.set_usage(9, ResourceUsage(full.info.max_sequences, 1))
     assert place(full, worker("d", "decode")) == Placement("d")
@@ -171,26 +178,33 @@ def test_prefill_workers_without_room_are_not_waited_for_if_that_costs_more() ->
     assert place(full, worker("d", "decode", running=3)) is None
 
 
-def shallow(view: WorkerView) -> WorkerView:
-    """It is to have no more than it can do next: here, with steps of no length, one prompt."""
+def with_router_queue(view: WorkerView) -> WorkerView:
+    """Let prompts queue at the router; with steps of length 0 the worker takes one at a time."""
     view.queues_at_router = True
     return view
 
 
-def test_where_prompts_wait_at_the_router_a_long_line_sends_them_to_decode_workers() -> None:
-    busy, idle = shallow(worker("p", "prefill", queued=500)), shallow(worker("d", "decode"))
-    crowd = shallow(worker("d", "decode", queued=500))
-    line = replace(FRESH, router_queue_tokens=9000)
-    assert place(busy, idle) == Placement("d"), "its own wait is half a second"
-    assert place(busy, shallow(worker("d", "decode", running=9))) is None
-    assert place(busy, shallow(worker("d", "decode", running=9)), demand=line) == Placement("d")
-    assert place(busy, crowd, demand=line) is None, "it could not begin with it soon"
-    free = shallow(worker("p", "prefill"))
-    assert place(free, crowd, demand=line) == Placement("p", "d")
+def test_long_router_queue_sends_prompts_to_decode_workers() -> None:
+    busy, idle = (
+        with_router_queue(worker("p", "prefill", queued=500)),
+        with_router_queue(worker("d", "decode")),
+    )
+    full_decode = with_router_queue(worker("d", "decode", queued=500))
+    long_queue = replace(FRESH, router_queue_tokens=9000)
+    assert place(busy, idle) == Placement("d"), "the prefill worker's own queue takes half a second"
+    assert place(busy, with_router_queue(worker("d", "decode", running=9))) is None
+    assert place(
+        busy, with_router_queue(worker("d", "decode", running=9)), demand=long_queue
+    ) == Placement("d")
+    assert place(busy, full_decode, demand=long_queue) is None, (
+        "the decode worker could not start it soon"
+    )
+    free = with_router_queue(worker("p", "prefill"))
+    assert place(free, full_decode, demand=long_queue) == Placement("p", "d")
 
 
 @given(st.lists(st.tuples(st.sampled_from("pdm"), LOADS), max_size=6), st.booleans())
-def test_every_choice_can_be_carried_out(
+def test_every_placement_is_feasible(
     fleet: list[tuple[str, tuple[int, int]]], measured: bool
 ) -> None:
     roles = {"p": "prefill", "d": "decode", "m": "mixed"}

@@ -18,47 +18,47 @@ from penstock.router.routing.placement.placer import RecoveryThrottle
 from tests.support.router_harness import AT, D, E, M, N, P, Router, ends, submits
 from tests.support.router_world import info_of
 
-# ------------------------------------------------------------------ pace
+# ------------------------------------------------------------------ recovery throttle
 
 
-def test_so_many_recover_at_once_as_there_are_workers_for() -> None:
-    pace = RecoveryThrottle(2)
+def test_number_of_concurrent_recoveries_is_limited_per_worker() -> None:
+    throttle = RecoveryThrottle(2)
     for request in range(6):
-        pace.add(request)
-    assert pace.release(0) == []
-    assert pace.release(1) == [0, 1]
-    assert pace.release(1) == []
-    assert pace.release(2) == [2, 3]
-    assert len(pace) == 2
-    assert 4 in pace
-    pace.discard(0)  # it has a token again
-    assert pace.release(2) == [4]
+        throttle.add(request)
+    assert throttle.release(0) == []
+    assert throttle.release(1) == [0, 1]
+    assert throttle.release(1) == []
+    assert throttle.release(2) == [2, 3]
+    assert len(throttle) == 2
+    assert 4 in throttle
+    throttle.discard(0)  # it has recovered: a token has arrived
+    assert throttle.release(2) == [4]
 
 
-def test_lost_again_while_it_recovers_it_takes_no_place() -> None:
-    pace = RecoveryThrottle(1)
-    pace.add(1)
-    assert pace.release(1) == [1]
-    pace.add(1)
-    pace.add(2)
-    assert pace.release(1) == [1]
-    pace.discard(1)
-    assert pace.release(1) == [2]
+def test_request_lost_again_during_recovery_is_counted_once() -> None:
+    throttle = RecoveryThrottle(1)
+    throttle.add(1)
+    assert throttle.release(1) == [1]
+    throttle.add(1)
+    throttle.add(2)
+    assert throttle.release(1) == [1]
+    throttle.discard(1)
+    assert throttle.release(1) == [2]
 
 
-def test_what_ends_while_it_is_held_back_is_forgotten() -> None:
-    pace = RecoveryThrottle(1)
-    pace.add(1)
-    pace.discard(1)
-    assert pace.release(1) == []
+def test_request_that_ends_while_throttled_is_forgotten() -> None:
+    throttle = RecoveryThrottle(1)
+    throttle.add(1)
+    throttle.discard(1)
+    assert throttle.release(1) == []
 
 
-# ------------------------------------------------------------------ waiting
+# ------------------------------------------------------------------ roles that the queue lacks
 
 
-def test_a_line_is_short_of_the_roles_that_have_no_room() -> None:
+def test_queue_is_short_of_the_roles_without_capacity() -> None:
     router = Router()
-    assert set(router.dispatcher.short_of) == set(), "nothing waits"
+    assert set(router.dispatcher.short_of) == set(), "no request is queued"
     router.arrive(1)
     assert set(router.dispatcher.short_of) == {"prefill", "decode", "mixed"}
     router = Router(P, D)
@@ -66,7 +66,7 @@ def test_a_line_is_short_of_the_roles_that_have_no_room() -> None:
     router(Draining("p"))
     router.arrive(1)
     router(WorkerUp(P))
-    assert set(router.dispatcher.short_of) == set(), "it has gone to the one that came"
+    assert set(router.dispatcher.short_of) == set(), "the new prefill worker took the request"
     router = Router(P, info_of("d", "decode", max_sequences=1))
     router.arrive(1)
     router.arrive(2)
@@ -76,15 +76,15 @@ def test_a_line_is_short_of_the_roles_that_have_no_room() -> None:
 # ------------------------------------------------------------------ draining
 
 
-def test_a_drained_worker_gets_nothing_new_and_hands_on_what_runs() -> None:
+def test_draining_worker_gets_no_requests_and_its_running_ones_move() -> None:
     router = Router(D)
     router.arrive(1)
     router.step("d", 1, 0)
-    assert router(Draining("d")) == []  # nobody else is there: it runs on
+    assert router(Draining("d")) == []  # there is no other worker: it runs on
     assert router.state("d") == "draining"
     commands = router(WorkerUp(E)) + router.wait(0.5, "d", "e")
     assert submits(commands) == [("e", 1, 2)]
-    assert router.wait(1, "d", "e") == []  # asked once
+    assert router.wait(1, "d", "e") == []  # submitted only once
     assert router(Ready("e", 1, 2, 4, 0, AT)) == [Yield("d", 1, 1)]
     commands = router(Yielded("d", 1, 1, 3))
     assert commands[0] == Drop("e", 1, 2)
@@ -94,7 +94,7 @@ def test_a_drained_worker_gets_nothing_new_and_hands_on_what_runs() -> None:
     assert submits(router.arrive(2)) == [("e", 2, 1)]
 
 
-def test_who_is_asked_and_could_never_take_it_does_not_end_it() -> None:
+def test_permanent_rejection_by_a_migration_target_does_not_end_the_request() -> None:
     router = Router(D)
     router.arrive()
     router.step("d", 1, 0)
@@ -105,7 +105,7 @@ def test_who_is_asked_and_could_never_take_it_does_not_end_it() -> None:
     assert ends(router.step("d", 1, 1, Finish.STOP)) == [(1, Status.OK)]
 
 
-def test_what_a_drained_worker_has_not_begun_yields_at_once() -> None:
+def test_request_not_started_on_a_draining_worker_yields_at_once() -> None:
     router = Router(M)
     router.arrive()
     router(WorkerUp(N))
@@ -113,7 +113,7 @@ def test_what_a_drained_worker_has_not_begun_yields_at_once() -> None:
     assert submits(router(Yielded("m", 1, 1, 0))) == [("n", 1, 2)]
 
 
-def test_where_blocks_are_of_no_use_it_yields_at_once() -> None:
+def test_request_whose_blocks_cannot_be_transferred_yields_at_once() -> None:
     router = Router(M)
     router.arrive()
     router.step("m", 1, 0)
@@ -124,7 +124,7 @@ def test_where_blocks_are_of_no_use_it_yields_at_once() -> None:
     assert submits(commands) == [("n", 1, 2)]
 
 
-def test_several_choices_move_together_and_are_computed_anew() -> None:
+def test_several_choices_move_together_and_are_recomputed() -> None:
     router = Router(M)
     router.arrive(num_choices=2)
     router.step("m", 1, 0)
@@ -136,7 +136,7 @@ def test_several_choices_move_together_and_are_computed_anew() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["draining", "suspect"])
-def test_what_waits_for_a_worker_in_trouble_is_taken_back(trouble: str) -> None:
+def test_request_waiting_for_a_suspect_or_draining_worker_is_withdrawn(trouble: str) -> None:
     router = Router(P, D, E)
     router.arrive()
     router.step("p", 1, 0)
@@ -146,7 +146,7 @@ def test_what_waits_for_a_worker_in_trouble_is_taken_back(trouble: str) -> None:
     assert submits(commands) == [("e", 1, 3)]
 
 
-def test_blocks_on_their_way_to_a_drained_worker_are_let_arrive() -> None:
+def test_started_transfer_to_a_draining_worker_completes() -> None:
     router = Router(P, D, E)
     router.arrive()
     router.step("p", 1, 0)
@@ -155,10 +155,10 @@ def test_blocks_on_their_way_to_a_drained_worker_are_let_arrive() -> None:
     assert router(Draining("d")) == []
     assert router(Received("d", 1, 2, 4)) == [Drop("p", 1, 1)]
     router.step("d", 2, 1)
-    assert submits(router.wait(0.5, "p", "d", "e")) == [("e", 1, 3)]  # and then on
+    assert submits(router.wait(0.5, "p", "d", "e")) == [("e", 1, 3)]  # and then moves on
 
 
-def test_a_drained_prefill_worker_is_not_meant_for_anything_later() -> None:
+def test_decode_target_that_drains_during_prefill_is_replaced() -> None:
     router = Router(P, D, E)
     router.arrive()
     router(Draining("d"))

@@ -22,7 +22,7 @@ def place(*views: WorkerView, demand: Demand = FRESH) -> Placement | None:
     return LeastLoaded().choose(demand, views, TransferCostModel(), now=100.0)
 
 
-def test_separate_pools_prefill_here_and_decode_there() -> None:
+def test_separate_pools_use_a_prefill_and_a_decode_worker() -> None:
     placement = place(
         view("p0", "prefill", queued_tokens=50),
         view("p1", "prefill", queued_tokens=10),
@@ -33,8 +33,8 @@ def test_separate_pools_prefill_here_and_decode_there() -> None:
     assert placement.yield_after == 1
 
 
-def test_a_prompt_is_computed_where_it_can_be_used() -> None:
-    """Whose caches differ hand nothing over: neither would the work of a prefill worker."""
+def test_prefill_worker_must_have_the_kv_layout_of_the_decode_worker() -> None:
+    """Workers of different KV layouts cannot exchange blocks, so that the prefill would be lost."""
     prefill = view("p0", "prefill", layout="narrow")
     idle, busy = view("d0", "decode"), view("d1", "decode", running=1, layout="narrow")
     assert place(prefill, idle, busy) == Placement("p0", "d1")
@@ -42,22 +42,22 @@ def test_a_prompt_is_computed_where_it_can_be_used() -> None:
     assert place(prefill, idle, unusable("full", busy)) == Placement("d0")
 
 
-def test_mixed_workers_do_it_all() -> None:
+def test_mixed_worker_prefills_and_decodes() -> None:
     placement = place(view("m0", "mixed", running=2), view("m1", "mixed"))
     assert placement == Placement("m1")
     assert placement.yield_after == 0
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
-def test_one_kind_alone_serves_alone(role: str) -> None:
+def test_workers_of_any_single_role_serve_requests(role: str) -> None:
     assert place(view("only", role)) == Placement("only")
 
 
 @pytest.mark.parametrize(
     ("demand", "worker"),
     [
-        (Demand(1, 10, 1, num_remaining=1), "p0"),  # nothing is left for a decode worker
-        (Demand(1, 10, 3, num_remaining=8, is_pinned=True), "d0"),  # choices are not moved
+        (Demand(1, 10, 1, num_remaining=1), "p0"),  # the prefill worker produces the only token
+        (Demand(1, 10, 3, num_remaining=8, is_pinned=True), "d0"),  # several choices are not moved
         (Demand(1, 10, 1, num_remaining=8, has_source=True), "d0"),
     ],
 )
@@ -82,14 +82,16 @@ KINDS = ["suspect", "draining", "masked", "full"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_cannot_take_it_is_not_chosen(kind: str) -> None:
-    bad = unusable(kind, view("m0", "mixed"))
-    assert place(bad, view("m1", "mixed", queued_tokens=10**6, running=2)) == Placement("m1")
-    assert place(bad) is None
+def test_unavailable_worker_is_not_chosen(kind: str) -> None:
+    unavailable = unusable(kind, view("m0", "mixed"))
+    assert place(unavailable, view("m1", "mixed", queued_tokens=10**6, running=2)) == Placement(
+        "m1"
+    )
+    assert place(unavailable) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pool_that_is_full_is_waited_for_and_one_that_is_missing_is_not(kind: str) -> None:
+def test_full_pool_is_waited_for_and_an_unusable_one_is_not(kind: str) -> None:
     waits = kind in ("masked", "full")
     decode = unusable(kind, view("d0", "decode"))
     assert place(view("p0", "prefill"), decode) == (None if waits else Placement("p0"))
@@ -104,7 +106,7 @@ def test_unfit_workers_are_not_chosen() -> None:
     )
 
 
-def test_what_was_placed_since_the_report_counts() -> None:
+def test_requests_placed_since_the_last_report_count() -> None:
     first, second = view("p0", "prefill"), view("p1", "prefill", queued_tokens=5)
     first.note_assigned(10, 1)
     assert place(first, second, view("d0", "decode")) == Placement("p1", "d0")
@@ -112,7 +114,7 @@ def test_what_was_placed_since_the_report_counts() -> None:
     assert place(first, second, view("d0", "decode")) == Placement("p0", "d0")
 
 
-def test_idle_workers_take_turns() -> None:
+def test_idle_workers_are_chosen_in_rotation() -> None:
     views = [view(f"m{number}", "mixed") for number in range(3)]
     chosen = []
     for _ in range(6):
@@ -125,7 +127,7 @@ def test_idle_workers_take_turns() -> None:
     assert chosen == ["m0", "m1", "m2"] * 2
 
 
-def test_a_worker_just_lost_is_liked_less_but_not_banned() -> None:
+def test_recently_lost_worker_is_penalized_but_not_excluded() -> None:
     back = WorkerView(info_of("m0", "mixed"), WorkerLoad(), 0.0, lost_at=99.0)
     assert place(back, view("m1", "mixed", queued_tokens=500)) == Placement("m1")
     assert place(back) == Placement("m0")
@@ -135,17 +137,18 @@ def test_a_worker_just_lost_is_liked_less_but_not_banned() -> None:
     assert later == Placement("m0")
 
 
-def test_room_is_in_sequences_and_blocks() -> None:
+def test_capacity_is_limited_in_sequences_and_blocks() -> None:
     info: WorkerInfo = info_of("m0", "mixed", max_sequences=3, num_blocks=8, block_size=4)
     worker = WorkerView(info, WorkerLoad(), 0.0, LONG_AGO)
-    assert worker.has_capacity(10_000, 1)  # idle: the worker itself says if it can never fit
+    # An idle worker decides itself whether a request can ever fit.
+    assert worker.has_capacity(10_000, 1)
     worker.set_usage(1, worker.resource_usage(11, 1))
     assert worker.num_blocks == 3
     assert worker.has_capacity(19, 1)
     assert not worker.has_capacity(20, 1)
     assert worker.has_capacity(4, 2)
     assert not worker.has_capacity(4, 3)
-    worker.set_usage(2, None)  # a lease takes no room
+    worker.set_usage(2, None)  # a lease uses no capacity
     assert worker.has_capacity(19, 1)
     worker.remove(1)
     assert worker.has_capacity(10_000, 1)

@@ -1,4 +1,4 @@
-"""What waits for room at one worker goes to another that has it, and not to and fro."""
+"""A request that waits for capacity moves to a worker that has it, without oscillating."""
 
 import pytest
 from hypothesis import given
@@ -28,61 +28,63 @@ def waiting() -> Router:
     return router
 
 
-def told(router: Router, seconds: float, **loads: WorkerLoad) -> list[Command]:
-    """Time passes, in which the workers say again and again how they are."""
+def advance(router: Router, seconds: float, **loads: WorkerLoad) -> list[Command]:
+    """Advance time while the workers in `loads` repeatedly report these loads."""
     commands: list[Command] = []
     for _ in range(round(seconds / 0.5)):
         for worker, load in loads.items():
-            steps = round(router.now * 2)  # it gets on
+            steps = round(router.now * 2)  # shows progress
             commands += router(Stepped(worker, [], load._replace(num_steps=steps)))
         commands += router.wait(0.5, "p", "d", "e")
     return commands
 
 
-def test_it_goes_where_there_is_room_after_a_while() -> None:
+def test_waiting_request_moves_to_a_worker_with_room_after_a_delay() -> None:
     router = waiting()
-    assert told(router, INITIAL_SECONDS / 2, d=FULL, e=EMPTY) == []
-    commands = told(router, 1.0, d=FULL, e=EMPTY)
+    assert advance(router, INITIAL_SECONDS / 2, d=FULL, e=EMPTY) == []
+    commands = advance(router, 1.0, d=FULL, e=EMPTY)
     assert commands[0] == Drop("d", 1, 2)
     assert submits(commands) == [("e", 1, 3)]
     assert router.dispatcher.num_rebalanced == 1
 
 
 @pytest.mark.parametrize(
-    ("asked", "other"),
+    ("current", "other"),
     [
         (FULL, FULL),
-        (FULL, WorkerLoad(free_blocks=0)),  # nothing waits there, but it has no blocks either
-        (FULL, WorkerLoad(free_blocks=64, queued_tokens=100)),  # a prompt comes first
-        (FULL, WorkerLoad(free_blocks=64, running=4)),  # no place
-        (EMPTY, EMPTY),  # it has room itself, and is about to say so
+        (FULL, WorkerLoad(free_blocks=0)),  # no queue, but no free blocks
+        (FULL, WorkerLoad(free_blocks=64, queued_tokens=100)),  # its queued prompt goes first
+        (FULL, WorkerLoad(free_blocks=64, running=4)),  # no free row
+        (EMPTY, EMPTY),  # the current worker has room and will send Ready
     ],
 )
-def test_it_stays_where_nobody_surely_has_room_sooner(asked: WorkerLoad, other: WorkerLoad) -> None:
+def test_waiting_request_stays_unless_another_worker_surely_has_room(
+    current: WorkerLoad, other: WorkerLoad
+) -> None:
     router = waiting()
-    assert told(router, 5, d=asked, e=other) == []
+    assert advance(router, 5, d=current, e=other) == []
 
 
-def test_what_is_on_its_way_stays_on_it() -> None:
+def test_request_with_a_transfer_in_progress_is_not_moved() -> None:
     router = waiting()
     router(Ready("d", 1, 2, 4, 0, AT))
-    assert told(router, 5, d=FULL, e=EMPTY) == []
+    assert advance(router, 5, d=FULL, e=EMPTY) == []
 
 
-def test_it_is_not_sent_to_and_fro() -> None:
-    """Two workers that seem empty exactly when the request is not with them."""
+def test_repeated_moves_back_off() -> None:
+    """Each of two workers looks empty exactly while the request is at the other."""
     router = waiting()
     for worker in "edededed":
         other = "d" if worker == "e" else "e"
         loads = {other: FULL, worker: EMPTY}
-        begun = router.now
-        while not submits(told(router, 0.5, **loads)):
-            assert router.now - begun < 300
+        start = router.now
+        while not submits(advance(router, 0.5, **loads)):
+            assert router.now - start < 300
     assert router.dispatcher.num_rebalanced == 8
     assert router.now - 1000.0 >= sum(rebalance_delay(before) for before in range(8))
 
 
 @given(st.integers(0, 20))
-def test_patience_grows(num_revisions: int) -> None:
+def test_rebalance_delay_grows_exponentially(num_revisions: int) -> None:
     assert rebalance_delay(0) == INITIAL_SECONDS
     assert rebalance_delay(num_revisions + 1) == BACKOFF_FACTOR * rebalance_delay(num_revisions)

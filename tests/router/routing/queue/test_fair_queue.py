@@ -32,33 +32,33 @@ def test_one_tenant_is_served_in_order() -> None:
     assert take_all(queue) == [3, 1, 2]
 
 
-def test_higher_bands_come_first() -> None:
+def test_higher_priorities_come_first() -> None:
     queue = FairQueue(10, 1000)
     for request, priority in enumerate([0, -1, 5, 0]):
         queue.add(entry(request, priority=priority))
     assert take_all(queue) == [2, 0, 3, 1]
 
 
-def test_tenants_share_by_tokens_not_by_requests() -> None:
+def test_tenants_get_equal_numbers_of_tokens_not_of_requests() -> None:
     queue = FairQueue(100, 10_000)
     for request in range(40):
         queue.add(entry(request, "long", tokens=30))
         queue.add(entry(100 + request, "short", tokens=10))
     first = take_all(queue)[:40]
-    shares = Counter("long" if request < 100 else "short" for request in first)
-    assert shares == {"long": 10, "short": 30}
+    counts = Counter("long" if request < 100 else "short" for request in first)
+    assert counts == {"long": 10, "short": 30}
 
 
-def test_output_counts_twice() -> None:
+def test_output_tokens_count_double() -> None:
     queue = FairQueue(100, 10_000)
     queue.add(entry(0, "a"))
     queue.add(entry(1, "b"))
-    queue.charge_output("a", 6)  # 12 against a prompt of 10
+    queue.charge_output("a", 6)  # charged as 12, against a prompt of 10
     queue.add(entry(2, "b"))
     assert take_all(queue) == [1, 2, 0]
 
 
-def test_a_newcomer_has_saved_nothing_up() -> None:
+def test_new_tenant_starts_without_credit() -> None:
     queue = FairQueue(100, 10_000)
     for request in range(20):
         queue.add(entry(request, "old"))
@@ -70,7 +70,7 @@ def test_a_newcomer_has_saved_nothing_up() -> None:
     assert sorted(first) == [10, 11, 100, 101]
 
 
-def test_a_tenant_that_pauses_keeps_what_it_owes() -> None:
+def test_tenant_keeps_its_debt_while_it_has_no_requests() -> None:
     queue = FairQueue(100, 10_000)
     queue.add(entry(0, "greedy", tokens=1000))
     queue.add(entry(1, "other"))
@@ -81,7 +81,7 @@ def test_a_tenant_that_pauses_keeps_what_it_owes() -> None:
     assert take_all(queue) == [12, 13, 2, 3]
 
 
-def test_placed_again_is_ahead_of_its_tenants_line_and_outside_the_bound() -> None:
+def test_requeued_request_is_first_of_its_tenant_and_outside_the_bound() -> None:
     queue = FairQueue(2, 1000)
     queue.add(entry(0))
     queue.add(entry(1))
@@ -92,7 +92,7 @@ def test_placed_again_is_ahead_of_its_tenants_line_and_outside_the_bound() -> No
     assert take_all(queue) == [7, 8, 0, 1]
 
 
-def test_placed_again_is_paid_for_once() -> None:
+def test_requeued_request_is_not_charged_again() -> None:
     queue = FairQueue(10, 1000)
     queue.add(QueuedRequest(0, "a", 0, 500, is_requeued=True))
     queue.add(entry(1, "b"))
@@ -101,9 +101,9 @@ def test_placed_again_is_paid_for_once() -> None:
     assert take_all(queue) == [1, 2]
 
 
-def test_the_bound_is_in_requests_and_in_tokens() -> None:
+def test_queue_is_bounded_in_requests_and_in_tokens() -> None:
     queue = FairQueue(2, 100)
-    assert not queue.is_full(5000)  # alone, whatever its length
+    assert not queue.is_full(5000)  # an empty queue accepts any length
     queue.add(entry(0, tokens=60))
     assert not queue.is_full(40)
     assert queue.is_full(41)
@@ -113,14 +113,14 @@ def test_the_bound_is_in_requests_and_in_tokens() -> None:
     assert not queue.is_full(1)
 
 
-def test_removing_what_does_not_wait_is_nothing() -> None:
+def test_removing_an_unknown_request_does_nothing() -> None:
     queue = FairQueue(2, 100)
     queue.remove(5)
     assert len(queue) == 0
     assert queue.head() is None
 
 
-def test_retry_after_comes_from_backlog_and_rate() -> None:
+def test_retry_time_is_computed_from_backlog_and_dequeue_rate() -> None:
     queue = FairQueue(1000, 10**9)
     for request in range(100):
         queue.add(entry(request, tokens=500))
@@ -135,7 +135,7 @@ def test_retry_after_comes_from_backlog_and_rate() -> None:
     assert queue.retry_after(now) == FairQueue.MIN_RETRY
 
 
-def test_counters_of_long_gone_tenants_are_forgotten() -> None:
+def test_number_of_tenant_counters_is_bounded() -> None:
     queue = FairQueue(10, 1000)
     queue.add(entry(0, "waits"))
     for request in range(1, MAX_TENANTS + 100):
@@ -153,7 +153,7 @@ def test_counters_of_long_gone_tenants_are_forgotten() -> None:
     ),
     st.data(),
 )
-def test_nothing_is_lost_whatever_is_added_removed_and_taken(
+def test_no_request_is_lost_under_random_adds_removals_and_dequeues(
     adds: list[tuple[str, int, int, bool]], data: st.DataObject
 ) -> None:
     queue = FairQueue(100, 10_000)
@@ -162,9 +162,9 @@ def test_nothing_is_lost_whatever_is_added_removed_and_taken(
         queue.add(QueuedRequest(request, tenant, priority, tokens, again))
         inside.add(request)
         if data.draw(st.booleans()):
-            gone = data.draw(st.sampled_from(sorted(inside)))
-            queue.remove(gone)
-            inside.remove(gone)
+            removed = data.draw(st.sampled_from(sorted(inside)))
+            queue.remove(removed)
+            inside.remove(removed)
         elif (head := queue.head()) is not None and data.draw(st.booleans()):
             queue.dequeue(head, 0.0)
             inside.remove(head)

@@ -1,5 +1,4 @@
-"""The promised order: as many first tokens in time as can be, priorities, tenants, nobody left for
-ever; prompts that wait at the router until a worker has time."""
+"""Order of queued prompts under a TTFT SLO, limit of starvation, wait for prefill capacity."""
 
 from itertools import permutations
 from typing import Any
@@ -31,75 +30,81 @@ from penstock.router.routing.worker_registry import WorkerView
 from tests.support.router_harness import Router, submits
 from tests.support.router_world import info_of
 
-PROMISED = 2.0
+TTFT_SLO = 2.0
 ONE = PrefillCapacity(workers=1.0, seconds_per_token=0.001)
 
 
 # ------------------------------------------------------------------ the order
 
 
-def num_kept(waits: list[QueuedPrompt], now: float, workers: float) -> int:
-    """Of those that are begun in this order, by one that is as fast as all workers together."""
-    kept = 0
-    for each in waits:
-        kept += now <= each.due(PROMISED) - each.seconds
+def num_in_time(prompts: list[QueuedPrompt], now: float, workers: float) -> int:
+    """Count the prompts in time if one worker, as fast as all together, runs them in this order."""
+    num_met = 0
+    for each in prompts:
+        num_met += now <= each.due(TTFT_SLO) - each.seconds
         now += each.seconds / workers
-    return kept
+    return num_met
 
 
-def served(waits: list[QueuedPrompt], now: float, workers: float) -> list[QueuedPrompt]:
-    """All of them, one after the other, as the line would have it."""
-    left, order = list(waits), []
-    while left:
-        order.append(left.pop(moore_hodgson(left, now, PROMISED, workers)))
+def in_selected_order(
+    prompts: list[QueuedPrompt], now: float, workers: float
+) -> list[QueuedPrompt]:
+    """Return all prompts in the order in which `moore_hodgson` selects them."""
+    remaining, order = list(prompts), []
+    while remaining:
+        order.append(remaining.pop(moore_hodgson(remaining, now, TTFT_SLO, workers)))
         now += order[-1].seconds / workers
     return order
 
 
-# Sixteenths of a second: sums of them are exact, so that "just in time" means the same to all.
+# Multiples of 1/16 s: their sums are exact, and so are comparisons with deadlines.
 times = st.integers(0, 64).map(lambda value: value / 16)
 lengths = st.integers(1, 40).map(lambda value: value / 16)
-crowds = st.lists(st.builds(QueuedPrompt, times, lengths), max_size=6).map(
-    lambda waits: sorted(waits, key=lambda each: each.arrived_at)
+prompt_lists = st.lists(st.builds(QueuedPrompt, times, lengths), max_size=6).map(
+    lambda prompts: sorted(prompts, key=lambda each: each.arrived_at)
 )
-crews = st.sampled_from([0.5, 1.0, 2.0, 8.0])
+worker_counts = st.sampled_from([0.5, 1.0, 2.0, 8.0])
 
 
-@given(crowds, crews)
-def test_no_order_keeps_more_promises(waits: list[QueuedPrompt], workers: float) -> None:
-    best = max(num_kept(list(order), 4.0, workers) for order in permutations(waits))
-    assert num_kept(served(waits, 4.0, workers), 4.0, workers) == best
+@given(prompt_lists, worker_counts)
+def test_no_other_order_meets_more_deadlines(prompts: list[QueuedPrompt], workers: float) -> None:
+    best = max(num_in_time(list(order), 4.0, workers) for order in permutations(prompts))
+    assert num_in_time(in_selected_order(prompts, 4.0, workers), 4.0, workers) == best
 
 
-@given(crowds, crews)
-def test_who_is_next_is_in_time_if_anybody_can_be(
-    waits: list[QueuedPrompt], workers: float
+@given(prompt_lists, worker_counts)
+def test_selected_prompt_is_in_time_if_any_prompt_can_be(
+    prompts: list[QueuedPrompt], workers: float
 ) -> None:
-    able = [each for each in waits if 4.0 + each.seconds <= each.due(PROMISED)]
-    if waits:
-        place = moore_hodgson(waits, 4.0, PROMISED, workers)
-        assert waits[place] in able if able else place == 0
+    able = [each for each in prompts if 4.0 + each.seconds <= each.due(TTFT_SLO)]
+    if prompts:
+        index = moore_hodgson(prompts, 4.0, TTFT_SLO, workers)
+        assert prompts[index] in able if able else index == 0
 
 
-@given(crowds)
-def test_by_when_each_is_due_where_that_keeps_all_promises(waits: list[QueuedPrompt]) -> None:
-    in_order = sorted(waits, key=lambda each: each.due(PROMISED))
-    if num_kept(in_order, 4.0, 1.0) == len(waits):
-        due = [each.due(PROMISED) for each in served(waits, 4.0, 1.0)]
+@given(prompt_lists)
+def test_order_is_earliest_deadline_first_if_that_meets_all_deadlines(
+    prompts: list[QueuedPrompt],
+) -> None:
+    in_order = sorted(prompts, key=lambda each: each.due(TTFT_SLO))
+    if num_in_time(in_order, 4.0, 1.0) == len(prompts):
+        due = [each.due(TTFT_SLO) for each in in_selected_order(prompts, 4.0, 1.0)]
         assert due == sorted(due)
 
 
-@given(crowds, st.integers(2, 9))
-def test_more_workers_never_keep_fewer_promises(waits: list[QueuedPrompt], more: int) -> None:
-    few, many = (num_kept(served(waits, 4.0, n), 4.0, n) for n in (1.0, float(more)))
+@given(prompt_lists, st.integers(2, 9))
+def test_more_workers_never_meet_fewer_deadlines(prompts: list[QueuedPrompt], more: int) -> None:
+    few, many = (
+        num_in_time(in_selected_order(prompts, 4.0, n), 4.0, n) for n in (1.0, float(more))
+    )
     assert few <= many
 
 
-# ------------------------------------------------------------------ in the line
+# ------------------------------------------------------------------ in the fair queue
 
 
-def line_of(*entries: QueuedRequest) -> FairQueue:
-    queue = FairQueue(1000, 10**9, PROMISED)
+def queue_of(*entries: QueuedRequest) -> FairQueue:
+    queue = FairQueue(1000, 10**9, TTFT_SLO)
     for each in entries:
         queue.add(each)
     return queue
@@ -110,66 +115,66 @@ def entry(number: int, tokens: int = 1000, since: float = 0.0, **fields: object)
     return QueuedRequest(number, num_tokens=tokens, arrived_at=since, **known)  # type: ignore[arg-type]
 
 
-def take(queue: FairQueue, now: float, crew: PrefillCapacity = ONE) -> int | None:
-    request = queue.select(now, crew)
+def take(queue: FairQueue, now: float, capacity: PrefillCapacity = ONE) -> int | None:
+    request = queue.select(now, capacity)
     if request is not None:
         queue.dequeue(request, now)
         queue.check()
     return request
 
 
-def test_equal_prompts_that_all_keep_theirs_go_by_arrival() -> None:
-    queue = line_of(*(entry(number, 100) for number in range(3)))
+def test_equal_prompts_that_are_all_in_time_go_by_arrival() -> None:
+    queue = queue_of(*(entry(number, 100) for number in range(3)))
     assert [take(queue, 0.0) for _ in range(3)] == [0, 1, 2]
 
 
-def test_a_long_prompt_stands_back_for_many_short_ones() -> None:
-    queue = line_of(entry(0, 3000), *(entry(number, 60) for number in range(1, 40)))
+def test_long_prompt_is_deferred_for_many_short_ones() -> None:
+    queue = queue_of(entry(0, 3000), *(entry(number, 60) for number in range(1, 40)))
     assert [take(queue, 0.0) for _ in range(40)] == [*range(1, 40), 0]
 
 
-def test_with_workers_enough_it_does_not() -> None:
-    queue = line_of(entry(0, 3000), *(entry(number, 60) for number in range(1, 40)))
+def test_long_prompt_is_not_deferred_with_enough_workers() -> None:
+    queue = queue_of(entry(0, 3000), *(entry(number, 60) for number in range(1, 40)))
     order = [take(queue, 0.0, PrefillCapacity(4.0, 0.001)) for _ in range(40)]
-    assert order[-1] == 0, "it is due last"
-    late = line_of(entry(0, 3000), *(entry(number, 60, since=9.8) for number in range(1, 40)))
+    assert order[-1] == 0, "its deadline is the latest"
+    late = queue_of(entry(0, 3000), *(entry(number, 60, since=9.8) for number in range(1, 40)))
     assert take(late, 9.8, PrefillCapacity(4.0, 0.001)) == 0
 
 
-def test_what_is_late_already_goes_last() -> None:
-    queue = line_of(entry(0, 100), entry(1, 100, since=PROMISED + 1))
-    assert [take(queue, PROMISED + 1) for _ in range(2)] == [1, 0]
+def test_prompt_that_is_already_late_goes_last() -> None:
+    queue = queue_of(entry(0, 100), entry(1, 100, since=TTFT_SLO + 1))
+    assert [take(queue, TTFT_SLO + 1) for _ in range(2)] == [1, 0]
 
 
-def test_before_anything_is_known_of_their_pace_it_goes_by_arrival() -> None:
-    queue = line_of(*(entry(number, 1000 - number) for number in range(3)))
+def test_order_is_by_arrival_until_the_prefill_speed_is_known() -> None:
+    queue = queue_of(*(entry(number, 1000 - number) for number in range(3)))
     assert [take(queue, 0.0, PrefillCapacity(1.0, 0.0)) for _ in range(3)] == [0, 1, 2]
 
 
-def test_priorities_come_first_and_who_was_placed_before_leads_its_tenants_line() -> None:
+def test_priorities_come_first_and_then_requeued_requests() -> None:
     entries = entry(0), entry(1, is_requeued=True), entry(2, 9000, priority=1), entry(3, 10)
-    queue = line_of(*entries)
+    queue = queue_of(*entries)
     assert [take(queue, 60.0) for _ in range(4)] == [2, 1, 0, 3]
 
 
-def test_who_has_waited_for_long_gets_a_turn_however_many_come() -> None:
-    queue, now = line_of(entry(-1, 3000)), 0.0
+def test_deferred_prompt_is_selected_in_bounded_time_under_overload() -> None:
+    queue, now = queue_of(entry(-1, 3000)), 0.0
     for number in range(0, 400, 2):
-        # Twice as much arrives as can be computed, so there is always somebody who can be in time.
+        # More arrives than can be computed, so some other prompt can always be in time.
         queue.add(entry(number, 500, now))
         queue.add(entry(number + 1, 400, now))
         now += 0.5
         if take(queue, now) == -1:
             break
     assert (
-        STARVATION_FACTOR * PROMISED
+        STARVATION_FACTOR * TTFT_SLO
         < now
-        <= STARVATION_FACTOR * PROMISED + 0.5 * (STARVATION_INTERVAL + 1)
+        <= STARVATION_FACTOR * TTFT_SLO + 0.5 * (STARVATION_INTERVAL + 1)
     )
 
 
-def test_while_nobody_has_time_only_what_was_placed_before_may_go() -> None:
-    queue = line_of(entry(0))
+def test_without_capacity_only_requeued_requests_are_eligible() -> None:
+    queue = queue_of(entry(0))
     assert queue.select(0.0, None) is None
     queue.add(entry(1, is_requeued=True))
     assert queue.select(0.0, None) == 1
@@ -182,35 +187,35 @@ requests = st.lists(
 
 
 @given(requests, st.floats(0, 60), st.sampled_from([0.3, 1.0, 7.0]))
-def test_bands_and_tenants_have_their_turns_as_without_promises(
-    asked: list[tuple[str, int, int, bool]], now: float, workers: float
+def test_slo_does_not_change_the_order_of_priorities_and_tenants(
+    drawn: list[tuple[str, int, int, bool]], now: float, workers: float
 ) -> None:
-    """Whatever the order within a tenant's line, the tenant that is next is the same."""
-    plain, promised = FairQueue(99, 10**9), FairQueue(99, 10**9, PROMISED)
+    """The SLO changes the order within a tenant, but not which tenant is next."""
+    plain, with_slo = FairQueue(99, 10**9), FairQueue(99, 10**9, TTFT_SLO)
     entries = {
         number: entry(number, tokens, tenant=tenant, priority=priority, is_requeued=again)
-        for number, (tenant, priority, tokens, again) in enumerate(asked)
+        for number, (tenant, priority, tokens, again) in enumerate(drawn)
     }
-    for queue in (plain, promised):
+    for queue in (plain, with_slo):
         for each in entries.values():
             queue.add(each)
-    while (chosen := promised.select(now, PrefillCapacity(workers, 0.001))) is not None:
+    while (chosen := with_slo.select(now, PrefillCapacity(workers, 0.001))) is not None:
         head = plain.head()
         assert head is not None
         assert entries[head].priority == entries[chosen].priority
         assert entries[head].tenant == entries[chosen].tenant
         assert entries[head].is_requeued == entries[chosen].is_requeued
-        for queue in (plain, promised):  # the same tenant pays the same
+        for queue in (plain, with_slo):  # the tenant is charged the same in both
             queue.dequeue(chosen, now)
             queue.check()
-    assert plain.head() is None, "everyone went"
+    assert plain.head() is None, "every request was dequeued"
 
 
-# ------------------------------------------------------------------ who has time
+# ------------------------------------------------------------------ prefill capacity
 
 
 def reporting(view: WorkerView, **load: Any) -> WorkerView:
-    """It has computed a thousand tokens a second, in steps of a tenth."""
+    """Report a speed of 1000 tokens/s in steps of 0.1 s, together with `load`."""
     speed = WorkerLoad(last_step_seconds=0.1, prompt_tokens_computed=10_000, prompt_seconds=10.0)
     view.update_load(speed._replace(**load), 0.0)
     return view
@@ -220,37 +225,37 @@ def view_of(name: str, role: str = "mixed") -> WorkerView:
     return WorkerView(info_of(name, role), WorkerLoad(), 0.0, float("-inf"), queues_at_router=True)
 
 
-def test_a_worker_is_given_the_step_under_way_and_the_next() -> None:
+def test_worker_gets_prompts_for_the_current_and_the_next_step() -> None:
     assert reporting(view_of("m"), queued_tokens=199).has_prefill_slot
     assert not reporting(view_of("m"), queued_tokens=200).has_prefill_slot
 
 
-def test_one_of_which_nothing_is_known_is_given_one_prompt_at_a_time() -> None:
+def test_worker_of_unknown_speed_gets_one_prompt_at_a_time() -> None:
     view = view_of("m")
     assert view.has_prefill_slot
     view.note_assigned(5, 1)
     assert not view.has_prefill_slot
 
 
-def test_what_came_during_a_step_is_counted_until_a_report_has_it() -> None:
+def test_prompt_sent_during_a_step_counts_until_a_report_includes_it() -> None:
     view = reporting(view_of("m"))
     view.set_usage(1, view.resource_usage(1000, 1))
     view.note_assigned(1000, 1)
-    assert not reporting(view).has_prefill_slot, "that step had begun before it came"
+    assert not reporting(view).has_prefill_slot, "the reported step began before the prompt arrived"
     assert reporting(view, running=1, queued_tokens=150).has_prefill_slot
 
 
-def test_those_who_compute_prompts_share_what_waits() -> None:
+def test_capacity_is_none_only_if_no_worker_has_a_prefill_slot() -> None:
     views = [reporting(view_of(name)) for name in "mn"]
     assert prefill_capacity(views) == PrefillCapacity(2, 0.001)
     for view in views:
         view.note_assigned(500, 1)
     assert prefill_capacity(views) is None
     views.append(reporting(view_of("d", "decode")))
-    assert prefill_capacity(views) == PrefillCapacity(2, 0.001), "a decode worker may help out"
+    assert prefill_capacity(views) == PrefillCapacity(2, 0.001), "a decode worker may also prefill"
 
 
-def test_what_is_found_in_the_cache_is_not_computed() -> None:
+def test_cached_tokens_reduce_the_seconds_per_token() -> None:
     view = view_of("m")
     half = WorkerLoad(
         last_step_seconds=0.1,
@@ -262,9 +267,9 @@ def test_what_is_found_in_the_cache_is_not_computed() -> None:
     assert prefill_capacity([view]) == PrefillCapacity(1, 0.0005)
 
 
-# ------------------------------------------------------------------ in the router
+# ------------------------------------------------------------------ in the dispatcher
 
-PROMISING = DispatcherLimits(ttft_slo_seconds=PROMISED)
+SLO_LIMITS = DispatcherLimits(ttft_slo_seconds=TTFT_SLO)
 M, N = (info_of(name, "mixed", num_blocks=4096) for name in "mn")
 
 
@@ -282,14 +287,14 @@ def report(worker: str, tokens: int, total: int, running: int = 1) -> Stepped:
 
 
 def router_of(*infos: WorkerInfo) -> Router:
-    """Its workers have computed a thousand tokens a second."""
-    router = Router(*infos, limits=PROMISING)
+    """Return a router whose workers have reported a speed of 1000 prompt tokens/s."""
+    router = Router(*infos, limits=SLO_LIMITS)
     for info in infos:
         router(report(info.worker, 0, 5000, running=0))
     return router
 
 
-def test_prompts_wait_at_the_router_and_the_best_goes_to_who_has_time_first() -> None:
+def test_prompts_wait_at_the_router_for_the_first_worker_with_capacity() -> None:
     router = router_of(M, N)
     placed = [submits(router.arrive(number, 400)) for number in range(1, 4)]
     assert placed == [[("m", 1, 1)], [("n", 2, 1)], []]
@@ -298,21 +303,21 @@ def test_prompts_wait_at_the_router_and_the_best_goes_to_who_has_time_first() ->
     assert router.dispatcher.num_queued_tokens == 410
     assert set(router.dispatcher.short_of) == {"prefill", "decode", "mixed"}
     assert submits(router(report("m", 300, 5100))) == []
-    assert submits(router(report("n", 195, 5250))) == [("n", 4, 1)], "it is due first"
+    assert submits(router(report("n", 195, 5250))) == [("n", 4, 1)], "its deadline is the earliest"
     assert submits(router(report("m", 100, 5300))) == [("m", 3, 1)]
     assert set(router.dispatcher.short_of) == set()
 
 
-def test_what_is_lost_goes_on_where_there_is_time() -> None:
+def test_request_of_a_lost_worker_goes_first_once_another_has_capacity() -> None:
     router = router_of(M, N)
     for number in range(1, 4):
         router.arrive(number, 400)
     assert submits(router(WorkerLost("m"))) == []
-    assert submits(router(report("n", 100, 5300))) == [("n", 1, 2)], "ahead of its line"
+    assert submits(router(report("n", 100, 5300))) == [("n", 1, 2)], "requeued requests go first"
 
 
-def test_one_that_was_lost_a_moment_ago_is_given_what_no_other_has_time_for() -> None:
-    """It is liked less than who has little to do; who has enough to do is not asked."""
+def test_recently_lost_worker_is_used_if_no_other_has_capacity() -> None:
+    """The penalty of a loss counts only among workers that have prefill capacity."""
     router = router_of(M, N)
     router(WorkerLost("m"))
     router(WorkerUp(M))
@@ -321,7 +326,7 @@ def test_one_that_was_lost_a_moment_ago_is_given_what_no_other_has_time_for() ->
 
 
 @pytest.mark.parametrize("trouble", ["gone", "rejected"])
-def test_an_idle_worker_whose_only_prompt_is_gone_has_time(trouble: str) -> None:
+def test_worker_whose_only_prompt_is_gone_has_capacity(trouble: str) -> None:
     router = router_of(M)
     router.arrive(1, 400)
     if trouble == "gone":
@@ -333,8 +338,8 @@ def test_an_idle_worker_whose_only_prompt_is_gone_has_time(trouble: str) -> None
     assert submits(router.arrive(2, 400)) == [("m", 2, 1)]
 
 
-def test_a_decode_worker_does_not_wait_for_what_it_need_not_compute() -> None:
-    """A KV transfer goes to a worker that has prompts to compute."""
+def test_kv_transfer_needs_no_prefill_capacity_at_its_destination() -> None:
+    """A KV transfer can go to a worker that is busy with prompts."""
     router = router_of(M, N)
     router.arrive(1, 400)
     router.step("m", 1, 0)

@@ -1,0 +1,126 @@
+"""Conversion between messages of the gRPC API and the router's requests and deltas."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.protos import inference_pb2 as pb
+from penstock.protos import worker_pb2
+from penstock.router.errors import invalid
+from penstock.router.requests.request import GenerationRequest, ResumeState, safe_request_id
+from penstock.router.requests.response_stream import Delta
+
+PROMPT_TOKENS_PER_REPLY = 2048
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+    "n",
+    "best_of",
+    "prompt_logprobs",
+    "use_beam_search",
+    "length_penalty",
+)
+
+EARLY_STOPPING: Mapping[int, bool | str] = {
+    pb.EARLY_STOPPING_FALSE: False,
+    pb.EARLY_STOPPING_TRUE: True,
+    pb.EARLY_STOPPING_NEVER: "never",
+}
+
+
+def sampling_params(
+    request: pb.GenerateRequest, bad_words: Sequence[Sequence[int]]
+) -> SamplingParams:
+    """Return the sampling parameters of a request; absent fields get their defaults.
+
+    `bad_words` are the request's bad words as token ids.
+    """
+    wire = request.sampling
+    given: dict[str, Any] = {
+        name: getattr(wire, name) for name in SAMPLING_FIELDS if wire.HasField(name)
+    }
+    given["early_stopping"] = EARLY_STOPPING.get(wire.early_stopping, "unknown")
+    return SamplingParams(
+        stop_token_ids=tuple(wire.stop_tokens),
+        logit_bias=dict(wire.logit_bias),
+        bad_words_token_ids=tuple(map(tuple, bad_words)),
+        allowed_token_ids=tuple(wire.allowed_tokens) or None,
+        stop=tuple(request.stop),
+        include_stop_str_in_output=request.include_stop,
+        skip_special_tokens=not request.keep_special_tokens,
+        **given,
+    )
+
+
+def to_generation_request(
+    request: pb.GenerateRequest,
+    prompt: Sequence[int],
+    bad_words: Sequence[Sequence[int]],
+    time_left: float | None,
+    tenant: str,
+) -> GenerationRequest:
+    """Return the protocol-independent form of a request; `time_left` is in seconds."""
+    bounds = [] if time_left is None else [max(time_left, 0.001)]
+    if request.timeout_seconds:
+        bounds.append(request.timeout_seconds)
+    return GenerationRequest(
+        prompt,
+        sampling_params(request, bad_words),
+        timeout=min(bounds) if bounds else None,
+        tenant=tenant,
+        request_id=safe_request_id(request.request_id) or f"gen-{time.time_ns():x}",
+        resume_from=_resume_states(request.resume_from),
+    )
+
+
+def _resume_states(entries: Sequence[pb.ResumeState]) -> dict[int, ResumeState]:
+    known = {each.choice: ResumeState(list(each.tokens), each.finish_reason) for each in entries}
+    if len(known) < len(entries):
+        raise invalid("resume_from lists a choice twice", "resume_from")
+    return known
+
+
+def to_reply(delta: Delta) -> pb.GenerateReply:
+    """Return a delta as a message."""
+    reply = pb.GenerateReply(
+        choice=delta.choice,
+        position=delta.position,
+        tokens=delta.tokens,
+        text=delta.text,
+        finish_reason=delta.finish,
+        stop_reason=delta.stop if isinstance(delta.stop, str) else "",
+    )
+    reply.logprobs.extend(_logprob(entry) for entry in delta.logprobs if entry is not None)
+    return reply
+
+
+def prompt_replies(entries: Sequence[worker_pb2.TokenLogprobs]) -> Iterator[pb.GenerateReply]:
+    """Yield the prompt's logprobs in replies below gRPC's default message size limit."""
+    for start in range(0, len(entries), PROMPT_TOKENS_PER_REPLY):
+        chunk = entries[start : start + PROMPT_TOKENS_PER_REPLY]
+        yield pb.GenerateReply(prompt_logprobs=map(_logprob, chunk))
+
+
+def _logprob(entry: worker_pb2.TokenLogprobs) -> pb.TokenLogprob:
+    pairs = zip(entry.tokens, entry.values, strict=True)
+    top = [pb.Alternative(token=token, logprob=value) for token, value in pairs]
+    return pb.TokenLogprob(chosen=entry.chosen, top=top, rank=entry.rank)
+
+
+def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
+    if not chat.messages:
+        raise invalid("messages is empty: send at least one", "messages")
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
