@@ -1,4 +1,4 @@
-"""What a cluster's processes are started with, from its specification."""
+"""Build the configurations of a cluster's routers and workers from its specification."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from penstock.workers.config import WorkerConfig
 
 
 def router_config(spec: ClusterSpec, model: Path, token: str, index: int = 0) -> RouterConfig:
-    """What the router of that number is started with."""
+    """Return the configuration of router number `index`."""
     http_port, grpc_port = spec.ports(index)
     return RouterConfig(
         model=model,
@@ -34,9 +34,10 @@ def router_config(spec: ClusterSpec, model: Path, token: str, index: int = 0) ->
 def worker_config(
     spec: ClusterSpec, model: Path, token: str, placement: WorkerPlacement
 ) -> WorkerConfig:
-    """What one worker of a cluster is started with; its host is known where it runs.
+    """Return the configuration of the worker at `placement`.
 
-    Sizes are those of the pool that it is made for. It keeps them when its role changes later.
+    Sizes are those of the worker's initial pool and stay the same when its role changes. Its host
+    is filled in on the node where it runs.
     """
     pool: PoolSpec = getattr(spec.pools, placement.role)
     return WorkerConfig(

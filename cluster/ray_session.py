@@ -1,4 +1,4 @@
-"""Ray's life: started here or joined elsewhere, and nothing of it left behind."""
+"""Start Ray locally or connect to a running cluster, and clean up afterwards."""
 
 import logging
 import os
@@ -21,17 +21,17 @@ import ray._private.worker as ray_worker
 from penstock.cluster.placement.placement import Node
 from penstock.cluster.processes.process_tree import DescendantTracker, is_alive
 
-OBJECT_STORE_BYTES = 80 * 2**20  # about the least that Ray takes: nothing of ours goes through it
-LONGEST_TEMP = 40  # characters; names of sockets below it must stay under 107
+OBJECT_STORE_BYTES = 80 * 2**20  # about the minimum of Ray; Penstock stores no objects
+LONGEST_TEMP = 40  # characters; the paths of sockets below it must stay under 107
 VITAL_PROCESSES = ("gcs_server", "raylet")
 SECONDS_TO_EXIT = 5.0
 
-# Read by Ray when it starts, in this process and in those that it starts.
+# Environment variables that Ray reads at start, in this process and its child processes.
 _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # actors without GPUs keep their environment
-    "RAY_worker_niceness": "0",  # Ray would let everything else on the machine go first
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the node is 127.0.0.1: no port is open to others
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep the environment of actors without GPUs
+    "RAY_worker_niceness": "0",  # Ray's default lowers the priority of its workers
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # bind to 127.0.0.1: no port is open to others
 }
 
 
@@ -40,13 +40,14 @@ class RayFailed(RuntimeError):
 
 
 class RaySession:
-    """A Ray of our own with its processes and files, or a connection to somebody's cluster.
+    """A local Ray instance with its processes and files, or a connection to a running cluster.
 
-    To be entered in the main thread: the kernel ends Ray's processes when the thread that made them
-    ends. Entering raises `RayFailed`; leaving leaves nothing behind.
+    Enter this context manager in the main thread: the kernel kills Ray's processes when the thread
+    that started them ends. Entering raises `RayFailed`; leaving ends the local processes and
+    deletes their files.
 
     Args:
-        address: of a running cluster; None: start one here.
+        address: address of a running cluster, or None to start one here.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -56,7 +57,7 @@ class RaySession:
         self._descendants = DescendantTracker()
 
     def __enter__(self) -> Self:
-        # Its remarks on single workers (what died, with advice) come from the supervisor instead.
+        # Suppress Ray's own messages about dead workers: the supervisor reports them.
         ray_worker._worker_logs_enabled = False
         try:
             self._start()
@@ -79,7 +80,7 @@ class RaySession:
             ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
     def is_alive(self) -> bool:
-        """Whether the processes live without which a Ray of our own is none."""
+        """Return False if a local Ray has lost its GCS server or its raylet."""
         return all(map(is_alive, self._vital))
 
     def _start_local(self) -> None:
@@ -87,14 +88,15 @@ class RaySession:
         if len(parent) > LONGEST_TEMP:
             parent = "/tmp"
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-", dir=parent))
-        # A token of our own: Ray's default is to write one into the home folder.
+        # Set a token: otherwise Ray generates one and writes it into the home folder.
         os.environ.update(_LOCAL_SETTINGS, RAY_AUTH_TOKEN=secrets.token_hex(32))
-        ray_constants.ENABLE_RAY_CLUSTER = False  # as above; this process has read it already
-        # In sessions of their own: what signals our group, to end us in order, must not end them.
+        ray_constants.ENABLE_RAY_CLUSTER = False  # Ray has read the variable
+        # Start Ray's processes in sessions of their own: a signal to our process group (Ctrl-C)
+        # must not kill them before the cluster has drained.
         ray_services.ConsolePopen = partial(subprocess.Popen, start_new_session=True)
         ray.init(
             address="local",
-            _temp_dir=str(self._folder / "ray"),  # Ray opens its own folder to everybody
+            _temp_dir=str(self._folder / "ray"),  # world-writable, in a private folder
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
@@ -103,24 +105,24 @@ class RaySession:
         self._vital = [each for each in self._descendants.alive() if each.name() in VITAL_PROCESSES]
 
     def stop(self) -> None:
-        """End Ray, every process that it started and every file that it wrote here."""
-        self._descendants.alive()  # where orphans are not ours, they must have been seen before
-        with suppress(Exception):  # half started: what is left is killed below
+        """Shut Ray down, kill every process that it started here and delete its files."""
+        self._descendants.alive()  # remember them: only Linux lets this process adopt orphans
+        with suppress(Exception):  # Ray may be half started; `abandon` kills the rest
             ray.shutdown()
         if self._folder is not None:
             self._descendants.wait(SECONDS_TO_EXIT)
         self.abandon()
 
     def abandon(self) -> None:
-        """`stop` without asking anybody: for the last moment before the process exits."""
+        """Kill Ray's processes at once and delete its files, when this process is about to exit."""
         self._descendants.kill(SECONDS_TO_EXIT)
-        # Last: as long as one of them lives, it may write.
+        # Last: a process that is still alive may write files.
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def free_nodes() -> list[Node]:
-    """What is free on the nodes of the cluster now."""
+    """Return the resources that are free on the cluster's live nodes."""
     free = ray_state.available_resources_per_node()
     return [
         Node(
@@ -135,5 +137,5 @@ def free_nodes() -> list[Node]:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message without what follows its first line."""
+    """Return the first line of an error's message; its type's name if the message is empty."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

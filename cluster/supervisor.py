@@ -1,4 +1,4 @@
-"""Starts a cluster's processes side by side, keeps them alive, sizes its pools, ends them all."""
+"""Start a cluster's processes, replace failed ones, resize its pools and shut everything down."""
 
 import asyncio
 import secrets
@@ -38,22 +38,23 @@ from penstock.router.observability.role_registry import RoleRegistry
 from penstock.router.observability.snapshot import Scaling
 
 SECONDS_BETWEEN_DECISIONS = 2.0
-REMINDER_CHECK_SECONDS = 1.0  # for waits that have become long
+REMINDER_CHECK_SECONDS = 1.0  # interval of the check for long waits
 
 
 class Supervisor:
-    """A cluster, on a Ray that runs already. To be made on the event loop.
+    """Runs a cluster on a Ray that is already running. Create it on the event loop.
 
     Args:
-        spec: what to start.
+        spec: specification of the cluster.
         model: the checkpoint folder, at the same path on every node.
-        report: told of everything that happens, on the event loop.
+        report: called on the event loop with every status event.
 
-    Raises `PlacementError` where the nodes have no room.
+    Raises:
+        PlacementError: the nodes have no room for the cluster.
     """
 
     def __init__(self, spec: ClusterSpec, model: Path, report: Report) -> None:
-        # New at every start: the workers hear nobody but this cluster's routers.
+        # New at every start: workers accept connections only from this cluster's routers.
         self._token = secrets.token_urlsafe(32)
         self._spec = spec
         self._model = model
@@ -61,7 +62,7 @@ class Supervisor:
         placements = plan_placements(spec, nodes)
         self._placements = placements
         self._locality = describe_locality(spec, placements, nodes)
-        self._reassigned: frozenset[str] = frozenset()  # workers that an operator gave another role
+        self._reassigned: frozenset[str] = frozenset()  # workers whose role an operator changed
         self._sizer = PoolSizer(spec, placements, nodes)
         self._drain_seconds = spec.router.drain_seconds
         self._reminders = ProgressReminders(report, asyncio.get_running_loop().time)
@@ -97,21 +98,22 @@ class Supervisor:
 
     @property
     def router(self) -> ManagedRouter:
-        """The first one."""
+        """The first router."""
         return self._routers.all[0]
 
     @property
     def workers(self) -> list[ManagedWorker]:
-        """Those that there are, in whatever state."""
+        """All current workers, in any state."""
         there = [worker for pool in self._pools.values() for worker in pool.workers]
         return [worker for worker in there if isinstance(worker, ManagedWorker)]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then drain and end everything.
+        """Serve until `stop` is set, then drain and end all processes.
 
         Raises:
-            CannotPlace: Ray did not grant what seemed free.
-            StartFailed: a process did not get ready at first, or no router again.
+            PlacementError: Ray did not grant resources that seemed free.
+            StartFailed: a process failed to start before the cluster served, or all routers have
+                failed to restart.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -135,19 +137,22 @@ class Supervisor:
             await self._shut_down()
 
     def _pools_by_labels(self) -> list[str]:
-        """Pools, those that ask for labels first: others have more nodes to choose from. Ray grants
-        in the order in which it is asked."""
+        """Return the pools, those with the most required labels first.
+
+        Ray grants placement groups in the order of the requests, and pools without labels have more
+        nodes to choose from.
+        """
         num_labels = {each.role: len(each.labels) for each in self._placements}
         return sorted(self._pools, key=lambda role: -num_labels[role])
 
     def _make_worker(self, placement: WorkerPlacement) -> ManagedWorker:
-        # What comes later waits for its place: a cluster that serves does not fall for it.
+        # Once the cluster serves, a worker without room waits instead of ending the cluster.
         placement = replace(placement, waits_for_node=placement.waits_for_node or self._serving)
         config = worker_config(self._spec, self._model, self._token, placement)
         return ManagedWorker(placement, config, self._routers, self._report)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        assert self._group is not None, "nothing is begun before it runs"
+        assert self._group is not None, "tasks can only be spawned while `run` is active"
         task = self._group.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -166,13 +171,13 @@ class Supervisor:
             router.given_up = False
 
     def _on_given_up(self, title: str, failure: StartFailed, seconds: float) -> None:
-        # Before the first answer it is the person at the terminal who must act.
+        # Until the cluster serves, the operator at the terminal must act, so end with the error.
         if not self._serving:
             raise failure
         self._report(title, GivenUp(failure.reason, seconds))
 
     async def _serve(self) -> None:
-        """Wait until everything is ready, say so, then keep the pools at their sizes."""
+        """Wait until everything is ready, report it, then resize the pools periodically."""
         first = [worker for pool in self._pools.values() for worker in pool.workers]
         await self._routers.ready()
         for worker in first:
@@ -185,8 +190,8 @@ class Supervisor:
         while True:
             try:
                 await self._resize_pools()
-            except Exception as error:  # a running cluster does not fall for a mistake in sizing it
-                if wrong != (wrong := f"sizing the pools failed: {first_line(error)}"):
+            except Exception as error:  # an error in sizing must not end a running cluster
+                if wrong != (wrong := f"resizing the pools failed: {first_line(error)}"):
                     self._report("", LogLine(wrong))
             await asyncio.sleep(SECONDS_BETWEEN_DECISIONS)
 
@@ -205,7 +210,7 @@ class Supervisor:
         for each in self._placements:
             if phases[each.role][each.name] is Phase.DRAINING:
                 left = busy.get(each.name, 0.0)
-                self._reminders.set_detail(each.title, f"{left:.0f} sequences are there still")
+                self._reminders.set_detail(each.title, f"{left:.0f} sequences are left")
         await self._routers.show_cluster(
             self._with_reminders(self._sizer.scaling(decisions, phases))
         )
@@ -236,7 +241,7 @@ class Supervisor:
 
     async def _shut_down(self) -> None:
         self._report("cluster", Progress("ending its processes"))
-        # The routers first: their workers then see their streams end in order.
+        # Stop the routers first, so that workers see their streams closed regularly.
         await self._routers.stop()
         workers = [worker for pool in self._pools.values() for worker in pool.workers]
         await asyncio.gather(*(worker.shut_down() for worker in workers))

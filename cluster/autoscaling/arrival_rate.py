@@ -1,50 +1,51 @@
-"""How fast prompts arrive: lately, on the whole, and in the largest burst. Pure."""
+"""Arrival rates of prompt tokens: recent, average, and in the largest burst. Pure."""
 
 from collections import deque
 from typing import NamedTuple
 
 BURST_SECONDS = 5.0
-"""Of no shorter time is it said how much arrives a second: one long prompt is no burst."""
+"""Shortest time over which a burst is averaged, so that one long prompt is not a burst."""
 
 
 class Rates(NamedTuple):
-    """Tokens a second."""
+    """Arrival rates in tokens per second."""
 
-    recent: float  # over the window
-    average: float  # over all that is remembered
-    burst: float  # in that stretch of what is remembered in which most came
+    recent: float  # over the last `window` seconds
+    average: float  # over all remembered samples
+    burst: float  # largest rate over an interval no longer than the window
 
 
 class ArrivalRate:
-    """Counts tokens that arrive.
+    """Measures arrival rates from samples of a running total of tokens.
 
     Args:
-        window: seconds that count as lately; no burst is longer.
+        window: seconds over which the recent rate is measured; also the longest burst.
     """
 
     def __init__(self, window: float) -> None:
         self._window = window
-        self._last_total = 0  # what was counted last
-        self._sums: deque[tuple[float, int]] = deque()  # when, and all that came until then
-        self._bursts: deque[tuple[float, float]] = deque()  # when, and how large; falling
+        self._last_total = 0  # of the last sample
+        self._sums: deque[tuple[float, int]] = deque()  # time, tokens arrived until then
+        self._bursts: deque[tuple[float, float]] = deque()  # time, rate; rates decrease
 
     def count(self, now: float, total: int) -> int:
-        """So many have arrived until `now`; fewer than before: the counting began anew.
+        """Add a sample: `total` tokens until `now`. A smaller total means that counting restarted.
 
-        Returns how many came since the last time.
+        Returns:
+            Tokens that arrived since the last sample.
         """
         came = max(total - self._last_total, 0) if self._sums else 0
         self._sums.append((now, came + (self._sums[-1][1] if self._sums else 0)))
         self._last_total = total
         burst = self._burst()
-        # A smaller one is never asked for once there is a later, larger one.
+        # Monotonic queue: a smaller, earlier burst can no longer become the maximum.
         while self._bursts and self._bursts[-1][1] <= burst:
             self._bursts.pop()
         self._bursts.append((now, burst))
         return came
 
     def rates(self, memory: float) -> Rates:
-        """What is remembered of the last `memory` seconds; what came before is forgotten."""
+        """Return the rates over the last `memory` seconds and drop older samples."""
         now = self._sums[-1][0]
         while len(self._sums) > 2 and self._sums[1][0] <= now - max(memory, self._window):
             self._sums.popleft()
@@ -59,7 +60,7 @@ class ArrivalRate:
         return (total - before) / (now - then) if now > then else 0.0
 
     def _burst(self) -> float:
-        """Of all stretches that end now the most that came in one, a second."""
+        """Return the largest rate over the intervals within the window that end now."""
         now, total = self._sums[-1]
         return max(
             (total - before) / max(now - then, BURST_SECONDS)
@@ -67,7 +68,7 @@ class ArrivalRate:
         )
 
     def _window_samples(self) -> list[tuple[float, int]]:
-        """The times within the window, from now back to the first that is as old as it."""
+        """Return the samples within the window, newest first, and the one just outside it."""
         found = []
         for each in reversed(self._sums):
             found.append(each)

@@ -1,18 +1,20 @@
-"""How many workers each pool should have, from what the routers' queues and the workers' loads say.
+"""How many workers each pool should have, from the routers' queues and the workers' loads.
 
-Pure: loads and the time in, decisions out; the caller makes and drains workers. A pool wants
+Pure: loads and the time in, decisions out; the caller starts and drains workers. A pool needs
 
     desired = max(queue term, occupancy term)
 
-Prefill is a rate: tokens that wait, over what a worker computes a second and the wait allowed; and
-tokens that arrive, over the share of its time that a worker should be busy (the method of
-TokenScale, arXiv 2512.03416). Bursts are over before a new worker serves: so many tokens a second
-as came in the largest of late, and some more, are provided for, the longer the longer a worker
-takes to start. The more evenly tokens arrive the less is provided for nothing. Or, where first
-tokens are promised, so that a burst costs few of them: as many workers as would have been late for
-few of the prompts of late (`late_work`), and of what the pool began with a share that fades.
-Decode is an occupancy: KV in use over the share wanted in use, and sequences, those that wait for a
-place included, over a worker's places. A mixed pool wants the most of these.
+- Prefill, queue term: queued tokens / (a worker's rate * allowed wait).
+- Prefill, occupancy term: arrival rate / (a worker's rate * target share of busy time), the method
+  of TokenScale (arXiv 2512.03416). A burst is over before a new worker serves, so the term also
+  covers the largest recent burst, plus `headroom` times its excess over the average rate. The
+  slower workers start, the longer a burst is remembered.
+- With a TTFT SLO, the pool instead keeps the smallest size that would have computed nearly all
+  recent prompts in time (`late_work`), or a share of its initial size that fades with time.
+- Decode, queue term: (running + waiting sequences) / sequences that a worker can run.
+- Decode, occupancy term: KV in use / target share of KV in use.
+
+A mixed pool takes the larger need of prefill and decode.
 """
 
 from collections import deque
@@ -26,87 +28,87 @@ from penstock.cluster.autoscaling.late_work import LateWorkModel
 from penstock.common.worker_load import NO_LOAD, WorkerLoad
 
 CALIBRATED_SECONDS = 1.0
-"""Of computing prompts, before a worker's rate is believed."""
+"""Seconds for which a worker must have computed prompts before its rate counts."""
 MEMORY_COLD_STARTS = 20
-"""Where a worker is long in coming, what one burst costs pays for long waiting for the next."""
+"""Cold starts for which a burst is remembered: slow starts make a missed burst expensive."""
 INITIAL_SIZE_FADE_SECONDS = 7200.0
-"""Within so long the share of the first size that stays fades away, evenly."""
+"""Seconds in which the kept share of the initial size falls linearly to 0."""
 NEARLY_FULL = 0.9
-"""Of a pool's places taken: then what waits waits for a place."""
+"""If this share of a pool's rows is in use, queued requests count as waiting for a row."""
 MAX_WORKERS = 10**6
-"""No pool wants more workers."""
+"""Upper bound of a pool's need."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """How far one pool may go, and what it aims at."""
+    """Bounds and targets of one pool."""
 
-    least: int = 1  # 0: the pool may end its last worker; a queue makes one again
+    least: int = 1  # 0: the last worker may be drained; a queued request starts one
     most: int = 1
-    gpus: int = 0  # of a worker, counted against the budget
-    wait_seconds: float = 1.0  # for a prompt in the queue
-    busy: float = 0.8  # share of a prefilling worker's time
-    kv: float = 0.8  # share of a decoding worker's KV
+    gpus: int = 0  # per worker, counted against the budget
+    wait_seconds: float = 1.0  # allowed for a prompt in the queue
+    busy: float = 0.8  # target share of time that a worker computes prompts
+    kv: float = 0.8  # target share of a worker's KV in use
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingPolicy:
-    """How fast counts may change; all in seconds."""
+    """How fast pool sizes may change. Times are in seconds."""
 
-    stale: float = 10.0  # a load older than this says nothing
+    stale: float = 10.0  # a load older than this is ignored
     rate_window: float = 30.0  # over which arrivals are measured
     up: float = 15.0  # a pool at most doubles in this time
-    down: float = 120.0  # less must have been enough for this long
-    down_step: float = 15.0  # from one worker less to the next
-    headroom: float = 0.25  # over the largest burst of late, of what that was above the usual
-    hedge: float = 0.0  # share of what the pool began with that stays at first; 0: see `headroom`
-    late: float = 0.0  # share of what comes that may be late, where there is a hedge
+    down: float = 120.0  # fewer workers must have been enough for this long
+    down_step: float = 15.0  # between draining two workers
+    headroom: float = 0.25  # factor on the largest burst's excess over the average rate
+    hedge: float = 0.0  # share of the initial size that is kept at first; 0: use `headroom`
+    late: float = 0.0  # share of the work that may be late, if `hedge` is set
 
     def memory(self, cold_start: float) -> float:
-        """Seconds for which a burst is remembered: 20 cold starts, from 2.5 to 15 times `down`."""
+        """Return how long a burst is remembered [s]: 20 cold starts, 2.5 to 15 times `down`."""
         return min(max(MEMORY_COLD_STARTS * cold_start, 2.5 * self.down), 15 * self.down)
 
 
 TTFT_SLO_POLICY = ScalingPolicy(rate_window=60.0, down=30.0, down_step=5.0, hedge=0.85, late=0.03)
-"""Where what waits is ordered by when first tokens are promised: a burst costs few promises, and
-workers made for it come when it is over. What is kept against the next one is what would have kept
-most of the promises of late, and, as long as little is known, most of what the pool began with."""
+"""The policy with a TTFT SLO. The router orders queued prompts by deadline, so a burst makes few of
+them late, and workers started for a burst serve only after it. The pool therefore keeps as many
+workers as would have met most recent deadlines and, at first, most of its initial size."""
 TTFT_SLO_WAIT_SECONDS, TTFT_SLO_UTILIZATION = 4.0, 0.95
-"""Then `PoolLimits.wait_seconds` and `busy`."""
+"""`PoolLimits.wait_seconds` and `busy` with a TTFT SLO."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingWorker:
-    """One worker that serves, with the load that it reported last."""
+    """A serving worker with its last reported load."""
 
     name: str
-    reported_at: float  # when it reported
+    reported_at: float  # time of the load
     load: WorkerLoad = NO_LOAD
-    sequences: int = 0  # that take a place there, or wait for one
-    max_sequences: int = 1  # sequences that may run at once
+    sequences: int = 0  # that have a row there or wait for one
+    max_sequences: int = 1  # most that run at once
 
 
 @dataclass(frozen=True, slots=True)
 class PoolInputs:
-    """A pool as it is. Totals are since the start of the routers."""
+    """State of a pool. Totals are since the start of the routers."""
 
-    workers: Sequence[ServingWorker] = ()  # those that serve, in no order
-    pending: int = 0  # asked for, not serving yet
+    workers: Sequence[ServingWorker] = ()  # those that serve, in any order
+    pending: int = 0  # requested, not serving yet
     draining: int = 0
-    waiting: int = 0  # requests in the routers' queues for this pool
+    waiting: int = 0  # requests queued at routers for this pool
     waiting_tokens: int = 0  # their uncached prompt tokens
-    arrived_tokens: int = 0  # total of uncached prompt tokens
-    cold_start: float = 0.0  # seconds that a new worker takes to serve, as measured; 0: not known
+    arrived_tokens: int = 0  # total of uncached prompt tokens that arrived
+    cold_start: float = 0.0  # measured seconds until a new worker serves; 0: unknown
 
     @property
     def count(self) -> int:
-        """Workers that are, or will be, of use."""
+        """Workers that serve or will serve."""
         return len(self.workers) + self.pending
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a pool should be brought to, and why."""
+    """The size that a pool should have, and why."""
 
     pool: str
     desired: int
@@ -114,7 +116,7 @@ class Decision:
     queue_term: float
     occupancy_term: float
     reason: str
-    blocked_by: str = ""  # what kept it from more, or from less; empty: nothing
+    blocked_by: str = ""  # what prevents a larger change; empty: nothing
 
     def __str__(self) -> str:
         change = f"{self.count} to {self.desired}" if self.desired != self.count else "stays"
@@ -130,31 +132,31 @@ class _Need:
 
     @property
     def workers(self) -> int:
-        # What rounding errors add to a whole number is no worker.
+        # Rounding errors must not add a worker.
         return ceil(min(max(self.queue, self.occupancy), MAX_WORKERS) - 1e-9)
 
 
 @dataclass(slots=True)
 class _PoolHistory:
-    """What is remembered of a pool between decisions."""
+    """State of a pool that is kept between decisions."""
 
     arrivals: ArrivalRate
     late_work: LateWorkModel
-    needs: deque[tuple[float, int]] = field(default_factory=deque)
-    rate: float | None = None  # prompt tokens a second, of the usual worker
-    grown: deque[tuple[float, int]] = field(default_factory=deque)  # counts within the up window
+    needs: deque[tuple[float, int]] = field(default_factory=deque)  # time, workers
+    rate: float | None = None  # prompt tokens per second of the median worker
+    grown: deque[tuple[float, int]] = field(default_factory=deque)  # time, workers
     shrunk_at: float = -inf
     started_at: float = inf
-    first_count: int = 0  # workers then
+    first_count: int = 0  # workers at that time
 
 
 class Autoscaler:
-    """Decides for all pools of a cluster together, since they share its GPUs.
+    """Decides the sizes of all pools of a cluster together, since they share its GPUs.
 
     Args:
         pools: name ("prefill", "decode" or "mixed") to limits.
-        gpu_budget: GPUs that all pools together may hold; None: no bound.
-        pace: how fast counts may change.
+        gpu_budget: most GPUs of all pools together; None: no limit.
+        policy: how fast sizes may change; None: `ScalingPolicy()`.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class Autoscaler:
         }
 
     def decide(self, states: Mapping[str, PoolInputs], now: float) -> list[Decision]:
-        """What each pool should be brought to; a pool without a state is left as it is."""
+        """Return a decision for each pool that has a state."""
         decisions = [self._decide(name, states[name], now) for name in self._limits & states.keys()]
         decisions.sort(key=lambda decision: decision.pool)
         leaving = sum(
@@ -188,14 +190,14 @@ class Autoscaler:
         fresh = [each for each in state.workers if now - each.reported_at <= self._policy.stale]
         _calibrate(memory, state)
         if state.workers and not fresh:
-            return _unchanged(pool, state, limits, "no worker has said anything lately")
+            return _unchanged(pool, state, limits, "a lack of recent loads from its workers")
         need = self._need(pool, state, fresh, now)
         wanted, blocked = self._rate_limited(pool, state, need, now)
         bounded = min(max(wanted, limits.least), limits.most)
         if bounded < wanted:
-            blocked = f"its most, {limits.most}"
+            blocked = f"its maximum of {limits.most}"
         elif bounded > wanted:
-            blocked = f"its least, {limits.least}"
+            blocked = f"its minimum of {limits.least}"
         return Decision(
             pool, bounded, state.count, need.queue, need.occupancy, need.reason, blocked
         )
@@ -220,36 +222,40 @@ class Autoscaler:
         queued = _extrapolated_sum(state, fresh, [each.load.queued_tokens for each in fresh])
         backlog = state.waiting_tokens + queued
         if rate is None:
-            # Until a worker's rate is known: the plain length of the queue.
+            # No worker's rate is known yet: one worker per queued request.
             queue = float(state.waiting)
-            return _Need(queue, 0.0, f"{state.waiting} requests wait (rate not known yet)")
+            return _Need(queue, 0.0, f"{state.waiting} requests wait (prefill rate not known yet)")
         queue = _queue_term(state, backlog / rate, limits.wait_seconds)
         occupancy = arriving / (rate * limits.busy)
-        reason = f"{backlog:.0f} prompt tokens wait and {arriving:.0f} arrive a second"
+        reason = f"{backlog:.0f} prompt tokens wait and {arriving:.0f} arrive per second"
         if self._policy.hedge:
             provided, why = self._slo_need(memory, state, came / rate, now)
         else:
             burst = rates.burst
             provided = (burst + self._policy.headroom * max(burst - rates.average, 0.0)) / rate
             kept = self._policy.memory(state.cold_start)
-            why = f", {burst:.0f} in the largest burst of {kept:.0f} s"
-        # The last worker is not held for a burst: it goes when there is nothing to do.
+            why = f", {burst:.0f} in the largest burst of the last {kept:.0f} s"
+        # Bursts do not keep the last worker: it may be drained while there is nothing to do.
         if provided > max(queue, occupancy, 1.0):
             reason += why
             occupancy = provided
-        return _Need(queue, occupancy, f"{reason}, where a worker computes {rate:.0f}")
+        return _Need(queue, occupancy, f"{reason}; a worker computes {rate:.0f}")
 
     def _slo_need(
         self, history: _PoolHistory, state: PoolInputs, work: float, now: float
     ) -> tuple[float, str]:
-        """Workers against the next burst, and why; `work` [s of one worker] came just now."""
+        """Return how many workers to keep for bursts, and why; `work`: seconds of one worker."""
         history.late_work.observe(now, work, state.cold_start)
         enough = history.late_work.smallest_size(self._policy.late)
         left = max(1 - (now - history.started_at) / INITIAL_SIZE_FADE_SECONDS, 0.0)
         stay = int(self._policy.hedge * left * history.first_count)
         if stay > enough:
-            return float(stay), f", {stay} of the first {history.first_count} workers stay for now"
-        return float(enough), f", {enough} would be late for {self._policy.late:.0%} of it at most"
+            return float(
+                stay
+            ), f", {stay} of the initial {history.first_count} workers are kept for now"
+        return float(
+            enough
+        ), f", {enough} workers would be late for at most {self._policy.late:.0%} of it"
 
     def _decode_need(self, pool: str, state: PoolInputs, fresh: list[ServingWorker]) -> _Need:
         limits = self._limits[pool]
@@ -258,7 +264,7 @@ class Autoscaler:
         max_sequences = median(each.max_sequences for each in fresh) if fresh else inf
         waiting = state.waiting
         if pool == "mixed" and self._policy.hedge and fresh:
-            # Else they wait for their prompts' turn, not for a place.
+            # Otherwise they wait for their turn to prefill, not for a row.
             waiting *= running >= NEARLY_FULL * max_sequences * len(state.workers)
         queue = (running + waiting) / max_sequences if fresh else float(waiting > 0)
         return _Need(
@@ -278,7 +284,7 @@ class Autoscaler:
         _remember(memory.grown, now, state.count, self._policy.up)
         if wanted > state.count:
             most = max(1, 2 * min(count for _, count in memory.grown))
-            held = f"doubling at most in {self._policy.up:g} s" if wanted > most else ""
+            held = f"the limit of doubling in {self._policy.up:g} s" if wanted > most else ""
             return max(min(wanted, most), state.count), held
         if wanted < state.count:
             return self._scale_down(pool, state, now)
@@ -289,14 +295,14 @@ class Autoscaler:
         kept = self._policy.memory(state.cold_start)
         new = not self._policy.hedge and now - memory.started_at < kept
         if pool != "decode" and state.count > 1 and new:
-            return state.count, f"bursts of {kept:g} s are not known yet"
+            return state.count, f"too little history of bursts (less than {kept:g} s)"
         oldest = memory.needs[0][0]
         if now - oldest < self._policy.down:
-            return state.count, f"{self._policy.down:g} s of less need first"
+            return state.count, f"the wait of {self._policy.down:g} s before a pool shrinks"
         if max(need for _, need in memory.needs) >= state.count:
-            return state.count, f"more was needed within {self._policy.down:g} s"
+            return state.count, f"a larger need within the last {self._policy.down:g} s"
         if state.draining or now - memory.shrunk_at < self._policy.down_step:
-            return state.count, "one worker leaves at a time"
+            return state.count, "the drain of one worker at a time"
         if state.count > self._limits[pool].least:
             memory.shrunk_at = now
         return state.count - 1, ""
@@ -304,8 +310,10 @@ class Autoscaler:
     # ------------------------------------------------------------ budget
 
     def _within_budget(self, decisions: list[Decision], leaving: int) -> list[Decision]:
-        """Pools grow in turn, the one that lacks most first, while the budget has GPUs; workers
-        that drain hold theirs still."""
+        """Limit growth to the GPU budget, one worker at a time for the pool that lacks most.
+
+        `leaving` is the number of GPUs that draining workers still hold.
+        """
         if self._budget is None:
             return decisions
         granted = {each.pool: min(each.desired, each.count) for each in decisions}
@@ -326,10 +334,14 @@ class Autoscaler:
 
 
 def _queue_term(state: PoolInputs, seconds: float, wait: float) -> float:
-    """Workers that compute the queue, `seconds` of one worker's work, in time.
+    """Return the workers needed to compute the queue in time.
 
-    Those who serve compute at it until a new one comes, and who is on its way will take its part:
-    a queue that grows during a cold start must not ask for the same workers again.
+    Serving workers shorten the queue during a cold start, and pending ones will take their part;
+    otherwise a queue that grows during a cold start would request the same workers again.
+
+    Args:
+        seconds: queued work, in seconds of one worker.
+        wait: allowed wait in seconds.
     """
     cold_start = state.cold_start
     left = max(seconds - len(state.workers) * cold_start, 0.0) / (wait + cold_start)
@@ -337,7 +349,7 @@ def _queue_term(state: PoolInputs, seconds: float, wait: float) -> float:
 
 
 def _calibrate(history: _PoolHistory, state: PoolInputs) -> None:
-    """The median worker's prompt tokens a second; kept while there is no worker."""
+    """Update the median worker's prompt tokens per second; keep it while there is no worker."""
     rates = [
         each.load.prompt_tokens_computed / each.load.prompt_seconds
         for each in state.workers
@@ -350,18 +362,18 @@ def _calibrate(history: _PoolHistory, state: PoolInputs) -> None:
 def _extrapolated_sum(
     state: PoolInputs, fresh: list[ServingWorker], values: Sequence[float]
 ) -> float:
-    """The sum over all workers: those that say nothing are like the others."""
+    """Return the sum over all workers; those with a stale load count like the average."""
     return sum(values) * len(state.workers) / len(fresh) if fresh else 0.0
 
 
 def _is_needed(state: PoolInputs) -> bool:
-    """Whether there is anything to do: the last worker stays, or a first one is made."""
+    """Return True if there is work, for which the pool needs at least one worker."""
     busy = (each.sequences or each.load.queued_tokens for each in state.workers)
     return bool(state.waiting or any(busy))
 
 
 def _remember(past: deque[tuple[float, int]], now: float, value: int, seconds: float) -> None:
-    """Append; what is kept spans at least `seconds` once that much time has passed."""
+    """Append a value and drop old ones, keeping a span of at least `seconds`."""
     past.append((now, value))
     while len(past) > 1 and past[1][0] <= now - seconds:
         past.popleft()
@@ -369,7 +381,7 @@ def _remember(past: deque[tuple[float, int]], now: float, value: int, seconds: f
 
 def _unchanged(pool: str, state: PoolInputs, limits: PoolLimits, why: str) -> Decision:
     count = min(max(state.count, limits.least), limits.most)
-    return Decision(pool, count, state.count, 0.0, 0.0, "nothing is known", why)
+    return Decision(pool, count, state.count, 0.0, 0.0, "no recent load", why)
 
 
 def _granted(decision: Decision, count: int, budget: int) -> Decision:

@@ -1,4 +1,4 @@
-"""How long new workers take to serve, from the phases that they are seen in. Pure."""
+"""Measured cold starts: how long new workers take until they serve. Pure."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -7,18 +7,18 @@ from statistics import median
 from penstock.cluster.autoscaling.pool_changes import Phase
 
 NUM_REMEMBERED = 5
-"""Starts of a pool that count."""
+"""Number of a pool's last cold starts that count."""
 
 
 class ColdStartTimes:
-    """Seconds from when workers were asked for until they served, in each pool."""
+    """Seconds from the request for a worker until it serves, for each pool."""
 
     def __init__(self) -> None:
-        self._pending_since: dict[str, float] = {}  # who is pending, since when
-        self._durations: dict[str, deque[float]] = {}
+        self._pending_since: dict[str, float] = {}  # worker to time
+        self._durations: dict[str, deque[float]] = {}  # by pool
 
     def observe(self, phases: Mapping[str, Mapping[str, Phase]], now: float) -> None:
-        """What the workers of each pool do at `now`."""
+        """Record the phase of each worker, by pool and name, at `now`."""
         for pool, of in phases.items():
             for name, phase in of.items():
                 if phase is Phase.PENDING:
@@ -31,5 +31,5 @@ class ColdStartTimes:
                     )
 
     def median_seconds(self, pool: str) -> float:
-        """The median of the last ones; 0: none is known."""
+        """Return the median of the pool's last cold starts; 0 if none is known."""
         return median(self._durations.get(pool, (0.0,)))

@@ -1,36 +1,37 @@
-"""What pools of any size would have been too late for, had they met the same prompts. Pure.
+"""Work that a pool of each size would have computed too late, for the observed arrivals. Pure.
 
-For every size at once the work that waits is played along: it comes, so many workers do it, and
-what would wait for longer than it may is late. Where first tokens are promised such work stands
-back for what can still be in time, so what was too much for a pool once makes nobody late later.
-Only what comes before more workers could be there counts: to a load that lasts a pool grows.
+Simulates the backlog of every pool size in parallel: work arrives, `size` workers compute it, and
+work that would wait for longer than `max_wait` is late. Late work is removed from the backlog:
+with a TTFT SLO it is deferred behind work that can still be in time, so it delays nothing else.
+Late work counts only if the backlog was empty less than a cold start ago: under a longer load the
+pool grows anyway.
 """
 
 from math import exp
 
 MEMORY_SECONDS = 3600.0
-"""What happened longer ago counts less and less."""
+"""Time constant of the exponential decay of past work."""
 
 
 class LateWorkModel:
-    """Work is in seconds of one worker.
+    """Simulates pools of 1 to `max_size` workers. Work is in seconds of one worker.
 
     Args:
-        most: the largest size that is asked for.
-        wait: seconds for which work may wait.
+        max_size: the largest pool size to simulate.
+        max_wait: seconds for which work may wait before it is late.
     """
 
     def __init__(self, max_size: int, max_wait: float) -> None:
         self._max_wait = max_wait
         self._started_at: float | None = None
         self._now = 0.0
-        self._total = 0.0  # all work, what is long ago counting less
-        self._backlogs = [0.0] * max_size  # by size, from 1 on
-        self._idle_at = [0.0] * max_size  # when nothing waited last
-        self._late = [0.0] * max_size  # counted like `_total`
+        self._total = 0.0  # all work, decayed
+        self._backlogs = [0.0] * max_size  # index: size - 1, as in the next two
+        self._idle_at = [0.0] * max_size  # time of the last empty backlog
+        self._late = [0.0] * max_size  # late work, decayed
 
     def observe(self, now: float, work: float, cold_start: float) -> None:
-        """So much has come since the last time, as good as evenly; a new worker takes so long."""
+        """Add `work` that arrived since the last call; a cold start takes `cold_start` seconds."""
         if self._started_at is None:
             self._started_at = self._now = now
             self._idle_at = [now] * len(self._backlogs)
@@ -48,13 +49,16 @@ class LateWorkModel:
             self._late[index] = kept * self._late[index] + late * is_recent
 
     def smallest_size(self, max_late_fraction: float) -> int:
-        """The smallest size that would have been late for at most that share of the work of such a
-        time as is remembered; before so much has passed nothing of the rest is thought late."""
+        """Return the smallest size for which at most `max_late_fraction` of all work is late.
+
+        During the first `MEMORY_SECONDS`, the total work is extrapolated to that time, and the
+        extrapolated part counts as in time.
+        """
         passed = self._now - self._started_at if self._started_at is not None else 0.0
         if not passed:
             return 1
         usual = self._total / -(exp(-passed / MEMORY_SECONDS) - 1)
-        # A pool that is always too small counts as growing: the largest that is late says it.
+        # Search from the largest size: sizes whose backlog is never empty record no late work.
         sizes = range(len(self._late), 0, -1)
         largest = next(
             (size for size in sizes if self._late[size - 1] > max_late_fraction * usual), 0

@@ -1,6 +1,6 @@
-"""Which of a pool's places for workers to fill and which to empty, to have as many as are wanted.
+"""Choice of the workers that a pool starts or drains to reach a wanted number. Pure.
 
-Pure: what fills each place and the number wanted in, what is to be done out.
+A pool has a fixed list of placements, each empty or with one worker.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,33 +9,34 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What a place holds."""
+    """State of one placement of a pool."""
 
     EMPTY = "empty"
-    PENDING = "pending"  # a worker that does not serve yet, or not again yet
+    PENDING = "pending"  # has a worker that does not serve, or not again yet
     SERVING = "serving"
-    DRAINING = "leaving"  # one that drains; the place is not free before it has gone
-    REASSIGNED = "lent"  # one that an operator gave another role: nobody but an operator ends it
-    FAILED = "spoilt"  # its worker was given up: it is not filled again for a while
+    DRAINING = "leaving"  # its worker drains; not free before that has exited
+    REASSIGNED = "lent"  # an operator changed its worker's role: the autoscaler keeps it
+    FAILED = "spoilt"  # its worker was given up; not filled again for a while
 
 
 @dataclass(frozen=True, slots=True)
 class PoolChanges:
-    """Places to fill and to empty, by number; never both are asked for."""
+    """Placements to fill or to drain, by index; at least one of the two is empty."""
 
     fill: Sequence[int] = ()
     drain: Sequence[int] = ()
 
 
 def plan_changes(phases: Sequence[Phase], wanted: int, busy: Mapping[int, float]) -> PoolChanges:
-    """What brings a pool to `wanted` workers, as far as it has places.
+    """Return the changes that bring a pool to `wanted` workers, as far as it has placements.
 
-    What does not serve yet goes first, the newest of it; then whoever has least to do.
+    Workers that do not serve yet are drained first, then those with the least load; of equals, the
+    one with the highest index.
 
     Args:
-        phases: of each place.
-        wanted: workers, those that leave not counted.
-        busy: how much the worker at a place has to do; one that is not named has nothing.
+        phases: state of each placement.
+        wanted: number of pending and serving workers to reach.
+        busy: load of the worker at each placement; missing: 0.
     """
     useful = [at for at, phase in enumerate(phases) if phase in (Phase.PENDING, Phase.SERVING)]
     if len(useful) <= wanted:

@@ -1,7 +1,7 @@
-"""Between the autoscaler and a cluster: its limits, what it is to see, what is told of it. Pure.
+"""Adapter between the autoscaler and a cluster: its limits, inputs and status. Pure.
 
-What it sees comes from two who know different things: the supervisor knows which workers there are
-to be, the router what they and the queue last said.
+The inputs have two sources: the supervisor knows the workers and their phases, the routers know the
+queues and the workers' last reported loads.
 """
 
 from collections import deque
@@ -27,14 +27,14 @@ from penstock.cluster.spec.spec import ROLES, ClusterSpec
 from penstock.router.observability import snapshot
 
 MAX_NOTES = 10
-"""Decisions that are told, the last ones."""
+"""Number of last decisions that the status shows."""
 
 Phases = Mapping[str, Mapping[str, Phase]]
-"""Pool to worker to what it does; in the order of the workers' numbers."""
+"""Pool to worker name to phase, in the order of the workers' numbers."""
 
 
 def pool_limits(spec: ClusterSpec, placements: Sequence[WorkerPlacement]) -> dict[str, PoolLimits]:
-    """Of the pools that may have workers."""
+    """Return the limits of the pools that may have workers."""
     gpus = {each.role: _gpus_of(each) for each in placements}
     pools = {role: getattr(spec.pools, role) for role in ROLES if role in gpus}
     limits = {role: PoolLimits(pool.least, pool.most, gpus[role]) for role, pool in pools.items()}
@@ -47,7 +47,7 @@ def pool_limits(spec: ClusterSpec, placements: Sequence[WorkerPlacement]) -> dic
 
 
 def scaling_policy(spec: ClusterSpec) -> ScalingPolicy:
-    """How fast pools follow; where nothing else is said, as the simulator plays it."""
+    """Return the scaling policy; by default the same as in the simulator."""
     pace = TTFT_SLO_POLICY if spec.engine.ttft_slo_seconds else ScalingPolicy()
     down = spec.scaling.scale_down_seconds
     return pace if down is None else replace(pace, down=down, down_step=min(pace.down_step, down))
@@ -56,9 +56,10 @@ def scaling_policy(spec: ClusterSpec) -> ScalingPolicy:
 def gpu_budget(
     spec: ClusterSpec, placements: Sequence[WorkerPlacement], nodes: Sequence[Node]
 ) -> int | None:
-    """GPUs that all pools may hold together; None: no bound, more nodes may come.
+    """Return the most GPUs of all pools together; None: no limit, since nodes may be added.
 
-    `PlacementError` where the pools' first workers hold more.
+    Raises:
+        PlacementError: the initial workers need more.
     """
     budget = spec.scaling.max_gpus
     if budget is None:
@@ -67,29 +68,29 @@ def gpu_budget(
     required = sum(map(_gpus_of, first))
     if required > budget:
         raise PlacementError(
-            f"scaling.max_gpus: {budget}, but the pools begin with workers that hold {required}: "
-            "ask for fewer replicas, or allow more GPUs"
+            f"scaling.max_gpus: {budget} is less than the {required} GPUs of the initial workers: "
+            "reduce replicas or raise max_gpus"
         )
     return budget
 
 
 def _gpus_of(placement: WorkerPlacement) -> int:
-    """Of all its ranks."""
+    """Return the GPUs of all ranks of a worker."""
     return int(sum(bundle.get("GPU", 0.0) for bundle in placement.bundles))
 
 
 class AutoscalerInputs:
-    """What the autoscaler sees. Remembers what the router has counted before."""
+    """Builds the inputs of the autoscaler; keeps earlier totals to compute differences."""
 
     def __init__(self) -> None:
-        self._counted = 0  # prompt tokens, when the router was last looked at
-        self._uncached = 0.0  # of all that arrived
+        self._counted = 0  # prompt tokens at the last call
+        self._uncached = 0.0  # prompt tokens that arrived, estimated
         self._cold_starts = ColdStartTimes()
 
     def pools(
         self, state: snapshot.ClusterState, phases: Phases, now: float
     ) -> dict[str, PoolInputs]:
-        """The pools as they are at `now`, on any clock that never goes back."""
+        """Return the state of the pools at `now`, seconds of any monotonic clock."""
         numbers = {each.worker: each.numbers for each in state.workers}
         queues = {each.pool: each for each in state.pools}
         self._count_arrivals(state)
@@ -102,7 +103,7 @@ class AutoscalerInputs:
                     if phase is Phase.SERVING
                 ],
                 pending=_count(of.values(), Phase.PENDING),
-                # What is lent holds its GPUs, and is of no use here.
+                # A reassigned worker holds GPUs but does not serve this pool.
                 draining=_count(of.values(), Phase.DRAINING, Phase.REASSIGNED),
                 waiting=queues[pool].queued if pool in queues else state.waiting,
                 waiting_tokens=queues[pool].queued_tokens if pool in queues else 0,
@@ -113,19 +114,20 @@ class AutoscalerInputs:
         }
 
     def _count_arrivals(self, state: snapshot.ClusterState) -> None:
-        """As many of the new tokens need computing as did of those before."""
+        """Add the uncached part of new prompt tokens, estimated by the hit rate so far."""
         new = state.prompt_tokens - self._counted
         self._counted = state.prompt_tokens
         reported = [each.numbers for each in state.workers if each.numbers is not None]
         taken = sum(each.prompt_tokens for each in reported)
         hits = sum(each.load.prompt_tokens_cached for each in reported) / taken if taken else 0.0
-        self._uncached += max(new, 0) * (1 - hits)  # a router that began anew counts from 0
+        self._uncached += max(new, 0) * (1 - hits)  # a restarted router counts from 0
 
 
 class PoolSizer:
-    """How large the pools are to be, and what was decided of late.
+    """The desired sizes of the pools, and the last decisions.
 
-    `PlacementError` where the pools begin with more GPUs than they may hold.
+    Raises:
+        PlacementError: the initial workers need more GPUs than `scaling.max_gpus`.
     """
 
     def __init__(
@@ -141,19 +143,19 @@ class PoolSizer:
 
     @property
     def desired(self) -> Mapping[str, int]:
-        """Workers that each pool is to have now."""
+        """Desired number of workers of each pool."""
         return self._desired
 
     def decide(
         self, state: snapshot.ClusterState, phases: Phases, now: float
     ) -> Sequence[Decision]:
-        """Of every pool; `now` is any clock that never goes back."""
+        """Return a decision for every pool; `now` is in seconds of any monotonic clock."""
         return self._scaler.decide(self._inputs.pools(state, phases, now), now)
 
     def record(
         self, decisions: Sequence[Decision], at: float
     ) -> Sequence[snapshot.ScalingDecision]:
-        """Those that are news; `at` is seconds since 1970."""
+        """Apply decisions; return those that change a size. `at` is in seconds since 1970."""
         news = [
             snapshot.ScalingDecision(at, each.pool, str(each))
             for each in decisions
@@ -164,21 +166,21 @@ class PoolSizer:
         return news
 
     def scaling(self, decisions: Sequence[Decision], phases: Phases) -> snapshot.Scaling:
-        """What is told of the pools' sizes, once what was decided has begun."""
+        """Return the scaling status, after the decisions were applied."""
         return scaling_status(decisions, self._limits, phases, tuple(self._notes))
 
 
 def reassigned_workers(
     state: snapshot.ClusterState, placements: Sequence[WorkerPlacement]
 ) -> frozenset[str]:
-    """The workers that an operator gave another role than their place has."""
+    """Return the workers that an operator gave another role than that of their pool."""
     own = {each.name: each.role for each in placements}
     given = {name: each.role for name, each in state.roles.items() if name in own}
     return frozenset(name for name, role in given.items() if role != own[name])
 
 
 def worker_load(state: snapshot.ClusterState) -> dict[str, float]:
-    """How much each worker has to do."""
+    """Return the number of running and queued sequences of each worker."""
     return {
         each.worker: float(each.numbers.load.running + each.numbers.load.queued)
         for each in state.workers
@@ -192,7 +194,7 @@ def scaling_status(
     phases: Phases,
     notes: Sequence[snapshot.ScalingDecision],
 ) -> snapshot.Scaling:
-    """What is told of the pools' sizes."""
+    """Return the scaling status of all pools."""
 
     def lent(pool: str) -> int:
         return _count(phases[pool].values(), Phase.REASSIGNED)
@@ -221,7 +223,7 @@ def _serving(
     if numbers is None:
         return ServingWorker(name, reported_at=-inf)
     load = numbers.load
-    # At a decoding worker one that waits there for room waits for a place too.
+    # On a decode worker, queued sequences wait for a row too.
     sequences = load.running + (load.queued if pool == "decode" else 0)
     return ServingWorker(name, now, load, sequences, max(numbers.max_sequences, 1))
 
@@ -231,5 +233,5 @@ def _count(phases: Collection[Phase], *counted: Phase) -> int:
 
 
 def _takes_prompts(pool: str, phases: Phases) -> bool:
-    """What arrives is counted once: for the prefilling pool where there is one."""
+    """Return True for the one pool that arrivals count for: prefill, or else mixed."""
     return pool == "prefill" or (pool == "mixed" and "prefill" not in phases)

@@ -1,8 +1,7 @@
-"""A machine that is about to be taken away lets the router or worker that runs on it drain first.
+"""Drains the router or worker on a node before Kubernetes removes the node.
 
-A file in a folder of that machine is the message: `python -m penstock.cluster.kubernetes.node_drain
-SECONDS` (the preStop hook of a Kubernetes pod) writes it and waits until every process hosted there
-has drained.
+`python -m penstock.cluster.kubernetes.node_drain SECONDS`, the preStop hook of a pod, writes a file
+into a folder that the processes of the node watch, and waits until all of them have drained.
 """
 
 import argparse
@@ -16,16 +15,16 @@ from pathlib import Path
 
 import psutil
 
-FOLDER_VARIABLE = "PENSTOCK_LEAVE_FOLDER"  # unset: nothing on this machine is ever asked to leave
+FOLDER_VARIABLE = "PENSTOCK_LEAVE_FOLDER"  # if unset, this node cannot be drained
 DRAIN_FILE = "leave"
 PROCESS_SUFFIX = ".hosted"
 POLL_SECONDS = 0.25
 
 
 async def drain_on_request(drain: Callable[[float], Awaitable[None]]) -> None:
-    """Waits until this machine is asked to leave, then drains, and ends.
+    """Wait for a request to drain this node, call `drain` with the time limit [s], and return.
 
-    `drain` is given the seconds that there are.
+    Returns at once if `PENSTOCK_LEAVE_FOLDER` is not set.
     """
     if FOLDER_VARIABLE not in os.environ:
         return
@@ -41,7 +40,7 @@ async def drain_on_request(drain: Callable[[float], Awaitable[None]]) -> None:
 
 
 def drain_node(folder: Path, seconds: float) -> bool:
-    """Ask all that is hosted here to drain, and wait; whether all had ended in `seconds`."""
+    """Drain all processes that watch `folder`; return False if that takes longer than `seconds`."""
     drain_file = folder / DRAIN_FILE
     drain_file.write_text(str(seconds), encoding="utf-8")
     deadline = time.monotonic() + seconds
@@ -52,29 +51,31 @@ def drain_node(folder: Path, seconds: float) -> bool:
             time.sleep(min(POLL_SECONDS, seconds))
         return True
     finally:
-        drain_file.unlink(missing_ok=True)  # what is started here again must not leave at once
+        drain_file.unlink(missing_ok=True)  # processes that start here later must not drain at once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 where something had not ended in time."""
+    """Run the command; return 1 if a process did not drain in time."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.cluster.kubernetes.node_drain", description=__doc__
     )
-    parser.add_argument("seconds", type=float, help="that what runs here is given to end")
+    parser.add_argument("seconds", type=float, help="time limit of the drain")
     given = parser.parse_args(arguments)
     if FOLDER_VARIABLE not in os.environ:
-        parser.error(f"{FOLDER_VARIABLE} is not set: nobody here would hear it")
+        parser.error(
+            f"{FOLDER_VARIABLE} is not set: set it to the folder that routers and workers watch"
+        )
     return 0 if drain_node(Path(os.environ[FOLDER_VARIABLE]), given.seconds) else 1
 
 
 def _requested_seconds(folder: Path) -> float | None:
-    with suppress(OSError, ValueError):  # not there, or being written just now
+    with suppress(OSError, ValueError):  # no request, or one that is being written
         return float((folder / DRAIN_FILE).read_text(encoding="utf-8"))
     return None
 
 
 def _undrained_pids(folder: Path) -> list[int]:
-    """Processes that have not drained yet; one that was killed left its mark behind."""
+    """Return the processes that have not drained; killed ones leave a stale file behind."""
     pids = [
         int(mark.name.removesuffix(PROCESS_SUFFIX)) for mark in folder.glob(f"*{PROCESS_SUFFIX}")
     ]

@@ -1,8 +1,8 @@
-"""Whether a worker on this machine has computed something lately: what a readiness probe asks.
+"""Readiness probe of a worker's pod: ready if a worker here has computed a token recently.
 
-A worker keeps a file in the folder of `leave`, as old as its last token. The probe of a Kubernetes
-pod, `python -m penstock.cluster.kubernetes.readiness_probe SECONDS`, exits with 0 where there is a
-younger one.
+Each worker keeps a file in the folder of `node_drain`; its modification time is that of the last
+token. `python -m penstock.cluster.kubernetes.readiness_probe SECONDS` exits with 0 if the newest
+file is at most SECONDS old.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TOUCH_SECONDS = 1.0
 
 
 async def keep_readiness_file(silence: Callable[[], float]) -> None:
-    """Keeps the file until it is cancelled; `silence` are the seconds since the last token."""
+    """Update the file until cancelled; `silence` returns the seconds since the last token."""
     if FOLDER_VARIABLE not in os.environ:
         return
     mark = Path(os.environ[FOLDER_VARIABLE]) / f"{os.getpid()}{READINESS_SUFFIX}"
@@ -38,7 +38,7 @@ async def keep_readiness_file(silence: Callable[[], float]) -> None:
 
 
 def not_ready_reason(folder: Path, seconds: float, now: float) -> str:
-    """Why none is ready, `now` in seconds since 1970; empty where one is."""
+    """Return why no worker here is ready, or ""; `now` is in seconds since 1970."""
     ages = [
         age for mark in folder.glob(f"*{READINESS_SUFFIX}") if (age := _age(mark, now)) is not None
     ]
@@ -46,18 +46,20 @@ def not_ready_reason(folder: Path, seconds: float, now: float) -> str:
         return "no worker serves here"
     if min(ages) <= seconds:
         return ""
-    return f"the worker here has computed nothing for {min(ages):.0f} s, a canary neither"
+    return f"the worker here has computed no token, not even a canary, for {min(ages):.0f} s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 where none is ready."""
+    """Run the command; return 1 if no worker here is ready."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.cluster.kubernetes.readiness_probe", description=__doc__
     )
-    parser.add_argument("seconds", type=float, help="that the last token may be old")
+    parser.add_argument("seconds", type=float, help="greatest age of the last token")
     given = parser.parse_args(arguments)
     if FOLDER_VARIABLE not in os.environ:
-        parser.error(f"{FOLDER_VARIABLE} is not set: no worker here could tell")
+        parser.error(
+            f"{FOLDER_VARIABLE} is not set: set it to the folder where workers keep their files"
+        )
     reason = not_ready_reason(Path(os.environ[FOLDER_VARIABLE]), given.seconds, time.time())
     if reason:
         print(reason, file=sys.stderr)
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _age(mark: Path, now: float) -> float | None:
-    """Of a living worker's last token; None: it is dead, and only its file is left."""
+    """Return the age [s] of a worker's last token; None if the worker is dead."""
     if psutil.pid_exists(int(mark.name.removesuffix(READINESS_SUFFIX))):
         with suppress(FileNotFoundError):
             return now - mark.stat().st_mtime

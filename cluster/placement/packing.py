@@ -1,8 +1,7 @@
-"""Packs workers into nodes: greedily, the widest first, near each other where that costs nothing.
-Pure.
+"""Greedy packing of workers into nodes, largest first, near each other where that is free. Pure.
 
-A stage's ranks stay on one node; a worker's stages are on as few nodes as can be, or each on
-another. CPUs that a pool leaves open are shared out evenly among its ranks.
+The ranks of a stage share a node. The stages of a worker are on as few nodes as possible, or each
+on another node. Ranks of pools that do not set `cpus` share a node's remaining CPUs evenly.
 """
 
 from bisect import bisect_left
@@ -14,18 +13,18 @@ from penstock.cluster.spec.spec import PoolSpec
 
 MIN_CPUS = 0.1
 GPU_CPUS = 2.0
-"""What a rank with a GPU may keep busy: its event loop and its engine's thread."""
+"""CPUs that a rank with a GPU can keep busy: its event loop and its engine thread."""
 _ROUNDING = 1e-6
 
 
 @dataclass(slots=True, eq=False)
 class NodeCapacity:
-    """A node while it is being filled."""
+    """Free resources of a node during packing."""
 
     cpus: float
     gpus: int
     labels: Mapping[str, str]
-    num_even_ranks: int = 0  # ranks that take an even share of what is left
+    num_even_ranks: int = 0  # ranks that share the remaining CPUs evenly
 
     @property
     def even_cpus(self) -> float:
@@ -34,39 +33,39 @@ class NodeCapacity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementRequest:
-    """A worker that wants a place; `cpus` None: an even share."""
+    """A worker to be placed."""
 
     pool: PoolSpec
     role: str
     index: int
-    gpus: int  # of a rank, and so is the next
-    cpus: float | None
+    gpus: int  # per rank
+    cpus: float | None  # per rank; None: an even share
 
     @property
     def ranks(self) -> int:
-        """Of a stage."""
+        """Ranks of a stage."""
         return self.pool.tp
 
     @property
     def may_wait(self) -> bool:
-        """It is not there at first."""
+        """True for a worker that only the autoscaler starts."""
         return self.index >= self.pool.replicas
 
 
 @dataclass(slots=True)
 class PackingResult:
-    """What came of it."""
+    """Result of packing."""
 
-    even_cpus: Mapping[str, float]  # role to CPUs of each of its ranks that takes an even share
-    unplaced: list[PlacementRequest] = field(default_factory=list)  # have no room
-    near: set[PlacementRequest] = field(default_factory=set)  # have theirs in nodes of the next
-    topology_values: Sequence[str] = ()  # of the label of what is near each other
+    even_cpus: Mapping[str, float]  # role to the smallest even share of its ranks
+    unplaced: list[PlacementRequest] = field(default_factory=list)  # without room
+    near: set[PlacementRequest] = field(default_factory=set)  # on nodes with `topology_values`
+    topology_values: Sequence[str] = ()  # of the topology label; empty: no locality
 
 
 def pack(requests: Sequence[PlacementRequest], nodes: Sequence[NodeCapacity]) -> PackingResult:
-    """A room for each stage of as many as there is room for; `rooms` stay as they are."""
+    """Assign nodes to as many workers as fit; does not change `nodes`."""
     packed = _Packing(requests, nodes).result(requests)
-    assert packed is not None, "nobody must be near"
+    assert packed is not None, "cannot fail without `near`"
     return packed
 
 
@@ -77,14 +76,19 @@ def pack_by_topology(
     apart: PackingResult,
     spare: float,
 ) -> PackingResult:
-    """The same with all workers in the nodes of one value of the label `key`: all that may come,
-    else those that are there at first. Else in those of the fewest values, the roomiest first.
-    `apart` where there is no such set (nodes without the label are in none), or where it would cost
-    somebody a place, or CPUs to compute with.
+    """Pack again, with the workers on nodes that have the same value of the topology label `key`.
+
+    Tries single values first, then the fewest values that work, those with the most free resources
+    first; in both cases first for all workers, then for the initial ones only. Nodes without the
+    label have no value.
 
     Args:
-        apart: the wishes packed without.
-        spare: CPUs of a share that nobody misses.
+        apart: result of `pack`, without locality.
+        spare: CPUs that an even share may lose for the sake of locality.
+
+    Returns:
+        The result with locality; `apart` if there is none, or if each would leave a worker without
+        room or with too few CPUs.
     """
     search = _TopologySearch(requests, nodes, key, apart, spare)
     if len({node.labels.get(key) for node in nodes} - {None, ""}) < 2:
@@ -97,8 +101,8 @@ def pack_by_topology(
             if (found := search.attempt(goal, (value,))) is not None:
                 return found
     for goal in goals:
-        # More nodes hold more, but for rare accidents of packing: so the number is bisected. All
-        # values together are no set.
+        # Bisect: more nodes hold more, apart from rare effects of greedy packing. All values
+        # together would not be local.
         numbers = range(2, len(values))
         at = bisect_left(
             numbers, True, key=lambda number: search.attempt(goal, values[:number]) is not None
@@ -111,7 +115,7 @@ def pack_by_topology(
 
 
 class _TopologySearch:
-    """Tries sets of nodes that are near each other."""
+    """Tries to pack workers onto the nodes of given topology values."""
 
     def __init__(
         self,
@@ -129,7 +133,7 @@ class _TopologySearch:
             request.role: _min_even_cpus(request, apart.even_cpus[request.role], spare)
             for request in requests
         }
-        self._free: dict[str, tuple[int, float]] = {}  # GPUs and CPUs of each value's nodes
+        self._free: dict[str, tuple[int, float]] = {}  # value to free GPUs and CPUs
         pools = {request.role: request.pool.selector for request in requests}.values()
         for node in nodes:
             value = node.labels.get(key)
@@ -138,13 +142,13 @@ class _TopologySearch:
                 self._free[value] = (gpus + node.gpus, cpus + node.cpus)
 
     def largest(self) -> list[str]:
-        """The values of nodes that are any use, the most GPUs free first, then the most CPUs."""
+        """Return the values that a pool can use: most free GPUs first, then most free CPUs."""
         return sorted(self._free, key=lambda v: (-self._free[v][0], -self._free[v][1], v))
 
     def attempt(
         self, goal: Sequence[PlacementRequest], values: Sequence[str]
     ) -> PackingResult | None:
-        """All packed, those of the goal in the nodes of these values; None where that fails."""
+        """Pack all workers, those of `goal` on nodes with `values`; None if that is impossible."""
         if not self._may_do(goal, values):
             return None
         packing = _Packing(
@@ -161,7 +165,7 @@ class _TopologySearch:
         return found
 
     def _may_do(self, goal: Sequence[PlacementRequest], values: Iterable[str]) -> bool:
-        """Whether their sums do: much cheaper than to pack."""
+        """Return False if the nodes' total resources are too small: much cheaper than packing."""
         gpus = sum(self._free[value][0] for value in values)
         cpus = sum(self._free[value][1] for value in values)
         for request in goal:
@@ -174,14 +178,14 @@ class _TopologySearch:
 
 
 def _min_even_cpus(request: PlacementRequest, apart: float, spare: float) -> float:
-    """CPUs of a rank below which to be near is not worth it."""
+    """Return the CPUs per rank below which locality is not worth it."""
     if request.cpus is not None:
         return 0.0
     return min(apart, GPU_CPUS) if request.gpus else apart - spare
 
 
 class _Packing:
-    """Rooms while they are filled; `is_near` says which are tried before the others."""
+    """One packing of workers; nodes for which `is_near` is true are tried first."""
 
     def __init__(
         self,
@@ -198,15 +202,17 @@ class _Packing:
         self._near = {role: list(filter(is_near, those)) for role, those in self._open.items()}
 
     def _order(self, request: PlacementRequest) -> tuple[bool, float, float, int]:
-        """The first ones first; of them those that ask for most, then those with fewest nodes to
-        choose from, then first come: the usual way to pack tightly."""
+        """Return the sort key: initial workers first, then largest requests, then fewest nodes.
+
+        Requests with equal keys keep their order.
+        """
         gpus, cpus = request.gpus * request.ranks, (request.cpus or 0) * request.ranks
         return request.may_wait, -gpus, -cpus, len(self._open[request.role])
 
     def result(
         self, requests: Sequence[PlacementRequest], near: Collection[PlacementRequest] = ()
     ) -> PackingResult | None:
-        """All of them packed, as far as there is room; None where one of `near` would not be."""
+        """Pack all requests that fit; return None if one of `near` does not fit on near nodes."""
         needed = set(near)
         found = PackingResult({})
         for request in sorted(requests, key=self._order):
@@ -221,12 +227,12 @@ class _Packing:
 
 
 def _lowest_even_cpus(nodes: Iterable[NodeCapacity]) -> float:
-    """What a rank has on whichever of them; of nodes that are yet to come little is known."""
+    """Return the smallest even share on any of `nodes`; `MIN_CPUS` if none has such ranks."""
     return min((node.even_cpus for node in nodes if node.num_even_ranks), default=MIN_CPUS)
 
 
 def _assign_nodes(request: PlacementRequest, nodes: Sequence[NodeCapacity]) -> bool:
-    """Take a room for each of its stages, if there are; else none."""
+    """Reserve a node for each stage of a worker; reserve nothing if a stage does not fit."""
     before: list[tuple[NodeCapacity, float, int, int]] = []
     for _ in range(request.pool.pp):
         node = _best_node(request, nodes, [each for each, *_ in before])
@@ -246,12 +252,12 @@ def _assign_nodes(request: PlacementRequest, nodes: Sequence[NodeCapacity]) -> b
 def _best_node(
     request: PlacementRequest, nodes: Sequence[NodeCapacity], used: Sequence[NodeCapacity]
 ) -> NodeCapacity | None:
-    """For the next stage of a worker whose others have `used` these."""
+    """Return the best node for the next stage of a worker whose other stages are on `used`."""
     fitting = [node for node in nodes if _fits(request, node)]
     if request.pool.stages == "spread":
         fitting = [node for node in fitting if node not in used]
-    # The emptiest node first, so that equals spread and shares come out even; but a worker's own
-    # stages side by side.
+    # Prefer the emptiest node, so that equal workers spread out and CPU shares are even, but keep
+    # the stages of one worker together.
     beside = [node for node in fitting if node in used] if used else []
     return max(
         beside or fitting,

@@ -1,7 +1,7 @@
-"""Where workers go: from a specification and the nodes' free resources to placement groups.
+"""Placement of workers: from a specification and the nodes' free resources to placement groups.
 
-The plan proves by a packing of its own that everything has a place (`packing`); Ray then chooses
-the nodes, among those with the labels that are asked for. A stage's ranks are one bundle.
+The plan checks by a packing of its own (`packing`) that all workers fit; Ray then chooses the
+nodes, among those with the required labels. The ranks of a stage are one bundle.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,18 +19,18 @@ from penstock.cluster.placement.packing import (
 from penstock.cluster.spec import labels
 from penstock.cluster.spec.spec import ROLES, ClusterSpec, PoolSpec
 
-ROUTER_CPUS = 0.1  # a node with nothing on it that holds CPUs looks idle to Ray, and is taken away
+ROUTER_CPUS = 0.1  # not 0: Ray's autoscaler removes a node without reserved CPUs as idle
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 _NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 
 class PlacementError(ValueError):
-    """Not everything has a place; the message says what was asked and what is free where."""
+    """A worker or router has no room; the message says what it needs and what is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is free on a node."""
+    """Free resources of a node."""
 
     name: str
     cpus: float
@@ -40,23 +40,23 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """A worker to be: who it is, and the bundles of its placement group, one a stage.
+    """Plan of one worker: its name, and the bundles of its placement group, one per stage.
 
-    Rank 0 is in the first bundle, which is the last stage's.
+    Rank 0 is in the first bundle, which is that of the last stage.
     """
 
     role: str
     index: int
     bundles: tuple[dict[str, float], ...]
-    threads: int  # of a rank, and so are the next two
-    gpus: int
-    cpus: float
-    tp: int = 1  # ranks of a bundle
+    threads: int  # per rank
+    gpus: int  # per rank
+    cpus: float  # per rank
+    tp: int = 1  # ranks per bundle
     ep: int = 1
     strategy: str = "STRICT_PACK"
-    waits_for_node: bool = False  # its node may be yet to come
-    labels: Mapping[str, str] = field(default_factory=dict)  # that its nodes must have
-    near: Mapping[str, str] = field(default_factory=dict)  # and should: those of the other workers
+    waits_for_node: bool = False  # its node may not exist yet
+    labels: Mapping[str, str] = field(default_factory=dict)  # required of its nodes
+    near: Mapping[str, str] = field(default_factory=dict)  # preferred: nodes near the other workers
 
     @property
     def name(self) -> str:
@@ -71,20 +71,22 @@ class WorkerPlacement:
         return len(self.bundles)
 
     def selector(self, near: bool) -> dict[str, str]:
-        """Of its nodes, as Ray takes it; `near`: with what should be, too."""
+        """Return the label selector of its nodes, with the preferred labels if `near`."""
         return {**(self.near if near else {}), **self.labels}
 
 
 def plan_placements(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlacement]:
-    """All workers that `spec` allows, each with its bundles; a pool begins with its lowest numbers.
-    `PlacementError` where those do not fit `nodes`.
+    """Return the placements of all workers that `spec` allows, by pool and worker number.
 
-    Workers that may come later have their share of the CPUs from the beginning. In a Ray that runs
-    already nodes may be added for them: they wait for their place.
+    Workers that the autoscaler may start later count too when CPUs are divided. On an existing Ray
+    cluster such workers may wait, since nodes can be added for them.
 
-    GPUs are used wherever the pool's nodes have any, unless it says otherwise. With `pool_nodes` a
-    worker asks for its pool's resource too, and waits for a node that has room; who is near whom is
-    then for those to say who make the nodes.
+    Ranks use GPUs if the pool's nodes have any, unless the pool sets `gpus`. With `pool_nodes` a
+    worker also requests its pool's Ray resource and waits for a node with room; its locality then
+    depends on how the nodes were created.
+
+    Raises:
+        PlacementError: a router or an initial worker does not fit on `nodes`.
     """
     requests = [
         request for role in ROLES for request in _requests(getattr(spec.pools, role), role, nodes)
@@ -119,7 +121,7 @@ def plan_placements(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlac
 def _requests(pool: PoolSpec, role: str, nodes: Sequence[Node]) -> list[PlacementRequest]:
     gpus = pool.gpus
     if gpus is None:
-        # Who names the kind of a GPU wants one.
+        # A pool that names an accelerator uses a GPU.
         own = (node for node in nodes if labels.match(pool.selector, node.labels))
         gpus = int(pool.accelerator is not None or any(node.gpus for node in own))
     return [PlacementRequest(pool, role, index, gpus, pool.cpus) for index in range(pool.most)]
@@ -131,15 +133,15 @@ def _packed(
     capacities: Sequence[NodeCapacity],
     nodes: Sequence[Node],
 ) -> PackingResult:
-    """Everything that must be, packed. `PlacementError`."""
+    """Pack all workers; raise `PlacementError` if one that must fit does not."""
     packed = pack(requests, capacities)
     for request in packed.unplaced:
-        # For more GPUs than there are nobody asks: the pools share a budget.
+        # Later GPU workers need not fit: all pools share the GPU budget.
         if not request.may_wait or (spec.ray_address is None and not request.gpus):
             raise PlacementError(
-                f"no place for {request.role} worker {request.index}, which asks "
-                f"{_describe_request(request)} (others were placed before it); "
-                f"{describe_free(nodes, request.pool.selector)}: ask for less, or for fewer workers"
+                f"no room for {request.role} worker {request.index}, which needs "
+                f"{_describe_request(request)} (other workers were placed first); "
+                f"{describe_free(nodes, request.pool.selector)}: request less, or fewer workers"
             )
     return packed
 
@@ -147,7 +149,9 @@ def _packed(
 def _reserve_router(capacities: list[NodeCapacity], nodes: Sequence[Node]) -> None:
     node = max(capacities, key=lambda node: node.cpus, default=None)
     if node is None or node.cpus < ROUTER_CPUS:
-        raise PlacementError(f"a router asks {ROUTER_CPUS} CPUs; {describe_free(nodes)}")
+        raise PlacementError(
+            f"no room for a router, which needs {ROUTER_CPUS} CPUs; {describe_free(nodes)}"
+        )
     node.cpus -= ROUTER_CPUS
 
 
@@ -159,12 +163,12 @@ def _to_placement(
     waits_for_node: bool = False,
     spare: float = 0.0,
 ) -> WorkerPlacement:
-    # Down to what Ray counts in, with a little left for its rounding.
+    # Round down to hundredths, so that Ray's own rounding never exceeds the node.
     cpus = request.cpus if request.cpus is not None else int(even_cpus * 100 + 1e-6) / 100
     bundle = {"CPU": cpus * request.ranks} | dict(more)
     if request.gpus:
         bundle["GPU"] = float(request.gpus * request.ranks)
-    # What routers hold they seldom use: two cores and one worker make two threads.
+    # Routers rarely use their CPUs: on two cores one worker still gets two threads.
     usable = cpus if request.cpus is not None else cpus + spare + 1e-9
     pool = request.pool
     return WorkerPlacement(
@@ -190,19 +194,19 @@ def _describe_request(request: PlacementRequest) -> str:
     node = f"one node{with_labels(request.pool.selector)}"
     if request.pool.pp == 1:
         return f"{stage} on {node}"
-    apart = ", each stage on another" if request.pool.stages == "spread" else ""
+    apart = ", each on another node" if request.pool.stages == "spread" else ""
     return f"{stage} on {node} for each of {request.pool.pp} stages{apart}"
 
 
 def with_labels(selector: Mapping[str, str]) -> str:
-    """What its labels must be, in words after "a node"."""
+    """Return the required labels as text that follows "a node"; empty if there are none."""
     return f" with {labels.describe(selector, ' and ')}" if selector else ""
 
 
 def describe_free(nodes: Sequence[Node], keys: Collection[str] = ()) -> str:
-    """What is free where, in words, with the nodes' values of these labels."""
+    """Return the nodes' free resources as text, with their values of the labels `keys`."""
     free = [f"{n.name}{_values(n, keys)}: {n.cpus:g} CPUs, {n.gpus} GPUs" for n in nodes]
-    return "free are " + ("; ".join(free) if free else "no nodes at all")
+    return "free resources: " + ("; ".join(free) if free else "none, there are no nodes")
 
 
 def _values(node: Node, keys: Collection[str]) -> str:
@@ -215,16 +219,13 @@ def _values(node: Node, keys: Collection[str]) -> str:
 def describe_locality(
     spec: ClusterSpec, placements: Sequence[WorkerPlacement], nodes: Sequence[Node]
 ) -> str:
-    """Which nodes were chosen so that workers are near each other, in one line; "": there was
-    nothing to choose."""
+    """Return which nodes were chosen for locality, in one line; "" if there was no choice."""
     key = spec.topology_key
     if spec.pool_nodes or len({node.labels.get(key) for node in nodes} - {None, ""}) < 2:
         return ""
     near = [placement for placement in placements if placement.near]
     if not near:
-        return (
-            f"workers go anywhere: no nodes of one {key}, or of a few, have room and CPUs for all"
-        )
+        return f"workers run on any nodes: no {key}, nor a few together, has room and CPUs for all"
     far = [placement.title for placement in placements if not placement.near]
     where = labels.describe(near[0].near)
     if not far:

@@ -1,4 +1,4 @@
-"""A worker's place in the cluster: asked of Ray, waited for, asked for anew where its node dies."""
+"""A worker's placement group: requested from Ray, and again when a node of it dies."""
 
 import asyncio
 
@@ -18,20 +18,20 @@ from penstock.cluster.placement.placement import (
 from penstock.cluster.ray_session import free_nodes
 from penstock.cluster.status.status_events import Progress, Report
 
-PLACEMENT_TIMEOUT_SECONDS = 60  # for Ray to grant what is free
-EXPLAIN_WAIT_SECONDS = 5  # what a worker waits for
-SECONDS_NEAR = 20  # for a place near the other workers, before any will do
+PLACEMENT_TIMEOUT_SECONDS = 60  # for Ray to grant resources that seem free
+EXPLAIN_WAIT_SECONDS = 5  # before the report says what a worker waits for
+SECONDS_NEAR = 20  # for nodes near the other workers, before any node is accepted
 
 
 class Reservation:
-    """A placement group. Its processes follow each other in it.
+    """The placement group of one worker, which successive processes of the worker use.
 
-    Ray lays a group whose node died anew by itself, with the labels that it was asked with: where
-    the nodes near the others are full it would wait for ever.
+    When a node dies, Ray places the group again by itself, with the same labels. If the nodes near
+    the other workers are full, Ray would wait forever, so `acquire` then drops that preference.
 
     Args:
-        place: who it is for, and what it holds.
-        report: told what is waited for.
+        placement: name, bundles and labels of the worker.
+        report: called with what the worker waits for.
     """
 
     def __init__(self, placement: WorkerPlacement, report: Report) -> None:
@@ -41,7 +41,14 @@ class Reservation:
         self._is_near = False
 
     async def acquire(self, wait_for_node: bool) -> None:
-        """Returns once it is there, at once where it still is. `PlacementError`, unless patient."""
+        """Wait until the group is placed; return at once if it still is.
+
+        Args:
+            wait_for_node: wait without a time limit.
+
+        Raises:
+            PlacementError: the group was not placed in time.
+        """
         group = self.group
         if group is None:
             self._report_progress("waiting for its place")
@@ -50,14 +57,14 @@ class Reservation:
             self._report_progress("waiting for its place again")
         waited = 0
         while wait_for_node or waited < PLACEMENT_TIMEOUT_SECONDS:
-            # A second at a time: a thread cannot be cancelled.
+            # One second at a time, since the thread cannot be cancelled.
             if await asyncio.to_thread(group.wait, 1):
                 return
             waited += 1
             if waited == EXPLAIN_WAIT_SECONDS:
                 self._report_progress(f"waiting for its place: no {self._describe_bundle()} free")
             if self._is_near and waited >= SECONDS_NEAR:
-                self._report_progress("no room near the others: any node will do")
+                self._report_progress("no room near the other workers: accepting any node")
                 self.release()
                 group = self._create_group(near=False)
         raise PlacementError(
@@ -66,7 +73,7 @@ class Reservation:
         )
 
     def release(self) -> None:
-        """Give it back; what runs there ends."""
+        """Remove the group; Ray ends the processes in it."""
         if self.group is not None:
             remove_placement_group(self.group)
             self.group = None
@@ -84,7 +91,7 @@ class Reservation:
         return group
 
     async def is_lost(self) -> bool:
-        """Whether Ray says that it has been granted no node, or no other than one that died."""
+        """Return True if Ray has not placed the group, or not again since a node of it died."""
         assert self.group is not None
         found = await asyncio.to_thread(placement_group_table, self.group)
         return bool(found["state"] != "CREATED")
@@ -93,7 +100,7 @@ class Reservation:
         self._report(self._placement.title, Progress(stage))
 
     def _describe_bundle(self) -> str:
-        """What one of its bundles asks for, in words."""
+        """Return the needs of a bundle as text that follows "no"."""
         amounts = (f"{what} {amount:g}" for what, amount in self._placement.bundles[0].items())
         node = f"node{with_labels(self._placement.selector(self._is_near))}"
         return f"{node} has {', '.join(amounts)}"

@@ -1,6 +1,6 @@
-"""What several routers say of one cluster, as one. Pure.
+"""Merges the states that several routers report of one cluster. Pure.
 
-Each knows the workers whole, for they say the same to all; each knows its own queue only.
+Each worker reports its whole load to every router; each router knows only its own queue.
 """
 
 from collections import Counter
@@ -12,14 +12,14 @@ from penstock.router.observability.snapshot import ClusterState, PoolState, Rout
 
 
 class ClusterAggregator:
-    """Remembers what each router has counted before: one that begins anew counts from 0."""
+    """Merges router states; keeps each router's totals, since a restarted one counts from 0."""
 
     def __init__(self) -> None:
         self._counted: dict[str, int] = {}  # prompt tokens, by router
         self._total = 0
 
     def sum(self, states: Mapping[str, ClusterState | None]) -> ClusterState | None:
-        """Of the routers by name; None of those that do not answer, and if none does."""
+        """Merge the routers' states, by name (None: no reply); return None if none replied."""
         received = {name: state for name, state in states.items() if state is not None}
         if not received:
             return None
@@ -49,8 +49,7 @@ class ClusterAggregator:
 def router_states(
     states: Mapping[str, ClusterState | None], addresses: Mapping[str, tuple[str, str]]
 ) -> list[RouterState]:
-    """What every router is told of all: as each said of itself, with its addresses of HTTP and
-    gRPC."""
+    """Return each router's report of its own state, with its HTTP and gRPC addresses."""
     found = []
     for name, state in states.items():
         own = RouterState(name, "down")
@@ -62,7 +61,7 @@ def router_states(
 
 
 def _prefill_decisions(states: Sequence[ClusterState]) -> dict[str, int]:
-    """Each router's own."""
+    """Return the sum of the routers' own counts."""
     total: Counter[str] = Counter()
     for state in states:
         total.update(state.placed)
@@ -70,7 +69,7 @@ def _prefill_decisions(states: Sequence[ClusterState]) -> dict[str, int]:
 
 
 def _workers(states: Sequence[ClusterState]) -> list[WorkerState]:
-    """By name; of each worker what the first router says that has its numbers."""
+    """Return the workers by name, each from the first router that has its numbers."""
     found: dict[str, WorkerState] = {}
     requests: dict[str, int] = {}
     for state in states:
@@ -83,7 +82,7 @@ def _workers(states: Sequence[ClusterState]) -> list[WorkerState]:
 
 
 def _pools(states: Sequence[ClusterState]) -> list[PoolState]:
-    """By name; what waits at a router is in that router's own numbers only."""
+    """Return the pools by name, with the queues of all routers added up."""
     found: dict[str, list[PoolState]] = {}
     for state in states:
         for pool in state.pools:

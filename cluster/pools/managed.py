@@ -1,4 +1,4 @@
-"""The router and the workers as the supervisor knows them: their configurations and actors."""
+"""Routers and workers as the supervisor manages them: configuration, placement and processes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -27,17 +27,17 @@ from penstock.router.observability.role_registry import Assignment, RoleRegistry
 from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
 from penstock.workers.config import WorkerConfig
 
-DRAIN_REPLY_SECONDS = 5.0  # for one that has drained
-PLACEMENT_CHECK_SECONDS = 5.0  # at the place of one that starts
+DRAIN_REPLY_SECONDS = 5.0  # for the reply after a drain
+PLACEMENT_CHECK_SECONDS = 5.0  # interval, while a worker starts
 
-# A call of an actor is never repeated by Ray, and an actor is replaced by us only.
+# Ray must neither repeat calls nor restart actors: the supervisor replaces them.
 _NO_RAY_RESTARTS = {"max_restarts": 0, "max_task_retries": 0}
 
 
 class WorkerListener(Protocol):
-    """Who is told where workers are, and which of them do not get on."""
+    """Receives workers' addresses and exits, and can declare workers dead."""
 
-    declare_dead: dict[str, Callable[[str], None]]  # of each worker, by name
+    declare_dead: dict[str, Callable[[str], None]]  # worker name to callback
 
     @property
     def with_events(self) -> bool: ...
@@ -50,11 +50,14 @@ class WorkerListener(Protocol):
 
 
 class ManagedRouter:
-    """A router, and what every one of its processes must know: where the workers are, and what
-    operators made of them.
+    """A router, with the worker addresses and roles that each of its processes is sent.
 
     Args:
-        roles: shared by all routers of a cluster, so that each hears what another was told.
+        config: configuration of its first process.
+        report: called with the events of its processes.
+        own_node: whether to require a node with the Ray resource `router`.
+        with_events: whether it and its workers also log single requests.
+        roles: roles set by operators, shared by all routers of a cluster.
     """
 
     def __init__(
@@ -67,20 +70,20 @@ class ManagedRouter:
     ) -> None:
         self.title = config.name.replace("-", " ")
         self.config = config
-        self.with_events = with_events  # its log, and that of its workers
+        self.with_events = with_events  # for its log and its workers'
         self.given_up = False
         self._resources = {"router": 1} if own_node else {}
         self.ready = asyncio.Event()
-        self.addresses = ("", "")  # addresses of HTTP and of gRPC
+        self.addresses = ("", "")  # HTTP and gRPC
         self.actor: ActorHandle | None = None
-        self.declare_dead: dict[str, Callable[[str], None]] = {}  # of each worker, by name
+        self.declare_dead: dict[str, Callable[[str], None]] = {}  # worker name to callback
         self._report = report
-        self._worker_addresses: dict[str, str] = {}  # of the workers that are ready
+        self._worker_addresses: dict[str, str] = {}  # ready workers: name to host:port
         self._roles = roles or RoleRegistry()
         self._role_tasks: set[asyncio.Task[None]] = set()
 
     async def reserve(self) -> None:
-        """Any node has the little that it holds, or gets it: its process waits for it."""
+        """Do nothing: Ray starts the process once a node has room for it."""
 
     def make(self) -> ActorHandle:
         remote = ray.remote(num_cpus=ROUTER_CPUS, resources=self._resources, **_NO_RAY_RESTARTS)(
@@ -94,9 +97,9 @@ class ManagedRouter:
 
     @property
     def waiting_for(self) -> str:
-        """What its process, which does not run yet, waits for; empty where that is not known."""
+        """What the router waits for before its process runs; empty if unknown."""
         if self._resources and self.actor is not None and self.actor.process is None:
-            return "no node that carries a router has room for it yet"
+            return "no node with the Ray resource `router` has room yet"
         return ""
 
     def _on_event(self, title: str, event: ProcessEvent) -> None:
@@ -113,7 +116,7 @@ class ManagedRouter:
 
     async def on_ready(self, addresses: tuple[str, str]) -> None:
         self.addresses = addresses
-        # A process that follows this one must be found at the same ports.
+        # The next process must listen on the same ports.
         http, grpc = (int(address.rpartition(":")[2]) for address in addresses)
         self.config = replace(self.config, http_port=http, grpc_port=grpc)
         await self._send_workers()
@@ -127,12 +130,12 @@ class ManagedRouter:
         await self._send_workers()
 
     async def on_worker_drained(self, name: str) -> None:
-        """It has drained, and goes."""
+        """Remove the address of a worker that has drained."""
         if self._worker_addresses.pop(name, None) is not None:
             await self._send_workers()
 
     async def snapshot(self) -> ClusterState | None:
-        """The cluster as the router sees it; None while there is no router."""
+        """Return the cluster's state as the router sees it; None while it does not run."""
         state: ClusterState | None = None
         if self.actor is not None and self.actor.up:
             state = await self.actor.call("snapshot")
@@ -141,12 +144,12 @@ class ManagedRouter:
         return state
 
     async def show_cluster(self, scaling: Scaling, routers: Sequence[RouterState]) -> None:
-        """What is done about the pools' sizes, and how all routers are, for this one to show."""
+        """Send the autoscaling status and the states of all routers, for this one to show."""
         if self.actor is not None and self.actor.up:
             await self.actor.call("show_cluster", scaling, list(routers))
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new; what runs has so many seconds."""
+        """Refuse new requests; running ones have `seconds` to end."""
         if self.actor is not None and self.actor.up:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds + DRAIN_REPLY_SECONDS):
@@ -159,12 +162,12 @@ class ManagedRouter:
 
     async def on_worker_exit(self, name: str) -> None:
         gone = self._worker_addresses.pop(name, None) is not None
-        # One that is being started will be told who is there, by then.
+        # A router that is starting gets the current workers once it is ready.
         if gone and self.actor is not None and self.actor.up:
             await self.actor.call("worker_died", name)
 
     async def _send_workers(self) -> None:
-        await self._send_roles()  # first: workers are used by the role that they were given
+        await self._send_roles()  # first: roles decide how the workers are used
         if self.actor is not None and self.actor.up:
             await self.actor.call("set_workers", dict(self._worker_addresses))
 
@@ -174,13 +177,13 @@ class ManagedRouter:
 
 
 class ManagedWorker:
-    """A worker; its processes follow each other in one placement group.
+    """A worker; its successive processes use one placement group.
 
     Args:
-        place: who it is, and what it holds.
-        config: what it is started with.
-        router: told when it comes and goes; or all routers.
-        report: told what its processes say.
+        placement: its name and resources.
+        config: configuration of its processes.
+        listener: receives its addresses and exits; usually all routers.
+        report: called with the events of its processes.
     """
 
     def __init__(
@@ -203,19 +206,22 @@ class ManagedWorker:
         self._report = report
 
     async def reserve(self) -> None:
-        """Have its place in the cluster, before each of its processes. `PlacementError`, unless it
-        may be yet to come, or has served."""
+        """Acquire the placement group before each process.
+
+        Raises:
+            PlacementError: no room; not raised if its node may come later or it has served before.
+        """
         await self._reservation.acquire(self._placement.waits_for_node or self.ready.is_set())
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new; what runs there goes on elsewhere, or ends, within so many seconds."""
+        """Refuse new requests; running ones move elsewhere or end within `seconds`."""
         if self.serves and self.rank_group is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds + DRAIN_REPLY_SECONDS):
                     await self.rank_group.call("drain", seconds)
 
     async def shut_down(self) -> None:
-        """End it, and give its place back."""
+        """Stop the worker and release its placement group."""
         self._stop_watching()
         self.serves = False
         await self._listener.on_worker_drained(self.name)
@@ -224,7 +230,7 @@ class ManagedWorker:
         self.release()
 
     def release(self) -> None:
-        """Give its place back."""
+        """Release its placement group."""
         self._reservation.release()
 
     def make(self) -> RankGroup:
@@ -237,8 +243,10 @@ class ManagedWorker:
         return self.rank_group
 
     async def _watch_placement(self, rank_group: RankGroup) -> None:
-        """A node may prove dead only while a process starts there, which then waits with the place
-        for as long as that takes: it is ended, and the place waited for first."""
+        """Kill a starting process whose placement is lost, so that `reserve` is called again.
+
+        Ray may notice only during the start that the node is dead; the start would then hang.
+        """
         await asyncio.sleep(PLACEMENT_CHECK_SECONDS)
         while not await self._reservation.is_lost():
             await asyncio.sleep(PLACEMENT_CHECK_SECONDS)
@@ -253,7 +261,7 @@ class ManagedWorker:
             **_NO_RAY_RESTARTS,
         )(WorkerActor)
         title = f"{self.title}, rank {rank}"
-        # What the others tell of their start is what the first one tells.
+        # The progress of other ranks repeats that of rank 0.
         report = self._report if rank == 0 else _without_progress(self._report)
         actor = remote.remote(title, self._listener.with_events)
         return ActorHandle(self.title, actor, report, self.config.step_timeout_seconds)

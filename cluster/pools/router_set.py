@@ -1,4 +1,4 @@
-"""All routers of a cluster: told the same, looked at together, ended together."""
+"""All routers of a cluster, updated, observed, drained and stopped together."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -10,20 +10,20 @@ from penstock.cluster.pools.managed import ManagedRouter
 from penstock.cluster.status.status_events import Draining, Report
 from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
 
-CALL_TIMEOUT_SECONDS = 5.0  # one that is stuck must not hold up what the others are told
-DRAIN_REPORT_SECONDS = 5.0  # of a drain
+CALL_TIMEOUT_SECONDS = 5.0  # a stuck router must not delay updates of the others
+DRAIN_REPORT_SECONDS = 5.0  # interval, during a drain
 
 T = TypeVar("T")
 
 
 class RouterSet:
-    """To be made on the event loop."""
+    """All routers of a cluster. Create it on the event loop."""
 
     def __init__(self, routers: Sequence[ManagedRouter]) -> None:
         self.all = routers
         self.declare_dead: dict[str, Callable[[str], None]] = {}
         for router in routers:
-            router.declare_dead = self.declare_dead  # whoever finds a worker stuck ends it
+            router.declare_dead = self.declare_dead  # any router may report a worker as stuck
         self._aggregator = ClusterAggregator()
         self._router_states: Sequence[RouterState] = ()
 
@@ -33,21 +33,21 @@ class RouterSet:
 
     @property
     def addresses(self) -> list[tuple[str, str]]:
-        """Addresses of HTTP and of gRPC, of each."""
+        """HTTP and gRPC addresses of each router."""
         return [router.addresses for router in self.all]
 
     @property
     def is_lost(self) -> bool:
-        """None is left that could be started."""
+        """True if every router has failed to start too often."""
         return all(router.given_up for router in self.all)
 
     async def ready(self) -> None:
-        """Wait until all listen."""
+        """Wait until all routers listen."""
         for router in self.all:
             await router.ready.wait()
 
     async def wait_for_workers(self, count: int) -> None:
-        """Wait until each has so many workers."""
+        """Wait until each router is connected to `count` workers."""
         members = [router.actor for router in self.all if router.actor is not None]
         await asyncio.gather(*(member.call("wait_for_workers", count) for member in members))
 
@@ -55,15 +55,15 @@ class RouterSet:
         await _gather_bounded(router.on_worker_ready(name, address) for router in self.all)
 
     async def on_worker_drained(self, name: str) -> None:
-        """It has drained, and goes."""
+        """Remove a worker that has drained from all routers."""
         await _gather_bounded(router.on_worker_drained(name) for router in self.all)
 
     async def on_worker_exit(self, name: str) -> None:
-        """It is dead."""
+        """Report a dead worker to all routers."""
         await _gather_bounded(router.on_worker_exit(name) for router in self.all)
 
     async def snapshot(self) -> ClusterState | None:
-        """The cluster as all routers together see it; None while none answers."""
+        """Return the merged state of all routers; None if none replies."""
         names = [router.config.name for router in self.all]
         states = await _gather_bounded(router.snapshot() for router in self.all)
         by_name = dict(zip(names, states, strict=True))
@@ -71,13 +71,13 @@ class RouterSet:
         return self._aggregator.sum(by_name)
 
     async def show_cluster(self, scaling: Scaling) -> None:
-        """What is done about the pools' sizes, and how all routers were when last looked at."""
+        """Send the autoscaling status and the last known router states to all routers."""
         await _gather_bounded(
             router.show_cluster(scaling, self._router_states) for router in self.all
         )
 
     async def drain(self, seconds: float, report: Report) -> None:
-        """Take nothing new; what runs has so many seconds. `report` is told how far it has come."""
+        """Refuse new requests, let running ones end within `seconds`, and report progress."""
         report("", Draining(seconds))
         reporting = asyncio.create_task(self._report_drain(seconds, report))
         try:
@@ -99,7 +99,7 @@ class RouterSet:
 
 
 async def _gather_bounded(calls: Iterable[Awaitable[T]]) -> list[T | None]:
-    """What each gives; None of one that does not within the bound, which may still hear of it."""
+    """Return each call's result; None for one that times out, which may still take effect."""
     return await asyncio.gather(*map(_bounded, calls))
 
 

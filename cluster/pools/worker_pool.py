@@ -1,4 +1,4 @@
-"""Starts the workers of one pool, replaces those that die, and stops those that have drained."""
+"""Starts the workers of one pool, replaces those that die, and drains surplus ones."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -16,35 +16,35 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Worker(Managed, Protocol):
-    """What fills a place; `ManagedWorker` is the real one."""
+    """A worker of a pool; implemented by `ManagedWorker`."""
 
     @property
     def ready(self) -> asyncio.Event:
-        """Set once it has served."""
+        """Set once the worker has served."""
         ...
 
     @property
     def serves(self) -> bool: ...
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new; what runs there goes on elsewhere, or ends, within so many seconds."""
+        """Refuse new requests; running ones move elsewhere or end within `seconds`."""
         ...
 
     async def shut_down(self) -> None:
-        """End it, and give back what it took."""
+        """Stop the worker and release its resources."""
         ...
 
     def release(self) -> None:
-        """Give back what it took."""
+        """Release its resources."""
         ...
 
 
 @dataclass(slots=True)
 class _WorkerEntry:
-    """A place that is taken."""
+    """A placement that is in use."""
 
     worker: Worker
-    task: asyncio.Task[None] | None = None  # keeps it alive
+    task: asyncio.Task[None] | None = None  # restarts the worker
     is_draining: bool = False
     has_failed: bool = False
 
@@ -58,16 +58,16 @@ class _WorkerEntry:
 
 
 class WorkerPool:
-    """One pool.
+    """The workers of one pool.
 
     Args:
-        places: for as many workers as it may have.
-        make: makes the worker for a place.
-        spawn: runs what goes on beside; an exception there ends everything.
-        drain_seconds: for a worker that is to leave.
-        report: told what happens.
-        given_up: told the title of a worker that cannot be started, why, and in how many seconds
-            its place may be filled again; what it raises ends everything.
+        placements: one for each worker that the pool may have.
+        make: creates the worker of a placement.
+        spawn: starts a background task; an exception in it ends the cluster.
+        drain_seconds: time limit for draining a worker.
+        report: called with status events.
+        on_given_up: called with the title of a worker that cannot be started, its failure, and the
+            seconds until the placement may be used again; an exception in it ends the cluster.
         pause: waits those seconds.
     """
 
@@ -93,13 +93,14 @@ class WorkerPool:
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """Those that there are, in whatever state."""
+        """All current workers, in any state."""
         return [post.worker for post in self._entries.values()]
 
     def phases(self, reassigned: Collection[str] = ()) -> dict[str, Phase]:
-        """Of each place, by the name of the worker that it is for.
+        """Return the phase of each placement, by worker name.
 
-        `lent`: names of workers that have another role for now.
+        Args:
+            reassigned: names of workers whose role an operator changed.
         """
         posts = (
             (placement.name, self._entries.get(placement.name)) for placement in self._placements
@@ -114,12 +115,12 @@ class WorkerPool:
     def scale_to(
         self, wanted: int, busy: Mapping[str, float], reassigned: Collection[str] = ()
     ) -> None:
-        """Begin what brings it to so many workers.
+        """Begin to start or drain workers, to reach `wanted`.
 
         Args:
-            wanted: those that leave already, and those lent, not counted.
-            busy: how much each has to do, by name.
-            lent: names of workers that have another role for now: they stay.
+            wanted: number of workers, without draining and reassigned ones.
+            busy: load of the workers, by name.
+            reassigned: names of workers whose role an operator changed; they are kept.
         """
         numbered = {
             at: busy.get(placement.name, 0.0) for at, placement in enumerate(self._placements)
@@ -143,12 +144,12 @@ class WorkerPool:
         seconds = self._backoffs[name].after_giving_up(served=entry.worker.ready.is_set())
         self._on_given_up(entry.worker.title, failure, seconds)
         await self._pause(seconds)
-        del self._entries[name]  # free: whoever aims next may fill it
+        del self._entries[name]  # free: the next `scale_to` may fill it
 
     async def _drain_and_remove(self, name: str) -> None:
         post = self._entries[name]
         assert post.task is not None
-        post.task.cancel()  # one that dies now is not to come back
+        post.task.cancel()  # a worker that dies now must not be restarted
         await asyncio.wait((post.task,))
         if post.worker.serves:
             self._report(post.worker.title, Progress("draining: fewer workers are enough"))

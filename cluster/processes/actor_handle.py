@@ -1,4 +1,4 @@
-"""One process of the cluster, from the driver's side: started, listened to, asked, stopped."""
+"""The driver's handle of one process on Ray: starts, calls, monitors and kills it."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,9 +22,9 @@ class StartFailed(RuntimeError):
     """A process did not get ready.
 
     Args:
-        title: whose it was.
+        title: name of the process.
         reason: one line.
-        certain: it would fail again: the process itself said why.
+        certain: True if the process itself reported the error, so that a retry would fail again.
     """
 
     def __init__(self, title: str, reason: str, certain: bool) -> None:
@@ -34,14 +34,13 @@ class StartFailed(RuntimeError):
 
 
 class ActorHandle:
-    """A process hosted by Ray.
+    """Handle of one actor process on Ray.
 
     Args:
-        title: who it is.
-        actor: its handle; nobody else calls it.
-        tell: takes the process's title and its news.
-        patience: seconds that it may leave a question without an answer once it has started; one
-            that is silent for longer is dead to us.
+        title: name of the process in reports.
+        actor: Ray's handle of the actor; must not be used elsewhere.
+        on_event: called with the title and each event of the process.
+        ping_timeout: seconds without a reply, once started, after which the process counts as dead.
     """
 
     def __init__(
@@ -56,34 +55,34 @@ class ActorHandle:
         self._actor = actor
         self._on_event = on_event
         self._ping_timeout = ping_timeout
-        self._process: ProcessId | None = None  # once it has said so
+        self._process: ProcessId | None = None  # known once the process has started
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._events_task = asyncio.create_task(self._poll_events())
         self._ping_task: asyncio.Task[None] | None = None
 
     async def start(self, config: object) -> Any:
-        """Start what it hosts; returns where it listens. `StartFailed`."""
+        """Start the hosted router or worker; return its address, or raise `StartFailed`."""
         where = await self.call_start("start", config)
         self.up = True
         self.start_pinging()
         return where
 
     def start_pinging(self) -> None:
-        """Have it answer from now on: it is not busy loading any more."""
+        """Start checking that the process replies to pings, once loading no longer blocks it."""
         if self._ping_task is None:
             self._ping_task = asyncio.create_task(self._ping_forever())
 
     @property
     def process(self) -> ProcessId | None:
-        """None until it has said who it is."""
+        """Id of the process; None until it has started."""
         return self._process
 
     def kill_by_ray(self) -> None:
-        """Have Ray end it, and find that out like any other death."""
+        """Kill the process through Ray; its death is detected as any other."""
         ray.kill(self._actor)
 
     async def call_start(self, method: str, *arguments: object) -> Any:
-        """Call a method that is part of the start. `StartFailed`."""
+        """Call a method that is part of the start; raise `StartFailed` if it fails."""
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except RayError as error:
@@ -91,32 +90,32 @@ class ActorHandle:
             raise StartFailed(self.title, _reason(error), certain) from None
 
     async def death(self) -> str:
-        """Waits until the process is dead, or as good as that; returns the reason, in one line."""
+        """Wait until the process is dead or declared dead; return the reason, in one line."""
         return await asyncio.shield(self._death)
 
     def declare_dead(self, reason: str) -> None:
-        """Somebody has seen that it is of no use any more: it counts as dead."""
+        """Mark the process as dead, because of `reason`."""
         if not self._death.done():
             self._death.set_result(reason)
 
     async def call(self, method: str, *arguments: object) -> Any:
-        """Call a method; None where the process is dead, which is somebody else's care."""
+        """Call a method; return None if the process is dead, which `death` reports."""
         with suppress(RayActorError):
             return await getattr(self._actor, method).remote(*arguments)
 
     async def stop(self) -> None:
-        """Ask it to stop, within a bound; then it is ended."""
+        """Request a stop, wait for up to `SECONDS_TO_STOP`, then kill the process."""
         if self.up:
             with suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self.call("stop"), SECONDS_TO_STOP)
         self.kill()
 
     def kill(self) -> None:
-        """End it, whether it still answers or not."""
+        """Kill the process, whether or not it still responds."""
         self._events_task.cancel()
         if self._ping_task is not None:
             self._ping_task.cancel()
-        ray.kill(self._actor)  # a request, which one that is stopped never reads
+        ray.kill(self._actor)  # only a message: a stopped (SIGSTOP) process never reads it
         if self._process is not None:
             process_id.kill(self._process)
 
@@ -126,11 +125,11 @@ class ActorHandle:
                 if self._process is None:
                     self._process = await self._actor.identify.remote()
                 for item in await self._actor.next_events.remote():
-                    # Ray may deliver the answer to `start` before news that were sent earlier.
+                    # Drop late progress: Ray may deliver the reply to `start` before older events.
                     if not (self.up and isinstance(item, Progress)):
                         self._on_event(self.title, item)
             except ActorUnavailableError:
-                await asyncio.sleep(RETRY_SECONDS)  # out of reach for now, perhaps alive
+                await asyncio.sleep(RETRY_SECONDS)  # unreachable for now, perhaps alive
             except RayError as error:
                 self.declare_dead(_reason(error))
                 return
@@ -138,11 +137,12 @@ class ActorHandle:
     async def _ping_forever(self) -> None:
         while await self._is_responsive():
             await asyncio.sleep(self._ping_timeout / 4)
-        self.declare_dead(f"it answered nothing for {self._ping_timeout:g} s (stopped, or stuck)")
+        self.declare_dead(f"no reply for {self._ping_timeout:g} s (process stopped or stuck)")
 
     async def _is_responsive(self) -> bool:
         ping = asyncio.create_task(self._ping())
-        # Twice half of it: this process may have been stopped itself.
+        # Wait twice for half the timeout: if this process was stopped itself, the first wait ends
+        # late, and the reply arrives during the second.
         for _ in range(2):
             done, _ = await asyncio.wait({ping}, timeout=self._ping_timeout / 2)
             if done:
@@ -151,7 +151,7 @@ class ActorHandle:
         return False
 
     async def _ping(self) -> None:
-        with suppress(RayError):  # whoever listens learns that it is dead
+        with suppress(RayError):  # `_poll_events` detects a dead process
             await self._actor.ping.remote()
 
 

@@ -1,7 +1,7 @@
-"""What Ray hosts: a router or a worker in a process of its own, on that process's one event loop.
+"""The actors that Ray hosts: a router or one rank of a worker, each in a process of its own.
 
-Plain classes, made remote by the supervisor. Ray carries control only: start, stop, news. One call
-of `news` is always under way, and its failure is the notice of death.
+Plain classes; the supervisor makes them remote. Ray carries control only: start, stop, events. A
+call of `next_events` is always pending; when it fails, the driver knows that the process is dead.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import ray.util
 
-# Ray's own: another copy of that library would not find the title that Ray has moved.
+# Ray's own copy of the library: another copy would not find the title, which Ray has moved.
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
 from penstock.cluster.kubernetes import node_drain, readiness_probe
@@ -41,22 +41,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED_EVENTS = 4096  # what waits for the driver; the oldest is dropped first
+MAX_QUEUED_EVENTS = 4096  # that the driver has not fetched; the oldest are dropped first
 
 
 def freeze_heap() -> None:
-    """What a process has when it serves lives as long as it does. To look through all of it for
-    cycles, as Python does now and then, holds every stream up: 0.3 s in a worker's process."""
+    """Collect garbage once and exclude all current objects from later collections.
+
+    They live as long as the process; a full collection would pause all streams (0.3 s in a worker).
+    """
     gc.collect()
     gc.freeze()
 
 
 class ActorFailed(RuntimeError):
-    """What a process was to host did not start; one line, and nothing that cannot be pickled."""
+    """The hosted router or worker failed. One line of text, so that it can be pickled."""
 
 
 class EventQueue:
-    """What a process has to tell its driver. `add` and `fail` may be called from any thread."""
+    """A bounded queue of events for the driver. `add` and `fail` may be called from any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -69,26 +71,28 @@ class EventQueue:
         self._loop.call_soon_threadsafe(self._append, item)
 
     def fail(self, reason: str) -> None:
-        """The last news there will be: what is hosted here is broken."""
+        """Report a failure of the hosted router or worker: `next` raises after the last event."""
         self._failure = ActorFailed(reason)
         self._loop.call_soon_threadsafe(self._has_events.set)
 
     async def next(self) -> list[ProcessEvent]:
-        """Everything since the last call; waits until there is something. `ActorFailed`."""
+        """Wait for events and return all since the last call; raise `ActorFailed` after `fail`."""
         await self._has_events.wait()
         if not self._pending and self._failure is not None:
             raise self._failure
         news = list(self._pending)
         self._pending.clear()
         if self._num_dropped:
-            news.insert(0, LogLine(f"{self._num_dropped} lines before this one were dropped"))
+            news.insert(
+                0, LogLine(f"{self._num_dropped} older events were dropped: the queue was full")
+            )
             self._num_dropped = 0
         if self._failure is None:
             self._has_events.clear()
         return news
 
     def _append(self, item: ProcessEvent) -> None:
-        # Of a stage's progress only the latest matters.
+        # Keep only the latest progress of a stage.
         last = self._pending[-1] if self._pending else None
         if isinstance(item, Progress) and isinstance(last, Progress) and last.stage == item.stage:
             self._pending.pop()
@@ -98,9 +102,9 @@ class EventQueue:
 
 
 class _EventLogHandler(logging.Handler):
-    """What is logged on its way to the driver, with its process's name on it.
+    """Sends log records to the driver, prefixed with the process's title.
 
-    A record with `fields` is an event: its message is the event's name.
+    A record with an attribute `fields` is an event: its message is the event's name.
     """
 
     def __init__(self, title: str, events: EventQueue, level: int) -> None:
@@ -119,11 +123,11 @@ class _EventLogHandler(logging.Handler):
 
 
 class _ProcessActor:
-    """What both kinds of process have in common: a name and news.
+    """Base class of both actors: process title, event queue, ping.
 
     Args:
-        title: who it is.
-        with_events: tell single requests and the like too, not only what needs attention.
+        title: name of the process.
+        with_events: also send INFO records, such as single requests, not only warnings and errors.
     """
 
     def __init__(self, title: str, with_events: bool = False) -> None:
@@ -135,14 +139,14 @@ class _ProcessActor:
         self._title_task: asyncio.Task[None] | None = None
 
     async def identify(self) -> ProcessId:
-        """What to end, should it answer no more."""
+        """Return the id with which the driver can kill this process if it hangs."""
         return process_id.own_id()
 
     async def ping(self) -> None:
-        """A sign of life of its event loop."""
+        """Return, which shows that the event loop runs."""
 
     async def next_events(self) -> list[ProcessEvent]:
-        """Waits for news; never returns without any, and fails when the process dies."""
+        """Wait for events and return them; fails when the process dies. See `EventQueue.next`."""
         return await self._open_events().next()
 
     def _open_events(self) -> EventQueue:
@@ -156,7 +160,7 @@ class _ProcessActor:
         return self._events
 
     async def _keep_title(self) -> None:
-        # Ray renames the process at every call that it runs.
+        # Ray renames the process at every call.
         while True:
             setproctitle(self._title)
             await asyncio.sleep(0.5)
@@ -175,9 +179,9 @@ class WorkerActor(_ProcessActor):
         self._readiness_task: asyncio.Task[None] | None = None
 
     async def open_rendezvous(self, config: "WorkerConfig") -> str:
-        """Open the place where the other ranks are met; returns its address. `ActorFailed`.
+        """Open the rendezvous of the worker's ranks; return its address or raise `ActorFailed`.
 
-        For a rank 0 that has others; `start` follows.
+        Called on rank 0 of a worker with several ranks, before `start`.
         """
         await self._load_libraries()
         from penstock.workers.parallel.rendezvous import RendezvousServer
@@ -190,7 +194,7 @@ class WorkerActor(_ProcessActor):
         return self._rendezvous.address
 
     async def start(self, config: "WorkerConfig") -> str:
-        """Load and serve on this node; returns the address, host:port. `ActorFailed`."""
+        """Load the model and serve it; return the address, host:port, or raise `ActorFailed`."""
         events = await self._load_libraries()
         from penstock.workers.service.grpc_service import serve_worker
 
@@ -214,7 +218,11 @@ class WorkerActor(_ProcessActor):
         return self._worker.address
 
     async def follow(self, config: "WorkerConfig", rendezvous: str) -> None:
-        """Load, and compute from now on what rank 0 plans, who is met there. `ActorFailed`."""
+        """Load the model, then execute rank 0's step plans; raise `ActorFailed` if loading fails.
+
+        Args:
+            rendezvous: address of rank 0's rendezvous.
+        """
         events = await self._load_libraries()
         watchdog = self._make_watchdog(config, events)
         from penstock.workers.parallel.rendezvous import RemoteStore
@@ -242,8 +250,8 @@ class WorkerActor(_ProcessActor):
     async def _load_libraries(self) -> EventQueue:
         events = self._open_events()
         events.add(Progress("loading libraries"))
-        await asyncio.sleep(0.01)  # let that out before the import holds everything up
-        # Here, not above: the driver knows this class too, and must not load torch.
+        await asyncio.sleep(0.01)  # send it before the import blocks the event loop
+        # Imported here, because the driver imports this module and must not load torch.
         from penstock.workers.rank.process_tuning import tune_process
 
         tune_process()
@@ -265,7 +273,7 @@ class WorkerActor(_ProcessActor):
             events.fail(_reason(error))
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, and wait so long for what is here to end or to move on."""
+        """Refuse new requests; wait up to `seconds` for running ones to end or move elsewhere."""
         if self._worker is not None:
             await self._worker.drain(seconds)
 
@@ -274,7 +282,7 @@ class WorkerActor(_ProcessActor):
             self._watchdog.stop()
         if self._worker is not None:
             await self._worker.stop()
-        if self._rendezvous is not None:  # not before: NCCL asks there as long as it lives
+        if self._rendezvous is not None:  # last: NCCL uses the store as long as it runs
             self._rendezvous.close()
 
     async def _watch(self, worker: "RunningWorker", events: EventQueue) -> None:
@@ -293,10 +301,10 @@ class RouterActor(_ProcessActor):
         self._drain_task: asyncio.Task[None] | None = None
 
     async def start(self, config: "RouterConfig") -> tuple[str, str]:
-        """Listen; returns the addresses of HTTP and of gRPC, host:port. `ActorFailed`."""
+        """Start serving; return the HTTP and gRPC addresses, host:port, or raise `ActorFailed`."""
         self._open_events().add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # send it before the import blocks the event loop
-        # Here as in `WorkerActor.start`: the driver needs nothing of it.
+        # Imported here, as in `WorkerActor`: the driver does not need it.
         from penstock.router.server import serve_router
 
         try:
@@ -310,11 +318,11 @@ class RouterActor(_ProcessActor):
         return self._router.http_address, self._router.grpc_address
 
     async def set_workers(self, addresses: dict[str, str]) -> None:
-        """The workers that there are now: name to host:port."""
+        """Replace the known workers: name to host:port."""
         await self._running.set_workers(addresses)
 
     async def wait_for_workers(self, count: int) -> None:
-        """Waits until so many workers are connected."""
+        """Wait until `count` workers are connected."""
         while self._running.frontend.num_workers < count:
             await asyncio.sleep(0.02)
 
@@ -328,20 +336,20 @@ class RouterActor(_ProcessActor):
         self._running.worker_died(name)
 
     async def snapshot(self) -> "ClusterState":
-        """The cluster as this router sees it."""
+        """Return the cluster's state as this router sees it."""
         return self._running.frontend.take_snapshot()
 
     async def set_roles(self, assignments: "dict[str, Assignment]") -> None:
-        """Apply all roles that the supervisor holds; confirms those that this router sent it."""
+        """Apply all roles that the supervisor holds, which confirms those from this router."""
         self._running.frontend.set_roles(assignments)
 
     async def show_cluster(self, scaling: "Scaling", routers: "list[RouterState]") -> None:
-        """What is done about the pools' sizes, and how the other routers are: to be shown."""
+        """Set the autoscaling status and the routers' states that this router shows."""
         self._running.frontend.scaling = scaling
         self._running.frontend.routers = routers
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, and wait so long for what runs."""
+        """Refuse new requests; wait up to `seconds` for running ones to end."""
         await self._running.drain(seconds)
 
     async def stop(self) -> None:
@@ -356,8 +364,8 @@ class RouterActor(_ProcessActor):
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line; one that nobody foresaw goes to the log whole."""
+    """Return an error in one line; log an unexpected one with its traceback."""
     if isinstance(error, ValueError | OSError | MemoryError):
         return " ".join(str(error).split()) or type(error).__name__
-    log.exception("not started")
+    log.exception("start failed with an unexpected error")
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The table of file descriptors of a process."""
+"""Early growth of a process's table of file descriptors."""
 
 import fcntl
 import os
@@ -14,8 +14,8 @@ def reserve_descriptors(count: int = NUM_DESCRIPTORS) -> None:
     Linux doubles the table when a new descriptor does not fit. In a process with several threads
     it then waits for an RCU grace period (`expand_fdtable` in `fs/file.c`), which takes tens of
     seconds where all cores are busy. If the thread that opened the file holds the GIL, the event
-    loop stops as well, and the process looks dead to its peers. So each process that serves grows
-    its table when it starts, while nobody waits for it. 4,096 entries take 32 KiB.
+    loop stops as well, and the process looks dead to its peers. Each process that serves therefore
+    grows its table at start, before it has clients. 4,096 entries take 32 KiB.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     last = (count if limit == resource.RLIM_INFINITY else min(count, limit)) - 1

@@ -1,4 +1,4 @@
-"""Processes by name, so that one that answers nobody can be ended all the same."""
+"""Ids of processes on any node, with which a hung process can be killed."""
 
 import os
 from contextlib import suppress
@@ -8,26 +8,26 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-_SAME_SECONDS = 2.0  # clocks are set; a number is not given anew within so short a time
+_SAME_SECONDS = 2.0  # tolerance for clock changes; a PID is not reused this fast
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process of one of Ray's nodes; its number may be given anew, the moment of birth is not."""
+    """A process on a Ray node. The creation time distinguishes processes with a reused PID."""
 
-    node: str
+    node: str  # Ray's node id
     pid: int
     create_time: float  # seconds since 1970
 
 
 def own_id() -> ProcessId:
-    """This process's; in one that Ray hosts."""
+    """Return the id of this process, which Ray must host."""
     node = ray.get_runtime_context().get_node_id()
     return ProcessId(node, os.getpid(), psutil.Process().create_time())
 
 
 def kill(process: ProcessId) -> None:
-    """Kill it, wherever it is; does not wait. Ray's own kill is a request to the process."""
+    """Kill a process on any node, without waiting; `ray.kill` only sends it a message."""
     if process.node == ray.get_runtime_context().get_node_id():
         kill_local(process.pid, process.create_time)
         return
@@ -37,7 +37,7 @@ def kill(process: ProcessId) -> None:
 
 
 def kill_local(pid: int, create_time: float) -> bool:
-    """Kill a process of this machine; False if it is there no more."""
+    """Kill a process on this machine; return False if it no longer exists."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         if abs(process.create_time() - create_time) < _SAME_SECONDS:

@@ -1,4 +1,4 @@
-"""Every process that this one has started, and what those have started in turn."""
+"""Track and kill all descendants of this process."""
 
 import ctypes
 import os
@@ -12,10 +12,10 @@ _SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 class DescendantTracker:
-    """All descendants of this process but those that it has when this is made.
+    """Tracks the descendants of this process, except those that existed before the tracker.
 
-    From then until `kill` returns the kernel makes this process the parent of every descendant that
-    loses its own (Linux), so that none gets out of sight.
+    Until `kill` returns, this process is a child subreaper (Linux): the kernel makes it the parent
+    of orphaned descendants, so that all of them can be found.
     """
 
     def __init__(self) -> None:
@@ -24,20 +24,20 @@ class DescendantTracker:
         _adopt_orphans(True)
 
     def alive(self) -> list[psutil.Process]:
-        """Those that live now."""
+        """Return the descendants that are alive."""
         for child in _descendants():
             if child.pid not in self._preexisting:
                 self._seen[child.pid] = child
         return [each for each in self._seen.values() if is_alive(each)]
 
     def wait(self, seconds: float) -> None:
-        """Give them so long to end by themselves."""
+        """Wait up to `seconds` for the descendants to exit."""
         deadline = time.monotonic() + seconds
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def kill(self, seconds: float) -> None:
-        """End them, and what they still start meanwhile; the kernel is given so long for it."""
+        """Kill all descendants, also new ones, for up to `seconds`; then stop adopting orphans."""
         deadline = time.monotonic() + seconds
         while (processes := self.alive()) and time.monotonic() < deadline:
             for process in processes:
@@ -48,10 +48,10 @@ class DescendantTracker:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return True until the process and all its threads have ended; zombies have.
+    """Return True until the process and all its threads have ended.
 
-    A killed process is a zombie as soon as its main thread has ended. Its sockets stay open until
-    the last of its other threads has.
+    A killed process is a zombie as soon as its main thread has ended, but its sockets stay open
+    until its other threads have ended too. A zombie without threads counts as ended.
     """
     with suppress(psutil.NoSuchProcess):
         if not process.is_running():

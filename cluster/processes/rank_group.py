@@ -1,4 +1,4 @@
-"""A worker's ranks, each a process of its own, as one: they start, live and die together."""
+"""The ranks of one worker, each in a process of its own, managed as one process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from penstock.workers.config import WorkerConfig
 
 
 class RankGroup:
-    """The processes of one worker; the first leads. One that dies takes the others with it.
+    """The processes of one worker. The group is dead as soon as one of them is.
 
     Args:
-        members: one a rank, in their order.
+        ranks: one handle per rank, in the order of ranks.
     """
 
     def __init__(self, ranks: Sequence[ActorHandle]) -> None:
@@ -22,7 +22,7 @@ class RankGroup:
 
     @property
     def ranks(self) -> Sequence[ActorHandle]:
-        """In the order of ranks."""
+        """Handles in the order of ranks."""
         return self._ranks
 
     @property
@@ -30,11 +30,14 @@ class RankGroup:
         return self._leader.up
 
     async def start(self, config: object) -> Any:
-        """Start all, with a `WorkerConfig`; returns where the worker listens. `StartFailed`, of
-        whoever failed first."""
+        """Start all ranks with a `WorkerConfig` and return the worker's address.
+
+        Raises:
+            StartFailed: the error of the first rank that failed.
+        """
         assert isinstance(config, WorkerConfig)
         if len(self._ranks) == 1:
-            return await self._leader.start(config)  # which has it watched
+            return await self._leader.start(config)  # also starts the pings
         rendezvous = await self._leader.call_start("open_rendezvous", config)
         starts = [asyncio.create_task(self._leader.start(config))]
         for rank, member in enumerate(self._ranks[1:], 1):
@@ -43,14 +46,14 @@ class RankGroup:
         try:
             where, *_ = await asyncio.gather(*starts)
         finally:
-            for task in starts:  # those that wait for one that failed would wait for long
+            for task in starts:  # the others would wait long for a rank that failed
                 task.cancel()
         for member in self._ranks[1:]:
             member.start_pinging()
         return where
 
     async def death(self) -> str:
-        """Waits until one of them is dead; returns the reason, in one line."""
+        """Wait until one rank is dead; return the reason, in one line."""
         deaths = [asyncio.create_task(self._death(rank)) for rank in range(len(self._ranks))]
         try:
             done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
@@ -64,15 +67,15 @@ class RankGroup:
         return reason if len(self._ranks) == 1 else f"rank {rank}: {reason}"
 
     def declare_dead(self, reason: str) -> None:
-        """Somebody has seen that it is of no use any more: it counts as dead."""
+        """Mark the worker as dead, because of `reason`."""
         self._leader.declare_dead(reason)
 
     async def call(self, method: str, *arguments: object) -> Any:
-        """Call a method of the one that leads; None where it is dead."""
+        """Call a method of rank 0; return None if rank 0 is dead."""
         return await self._leader.call(method, *arguments)
 
     async def stop(self) -> None:
-        """Ask the one that leads to stop, within a bound; then all are ended."""
+        """Request a stop of rank 0, wait for a limited time, then kill all ranks."""
         await self._leader.stop()
         self.kill()
 

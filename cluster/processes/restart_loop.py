@@ -1,4 +1,4 @@
-"""Keeps one process of the cluster alive: starts it, and starts it anew whenever it dies."""
+"""The restart loop of one router or worker: starts its process again whenever it dies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,7 @@ from penstock.cluster.status.status_events import Died, Progress, Ready, Report
 
 
 class ProcessHandle(Protocol):
-    """One process, from its start to its death; `ActorHandle` is the real one."""
+    """One process, from start to death; implemented by `ActorHandle` and `RankGroup`."""
 
     async def start(self, config: object) -> Any: ...
 
@@ -20,30 +20,30 @@ class ProcessHandle(Protocol):
 
 
 class Managed(Protocol):
-    """What is kept alive: a router or a worker, whose processes come and go."""
+    """A router or worker that `keep_alive` restarts."""
 
     @property
     def title(self) -> str: ...
 
     @property
     def config(self) -> object:
-        """What its next process is started with."""
+        """Configuration for the next process."""
         ...
 
     async def reserve(self) -> None:
-        """Take what its next process needs, or see that it is still there."""
+        """Reserve resources for the next process, or check that the reservation still holds."""
         ...
 
     def make(self) -> ProcessHandle:
-        """A new process, not started yet."""
+        """Create a new process, without starting it."""
         ...
 
     async def on_ready(self, address: Any) -> None:
-        """Its process serves at `where`."""
+        """Callback: the process serves at `address`."""
         ...
 
     async def on_exit(self) -> None:
-        """Its process is dead."""
+        """Callback: the process is dead."""
         ...
 
 
@@ -52,9 +52,14 @@ async def keep_alive(
     report: Report,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> StartFailed:
-    """Goes on until a start fails that would fail again, which it returns, or is cancelled.
+    """Restart a router or worker until a start fails for good; return that failure.
 
-    `pause` waits the seconds before a next try.
+    A start fails for good if the process itself reports the error, or after several in a row.
+
+    Args:
+        managed: the router or worker.
+        report: called with its status events.
+        pause: waits the given number of seconds before the next try.
     """
     record = RestartBackoff()
     clock = asyncio.get_running_loop().time
@@ -76,7 +81,7 @@ async def keep_alive(
             began = clock()
             await managed.on_ready(where)
             reason = await process.death()
-            process.kill()  # a process may live on when what it hosts has failed
+            process.kill()  # it may still run, although its worker has failed
             await managed.on_exit()
             delay = record.after_death(clock() - began)
         report(managed.title, Died(reason, delay))

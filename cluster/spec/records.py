@@ -1,6 +1,6 @@
-"""Strict parsing of nested plain values into frozen records.
+"""Strict parsing of nested plain values into frozen dataclasses ("records").
 
-A key that is not known, a value of the wrong type or out of its range is refused by name.
+An unknown key, or a value of the wrong type or out of its range, raises an error with its path.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,16 @@ NO_MOVES: Mapping[str, str] = {}
 
 
 class SpecError(ValueError):
-    """The specification makes no sense; the message says where and what to do."""
+    """The specification is invalid; the message says where and what to do."""
 
 
 def knob(default: Any, about: str, least: float | None = None, most: float | None = None) -> Any:
-    """A field of a specification: its default, what it is, and its range (both ends allowed)."""
+    """Return a dataclass field for a setting: default, help text and inclusive range."""
     return field(default=default, metadata={"about": about, "least": least, "most": most})
 
 
 def records_of(kind: type) -> Iterator[type]:
-    """A record and all records below it, those in mappings from names too."""
+    """Yield a record type and all record types below it, also those that are values of mappings."""
     yield kind
     for hint in get_type_hints(kind).values():
         below = get_args(hint)[1] if get_origin(hint) is Mapping else hint
@@ -32,7 +32,7 @@ def records_of(kind: type) -> Iterator[type]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Both mappings as one, nested ones too; where they differ, `over` is right."""
+    """Return both mappings merged recursively; where both have a value, `over` wins."""
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
@@ -44,7 +44,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def knobs(record: type) -> dict[str, tuple[Field[Any], Any]]:
-    """The plain fields of a specification and their types, nested records left out."""
+    """Return the settings of a record, without nested records: name to field and type."""
     hints = get_type_hints(record)
     return {f.name: (f, hints[f.name]) for f in fields(record) if "about" in f.metadata}
 
@@ -53,13 +53,14 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
     """Build a record from a mapping of plain values.
 
     Args:
-        kind: the dataclass; its fields are knobs, records, or mappings from names to records.
-        content: the values by field name; a field that is left out keeps its default.
+        kind: the dataclass; its fields are settings (`knob`), records, or mappings from names to
+            records.
+        content: values by field name; a missing field keeps its default.
         where: dotted path of `content`, for error messages; empty at the top.
-        moved: dotted paths that older files have, and what to write instead.
+        moved: dotted paths that older files use, and what to write instead.
 
     Raises:
-        SpecError: with one line that names the path of the first mistake.
+        SpecError: one line that names the path of the first mistake.
     """
     if not isinstance(content, Mapping):
         raise SpecError(f"{where or 'the file'}: expected keys, not {content!r}")
@@ -87,7 +88,7 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
 
 
 def _named(kind: type[T], content: Any, where: str, moved: Mapping[str, str]) -> dict[str, T]:
-    """Records by names that the user chooses."""
+    """Parse a mapping from names that the user chooses to records."""
     if not isinstance(content, Mapping):
         raise SpecError(f"{where}: expected names, each with its keys, not {content!r}")
     for name in content:
@@ -95,8 +96,8 @@ def _named(kind: type[T], content: Any, where: str, moved: Mapping[str, str]) ->
             raise SpecError(f"{where}: expected a string as name, not {name!r}: put it in quotes")
         if not name.isprintable() or name != name.strip() or not name:
             raise SpecError(
-                f"{where}: {name!r} cannot be a name: it is empty, or has blanks at "
-                "its ends or characters that cannot be printed"
+                f"{where}: {name!r} cannot be a name: expected printable characters, without "
+                "spaces at the ends"
             )
     return {name: record(kind, each, _below(where, name), moved) for name, each in content.items()}
 
@@ -106,7 +107,7 @@ def _is_record(kind: Any) -> bool:
 
 
 def _below(where: str, key: object) -> str:
-    """The dotted path of a key, in one line."""
+    """Return the dotted path of `key` below `where`, always in one line."""
     name = key if isinstance(key, str) and key.isprintable() else repr(key)
     return f"{where}.{name}" if where else name
 
@@ -127,7 +128,7 @@ _WRONG = object()
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """`value` as a `kind`, or `_WRONG`; nothing but int to float and list to tuple is converted."""
+    """Return `value` as a `kind`, or `_WRONG`. Converts only int to float and list to tuple."""
     if get_origin(kind) is UnionType:
         return next((r for k in get_args(kind) if (r := _typed(value, k)) is not _WRONG), _WRONG)
     if get_origin(kind) is Literal:
@@ -137,12 +138,12 @@ def _typed(value: Any, kind: Any) -> Any:
         return tuple(value) if fits else _WRONG
     if kind is float and type(value) is int:
         return float(value)
-    # Not isinstance: True is no number.
+    # Not isinstance: bool is a subclass of int.
     return value if type(value) is kind else _WRONG
 
 
 def _spelled(kind: Any) -> str:
-    """A type in words."""
+    """Return the name of a type for error messages."""
     if get_origin(kind) is UnionType:
         return " or ".join(_spelled(option) for option in get_args(kind) if option is not NoneType)
     if get_origin(kind) is Literal:
@@ -153,5 +154,5 @@ def _spelled(kind: Any) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error without line breaks."""
+    """Return the message of an error without line breaks."""
     return " ".join(str(error).split())

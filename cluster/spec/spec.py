@@ -1,7 +1,7 @@
-"""The specification of a cluster as frozen records: a small YAML file, flags, or both.
+"""The specification of a cluster as frozen dataclasses, read from a YAML file, flags, or both.
 
-Settings of a model are in `ModelSpec`, those of a pool's workers in `PoolSpec`; only what is
-neither is cluster-wide. `records` parses strictly: every mistake is refused by name.
+`ModelSpec` has the settings of a model, `PoolSpec` those of a pool's workers; the others apply to
+the whole cluster. `records` parses strictly: every mistake is reported with its path.
 """
 
 from collections.abc import Mapping
@@ -16,53 +16,59 @@ from penstock.cluster.spec.records import SpecError, knob, one_line, record
 
 ROLES = ("prefill", "decode", "mixed")
 BUNDLED = "demo"
-"""Name and path of the model that is bundled with the package."""
+"""Name and `path` of the model that is bundled with the package."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """The front door."""
+    """Settings of the routers."""
 
-    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
-    http_port: int = knob(8000, "port of the OpenAI API; 0: any free one", 0, 65535)
-    grpc_port: int = knob(9000, "port of the gRPC API; 0: any free one", 0, 65535)
+    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 accepts other machines")
+    http_port: int = knob(8000, "port of the OpenAI API; 0: any free port", 0, 65535)
+    grpc_port: int = knob(9000, "port of the gRPC API; 0: any free port", 0, 65535)
     api_keys: tuple[str, ...] = knob(
-        (), "keys that clients must show (repeat for more); none: anyone may call"
+        (), "API keys that clients may use (repeat for more); none: no key is needed"
     )
-    api_keys_file: str | None = knob(None, "file with more keys, one a line")
-    max_queued: int = knob(1024, "requests that may wait", 1)
+    api_keys_file: str | None = knob(None, "file with more API keys, one per line")
+    max_queued: int = knob(1024, "maximum number of queued requests", 1)
     worker_timeout_seconds: float = knob(
-        10.0, "a worker that says nothing for so long is lost, and its streams go on elsewhere", 3
+        10.0,
+        "a worker that sends nothing for this long is lost: its requests continue elsewhere",
+        3,
     )
-    drain_seconds: float = knob(30.0, "time for running requests when asked to stop", 0, 86400)
-    vllm_metrics: bool = knob(False, "tell the metrics under vLLM's names too")
+    drain_seconds: float = knob(30.0, "time for running requests to end after a stop", 0, 86400)
+    vllm_metrics: bool = knob(False, "export the metrics under vLLM's names as well")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model: its checkpoint and how it is computed, on every worker that serves it."""
+    """One model: its checkpoint, and how every worker that serves it computes it."""
 
     path: str | None = knob(
-        None, f"checkpoint folder, hub name, or `{BUNDLED}`, the bundled model; by default the NAME"
+        None, f"checkpoint folder, hub name, or `{BUNDLED}`, the bundled model; by default its NAME"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob("auto", "of weights and KV")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob(
+        "auto", "dtype of weights and KV"
+    )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = knob(
-        "auto", "of KV; by default the dtype, but bfloat16 with int8 (CPU)"
+        "auto", "dtype of the KV cache; auto: as dtype, but bfloat16 with int8 (CPU)"
     )
     quantization: Literal["none", "int8"] = knob(
-        "none", "of weights; int8 also quantizes activations, token by token (CPU)"
+        "none", "quantization of the weights; int8 also quantizes activations, per token (CPU)"
     )
-    max_model_len: int | None = knob(None, "longest prompt and answer; by default the model's", 1)
+    max_model_len: int | None = knob(
+        None, "most tokens of prompt and answer; default: the model's", 1
+    )
     deterministic: bool = knob(
-        False, "the same request gives the same bytes, whatever else is served (CPU)"
+        False, "equal requests get bitwise equal answers, whatever else is served (CPU)"
     )
 
     def __post_init__(self) -> None:
         cached, dtype = self.kv_cache_dtype, self.dtype
         if dtype in ("bfloat16", "float16") and cached not in ("auto", dtype):
             raise SpecError(
-                f"kv_cache_dtype: {cached} cannot be had with dtype {dtype}: only what computes in "
-                "float32 may have another cache; use auto"
+                f"kv_cache_dtype: {cached} cannot be used with dtype {dtype}: only dtype float32 "
+                "allows another cache dtype; use auto"
             )
 
 
@@ -72,68 +78,68 @@ class EngineSpec:
 
     ttft_slo_seconds: float = knob(
         0.0,
-        "the first token within so long and five times its prompt's own time: who waits is ordered "
-        "so that most requests have that; 0: by arrival",
+        "target for the time to first token, plus five times the prompt's own compute time; queued "
+        "requests are ordered so that most meet it; 0: by arrival",
         0,
         3600,
     )
     canary_seconds: float = knob(
-        10.0, "an idle worker decodes a token of its own so often, to show that it can", 0.1, 3600
+        10.0, "an idle worker decodes a token this often, as a self-test", 0.1, 3600
     )
     step_timeout_seconds: float = knob(
-        30.0, "a step, or an answer to the supervisor, may take so long; then it is replaced", 1
+        30.0, "replace a worker when a step, or a reply to the supervisor, takes longer", 1
     )
     crash_dump_dir: str | None = knob(
-        None, "folder for what is left of a worker that hung; by default among temporary files"
+        None, "folder for crash dumps of hung workers; by default among temporary files"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """A pool of workers with the same settings. A worker keeps them when its role changes."""
+    """Settings of a pool's workers. A worker keeps them when its role changes."""
 
-    replicas: int = knob(1, "workers; at first, where their number may change", 0, 1024)
+    replicas: int = knob(1, "workers; the initial number if it may change", 0, 1024)
     min_replicas: int | None = knob(
-        None, "fewest workers, by default replicas; 0: none while nothing is asked", 0, 1024
+        None, "fewest workers; by default replicas; 0: none while idle", 0, 1024
     )
     max_replicas: int | None = knob(None, "most workers; by default replicas", 0, 1024)
-    tp: int = knob(1, "ranks that share each layer of a worker, on one node", 1)
-    pp: int = knob(1, "stages that a worker's layers are cut into, of tp ranks each", 1)
-    ep: int = knob(1, "groups of a stage's ranks that experts are spread over; divides tp", 1)
+    tp: int = knob(1, "tensor parallel ranks of each stage, on one node", 1)
+    pp: int = knob(1, "pipeline stages of a worker, of tp ranks each", 1)
+    ep: int = knob(1, "expert parallel groups of a stage's ranks; must divide tp", 1)
     stages: Literal["pack", "spread"] = knob(
-        "pack", "a worker's stages on as few nodes as can be, or each on a node of its own"
+        "pack", "a worker's stages on as few nodes as possible, or each on another node"
     )
-    gpus: int | None = knob(None, "GPUs a rank; by default one where the cluster has any", 0)
+    gpus: int | None = knob(None, "GPUs per rank; by default 1 if the pool's nodes have any", 0)
     cpus: float | None = knob(
-        None, "CPUs a rank; by default the node's, shared out evenly", 0.01, 4096
+        None, "CPUs per rank; by default an even share of the node's", 0.01, 4096
     )
-    threads: int | None = knob(None, "compute threads a rank; by default its whole CPUs", 1, 1024)
-    block_size: int = knob(16, "tokens in a KV block", 1, 1024)
-    kv_cache_mib: int | None = knob(None, "MiB of KV cache a worker; by default what fits", 1)
-    max_sequences: int = knob(64, "sequences that run at once on a worker", 1)
-    max_batched_tokens: int = knob(512, "tokens computed in one step of a worker", 1)
+    threads: int | None = knob(None, "compute threads per rank; by default its CPUs", 1, 1024)
+    block_size: int = knob(16, "tokens per KV block", 1, 1024)
+    kv_cache_mib: int | None = knob(None, "MiB of KV cache per worker; by default what fits", 1)
+    max_sequences: int = knob(64, "most sequences that run at once on a worker", 1)
+    max_batched_tokens: int = knob(512, "most tokens that a worker computes in one step", 1)
     labels: tuple[str, ...] = knob(
-        (), "KEY=VALUE that its nodes are labelled with (repeat for more)"
+        (), "KEY=VALUE, a label that its nodes must have (repeat for more)"
     )
     accelerator: str | None = knob(
-        None, "kind of GPU that its nodes have, as Ray names it (H100, A100-40G, ...)"
+        None, "kind of GPU that its nodes must have, as Ray names it (H100, A100-40G, ...)"
     )
 
     def __post_init__(self) -> None:
         self._check_labels()
         if self.tp % self.ep:
             raise SpecError(
-                f"ep: {self.ep} does not divide tp ({self.tp}): experts are spread over the tp "
-                "ranks of a stage"
+                f"ep: {self.ep} does not divide tp ({self.tp}): the tp ranks of a stage form ep "
+                "groups of equal size; use a divisor of tp"
             )
         if self.gpus is not None and self.gpus > 1:
-            raise SpecError(f"gpus: a rank computes on one GPU at most, not {self.gpus}")
+            raise SpecError(f"gpus: a rank uses at most one GPU, not {self.gpus}; use tp or pp")
         if self.least > self.most:
-            raise SpecError(f"min_replicas, {self.least}, is more than max_replicas, {self.most}")
+            raise SpecError(f"min_replicas: {self.least} is more than max_replicas ({self.most})")
         if not self.least <= self.replicas <= self.most:
             raise SpecError(
-                f"replicas: {self.replicas} is not from min_replicas, {self.least}, to "
-                f"max_replicas, {self.most}"
+                f"replicas: {self.replicas} is not between min_replicas ({self.least}) and "
+                f"max_replicas ({self.most})"
             )
 
     def _check_labels(self) -> None:
@@ -146,27 +152,27 @@ class PoolSpec:
         except labels.BadLabel as error:
             raise SpecError(f"accelerator: {error}") from None
         if self.accelerator is not None and self.gpus == 0:
-            raise SpecError(f"accelerator: {self.accelerator} is asked for, but with gpus: 0")
+            raise SpecError(f"accelerator: {self.accelerator} contradicts gpus: 0; remove one")
 
     @property
     def selector(self) -> dict[str, str]:
-        """The labels that its nodes must have."""
+        """The labels that the pool's nodes must have."""
         return labels.required_labels(self.labels, self.accelerator)
 
     @property
     def least(self) -> int:
-        """Workers that there always are."""
+        """Minimum number of workers."""
         return self.replicas if self.min_replicas is None else self.min_replicas
 
     @property
     def most(self) -> int:
-        """Workers that there may be."""
+        """Maximum number of workers."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Who prefills, who decodes, who does both; by default one worker each of the first two."""
+    """The three pools; without any, a specification has one prefill and one decode worker."""
 
     prefill: PoolSpec = PoolSpec(replicas=0)
     decode: PoolSpec = PoolSpec(replicas=0)
@@ -181,21 +187,21 @@ class Pools:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether there may be no worker at all, until something is asked."""
+        """True if all pools may be empty until a request arrives."""
         return not any(getattr(self, role).least for role in ROLES)
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingSpec:
-    """How far and how fast pools follow what is asked, where their workers may change in number."""
+    """Bounds of autoscaling, for pools whose number of workers may change."""
 
     max_gpus: int | None = knob(
-        None, "GPUs that all pools may hold together; by default what the nodes have", 1
+        None, "most GPUs of all pools together; by default all GPUs of the nodes", 1
     )
     scale_down_seconds: float | None = knob(
         None,
-        "a worker drains when fewer have been enough for so long; by default 120, with promised"
-        " first tokens 30",
+        "drain a worker when fewer have been enough for this long; by default 120, or 30 with "
+        "a TTFT SLO",
         1,
         86400,
     )
@@ -206,31 +212,33 @@ DEFAULT_POOLS = Pools(prefill=PoolSpec(), decode=PoolSpec())
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """A whole cluster."""
+    """The specification of a whole cluster."""
 
     models: Mapping[str, ModelSpec] = field(default_factory=lambda: {BUNDLED: ModelSpec()})
-    ray_address: str | None = knob(None, "a running Ray cluster's; by default one is started here")
+    ray_address: str | None = knob(
+        None, "address of a running Ray cluster; default: start Ray here"
+    )
     router: RouterSpec = RouterSpec()
     engine: EngineSpec = EngineSpec()
     pools: Pools = DEFAULT_POOLS
     scaling: ScalingSpec = ScalingSpec()
     routers: int = knob(
         1,
-        "routers, each with ports of its own: the first has those given, the next one more",
+        "number of routers; the first uses the given ports, each further one the next higher ports",
         1,
         64,
     )
     log_format: Literal["text", "keys", "json"] = knob(
-        "text", "of what is told: for people, or a line an event as key=value or JSON"
+        "text", "text for people, or one line per event as key=value (keys) or JSON"
     )
     pool_nodes: bool = knob(
-        False, "wait for nodes that carry a Ray resource named like the pool (or router), use those"
+        False, "use only nodes with a Ray resource named like the pool (or router); wait for them"
     )
 
     topology_key: str = knob(
         labels.ZONE,
-        "label of nodes: those with one value of it are near each other, and all workers go there "
-        "if they fit; empty: anywhere",
+        "label of nodes: nodes with the same value are near each other, and all workers go to such "
+        "nodes if they fit; empty: any nodes",
     )
 
     def __post_init__(self) -> None:
@@ -242,19 +250,19 @@ class ClusterSpec:
             for name in ("cpus", "gpus"):
                 if pool.most and getattr(pool, name) is None:
                     raise SpecError(
-                        f"pools.{role}.{name}: say how many a rank has: with pool_nodes the nodes "
-                        "that would tell may not be there yet"
+                        f"pools.{role}.{name}: is required with pool_nodes, since the nodes that "
+                        "would determine its default may not exist yet"
                     )
 
     @property
     def model_name(self) -> str:
-        """The name that clients call the model by."""
+        """Name of the model in the API."""
         (name,) = self.models
         return name
 
     @property
     def model(self) -> ModelSpec:
-        """The settings of the one model."""
+        """Settings of the only model."""
         (model,) = self.models.values()
         return model
 
@@ -264,9 +272,9 @@ class ClusterSpec:
         return self.model_name if self.model.path is None else self.model.path
 
     def ports(self, router: int) -> tuple[int, int]:
-        """Of HTTP and gRPC of the router of that number; 0: any free one.
+        """Return the HTTP and gRPC ports of router number `router`; 0: any free port.
 
-        On nodes of their own all have the same.
+        With `pool_nodes` each router has a node of its own, so all use the same ports.
         """
         after = 0 if self.pool_nodes else router
         http, grpc = self.router.http_port, self.router.grpc_port
@@ -274,7 +282,7 @@ class ClusterSpec:
 
     def _check_models(self) -> None:
         if not self.models:
-            raise SpecError(f"models: no model is named; leave it out to serve {BUNDLED}")
+            raise SpecError(f"models: is empty: add a model, or remove the key to serve {BUNDLED}")
         if len(self.models) > 1:
             names = ", ".join(self.models)
             raise SpecError(f"models: this version serves one model; found {names}")
@@ -298,20 +306,20 @@ class ClusterSpec:
         http, grpc = self.router.http_port, self.router.grpc_port
         last = max(self.ports(self.routers - 1))
         if last > 65535:
-            raise SpecError(f"routers: the last of {self.routers} would have port {last}")
+            raise SpecError(f"routers: the last of {self.routers} would use port {last} (> 65535)")
         if not (http and grpc):
             return
         if http == grpc:
-            raise SpecError(f"router: HTTP and gRPC cannot share port {http}")
+            raise SpecError(f"router: HTTP and gRPC cannot share port {http}; change one")
         if not self.pool_nodes and abs(http - grpc) < self.routers:
             raise SpecError(
-                f"routers: {self.routers} take as many ports from {http} on for HTTP and from "
-                f"{grpc} on for gRPC: keep those {self.routers} apart"
+                f"routers: {self.routers} need consecutive ports from {http} (HTTP) and from "
+                f"{grpc} (gRPC), which overlap: set them at least {self.routers} apart"
             )
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds; `SpecError` where it holds none."""
+    """Return the mapping in a YAML file; raise `SpecError` if there is none."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -322,20 +330,20 @@ def read_file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise SpecError(
-            f"{path}: holds no keys; it should begin like `models: {{NAME: {{path: FOLDER}}}}`"
+            f"{path}: expected a mapping that begins like `models: {{NAME: {{path: FOLDER}}}}`"
         )
     return content
 
 
 def read_keys(path: str) -> tuple[str, ...]:
-    """The API keys of a file, one a line; empty lines are none. `SpecError`."""
+    """Return the API keys in a file, one per non-empty line; raise `SpecError` if there is none."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"router.api_keys_file: cannot be read: {one_line(error)}") from None
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
-        raise SpecError(f"router.api_keys_file: {path} holds no key, and anyone might call")
+        raise SpecError(f"router.api_keys_file: {path} has no key: add one, or remove the setting")
     return keys
 
 
@@ -351,9 +359,9 @@ MOVED = {
         for name in ("block_size", "kv_cache_mib", "max_sequences", "max_batched_tokens")
     },
 }
-"""Keys of older files, by path, and what to write instead."""
+"""Dotted paths of keys in older files, and what to write instead."""
 
 
 def parse(content: Mapping[str, Any]) -> ClusterSpec:
-    """The specification that nested mappings of plain values give, or `SpecError`."""
+    """Parse nested mappings of plain values; raise `SpecError` if they are invalid."""
     return record(ClusterSpec, content, moved=MOVED)

@@ -1,4 +1,4 @@
-"""What a cluster's processes wait for, and since when: reminds of waits that are long. Pure."""
+"""Tracks what a cluster's processes wait for, and reports long waits. Pure."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from penstock.cluster.status.status_events import (
 
 FIRST_REMINDER_SECONDS = 10.0
 MAX_REMINDER_SECONDS = 60.0
-"""A wait is told of after 10 s, 20 s, 40 s, ... and then every minute."""
+"""A wait is reported after 10 s, 20 s, 40 s, ..., and then every minute."""
 GONE = "gone"
 MB = 1e6
 
@@ -29,11 +29,11 @@ class _Wait:
 
 
 class ProgressReminders:
-    """Passes on whatever it is told, and keeps what each process waits for.
+    """Forwards status events, and tracks what each process waits for.
 
     Args:
-        report: told everything, and reminded by `remind`.
-        now: seconds, on any clock that never goes back.
+        report: receives all events, and reminders of long waits.
+        now: returns the seconds of any monotonic clock.
     """
 
     def __init__(self, report: Report, now: Callable[[], float]) -> None:
@@ -50,12 +50,12 @@ class ProgressReminders:
         self._report(title, event)
 
     def set_detail(self, title: str, detail: str) -> None:
-        """What there is still to do of a wait, where somebody else knows it."""
+        """Set what is left of a wait, if the process is waiting."""
         if title in self._waits:
             self._waits[title].detail = detail
 
     def remind(self) -> None:
-        """Tell of the waits that have become long; to be called every second or so."""
+        """Report waits that have become long; to be called about once a second."""
         now = self._now()
         for title, wait in self._waits.items():
             if now >= wait.remind_at:
@@ -66,7 +66,7 @@ class ProgressReminders:
                 self._report(title, Waiting(wait.stage, waited, wait.detail))
 
     def lines(self, titles: Collection[str]) -> list[str]:
-        """A line for each of these that waits, by title."""
+        """Return a line for each of `titles` that waits, sorted by title."""
         now = self._now()
         return [
             f"{title}: {Waiting(wait.stage, now - wait.since, wait.detail)}"

@@ -1,4 +1,4 @@
-"""What a supervisor tells of its cluster, for a person or a log to show."""
+"""Status events of a cluster, which the supervisor reports to a terminal or a log."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ Scalar: TypeAlias = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a start has come; the numbers are bytes of weights, 0 of 0 where there are none."""
+    """Progress of a start, in bytes of weights; both numbers are 0 in other stages."""
 
     stage: str
     done: int = 0
@@ -18,7 +18,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A stage that takes long goes on: for how many seconds so far, and what is left if known."""
+    """A reminder of a long stage: seconds so far, and what is left if known."""
 
     stage: str
     seconds: float
@@ -31,7 +31,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """What a process logs: as a text for people, and as an event with what there is to say."""
+    """A log record: as text for people, and as an event with fields for machines."""
 
     text: str
     level: str = "warning"
@@ -42,14 +42,14 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """It serves, `seconds` after its start began."""
+    """A process serves, `seconds` after its start began."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """It will be started again in `delay` seconds."""
+    """A process died; it is started again in `delay` seconds."""
 
     reason: str
     delay: float
@@ -57,7 +57,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Its starts keep failing: its place may be filled again in `delay` seconds."""
+    """A process failed to start too often; the next try is in `delay` seconds."""
 
     reason: str
     delay: float
@@ -65,29 +65,29 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Everything is ready; the addresses are host:port."""
+    """The cluster is ready; the addresses are host:port."""
 
     http: str
     grpc: str
-    others: Sequence[tuple[str, str]] = ()  # the same of the routers after the first
+    others: Sequence[tuple[str, str]] = ()  # HTTP and gRPC of the other routers
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """Nothing new is taken; what runs has so many seconds, told again as they pass."""
+    """The cluster drains and has `seconds` left; reported repeatedly."""
 
     seconds: float
-    requests: int | None = None  # that have not ended; None: it begins
+    requests: int | None = None  # that have not ended; None in the first report
 
     def __str__(self) -> str:
         if self.requests is None:
-            return f"draining: what runs has {self.seconds:g} s; Ctrl-C again ends it at once"
+            return f"draining: running requests have {self.seconds:g} s; Ctrl-C again stops at once"
         return f"draining: {self.requests} requests have not ended, {self.seconds:.0f} s are left"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolResized:
-    """A pool is to have another number of workers; the text says from how many to how many, why."""
+    """The desired size of a pool changed; `text` has the old and new size and the reason."""
 
     pool: str
     text: str
@@ -95,31 +95,31 @@ class PoolResized:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A router says of a worker: it answers, but does not get on."""
+    """A router reports that a worker responds but makes no progress."""
 
     worker: str
-    address: str  # of the process that is meant: another one may have its name by now
+    address: str  # of the stuck process; its name may already belong to another one
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RoleAssigned:
-    """An operator gave a worker a role, by a request to the router that reports it."""
+    """An operator changed a worker's role through the router that reports this."""
 
     worker: str
     role: str
     at: float  # seconds since 1970
 
     def __str__(self) -> str:
-        return f"{self.worker} is a {self.role} worker now, by an operator"
+        return f"{self.worker} is now a {self.role} worker, set by an operator"
 
 
 ProcessEvent: TypeAlias = Progress | LogLine | Stuck | RoleAssigned
-"""What a process tells of itself."""
+"""Events that a process itself reports."""
 
 StatusEvent: TypeAlias = (
     ProcessEvent | Waiting | Ready | Died | GivenUp | Serving | Draining | PoolResized
 )
 
 Report: TypeAlias = Callable[[str, StatusEvent], None]
-"""Takes the title of the process that a notice is about ("" for the whole cluster)."""
+"""Called with the title of the process that an event is about ("" for the whole cluster)."""

@@ -1,6 +1,6 @@
 """The command line: `penstock serve`, `chat`, `status`, `role`, `bench`, `simulate`.
 
-A room is imported only when a command needs it, so that `--help` is quick.
+A package is imported only when a command needs it, so that `--help` is fast.
 """
 
 import sys
@@ -10,20 +10,20 @@ from importlib import import_module
 from penstock import __version__
 
 COMMANDS = {
-    "serve": ("penstock.cli.serve", "serve a model (without one, the small model that ships)"),
-    "chat": ("penstock.cli.chat", "talk with a server in the terminal"),
-    "status": ("penstock.cli.status", "show what a server's pools and workers do"),
-    "role": ("penstock.cli.role", "give a worker another role while it runs"),
+    "serve": ("penstock.cli.serve", "serve a model (by default the small bundled model)"),
+    "chat": ("penstock.cli.chat", "chat with a server in the terminal"),
+    "status": ("penstock.cli.status", "show the state of a server's pools and workers"),
+    "role": ("penstock.cli.role", "change a worker's role while it runs"),
     "bench": (
         "penstock.loadtests.bench.command",
-        "send a load to a server and measure how it is served",
+        "send a load to a server and measure latency and throughput",
     ),
-    "simulate": ("penstock.loadtests.simulator.command", "play a cluster in virtual time"),
+    "simulate": ("penstock.loadtests.simulator.command", "simulate a cluster in virtual time"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 2 for what the caller should have given otherwise."""
+    """Run a command and return its exit code, 2 for invalid arguments."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h", "help"):
         print(usage())
@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
-        print(f"penstock: there is no command {name!r}; known are {known}", file=sys.stderr)
+        print(f"penstock: unknown command {name!r}; expected one of {known}", file=sys.stderr)
         return 2
     code: int = import_module(COMMANDS[name][0]).main(rest)
     return code
 
 
 def usage() -> str:
-    """What `penstock --help` prints."""
+    """Return the text of `penstock --help`."""
     commands = [f"  {name:<10}{about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join(
         [
@@ -48,6 +48,6 @@ def usage() -> str:
             "",
             *commands,
             "",
-            "penstock COMMAND --help tells a command's options; penstock --version the version.",
+            "penstock COMMAND --help lists a command's options; --version prints the version.",
         ]
     )

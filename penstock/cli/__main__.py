@@ -1,4 +1,4 @@
-"""`python -m penstock.cli`: the same as `penstock`."""
+"""Entry point of `python -m penstock.cli`, equivalent to `penstock`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""`penstock chat`: a conversation in the terminal, over gRPC; without one, a question a line.
+"""Chat with a server over gRPC. Without a terminal, each input line is a question.
 
-An answer whose router dies goes on at another one, or at the one that is started in its place.
+If a router fails during an answer, the answer continues at another router or at its replacement.
 """
 
 import argparse
@@ -27,22 +27,23 @@ from penstock.protos.inference_pb2_grpc import InferenceStub
 
 DEFAULT = "127.0.0.1:9000"
 SECONDS_TO_CONNECT = 10.0
-SECONDS_TO_RETURN = 60.0  # for the router of an answer that has begun, or another
+SECONDS_TO_RETURN = 60.0  # to reach a router again during an answer
 
 
 class ChatFailed(RuntimeError):
-    """The server is not there or does not answer; the message is one line."""
+    """The server cannot be reached or does not answer; the message is one line."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, and with whom.
+    """A conversation with a model.
 
     Args:
-        stubs: of `penstock.v1.Inference`, one a router.
-        metadata: of every call.
-        model: its name; empty: the only one there is.
-        sampling: how answers are drawn.
+        stubs: gRPC stubs of `penstock.v1.Inference`, one per router.
+        metadata: gRPC metadata of every call.
+        model: name of the model; empty: the server's only model.
+        sampling: sampling parameters of the answers.
+        messages: the conversation so far.
     """
 
     stubs: Sequence[Any]
@@ -52,8 +53,8 @@ class Conversation:
     messages: list[ChatMessage] = field(default_factory=list)
 
     def describe(self) -> str:
-        """The name of the model that answers. `ChatFailed`."""
-        failure = ChatFailed("there is no router to ask")
+        """Return the name of the model that answers; raise `ChatFailed` if no router replies."""
+        failure = ChatFailed("no router address was given")
         for stub in self.stubs:
             try:
                 reply = stub.ListModels(
@@ -69,9 +70,13 @@ class Conversation:
         raise failure
 
     def send(self, question: str) -> Generator[str, None, None]:
-        """The answer, piece by piece. `ChatFailed`; a failed question was never said.
+        """Yield the answer to `question` piece by piece.
 
-        Closing it early ends the answer there: what was heard of it stays said.
+        The question and the received part of the answer become part of the conversation, also if
+        the generator is closed early or fails. Without any answer the conversation is unchanged.
+
+        Raises:
+            ChatFailed: the answer could not be completed.
         """
         message = ChatMessage(role="user", content=question)
         request = GenerateRequest(
@@ -97,7 +102,7 @@ class Conversation:
                     received_at = time.monotonic()
                     yield reply.text
                 if not progress.is_over:
-                    raise ChatFailed("the answer ended in its middle")
+                    raise ChatFailed("the stream ended before the answer was complete")
             except BadAnswer as error:
                 raise ChatFailed(str(error)) from None
             except grpc.RpcError as error:
@@ -113,7 +118,7 @@ class Conversation:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 1 where the server is not there or failed to answer."""
+    """Run the command; return 1 if the server cannot be reached or fails, 2 for bad input."""
     given = _parser().parse_args(arguments)
     addresses = [each.removeprefix("grpc://") for each in given.address or [DEFAULT]]
     metadata = [("authorization", f"Bearer {given.api_key}")] if given.api_key else []
@@ -142,14 +147,18 @@ def _parser() -> Parser:
         "--address",
         action="append",
         metavar="HOST:PORT",
-        help=f"of a router's gRPC port; repeat it for more routers ({DEFAULT})",
+        help=f"gRPC address of a router; repeat for more routers ({DEFAULT})",
     )
-    parser.add_argument("--model", default="", metavar="NAME", help="by default the only one")
-    parser.add_argument("--system", default="", metavar="TEXT", help="said before everything else")
-    parser.add_argument("--api-key", default="", metavar="TEXT", help="if the server asks for one")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: greedy (0)")
     parser.add_argument(
-        "--max-tokens", type=_count, default=512, metavar="N", help="an answer (512)"
+        "--model", default="", metavar="NAME", help="model name; by default the only one"
+    )
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message")
+    parser.add_argument("--api-key", default="", metavar="TEXT", help="API key, if needed")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="sampling temperature (0)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=_count, default=512, metavar="N", help="most tokens per answer (512)"
     )
     return parser
 
@@ -162,7 +171,7 @@ def _count(text: str) -> int:
 
 
 def _answer(talk: Conversation) -> int:
-    """Every line of standard input is a question; its answer goes to standard output."""
+    """Answer each line of standard input on standard output."""
     for line in sys.stdin:
         question = line.strip()
         if not question:
@@ -174,9 +183,9 @@ def _answer(talk: Conversation) -> int:
 
 
 def _converse(talk: Conversation, name: str) -> int:
-    """Ask a person; Ctrl-C stops an answer, and at the prompt the conversation."""
+    """Chat interactively; Ctrl-C stops an answer or, at the prompt, ends the chat."""
     console = Console(highlight=False)
-    console.print(f"[dim]You talk with {name}. Ctrl-D ends; /new starts over.[/]")
+    console.print(f"[dim]Chatting with {name}. Ctrl-D quits; /new starts a new conversation.[/]")
     while True:
         try:
             question = console.input("[bold green]you> [/]").strip()
@@ -190,7 +199,7 @@ def _converse(talk: Conversation, name: str) -> int:
 
 
 def show(talk: Conversation, question: str, console: Console) -> None:
-    """Ask, and print the answer as it comes; Ctrl-C stops it."""
+    """Send a question and print the answer as it arrives; Ctrl-C stops it."""
     console.print("[bold cyan]answer> [/]", end="")
     pieces = talk.send(question)
     try:
@@ -206,7 +215,7 @@ def show(talk: Conversation, question: str, console: Console) -> None:
 
 
 def _error_text(error: grpc.RpcError) -> str:
-    """A failed call in one line."""
+    """Return the error of a failed call in one line."""
     code, details = error.code(), " ".join((error.details() or "").split())
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
         return "no server answers there: start one with `penstock serve`, or give another --address"

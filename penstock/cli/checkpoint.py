@@ -1,4 +1,4 @@
-"""The checkpoint that MODEL names: found, or fetched, and looked through before anything starts."""
+"""Find or download the checkpoint that MODEL names, and check it before anything starts."""
 
 import os
 import re
@@ -16,13 +16,16 @@ WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*"]
 
 
 class NoModel(ValueError):
-    """MODEL names nothing that could be served; the message is one line."""
+    """MODEL is not a checkpoint that can be found or downloaded; the message is one line."""
 
 
 def find(model: str = BUNDLED) -> Path:
-    """The folder of a checkpoint, fetched first where `model` is a hub name. `NoModel`.
+    """Return the folder of a checkpoint; download it first if `model` is a hub name.
 
-    `BUNDLED` is the bundled model even where a folder of that name exists: ./demo is the folder.
+    `BUNDLED` is always the bundled model; write ./demo for a folder of that name.
+
+    Raises:
+        NoModel: the download failed.
     """
     if model == BUNDLED:
         return SHIPPED
@@ -32,7 +35,7 @@ def find(model: str = BUNDLED) -> Path:
 
 
 def default_name(model: str) -> str:
-    """What clients call a model that is given no name: its folder's name, or its hub name."""
+    """Return the default name of a model in the API: its folder's name, or its hub name."""
     if _is_on_hub(model):
         return model
     return Path(os.path.abspath(Path(model).expanduser())).name or model
@@ -43,28 +46,36 @@ def _is_on_hub(model: str) -> bool:
 
 
 def download(model: str, wanted: list[str], folder: Path | None = None) -> Path:
-    """Fetches a hub's files that match `wanted`; into its cache, or into `folder`. `NoModel`."""
-    # Here, not above: seldom needed, and slow to import.
+    """Download a hub model's files that match `wanted`, into the hub's cache or into `folder`.
+
+    Raises:
+        NoModel: the download failed, and the cache has no copy.
+    """
+    # Imported here: rarely needed, and slow.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=wanted, local_dir=folder))
     except HfHubHTTPError as error:
-        reason = f"the hub refuses it ({error.response.status_code})"
+        reason = f"the hub refused the download (HTTP {error.response.status_code})"
     except (LocalEntryNotFoundError, OSError):
-        reason = "the hub cannot be reached, and no copy of it is kept here"
+        reason = "the hub cannot be reached, and its local cache has no copy"
     except ValueError as error:
         reason = " ".join(str(error).split())
-    raise NoModel(f"{model} is no folder here, and {reason}")
+    raise NoModel(f"{model} is not a local folder, and {reason}: give a folder or a hub name")
 
 
 def check(folder: Path, with_weights: bool = True) -> None:
-    """That the checkpoint is whole and of a known kind, as far as can be told without torch.
+    """Check that a checkpoint is complete and supported, as far as possible without torch.
 
-    Its weights may be looked at by those who load them only.
+    Args:
+        folder: the checkpoint folder.
+        with_weights: also check the weight files, which may exist only where they are loaded.
 
-    Raises `BadCheckpoint` or `UnsupportedModel`, each with a line for the user.
+    Raises:
+        BadCheckpoint: a file is missing or broken.
+        UnsupportedModel: the model is of an unsupported kind.
     """
     check_config(folder)
     if not with_weights:
@@ -74,7 +85,7 @@ def check(folder: Path, with_weights: bool = True) -> None:
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise BadCheckpoint(f"{index} has no sound weight_map: download it again")
+            raise BadCheckpoint(f"{index} has no valid weight_map: download it again")
         files = sorted({str(name) for name in weight_map.values()})
     else:
         files = ["model.safetensors"]

@@ -1,6 +1,6 @@
-"""`python -m penstock.cli.fetch MODEL FOLDER`: a checkpoint of the hub into a folder.
+"""Download a checkpoint from the hub: `python -m penstock.cli.fetch MODEL FOLDER`.
 
-For machines that only hold it: the pods of the chart, which then find it at one path.
+The pods of the Helm chart run it, so that all of them have the checkpoint at the same path.
 """
 
 import argparse
@@ -14,14 +14,16 @@ WEIGHTS = "*.safetensors"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 where the hub does not give it."""
+    """Run the command; return 1 if the download failed."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.cli.fetch", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("model", type=_hub_name, metavar="MODEL", help="its name on the hub")
+    parser.add_argument("model", type=_hub_name, metavar="MODEL", help="name on the hub")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument(
-        "--without-weights", action="store_true", help="only what a router and a driver read"
+        "--without-weights",
+        action="store_true",
+        help="skip the weights, for routers and the driver",
     )
     given = parser.parse_args(arguments)
     wanted = [name for name in WANTED_FILES if not (given.without_weights and name == WEIGHTS)]

@@ -1,4 +1,4 @@
-"""Flags, made from the records of the specification: what a file can say, a flag can."""
+"""Command-line flags of `penstock serve`, generated from the records of the specification."""
 
 import argparse
 import sys
@@ -33,18 +33,18 @@ ALSO = {
     "pp": ["--pipeline-parallel-size"],
     "labels": ["--label"],
 }
-"""Other names of a flag; most are those of vLLM."""
+"""Setting to further flag names, mostly those of vLLM."""
 
 EVERY_POOL = "pools.*"
 THE_MODEL = "models.*"
 PATH, NAME = f"{THE_MODEL}.path", "model_name"
 COUNTS = ("replicas", "min_replicas", "max_replicas")
-"""What is said of each pool by a flag of its own."""
+"""Settings with a separate flag for each pool."""
 UNSET = argparse.SUPPRESS
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """An argument parser that prints errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
@@ -52,9 +52,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_spec(arguments: Sequence[str]) -> ClusterSpec:
-    """The specification that `penstock serve` is given: the file's, and over it the flags'.
+    """Return the specification for `penstock serve`: the file's settings, overridden by flags.
 
-    `SpecError` where it makes no sense; exits where the flags are no flags.
+    Exits with code 2 if the flags cannot be parsed.
+
+    Raises:
+        SpecError: the specification is invalid.
     """
     given = vars(_parser().parse_args(arguments))
     path = given.pop("config", None)
@@ -99,7 +102,7 @@ def _over_model(
 
 
 def _with_keys(spec: ClusterSpec) -> ClusterSpec:
-    """The keys of the router's file among its keys."""
+    """Add the API keys in `router.api_keys_file` to `router.api_keys`."""
     router = spec.router
     if router.api_keys_file is None:
         return spec
@@ -108,30 +111,30 @@ def _with_keys(spec: ClusterSpec) -> ClusterSpec:
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
-    """`a.b` and 1 as {"a": {"b": 1}}."""
+    """Return nested dicts for a dotted name: {"a": {"b": 1}} for `a.b` and 1."""
     for key in reversed(name.split(".")):
         value = {key: value}
     return dict(value)
 
 
 def _default_pools(ranks: dict[str, Any]) -> dict[str, Any]:
-    """The pools of who names none."""
+    """Return the pools to use if none is given."""
     if ranks.get("tp", 1) != 1 or ranks.get("pp", 1) != 1:
-        return {"mixed": {}}  # two such workers are more than one machine may have
+        return {"mixed": {}}  # one machine may not have room for two such workers
     return {role: {} for role in ROLES if getattr(DEFAULT_POOLS, role).replicas}
 
 
 def _with_default_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
-    """Flags that only bound default pools leave all of these there."""
+    """Add the default pools if flags only set bounds of some of them."""
     default, bounded = _default_pools(ranks), content.get("pools", {})
     return merged({"pools": default}, content) if bounded.keys() <= default.keys() else content
 
 
 def _over_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
-    """What flags say of every pool, said of each pool that there is."""
+    """Apply the flags for every pool to each pool."""
     pools = content.get("pools", _default_pools(ranks))
     if not ranks or not isinstance(pools, dict):
-        return content  # which is for `parse` to judge
+        return content  # `parse` reports what is wrong
     over = {role: ranks for role, pool in pools.items() if isinstance(pool, dict)}
     return merged(content, {"pools": merged(pools, over)})
 
@@ -140,7 +143,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="penstock serve",
         description="Serve a model on a Ray cluster of prefill and decode workers.",
-        epilog="Of several workers give either prefill and decode pools, or a mixed one, or both.",
+        epilog="Give prefill and decode pools, a mixed pool, or all three.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -151,7 +154,7 @@ def _parser() -> Parser:
         help=f"checkpoint folder or hub name; by default {BUNDLED}, the bundled model",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="the specification as YAML; flags go over it"
+        "--config", type=Path, metavar="FILE", help="specification file (YAML); flags override it"
     )
     parser.add_argument(
         "--routers", type=int, default=UNSET, metavar="N", help=_help("routers") + " (1)"
@@ -181,11 +184,13 @@ def _parser() -> Parser:
         dest=NAME,
         default=UNSET,
         metavar="NAME",
-        help="the name that clients call the model by; by default its folder's, or its hub name",
+        help="name of the model in the API; by default its folder's name or its hub name",
     )
     _add(model, ModelSpec, THE_MODEL, without=("path",))
     _add(parser.add_argument_group("every worker"), EngineSpec, "engine")
-    pools = parser.add_argument_group("pools", "What has no pool in its name is for every pool.")
+    pools = parser.add_argument_group(
+        "pools", "Flags without a pool in their name apply to every pool."
+    )
     for role in ROLES:
         _add_counts(pools, role)
     _add(pools, PoolSpec, EVERY_POOL, without=COUNTS)
@@ -194,12 +199,12 @@ def _parser() -> Parser:
 
 
 def _add_counts(group: Any, role: str) -> None:
-    """How many workers a pool has."""
+    """Add the flags for the number of workers of a pool."""
     at_first = getattr(DEFAULT_POOLS, role).replicas
     abouts = (
-        f"{role} workers, at first ({at_first} if no pool is named)",
-        f"fewest {role} workers, by default as at first; 0: none while nothing is asked",
-        f"most {role} workers, by default as at first",
+        f"initial number of {role} workers ({at_first} if no pool is given)",
+        f"fewest {role} workers; by default the initial number; 0: none while idle",
+        f"most {role} workers; by default the initial number",
     )
     for prefix, key, about in zip(("", "min-", "max-"), COUNTS, abouts, strict=True):
         group.add_argument(
@@ -229,7 +234,7 @@ def _add(group: Any, record: type, where: str, without: Sequence[str] = ()) -> N
 
 
 def _argument_options(kind: Any) -> dict[str, Any]:
-    """How argparse reads a value of a type."""
+    """Return argparse options for a value of type `kind`."""
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     if get_origin(kind) is tuple:

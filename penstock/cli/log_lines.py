@@ -1,4 +1,4 @@
-"""What `penstock serve` tells machines: a line an event, as key=value or as JSON."""
+"""The log of `penstock serve` for machines: one line per event, as key=value or as JSON."""
 
 import json
 import math
@@ -17,7 +17,7 @@ PLAIN = re.compile(r"[^\s\"=\\]+")
 
 
 def keys_line(fields: Fields) -> str:
-    """As key=value; what is more than a word is a JSON string, what is None is left out."""
+    """Format fields as key=value. Values that need quotes are JSON strings; None is skipped."""
     return " ".join(f"{key}={_word(value)}" for key, value in fields.items() if value is not None)
 
 
@@ -29,12 +29,12 @@ LINE_FORMATS: Mapping[str, Callable[[Fields], str]] = {"keys": keys_line, "json"
 
 
 class EventLog:
-    """A line an event, to whoever reads standard output.
+    """Writes one line per status event.
 
     Args:
-        form: of a line.
-        write: takes a line.
-        now: seconds since 1970.
+        line_format: format of the lines.
+        write: called with each line.
+        now: returns seconds since 1970.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EventLog:
 
     def __call__(self, title: str, notice: status_events.StatusEvent) -> None:
         if isinstance(notice, status_events.Progress):
-            # Bytes come many times a second: one line a stage is enough.
+            # Byte counts change many times per second: write one line per stage.
             if self._stages.get(title) == notice.stage:
                 return
             self._stages[title] = notice.stage
@@ -59,7 +59,7 @@ class EventLog:
         self._write_event(at, level, title, event, fields)
 
     def print_line(self, text: str) -> None:
-        """What is for people to read is told as it is, if there is anything."""
+        """Write text meant for people as an event `said`, unless it is empty."""
         if text.strip():
             self._write_event(None, "info", "", "said", {"message": text.strip()})
 
@@ -81,7 +81,7 @@ class EventLog:
 
 
 def event_fields(event: status_events.StatusEvent) -> tuple[str, str, Fields]:
-    """A notice as a level, the name of its event and what there is to say of it."""
+    """Return the level, name and fields of an event."""
     match event:
         case status_events.Progress(stage, _, total):
             return "info", "progress", {"stage": stage, "bytes": total or None}
@@ -108,7 +108,7 @@ def _warning_fields(
     | status_events.Stuck
     | status_events.LogLine,
 ) -> tuple[str, str, Fields]:
-    """The same of what may need attention."""
+    """Return the level, name and fields of an event that may need attention."""
     match notice:
         case status_events.Died(reason, delay):
             return "warning", "died", {"reason": reason, "restart_seconds": delay}
@@ -126,7 +126,7 @@ def _word(value: Scalar) -> str:
 
 
 def _rounded(value: Scalar) -> Scalar:
-    """Times to microseconds; what is no number JSON can hold is told as a word."""
+    """Round times to microseconds; NaN and infinities, which JSON lacks, become strings."""
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else str(value)
     return value

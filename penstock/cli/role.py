@@ -1,4 +1,4 @@
-"""`penstock role`: gives a worker of a served cluster another role while it runs."""
+"""Change the role of a worker while it runs."""
 
 import http.client
 import json
@@ -13,7 +13,7 @@ SECONDS_TO_ANSWER = 30.0  # longer than a router waits for its supervisor to rec
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 1 where it was not done, 2 where the address is none."""
+    """Run the command; return 1 if the role was not changed, 2 if the URL is invalid."""
     given = _parser().parse_args(arguments)
     try:
         change(given.url, given.api_key, given.worker, given.role)
@@ -23,12 +23,17 @@ def main(arguments: Sequence[str]) -> int:
     except NoStatus as error:
         print(f"penstock role: {given.url}: {error}", file=sys.stderr)
         return 1
-    print(f"{given.worker} is a {given.role} worker now")
+    print(f"{given.worker} is now a {given.role} worker")
     return 0
 
 
 def change(url: str, key: str | None, worker: str, role: str) -> None:
-    """Ask a router for it. `NoStatus`, with the reason; ValueError for what is no address."""
+    """Change a worker's role through a router.
+
+    Raises:
+        NoStatus: the role was not changed, with the reason.
+        ValueError: the URL is invalid.
+    """
     connection, path = connect(url, SECONDS_TO_ANSWER)
     headers = {"Content-Type": "application/json"}
     if key:
@@ -41,7 +46,9 @@ def change(url: str, key: str | None, worker: str, role: str) -> None:
     except TimeoutError:
         raise NoStatus(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
     except (OSError, http.client.HTTPException) as error:
-        raise NoStatus(f"nothing of ours answers there ({error})") from None
+        raise NoStatus(
+            f"no router answers there ({error}): give the URL of its HTTP port"
+        ) from None
     finally:
         connection.close()
     if reply.status != 200:
@@ -52,7 +59,7 @@ def _reason(code: int, body: bytes) -> str:
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = "what answers there is no Penstock router of this version"
+        message = "the server there is not a Penstock router of this version"
     return f"{message} ({code})"
 
 
@@ -60,14 +67,14 @@ def _parser() -> Parser:
     parser = Parser(
         prog="penstock role",
         description=__doc__,
-        epilog="What it runs goes on. It keeps the role when its process is replaced, until it is "
-        "given another one or the cluster ends.",
+        epilog="Running requests continue. The worker keeps the role when its process is replaced, "
+        "until the role is changed again or the cluster ends.",
         allow_abbrev=False,
     )
-    parser.add_argument("worker", metavar="WORKER", help="as penstock status names it")
+    parser.add_argument("worker", metavar="WORKER", help="worker's name in penstock status")
     parser.add_argument("role", choices=ROLES, metavar="ROLE", help=", ".join(ROLES))
     parser.add_argument(
-        "url", nargs="?", default=DEFAULT, metavar="URL", help=f"of the HTTP port ({DEFAULT})"
+        "url", nargs="?", default=DEFAULT, metavar="URL", help=f"URL of the HTTP port ({DEFAULT})"
     )
-    parser.add_argument("--api-key", metavar="TEXT", help="an operator's: it begins with admin-")
+    parser.add_argument("--api-key", metavar="TEXT", help="an operator's key (admin-...)")
     return parser

@@ -1,4 +1,4 @@
-"""`penstock serve`: looks everything through, starts the cluster, and ends it without a trace."""
+"""`penstock serve`: check the arguments, start the cluster, and clean up when it stops."""
 
 import asyncio
 import json
@@ -32,18 +32,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED_BY_SIGNAL = 130
 SECONDS_TO_CONNECT = 5.0
 RAY_CHECK_SECONDS = 0.5
-ECHO_SECONDS = 0.5  # a signal to the process and one to its group are one wish
+ECHO_SECONDS = 0.5  # a second signal within this time is a copy sent to the process group
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 2 where nothing was started, 1 where something failed later."""
+    """Run the command; return 2 if nothing was started, 1 if something failed later."""
     try:
         spec = flags.read_spec(arguments)
         folder = checkpoint.find(spec.checkpoint)
-        # Workers on nodes of their own have the weights there.
+        # With `pool_nodes`, the weights are only on the workers' nodes.
         checkpoint.check(folder, with_weights=not spec.pool_nodes)
         check_ranks(spec, folder)
-        # In a cluster that runs already the router may come to live on another machine.
+        # On an existing cluster the router may run on another machine: do not check its ports.
         if spec.ray_address is None:
             check_ports(spec)
         else:
@@ -58,11 +58,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class BadAddress(ValueError):
-    """Something cannot be listened on or called; the message says what."""
+    """An address cannot be listened on or connected to; the message says which."""
 
 
 def check_ranks(spec: ClusterSpec, folder: Path) -> None:
-    """That the model can be cut over the ranks of every pool. `BadShape`."""
+    """Check that the model can be sharded over the ranks of every pool; raise `BadShape`."""
     for role in ROLES:
         pool = getattr(spec.pools, role)
         if pool.most:
@@ -73,7 +73,7 @@ def check_ranks(spec: ClusterSpec, folder: Path) -> None:
 
 
 def check_ports(spec: ClusterSpec) -> None:
-    """That the routers' ports are free now. `BadAddress`."""
+    """Check that the routers' ports are free; raise `BadAddress`."""
     host = spec.router.host
     ports = [zip(("http", "grpc"), spec.ports(n), strict=True) for n in range(spec.routers)]
     for flag, port in chain.from_iterable(ports):
@@ -84,33 +84,39 @@ def check_ports(spec: ClusterSpec) -> None:
                 probe.bind(address)
         except OSError as error:
             raise BadAddress(
-                f"cannot listen on {host} port {port} ({error.strerror}): stop what does, "
-                f"or give another --{flag}-port or --host"
+                f"cannot listen on {host} port {port} ({error.strerror}): stop the process that "
+                f"uses it, or give another --{flag}-port or --host"
             ) from None
 
 
 def check_ray(address: str) -> None:
-    """That somebody listens at a cluster's address; Ray would try for minutes. `BadAddress`."""
+    """Check that a server listens at Ray's address, which Ray itself would retry for minutes.
+
+    Raises:
+        BadAddress: the address is invalid, or nothing listens there.
+    """
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "://" in host:
         raise BadAddress(
-            f"--ray-address {address}: give HOST:PORT of the cluster's head (its port is 6379 "
-            "unless it was told otherwise), or auto on one of its machines"
+            f"--ray-address {address}: give HOST:PORT of the cluster's head (default port 6379), "
+            "or auto on one of its machines"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_CONNECT).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise BadAddress(f"--ray-address {address}: nothing answers there ({reason})") from None
+        raise BadAddress(
+            f"--ray-address {address}: nothing answers there ({reason}): is Ray running?"
+        ) from None
 
 
 class Interrupts:
-    """SIGINT, SIGTERM and SIGHUP: the first ends in order, the second at once.
+    """Handles SIGINT, SIGTERM and SIGHUP: the first stops in order, the second at once.
 
-    At first the first one raises KeyboardInterrupt. An exception out of nowhere can be lost in
-    somebody else's code while Ray starts, so it stays in `wanted` for whoever comes later.
+    Initially, the first signal raises KeyboardInterrupt. Other code may swallow that exception
+    while Ray starts, so `wanted` records that there was a signal.
     """
 
     def __init__(self) -> None:
@@ -120,12 +126,12 @@ class Interrupts:
 
     @property
     def wanted(self) -> bool:
-        """Whether there was one."""
+        """True if there was a signal."""
         return self._first_seen is not None
 
     def install(self) -> None:
         for number in SIGNALS:
-            # nohup asks to outlive the terminal.
+            # Keep ignoring SIGHUP under nohup.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
@@ -135,7 +141,7 @@ class Interrupts:
             self._first_seen = now
             self.first()
         elif now - self._first_seen > ECHO_SECONDS:
-            for each in SIGNALS:  # a third one must not cut this short
+            for each in SIGNALS:  # a third signal must not interrupt the cleanup
                 signal.signal(each, signal.SIG_IGN)
             self.abandon()
             os._exit(STOPPED_BY_SIGNAL)
@@ -150,10 +156,10 @@ def _nothing() -> None:
 
 
 def serve(spec: ClusterSpec, folder: Path, view: View) -> int:
-    """Serve until told to stop; returns the exit code."""
+    """Serve until stopped; return the exit code."""
     interrupts = Interrupts()
     interrupts.install()
-    # Here, not above: Ray takes a second to import, and mistakes should be told before it.
+    # Imported here: Ray takes a second, and argument errors should appear before.
     from penstock.cluster.placement.placement import PlacementError
     from penstock.cluster.processes.actor_handle import StartFailed
     from penstock.cluster.ray_session import RayFailed, RaySession
@@ -201,40 +207,44 @@ class _Run:
         return time.monotonic() - self._began
 
     def start_ray(self) -> None:
-        """What comes before the session is entered."""
+        """Report that Ray is being started or connected to."""
         self._view(
             "Ray", status_events.Progress("connecting" if self._spec.ray_address else "starting")
         )
 
     def supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-        """Do the work, which ends in order once the event that it is given is set."""
-        self._interrupts.install()  # Ray has put a handler of its own in
+        """Run `work`, which stops in order once the event that it gets is set."""
+        self._interrupts.install()  # again: Ray has installed handlers of its own
         self._view("Ray", status_events.Ready(self._seconds))
         asyncio.run(self._supervise(work))
 
     async def _supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self._interrupts.first = lambda: loop.call_soon_threadsafe(stop.set)
-        if self._interrupts.wanted:  # while Ray started, and the exception was lost
+        if self._interrupts.wanted:  # while Ray started, and the exception was swallowed
             raise KeyboardInterrupt
         watching = asyncio.create_task(self._watch_ray())
         try:
             await work(stop)
         finally:
-            self._interrupts.first = lambda: None  # it is ending already
+            self._interrupts.first = lambda: None  # already stopping
             watching.cancel()
 
     async def _watch_ray(self) -> None:
         while self.session.is_alive():
             await asyncio.sleep(RAY_CHECK_SECONDS)
-        # Every call of Ray would now hang for a minute, its own farewell too.
+        # Every call of Ray would now hang for a minute, including its shutdown.
         self._view.close()
-        print("penstock serve: Ray died, and with it everything", file=sys.stderr, flush=True)
+        print(
+            "penstock serve: Ray died, so the cluster has ended",
+            file=sys.stderr,
+            flush=True,
+        )
         self.session.abandon()
         os._exit(1)
 
     def show(self, title: str, notice: status_events.StatusEvent) -> None:
-        """To the person at the terminal."""
+        """Show a status event, and how to use the cluster once it serves."""
         self._view(title, notice)
         if isinstance(notice, status_events.Serving) and self._spec.log_format == "text":
             for line in greeting(self._spec, self._folder, notice, self._seconds):
@@ -244,7 +254,7 @@ class _Run:
 def greeting(
     spec: ClusterSpec, folder: Path, serving: status_events.Serving, seconds: float
 ) -> list[str]:
-    """What to do with a cluster that is ready: addresses, and lines to paste."""
+    """Return the lines to print when the cluster is ready: addresses and commands to paste."""
     name = spec.model_name
     http, grpc = (_reachable(address) for address in (serving.http, serving.grpc))
     body: dict[str, object] = {"model": name, "temperature": 0}
@@ -268,7 +278,7 @@ def greeting(
 
 
 def _program() -> str:
-    """How this program is called from where it was started."""
+    """Return the command that calls this program from the current folder."""
     here = Path(sys.executable).with_name("penstock")
     if shutil.which("penstock") is not None or not here.exists():
         return "penstock"
@@ -276,7 +286,7 @@ def _program() -> str:
 
 
 def _reachable(address: str) -> str:
-    """An address to call: one that stands for all of a machine's is none."""
+    """Return an address to connect to: 127.0.0.1 in place of a wildcard address."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "::", "[::]") else address
 

@@ -1,4 +1,4 @@
-"""`penstock status`: what a served cluster does, as tables in the terminal or as JSON."""
+"""Show the state of a cluster, as tables or as JSON."""
 
 import argparse
 import http.client
@@ -20,15 +20,15 @@ Json: TypeAlias = dict[str, Any]
 DEFAULT = "http://127.0.0.1:8000"
 SECONDS_TO_ANSWER = 5.0
 MAX_BYTES = 16 << 20
-TRIES = 5  # while it is watched, a router that starts anew is waited for
+TRIES = 5  # with --watch: failures in a row before giving up
 
 
 class NoStatus(RuntimeError):
-    """There is none to be had; the message is one line."""
+    """The router did not return a status; the message is one line."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 1 where no status was to be had, 2 where the address is none."""
+    """Run the command; return 1 if there is no status, 2 if the URL is invalid."""
     given = _parser().parse_args(arguments)
     try:
         if given.watch and not given.json:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def watch(url: str, key: str | None, seconds: float) -> None:
-    """Show the status anew every so many seconds, until Ctrl-C. `NoStatus` if it stays away."""
+    """Show the status every `seconds` until Ctrl-C; raise `NoStatus` after `TRIES` failures."""
     missed = 0
     status = fetch(url, key)
     with Live(console=Console(highlight=False), auto_refresh=False, screen=False) as live:
@@ -67,7 +67,7 @@ def watch(url: str, key: str | None, seconds: float) -> None:
 
 
 def fetch(url: str, key: str | None) -> Json:
-    """A router's status. `NoStatus`; ValueError for what is no address."""
+    """Return a router's status; raise `NoStatus`, or ValueError if the URL is invalid."""
     connection, path = connect(url)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -82,16 +82,19 @@ def fetch(url: str, key: str | None) -> Json:
             "`penstock serve`, or give its HTTP address"
         ) from None
     except http.client.HTTPException:
-        raise NoStatus("what answers there is no HTTP server: give the HTTP port") from None
+        raise NoStatus(
+            "the server there is not an HTTP server: give the URL of the HTTP port"
+        ) from None
     finally:
         connection.close()
     return _read(reply.status, body)
 
 
 def connect(url: str, timeout: float = SECONDS_TO_ANSWER) -> tuple[http.client.HTTPConnection, str]:
-    """A connection to that address, not open yet, and the path before all paths there.
+    """Return a connection to the host of `url`, not open yet, and the URL's path as a prefix.
 
-    ValueError for what is no address.
+    Raises:
+        ValueError: the URL is invalid.
     """
     where = _split(url)
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
@@ -107,36 +110,36 @@ def _split(url: str) -> SplitResult:
     except ValueError:
         good = False
     if not good:
-        raise ValueError(f"{url!r} is no address: give it like {DEFAULT}")
+        raise ValueError(f"invalid URL {url!r}: expected a URL like {DEFAULT}")
     return where
 
 
 def _read(code: int, body: bytes) -> Json:
     if code == 401:
-        raise NoStatus("it wants an API key, and this is none of its keys: give --api-key")
+        raise NoStatus("the server needs a valid API key: give --api-key")
     try:
         status = json.loads(body) if code == 200 else None
     except ValueError:
         status = None
     if not isinstance(status, dict) or not {"model", "pools", "workers"} <= status.keys():
-        raise NoStatus(f"what answers there ({code}) is no Penstock router of this version")
+        raise NoStatus(f"the server there (HTTP {code}) is not a Penstock router of this version")
     return status
 
 
 def _parser() -> Parser:
     parser = Parser(prog="penstock status", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "url", nargs="?", default=DEFAULT, metavar="URL", help=f"of the HTTP port ({DEFAULT})"
+        "url", nargs="?", default=DEFAULT, metavar="URL", help=f"URL of the HTTP port ({DEFAULT})"
     )
-    parser.add_argument("--api-key", metavar="TEXT", help="a key that the server takes")
-    parser.add_argument("--json", action="store_true", help="for machines: everything, as JSON")
+    parser.add_argument("--api-key", metavar="TEXT", help="API key, if needed")
+    parser.add_argument("--json", action="store_true", help="print the whole status as JSON")
     parser.add_argument(
         "--watch",
         nargs="?",
         type=_seconds,
         const=1.0,
         metavar="SECONDS",
-        help="show it anew every so many seconds (1), until Ctrl-C",
+        help="refresh every SECONDS (1) until Ctrl-C",
     )
     return parser
 
@@ -144,5 +147,5 @@ def _parser() -> Parser:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError("give 0.1 to 3600 seconds")
+        raise argparse.ArgumentTypeError(f"expected 0.1 to 3600 seconds, not {text}")
     return seconds

@@ -22,7 +22,7 @@ NOTHING = "-"
 
 
 def page(status: Json, url: str, now: float) -> RenderableType:
-    """The whole status, as `/status` tells it; `now` is seconds since 1970."""
+    """Return the page of a status (the JSON of `/status`); `now` is in seconds since 1970."""
     sections: list[RenderableType] = [_head(status, url)]
     if len(status["routers"]) > 1:
         sections.append(_routers(status["routers"]))
@@ -38,7 +38,7 @@ def page(status: Json, url: str, now: float) -> RenderableType:
 
 
 def number(value: float) -> str:
-    """Short: 999, 1.2k, 34k, 5.6M."""
+    """Format a number briefly: 999, 1.2k, 34k, 5.6M."""
     for unit in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5 or unit == "T":
             break
@@ -47,7 +47,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Short: 3.4 ms, 120 ms, 12.3 s, 14 min, 3 h."""
+    """Format a duration briefly: 3.4 ms, 120 ms, 12.3 s, 14 min, 3 h."""
     if seconds >= 599.5:
         return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
     if seconds >= 0.9995:
@@ -62,7 +62,7 @@ def _head(status: Json, url: str) -> Text:
     head.append(f" at {url}: ")
     head.append(why_not or "serving", style="red" if why_not else "green")
     head.append(
-        f"\n{number(status['streams'])} open requests, of them {number(status['waiting'])} wait "
+        f"\n{number(status['streams'])} open requests, {number(status['waiting'])} of them queued "
         f"here with {number(status['waiting_tokens'])} tokens\n"
     )
     return head
@@ -119,7 +119,7 @@ def _workers(workers: Sequence[Json]) -> Table:
 
 
 def _roles(roles: Mapping[str, Json], now: float) -> Text:
-    """What operators made of workers."""
+    """Return the roles that operators have set."""
     text = Text()
     for worker, given in sorted(roles.items()):
         since = duration(max(now - given["at"], 0.0))
@@ -143,7 +143,7 @@ def _numbers(numbers: Json | None) -> list[str | Text]:
 
 
 def _kv(blocks: Mapping[str, int]) -> Text:
-    """Blocks that nobody else can have: used, and leased or reserved for a KV transfer."""
+    """Return a bar of the KV blocks in use; leased and reserved ones have another colour."""
     total = sum(blocks.values())
     held = blocks["leased"] + blocks["reserved"]
     fraction = (blocks["used"] + held) / total if total else 0.0
@@ -158,14 +158,14 @@ def _kv(blocks: Mapping[str, int]) -> Text:
 
 
 def _scaling(scaling: Json, now: float) -> Text:
-    """Why the pools have the sizes that they have, and what changed them."""
+    """Return why the pools have their sizes, and the last changes."""
     text = Text()
     for size in scaling["pools"]:
         text.append(f"{_why(size)}\n")
         for wait in size.get("waits", ()):
             text.append(f"  {wait}\n", style="yellow")
         if lost := size.get("given_up", 0):
-            failing = f"  {lost} could not be started, tried again later: see the log\n"
+            failing = f"  {lost} failed to start and will be retried: see the log\n"
             text.append(failing, style="red")
     for note in scaling["decisions"]:
         text.append(f"{duration(max(now - note['at'], 0.0))} ago: {note['text']}\n", style="dim")
@@ -173,9 +173,9 @@ def _scaling(scaling: Json, now: float) -> Text:
 
 
 def _why(size: Json) -> str:
-    """Why a pool has the size that it has."""
+    """Return why a pool has its size."""
     pool, least, most = size["pool"], size["least"], size["most"]
-    if least == most:  # nothing is to change it, so nothing holds it
+    if least == most:  # a fixed size
         return f"{pool}, always {least}: {size['reason']}"
     held = f"; held by {size['held_by']}" if size["held_by"] else ""
     return f"{pool}, {least} to {most}: {size['reason']}{held}"

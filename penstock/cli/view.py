@@ -1,4 +1,4 @@
-"""What `penstock serve` shows: bars while things start, lines where nobody looks at a terminal."""
+"""Output of `penstock serve`: progress bars on a terminal, otherwise lines."""
 
 from collections.abc import Callable
 from typing import Literal, TypeAlias
@@ -14,7 +14,7 @@ MB = 1e6
 
 
 def sentence(title: str, notice: status_events.StatusEvent) -> str:
-    """A notice in words; empty where there is nothing to say."""
+    """Return an event as a sentence; empty if there is nothing to print."""
     match notice:
         case status_events.Progress(stage, _, total):
             return f"{title}: {stage}" + (f" ({total / MB:.1f} MB)" if total else "")
@@ -24,7 +24,7 @@ def sentence(title: str, notice: status_events.StatusEvent) -> str:
             when = f"in {delay:.1f} s" if delay else "at once"
             return f"{title}: {reason}; it is started again {when}"
         case status_events.GivenUp(reason, delay):
-            return f"{title}: {reason}; it is given up for {delay:g} s, the others go on"
+            return f"{title}: {reason}; given up, next try in {delay:g} s, the others continue"
         case status_events.Waiting():
             return f"{title}: {notice}"
         case status_events.Draining() | status_events.RoleAssigned():
@@ -39,10 +39,10 @@ def sentence(title: str, notice: status_events.StatusEvent) -> str:
 
 
 class Lines:
-    """A line whenever something changes.
+    """Prints a line whenever something changes.
 
     Args:
-        print_line: takes a line.
+        print_line: called with each line.
     """
 
     def __init__(self, print_line: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ class Lines:
 
     def __call__(self, title: str, notice: status_events.StatusEvent) -> None:
         if isinstance(notice, status_events.Progress):
-            # Bytes come many times a second: one line a stage is enough.
+            # Byte counts change many times per second: print one line per stage.
             if self._stages.get(title) == notice.stage:
                 return
             self._stages[title] = notice.stage
@@ -64,7 +64,7 @@ class Lines:
 
 
 class _Bytes(ProgressColumn):
-    """Bytes of weights, where there are any."""
+    """A column with the loaded and total bytes of weights, if any."""
 
     def render(self, task: Task) -> Text:
         if not task.total or not task.fields["weights"]:
@@ -79,7 +79,7 @@ class _Seconds(ProgressColumn):
 
 
 class Bars:
-    """A line of its own for every process, rewritten until all are ready; then as `Lines`."""
+    """Shows a progress bar for each process until all are ready, then prints like `Lines`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -105,17 +105,17 @@ class Bars:
             self._update_bar(title, notice)
             return
         if self._open and isinstance(notice, status_events.Waiting):
-            return  # the bar tells its seconds
+            return  # the bar shows the seconds
         if isinstance(notice, status_events.Serving | status_events.Draining):
             self.close()
         self._lines(title, notice)
 
     def refresh(self) -> None:
-        """Draw now, not at the next tick."""
+        """Redraw now instead of at the next tick."""
         self._progress.refresh()
 
     def close(self) -> None:
-        """Leave the bars as they are; what comes later is lines."""
+        """Stop updating the bars; later events are printed as lines."""
         if self._open:
             self._open = False
             self._progress.stop()
@@ -143,7 +143,7 @@ View: TypeAlias = Lines | Bars | EventLog
 
 
 def make_view(log_format: Literal["text", "keys", "json"]) -> View:
-    """The view that suits the format asked for, and where standard output goes."""
+    """Return the view for a log format; bars only if standard output is a terminal."""
     if log_format != "text":
         return EventLog(log_format, _print)
     console = Console()

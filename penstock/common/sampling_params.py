@@ -106,13 +106,13 @@ class SamplingParams:
         ignore_eos: the model's own end tokens do not end an answer.
         logprobs: return the log probability of each token, and this many of the likeliest others;
             None: no log probabilities.
-        prompt_logprobs: the same for the prompt's tokens.
+        prompt_logprobs: like `logprobs`, for the prompt's tokens.
         stop: strings that end an answer. The router matches them; workers do not see them.
         include_stop_str_in_output: keep the matched stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
         use_beam_search: search instead of drawing tokens.
-        length_penalty: of a beam search: scores are divided by the length to this power.
-        early_stopping: of a beam search, as in transformers: False, True or "never".
+        length_penalty: for beam search: scores are divided by the length to this power.
+        early_stopping: for beam search, as in transformers: False, True or "never".
     """
 
     n: int = 1
@@ -345,7 +345,8 @@ def _check_beam_search(params: SamplingParams, limits: SamplingLimits) -> None:
     if params.num_sequences < 2:
         name = "n" if params.best_of is None else "best_of"
         raise InvalidParameterError(
-            f"use_beam_search takes from 2 to {limits.max_choices} beams: set {name} so", name
+            f"use_beam_search takes from 2 to {limits.max_choices} beams: set {name} in that range",
+            name,
         )
     for name, harmless in BEAM_SEARCH_VALUES.items():
         if getattr(params, name) not in harmless:
@@ -354,7 +355,7 @@ def _check_beam_search(params: SamplingParams, limits: SamplingLimits) -> None:
             raise InvalidParameterError(f"use_beam_search draws no tokens: {which}", name)
     if params.stop:
         raise InvalidParameterError(
-            "use_beam_search heeds stop_token_ids, no stop strings: leave out stop", "stop"
+            "use_beam_search supports stop_token_ids but not stop strings: leave out stop", "stop"
         )
     most = MAX_LENGTH_PENALTY
     if not -most <= params.length_penalty <= most:
@@ -375,9 +376,7 @@ def _check_beam_search(params: SamplingParams, limits: SamplingLimits) -> None:
 
 def _check_stop_strings(params: SamplingParams, limits: SamplingLimits) -> None:
     if len(params.stop) > limits.max_stop_strings:
-        raise InvalidParameterError(
-            f"at most {limits.max_stop_strings} stop strings are taken", "stop"
-        )
+        raise InvalidParameterError(f"stop takes at most {limits.max_stop_strings} strings", "stop")
     if any(not 0 < len(stop) <= limits.max_stop_chars for stop in params.stop):
         raise InvalidParameterError(
             f"a stop string must have 1 to {limits.max_stop_chars} characters", "stop"

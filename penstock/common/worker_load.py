@@ -34,8 +34,8 @@ class WorkerLoad(NamedTuple):
         preemptions: total of sequences put back into the queue for lack of KV blocks.
         bytes_received: total of KV bytes received from other workers.
         bytes_sent: total of KV bytes sent to other workers.
-        expert_imbalance: of a mixture of experts: recent load of the busiest expert relative to
-            the mean; 0 if unknown.
+        expert_imbalance: recent load of the busiest expert relative to the mean, for a mixture of
+            experts; 0 if unknown.
     """
 
     queued: int = 0

@@ -1,6 +1,6 @@
-"""The whole cluster on two GPUs: router, Ray, workers, NCCL within a worker and between workers.
+"""A cluster on two GPUs: router, Ray, workers, NCCL within a worker and between workers.
 
-`python -m pytest -m gpu tests/cluster/test_gpus.py` on a machine that has them.
+Run on a machine with two GPUs: `python -m pytest -m gpu tests/cluster/test_gpus.py`
 """
 
 import tempfile
@@ -41,7 +41,9 @@ def expected() -> list[str]:
 
 
 @pytest.mark.parametrize("flags", [("--tp", "2"), ("--pp", "2")])
-def test_two_ranks_give_the_answer_of_one(flags: tuple[str, ...], expected: list[str]) -> None:
+def test_two_ranks_answer_like_one_and_recover_from_a_killed_rank(
+    flags: tuple[str, ...], expected: list[str]
+) -> None:
     with served(*flags) as several:
         assert complete(several) == expected
         several.find("mixed worker 0, rank 1").kill()
@@ -49,6 +51,6 @@ def test_two_ranks_give_the_answer_of_one(flags: tuple[str, ...], expected: list
         assert complete(several) == expected
 
 
-def test_blocks_go_from_gpu_to_gpu(expected: list[str]) -> None:
+def test_kv_blocks_are_transferred_between_gpus(expected: list[str]) -> None:
     with served("--prefill", "1", "--decode", "1") as pools:
         assert complete(pools) == expected

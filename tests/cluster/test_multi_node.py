@@ -1,4 +1,4 @@
-"""Workers of several ranks on Ray's own cluster of several nodes, whose GPUs are only declared."""
+"""Placement of workers with several ranks on a Ray cluster of several nodes with declared GPUs."""
 
 import asyncio
 import tempfile
@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head without GPUs, and two nodes of two."""
+    """A Ray cluster of a head without GPUs and two nodes with two GPUs each."""
     with tempfile.TemporaryDirectory(prefix="pk-") as folder, pytest.MonkeyPatch.context() as patch:
-        # Ray keeps the address of such a cluster where all of a machine's would.
+        # A private folder, since Ray stores the address of a cluster there, one per machine.
         patch.setenv("RAY_TMPDIR", folder)
         Path(folder, "ray").mkdir()
         found = Cluster(
@@ -42,13 +42,13 @@ def cluster() -> Iterator[Any]:
         found.shutdown()
 
 
-def asked(pool: PoolSpec) -> ClusterSpec:
+def spec_of(pool: PoolSpec) -> ClusterSpec:
     none = PoolSpec(replicas=0)
     return ClusterSpec(pools=Pools(prefill=none, decode=none, mixed=pool))
 
 
 def nodes_of(one: WorkerPlacement) -> list[str]:
-    """Where Ray lays the stages; none are left behind."""
+    """Return the node of each stage as placed by Ray; the placement group is removed again."""
     group = placement_group(list(one.bundles), one.strategy)
     try:
         assert group.wait(60)
@@ -58,8 +58,8 @@ def nodes_of(one: WorkerPlacement) -> list[str]:
         remove_placement_group(group)
 
 
-def settled(num_gpus: int) -> list[Node]:
-    """The free nodes, once everything has been given back."""
+def free_nodes_with(num_gpus: int) -> list[Node]:
+    """Wait until `num_gpus` GPUs are free; return the free nodes."""
 
     async def wait() -> list[Node]:
         async with asyncio.timeout(60):
@@ -70,23 +70,23 @@ def settled(num_gpus: int) -> list[Node]:
     return asyncio.run(wait())
 
 
-def test_ray_lays_stages_as_planned(cluster: Any) -> None:
-    (packed,) = plan_placements(asked(PoolSpec(tp=2, gpus=1, cpus=0.5)), settled(4))
+def test_ray_places_stages_as_planned(cluster: Any) -> None:
+    (packed,) = plan_placements(spec_of(PoolSpec(tp=2, gpus=1, cpus=0.5)), free_nodes_with(4))
     assert len(nodes_of(packed)) == 1
     (spread,) = plan_placements(
-        asked(PoolSpec(tp=2, pp=2, gpus=1, cpus=0.5, stages="spread")), settled(4)
+        spec_of(PoolSpec(tp=2, pp=2, gpus=1, cpus=0.5, stages="spread")), free_nodes_with(4)
     )
     assert len(set(nodes_of(spread))) == 2
-    (near,) = plan_placements(asked(PoolSpec(pp=2, gpus=1, cpus=0.5)), settled(4))
+    (near,) = plan_placements(spec_of(PoolSpec(pp=2, gpus=1, cpus=0.5)), free_nodes_with(4))
     assert len(set(nodes_of(near))) == 1
 
 
-def test_what_cannot_be_placed_is_said_and_a_node_more_makes_room(cluster: Any) -> None:
-    wide = asked(PoolSpec(tp=3, gpus=1, cpus=0.1))
-    with pytest.raises(PlacementError, match=r"asks 3 times \(0.1 CPUs, 1 GPU\) on one node"):
-        plan_placements(wide, settled(4))
+def test_worker_without_room_is_refused_and_fits_after_a_node_is_added(cluster: Any) -> None:
+    wide = spec_of(PoolSpec(tp=3, gpus=1, cpus=0.1))
+    with pytest.raises(PlacementError, match=r"needs 3 times \(0.1 CPUs, 1 GPU\) on one node"):
+        plan_placements(wide, free_nodes_with(4))
     node = cluster.add_node(num_cpus=2, num_gpus=3)
-    (one,) = plan_placements(wide, settled(7))
+    (one,) = plan_placements(wide, free_nodes_with(7))
     assert len(nodes_of(one)) == 1
     cluster.remove_node(node)
-    settled(4)
+    free_nodes_with(4)

@@ -1,4 +1,4 @@
-"""A cluster as the chart makes it, on one machine: nodes that come later, leave or are killed."""
+"""A cluster like that of the chart, on one machine: nodes are added, drained and killed."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ from tests.support.serving import PATIENCE, Serving, serving, wait_for
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 MODEL = SHIPPED.parent / "demo-small"
-KEY = "a-key-of-the-file"
+KEY = "a-key-from-the-file"
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def streamed(running: Serving, number: int) -> str:
-    """A long answer, and how it ended."""
+    """Return the text of a long answer, followed by its finish reason."""
     body = {"prompt": f"Tell me {number} stories.", "max_tokens": 600, "temperature": 1}
     body |= {"seed": number, "ignore_eos": True, "stream": True}
     url = f"http://127.0.0.1:{running.http}/v1/completions"
@@ -70,38 +70,38 @@ def raylet_of(running: Serving, resource: str) -> psutil.Process:
 
 
 def kill_node(raylet: psutil.Process) -> None:
-    """As when a machine goes: Ray's own processes there and all that they host, at once."""
+    """Kill Ray's processes of a node and all that they host at once, like the loss of a machine."""
     for each in (*raylet.children(recursive=True), raylet):
         with suppress(psutil.NoSuchProcess):
             each.kill()
 
 
-def test_a_node_that_is_killed_takes_its_worker_and_no_stream(folder: Path) -> None:
+def test_killed_node_is_replaced_and_its_streams_continue(folder: Path) -> None:
     nodes = Nodes(folder)
     nodes.add_head()
     arguments = [str(MODEL), "--ray-address", f"127.0.0.1:{nodes.port}", "--pool-nodes"]
     arguments += ["--cpus", "0.5", "--gpus", "0", "--kv-cache-mib", "64", "--mixed", "2"]
     with serving([*arguments, "--deterministic"], free_ports(2), folder) as running:
         nodes.add_worker(router=1, mixed=1)
-        nodes.add_worker(mixed=1, struck=1)
+        nodes.add_worker(mixed=1, victim=1)
         running.wait_until_said("is served after")
         wait_for(lambda: are_ready(running), "two workers")
-        right = [streamed(running, number) for number in range(4)]
-        with ThreadPoolExecutor(len(right)) as pool:
-            asked = [pool.submit(streamed, running, number) for number in range(len(right))]
-            # A report on its way may make it three and one: which it is does not matter.
+        expected = [streamed(running, number) for number in range(4)]
+        with ThreadPoolExecutor(len(expected)) as pool:
+            streams = [pool.submit(streamed, running, number) for number in range(len(expected))]
+            # Two streams each, or three and one if a load report was late: both are fine.
             wait_for(lambda: min(num_running(running)) > 0, "streams on both")
-            kill_node(raylet_of(running, "struck,1"))
-            assert [each.result() for each in asked] == right
+            kill_node(raylet_of(running, "victim,1"))
+            assert [each.result() for each in streams] == expected
         assert 1 <= status(running)["failovers"] <= 3
         nodes.add_worker(mixed=1)
         wait_for(lambda: are_ready(running), "two workers")
-        assert streamed(running, 0) == right[0]
+        assert streamed(running, 0) == expected[0]
         running.interrupt(signal.SIGTERM)
         assert running.wait() == 0
 
 
-def ask(running: Serving, key: str) -> httpx.Response:
+def complete(running: Serving, key: str) -> httpx.Response:
     return httpx.post(
         f"http://127.0.0.1:{running.http}/v1/completions",
         json={"model": "demo-small", "prompt": "What is 2 plus 2?", "max_tokens": 8},
@@ -110,7 +110,7 @@ def ask(running: Serving, key: str) -> httpx.Response:
     )
 
 
-def test_it_waits_for_its_nodes_serves_there_and_drains_where_one_leaves(folder: Path) -> None:
+def test_workers_wait_for_their_nodes_and_drain_when_a_node_leaves(folder: Path) -> None:
     (folder / "keys").write_text(f"{KEY}\n")
     nodes = Nodes(folder)
     nodes.add_head()
@@ -122,13 +122,13 @@ def test_it_waits_for_its_nodes_serves_there_and_drains_where_one_leaves(folder:
             running.wait_until_said(f"{role} worker 0: waiting for its place")
         nodes.add_worker()
         running.wait_until_said("is served after")
-        assert ask(running, "another").status_code == 401
-        assert ask(running, KEY).status_code == 200
+        assert complete(running, "another").status_code == 401
+        assert complete(running, KEY).status_code == 200
         assert len(list(nodes.leaving.glob(f"*{node_drain.PROCESS_SUFFIX}"))) == 3
         assert readiness_probe.not_ready_reason(nodes.leaving, PATIENCE, time.time()) == "", (
-            "a token was decoded"
+            "the worker has decoded a token"
         )
         assert node_drain.drain_node(nodes.leaving, PATIENCE)
-        assert ask(running, KEY).status_code == 503, "the router of that node has drained too"
+        assert complete(running, KEY).status_code == 503, "the router on that node has drained, too"
         running.interrupt(signal.SIGTERM)
         assert running.wait() == 0

@@ -1,5 +1,7 @@
-"""One cluster whose pools have different engine settings: KV is handed over between blocks of
-unequal sizes, and answers are those of one engine with default settings."""
+"""A cluster whose pools have different block sizes and limits.
+
+KV transfers convert between block sizes, and answers equal those of one default engine.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -34,13 +36,13 @@ NUM_NEW = 24
 
 
 def prompt(length: int, start: int) -> list[int]:
-    """Token ids, different for each start."""
-    return [100 + (start * 31 + place * 7) % 400 for place in range(length)]
+    """Return token ids, which differ by `start`."""
+    return [100 + (start * 31 + position * 7) % 400 for position in range(length)]
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Serving]:
-    # Not pytest's own folder: its paths are too long for the sockets that lie below.
+    # Not `tmp_path`: its paths are too long for the sockets inside.
     with tempfile.TemporaryDirectory(prefix="pk-") as name:
         file = Path(name, "cluster.yaml")
         file.write_text(yaml.safe_dump(FILE))
@@ -55,7 +57,7 @@ def plain() -> Engine:
 
 
 def complete(running: Serving, ids: list[int]) -> list[int]:
-    """The tokens of a greedy answer of `NUM_NEW` tokens."""
+    """Return the tokens of a greedy answer of `NUM_NEW` tokens."""
     body = {"model": "small", "prompt": ids, "max_tokens": NUM_NEW, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
     url = f"http://127.0.0.1:{running.http}/v1/completions"
@@ -65,8 +67,8 @@ def complete(running: Serving, ids: list[int]) -> list[int]:
     return found
 
 
-def counted(running: Serving, name: str) -> float:
-    """The sum of a metric over all its labels."""
+def metric_sum(running: Serving, name: str) -> float:
+    """Return the sum of a metric over all its labels."""
     text = httpx.get(f"http://127.0.0.1:{running.http}/metrics", timeout=PATIENCE).text
     families = text_string_to_metric_families(text)
     return sum(each.value for family in families for each in family.samples if each.name == name)
@@ -78,19 +80,19 @@ def workers(running: Serving) -> dict[str, dict[str, Any]]:
 
 
 def check_answers(running: Serving, plain: Engine, start: int) -> None:
-    """Send prompts of all lengths at once: more than the places of the workers."""
+    """Send prompts of all lengths at once, more than the workers have rows; check the answers."""
     prompts = [prompt(length, start + number) for number, length in enumerate(LENGTHS)]
-    with ThreadPoolExecutor(len(prompts)) as crowd:
-        found = list(crowd.map(lambda ids: complete(running, ids), prompts))
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = list(pool.map(lambda ids: complete(running, ids), prompts))
     assert found == [run_greedy(plain, ids, NUM_NEW) for ids in prompts]
 
 
-def test_pools_of_unequal_blocks_and_sizes_answer_as_one_engine(
+def test_pools_of_different_block_sizes_answer_like_one_engine(
     served: Serving, plain: Engine
 ) -> None:
     check_answers(served, plain, 0)
-    assert counted(served, "penstock_kv_transfer_bytes_total") > 0
-    assert counted(served, "penstock_kv_transfers_failed_total") == 0
+    assert metric_sum(served, "penstock_kv_transfer_bytes_total") > 0
+    assert metric_sum(served, "penstock_kv_transfers_failed_total") == 0
     places = {name: each["numbers"]["places"] for name, each in workers(served).items()}
     assert places == {"prefill-0": 3, "decode-0": 2}
 
@@ -101,21 +103,21 @@ def test_worker_keeps_the_settings_of_its_pool_when_its_role_changes(
     steps = [("prefill-0", "mixed"), ("decode-0", "prefill"), ("prefill-0", "decode")]
     for worker, role in steps:
         url = f"http://127.0.0.1:{served.http}/role"
-        given = httpx.post(url, json={"worker": worker, "role": role}, timeout=PATIENCE)
-        assert given.status_code == 200, given.text
+        reply = httpx.post(url, json={"worker": worker, "role": role}, timeout=PATIENCE)
+        assert reply.status_code == 200, reply.text
 
-    def all_have() -> bool:
+    def have_roles() -> bool:
         return {name: each["role"] for name, each in workers(served).items()} == dict(steps)
 
-    wait_for(all_have, "the roles to be told")
+    wait_for(have_roles, "the new roles")
     check_answers(served, plain, 100)
-    assert counted(served, "penstock_kv_transfers_failed_total") == 0
+    assert metric_sum(served, "penstock_kv_transfers_failed_total") == 0
     found = workers(served)
     assert found["prefill-0"]["numbers"]["places"] == PREFILL["max_sequences"]
     assert found["decode-0"]["numbers"]["places"] == DECODE["max_sequences"]
 
 
-def test_choices_that_exceed_one_pool_are_computed_by_the_other(
+def test_choices_beyond_the_rows_of_one_pool_are_computed_by_the_other(
     served: Serving, plain: Engine
 ) -> None:
     ids = prompt(40, 500)

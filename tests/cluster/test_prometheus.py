@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a served cluster under a little load: every series has data there."""
+"""A real Prometheus scrapes a cluster under light load and gets data for every series."""
 
 import json
 import re
@@ -25,10 +25,12 @@ PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus here (Debian: prometheus)"),
+    pytest.mark.skipif(
+        PROMETHEUS is None, reason="needs prometheus (Debian: apt-get install prometheus)"
+    ),
 ]
 
-KEY = "a-key-of-no-worth"
+KEY = "a-test-key"
 ARGUMENTS = [str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "32", "--api-key", KEY]
 ARGUMENTS += ["--log-format", "json"]
 PROMPT = "What is 2 plus 2, xyzzy?"
@@ -49,12 +51,12 @@ RATES = [
     "sum by (pool) (penstock_workers_ready) == 1",
     "min(penstock_worker_up) == 1",
 ]
-"""What dashboards ask: each gives data only where the numbers are there and right."""
+"""Queries of dashboards. Each returns data only if its metrics have data and plausible values."""
 
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    # Not pytest's own: its paths are too long for the sockets that lie below.
+    # Not `tmp_path`: its paths are too long for the sockets inside.
     with tempfile.TemporaryDirectory(prefix="pk-") as name:
         yield Path(name)
 
@@ -68,7 +70,7 @@ def cluster(folder: Path) -> Iterator[Serving]:
 
 @contextmanager
 def scraped(folder: Path, http: int) -> Iterator[httpx.Client]:
-    """A Prometheus that has scraped the router at that port."""
+    """Run a Prometheus and yield its client once it has scraped the router at port `http`."""
     assert PROMETHEUS is not None
     config = folder / "prometheus.yml"
     config.write_text(CONFIG.format(key=KEY, port=http))
@@ -81,7 +83,7 @@ def scraped(folder: Path, http: int) -> Iterator[httpx.Client]:
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client,
     ):
         try:
-            wait_for(lambda: has_data(client, 'up{job="rel-penstock"} == 1'), "its first scrape")
+            wait_for(lambda: has_data(client, 'up{job="rel-penstock"} == 1'), "the first scrape")
             yield client
         finally:
             process.kill()
@@ -94,10 +96,10 @@ def prometheus(folder: Path, cluster: Serving) -> Iterator[httpx.Client]:
 
 
 def has_data(client: httpx.Client, query: str) -> bool:
-    """Whether it answers, and with something."""
+    """Return whether the query gives at least one value that is not NaN."""
     with suppress(httpx.TransportError):
         reply = client.get("/api/v1/query", params={"query": query})
-        if reply.status_code == 503:  # it starts
+        if reply.status_code == 503:  # Prometheus is starting
             return False
         assert reply.status_code == 200, reply.text
         found = reply.json()["data"]["result"]
@@ -105,7 +107,7 @@ def has_data(client: httpx.Client, query: str) -> bool:
     return False
 
 
-def ask(cluster: Serving) -> None:
+def send_request(cluster: Serving) -> None:
     url = f"http://127.0.0.1:{cluster.http}/v1/completions"
     body = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
     headers = {"authorization": f"Bearer {KEY}"}
@@ -113,90 +115,94 @@ def ask(cluster: Serving) -> None:
 
 
 def test_every_series_returns_data(cluster: Serving, prometheus: httpx.Client) -> None:
-    lacking: list[str] = []
+    missing: list[str] = []
 
     def complete() -> bool:
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(ask, [cluster] * 4))
+            list(pool.map(send_request, [cluster] * 4))
         queries = [*sorted(SERIES | SIZES), *RATES]
-        lacking[:] = [query for query in queries if not has_data(prometheus, query)]
-        return not lacking
+        missing[:] = [query for query in queries if not has_data(prometheus, query)]
+        return not missing
 
     with suppress(AssertionError):
         wait_for(complete, "data")
-    assert not lacking
+    assert not missing
 
 
-def asked_by_the_chart() -> tuple[list[str], list[str]]:
-    """By its dashboard, its alerts and its scaler, whose values name the release that is scraped;
-    first of any model, then of mixtures of experts.
+def chart_queries() -> tuple[list[str], list[str]]:
+    """Return the queries of the chart's dashboard, alerts and scaler for the scraped release.
 
-    A condition is asked as a number, which is there whether it is met or not.
+    A condition is turned into a number, which exists whether the condition holds or not.
+
+    Returns:
+        Queries for all models, and those for models with experts only.
     """
     keda = {"autoscaler": "keda", "prometheusAddress": "http://prometheus"}
     pools = {"decode": {"maxReplicas": 2}}
     values = chart.merged(chart.of_mode("standalone"), {"standalone": keda, "pools": pools})
     (trigger,) = chart.one(chart.objects(chart.render(values)), "ScaledObject")["spec"]["triggers"]
-    asked = [rule["expr"].replace("absent(", "count(") for rule in chart.rules()]
-    asked += [expr for _, expr in chart.drawn()]
-    asked = [re.sub(" (==|>|<) ", r" \1 bool ", each) for each in asked]
-    of_experts = [each for each in asked if any(name in each for name in EXPERTS)]
-    rest = [each for each in asked if each not in of_experts]
+    queries = [rule["expr"].replace("absent(", "count(") for rule in chart.rules()]
+    queries += [expr for _, expr in chart.drawn()]
+    queries = [re.sub(" (==|>|<) ", r" \1 bool ", each) for each in queries]
+    of_experts = [each for each in queries if any(name in each for name in EXPERTS)]
+    rest = [each for each in queries if each not in of_experts]
     return [trigger["metadata"]["query"], *rest], of_experts
 
 
-def test_whatever_the_chart_asks_returns_data(cluster: Serving, prometheus: httpx.Client) -> None:
+def test_all_queries_of_the_chart_return_data(cluster: Serving, prometheus: httpx.Client) -> None:
     pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
-    queries, _ = asked_by_the_chart()
-    lacking = queries
+    queries, _ = chart_queries()
+    missing = queries
     assert len(queries) > 40
 
     def complete() -> bool:
-        nonlocal lacking
-        ask(cluster)
-        lacking = [query for query in queries if not has_data(prometheus, query)]
-        return not lacking
+        nonlocal missing
+        send_request(cluster)
+        missing = [query for query in queries if not has_data(prometheus, query)]
+        return not missing
 
     with suppress(AssertionError):
         wait_for(complete, "data")
-    assert not lacking
+    assert not missing
 
 
-def test_the_log_tells_of_requests_and_nothing_that_was_asked(cluster: Serving) -> None:
+def test_log_has_events_of_requests_but_not_their_content(cluster: Serving) -> None:
     url = f"http://127.0.0.1:{cluster.http}/v1/completions"
-    headers = {"authorization": f"Bearer {KEY}", "x-request-id": "mine-1"}
+    headers = {"authorization": f"Bearer {KEY}", "x-request-id": "request-1"}
     body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
     reply = httpx.post(url, json=body, headers=headers, timeout=PATIENCE)
     answer = reply.json()["choices"][0]["text"]
-    wait_for(lambda: '"event": "request", "request": "mine-1"' in cluster.said, "its end")
+    wait_for(
+        lambda: '"event": "request", "request": "request-1"' in cluster.said, "the request event"
+    )
     lines = [json.loads(line) for line in cluster.said.splitlines()]
-    events = {each["event"] for each in lines if each.get("request") == "mine-1"}
+    events = {each["event"] for each in lines if each.get("request") == "request-1"}
     assert events >= {"request", "placed", "sequence"}, "from the router and from workers"
     assert "xyzzy" not in cluster.said
     assert KEY not in cluster.said
     assert len(answer) < 8 or answer not in cluster.said
 
 
-def test_a_worker_that_died_is_told_as_down_and_then_as_up(
+def test_silent_worker_is_reported_as_down_and_later_as_up(
     cluster: Serving, prometheus: httpx.Client
 ) -> None:
     victim = cluster.find("penstock: decode worker 0")
-    victim.suspend()  # silent, which is all that can be seen of a machine that has gone
+    victim.suspend()  # silent, like a worker on a lost machine
     try:
         down = 'penstock_worker_up{worker=~"decode.*"} == 0'
-        wait_for(lambda: has_data(prometheus, down), "its being down")
+        wait_for(lambda: has_data(prometheus, down), "the worker to be down")
         stale = 'penstock_requests_running{role="decode"}'
         assert not has_data(prometheus, stale)
         assert has_data(prometheus, 'penstock_workers_ready{pool="decode"} == 0')
     finally:
         victim.resume()
     up = 'penstock_worker_up{worker=~"decode.*"} == 1'
-    wait_for(lambda: has_data(prometheus, up), "its being up again")
+    wait_for(lambda: has_data(prometheus, up), "the worker to be up")
 
 
-def test_what_it_asks_of_experts_returns_data_too() -> None:
+def test_queries_of_the_chart_about_experts_return_data() -> None:
     pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
-    _, queries = asked_by_the_chart()
+    _, queries = chart_queries()
     assert queries
     with tempfile.TemporaryDirectory(prefix="pk-") as name:
         folder = Path(name)
@@ -208,7 +214,7 @@ def test_what_it_asks_of_experts_returns_data_too() -> None:
             with scraped(folder, running.http) as client:
 
                 def complete() -> bool:
-                    ask(running)
+                    send_request(running)
                     return all(has_data(client, query) for query in queries)
 
                 wait_for(complete, "data of experts")

@@ -1,4 +1,4 @@
-"""A served worker of two ranks: it answers, survives a rank, and leaves nothing behind."""
+"""A worker of two ranks: it serves, recovers from a lost rank, and cleans up at its end."""
 
 import subprocess
 import sys
@@ -19,6 +19,7 @@ MODEL = SHIPPED.parent / "demo-small"
 
 
 def complete(running: Serving) -> list[str]:
+    """Return the tokens of a greedy answer."""
     body: dict[str, Any] = {"model": "demo-small", "prompt": "What is 2 plus 2?", "max_tokens": 12}
     body |= {"temperature": 0, "ignore_eos": True, "logprobs": 1}
     url = f"http://127.0.0.1:{running.http}/v1/completions"
@@ -30,9 +31,9 @@ def complete(running: Serving) -> list[str]:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1800)
-def test_a_worker_of_two_ranks() -> None:
+def test_worker_of_two_ranks_recovers_from_a_killed_and_a_stopped_rank() -> None:
     before = shared_memory()
-    with tempfile.TemporaryDirectory(prefix="pk-") as name:  # a short path
+    with tempfile.TemporaryDirectory(prefix="pk-") as name:  # short, for the sockets inside
         folder = Path(name)
         arguments = [str(MODEL), "--tp", "2", "--kv-cache-mib", "64", "--step-timeout-seconds", "8"]
         arguments += ["--crash-dump-dir", str(folder / "bundles")]
@@ -44,14 +45,14 @@ def test_a_worker_of_two_ranks() -> None:
             running.wait_until_said("mixed worker 0: rank 1: its process died")
             running.wait_until_said("mixed worker 0: ready after", times=2)
             assert complete(running) == answer
-            # One that stands still, and the other one in a sum with it: both are replaced.
+            # Stop one rank, so that the other blocks in a collective: both are replaced.
             stopped = running.find("mixed worker 0, rank 1")
             stopped.suspend()
-            with suppress(httpx.HTTPStatusError):  # a slow start may outlast its patience
+            with suppress(httpx.HTTPStatusError):  # the request may time out during a slow start
                 assert complete(running) == answer
             running.wait_until_said("mixed worker 0: ready after", times=3)
             assert complete(running) == answer
-            assert "it answered nothing for" in running.said or "it hung: " in running.said
+            assert "no reply for" in running.said or "process hung: " in running.said
             assert not stopped.is_running()
             running.interrupt()
             assert running.wait() == 0
@@ -61,7 +62,7 @@ def test_a_worker_of_two_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--tp", "3"], "tp 3 "),
         (["--pp", "50"], "pp 50: the model has "),
@@ -69,9 +70,9 @@ def test_a_worker_of_two_ranks() -> None:
         (["--ep", "2"], "ep: 2 does not divide tp (1)"),
     ],
 )
-def test_a_shape_that_cannot_be_starts_nothing(flags: list[str], said: str) -> None:
+def test_impossible_parallel_sizes_are_refused_at_start(flags: list[str], message: str) -> None:
     command = [sys.executable, "-m", "penstock.cli", "serve", str(MODEL), *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 2
-    assert said in result.stderr
+    assert message in result.stderr
     assert result.stderr.count("\n") == 1

@@ -1,6 +1,6 @@
 """A cluster whose router runs in an environment of `requirements-router.txt` and the wheel.
 
-`make router-environment` makes that environment and runs this; elsewhere it is skipped.
+`make router-environment` creates the environment and runs this test, which is skipped otherwise.
 """
 
 import os
@@ -21,7 +21,9 @@ ENVIRONMENT = Path(os.environ.get("ROUTER_ENVIRONMENT", "")).absolute()
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif("ROUTER_ENVIRONMENT" not in os.environ, reason="make router-environment"),
+    pytest.mark.skipif(
+        "ROUTER_ENVIRONMENT" not in os.environ, reason="run `make router-environment`"
+    ),
 ]
 
 
@@ -31,7 +33,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def test_a_router_of_that_environment_serves_workers_of_this_one(folder: Path) -> None:
+def test_router_without_torch_serves_workers_of_the_full_environment(folder: Path) -> None:
     nodes = Nodes(folder)
     nodes.add_head()
     arguments = [str(SHIPPED), "--ray-address", f"127.0.0.1:{nodes.port}", "--pool-nodes"]

@@ -1,5 +1,7 @@
-"""A pool that follows what is asked, on nodes that Ray's own autoscaler makes for its workers:
-load, a second worker, one again, none, and woken; no stream that is not whole."""
+"""A pool follows its load, on nodes that Ray's autoscaler adds: one worker, two, one, none, one.
+
+Every stream stays complete.
+"""
 
 import json
 import time
@@ -37,7 +39,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def nodes(folder: Path) -> Nodes:
-    """A head with no other node, which may add one for the router and two for workers."""
+    """A head without other nodes; its autoscaler may add one for the router and two for workers."""
     made = Nodes(folder)
     made.add_scaled_head({"router": 1, "mixed": 2})
     return made
@@ -52,7 +54,7 @@ def running(folder: Path, nodes: Nodes) -> Iterator[Serving]:
 
 
 def streamed(running: Serving, prompt: str) -> list[str]:
-    """The pieces of a streamed answer, and how it ended."""
+    """Return the text of a streamed answer, followed by its finish reason."""
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "seed": 1}
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     url = f"http://127.0.0.1:{running.http}/v1/completions"
@@ -63,12 +65,12 @@ def streamed(running: Serving, prompt: str) -> list[str]:
             event = line.removeprefix("data: ")
             if not event or event == "[DONE]":
                 continue
-            told = json.loads(event)
-            assert "error" not in told, told
-            for choice in told["choices"]:
+            chunk = json.loads(event)
+            assert "error" not in chunk, chunk
+            for choice in chunk["choices"]:
                 pieces += [choice["text"], *filter(None, [choice["finish_reason"]])]
-            if told.get("usage"):
-                assert told["usage"]["completion_tokens"] == NUM_TOKENS
+            if chunk.get("usage"):
+                assert chunk["usage"]["completion_tokens"] == NUM_TOKENS
     return ["".join(pieces)]
 
 
@@ -80,74 +82,74 @@ def status(running: Serving) -> dict[str, Any]:
 
 
 def size(running: Serving) -> tuple[int, int]:
-    """Workers wanted, and those that are ready."""
-    told = status(running)
-    (pool,), (scaling,) = told["pools"], told["scaling"]["pools"]
+    """Return the desired and the ready number of workers."""
+    state = status(running)
+    (pool,), (scaling,) = state["pools"], state["scaling"]["pools"]
     return scaling["desired"], pool["ready"]
 
 
 def num_nodes(running: Serving) -> int:
-    """That Ray's autoscaler has made for workers."""
+    """Return the number of nodes that Ray's autoscaler has added for workers."""
     count = 0
     for each in running.processes():
-        with suppress(psutil.Error):  # it ends just now
+        with suppress(psutil.Error):  # the process has just ended
             count += each.name() == "raylet" and "mixed,1" in " ".join(each.cmdline())
     return count
 
 
-def check_the_log(said: str) -> None:
-    """A line an event, from everybody, with the requests' names and nothing of their content."""
-    events = [json.loads(line) for line in said.splitlines()]
+def check_log(output: str) -> None:
+    """Check that all processes log one JSON line per event, with request ids and no content."""
+    events = [json.loads(line) for line in output.splitlines()]
     assert {"supervisor", "router 0", "mixed worker 0"} <= {event["from"] for event in events}
     requests = [event for event in events if event["event"] == "request"]
     sequences = [event for event in events if event["event"] == "sequence"]
     assert {event["request"] for event in requests} == {event["request"] for event in sequences}
     assert {event["answer_tokens"] for event in requests} == {NUM_TOKENS}
-    assert not [prompt for prompt in PROMPTS if prompt in said]
+    assert not [prompt for prompt in PROMPTS if prompt in output]
 
 
-def test_a_pool_and_its_nodes_follow_what_is_asked_and_no_stream_drops(
+def test_pool_and_its_nodes_follow_the_load_and_no_stream_drops(
     running: Serving, nodes: Nodes
 ) -> None:
     assert num_nodes(running) == 1
-    undisturbed = {prompt: streamed(running, prompt) for prompt in PROMPTS}
+    expected = {prompt: streamed(running, prompt) for prompt in PROMPTS}
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        # More than one worker has places for: they wait in line, and a second one comes.
-        ends = False
+        # More requests than one worker has rows for: they queue, and a second worker is added.
+        stopped = False
 
-        def ask(number: int, prompt: str) -> None:
-            while not ends and (number < 2 or size(running) != (2, 2)):
-                assert streamed(running, prompt) == undisturbed[prompt]
+        def send_requests(number: int, prompt: str) -> None:
+            while not stopped and (number < 2 or size(running) != (2, 2)):
+                assert streamed(running, prompt) == expected[prompt]
 
-        asking = [pool.submit(ask, *each) for each in enumerate(PROMPTS)]
+        clients = [pool.submit(send_requests, *each) for each in enumerate(PROMPTS)]
         running.wait_until_said('"decision": "mixed: 1 to 2: ')
         wait_for(lambda: size(running) == (2, 2), "a second worker")
         assert num_nodes(running) == 2
-        # Two go on, for which one worker is enough: the other one drains under them.
+        # Two clients continue, for which one worker is enough: the other worker drains meanwhile.
         running.wait_until_said('"decision": "mixed: 2 to 1: ')
         wait_for(lambda: size(running) == (1, 1), "one worker again")
-        ends = True
-        for each in asking:
+        stopped = True
+        for each in clients:
             each.result()
-    wait_for(lambda: num_nodes(running) == 1, "the end of the emptied node")
+    wait_for(lambda: num_nodes(running) == 1, "the removal of the empty node")
     assert readiness_probe.not_ready_reason(nodes.leaving, PATIENCE, time.time()) == ""
     running.wait_until_said('"decision": "mixed: 1 to 0: ')
     wait_for(lambda: size(running) == (0, 0), "no worker")
-    wait_for(lambda: num_nodes(running) == 0, "the end of the last worker's node")
-    nobody = "no worker serves here"
+    wait_for(lambda: num_nodes(running) == 0, "the removal of the last worker's node")
+    reason = "no worker serves here"
     wait_for(
-        lambda: readiness_probe.not_ready_reason(nodes.leaving, PATIENCE, time.time()) == nobody,
-        nobody,
+        lambda: readiness_probe.not_ready_reason(nodes.leaving, PATIENCE, time.time()) == reason,
+        reason,
     )
     assert httpx.get(f"http://127.0.0.1:{running.http}/health").status_code == 200
-    assert streamed(running, PROMPTS[0]) == undisturbed[PROMPTS[0]], "woken"
-    told = status(running)
-    changes = [note["text"].split(": ")[1] for note in told["scaling"]["decisions"]]
+    assert streamed(running, PROMPTS[0]) == expected[PROMPTS[0]], "from an empty pool"
+    state = status(running)
+    changes = [note["text"].split(": ")[1] for note in state["scaling"]["decisions"]]
     assert {"1 to 2", "2 to 1"} <= set(changes)
     assert changes[-2:] == ["1 to 0", "0 to 1"]
-    assert told["failovers"] == 0
-    assert {reason for reason, count in told["finished"].items() if count} == {"length"}
+    assert state["failovers"] == 0
+    assert {reason for reason, count in state["finished"].items() if count} == {"length"}
     running.interrupt()
     assert running.wait() == 0
-    check_the_log(running.said)
+    check_log(running.said)
     assert not [each for each in running.processes() if "penstock" in " ".join(each.cmdline())]

@@ -1,4 +1,4 @@
-"""One real `penstock serve`: ready, answering, surviving a worker, and gone without a trace."""
+"""`penstock serve` end to end: start, requests, lost workers and routers, a clean end."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ READY = "is served after"
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    # Not pytest's own: its paths are too long for the sockets that lie below.
+    # Not `tmp_path`: its paths are too long for the sockets inside.
     with tempfile.TemporaryDirectory(prefix="pk-") as name:
         yield Path(name)
 
@@ -47,7 +47,7 @@ def ports() -> list[int]:
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Serving]:
-    """A cluster with two routers for several tests. A test may kill processes of it."""
+    """A cluster with two routers, shared by several tests, which may kill its processes."""
     ports = free_ports(2, run=2)  # those of the second router follow those of the first
     arguments = [*ARGUMENTS, "--routers", "2", "--deterministic"]
     with (
@@ -60,7 +60,7 @@ def started() -> Iterator[Serving]:
 
 @pytest.fixture
 def shared(started: Serving) -> Serving:
-    """That cluster, once what the test before killed has been replaced."""
+    """The shared cluster, once processes killed by earlier tests have been replaced."""
     wait_for(lambda: is_whole(started), "both routers to be ready with both workers")
     return started
 
@@ -86,7 +86,7 @@ def complete(running: Serving, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def stream(running: Serving, **more: Any) -> Iterator[Iterator[str]]:
-    """The events of a long streamed answer."""
+    """Yield the events of a long streamed answer."""
     body = {"model": "demo-small", "prompt": "Tell me a story.", "max_tokens": 1500, **more}
     body |= {"temperature": 0, "ignore_eos": True, "stream": True}
     url = f"http://127.0.0.1:{running.http}/v1/completions"
@@ -95,10 +95,10 @@ def stream(running: Serving, **more: Any) -> Iterator[Iterator[str]]:
         yield (line.removeprefix("data: ") for line in reply.iter_lines() if line)
 
 
-def test_it_tells_what_it_does_and_what_to_do_next(shared: Serving) -> None:
-    for who in ("router 0", "router 1", "prefill worker 0", "decode worker 0"):
-        assert f"{who}: ready after" in shared.said
-        assert shared.find(f"penstock: {who}")
+def test_output_shows_progress_and_the_next_commands(shared: Serving) -> None:
+    for title in ("router 0", "router 1", "prefill worker 0", "decode worker 0"):
+        assert f"{title}: ready after" in shared.said
+        assert shared.find(f"penstock: {title}")
     assert "decode worker 0: weights (" in shared.said
     assert f"curl http://127.0.0.1:{shared.http}/v1/chat/completions" in shared.said
     assert f"penstock chat --address 127.0.0.1:{shared.grpc}" in shared.said
@@ -107,7 +107,7 @@ def test_it_tells_what_it_does_and_what_to_do_next(shared: Serving) -> None:
     )
 
 
-def test_the_line_to_paste_works(shared: Serving) -> None:
+def test_printed_curl_command_works(shared: Serving) -> None:
     (line,) = (line for line in shared.said.splitlines() if line.startswith("  curl "))
     body = json.loads(line[line.index("{") : line.rindex("}") + 1])
     url = f"http://127.0.0.1:{shared.http}/v1/chat/completions"
@@ -122,7 +122,7 @@ def test_completions_are_repeatable(shared: Serving) -> None:
     assert one["usage"]["completion_tokens"] > 0
 
 
-def test_chat_answers_a_line_a_question(shared: Serving) -> None:
+def test_chat_answers_each_line_of_its_input(shared: Serving) -> None:
     command = [sys.executable, "-m", "penstock.cli", "chat", "--max-tokens", "8"]
     result = subprocess.run(
         [*command, "--address", f"127.0.0.1:{shared.grpc}"],
@@ -135,17 +135,19 @@ def test_chat_answers_a_line_a_question(shared: Serving) -> None:
     assert result.stdout.count("\n") >= 2
 
 
-def test_a_killed_worker_is_replaced_and_its_stream_ends_well(shared: Serving) -> None:
+def test_killed_worker_is_replaced_and_its_stream_finishes_or_fails_cleanly(
+    shared: Serving,
+) -> None:
     give_role(shared, "prefill-0", "prefill")
     give_role(shared, "decode-0", "mixed")
     starts = shared.said.count("decode worker 0: ready after")
     deaths = shared.said.count("decode worker 0: its process died")
     victim = shared.find("penstock: decode worker 0")
     with stream(shared) as events:
-        seen = [next(events)]
+        received = [next(events)]
         victim.kill()
-        seen += events
-    ends = [json.loads(event) for event in seen if event != "[DONE]"]
+        received += events
+    ends = [json.loads(event) for event in received if event != "[DONE]"]
     finished = any(end.get("choices") and end["choices"][0]["finish_reason"] for end in ends)
     refused = [end["error"]["message"] for end in ends if "error" in end]
     assert finished or (refused and all(refused))
@@ -153,13 +155,13 @@ def test_a_killed_worker_is_replaced_and_its_stream_ends_well(shared: Serving) -
     shared.wait_until_said("decode worker 0: ready after", times=starts + 1)
     assert shared.find("penstock: decode worker 0").pid != victim.pid
     assert complete(shared)["usage"]["completion_tokens"] > 0
-    assert role(shared, "decode-0") == "mixed", "as its operator said"
+    assert role(shared, "decode-0") == "mixed", "the operator's role is kept"
 
 
 def give_role(running: Serving, worker: str, role: str) -> None:
     url = f"http://127.0.0.1:{running.http}/role"
-    given = httpx.post(url, json={"worker": worker, "role": role}, timeout=PATIENCE)
-    assert given.status_code == 200, given.text
+    reply = httpx.post(url, json={"worker": worker, "role": role}, timeout=PATIENCE)
+    assert reply.status_code == 200, reply.text
 
 
 def role(running: Serving, worker: str) -> str:
@@ -174,11 +176,11 @@ def read(stub: Any, request: pb.GenerateRequest) -> tuple[list[int], str]:
     return tokens, "".join(reply.text for reply in replies)
 
 
-async def outlive(addresses: list[str], request: pb.GenerateRequest, kill: Any) -> Any:
-    """The answer of a client whose router is killed in mid-stream, and how often it resumed.
+async def resume_after(addresses: list[str], request: pb.GenerateRequest, kill: Any) -> Any:
+    """Return the answer of a client whose router is killed in mid-stream, and how often it resumed.
 
-    The client lets a router be about a kilobyte ahead of it: the kill always meets a stream
-    that has not ended, also where this process runs late.
+    The client's receive window is about a kilobyte, so that the stream cannot end before the
+    kill, even if this process is slow.
     """
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     tokens: list[int] = []
@@ -197,37 +199,37 @@ async def outlive(addresses: list[str], request: pb.GenerateRequest, kill: Any) 
         return (tokens, text), client.num_broken
 
 
-def test_a_killed_router_is_replaced_while_the_other_goes_on_with_its_streams(
+def test_killed_router_is_replaced_and_its_client_resumes_at_the_other(
     shared: Serving,
 ) -> None:
     def all_are_ready() -> bool:
         routers = fetch(f"127.0.0.1:{shared.http + 1}", None)["routers"]
         return [each["state"] for each in routers] == ["ready", "ready"]
 
-    wait_for(all_are_ready, "both routers to be told of")
+    wait_for(all_are_ready, "both routers to be listed as ready")
     addresses = [f"127.0.0.1:{shared.grpc}", f"127.0.0.1:{shared.grpc + 1}"]
     sampling = pb.Sampling(temperature=0, max_tokens=400, ignore_eos=True, logprobs=5)
     request = pb.GenerateRequest(text="Tell me a story.", sampling=sampling)
     with grpc.insecure_channel(addresses[1]) as channel:
-        right = read(InferenceStub(channel), request)  # type: ignore[no-untyped-call]
+        expected = read(InferenceStub(channel), request)  # type: ignore[no-untyped-call]
     starts = shared.said.count("router 0: ready after")
     deaths = shared.said.count("router 0: its process died")
     victim = shared.find("penstock: router 0")
-    assert asyncio.run(outlive(addresses, request, victim.kill)) == (right, 1)
+    assert asyncio.run(resume_after(addresses, request, victim.kill)) == (expected, 1)
     shared.wait_until_said("router 0: its process died", times=deaths + 1)
     shared.wait_until_said("router 0: ready after", times=starts + 1)
-    wait_for(lambda: is_open(shared.http), "its port")
-    wait_for(all_are_ready, "the new router to be told of")
+    wait_for(lambda: is_open(shared.http), "the port of the new router")
+    wait_for(all_are_ready, "the new router to be listed as ready")
 
     def answers() -> bool:
         with suppress(httpx.HTTPStatusError):
             return bool(complete(shared)["usage"]["completion_tokens"])
         return False
 
-    wait_for(answers, "an answer of the new router")
+    wait_for(answers, "an answer through the new router")
 
 
-def test_a_role_outlives_the_router_that_took_it(shared: Serving) -> None:
+def test_assigned_role_survives_the_router_that_accepted_it(shared: Serving) -> None:
     give_role(shared, "prefill-0", "prefill")
     wait_for(lambda: given_role(shared, 1, "prefill-0") == "prefill", "the role at both")
     starts = shared.said.count("router 0: ready after")
@@ -241,12 +243,12 @@ def test_a_role_outlives_the_router_that_took_it(shared: Serving) -> None:
 
 
 def given_role(running: Serving, router: int, worker: str) -> str:
-    """The role that an operator gave the worker, as this router knows it; empty: none."""
+    """Return the role that an operator assigned to the worker, as this router reports it, or ""."""
     roles = fetch(f"127.0.0.1:{running.http + router}", None)["roles"]
     return str(roles[worker]["role"]) if worker in roles else ""
 
 
-def test_a_model_that_is_gone_where_a_worker_starts_is_that_worker_s_end_only(
+def test_worker_whose_model_is_missing_is_given_up_and_the_others_serve(
     folder: Path, ports: list[int]
 ) -> None:
     model = folder / MODEL.name
@@ -257,14 +259,14 @@ def test_a_model_that_is_gone_where_a_worker_starts_is_that_worker_s_end_only(
         running.find("penstock: decode worker 0").kill()
         running.wait_until_said(
             f"decode worker 0: {model} is not a folder: give the path of a checkpoint folder; "
-            "it is given up for 60 s, the others go on"
+            "given up, next try in 60 s, the others continue"
         )
         url = f"http://127.0.0.1:{running.http}/metrics"
-        told = 'penstock_workers_given_up{pool="decode"} 1.0'
-        wait_for(lambda: told in httpx.get(url, timeout=PATIENCE).text, "its being told")
+        metric = 'penstock_workers_given_up{pool="decode"} 1.0'
+        wait_for(lambda: metric in httpx.get(url, timeout=PATIENCE).text, "the metric")
 
 
-def test_ctrl_c_leaves_nothing_and_a_second_start_works_at_once(
+def test_interrupt_leaves_nothing_behind_and_a_second_start_works(
     folder: Path, ports: list[int]
 ) -> None:
     before = shared_memory()
@@ -280,12 +282,12 @@ def test_ctrl_c_leaves_nothing_and_a_second_start_works_at_once(
     with serving(ARGUMENTS, ports, folder) as second:
         second.wait_until_said(READY)
         assert complete(second)["usage"]["completion_tokens"] > 0
-        hurried(second)
+        check_second_signal_ends_the_drain(second)
         assert second.left_behind() == {"processes": [], "ports": [], "files": []}
 
 
-def hurried(running: Serving) -> None:
-    """Told twice while a stream holds its drain up, it takes no leave."""
+def check_second_signal_ends_the_drain(running: Serving) -> None:
+    """Check that a second SIGTERM ends a drain that waits for streams."""
     with stream(running, prompt=["Tell me a story."] * 16) as events:
         next(events)
         running.interrupt(signal.SIGTERM)
@@ -296,12 +298,14 @@ def hurried(running: Serving) -> None:
                 running.process.send_signal(signal.SIGTERM)
             return running.process.poll() is not None
 
-        wait_for(ended, "its end")
+        wait_for(ended, "the process to end")
     assert running.wait() == 130
 
 
 @pytest.mark.parametrize("when", ["Ray: starting", "loading libraries"])
-def test_ctrl_c_while_it_starts(folder: Path, ports: list[int], when: str) -> None:
+def test_interrupt_during_the_start_leaves_nothing_behind(
+    folder: Path, ports: list[int], when: str
+) -> None:
     with serving(ARGUMENTS, ports, folder) as running:
         running.wait_until_said(when)
         running.interrupt()
@@ -310,7 +314,7 @@ def test_ctrl_c_while_it_starts(folder: Path, ports: list[int], when: str) -> No
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}
 
 
-def test_without_its_ray_it_ends_and_says_so(folder: Path, ports: list[int]) -> None:
+def test_loss_of_ray_ends_the_command_with_an_error(folder: Path, ports: list[int]) -> None:
     with serving(ARGUMENTS, ports, folder) as running:
         running.wait_until_said("loading libraries")
         running.find("gcs_server").kill()
@@ -319,16 +323,18 @@ def test_without_its_ray_it_ends_and_says_so(folder: Path, ports: list[int]) -> 
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}
 
 
-def test_what_has_no_place_is_said(folder: Path, ports: list[int]) -> None:
+def test_worker_without_room_ends_the_command_with_an_error(folder: Path, ports: list[int]) -> None:
     arguments = [str(MODEL), "--mixed", "1", "--gpus", "1"]
     with serving(arguments, ports, folder) as running:
         assert running.wait() == 1, running.said
         last = running.said.splitlines()[-1]
-        assert last.startswith("penstock serve: no place for mixed worker 0, which asks")
+        assert last.startswith("penstock serve: no room for mixed worker 0, which needs")
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}
 
 
-def test_a_worker_that_cannot_start_ends_it_with_the_reason(folder: Path, ports: list[int]) -> None:
+def test_worker_that_cannot_start_ends_the_command_with_the_reason(
+    folder: Path, ports: list[int]
+) -> None:
     with serving([str(MODEL), "--kv-cache-mib", "1", "--mixed", "1"], ports, folder) as running:
         assert running.wait() == 1, running.said
         last = running.said.splitlines()[-1]

@@ -1,5 +1,4 @@
-"""Labels on Ray's own cluster of several nodes: what pools ask for, who is near whom, and what the
-death of a node makes of that."""
+"""Labels and locality on a Ray cluster of several nodes, also after a node was lost."""
 
 import asyncio
 import tempfile
@@ -24,18 +23,20 @@ from tests.support.serving import PATIENCE, serving
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 MODEL = SHIPPED.parent / "demo-small"
-NODES = ("a1", "a2", "b1", "b2")  # zone and number
+NODES = ("a1", "a2", "b1", "b2")  # zone and number in the zone
 
 
 def node(name: str) -> dict[str, Any]:
-    """As Ray's cluster takes it."""
+    """Return the options of a node for `ray.cluster_utils.Cluster`."""
     labels = {ZONE: name[0], "name": name, "disk": "hdd" if name == "b2" else "ssd"}
     return {"num_cpus": 2, "num_gpus": 0, "labels": labels}
 
 
 class Zones:
-    """Two zones of two nodes, each node with room for one worker and for routers; the last one has
-    another kind of disk."""
+    """A Ray cluster of two zones with two nodes each.
+
+    Each node has room for one worker and for routers. The last node has another kind of disk.
+    """
 
     def __init__(self) -> None:
         head, *others = NODES
@@ -47,8 +48,8 @@ class Zones:
         self.address: str = self._cluster.address
         ray.init(address=self.address, log_to_driver=False)
 
-    def of_workers(self, supervisor: Supervisor) -> dict[str, str]:
-        """Worker to the node where its process serves."""
+    def nodes_of_workers(self, supervisor: Supervisor) -> dict[str, str]:
+        """Return the node of each serving worker, by worker."""
         names = {node["NodeID"]: node["Labels"].get("name", "") for node in ray.nodes()}
         found = {}
         for worker in supervisor.workers:
@@ -68,7 +69,7 @@ class Zones:
 @pytest.fixture(scope="module")
 def zones() -> Iterator[Zones]:
     with tempfile.TemporaryDirectory(prefix="pk-") as folder, pytest.MonkeyPatch.context() as patch:
-        # Ray keeps the address of such a cluster where all of a machine's would.
+        # A private folder, since Ray stores the address of a cluster there, one per machine.
         patch.setenv("RAY_TMPDIR", folder)
         Path(folder, "ray").mkdir()
         found = Zones()
@@ -76,30 +77,30 @@ def zones() -> Iterator[Zones]:
         found.end()
 
 
-def test_a_label_that_no_node_has_is_said_and_nothing_is_started(zones: Zones) -> None:
+def test_label_that_no_node_has_ends_the_start_with_an_error(zones: Zones) -> None:
     arguments = [str(MODEL), "--ray-address", zones.address, "--labels", "disk=tape"]
     with (
         tempfile.TemporaryDirectory(prefix="pk-") as folder,
         serving(arguments, free_ports(2), Path(folder)) as running,
     ):
         assert running.wait() == 1
-        (said,) = (line for line in running.said.splitlines() if "no place" in line)
-    assert said.startswith(
-        "penstock serve: no place for prefill worker 0, which asks 0.1 CPUs on one node with "
-        "disk=tape (others were placed before it); free are "
+        (message,) = (line for line in running.said.splitlines() if "no room for" in line)
+    assert message.startswith(
+        "penstock serve: no room for prefill worker 0, which needs 0.1 CPUs on one node with "
+        "disk=tape (other workers were placed first); free resources: "
     )
-    assert said.count("(disk=ssd): 2 CPUs, 0 GPUs") == 3
-    assert said.count("(disk=hdd): 2 CPUs, 0 GPUs") == 1
+    assert message.count("(disk=ssd): 2 CPUs, 0 GPUs") == 3
+    assert message.count("(disk=hdd): 2 CPUs, 0 GPUs") == 1
 
 
 async def until(happened: Callable[[], bool], running: asyncio.Task[None]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not happened():
-            assert not running.done(), "it ended"
+            assert not running.done(), "the supervisor has ended"
             await asyncio.sleep(0.1)
 
 
-async def test_pools_share_a_zone_and_leave_it_where_it_has_no_room(
+async def test_pools_share_a_zone_and_leave_it_if_it_has_no_room(
     zones: Zones, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement_group, "SECONDS_NEAR", 2)
@@ -111,26 +112,26 @@ async def test_pools_share_a_zone_and_leave_it_where_it_has_no_room(
         router=RouterSpec(http_port=http, grpc_port=grpc),
         pools=Pools(prefill=pool, decode=on_hdd),
     )
-    told: list[StatusEvent] = []
-    supervisor = Supervisor(spec, MODEL, lambda title, notice: told.append(notice))
+    reported: list[StatusEvent] = []
+    supervisor = Supervisor(spec, MODEL, lambda title, notice: reported.append(notice))
     stop = asyncio.Event()
     running = asyncio.create_task(supervisor.run(stop))
-    await until(lambda: any(isinstance(each, Serves) for each in told), running)
+    await until(lambda: any(isinstance(each, Serves) for each in reported), running)
     assert f"all workers near each other: {ZONE}=b" in [
-        each.text for each in told if isinstance(each, LogLine)
+        each.text for each in reported if isinstance(each, LogLine)
     ]
-    assert zones.of_workers(supervisor) == {"prefill-0": "b1", "decode-0": "b2"}
+    assert zones.nodes_of_workers(supervisor) == {"prefill-0": "b1", "decode-0": "b2"}
     zones.kill("b1")
     await until(
         lambda: (
-            zones.of_workers(supervisor).get("prefill-0", "b1") != "b1"
-            and len(zones.of_workers(supervisor)) == 2
+            zones.nodes_of_workers(supervisor).get("prefill-0", "b1") != "b1"
+            and len(zones.nodes_of_workers(supervisor)) == 2
         ),
         running,
     )
-    where = zones.of_workers(supervisor)
+    where = zones.nodes_of_workers(supervisor)
     assert where["prefill-0"] in ("a1", "a2")
     assert where["decode-0"] == "b2"
-    assert Progress("no room near the others: any node will do") in told
+    assert Progress("no room near the other workers: accepting any node") in reported
     stop.set()
     await running

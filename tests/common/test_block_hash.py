@@ -1,4 +1,4 @@
-"""The block hash: which contents share one, and its exact bits."""
+"""Block hashes: the inputs that they depend on, and their exact bits."""
 
 import sys
 
@@ -39,12 +39,12 @@ def test_hash_has_the_bits_that_other_implementations_compute() -> None:
 
 def test_hash_is_little_endian_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = chain_of([1, 2, 3, 4], 2)
-    monkeypatch.setattr(sys, "byteorder", "big")  # the conversion is then explicit
+    monkeypatch.setattr(sys, "byteorder", "big")  # forces the explicit byte-order conversion
     assert chain_of([1, 2, 3, 4], 2) == expected
 
 
 @given(TOKEN_LISTS, st.integers(1, 5), st.binary(max_size=5), st.integers(0, 20))
-def test_chain_is_the_hash_of_each_full_block_in_any_number_of_calls(
+def test_chain_has_one_hash_per_full_block_however_it_is_extended(
     tokens: list[int], block_size: int, salt: bytes, first: int
 ) -> None:
     expected, parent = [], root_hash(salt)

@@ -1,4 +1,4 @@
-"""SamplingParams: what validation refuses, by name, and what resolving fills in."""
+"""SamplingParams: validation errors name the parameter; `resolve` fills in defaults."""
 
 import math
 import struct
@@ -75,7 +75,7 @@ INVALID: list[tuple[SamplingParams, str, str]] = [
     (SamplingParams(use_beam_search=True, best_of=1), "best_of", "from 2 to 64 beams"),
     (replace(BEAMS, temperature=0.5), "temperature", "leave temperature at 0 or 1"),
     (replace(BEAMS, seed=1), "seed", "leave out seed"),
-    (replace(BEAMS, stop=("x",)), "stop", "no stop strings"),
+    (replace(BEAMS, stop=("x",)), "stop", "not stop strings"),
     (replace(BEAMS, length_penalty=math.nan), "length_penalty", "from -5 to 5"),
     (replace(BEAMS, early_stopping="soon"), "early_stopping", '"never"'),
     (replace(BEAMS, max_tokens=4097), "max_tokens", "at most 4096"),
@@ -110,7 +110,7 @@ def test_valid_number_stays_valid_as_float32(name: str, data: st.DataObject) -> 
         assert float32(low) > 0
 
 
-def test_max_tokens_is_what_the_context_leaves() -> None:
+def test_max_tokens_is_limited_to_what_fits_in_the_context() -> None:
     assert resolve(SamplingParams()).max_tokens == 90
     assert resolve(SamplingParams(), default_max_tokens=16).max_tokens == 16
     assert resolve(SamplingParams(), 95, default_max_tokens=16).max_tokens == 5
@@ -121,7 +121,7 @@ def test_max_tokens_is_what_the_context_leaves() -> None:
         assert refusal.value.param == name
 
 
-def test_answers_of_a_beam_search_fit_into_one_message() -> None:
+def test_beam_search_max_tokens_is_limited_so_that_answers_fit_one_message() -> None:
     beams = replace(BEAMS, n=4)
     limits = SamplingLimits(max_beam_tokens=100)
     assert beams.resolve(10, 1000, limits, seed=0).max_tokens == 25
@@ -148,10 +148,10 @@ def test_worker_generates_all_choices_that_the_router_ranks() -> None:
     assert plain.for_worker() is plain
 
 
-def test_worker_gets_width_and_number_of_answers_of_a_beam_search() -> None:
-    found = resolve(replace(BEAMS, best_of=None)).for_worker()
-    assert (found.n, found.best_of, found.num_sequences, found.seed) == (2, 2, 2, None)
-    validate(found)
+def test_worker_receives_beam_width_and_number_of_answers() -> None:
+    actual = resolve(replace(BEAMS, best_of=None)).for_worker()
+    assert (actual.n, actual.best_of, actual.num_sequences, actual.seed) == (2, 2, 2, None)
+    validate(actual)
 
 
 def test_end_tokens_are_added_once_unless_they_are_ignored() -> None:
@@ -162,7 +162,7 @@ def test_end_tokens_are_added_once_unless_they_are_ignored() -> None:
     assert ignored.with_end_tokens((3, 9)) is ignored
 
 
-def test_token_ids_are_checked_at_both_ends() -> None:
+def test_token_ids_below_zero_or_beyond_the_vocabulary_are_refused() -> None:
     check_token_ids("x", (), 5)
     check_token_ids("x", (0, 4), 5)
     for tokens in ((5,), (-1, 3)):

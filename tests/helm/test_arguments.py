@@ -1,4 +1,4 @@
-"""What the pods run is the real program: every command line of the chart is read by who runs it."""
+"""Each command line and file of the chart is parsed by the program that receives it in a pod."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def config(found: list[chart.Object]) -> str:
 
 
 def read(found: list[chart.Object], folder: Path) -> ClusterSpec:
-    """What the driver's own command line makes of its own files."""
+    """Parse the driver's command line and files as `penstock serve` does."""
     (script,) = driver(found)["containers"][0]["args"]
     joined, served = shlex.split(script.partition("&&")[0]), shlex.split(script.partition("&&")[2])
     ray_start(joined)
@@ -40,12 +40,12 @@ def read(found: list[chart.Object], folder: Path) -> ClusterSpec:
     path = folder / "cluster.yaml"
     path.write_text(config(found).replace("/etc/penstock-keys/keys", str(folder / "keys")))
     (folder / "keys").write_text("one\n\n two \n")
-    given = [path if word == "/etc/penstock/cluster.yaml" else word for word in served[3:]]
-    return flags.read_spec([str(word) for word in given])
+    arguments = [path if word == "/etc/penstock/cluster.yaml" else word for word in served[3:]]
+    return flags.read_spec([str(word) for word in arguments])
 
 
 def ray_start(words: list[str]) -> dict[str, Any]:
-    """The options that Ray's own command line reads; it exits where it does not know one."""
+    """Parse a command with Ray's own parser, which exits on an unknown option."""
     from ray.scripts.scripts import start
 
     assert words[:2] == ["ray", "start"]
@@ -61,11 +61,11 @@ def test_the_driver_reads_its_configuration(name: str, mode: str, tmp_path: Path
     grace = driver(found)["terminationGracePeriodSeconds"]
     assert grace > spec.router.drain_seconds
     for worker in plan_placements(spec, []):
-        # What one of the pool's nodes has: its place for each rank of a stage.
+        # A node of the pool has one unit of its resource per rank.
         assert all(bundle[worker.role] == worker.tp for bundle in worker.bundles)
 
 
-def test_the_driver_may_go_as_far_as_the_nodes(tmp_path: Path) -> None:
+def test_driver_gets_the_bounds_of_the_pool(tmp_path: Path) -> None:
     pools = {"decode": {"minReplicas": 0, "maxReplicas": 6}, "mixed": {"replicas": 0}}
     values = chart.merged(chart.example("8b"), {"pools": pools})
     decode = read(chart.objects(chart.render(values)), tmp_path).pools.decode
@@ -94,20 +94,20 @@ def test_each_router_has_a_node_and_the_same_ports(mode: str, tmp_path: Path) ->
     assert set(counts) == {3}
 
 
-def test_what_the_driver_tells_machines(tmp_path: Path) -> None:
-    told = {"logFormat": "json", "router": {"vllmMetrics": True}}
-    spec = read(chart.objects(chart.render(chart.merged(chart.example("8b"), told))), tmp_path)
+def test_driver_gets_log_format_and_vllm_metrics(tmp_path: Path) -> None:
+    settings = {"logFormat": "json", "router": {"vllmMetrics": True}}
+    spec = read(chart.objects(chart.render(chart.merged(chart.example("8b"), settings))), tmp_path)
     assert (spec.log_format, spec.router.vllm_metrics) == ("json", True)
 
 
-def test_keys_come_from_the_secret(tmp_path: Path) -> None:
+def test_api_keys_come_from_the_secret(tmp_path: Path) -> None:
     found = chart.example_objects("8b", "kuberay")
     assert read(found, tmp_path).router.api_keys == ("one", "two")
     (keys,) = (each for each in driver(found)["volumes"] if each["name"] == "keys")
     assert keys["secret"]["secretName"] == "penstock-api-keys"
 
 
-def test_the_examples_are_what_their_names_say() -> None:
+def test_examples_have_the_shapes_that_their_names_promise() -> None:
     pools = {name: yaml.safe_load(config(found(name)))["pools"] for name in chart.EXAMPLES}
     counts = {
         name: {role: (pool["replicas"], pool["tp"], pool["ep"]) for role, pool in each.items()}
@@ -126,7 +126,7 @@ def found(name: str, mode: str = "kuberay") -> list[chart.Object]:
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_a_pod_has_what_its_worker_asks_for(name: str, mode: str) -> None:
+def test_pod_has_the_resources_that_its_worker_requests(name: str, mode: str) -> None:
     objects = found(name, mode)
     pools = yaml.safe_load(config(objects))["pools"]
     for role, flagged in nodes(objects).items():
@@ -143,13 +143,13 @@ def test_a_pod_has_what_its_worker_asks_for(name: str, mode: str) -> None:
 
 
 def nodes(objects: list[chart.Object]) -> dict[str, dict[str, Any]]:
-    """By component: what `ray start` reads on that node."""
+    """Return the parsed options of `ray start`, by component."""
     result = {}
     for each in objects:
         if each["kind"] == "RayCluster":
-            result = {"head": of_params(each["spec"]["headGroupSpec"], ["--head"])}
+            result = {"head": parsed_params(each["spec"]["headGroupSpec"], ["--head"])}
             for group in each["spec"]["workerGroupSpecs"]:
-                result[group["groupName"]] = of_params(group, ["--address=head:6379"])
+                result[group["groupName"]] = parsed_params(group, ["--address=head:6379"])
             return result
     for role, pod in chart.pods(objects):
         main = pod["spec"]["containers"][0]
@@ -160,8 +160,8 @@ def nodes(objects: list[chart.Object]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def of_params(group: chart.Object, more: list[str]) -> dict[str, Any]:
-    """As KubeRay does it: each parameter a flag of one line of shell."""
+def parsed_params(group: chart.Object, more: list[str]) -> dict[str, Any]:
+    """Parse a group's parameters as KubeRay does: as flags of one shell command."""
     line = " ".join(f"--{key}={value}" for key, value in group["rayStartParams"].items())
     read = ray_start(["ray", "start", *more, *shlex.split(line)])
     read["resources"] = json.loads(read["resources"])
@@ -169,38 +169,39 @@ def of_params(group: chart.Object, more: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", chart.MODES)
-def test_who_waits_for_the_head_asks_it_as_ray_does_and_says_so(mode: str) -> None:
+def test_init_containers_wait_for_the_head_with_a_valid_health_check(mode: str) -> None:
     from ray.scripts.scripts import healthcheck
 
     objects = found("8b", mode)
-    asked = {"kuberay": "rel-penstock-head-svc:6379", "standalone": "rel-penstock-head:6379"}[mode]
+    head = {"kuberay": "rel-penstock-head-svc:6379", "standalone": "rel-penstock-head:6379"}[mode]
     waiting = {
         role: each
         for role, pod in chart.pods(objects)
         for each in pod["spec"].get("initContainers", [])
         if each["name"] == "wait-for-head"
     }
-    everyone = {"driver", "router", "prefill", "decode"}
-    assert set(waiting) == ({"driver"} if mode == "kuberay" else everyone), "KubeRay adds its own"
+    all_roles = {"driver", "router", "prefill", "decode"}
+    expected = {"driver"} if mode == "kuberay" else all_roles  # KubeRay adds them to its pods
+    assert set(waiting) == expected
     for each in waiting.values():
         (script,) = each["args"]
-        question, said, pause = (part.split() for part in script.split(";")[:3])
-        assert question[:3] == ["until", "ray", "health-check"]
-        assert healthcheck.make_context("ray health-check", question[3:]).params["address"] == asked
-        assert said[:3] == ["do", "echo", '"waiting']
+        check, log, pause = (part.split() for part in script.split(";")[:3])
+        assert check[:3] == ["until", "ray", "health-check"]
+        assert healthcheck.make_context("ray health-check", check[3:]).params["address"] == head
+        assert log[:3] == ["do", "echo", '"waiting']
         assert pause == ["sleep", "2"]
         done = subprocess.run(["sh", "-n", "-c", script], capture_output=True, check=False)
         assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("mode", chart.MODES)
-def test_the_head_takes_no_work_and_shows_no_dashboard(mode: str) -> None:
+def test_head_has_no_cpus_and_no_dashboard(mode: str) -> None:
     head = nodes(found("8b", mode))["head"]
     assert (head["num_cpus"], head["include_dashboard"], head["resources"]) == (0, False, {})
     assert nodes(found("8b", mode))["router"]["resources"] == {"router": 1}
 
 
-def test_ray_reads_its_own_autoscalers_configuration() -> None:
+def test_rays_autoscaler_accepts_the_ray_cluster() -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import (
         _derive_autoscaling_config_from_ray_cr as derive,
     )
@@ -222,7 +223,7 @@ def test_ray_reads_its_own_autoscalers_configuration() -> None:
 
 
 @pytest.mark.parametrize("mode", chart.MODES)
-def test_hooks_are_read_by_who_runs_them(
+def test_commands_of_hooks_and_probes_are_accepted_by_our_programs(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for role, pod in chart.pods(found("70b-tp4", mode)):
@@ -237,20 +238,20 @@ def test_hooks_are_read_by_who_runs_them(
         monkeypatch.setenv(node_drain.FOLDER_VARIABLE, str(tmp_path))
         assert node_drain.main(command[3:]) == 0
         if role in ROLES:
-            asked = main["readinessProbe"]["exec"]["command"]
-            assert asked[:3] == ["python", "-m", readiness_probe.__name__]
+            probe = main["readinessProbe"]["exec"]["command"]
+            assert probe[:3] == ["python", "-m", readiness_probe.__name__]
             mark = tmp_path / f"{os.getpid()}{readiness_probe.READINESS_SUFFIX}"
-            assert readiness_probe.main(asked[3:]) == 1
+            assert readiness_probe.main(probe[3:]) == 1
             mark.touch()
-            assert readiness_probe.main(asked[3:]) == 0
+            assert readiness_probe.main(probe[3:]) == 0
             mark.unlink()
 
 
-def test_models_are_fetched_where_the_configuration_looks(
+def test_models_are_downloaded_to_the_folder_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fetched: list[tuple[str, list[str], Path]] = []
-    monkeypatch.setattr(fetch, "download", lambda *given: fetched.append(given))
+    monkeypatch.setattr(fetch, "download", lambda *arguments: fetched.append(arguments))
     objects = found("8b", "standalone")
     for role, pod in chart.pods(objects):
         for each in pod["spec"].get("initContainers", []):
@@ -262,7 +263,7 @@ def test_models_are_fetched_where_the_configuration_looks(
             assert name == "meta-llama/Llama-3.1-8B-Instruct"
             assert str(folder) == parse(yaml.safe_load(config(objects))).checkpoint
             assert (fetch.WEIGHTS in wanted) == (role in ROLES)
-    assert len(fetched) == 4  # driver, router, prefill, decode; the head reads no model
+    assert len(fetched) == 4  # driver, router, prefill and decode; the head needs no model
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_models_are_fetched_where_the_configuration_looks(
         ({"pvc": {"claimName": "c", "accessMode": "ReadOnlyMany", "path": "d/e"}}, "/models/d/e"),
     ],
 )
-def test_every_source_of_a_model(source: dict[str, Any], path: str) -> None:
+def test_each_source_of_a_model_has_its_folder(source: dict[str, Any], path: str) -> None:
     objects = chart.objects(chart.render({"models": {"a/b-1.5": {"source": source}}}))
     spec = parse(yaml.safe_load(config(objects)))
     assert (spec.model_name, spec.checkpoint) == ("a/b-1.5", path)
@@ -284,7 +285,7 @@ def test_every_source_of_a_model(source: dict[str, Any], path: str) -> None:
         assert ("/models" in mounts) == (path != "demo" and role != "head"), role
 
 
-def test_without_models_the_bundled_one_is_served() -> None:
+def test_without_models_the_bundled_model_is_served() -> None:
     assert parse(yaml.safe_load(config(chart.objects(chart.render({}))))).models == parse({}).models
 
 
@@ -309,8 +310,8 @@ def test_settings_of_a_model_and_of_pools_reach_the_driver() -> None:
         role: (pool.block_size, pool.max_batched_tokens, pool.kv_cache_mib, pool.max_sequences)
         for role, pool in (("prefill", spec.pools.prefill), ("decode", spec.pools.decode))
     }
-    usual = PoolSpec().max_sequences
-    assert found == {"prefill": (32, 2048, None, usual), "decode": (32, 2048, 10, 3)}
+    default = PoolSpec().max_sequences
+    assert found == {"prefill": (32, 2048, None, default), "decode": (32, 2048, 10, 3)}
 
 
 SCHEMA = json.loads((chart.CHART / "values.schema.json").read_text())
@@ -323,14 +324,14 @@ SCHEMA = json.loads((chart.CHART / "values.schema.json").read_text())
         (ModelSpec, SCHEMA["definitions"]["model"]["properties"]),
     ],
 )
-def test_the_schema_knows_settings_as_the_program_does(record: type, known: dict[str, Any]) -> None:
+def test_schema_has_the_keys_and_bounds_of_the_program(record: type, known: dict[str, Any]) -> None:
     assert set(known) - {"source"} == set(knobs(record)) - {"path"}, "add it to the schema"
     for name, (field, _) in knobs(record).items():
         bounds = (known.get(name, {}).get("minimum"), known.get(name, {}).get("maximum"))
         assert bounds == (field.metadata["least"], field.metadata["most"]), name
 
 
-def test_the_schema_bounds_sizes_of_pools_as_the_program_does() -> None:
+def test_schema_has_the_bounds_of_pool_sizes_of_the_program() -> None:
     known = SCHEMA["definitions"]["pool"]["properties"]
     names = {
         "block_size": "blockSize",
@@ -344,7 +345,7 @@ def test_the_schema_bounds_sizes_of_pools_as_the_program_does() -> None:
         assert bounds == (field.metadata["least"], field.metadata["most"]), name
 
 
-def test_the_chart_asks_for_the_ray_that_is_installed() -> None:
+def test_chart_names_the_installed_version_of_ray() -> None:
     import ray
 
     cluster = chart.one(found("8b"), "RayCluster")

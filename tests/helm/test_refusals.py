@@ -1,4 +1,4 @@
-"""What the chart refuses: every kind of mistake, by name, before anything reaches a cluster."""
+"""Invalid values fail when the chart is rendered, with a message that names the key."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ STANDALONE = chart.of_mode("standalone")
 SECRET_ENV = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
 
 
-def of(source: dict[str, Any]) -> dict[str, Any]:
-    """Values with one model of that source."""
+def with_source(source: dict[str, Any]) -> dict[str, Any]:
+    """Return values with one model from `source`."""
     return {"models": {"m": {"source": source}}}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    # A key that is not known, wherever it stands.
+    # Unknown keys at every depth.
     ({"ruoter": {}}, "'ruoter' not allowed"),
     ({"pools": {"decoder": {}}}, "/pools': additional properties 'decoder'"),
     ({"pools": {"decode": {"replica": 2}}}, "/pools/decode': additional properties 'replica'"),
@@ -30,7 +30,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"models": {"m": {"sauce": {}}}}, "/models/m': additional properties 'sauce'"),
     ({"models": {"m": {"path": "/x"}}}, "/models/m': additional properties 'path'"),
     ({"models": {"m": {"maxModelLen": 1}}}, "/models/m': additional properties 'maxModelLen'"),
-    # Keys of older values.
+    # Keys of older chart versions.
     ({"model": {"hub": {"name": "a/b"}}}, "additional properties 'model' not allowed"),
     ({"router": {"modelName": "m"}}, "/router': additional properties 'modelName'"),
     ({"engine": {"block_size": 16}}, "/engine': additional properties 'block_size'"),
@@ -39,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"pools": {"decode": {"tolerations": [{"Key": "gpu"}]}}},
         "/pools/decode/tolerations/0': additional properties 'Key'",
     ),
-    # A value of the wrong type, or out of its range.
+    # Values of the wrong type or out of range.
     ({"pools": {"decode": {"replicas": "three"}}}, "/pools/decode/replicas': got string, want"),
     ({"pools": {"decode": {"replicas": -1}}}, "/pools/decode/replicas': minimum"),
     ({"pools": {"decode": {"gpus": 2}}}, "/pools/decode/gpus': value must be one of"),
@@ -57,12 +57,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"probes": {"startupSeconds": 5}}, "/probes/startupSeconds': minimum"),
     ({"monitoring": {"serviceMonitor": {"interval": "15"}}}, "/serviceMonitor/interval': '15'"),
     ({"monitoring": {"podMonitor": {"interval": "15"}}}, "/podMonitor/interval': '15'"),
-    # Two writers of replica counts, or none that scales.
+    # Replica counts with two writers, or with bounds but no autoscaler.
     ({"standalone": {"autoscaler": "keda"}}, "/standalone/autoscaler': value must be 'none'"),
     ({"standalone": {"autoscaler": "hpa"}}, "/standalone/autoscaler': value must be 'none'"),
     (
         {**STANDALONE, "pools": {"decode": {"maxReplicas": 4}}},
-        "pools.decode: minReplicas and maxReplicas differ, but with standalone.autoscaler none",
+        "pools.decode: minReplicas and maxReplicas differ, but standalone.autoscaler is none",
     ),
     (
         {**STANDALONE, "standalone": {"autoscaler": "keda"}},
@@ -74,78 +74,81 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "standalone": {"autoscaler": "hpa"},
             "pools": {"decode": {"minReplicas": 0, "maxReplicas": 2}},
         },
-        "pools.decode: minReplicas: an HPA keeps one pod at least",
+        "pools.decode: minReplicas: an HPA cannot scale to 0",
     ),
-    # Secrets that are missing.
+    # Secrets that are missing, in plain text, or set by the chart itself.
     ({"cluster": {"mode": "standalone"}}, "/ray/authSecret': minLength"),
-    (of({"hub": {"name": "a/b", "tokenSecret": {"name": "x"}}}), "missing property 'key'"),
+    (with_source({"hub": {"name": "a/b", "tokenSecret": {"name": "x"}}}), "missing property 'key'"),
     (
         {"pools": {"decode": {"env": [{"name": "HF_TOKEN", "value": "hf_x"}]}}},
-        "pools.decode.env: HF_TOKEN: a secret is named, never given",
+        "pools.decode.env: HF_TOKEN: a secret must not be given as a plain value",
     ),
     (
         {"poolDefaults": {"env": [{"name": "RAY_AUTH_MODE", "value": "disabled"}]}},
-        "env: RAY_AUTH_MODE is said by the chart",
+        "env: RAY_AUTH_MODE is set by the chart",
     ),
-    # A model that cannot be read everywhere, or is said twice.
+    # Models that not all nodes can read, or with two sources; conflicting model settings.
     (
-        of({"pvc": {"claimName": "models", "accessMode": "ReadWriteOnce"}}),
+        with_source({"pvc": {"claimName": "models", "accessMode": "ReadWriteOnce"}}),
         "/models/m/source/pvc/accessMode': value must be one of 'ReadOnlyMany', 'ReadWriteMany'",
     ),
-    (of({"pvc": {"claimName": "models"}}), "/source/pvc': missing property 'accessMode'"),
-    (of({"hub": {"name": "llama"}}), "/source/hub/name': 'llama' does not match"),
-    (of({"hub": {"name": "a/b"}, "image": {"reference": "x", "path": "/y"}}), "/models/m/source'"),
+    (with_source({"pvc": {"claimName": "models"}}), "/source/pvc': missing property 'accessMode'"),
+    (with_source({"hub": {"name": "llama"}}), "/source/hub/name': 'llama' does not match"),
+    (
+        with_source({"hub": {"name": "a/b"}, "image": {"reference": "x", "path": "/y"}}),
+        "/models/m/source'",
+    ),
     ({"models": {"b": {}, "a": {}}}, "models: this version serves one model; found a, b"),
     (
         {"models": {"m": {"deterministic": True}}, "pools": {"decode": {"blockSize": 32}}},
         "models.m.deterministic: all pools need the same blockSize, found 16, 32",
     ),
-    # Pools that cannot serve, counts that contradict each other.
+    # Pools that cannot serve, and contradictory counts.
     ({"pools": {"prefill": {"replicas": 0}}}, "pools: no worker prefills"),
     ({"pools": {"decode": {"replicas": 0}}}, "pools: no worker decodes"),
     (
         {"pools": {"decode": {"replicas": 5, "maxReplicas": 4}}},
-        "pools.decode: replicas, 5, must be from minReplicas, 5, to maxReplicas, 4",
+        "pools.decode: replicas: 5 is not between minReplicas (5) and maxReplicas (4)",
     ),
     (
         {"pools": {"decode": {"replicas": 1, "minReplicas": 2}}},
-        "pools.decode: replicas, 1, must be from minReplicas, 2",
+        "pools.decode: replicas: 1 is not between minReplicas (2)",
     ),
-    ({"pools": {"decode": {"tp": 4, "ep": 3}}}, "pools.decode: ep, 3, must divide tp, 4"),
-    # A grace period that cuts the drain short.
+    ({"pools": {"decode": {"tp": 4, "ep": 3}}}, "pools.decode: ep: 3 does not divide tp (4)"),
+    # A grace period shorter than the drain.
     (
         {"router": {"drainSeconds": 300}, "terminationGracePeriodSeconds": 60},
-        "terminationGracePeriodSeconds: 60 is too short to drain: router.drainSeconds asks for 335",
+        "terminationGracePeriodSeconds: 60 is too short: router.drainSeconds requires at least 335",
     ),
-    # A probe that an idle worker cannot meet, series that would be told twice.
+    # A probe that idle workers would fail, and routers that would be scraped twice.
     (
         {"engine": {"canary_seconds": 40}},
-        "probes.tokenSeconds: 60 is less than twice engine.canary_seconds, 40",
+        "probes.tokenSeconds: 60 is less than twice engine.canary_seconds (40)",
     ),
     (
         {"monitoring": {name: {"enabled": True} for name in ("serviceMonitor", "podMonitor")}},
         "monitoring: serviceMonitor and podMonitor would scrape the same routers twice",
     ),
-    # Names that Kubernetes would refuse, one object after the other.
-    ({"fullnameOverride": "Bad_Name"}, 'the name "Bad_Name": a Service\'s begins with a letter'),
-    ({"fullnameOverride": "7b"}, 'the name "7b": a Service\'s begins with a letter'),
-    # A budget that lets no node be drained.
+    # Names that Kubernetes would refuse.
+    ({"fullnameOverride": "Bad_Name"}, 'the name "Bad_Name" is not valid for a Service'),
+    ({"fullnameOverride": "7b"}, 'the name "7b" is not valid for a Service'),
+    # A disruption budget with which no node can be drained.
     ({"router": {"disruptionBudget": {"maxUnavailable": 0}}}, "/maxUnavailable': minimum"),
-    # Ports, and policies that would not do what they seem to.
-    ({"router": {"grpcPort": 8000}}, "router: HTTP and gRPC cannot share port 8000"),
-    ({"router": {"httpPort": 6379}}, "router: port 6379 is Ray's own"),
-    ({"networkPolicy": {"monitoring": [{"podSelector": {}}]}}, "name both, or neither"),
+    # Port conflicts, and a network policy without effect.
+    ({"router": {"grpcPort": 8000}}, "router: httpPort and grpcPort must differ; both are 8000"),
+    ({"router": {"httpPort": 6379}}, "router: port 6379 is used by Ray"),
+    ({"networkPolicy": {"monitoring": [{"podSelector": {}}]}}, "set both or neither"),
 ]
 
 
-@pytest.mark.parametrize(("values", "said"), REFUSED)
-def test_refused_by_name(values: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_invalid_values_are_refused_by_key(values: dict[str, Any], message: str) -> None:
     with pytest.raises(HelmError) as refusal:
         chart.render(chart.merged(chart.of_mode("kuberay"), values))
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
-def test_the_same_values_without_their_mistake_are_taken() -> None:
+def test_similar_values_without_the_mistake_are_accepted() -> None:
     for values in (
         {
             "pools": {
@@ -154,7 +157,7 @@ def test_the_same_values_without_their_mistake_are_taken() -> None:
         },
         {"router": {"drainSeconds": 300}, "terminationGracePeriodSeconds": 335},
         {"pools": {"decode": {"env": [SECRET_ENV, {"name": "NCCL_DEBUG", "value": "INFO"}]}}},
-        of({"pvc": {"claimName": "models", "accessMode": "ReadWriteMany"}}),
+        with_source({"pvc": {"claimName": "models", "accessMode": "ReadWriteMany"}}),
         {"pools": {"decode": {"blockSize": 32}}},
         {
             "models": {"m": {"deterministic": True}},

@@ -1,4 +1,4 @@
-"""The chart renders to what Kubernetes takes and the house promises; a spoilt chart does not."""
+"""The rendered chart satisfies the Kubernetes schemas and our own rules; a mutated one does not."""
 
 import re
 import shutil
@@ -18,48 +18,46 @@ CASES = [(name, mode) for name in chart.EXAMPLES for mode in chart.MODES]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_every_example_is_sound_in_both_modes(name: str, mode: str) -> None:
+def test_every_example_is_valid_in_both_modes(name: str, mode: str) -> None:
     assert chart.problems(chart.example_objects(name, mode)) == []
 
 
 @pytest.mark.parametrize("mode", chart.MODES)
-def test_the_defaults_are_sound(mode: str) -> None:
+def test_the_defaults_are_valid(mode: str) -> None:
     assert chart.problems(chart.objects(chart.render(chart.of_mode(mode)))) == []
 
 
 @pytest.mark.parametrize("mode", chart.MODES)
-def test_what_the_kind_job_installs_is_sound(mode: str) -> None:
+def test_values_of_the_kind_job_are_valid(mode: str) -> None:
     path = chart.ROOT / ".github" / "workflows" / "kind-values.yaml"
     values = chart.merged(yaml.safe_load(path.read_text()), chart.of_mode(mode))
     assert chart.problems(chart.objects(chart.render(values))) == []
 
 
-def test_the_image_is_nobody_that_the_pods_are_not() -> None:
-    user = chart.one(chart.objects(chart.render({})), "Deployment")["spec"]["template"]["spec"]
-    assert (
-        f"USER {user['securityContext']['runAsUser']}:" in (chart.ROOT / "Dockerfile").read_text()
-    )
+def test_image_and_pods_have_the_same_user_id() -> None:
+    pod = chart.one(chart.objects(chart.render({})), "Deployment")["spec"]["template"]["spec"]
+    assert f"USER {pod['securityContext']['runAsUser']}:" in (chart.ROOT / "Dockerfile").read_text()
 
 
-def test_the_image_is_built_in_two_stages_of_what_the_package_needs() -> None:
+def test_image_is_built_in_two_stages_from_the_files_of_the_package() -> None:
     lines = (chart.ROOT / "Dockerfile").read_text().splitlines()
     stages = [number for number, line in enumerate(lines) if line.startswith("FROM ")]
     assert len(stages) == 2
     last = lines[stages[-1] :]
-    assert not [line for line in last if line.startswith("RUN pip")], "built in the first one"
+    assert not [line for line in last if line.startswith("RUN pip")], "the first stage builds"
     copied = [line for line in last if line.startswith("COPY ")]
     assert copied
     assert all(line.startswith("COPY --from=build ") for line in copied)
-    # Nothing reaches the build but what is named, and every room of the package is.
+    # The build context has only listed paths, and all packages are listed.
     ignored = (chart.ROOT / ".dockerignore").read_text().splitlines()
     assert ignored[0] == "*"
-    rooms = [each.resolve() for each in (chart.ROOT / "penstock").iterdir() if each.is_symlink()]
-    assert len(rooms) > 5
-    assert {f"!{each.relative_to(chart.ROOT.resolve())}" for each in rooms} <= set(ignored)
+    packages = [each.resolve() for each in (chart.ROOT / "penstock").iterdir() if each.is_symlink()]
+    assert len(packages) > 5
+    assert {f"!{each.relative_to(chart.ROOT.resolve())}" for each in packages} <= set(ignored)
 
 
-@pytest.mark.skipif(not chart.CRDS.is_dir(), reason="the schemas of custom resources are not here")
-def test_custom_resources_are_held_against_their_schemas() -> None:
+@pytest.mark.skipif(not chart.CRDS.is_dir(), reason="needs schemas of the custom resources")
+def test_custom_resources_have_schemas() -> None:
     for kind, api in [
         ("RayCluster", "ray.io/v1"),
         ("ScaledObject", "keda.sh/v1alpha1"),
@@ -71,7 +69,7 @@ def test_custom_resources_are_held_against_their_schemas() -> None:
 
 
 @pytest.mark.parametrize("scaler", ["keda", "hpa"])
-def test_a_scaler_is_then_the_one_writer(scaler: str) -> None:
+def test_with_an_external_autoscaler_the_chart_sets_no_replica_count(scaler: str) -> None:
     scaling = {"autoscaler": scaler, "prometheusAddress": "http://prometheus:9090"}
     pools = {"decode": {"replicas": 2, "minReplicas": 1, "maxReplicas": 4}}
     values = chart.merged(chart.of_mode("standalone"), {"standalone": scaling, "pools": pools})
@@ -85,30 +83,30 @@ def test_a_scaler_is_then_the_one_writer(scaler: str) -> None:
     assert chart.one(found, "Deployment", "-prefill")["spec"]["replicas"] == 1
 
 
-def test_pods_are_scraped_where_services_are_not() -> None:
+def test_pod_monitor_scrapes_the_router_pods() -> None:
     secret = {"apiKeySecret": {"name": "penstock-scraper", "key": "key"}}
     values = {"monitoring": {"podMonitor": {"enabled": True, "interval": "30s", **secret}}}
     found = chart.objects(chart.render(chart.merged(chart.of_mode("kuberay"), values)))
     assert chart.problems(found) == []
     (endpoint,) = chart.one(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
-    # Alerts and dashboard look for this label.
+    # Alerts and dashboard select by this label.
     assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "rel-penstock"}]
     assert endpoint["authorization"]["credentials"]["name"] == "penstock-scraper"
 
 
-def test_strict_lint() -> None:
+def test_chart_passes_strict_lint() -> None:
     for values in ({}, chart.of_mode("standalone"), *map(chart.example, chart.EXAMPLES)):
         found = lint(chart.CHART, values, strict=True, kube_version="1.27.0")
         assert found["errors"] == []
         assert {each["error"] for each in found["messages"]} <= {"icon is recommended"}
 
 
-def test_the_oldest_kubernetes_is_the_one_that_is_tested() -> None:
-    said = (chart.CHART / "Chart.yaml").read_text()
-    assert f'kubeVersion: ">={chart.KUBERNETES[0]}.0-0"' in said
+def test_the_oldest_supported_kubernetes_version_is_tested() -> None:
+    metadata = (chart.CHART / "Chart.yaml").read_text()
+    assert f'kubeVersion: ">={chart.KUBERNETES[0]}.0-0"' in metadata
 
 
-def test_prefill_and_decode_have_one_shape() -> None:
+def test_pods_of_all_pools_differ_only_in_the_role() -> None:
     values = chart.merged(chart.of_mode("kuberay"), {"pools": {"mixed": {"replicas": 1}}})
     cluster = chart.one(chart.objects(chart.render(values)), "RayCluster")
     groups = {each["groupName"]: each for each in cluster["spec"]["workerGroupSpecs"]}
@@ -120,7 +118,7 @@ def test_prefill_and_decode_have_one_shape() -> None:
 
 
 @pytest.mark.parametrize("mode", chart.MODES)
-def test_workers_would_rather_be_near_each_other(mode: str) -> None:
+def test_workers_prefer_nodes_near_other_workers(mode: str) -> None:
     zone, soft = "topology.kubernetes.io/zone", "preferredDuringSchedulingIgnoredDuringExecution"
     own = {"weight": 1, "podAffinityTerm": {"topologyKey": "rack", "labelSelector": {}}}
     affinity = {"podAffinity": {soft: [own]}, "nodeAffinity": {soft: []}}
@@ -130,31 +128,31 @@ def test_workers_would_rather_be_near_each_other(mode: str) -> None:
     )
     found = chart.objects(chart.render(values))
     assert chart.problems(found) == []
-    wishes = {role: pod["spec"].get("affinity", {}) for role, pod in chart.pods(found)}
-    assert wishes["decode"].keys() == {"podAffinity"}
-    (wish,) = wishes["decode"]["podAffinity"][soft]
-    assert wish["podAffinityTerm"]["topologyKey"] == zone
-    assert wishes["prefill"] == {**affinity, "podAffinity": {soft: [own, wish]}}
-    assert not any(wishes[other] for other in ("head", "router", "driver", "mixed"))
-    # Prefill and decode pods are meant, and nobody else's.
-    meant = {
+    affinities = {role: pod["spec"].get("affinity", {}) for role, pod in chart.pods(found)}
+    assert affinities["decode"].keys() == {"podAffinity"}
+    (term,) = affinities["decode"]["podAffinity"][soft]
+    assert term["podAffinityTerm"]["topologyKey"] == zone
+    assert affinities["prefill"] == {**affinity, "podAffinity": {soft: [own, term]}}
+    assert not any(affinities[other] for other in ("head", "router", "driver", "mixed"))
+    # The term selects the pods of workers and no others.
+    selected = {
         role
         for role, pod in chart.pods(found)
-        if selects(wish["podAffinityTerm"]["labelSelector"], pod["metadata"]["labels"])
+        if selects(term["podAffinityTerm"]["labelSelector"], pod["metadata"]["labels"])
     }
-    assert meant == {"prefill", "decode", "mixed"}
+    assert selected == {"prefill", "decode", "mixed"}
 
 
 def selects(selector: chart.Object, labels: chart.Object) -> bool:
-    """As Kubernetes judges labels; NotIn is all that is asked beside values."""
-    (never,) = selector["matchExpressions"]
-    assert never["operator"] == "NotIn"
-    return labels.get(never["key"]) not in never["values"] and all(
+    """Return whether Kubernetes would match `labels` (only equality and one NotIn)."""
+    (excluded,) = selector["matchExpressions"]
+    assert excluded["operator"] == "NotIn"
+    return labels.get(excluded["key"]) not in excluded["values"] and all(
         labels.get(key) == value for key, value in selector["matchLabels"].items()
     )
 
 
-def test_the_notes_say_the_next_commands() -> None:
+def test_notes_show_the_next_commands() -> None:
     notes = chart.render({})["penstock/templates/NOTES.txt"]
     assert "kubectl -n apps logs -f deployment/rel-penstock-driver" in notes
     assert "No API keys are set" in notes
@@ -162,7 +160,7 @@ def test_the_notes_say_the_next_commands() -> None:
     assert "No API keys" not in keyed["penstock/templates/NOTES.txt"]
 
 
-def test_no_subcharts() -> None:
+def test_chart_has_no_subcharts() -> None:
     assert "dependencies" not in (chart.CHART / "Chart.yaml").read_text()
     assert not (chart.CHART / "charts").exists()
 
@@ -243,30 +241,30 @@ MUTATIONS = [
         "value: {{ .name }}",
     ),
 ]
-"""(mode, template, what stands there, what comes instead): each must be seen."""
+"""(mode, template, original text, replacement). Checks must detect each of them."""
 
 CUSTOM = ("raycluster.yaml", "monitoring.yaml", "alerts.yaml")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "template", "text", "instead"), MUTATIONS)
-def test_a_spoilt_template_is_seen(
-    mode: str, template: str, text: str, instead: str, tmp_path: Path
+@pytest.mark.parametrize(("mode", "template", "text", "replacement"), MUTATIONS)
+def test_mutated_template_is_detected(
+    mode: str, template: str, text: str, replacement: str, tmp_path: Path
 ) -> None:
     needs_schema = template in CUSTOM and not re.search("v2|token|Autoscaling|replicas", text)
     if needs_schema and not chart.CRDS.is_dir():
-        pytest.skip("the schemas of custom resources are not here")
+        pytest.skip("needs schemas of the custom resources")
     copy = tmp_path / "penstock"
     shutil.copytree(chart.CHART, copy)
     path = copy / "templates" / template
     before = path.read_text()
     assert text in before
-    path.write_text(before.replace(text, instead))
-    assert spoilt(copy, mode), f"nobody saw {instead!r}"
+    path.write_text(before.replace(text, replacement))
+    assert problems_of(copy, mode), f"no check detected {replacement!r}"
 
 
-def spoilt(copy: Path, mode: str) -> list[str]:
-    """What is wrong with the richest example, rendered by another chart."""
+def problems_of(copy: Path, mode: str) -> list[str]:
+    """Return the problems of example 8b (it uses most features), rendered with the chart `copy`."""
     from helm_python import HelmError
 
     values = chart.merged(chart.example("8b"), chart.of_mode(mode))

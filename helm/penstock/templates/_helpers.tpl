@@ -1,17 +1,17 @@
 {{- define "penstock.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
-{{- /* 40: KubeRay adds up to 10 characters and cuts names at 50. */ -}}
+{{- /* 40, because KubeRay adds up to 10 characters and cuts names at 50. */ -}}
 {{- default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
-{{- /* Of every pod of the release, KubeRay's too, which has names of its own for other labels. */ -}}
+{{- /* Labels of all pods of the release. In its own pods KubeRay sets other values of other labels. */ -}}
 {{- define "penstock.selector" -}}
 app.kubernetes.io/part-of: penstock
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{- /* root, component */ -}}
+{{- /* Args: root, component. Labels of an object of the chart. */ -}}
 {{- define "penstock.labels" -}}
 {{ include "penstock.selector" .root }}
 app.kubernetes.io/name: penstock
@@ -39,7 +39,7 @@ app.kubernetes.io/component: {{ .component }}
 {{ default (include "penstock.fullname" .) .Values.ray.authSecret }}
 {{- end -}}
 
-{{- /* The pools that have workers, or may get them. */ -}}
+{{- /* JSON list of the pools that have workers or may get some. */ -}}
 {{- define "penstock.roles" -}}
 {{- $roles := list -}}
 {{- range $role := list "prefill" "decode" "mixed" -}}
@@ -49,8 +49,8 @@ app.kubernetes.io/component: {{ .component }}
 {{- toJson $roles -}}
 {{- end -}}
 
-{{- /* root, role: a pool with its defaults, and what follows from them: least, most, ranks, podCpus,
-podGpus. */ -}}
+{{- /* Args: root, role. A pool merged with its defaults, and the derived values least, most, ranks,
+podCpus and podGpus. */ -}}
 {{- define "penstock.pool" -}}
 {{- $own := get .root.Values.pools .role | default dict -}}
 {{- $pool := mergeOverwrite (deepCopy .root.Values.poolDefaults) (deepCopy $own) -}}
@@ -64,7 +64,7 @@ podGpus. */ -}}
 {{- toYaml $pool -}}
 {{- end -}}
 
-{{- /* What a hook waits for: the router's drain, then 20 s in which its driver ends the processes. */ -}}
+{{- /* Time limit of a preStop hook: the router's drain, then 20 s for the driver to stop processes. */ -}}
 {{- define "penstock.leaveSeconds" -}}
 {{ add .Values.router.drainSeconds 20 }}
 {{- end -}}
@@ -74,7 +74,7 @@ podGpus. */ -}}
 {{- default $least .Values.terminationGracePeriodSeconds -}}
 {{- end -}}
 
-{{- /* Everything that the schema cannot say. */ -}}
+{{- /* Checks that the schema cannot express. */ -}}
 {{- define "penstock.check" -}}
 {{- if gt (len .Values.models) 1 -}}
 {{- fail (printf "models: this version serves one model; found %s" (keys .Values.models | sortAlpha | join ", ")) -}}
@@ -87,25 +87,25 @@ podGpus. */ -}}
 {{- $_ := set $counts $role $most -}}
 {{- if $most -}}{{- $_ := set $blockSizes (default 16 $pool.blockSize | int | toString) $role -}}{{- end -}}
 {{- if or (lt $replicas $least) (gt $replicas $most) -}}
-{{- fail (printf "pools.%s: replicas, %d, must be from minReplicas, %d, to maxReplicas, %d" $role $replicas $least $most) -}}
+{{- fail (printf "pools.%s: replicas: %d is not between minReplicas (%d) and maxReplicas (%d)" $role $replicas $least $most) -}}
 {{- end -}}
 {{- if mod (int $pool.tp) (int $pool.ep) -}}
-{{- fail (printf "pools.%s: ep, %d, must divide tp, %d: experts are spread over the ranks of a stage" $role (int $pool.ep) (int $pool.tp)) -}}
+{{- fail (printf "pools.%s: ep: %d does not divide tp (%d): the tp ranks of a stage form ep groups of experts" $role (int $pool.ep) (int $pool.tp)) -}}
 {{- end -}}
 {{- if and (eq $.Values.standalone.autoscaler "hpa") (eq $least 0) (gt $most 0) -}}
-{{- fail (printf "pools.%s: minReplicas: an HPA keeps one pod at least: take standalone.autoscaler keda for 0" $role) -}}
+{{- fail (printf "pools.%s: minReplicas: an HPA cannot scale to 0: set at least 1, or standalone.autoscaler to keda" $role) -}}
 {{- end -}}
 {{- range $each := $pool.env -}}
 {{- if has $each.name (list "HOME" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "PENSTOCK_LEAVE_FOLDER") -}}
-{{- fail (printf "pools.%s.env: %s is said by the chart" $role $each.name) -}}
+{{- fail (printf "pools.%s.env: %s is set by the chart: remove it" $role $each.name) -}}
 {{- end -}}
 {{- if and (hasKey $each "value") (regexMatch "(TOKEN|SECRET|PASSWORD|_KEY)$" (upper $each.name)) -}}
-{{- fail (printf "pools.%s.env: %s: a secret is named, never given: valueFrom with a secretKeyRef" $role $each.name) -}}
+{{- fail (printf "pools.%s.env: %s: a secret must not be given as a plain value: use valueFrom with a secretKeyRef" $role $each.name) -}}
 {{- end -}}
 {{- end -}}
 {{- $none := and (eq $.Values.cluster.mode "standalone") (eq $.Values.standalone.autoscaler "none") -}}
 {{- if and $none (ne $least $most) -}}
-{{- fail (printf "pools.%s: minReplicas and maxReplicas differ, but with standalone.autoscaler none nothing scales" $role) -}}
+{{- fail (printf "pools.%s: minReplicas and maxReplicas differ, but standalone.autoscaler is none: make them equal, or set it to keda or hpa" $role) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (include "penstock.model" . | fromYaml).deterministic (gt (len $blockSizes) 1) -}}
@@ -113,35 +113,35 @@ podGpus. */ -}}
 {{- end -}}
 {{- $name := include "penstock.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
-{{- fail (printf "the name %q: a Service's begins with a letter and has lower case letters, digits and - only: set fullnameOverride" $name) -}}
+{{- fail (printf "the name %q is not valid for a Service (lower-case letters, digits and -, beginning with a letter): set fullnameOverride" $name) -}}
 {{- end -}}
 {{- if not (add $counts.prefill $counts.mixed) -}}
-{{- fail "pools: no worker prefills: give prefill or mixed one replica or more" -}}
+{{- fail "pools: no worker prefills: give prefill or mixed at least one replica" -}}
 {{- end -}}
 {{- if not (add $counts.decode $counts.mixed) -}}
-{{- fail "pools: no worker decodes: give decode or mixed one replica or more" -}}
+{{- fail "pools: no worker decodes: give decode or mixed at least one replica" -}}
 {{- end -}}
 {{- $least := add (include "penstock.leaveSeconds" .) 15 | int -}}
 {{- $given := include "penstock.graceSeconds" . | int -}}
 {{- if lt $given $least -}}
-{{- fail (printf "terminationGracePeriodSeconds: %d is too short to drain: router.drainSeconds asks for %d or more" $given $least) -}}
+{{- fail (printf "terminationGracePeriodSeconds: %d is too short: router.drainSeconds requires at least %d" $given $least) -}}
 {{- end -}}
 {{- $canary := default 10 .Values.engine.canary_seconds -}}
 {{- if lt (float64 .Values.probes.tokenSeconds) (mulf 2 $canary) -}}
-{{- fail (printf "probes.tokenSeconds: %d is less than twice engine.canary_seconds, %v: an idle worker would not be ready" (int .Values.probes.tokenSeconds) $canary) -}}
+{{- fail (printf "probes.tokenSeconds: %d is less than twice engine.canary_seconds (%v), so idle workers would not stay ready: increase it" (int .Values.probes.tokenSeconds) $canary) -}}
 {{- end -}}
 {{- if and .Values.monitoring.serviceMonitor.enabled .Values.monitoring.podMonitor.enabled -}}
-{{- fail "monitoring: serviceMonitor and podMonitor would scrape the same routers twice: enable one" -}}
+{{- fail "monitoring: serviceMonitor and podMonitor would scrape the same routers twice: enable only one" -}}
 {{- end -}}
 {{- if and .Values.networkPolicy.monitoring (not .Values.networkPolicy.clients) -}}
-{{- fail "networkPolicy.monitoring: without networkPolicy.clients everyone may scrape already: name both, or neither" -}}
+{{- fail "networkPolicy.monitoring: has no effect without networkPolicy.clients, because all pods may scrape then: set both or neither" -}}
 {{- end -}}
 {{- if eq (int .Values.router.httpPort) (int .Values.router.grpcPort) -}}
-{{- fail (printf "router: HTTP and gRPC cannot share port %d" (int .Values.router.httpPort)) -}}
+{{- fail (printf "router: httpPort and grpcPort must differ; both are %d" (int .Values.router.httpPort)) -}}
 {{- end -}}
 {{- range $port := list .Values.router.httpPort .Values.router.grpcPort -}}
 {{- if has (int $port) (list 6379 6380 8080 52365) -}}
-{{- fail (printf "router: port %d is Ray's own" (int $port)) -}}
+{{- fail (printf "router: port %d is used by Ray: choose another port" (int $port)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

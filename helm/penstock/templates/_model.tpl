@@ -1,4 +1,4 @@
-{{- /* The name of the model: the key of its entry. */ -}}
+{{- /* The model's name in the API: the key of its entry. */ -}}
 {{- define "penstock.modelName" -}}
 {{- keys .Values.models | sortAlpha | first -}}
 {{- end -}}
@@ -42,7 +42,8 @@
 {{- end -}}
 {{- end -}}
 
-{{- /* root, weights: what fills the model's folder; routers and the driver do without the weights. */ -}}
+{{- /* Args: root, weights. The init container that fills the model's folder; routers and the driver
+need no weights. */ -}}
 {{- define "penstock.modelFetch" -}}
 {{- $source := include "penstock.source" .root | fromYaml -}}
 {{- if $source.hub }}

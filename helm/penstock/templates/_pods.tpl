@@ -7,15 +7,15 @@ fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
-{{- /* whether the root file system is read-only */ -}}
+{{- /* Arg: whether the root file system is read-only. */ -}}
 {{- define "penstock.containerSecurity" -}}
 allowPrivilegeEscalation: false
 capabilities: {drop: [ALL]}
 readOnlyRootFilesystem: {{ . }}
 {{- end -}}
 
-{{- /* What `ray start` is told on a node, by flag. node: component, and of workers podCpus, podGpus,
-ranks. A node carries as much of the resource named like its component as it has ranks. */ -}}
+{{- /* Flags of `ray start` on a node. Arg: the node with component and, for workers, podCpus, podGpus,
+ranks. A node has one unit per rank of the Ray resource that is named like its component. */ -}}
 {{- define "penstock.rayFlags" -}}
 {{- $flags := dict "node-manager-port" "6380" "object-store-memory" "83886080" -}}
 {{- if eq .component "head" -}}
@@ -40,7 +40,7 @@ ranks. A node carries as much of the resource named like its component as it has
   valueFrom: {secretKeyRef: {name: {{ include "penstock.authSecret" . }}, key: auth_token}}
 {{- end -}}
 
-{{- /* Until Ray's head answers. */ -}}
+{{- /* Init container that waits until Ray's head replies. */ -}}
 {{- define "penstock.waitForHead" -}}
 - name: wait-for-head
   image: {{ include "penstock.image" . }}
@@ -56,7 +56,7 @@ ranks. A node carries as much of the resource named like its component as it has
     - {name: tmp, mountPath: /tmp}
 {{- end -}}
 
-{{- /* Whether Ray's process of this node answers: its standard gRPC health service. */ -}}
+{{- /* Probes of the node's Ray process, through its standard gRPC health service. */ -}}
 {{- define "penstock.rayProbes" -}}
 startupProbe:
   grpc: {port: 6380}
@@ -69,7 +69,7 @@ livenessProbe:
   failureThreshold: 6
 {{- end -}}
 
-{{- /* A pod that is a node of Ray: `root` and `node`, which has component, cpus or podCpus, memory, ... */ -}}
+{{- /* A pod that is a Ray node. Args: root, node (with component, cpus or podCpus, memory, ...). */ -}}
 {{- define "penstock.rayPod" -}}
 {{- $root := .root -}}{{- $node := .node -}}
 {{- $kuberay := eq $root.Values.cluster.mode "kuberay" -}}
@@ -157,11 +157,11 @@ spec:
   {{- include "penstock.rayProbes" $root | nindent 2 }}
   readinessProbe:
     {{- if eq $node.component "router" }}
-    httpGet: {path: /health, port: http} # it can queue
+    httpGet: {path: /health, port: http} # it can queue requests
     {{- else if $isHead }}
     grpc: {port: 6380}
     {{- else }}
-    # A token was decoded lately; where nothing is asked, a canary's.
+    # The worker has decoded a token recently; an idle one decodes canary tokens.
     exec: {command: [python, -m, penstock.cluster.kubernetes.readiness_probe, {{ $root.Values.probes.tokenSeconds | quote }}]}
     {{- end }}
     periodSeconds: {{ has $node.component (list "router" "head") | ternary 5 10 }}
@@ -170,7 +170,7 @@ spec:
     preStop:
       exec:
         {{- if $isHead }}
-        # Without it nothing serves: the others go first.
+        # Wait for the other pods: nothing works without the head.
         command: [sleep, {{ include "penstock.leaveSeconds" $root | quote }}]
         {{- else }}
         command: [python, -m, penstock.cluster.kubernetes.node_drain, {{ include "penstock.leaveSeconds" $root | quote }}]
@@ -185,7 +185,7 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{- /* root, node: its affinity, and with `near` a wish to be where other workers of the release are. */ -}}
+{{- /* Args: root, node. The node's affinity; with `near`, it prefers to be near other workers. */ -}}
 {{- define "penstock.affinity" -}}
 {{- $affinity := deepCopy (default dict .node.affinity) -}}
 {{- if .node.near -}}
@@ -201,7 +201,8 @@ spec:
 {{- if $affinity -}}{{- toYaml $affinity -}}{{- end -}}
 {{- end -}}
 
-{{- /* root, node: nodeSelector, tolerations, affinity, near, topologySpread */ -}}
+{{- /* Args: root, node (with nodeSelector, tolerations, affinity, near, topologySpread). Scheduling
+fields of a pod. */ -}}
 {{- define "penstock.where" -}}
 {{- with .node.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -224,7 +225,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{- /* The nodes of the cluster, by component: one shape for all. */ -}}
+{{- /* The kinds of Ray nodes, by component, all with the same keys. */ -}}
 {{- define "penstock.headNode" -}}
 {{- $head := deepCopy .Values.ray.head -}}
 {{- toYaml (merge (dict "component" "head" "podCpus" $head.cpus "podGpus" 0 "shm" "256Mi" "readOnlyRootFilesystem" true) $head) -}}

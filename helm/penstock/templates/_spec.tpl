@@ -1,4 +1,4 @@
-{{- /* The specification of the cluster, in the words of `penstock serve --config`. */ -}}
+{{- /* The specification of the cluster, as `penstock serve --config` reads it. */ -}}
 {{- define "penstock.spec" -}}
 {{- if .Values.models -}}
 models:

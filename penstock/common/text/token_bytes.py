@@ -106,8 +106,8 @@ def _step(decoder: dict[str, Any]) -> Step:
     if decoder["type"] == "Replace" and "String" in decoder["pattern"]:
         return replacement(decoder["pattern"]["String"].encode(), decoder["content"].encode())
     raise UnsupportedTokenizer(
-        f"the tokenizer's decoder {decoder['type']} is not served "
-        "(ByteLevel, ByteFallback, Metaspace, Fuse, a leading Strip and plain Replace are)"
+        f"the tokenizer's decoder {decoder['type']} is not supported (supported are ByteLevel, "
+        "ByteFallback, Metaspace, Fuse, a leading Strip and plain Replace)"
     )
 
 

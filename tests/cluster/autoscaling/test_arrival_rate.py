@@ -1,4 +1,4 @@
-"""Arrivals: their rate lately and on the whole, and the largest burst, against every stretch."""
+"""Recent and average arrival rates, and the largest burst, checked against all intervals."""
 
 import pytest
 from hypothesis import given
@@ -7,36 +7,36 @@ from hypothesis import strategies as st
 from penstock.cluster.autoscaling.arrival_rate import BURST_SECONDS, ArrivalRate, Rates
 
 
-def counted(*told: tuple[float, int]) -> ArrivalRate:
+def counted(*samples: tuple[float, int]) -> ArrivalRate:
     arrivals = ArrivalRate(30.0)
-    for now, total in told:
+    for now, total in samples:
         arrivals.count(now, total)
     return arrivals
 
 
-def test_of_nothing() -> None:
-    assert counted((0, 7)).rates(60.0) == (0.0, 0.0, 0.0), "what came before is not known"
+def test_rates_are_zero_after_one_sample() -> None:
+    assert counted((0, 7)).rates(60.0) == (0.0, 0.0, 0.0), "earlier arrivals are not known"
 
 
-def test_the_stretch_that_needs_most_counts() -> None:
-    told = ((0, 0), (10, 100), (15, 600), (20, 900), (30, 900))
-    assert counted(*told).rates(60.0) == Rates(30.0, 30.0, 100.0), "five seconds, in which 500 came"
-    assert counted(*told).rates(10.0).burst == 80.0, "ten seconds, in which 800 came"
+def test_burst_is_the_interval_with_the_highest_rate() -> None:
+    samples = ((0, 0), (10, 100), (15, 600), (20, 900), (30, 900))
+    assert counted(*samples).rates(60.0) == Rates(30.0, 30.0, 100.0), "500 in 5 s"
+    assert counted(*samples).rates(10.0).burst == 80.0, "800 in 10 s"
 
 
-def test_lately_is_a_window_and_the_usual_all_that_is_remembered() -> None:
-    told = [(5 * step, 50 * step) for step in range(21)]
-    told += [(5 * step, 1000) for step in range(21, 41)]
-    assert counted(*told).rates(200.0) == Rates(0.0, 5.0, 10.0)
-    assert counted(*told).rates(100.0) == Rates(0.0, 0.0, 10.0)
-    assert counted(*told).rates(99.0).burst < 10.0
+def test_recent_rate_covers_the_window_and_average_the_whole_memory() -> None:
+    samples = [(5 * step, 50 * step) for step in range(21)]
+    samples += [(5 * step, 1000) for step in range(21, 41)]
+    assert counted(*samples).rates(200.0) == Rates(0.0, 5.0, 10.0)
+    assert counted(*samples).rates(100.0) == Rates(0.0, 0.0, 10.0)
+    assert counted(*samples).rates(99.0).burst < 10.0
 
 
-def test_a_moment_is_no_burst() -> None:
+def test_short_interval_is_averaged_over_the_shortest_burst() -> None:
     assert counted((0, 0), (0.1, 100)).rates(60.0).burst == 100 / BURST_SECONDS
 
 
-def test_a_count_that_began_anew_keeps_what_was_seen() -> None:
+def test_restarted_count_keeps_the_earlier_arrivals() -> None:
     rates = counted((0, 0), (5, 500), (10, 20), (15, 80)).rates(60.0)
     assert rates == Rates(560 / 15, 560 / 15, 100.0)
 
@@ -45,7 +45,7 @@ def test_a_count_that_began_anew_keeps_what_was_seen() -> None:
     st.lists(st.tuples(st.floats(0.1, 20), st.integers(0, 1000)), min_size=1, max_size=30),
     st.floats(1, 100),
 )
-def test_a_burst_is_the_most_of_all_stretches(
+def test_burst_is_the_maximum_over_all_intervals(
     steps: list[tuple[float, int]], memory: float
 ) -> None:
     times, totals = [0.0], [0]
@@ -55,7 +55,7 @@ def test_a_burst_is_the_most_of_all_stretches(
     sizes = []
     for end, now in enumerate(times):
         if now >= times[-1] - memory:
-            # The first one that is as old as the window is the last that counts.
+            # Of the samples outside the window, only the newest is used as a start.
             old = [each for each in range(end) if times[each] <= now - 30.0]
             sizes += [
                 (totals[end] - totals[start]) / max(now - times[start], BURST_SECONDS)

@@ -1,4 +1,4 @@
-"""The autoscaler: what it wants of a pool, how fast it goes there, and what holds it."""
+"""The autoscaler: desired sizes of pools, their rate of change, and what limits it."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,9 +18,9 @@ from penstock.cluster.autoscaling.autoscaler import (
 )
 from penstock.common.worker_load import WorkerLoad
 
-RATE = 1000.0  # prompt tokens a second of a worker
+RATE = 1000.0  # prompt tokens per second of one worker
 LIMITS = PoolLimits(least=0, most=64)
-MANY_BLOCKS = 600_000  # of a worker: the shares in these tests are whole numbers of blocks
+NUM_BLOCKS = 600_000  # of a worker, so that all shares in these tests are whole numbers of blocks
 
 
 def worker(
@@ -33,12 +33,12 @@ def worker(
     prompt_tokens: int = 10 * int(RATE),
     prompt_seconds: float = 10.0,
 ) -> ServingWorker:
-    used = round(kv_share * MANY_BLOCKS)
+    used = round(kv_share * NUM_BLOCKS)
     load = WorkerLoad(
         queued_tokens=queued_tokens,
         running=running,
         used_blocks=used,
-        free_blocks=MANY_BLOCKS - used,
+        free_blocks=NUM_BLOCKS - used,
         prompt_tokens_computed=prompt_tokens,
         prompt_seconds=prompt_seconds,
     )
@@ -54,7 +54,7 @@ def first(pool: str, state: PoolInputs, limits: PoolLimits = LIMITS, now: float 
     return decision
 
 
-def test_prefill_wants_what_computes_its_queue_in_the_wait_allowed() -> None:
+def test_prefill_pool_is_sized_to_compute_its_queue_within_the_allowed_wait() -> None:
     limits = replace(LIMITS, wait_seconds=2.0)
     state = PoolInputs(workers(4), waiting=3, waiting_tokens=9000)
     decision = first("prefill", state, limits)
@@ -63,18 +63,18 @@ def test_prefill_wants_what_computes_its_queue_in_the_wait_allowed() -> None:
     assert "9000 prompt tokens wait" in decision.reason
 
 
-def test_tokens_queued_at_the_workers_wait_too() -> None:
+def test_tokens_queued_at_workers_count_as_waiting() -> None:
     assert first("prefill", PoolInputs(workers(2, queued_tokens=1500))).desired == 3
 
 
-def test_before_a_rate_is_known_the_plain_queue_length_counts() -> None:
+def test_queue_length_counts_until_the_prefill_rate_is_known() -> None:
     fresh = workers(3, prompt_tokens=0, prompt_seconds=0.0)
     decision = first("prefill", PoolInputs(fresh, waiting=5, waiting_tokens=10**6))
     assert decision.desired == 5
     assert "rate not known" in decision.reason
 
 
-def test_prefill_follows_arrivals_before_a_queue_builds_up() -> None:
+def test_prefill_pool_grows_with_arrivals_before_a_queue_builds_up() -> None:
     scaler = Autoscaler({"prefill": replace(LIMITS, busy=0.5)})
     for now, arrived in ((0.0, 0), (10.0, 20_000)):
         state = PoolInputs(workers(2, now), arrived_tokens=arrived)
@@ -84,7 +84,7 @@ def test_prefill_follows_arrivals_before_a_queue_builds_up() -> None:
 
 
 def feed(scaler: Autoscaler, arrived: list[int], count: int = 1, every: float = 5.0) -> Decision:
-    """Arrivals, so many tokens each time; the last decision."""
+    """Add `arrived` tokens every `every` seconds; return the last decision."""
     total = 0
     for step, tokens in enumerate(arrived):
         now = step * every
@@ -93,70 +93,77 @@ def feed(scaler: Autoscaler, arrived: list[int], count: int = 1, every: float = 
     return decision
 
 
-def test_the_largest_burst_of_late_is_provided_for() -> None:
+def test_pool_is_sized_for_the_largest_recent_burst() -> None:
     plain = ScalingPolicy(headroom=0, up=0)
     burst = [0, 20_000, *[0] * 30]
     decision = feed(Autoscaler({"prefill": LIMITS}, policy=plain), burst, count=3)
     assert decision.desired == 4
-    assert "0 prompt tokens wait and 0 arrive a second, 4000 in the largest burst of 300 s" in (
-        decision.reason
+    burst_text = (
+        "0 prompt tokens wait and 0 arrive per second, 4000 in the largest burst of the last 300 s"
     )
+    assert burst_text in decision.reason
     longer = feed(Autoscaler({"prefill": LIMITS}, policy=plain), [0, 20_000, *[0] * 59])
     gone = feed(Autoscaler({"prefill": LIMITS}, policy=plain), [0, 20_000, *[0] * 70])
     assert (longer.occupancy_term, gone.occupancy_term) == (4.0, 0.0)
 
 
-def test_headroom_is_for_what_bursts_are_above_the_usual() -> None:
+def test_headroom_applies_to_the_excess_of_bursts_over_the_average() -> None:
     scaler = Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(headroom=0.5))
-    decision = feed(scaler, [0, 20_000, 0, 0, 0, 0])  # 4000 a second, 800 on the whole
+    decision = feed(scaler, [0, 20_000, 0, 0, 0, 0])  # 4000 per second in the burst, 800 on average
     assert decision.occupancy_term == pytest.approx(4.0 + 0.5 * 3.2)
     even = feed(Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(headroom=0.5)), [20_000] * 30)
     assert even.occupancy_term == pytest.approx(4.0 / LIMITS.busy)
 
 
 def test_a_burst_is_remembered_for_twenty_cold_starts() -> None:
-    pace = ScalingPolicy(down=100, headroom=0)
-    assert [pace.memory(seconds) for seconds in (0, 1, 30, 60, 300)] == [250, 250, 600, 1200, 1500]
-    scaler = Autoscaler({"prefill": LIMITS}, policy=pace)
+    policy = ScalingPolicy(down=100, headroom=0)
+    assert [policy.memory(seconds) for seconds in (0, 1, 30, 60, 300)] == [
+        250,
+        250,
+        600,
+        1200,
+        1500,
+    ]
+    scaler = Autoscaler({"prefill": LIMITS}, policy=policy)
     for now, total in ((0, 0), (5, 20_000), (600, 20_000), (606, 20_000)):
         state = PoolInputs(workers(1, now), arrived_tokens=total, cold_start=30.0)
         (decision,) = scaler.decide({"prefill": state}, now)
-        wanted = {0: 0.0, 5: pytest.approx(4.0 / LIMITS.busy), 600: 4.0, 606: 0.0}
-        assert decision.occupancy_term == wanted[now]
+        expected = {0: 0.0, 5: pytest.approx(4.0 / LIMITS.busy), 600: 4.0, 606: 0.0}
+        assert decision.occupancy_term == expected[now]
 
 
-def test_who_knows_no_bursts_yet_makes_no_pool_smaller() -> None:
+def test_pool_does_not_shrink_before_the_burst_memory_is_full() -> None:
     scaler, sizes = Autoscaler({"mixed": LIMITS}, policy=ScalingPolicy(down=10, down_step=0)), []
-    for now in range(0, 30, 5):  # a memory is 25 s
+    for now in range(0, 30, 5):  # bursts are remembered for 25 s
         (decision,) = scaler.decide({"mixed": PoolInputs(workers(3, now, running=1))}, now)
         sizes.append(decision.desired)
     assert sizes == [3, 3, 3, 3, 3, 2]
 
 
-def test_a_share_of_the_first_size_stays_for_a_while() -> None:
-    pace = ScalingPolicy(down=10, down_step=0, hedge=0.65)
-    scaler, count, sizes = Autoscaler({"prefill": LIMITS}, policy=pace), 9, []
+def test_share_of_the_initial_size_is_kept_and_fades() -> None:
+    policy = ScalingPolicy(down=10, down_step=0, hedge=0.65)
+    scaler, count, sizes = Autoscaler({"prefill": LIMITS}, policy=policy), 9, []
     for now in range(0, 8000, 5):
         (decision,) = scaler.decide({"prefill": PoolInputs(workers(count, now, running=1))}, now)
         if decision.desired != count:
             sizes.append((now, decision.desired))
         count = decision.desired
-    # 65% of nine are five, until a seventh of the two hours has passed.
+    # 65% of nine is five (rounded down), until a seventh of the two hours has passed.
     assert sizes[:4] == [(10, 8), (15, 7), (20, 6), (25, 5)]
     assert sizes[4][1] == 4
     assert 1046 < sizes[4][0] < 1066
     assert sizes[-1][1] == 1
 
 
-def test_why_they_stay_is_told() -> None:
+def test_reason_names_the_workers_kept_of_the_initial_size() -> None:
     scaler = Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(hedge=0.5))
     decision = feed(scaler, [0, 10], count=7)
     assert decision.desired == 7
-    assert "3 of the first 7 workers stay for now" in decision.reason
+    assert "3 of the initial 7 workers are kept for now" in decision.reason
     assert decision.occupancy_term == 3
 
 
-def test_no_burst_holds_the_last_worker() -> None:
+def test_recent_burst_does_not_keep_the_last_worker() -> None:
     scaler = Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(down=20))
     scaler.decide({"prefill": PoolInputs(workers(1, 0))}, 0)
     scaler.decide({"prefill": PoolInputs(workers(1, 5), arrived_tokens=4000)}, 5)
@@ -166,72 +173,74 @@ def test_no_burst_holds_the_last_worker() -> None:
     assert decision.desired == 0
 
 
-def test_what_is_computed_before_a_new_worker_comes_asks_for_none() -> None:
+def test_work_done_before_a_new_worker_could_serve_adds_no_worker() -> None:
     state = PoolInputs(workers(4), waiting=9, waiting_tokens=30_000, cold_start=30.0)
     assert first("prefill", state).desired == 4
-    more = replace(state, waiting_tokens=340_000)  # 220 s of a worker's left, for 31 s
+    more = replace(
+        state, waiting_tokens=340_000
+    )  # 220 s of one worker's work are left, to be done in 31 s
     assert first("prefill", more).queue_term == pytest.approx(220 / 31)
-    coming = replace(more, pending=3)
-    assert first("prefill", coming).desired == 7
+    starting = replace(more, pending=3)
+    assert first("prefill", starting).desired == 7
 
 
-def test_decode_wants_its_kv_below_the_share() -> None:
+def test_decode_pool_is_sized_to_keep_kv_usage_below_its_limit() -> None:
     decision = first("decode", PoolInputs(workers(4, kv_share=0.95, running=3)))
     assert decision.occupancy_term == pytest.approx(4 * 0.95 / 0.8)
     assert decision.desired == 5
 
 
-def test_decode_wants_places_for_those_that_wait() -> None:
+def test_decode_pool_is_sized_to_have_rows_for_waiting_requests() -> None:
     assert first("decode", PoolInputs(workers(2, running=16), waiting=20)).desired == 4
 
 
-def test_a_mixed_pool_wants_the_most_of_both() -> None:
+def test_mixed_pool_takes_the_larger_of_both_needs() -> None:
     full = workers(2, kv_share=0.9, running=16)
     assert first("mixed", PoolInputs(full)).desired == 3
     assert first("mixed", PoolInputs(full, waiting=9, waiting_tokens=3900)).desired == 4
 
 
-def test_short_prompts_that_wait_for_a_place_count_in_a_mixed_pool_too() -> None:
+def test_short_prompts_that_wait_for_a_row_count_in_a_mixed_pool() -> None:
     full = PoolInputs(workers(2, running=16), waiting=20, waiting_tokens=60)
     assert first("mixed", full).desired == 4
 
 
-def test_where_first_tokens_are_promised_prompts_wait_for_their_turn_and_not_for_places() -> None:
+def test_with_a_ttft_slo_queued_prompts_need_rows_only_if_workers_are_full() -> None:
     def desired(running: int) -> int:
         state = PoolInputs(workers(2, running=running), waiting=40, waiting_tokens=60)
         scaler = Autoscaler({"mixed": LIMITS}, policy=ScalingPolicy(hedge=0.5))
         return scaler.decide({"mixed": state}, 0.0)[0].desired
 
     assert desired(running=3) == 2
-    assert desired(running=16) == 4, "they have no places"
+    assert desired(running=16) == 4, "all rows are in use"
 
 
-def test_one_silent_worker_counts_like_the_others_and_holds_nothing() -> None:
+def test_worker_without_a_recent_report_counts_as_loaded_like_the_others() -> None:
     loads = [*workers(3, at=100.0, kv_share=0.9, running=5), worker("gone", at=0.0)]
     decision = first("decode", PoolInputs(loads), now=101.0)
     assert decision.desired == 5
     assert decision.occupancy_term == pytest.approx(4 * 0.9 / 0.8)
 
 
-def test_where_nobody_says_anything_nothing_changes() -> None:
+def test_size_is_unchanged_without_any_recent_report() -> None:
     decision = first("decode", PoolInputs(workers(3, at=0.0), waiting=99), now=60.0)
     assert decision.desired == 3
-    assert "lately" in decision.blocked_by
+    assert "recent loads" in decision.blocked_by
 
 
-def test_workers_on_their_way_are_not_asked_for_again() -> None:
+def test_starting_workers_are_not_requested_again() -> None:
     growing = PoolInputs(workers(2), pending=2, waiting=50, waiting_tokens=6000)
     assert first("prefill", growing).desired == 4
     more = replace(growing, waiting_tokens=7500)
     assert first("prefill", more).desired == 6
 
 
-def test_a_pool_doubles_at_most_within_its_pace() -> None:
+def test_pool_at_most_doubles_per_interval() -> None:
     scaler = Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(up=15))
-    crowd = {"waiting": 500, "waiting_tokens": 60_000}
+    queue = {"waiting": 500, "waiting_tokens": 60_000}
     counts, pending = [2], 0
     for now in range(0, 40, 5):
-        state = PoolInputs(workers(2, now), pending=pending, **crowd)
+        state = PoolInputs(workers(2, now), pending=pending, **queue)
         (decision,) = scaler.decide({"prefill": state}, now)
         pending = decision.desired - 2
         counts.append(decision.desired)
@@ -239,7 +248,7 @@ def test_a_pool_doubles_at_most_within_its_pace() -> None:
     assert "doubling" in decision.blocked_by
 
 
-def test_a_pool_at_nothing_is_woken_by_its_queue_and_ends_when_idle() -> None:
+def test_empty_pool_grows_with_its_queue_and_shrinks_to_zero_when_idle() -> None:
     scaler = Autoscaler({"mixed": LIMITS}, policy=ScalingPolicy(down=60))
 
     def decide(state: PoolInputs, now: float) -> Decision:
@@ -254,7 +263,7 @@ def test_a_pool_at_nothing_is_woken_by_its_queue_and_ends_when_idle() -> None:
     assert idle[60] == 0
 
 
-def test_fewer_one_at_a_time_after_less_was_enough_for_long() -> None:
+def test_pool_shrinks_by_one_worker_at_a_time_after_a_delay() -> None:
     scaler = Autoscaler({"decode": LIMITS}, policy=ScalingPolicy(down=60, down_step=15))
     changes, count = [], 6
     for now in range(0, 200, 5):
@@ -266,7 +275,7 @@ def test_fewer_one_at_a_time_after_less_was_enough_for_long() -> None:
     assert changes == [(60, 5), (75, 4), (90, 3), (105, 2)]
 
 
-def test_nobody_leaves_while_another_drains() -> None:
+def test_pool_does_not_shrink_while_a_worker_drains() -> None:
     scaler = Autoscaler({"decode": LIMITS}, policy=ScalingPolicy(down=10))
     for now in (0, 20):
         state = PoolInputs(workers(4, now), draining=1)
@@ -275,19 +284,19 @@ def test_nobody_leaves_while_another_drains() -> None:
     assert "at a time" in decision.blocked_by
 
 
-def test_a_pool_at_its_least_has_not_just_lost_a_worker() -> None:
+def test_time_at_the_minimum_does_not_delay_a_later_shrink() -> None:
     scaler = Autoscaler(
         {"decode": PoolLimits(least=2, most=9)}, policy=ScalingPolicy(down=10, down_step=100)
     )
     for now in range(0, 60, 5):
         (decision,) = scaler.decide({"decode": PoolInputs(workers(2, now))}, now)
         assert decision.desired == 2
-    assert "its least" in decision.blocked_by
+    assert "its minimum" in decision.blocked_by
     (decision,) = scaler.decide({"decode": PoolInputs(workers(3, now + 5))}, now + 5)
     assert decision.desired == 2, decision.blocked_by
 
 
-def test_the_budget_goes_to_the_pool_that_lacks_most() -> None:
+def test_gpu_budget_goes_to_the_pool_with_the_largest_shortage() -> None:
     limits = {"prefill": PoolLimits(most=9, gpus=1), "decode": PoolLimits(most=9, gpus=2)}
     states = {
         "prefill": PoolInputs(workers(1), waiting=9, waiting_tokens=2000),
@@ -298,7 +307,7 @@ def test_the_budget_goes_to_the_pool_that_lacks_most() -> None:
     assert "budget of 11 GPUs" in by_pool["decode"].blocked_by
 
 
-def test_workers_that_drain_hold_their_gpus_still() -> None:
+def test_draining_workers_count_in_the_gpu_budget() -> None:
     limits = {"decode": PoolLimits(most=9, gpus=1)}
     state = PoolInputs(workers(2, kv_share=0.95, running=16), draining=1, waiting=30)
     (decision,) = Autoscaler(limits, 4).decide({"decode": state}, 0.0)
@@ -335,10 +344,10 @@ steps = st.lists(
 
 @pytest.mark.slow
 @given(steps, st.integers(0, 3), st.integers(3, 9), st.integers(0, 20))
-def test_always(
+def test_decisions_respect_bounds_budget_and_pace_and_are_deterministic(
     steps: list[tuple[float, dict[str, PoolInputs]]], least: int, most: int, budget: int
 ) -> None:
-    """Bounds, single steps down, nothing beyond the budget, and the same again for the same."""
+    """Sizes stay within bounds and budget, shrink by one at a time, and are reproducible."""
     limits = {"prefill": PoolLimits(least, most, 1), "decode": PoolLimits(least, most, 2)}
     scaler, again = Autoscaler(limits, budget), Autoscaler(limits, budget)
     now = 0.0
@@ -346,9 +355,9 @@ def test_always(
         now += seconds
         decisions = scaler.decide(states, now)
         assert decisions == again.decide(states, now)
-        have = sum(limits[each.pool].gpus * each.count for each in decisions)
-        wanted = sum(limits[each.pool].gpus * each.desired for each in decisions)
-        assert wanted <= max(budget, have)
+        present = sum(limits[each.pool].gpus * each.count for each in decisions)
+        desired = sum(limits[each.pool].gpus * each.desired for each in decisions)
+        assert desired <= max(budget, present)
         for each in decisions:
             assert each.desired <= max(most, 0)
             assert each.reason
@@ -361,7 +370,7 @@ def test_always(
 
 
 @given(states, st.integers(0, 10**6))
-def test_more_that_waits_never_wants_less(state: PoolInputs, more: int) -> None:
+def test_longer_queue_never_lowers_the_desired_size(state: PoolInputs, more: int) -> None:
     fuller = replace(
         state, waiting=state.waiting + more, waiting_tokens=state.waiting_tokens + more
     )
@@ -375,8 +384,11 @@ arrivals = st.lists(st.tuples(st.floats(0.5, 60), st.integers(0, 10**5)), min_si
 def sizes_of(
     scaler: Autoscaler, arrived: list[tuple[float, int]], cold_start: float
 ) -> list[tuple[float, int]]:
-    """Need and size after each time of a pool that stays at three whatever is decided: so with a
-    pace without a step, or a worker that should have left before would keep one from it now."""
+    """Return occupancy term and desired size after each arrival, in a pool that stays at three.
+
+    The policy needs `down_step=0`: otherwise an earlier decision to shrink, which is not carried
+    out here, would delay the next one.
+    """
     now, total, found = 0.0, 0, []
     for seconds, tokens in arrived:
         now, total = now + seconds, total + tokens
@@ -388,26 +400,26 @@ def sizes_of(
 
 
 @given(arrivals, st.data(), st.integers(0, 10**6), COLD_STARTS)
-def test_more_that_arrives_never_wants_less(
+def test_additional_arrivals_never_lower_the_desired_size(
     arrived: list[tuple[float, int]], data: st.DataObject, more: int, cold_start: float
 ) -> None:
-    """Without headroom: at any time, whenever the more came."""
+    """Without headroom, this holds at every time and for additional arrivals at any time."""
     at = data.draw(st.integers(0, len(arrived) - 1))
-    much = list(arrived)
-    much[at] = arrived[at][0], arrived[at][1] + more
+    additional = list(arrived)
+    additional[at] = arrived[at][0], arrived[at][1] + more
     less, most = (
         sizes_of(
             Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(down_step=0, headroom=0)),
             each,
             cold_start,
         )
-        for each in (arrived, much)
+        for each in (arrived, additional)
     )
     assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in zip(less, most, strict=True))
 
 
 @given(arrivals, st.integers(2, 5), COLD_STARTS)
-def test_the_same_arrivals_from_more_users_never_want_less(
+def test_multiplied_arrivals_never_lower_the_desired_size(
     arrived: list[tuple[float, int]], users: int, cold_start: float
 ) -> None:
     many = [(seconds, users * tokens) for seconds, tokens in arrived]
@@ -425,52 +437,49 @@ def test_the_same_arrivals_from_more_users_never_want_less(
     st.lists(st.tuples(st.floats(0.5, 900), st.integers(1, 20)), min_size=1, max_size=30),
     st.floats(0.1, 1.0),
 )
-def test_a_share_of_the_first_size_stays_and_fades(
+def test_kept_share_of_the_initial_size_fades_linearly(
     first: int, sizes: list[tuple[float, int]], hedge: float
 ) -> None:
-    """Whatever the sizes were since; and where it is idle no more than that."""
+    """This holds for all later sizes; an idle pool keeps only this share."""
     scaler, now = Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(hedge=hedge)), 0.0
     for seconds, size in [(0.0, first), *sizes]:
         now += seconds
         state = PoolInputs(workers(size, now, running=1))
         (decision,) = scaler.decide({"prefill": state}, now)
-        stay = int(hedge * max(1 - now / INITIAL_SIZE_FADE_SECONDS, 0.0) * first)
-        assert decision.occupancy_term == (stay if stay > 1 else 0)
-        assert decision.desired >= min(stay, size)
+        kept = int(hedge * max(1 - now / INITIAL_SIZE_FADE_SECONDS, 0.0) * first)
+        assert decision.occupancy_term == (kept if kept > 1 else 0)
+        assert decision.desired >= min(kept, size)
 
 
-def test_where_first_tokens_are_promised_bursts_that_come_again_are_provided_for() -> None:
-    """As far as they would make more late than may be."""
-
+def test_with_a_ttft_slo_repeated_bursts_set_the_size_by_the_allowed_late_share() -> None:
     def last(late: float) -> Decision:
         scaler = Autoscaler(
             {"prefill": LIMITS}, policy=ScalingPolicy(down=30, hedge=0.5, late=late)
         )
         total = 0
         for now in range(0, 1800, 5):
-            total += 40_000 if now % 300 == 0 else 0  # 40 seconds' work of one worker
+            total += 40_000 if now % 300 == 0 else 0  # 40 s of work for one worker
             load = workers(6, now, running=1)
             state = PoolInputs(load, arrived_tokens=total, cold_start=30.0)
             (decision,) = scaler.decide({"prefill": state}, now)
         return decision
 
-    # In the five seconds of a look and the one of the wait allowed.
+    # 40 s of work within the 5 s of an interval and the allowed wait of 1 s.
     assert last(late=0.0).occupancy_term == 7
     assert last(late=0.1).occupancy_term == 5
-    assert "5 would be late for 10%" in last(late=0.1).reason
+    assert "5 workers would be late for at most 10%" in last(late=0.1).reason
 
 
 @given(st.lists(st.integers(0, 10**5), min_size=3, max_size=12), st.integers(1, 3))
-def test_bursts_that_come_again_within_the_memory_change_nothing(
+def test_periodic_bursts_within_the_memory_do_not_change_the_size(
     period: list[int], every: int
 ) -> None:
-    """No flapping: the pool's size stays."""
-    period = [*period, 10_000]  # at least two workers' worth
+    period = [*period, 10_000]  # work for at least two workers
     scaler = Autoscaler(
         {"prefill": LIMITS}, policy=ScalingPolicy(down=20 * every, down_step=0, up=0, headroom=0)
     )
     count, total, sizes = 1, 0, []
-    # So long that the first arrivals, of which no rate over a whole window is known, are forgotten.
+    # Run until the first arrivals, which have no rate over a whole window, are forgotten.
     for step in range(120 + 16 * len(period)):
         now = float(step * every)
         total += period[step % len(period)]

@@ -1,4 +1,4 @@
-"""Shortfall: what other sizes would have been too late for."""
+"""`LateWorkModel`: the work that would have been late at each pool size."""
 
 import pytest
 from hypothesis import given
@@ -13,20 +13,20 @@ shares = st.sampled_from([0.0, 0.02, 0.3])
 def after(
     arrived: list[tuple[float, float]], most: int = 12, wait: float = 4.0, cold: float = 1e9
 ) -> LateWorkModel:
-    found, now = LateWorkModel(most, wait), 0.0
-    found.observe(now, 0.0, cold)
+    model, now = LateWorkModel(most, wait), 0.0
+    model.observe(now, 0.0, cold)
     for seconds, work in arrived:
         now += seconds
-        found.observe(now, work, cold)
-    return found
+        model.observe(now, work, cold)
+    return model
 
 
 @pytest.mark.parametrize("workers", [1, 3, 7])
-def test_even_work_needs_as_many_workers_as_it_is(workers: int) -> None:
+def test_even_load_needs_as_many_workers_as_it_keeps_busy(workers: int) -> None:
     assert after([(5.0, 5.0 * workers)] * 700).smallest_size(0.02) == workers
 
 
-def test_a_burst_may_be_computed_in_its_time_and_the_wait_allowed() -> None:
+def test_burst_may_be_computed_during_its_interval_and_the_allowed_wait() -> None:
     even = [(5.0, 5.0)] * 100
     assert after([*even, (5.0, 45.0), *even]).smallest_size(0.0) == 5, (
         "45 s of work in 5 + 4 seconds"
@@ -35,8 +35,8 @@ def test_a_burst_may_be_computed_in_its_time_and_the_wait_allowed() -> None:
     assert after([*even, (5.0, 46.0), *even], wait=9.0).smallest_size(0.0) == 4
 
 
-def test_what_was_too_much_once_burdens_nobody_later() -> None:
-    """Else a pool of two would be late for all that comes after the burst for a while."""
+def test_late_work_is_dropped_and_does_not_delay_later_work() -> None:
+    """Otherwise a pool of two would be late for all work after the burst for a while."""
     burst = [(5.0, 100.0), (5.0, 5.0), (5.0, 5.0)]
     lost = 100.0 - 2 * 5.0 - 2 * 4.0
     share = lost / (110.0 * 3600 / 15)
@@ -44,8 +44,8 @@ def test_what_was_too_much_once_burdens_nobody_later() -> None:
     assert after(burst).smallest_size(0.95 * share) == 3
 
 
-def test_what_lasts_until_more_workers_are_there_needs_none_beforehand() -> None:
-    """Of ten minutes with the work of four, a pool that can grow in 30 s is late for a part."""
+def test_load_longer_than_a_cold_start_needs_no_workers_in_advance() -> None:
+    """A pool that grows in 30 s is late for only part of a ten-minute load of four workers."""
     even = [(5.0, 2.5)] * 240
     lasting = [*even, *[(5.0, 20.0)] * 120, *even]
     assert after(lasting).smallest_size(0.05) == 4
@@ -54,24 +54,24 @@ def test_what_lasts_until_more_workers_are_there_needs_none_beforehand() -> None
     assert after(bursts, cold=30.0).smallest_size(0.05) == after(bursts).smallest_size(0.05) > 3
 
 
-def test_where_the_smallest_are_always_late_the_larger_ones_say_what_is_needed() -> None:
+def test_sizes_that_are_always_late_do_not_hide_the_need_for_bursts() -> None:
     bursts = [*[(5.0, 12.0)] * 8, (5.0, 20.0), (5.0, 60.0)] * 60
     assert after(bursts, cold=30.0).smallest_size(0.05) == after(bursts).smallest_size(0.05) > 4
 
 
-def test_it_is_forgotten() -> None:
+def test_old_work_is_forgotten() -> None:
     quiet = [(5.0, 5.0)] * 2160  # three hours
     assert after([(5.0, 300.0)], most=40).smallest_size(0.001) > 1
     assert after([(5.0, 60.0), *quiet]).smallest_size(0.001) == 1
 
 
-def test_before_anything_came_one_is_enough() -> None:
+def test_without_work_one_worker_is_enough() -> None:
     assert LateWorkModel(5, 4.0).smallest_size(0.0) == 1
     assert after([(5.0, 0.0)]).smallest_size(0.0) == 1
 
 
 @given(arrivals, shares, shares)
-def test_who_may_be_late_for_more_never_wants_more(
+def test_larger_allowed_late_share_never_needs_more_workers(
     arrived: list[tuple[float, float]], one: float, other: float
 ) -> None:
     found = after(arrived)
@@ -79,7 +79,7 @@ def test_who_may_be_late_for_more_never_wants_more(
 
 
 @given(arrivals, st.integers(2, 4))
-def test_the_same_of_more_users_never_wants_less(
+def test_multiplied_work_never_needs_fewer_workers(
     arrived: list[tuple[float, float]], users: int
 ) -> None:
     many = [(seconds, users * work) for seconds, work in arrived]
@@ -87,7 +87,7 @@ def test_the_same_of_more_users_never_wants_less(
 
 
 @given(arrivals, shares)
-def test_who_may_wait_for_longer_never_wants_more(
+def test_longer_allowed_wait_never_needs_more_workers(
     arrived: list[tuple[float, float]], share: float
 ) -> None:
     assert after(arrived, wait=8.0).smallest_size(share) <= after(arrived, wait=4.0).smallest_size(

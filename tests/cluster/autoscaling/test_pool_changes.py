@@ -1,4 +1,4 @@
-"""From a number wanted to places filled and emptied, as a state machine of a pool's life."""
+"""`plan_changes`: which placements of a pool to fill or drain; examples and a state machine."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -9,60 +9,62 @@ E, P, S, L, X = Phase.EMPTY, Phase.PENDING, Phase.SERVING, Phase.DRAINING, Phase
 NUM = 5
 
 
-def test_the_lowest_free_places_are_filled() -> None:
+def test_lowest_free_placements_are_filled_first() -> None:
     assert plan_changes([S, E, L, E, E], 3, {}) == PoolChanges(fill=[1, 3])
 
 
-def test_a_place_is_not_free_while_its_worker_drains_nor_once_it_is_spoilt() -> None:
+def test_placements_of_draining_and_failed_workers_are_not_free() -> None:
     assert plan_changes([S, L, X], 3, {}) == PoolChanges(fill=[])
 
 
-def test_what_does_not_serve_yet_goes_first_then_who_has_least_to_do() -> None:
+def test_pending_workers_are_drained_first_then_the_least_loaded() -> None:
     assert plan_changes([S, P, S, P], 2, {0: 9.0, 2: 1.0}).drain == [3, 1]
     assert plan_changes([S, P, S, P], 1, {0: 9.0, 2: 1.0}).drain == [3, 1, 2]
     assert plan_changes([S, S, S], 2, {0: 3.0, 1: 1.0, 2: 2.0}).drain == [1]
     assert plan_changes([S, S, S], 2, {}).drain == [2], (
-        "of equals the last, so that numbers stay low"
+        "the last of equally loaded workers, so that numbers stay low"
     )
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool whose workers come, die, drain and are given up as they please."""
+    """A pool whose workers start, die, drain and fail at random."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phases = [E] * NUM
-        self.wanted = 0
+        self.desired = 0
 
     def move(self, at: int, before: Phase, after: Phase) -> None:
         if self.phases[at] is before:
             self.phases[at] = after
 
-    @rule(wanted=st.integers(0, NUM + 2), loads=st.lists(st.floats(0, 9), max_size=NUM))
-    def aim(self, wanted: int, loads: list[float]) -> None:
-        self.wanted = wanted
-        before, busy = self.useful, dict(enumerate(loads))
-        asked = plan_changes(self.phases, wanted, busy)
-        assert not (asked.fill and asked.drain)
-        for at in asked.fill:
+    @rule(desired=st.integers(0, NUM + 2), loads=st.lists(st.floats(0, 9), max_size=NUM))
+    def scale(self, desired: int, loads: list[float]) -> None:
+        self.desired = desired
+        before, load_of = self.useful, dict(enumerate(loads))
+        changes = plan_changes(self.phases, desired, load_of)
+        assert not (changes.fill and changes.drain)
+        for at in changes.fill:
             assert self.phases[at] is E
             self.phases[at] = P
-        stays = set(range(NUM)) - set(asked.drain)
-        for at in asked.drain:
+        kept = set(range(NUM)) - set(changes.drain)
+        for at in changes.drain:
             assert self.phases[at] in (P, S)
             if self.phases[at] is S:
-                assert not any(self.phases[other] is P for other in stays)
-                serving = [busy.get(other, 0.0) for other in stays if self.phases[other] is S]
-                assert all(busy.get(at, 0.0) <= load for load in serving)
-        for at in asked.drain:
+                assert not any(self.phases[other] is P for other in kept)
+                serving = [load_of.get(other, 0.0) for other in kept if self.phases[other] is S]
+                assert all(load_of.get(at, 0.0) <= load for load in serving)
+        for at in changes.drain:
             self.phases[at] = L
-        room = self.phases.count(E)
-        assert self.useful == wanted or (self.useful < wanted and not room)
-        assert self.useful >= min(before, wanted)
-        assert plan_changes(self.phases, wanted, busy) == PoolChanges(fill=[]), "asked for twice"
+        num_empty = self.phases.count(E)
+        assert self.useful == desired or (self.useful < desired and not num_empty)
+        assert self.useful >= min(before, desired)
+        assert plan_changes(self.phases, desired, load_of) == PoolChanges(fill=[]), (
+            "a second call must change nothing"
+        )
 
     @rule(at=st.integers(0, NUM - 1))
-    def comes(self, at: int) -> None:
+    def becomes_ready(self, at: int) -> None:
         self.move(at, P, S)
 
     @rule(at=st.integers(0, NUM - 1))
@@ -74,7 +76,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.move(at, L, E)
 
     @rule(at=st.integers(0, NUM - 1))
-    def is_given_up(self, at: int) -> None:
+    def fails(self, at: int) -> None:
         self.move(at, P, X)
 
     @property
@@ -82,8 +84,8 @@ class PoolMachine(RuleBasedStateMachine):
         return self.phases.count(P) + self.phases.count(S)
 
     @invariant()
-    def no_more_than_were_wanted(self) -> None:
-        assert self.useful <= self.wanted
+    def pool_has_at_most_the_desired_size(self) -> None:
+        assert self.useful <= self.desired
 
 
-TestPoolLife = PoolMachine.TestCase
+TestPoolChanges = PoolMachine.TestCase

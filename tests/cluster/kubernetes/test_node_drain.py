@@ -1,4 +1,4 @@
-"""A machine that is taken away: who is hosted there hears it, drains, and is waited for."""
+"""`node_drain` requests a drain from all processes on its node and waits for them."""
 
 import asyncio
 import os
@@ -23,20 +23,20 @@ async def until_hosted(folder: Path) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_it_waits_until_all_have_drained(folder: Path) -> None:
-    given: list[float] = []
+async def test_drain_waits_until_all_processes_have_drained(folder: Path) -> None:
+    timeouts: list[float] = []
     drained = asyncio.Event()
 
     async def drain(seconds: float) -> None:
-        given.append(seconds)
+        timeouts.append(seconds)
         await drained.wait()
 
     watching = asyncio.create_task(node_drain.drain_on_request(drain))
     await until_hosted(folder)
     leaving = asyncio.create_task(asyncio.to_thread(node_drain.drain_node, folder, 30.0))
-    while not given:
+    while not timeouts:
         await asyncio.sleep(0.01)
-    assert given == [30.0]
+    assert timeouts == [30.0]
     assert not leaving.done()
     drained.set()
     assert await leaving
@@ -45,7 +45,7 @@ async def test_it_waits_until_all_have_drained(folder: Path) -> None:
 
 
 class Clock:
-    """Stands for the module `time`: whoever sleeps moves it on."""
+    """A fake of module `time`, whose `sleep` advances the clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -57,7 +57,7 @@ class Clock:
         self.now += seconds
 
 
-async def test_it_waits_no_longer_than_it_was_told(
+async def test_drain_stops_waiting_after_its_timeout(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def drain(seconds: float) -> None:
@@ -70,7 +70,7 @@ async def test_it_waits_no_longer_than_it_was_told(
     assert not node_drain.drain_node(folder, 2.0)
     assert 2.0 <= clock.now - 100.0 <= 2.0 + 2 * node_drain.POLL_SECONDS
     assert not (folder / node_drain.DRAIN_FILE).exists(), (
-        "what is started here again must not leave at once"
+        "a process that is started here later must not drain"
     )
     watching.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -78,14 +78,16 @@ async def test_it_waits_no_longer_than_it_was_told(
     assert list(folder.iterdir()) == []
 
 
-def test_what_was_killed_is_not_waited_for(folder: Path) -> None:
+def test_drain_does_not_wait_for_a_killed_process(folder: Path) -> None:
     killed = subprocess.Popen([sys.executable, "-c", "pass"])
     killed.wait()
     (folder / f"{killed.pid}{node_drain.PROCESS_SUFFIX}").touch()
     assert node_drain.drain_node(folder, 30.0)
 
 
-async def test_where_nobody_may_ask_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_folder_variable_no_drain_can_be_requested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv(node_drain.FOLDER_VARIABLE, raising=False)
 
     async def drain(seconds: float) -> None:
@@ -94,7 +96,7 @@ async def test_where_nobody_may_ask_nobody_listens(monkeypatch: pytest.MonkeyPat
     await node_drain.drain_on_request(drain)
 
 
-def test_the_command_ends_with_what_came_of_it(
+def test_exit_status_shows_whether_all_have_drained(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert node_drain.main(["30"]) == 0

@@ -1,4 +1,4 @@
-"""A probe's question: whether a worker of this machine has computed something lately."""
+"""The readiness probe checks the age of the file that a worker on its node updates."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ def mark(folder: Path, pid: int, at: float) -> None:
     os.utime(path, (at, at))
 
 
-async def test_the_file_is_as_old_as_the_last_token(
+async def test_age_of_the_file_is_that_of_the_last_token(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     silence = 0.0
@@ -38,31 +38,31 @@ async def test_the_file_is_as_old_as_the_last_token(
         while readiness_probe.not_ready_reason(folder, 30.0, time.time()) == "":
             await asyncio.sleep(0.01)
     assert readiness_probe.main(["30"]) == 1
-    assert "has computed nothing for 90 s" in capsys.readouterr().err
+    assert "no token, not even a canary, for 90 s" in capsys.readouterr().err
     keeping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await keeping
     assert list(folder.iterdir()) == []
 
 
-def test_no_worker_is_no_readiness(folder: Path) -> None:
+def test_node_without_a_running_worker_is_not_ready(folder: Path) -> None:
     assert readiness_probe.not_ready_reason(folder, 30.0, 1000.0) == "no worker serves here"
     killed = subprocess.Popen([sys.executable, "-c", "pass"])
     killed.wait()
     mark(folder, killed.pid, 1000.0)
     assert readiness_probe.not_ready_reason(folder, 30.0, 1000.0) == "no worker serves here", (
-        "its file is not it"
+        "the file of a dead worker does not count"
     )
 
 
-def test_one_that_computes_is_enough(folder: Path) -> None:
+def test_one_computing_worker_makes_the_node_ready(folder: Path) -> None:
     mark(folder, os.getpid(), 900.0)
     assert readiness_probe.not_ready_reason(folder, 99.0, 1000.0) != ""
     mark(folder, os.getppid(), 980.0)
     assert readiness_probe.not_ready_reason(folder, 30.0, 1000.0) == ""
 
 
-async def test_where_nobody_asks_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_folder_variable_no_file_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(node_drain.FOLDER_VARIABLE, raising=False)
     await readiness_probe.keep_readiness_file(lambda: 0.0)
     with pytest.raises(SystemExit) as end:

@@ -1,8 +1,8 @@
-"""Several routers' views as one: queues are summed, workers are counted once."""
+"""The states of several routers as one: queues are summed, workers are counted once."""
 
 from dataclasses import replace
 
-from penstock.cluster.autoscaling.autoscaler import PoolInputs as Seen
+from penstock.cluster.autoscaling.autoscaler import PoolInputs
 from penstock.cluster.autoscaling.pool_changes import Phase
 from penstock.cluster.autoscaling.pool_sizer import AutoscalerInputs
 from penstock.cluster.pools.aggregate import ClusterAggregator, router_states
@@ -23,16 +23,18 @@ NUMBERS = WorkerStats(
 )
 
 
-def state_of(name: str, queued: int, tokens: int, prompts: int, hears: bool = True) -> ClusterState:
+def state_of(
+    name: str, queued: int, tokens: int, prompts: int, connected: bool = True
+) -> ClusterState:
     worker = WorkerState(
-        "mixed-0", "mixed", "ready" if hears else "down", 2, NUMBERS if hears else None
+        "mixed-0", "mixed", "ready" if connected else "down", 2, NUMBERS if connected else None
     )
-    pool = PoolState("mixed", 1, int(hears), 5, queued + 1, tokens + 40, queued, tokens)
+    pool = PoolState("mixed", 1, int(connected), 5, queued + 1, tokens + 40, queued, tokens)
     own = RouterState(name, "ready", streams=queued + 2, queued={"mixed": queued})
     return ClusterState(
         model="m",
         version="1",
-        not_ready="" if hears else "no worker is ready",
+        not_ready="" if connected else "no worker is ready",
         streams=queued + 2,
         waiting=queued,
         waiting_tokens=tokens,
@@ -50,9 +52,9 @@ def state_of(name: str, queued: int, tokens: int, prompts: int, hears: bool = Tr
     )
 
 
-def test_queues_are_summed_and_workers_are_not() -> None:
-    together = ClusterAggregator()
-    found = together.sum({"a": state_of("a", 3, 30, 100), "b": state_of("b", 4, 50, 200)})
+def test_queues_are_summed_and_workers_are_counted_once() -> None:
+    aggregator = ClusterAggregator()
+    found = aggregator.sum({"a": state_of("a", 3, 30, 100), "b": state_of("b", 4, 50, 200)})
     assert found is not None
     assert (found.streams, found.waiting, found.waiting_tokens) == (11, 7, 80)
     (pool,) = found.pools
@@ -61,8 +63,8 @@ def test_queues_are_summed_and_workers_are_not() -> None:
     assert (worker.requests, worker.numbers) == (4, NUMBERS)
 
 
-def test_one_that_hears_a_worker_is_enough() -> None:
-    states = {"a": state_of("a", 1, 10, 0, hears=False), "b": state_of("b", 0, 0, 0)}
+def test_worker_is_ready_if_one_router_is_connected_to_it() -> None:
+    states = {"a": state_of("a", 1, 10, 0, connected=False), "b": state_of("b", 0, 0, 0)}
     found = ClusterAggregator().sum(states)
     assert found is not None
     assert found.not_ready == ""
@@ -71,12 +73,12 @@ def test_one_that_hears_a_worker_is_enough() -> None:
     assert found.pools[0].queued == 1
 
 
-def test_prompt_tokens_never_go_back() -> None:
-    together = ClusterAggregator()
+def test_total_of_prompt_tokens_never_decreases() -> None:
+    aggregator = ClusterAggregator()
 
     def total(a: int | None, b: int | None) -> int | None:
         states = {"a": a, "b": b}
-        found = together.sum(
+        found = aggregator.sum(
             {
                 name: None if tokens is None else state_of(name, 0, 0, tokens)
                 for name, tokens in states.items()
@@ -85,38 +87,38 @@ def test_prompt_tokens_never_go_back() -> None:
         return None if found is None else found.prompt_tokens
 
     assert total(100, 200) == 300
-    assert total(None, 250) == 350, "a is gone"
-    assert total(30, 250) == 380, "a began anew"
+    assert total(None, 250) == 350, "router a is down, its tokens still count"
+    assert total(30, 250) == 380, "router a restarted, its total began at 0"
     assert total(40, 260) == 400
     assert total(None, None) is None
 
 
-def test_what_the_autoscaler_sees_of_two_is_what_it_sees_of_one() -> None:
+def test_autoscaler_inputs_are_equal_for_one_router_and_two() -> None:
     phases = {"mixed": {"mixed-0": Phase.SERVING}}
-    one, two, sight, both = (
+    one, two, one_inputs, two_inputs = (
         ClusterAggregator(),
         ClusterAggregator(),
         AutoscalerInputs(),
         AutoscalerInputs(),
     )
-    seen: list[tuple[Seen, Seen]] = []
+    pairs: list[tuple[PoolInputs, PoolInputs]] = []
     for now in (0.0, 2.0):
-        many = int(100 * (now + 1))
-        alone = one.sum({"a": state_of("a", 8, 90, many)})
-        halves = {name: state_of(name, 4, 45, many // 2) for name in "ab"}
-        shared = two.sum(halves)
-        assert alone is not None
-        assert shared is not None
-        seen.append(
+        tokens = int(100 * (now + 1))
+        whole = one.sum({"a": state_of("a", 8, 90, tokens)})
+        halves = {name: state_of(name, 4, 45, tokens // 2) for name in "ab"}
+        summed = two.sum(halves)
+        assert whole is not None
+        assert summed is not None
+        pairs.append(
             (
-                sight.pools(alone, phases, now)["mixed"],
-                both.pools(shared, phases, now)["mixed"],
+                one_inputs.pools(whole, phases, now)["mixed"],
+                two_inputs.pools(summed, phases, now)["mixed"],
             )
         )
-    assert all(first == second for first, second in seen)
+    assert all(first == second for first, second in pairs)
 
 
-def test_each_is_told_of_all_with_their_addresses() -> None:
+def test_router_states_have_all_routers_with_their_addresses() -> None:
     states = {"router-0": state_of("router-0", 2, 0, 0), "router-1": None}
     addresses = {"router-0": ("h:1", "h:2"), "router-1": ("h:3", "h:4")}
     first, second = router_states(states, addresses)
@@ -127,7 +129,7 @@ def test_each_is_told_of_all_with_their_addresses() -> None:
         {"mixed": 2},
     )
     assert second == RouterState("router-1", "down", "h:3", "h:4")
-    # What a router heard of others is not what it says of itself.
+    # A router's state comes from itself; what it lists of other routers is ignored.
     state = states["router-0"]
     assert state is not None
     stale = replace(second, state="ready")

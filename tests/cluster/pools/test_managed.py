@@ -1,5 +1,5 @@
-"""What the supervisor tells a router: nothing while it has none, or one that is still starting; and
-what it makes of a worker whose node dies while it starts."""
+"""`ManagedRouter` calls its router only while it serves; `ManagedWorker` kills a worker whose node
+is lost during its start."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,7 @@ from penstock.workers.config import WorkerConfig
 
 
 class FakeActorHandle:
-    """A router's process; what it is told before it serves would fail."""
+    """A fake router process; a call before it serves fails."""
 
     def __init__(self) -> None:
         self.up = False
@@ -31,7 +31,7 @@ class FakeActorHandle:
         self.calls.append((method, *arguments))
 
 
-async def test_a_worker_that_dies_while_a_router_starts_is_no_fault() -> None:
+async def test_worker_exit_is_not_sent_to_a_router_that_is_starting() -> None:
     router = ManagedRouter(RouterConfig(Path("m"), "m"), lambda title, notice: None)
     await router.on_worker_ready("decode-0", "here:1")
     await router.on_worker_ready("decode-1", "here:2")
@@ -49,81 +49,85 @@ async def test_a_worker_that_dies_while_a_router_starts_is_no_fault() -> None:
 
 
 @pytest.mark.parametrize("own_node", [True, False])
-async def test_a_router_without_a_process_says_what_it_waits_for(own_node: bool) -> None:
+async def test_router_without_a_process_reports_the_missing_node(own_node: bool) -> None:
     router = ManagedRouter(RouterConfig(Path("m"), "m"), lambda title, notice: None, own_node)
-    assert router.waiting_for == "", "nothing was made yet"
+    assert router.waiting_for == "", "no process was requested yet"
     router.actor = cast(Any, SimpleNamespace(process=None))
-    expected = "no node that carries a router has room for it yet" if own_node else ""
+    expected = "no node with the Ray resource `router` has room yet" if own_node else ""
     assert router.waiting_for == expected
     router.actor = cast(Any, SimpleNamespace(process="1 on a node"))
     assert router.waiting_for == ""
 
 
-async def test_a_worker_that_a_router_calls_stuck_is_given_up_and_no_other() -> None:
-    told: list[tuple[str, StatusEvent]] = []
+async def test_only_the_worker_that_a_router_reports_as_stuck_is_declared_dead() -> None:
+    reported: list[tuple[str, StatusEvent]] = []
     config = RouterConfig(model=Path("model"), served_name="m")
-    router = ManagedRouter(config, lambda title, notice: told.append((title, notice)))
-    given_up: list[tuple[str, str]] = []
+    router = ManagedRouter(config, lambda title, notice: reported.append((title, notice)))
+    declared_dead: list[tuple[str, str]] = []
     for name in ("d0", "d1"):
-        router.declare_dead[name] = lambda reason, name=name: given_up.append((name, reason))  # type: ignore[misc]
+        router.declare_dead[name] = lambda reason, name=name: declared_dead.append((name, reason))  # type: ignore[misc]
         await router.on_worker_ready(name, f"{name}:1")
     line, stuck = LogLine("hello"), Stuck("d1", "d1:1", "no step of it has ended for 46.0 seconds")
-    left, before = Stuck("gone", "gone:1", "it left"), Stuck("d0", "d0:0", "one before it was")
-    for news in (line, stuck, left, before):
-        router._on_event("router 0", news)
-    assert given_up == [("d1", f"it is stuck: {stuck.reason}")]
-    assert told[:2] == [("router 0", line), ("router 0", stuck)]
+    unknown, older = Stuck("gone", "gone:1", "unknown"), Stuck("d0", "d0:0", "an older process")
+    for item in (line, stuck, unknown, older):
+        router._on_event("router 0", item)
+    assert declared_dead == [("d1", f"it is stuck: {stuck.reason}")]
+    assert reported[:2] == [("router 0", line), ("router 0", stuck)]
 
 
-async def test_a_role_is_recorded_before_it_is_confirmed_and_told_to_the_next_process() -> None:
-    told: list[tuple[str, StatusEvent]] = []
+async def test_role_is_recorded_at_once_and_sent_to_each_new_router_process() -> None:
+    reported: list[tuple[str, StatusEvent]] = []
     config, roles = RouterConfig(Path("m"), "m"), RoleRegistry()
     router, other = (
-        ManagedRouter(config, lambda title, notice: told.append((title, notice)), roles=roles)
+        ManagedRouter(config, lambda title, notice: reported.append((title, notice)), roles=roles)
         for _ in range(2)
     )
     process = FakeActorHandle()
     process.up = True
     router.actor = cast(ActorHandle, process)
-    given = RoleAssigned("d0", "mixed", 5.0)
-    router._on_event("router 0", given)
-    assert roles.assignments == {"d0": Assignment("mixed", 5.0)}, "at once: its router may die next"
-    assert told == [("router 0", given)]
+    event = RoleAssigned("d0", "mixed", 5.0)
+    router._on_event("router 0", event)
+    assert roles.assignments == {"d0": Assignment("mixed", 5.0)}, (
+        "recorded at once: the router may be lost next"
+    )
+    assert reported == [("router 0", event)]
     while not process.calls:
         await asyncio.sleep(0)
     assert process.calls == [("set_roles", dict(roles.assignments))]
     for each in (router, other):
-        following = FakeActorHandle()
-        following.up = True
-        each.actor = cast(ActorHandle, following)
+        next_process = FakeActorHandle()
+        next_process.up = True
+        each.actor = cast(ActorHandle, next_process)
         await each.on_ready(("127.0.0.1:1", "127.0.0.1:2"))
-        assert following.calls == [("set_roles", dict(roles.assignments)), ("set_workers", {})]
+        assert next_process.calls == [("set_roles", dict(roles.assignments)), ("set_workers", {})]
 
 
 class FakeReservation:
-    """A worker's place, which is there or not."""
+    """A fake reservation of resources, which can be lost."""
 
     def __init__(self) -> None:
-        self.is_there = True
+        self.exists = True
 
     async def is_lost(self) -> bool:
         await asyncio.sleep(0)
-        return not self.is_there
+        return not self.exists
 
 
 @pytest.mark.parametrize("serves", [False, True])
-async def test_a_worker_that_starts_on_a_node_that_dies_is_ended(
+async def test_worker_whose_node_is_lost_while_it_starts_is_killed(
     monkeypatch: pytest.MonkeyPatch, serves: bool
 ) -> None:
     monkeypatch.setattr(managed, "PLACEMENT_CHECK_SECONDS", 0.0)
-    place = WorkerPlacement("decode", 0, ({"CPU": 1.0},), 1, 0, 1.0)
+    placement = WorkerPlacement("decode", 0, ({"CPU": 1.0},), 1, 0, 1.0)
     config = RouterConfig(model=Path("model"), served_name="m")
     router = ManagedRouter(config, lambda title, notice: None)
-    worker = ManagedWorker(place, WorkerConfig("decode-0", Path("m")), router, lambda t, n: None)
-    there, killed = FakeReservation(), asyncio.Event()
-    worker._reservation = cast(Reservation, there)
-    crew = SimpleNamespace(declare_dead=None, kill=killed.set)
-    monkeypatch.setattr(managed, "RankGroup", lambda members: crew)
+    worker = ManagedWorker(
+        placement, WorkerConfig("decode-0", Path("m")), router, lambda t, n: None
+    )
+    reservation, killed = FakeReservation(), asyncio.Event()
+    worker._reservation = cast(Reservation, reservation)
+    rank_group = SimpleNamespace(declare_dead=None, kill=killed.set)
+    monkeypatch.setattr(managed, "RankGroup", lambda members: rank_group)
     monkeypatch.setattr(worker, "_make_rank", lambda rank: None)
     worker.make()
     for _ in range(100):
@@ -131,8 +135,8 @@ async def test_a_worker_that_starts_on_a_node_that_dies_is_ended(
     assert not killed.is_set()
     if serves:
         await worker.on_ready("here:1")
-    there.is_there = False
-    if serves:  # then its death is noticed as any other
+    reservation.exists = False
+    if serves:  # then the death of its process is detected
         for _ in range(100):
             await asyncio.sleep(0)
         assert not killed.is_set()

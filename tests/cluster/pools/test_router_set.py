@@ -1,4 +1,4 @@
-"""All routers as one, with routers that are none: what one that is stuck may hold up."""
+"""`RouterSet` with fake routers: a router that hangs does not block the others."""
 
 import asyncio
 from typing import Any, cast
@@ -14,7 +14,7 @@ from tests.cluster.pools.test_aggregate import state_of
 
 
 class FakeRouter:
-    """A router that remembers what it is told, or hangs."""
+    """A fake router, which records its calls or hangs."""
 
     def __init__(self, number: int, hangs: bool = False) -> None:
         self.config = RouterConfig(None, "m", f"router-{number}")  # type: ignore[arg-type]
@@ -30,13 +30,13 @@ class FakeRouter:
             await asyncio.Event().wait()
 
     async def on_worker_ready(self, name: str, address: str) -> None:
-        await self._record("came", name, address)
+        await self._record("ready", name, address)
 
     async def on_worker_exit(self, name: str) -> None:
-        await self._record("went", name)
+        await self._record("exit", name)
 
     async def snapshot(self) -> Any:
-        await self._record("look")
+        await self._record("snapshot")
         return state_of(self.config.name, 3, 10, 20)
 
     async def drain(self, seconds: float) -> None:
@@ -44,7 +44,7 @@ class FakeRouter:
         await self.has_drained.wait()
 
     async def show_cluster(self, scaling: Scaling, routers: Any) -> None:
-        await self._record("tell", scaling, [(each.router, each.state) for each in routers])
+        await self._record("show", scaling, [(each.router, each.state) for each in routers])
 
 
 @pytest.fixture(autouse=True)
@@ -52,29 +52,33 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CALL_TIMEOUT_SECONDS", 0.05)
 
 
-async def test_one_that_is_stuck_holds_nothing_up() -> None:
-    stuck, well = FakeRouter(0, hangs=True), FakeRouter(1)
-    routers = RouterSet([stuck, well])  # type: ignore[list-item]
+async def test_router_that_hangs_does_not_block_calls() -> None:
+    stuck, healthy = FakeRouter(0, hangs=True), FakeRouter(1)
+    routers = RouterSet([stuck, healthy])  # type: ignore[list-item]
     await routers.on_worker_ready("w", "a:1")
     await routers.on_worker_exit("w")
-    assert well.calls == stuck.calls == [("came", "w", "a:1"), ("went", "w")]
+    assert healthy.calls == stuck.calls == [("ready", "w", "a:1"), ("exit", "w")]
     state = await routers.snapshot()
     assert state is not None
     assert state.waiting == 3
     await routers.show_cluster(Scaling())
-    told = ("tell", Scaling(), [("router-0", "down"), ("router-1", "ready")])
-    assert well.calls[-1] == stuck.calls[-1] == told
+    call = ("show", Scaling(), [("router-0", "down"), ("router-1", "ready")])
+    assert healthy.calls[-1] == stuck.calls[-1] == call
 
 
-async def test_a_drain_says_what_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drain_reports_the_open_requests_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "DRAIN_REPORT_SECONDS", 0.01)
-    both, told = [FakeRouter(0), FakeRouter(1)], cast(list[StatusEvent], [])
+    both, reported = [FakeRouter(0), FakeRouter(1)], cast(list[StatusEvent], [])
     routers = RouterSet(both)  # type: ignore[arg-type]
-    draining = asyncio.create_task(routers.drain(30.0, lambda title, notice: told.append(notice)))
+    draining = asyncio.create_task(
+        routers.drain(30.0, lambda title, notice: reported.append(notice))
+    )
     async with asyncio.timeout(20):
-        while len(told) < 3:
+        while len(reported) < 3:
             await asyncio.sleep(0.001)
-    first, *later = told
+    first, *later = reported
     assert first == Draining(30.0)
     streams = sum(state_of(each.config.name, 3, 10, 20).streams for each in both)
     assert all(isinstance(each, Draining) and each.requests == streams for each in later)
@@ -82,17 +86,17 @@ async def test_a_drain_says_what_has_not_ended(monkeypatch: pytest.MonkeyPatch) 
     for each in both:
         each.has_drained.set()
     await draining
-    said = len(told)
+    count = len(reported)
     await asyncio.sleep(0.05)
-    assert len(told) == said, "it is over"
+    assert len(reported) == count, "no reports after the end of the drain"
 
 
-async def test_while_nobody_answers_nothing_is_known() -> None:
+async def test_snapshot_is_none_if_no_router_replies() -> None:
     routers = RouterSet([FakeRouter(0, hangs=True)])  # type: ignore[list-item]
     assert await routers.snapshot() is None
 
 
-def test_all_are_lost_when_each_is() -> None:
+def test_set_is_lost_only_if_all_routers_are_given_up() -> None:
     both = [FakeRouter(0), FakeRouter(1)]
     routers = RouterSet(both)  # type: ignore[arg-type]
     both[0].given_up = True

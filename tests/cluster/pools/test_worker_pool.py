@@ -1,4 +1,4 @@
-"""A pool's workers, scripted: made, kept alive, drained before they go, given up."""
+"""A pool of scripted workers: started, restarted, drained before removal, given up."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -16,10 +16,10 @@ PLACEMENTS = [WorkerPlacement("decode", at, ({"CPU": 1.0},), 1, 0, 1.0) for at i
 
 
 class ScriptedWorker:
-    """A worker, its process and what has happened to it in turn; it goes on when told to."""
+    """A fake worker and its process, whose progress is controlled by events; records its calls."""
 
-    def __init__(self, place: WorkerPlacement) -> None:
-        self.title, self.name = place.title, place.name
+    def __init__(self, placement: WorkerPlacement) -> None:
+        self.title, self.name = placement.title, placement.name
         self.config = None
         self.ready = asyncio.Event()
         self.serves = False
@@ -69,7 +69,7 @@ class ScriptedWorker:
 
 
 class Pool:
-    """A workforce of scripted workers."""
+    """A `WorkerPool` of scripted workers, with a record of its events, failures and pauses."""
 
     def __init__(self) -> None:
         self.workers: list[ScriptedWorker] = []
@@ -77,7 +77,7 @@ class Pool:
         self.tasks: list[asyncio.Task[None]] = []
         self.failures: list[str] = []
         self.pauses: list[float] = []
-        self.goes_on = asyncio.Event()
+        self.resume = asyncio.Event()
         self.worker_pool = WorkerPool(
             PLACEMENTS,
             self.make,
@@ -88,8 +88,8 @@ class Pool:
             self.pause,
         )
 
-    def make(self, place: WorkerPlacement) -> ScriptedWorker:
-        self.workers.append(ScriptedWorker(place))
+    def make(self, placement: WorkerPlacement) -> ScriptedWorker:
+        self.workers.append(ScriptedWorker(placement))
         return self.workers[-1]
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -98,8 +98,8 @@ class Pool:
 
     async def pause(self, seconds: float) -> None:
         self.pauses.append(seconds)
-        self.goes_on.clear()
-        await self.goes_on.wait()
+        self.resume.clear()
+        await self.resume.wait()
 
     @property
     def phases(self) -> list[Phase]:
@@ -111,7 +111,7 @@ class Pool:
                 await asyncio.sleep(0)
 
     async def serve(self, number: int) -> None:
-        """Have so many serve."""
+        """Scale the pool to `number` workers and wait until they serve."""
         self.worker_pool.scale_to(number, {})
         for worker in self.workers:
             worker.is_placed.set()
@@ -127,7 +127,7 @@ async def pool() -> Any:
         await asyncio.wait((task,))
 
 
-async def test_what_is_asked_for_is_made_and_serves(pool: Pool) -> None:
+async def test_pool_starts_the_requested_number_of_workers(pool: Pool) -> None:
     assert pool.phases == [Phase.EMPTY] * 3
     pool.worker_pool.scale_to(2, {})
     assert pool.phases == [Phase.PENDING, Phase.PENDING, Phase.EMPTY]
@@ -135,7 +135,7 @@ async def test_what_is_asked_for_is_made_and_serves(pool: Pool) -> None:
     assert [worker.name for worker in pool.workers] == ["decode-0", "decode-1"]
 
 
-async def test_one_too_many_drains_before_it_goes_and_its_place_is_free_then(pool: Pool) -> None:
+async def test_removed_worker_drains_before_its_placement_is_free(pool: Pool) -> None:
     await pool.serve(2)
     other, idle = pool.workers
     pool.worker_pool.scale_to(1, {"decode-0": 5.0})
@@ -143,7 +143,7 @@ async def test_one_too_many_drains_before_it_goes_and_its_place_is_free_then(poo
     assert pool.phases == [Phase.SERVING, Phase.DRAINING, Phase.EMPTY]
     pool.worker_pool.scale_to(1, {})
     pool.worker_pool.scale_to(2, {})
-    assert pool.phases[2] is Phase.PENDING, "one that drains does not come back"
+    assert pool.phases[2] is Phase.PENDING, "a draining worker is not taken back"
     idle.has_drained.set()
     await pool.until(lambda: pool.phases[1] is Phase.EMPTY)
     assert idle.happened == ["made", "drains 7", "left"]
@@ -151,7 +151,7 @@ async def test_one_too_many_drains_before_it_goes_and_its_place_is_free_then(poo
     assert (idle.title, Progress("gone")) in pool.events
 
 
-async def test_what_waits_for_its_place_goes_at_once(pool: Pool) -> None:
+async def test_worker_that_waits_for_its_placement_is_removed_at_once(pool: Pool) -> None:
     pool.worker_pool.scale_to(1, {})
     await asyncio.sleep(0)
     pool.worker_pool.scale_to(0, {})
@@ -159,7 +159,7 @@ async def test_what_waits_for_its_place_goes_at_once(pool: Pool) -> None:
     assert pool.workers[0].happened == ["left"]
 
 
-async def test_one_that_dies_is_pending_until_it_serves_again(pool: Pool) -> None:
+async def test_worker_that_dies_is_pending_until_it_serves_again(pool: Pool) -> None:
     await pool.serve(1)
     pool.workers[0].dies.set()
     await pool.until(lambda: pool.phases[0] is Phase.PENDING)
@@ -167,7 +167,7 @@ async def test_one_that_dies_is_pending_until_it_serves_again(pool: Pool) -> Non
     assert pool.workers[0].happened == ["made", "made"]
 
 
-async def test_one_that_dies_while_it_drains_does_not_come_back(pool: Pool) -> None:
+async def test_worker_that_dies_while_it_drains_is_not_restarted(pool: Pool) -> None:
     await pool.serve(1)
     (worker,) = pool.workers
     pool.worker_pool.scale_to(0, {})
@@ -178,7 +178,7 @@ async def test_one_that_dies_while_it_drains_does_not_come_back(pool: Pool) -> N
     assert worker.happened == ["made", "drains 7", "left"]
 
 
-async def test_what_cannot_start_is_given_up_and_another_place_is_taken(pool: Pool) -> None:
+async def test_worker_that_cannot_start_is_given_up_and_another_is_started(pool: Pool) -> None:
     pool.worker_pool.scale_to(1, {})
     (worker,) = pool.workers
     worker.fails = StartFailed(worker.title, "no memory", certain=True)
@@ -190,7 +190,7 @@ async def test_what_cannot_start_is_given_up_and_another_place_is_taken(pool: Po
     assert pool.phases == [Phase.FAILED, Phase.SERVING, Phase.EMPTY]
 
 
-async def test_what_was_given_up_is_tried_again_later(pool: Pool) -> None:
+async def test_given_up_worker_is_retried_after_growing_pauses(pool: Pool) -> None:
     for number in range(3):
         pool.worker_pool.scale_to(1, {})
         worker = pool.workers[number]
@@ -198,9 +198,11 @@ async def test_what_was_given_up_is_tried_again_later(pool: Pool) -> None:
         worker.is_placed.set()
         await pool.until(lambda: len(pool.pauses) == number + 1)  # noqa: B023
         pool.worker_pool.scale_to(0, {})
-        assert worker.happened == ["made", "released"], "it holds nothing that it could give back"
+        assert worker.happened == ["made", "released"], (
+            "a given-up worker has released its resources already"
+        )
         assert pool.phases[0] is Phase.FAILED
-        pool.goes_on.set()
+        pool.resume.set()
         await pool.until(lambda: pool.phases == [Phase.EMPTY] * 3)
     first, second, third = pool.pauses
     assert (second, third) == (2 * first, 4 * first)
@@ -208,28 +210,28 @@ async def test_what_was_given_up_is_tried_again_later(pool: Pool) -> None:
     assert pool.phases == [Phase.SERVING, Phase.EMPTY, Phase.EMPTY]
 
 
-async def test_one_that_has_another_role_is_neither_counted_nor_let_go(pool: Pool) -> None:
+async def test_reassigned_worker_is_neither_counted_nor_removed(pool: Pool) -> None:
     await pool.serve(2)
-    lent = {"decode-0"}
-    assert list(pool.worker_pool.phases(lent).values()) == [
+    reassigned = {"decode-0"}
+    assert list(pool.worker_pool.phases(reassigned).values()) == [
         Phase.REASSIGNED,
         Phase.SERVING,
         Phase.EMPTY,
     ]
-    pool.worker_pool.scale_to(2, {}, lent)
-    assert list(pool.worker_pool.phases(lent).values()) == [
+    pool.worker_pool.scale_to(2, {}, reassigned)
+    assert list(pool.worker_pool.phases(reassigned).values()) == [
         Phase.REASSIGNED,
         Phase.SERVING,
         Phase.PENDING,
     ]
-    pool.worker_pool.scale_to(0, {}, lent)
+    pool.worker_pool.scale_to(0, {}, reassigned)
     for worker in pool.workers[1:]:
         worker.has_drained.set()
     await pool.until(lambda: pool.phases[1:] == [Phase.EMPTY] * 2)
     assert pool.workers[0].happened == ["made"]
-    pool.workers[0].dies.set()  # what follows it has its role
+    pool.workers[0].dies.set()  # its replacement keeps the role
     await pool.until(lambda: pool.phases[0] is Phase.PENDING)
-    assert pool.worker_pool.phases(lent)["decode-0"] is Phase.REASSIGNED
+    assert pool.worker_pool.phases(reassigned)["decode-0"] is Phase.REASSIGNED
     await pool.until(lambda: pool.phases[0] is Phase.SERVING)
-    pool.worker_pool.scale_to(0, {})  # given back
+    pool.worker_pool.scale_to(0, {})  # no longer reassigned
     await pool.until(lambda: pool.phases[0] is Phase.DRAINING)

@@ -1,4 +1,4 @@
-"""A process seen from the driver, with Ray's errors made by hand."""
+"""The driver's handle of a process, with a fake actor that raises Ray's errors."""
 
 import asyncio
 import signal
@@ -37,14 +37,14 @@ def actor_died(message: str) -> ActorDiedError:
 
 
 class Remote:
-    """A method of an actor: `.remote(...)` gives something to await."""
+    """A fake actor method: `.remote(...)` returns an awaitable."""
 
     def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
         self.remote = call
 
 
 class FakeActor:
-    """An actor's handle; what its calls give is set by the test."""
+    """A fake Ray actor, whose replies are set by the test."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[list[ProcessEvent] | Exception] = asyncio.Queue()
@@ -95,33 +95,33 @@ async def actor() -> FakeActor:
     return FakeActor()
 
 
-async def test_news_are_passed_on_until_it_dies(actor: FakeActor) -> None:
-    heard: list[tuple[str, ProcessEvent]] = []
-    one = ActorHandle("worker", actor, lambda title, item: heard.append((title, item)))
+async def test_events_are_reported_until_the_process_dies(actor: FakeActor) -> None:
+    reported: list[tuple[str, ProcessEvent]] = []
+    handle = ActorHandle("worker", actor, lambda title, item: reported.append((title, item)))
     actor.events.put_nowait([Progress("a"), Progress("b")])
     actor.events.put_nowait(ActorUnavailableError("out of reach", None))
     actor.events.put_nowait([Progress("c")])
     actor.events.put_nowait(ActorDiedError())
-    assert await one.death() == "its process died (killed, crashed, or out of memory)"
-    assert heard == [("worker", Progress(stage)) for stage in "abc"]
+    assert await handle.death() == "its process died (killed, crashed, or out of memory)"
+    assert reported == [("worker", Progress(stage)) for stage in "abc"]
 
 
 async def test_progress_that_arrives_after_the_start_is_dropped(actor: FakeActor) -> None:
-    told: list[StatusEvent] = []
+    reported: list[StatusEvent] = []
     now = 0.0
-    waits = ProgressReminders(lambda _, notice: told.append(notice), lambda: now)
-    one = ActorHandle("router 0", actor, waits)
-    waits("router 0", Progress("starting its process"))
-    await one.start("config")
-    waits("router 0", Ready(2.0))
+    reminders = ProgressReminders(lambda _, notice: reported.append(notice), lambda: now)
+    handle = ActorHandle("router 0", actor, reminders)
+    reminders("router 0", Progress("starting its process"))
+    await handle.start("config")
+    reminders("router 0", Ready(2.0))
     line = LogLine("a request failed")
-    actor.events.put_nowait([Progress("loading libraries"), line])  # sent before, arrives now
+    actor.events.put_nowait([Progress("loading libraries"), line])  # sent earlier, arrives late
     actor.events.put_nowait(ActorDiedError())
-    await one.death()
-    assert told[1:] == [Ready(2.0), line]
+    await handle.death()
+    assert reported[1:] == [Ready(2.0), line]
     now = 100.0
-    waits.remind()
-    assert told[1:] == [Ready(2.0), line], "no reminder of work that is over"
+    reminders.remind()
+    assert reported[1:] == [Ready(2.0), line], "no reminder of a finished stage"
 
 
 @pytest.mark.parametrize(
@@ -131,44 +131,44 @@ async def test_progress_that_arrives_after_the_start_is_dropped(actor: FakeActor
         (task_error(RuntimeError("the engine failed\nat length")), "the engine failed"),
     ],
 )
-async def test_deaths_have_a_reason_in_one_line(
-    actor: FakeActor, error: Exception, reason: str
-) -> None:
-    one = ActorHandle("worker", actor, lambda *_: None)
+async def test_death_has_a_one_line_reason(actor: FakeActor, error: Exception, reason: str) -> None:
+    handle = ActorHandle("worker", actor, lambda *_: None)
     actor.events.put_nowait(error)
-    assert await one.death() == reason
+    assert await handle.death() == reason
 
 
-async def test_a_start_says_where(actor: FakeActor) -> None:
-    one = ActorHandle("worker", actor, lambda *_: None)
-    assert not one.up
-    assert await one.start("config") == "an address"
-    assert one.up
-    await one.stop()
+async def test_start_returns_the_address(actor: FakeActor) -> None:
+    handle = ActorHandle("worker", actor, lambda *_: None)
+    assert not handle.up
+    assert await handle.start("config") == "an address"
+    assert handle.up
+    await handle.stop()
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "certain"),
+    ("error", "message", "certain"),
     [
         (task_error(ValueError("no room")), "worker did not start: no room", True),
         (ActorDiedError(), "worker did not start: its process died", False),
     ],
 )
-async def test_a_start_fails_with_its_reason(
-    actor: FakeActor, error: Exception, said: str, certain: bool
+async def test_failed_start_raises_with_its_reason(
+    actor: FakeActor, error: Exception, message: str, certain: bool
 ) -> None:
     actor.start_gives = error
-    one = ActorHandle("worker", actor, lambda *_: None)
+    handle = ActorHandle("worker", actor, lambda *_: None)
     with pytest.raises(StartFailed) as failure:
-        await one.start("config")
-    assert str(failure.value).startswith(said)
+        await handle.start("config")
+    assert str(failure.value).startswith(message)
     assert failure.value.certain is certain
-    one.kill()
+    handle.kill()
 
 
-async def test_only_what_is_up_is_asked_to_stop(actor: FakeActor, killed: list[object]) -> None:
-    one = ActorHandle("worker", actor, lambda *_: None)
-    await one.stop()
+async def test_only_a_started_process_gets_a_stop_call(
+    actor: FakeActor, killed: list[object]
+) -> None:
+    handle = ActorHandle("worker", actor, lambda *_: None)
+    await handle.stop()
     assert (actor.stopped, killed) == (0, [actor])
     other = ActorHandle("worker", actor, lambda *_: None)
     await other.start("config")
@@ -176,80 +176,80 @@ async def test_only_what_is_up_is_asked_to_stop(actor: FakeActor, killed: list[o
     assert (actor.stopped, killed) == (1, [actor, actor])
 
 
-async def test_one_that_does_not_stop_is_killed(
+async def test_process_that_does_not_stop_in_time_is_killed(
     actor: FakeActor, killed: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor_handle, "SECONDS_TO_STOP", 0.0)
-    one = ActorHandle("worker", actor, lambda *_: None)
-    await one.start("config")
-    await one.stop()
+    handle = ActorHandle("worker", actor, lambda *_: None)
+    await handle.start("config")
+    await handle.stop()
     assert killed == [actor]
 
 
-async def test_calls_of_the_dead_give_nothing(actor: FakeActor) -> None:
+async def test_call_of_a_dead_process_returns_none(actor: FakeActor) -> None:
     async def died() -> None:
         raise ActorDiedError()
 
     actor.stop = Remote(died)
-    one = ActorHandle("worker", actor, lambda *_: None)
-    assert await one.call("stop") is None
-    one.kill()
+    handle = ActorHandle("worker", actor, lambda *_: None)
+    assert await handle.call("stop") is None
+    handle.kill()
 
 
-# ------------------------------------------------------------------ one that answers no more
+# ------------------------------------------------------------------ pings and declared deaths
 
 
-async def test_one_that_answers_lives_and_one_that_does_not_is_dead(actor: FakeActor) -> None:
-    one = ActorHandle("worker", actor, lambda *_: None, ping_timeout=0.1)
-    await one.start("config")
-    dying = asyncio.create_task(one.death())
+async def test_process_that_stops_replying_to_pings_counts_as_dead(actor: FakeActor) -> None:
+    handle = ActorHandle("worker", actor, lambda *_: None, ping_timeout=0.1)
+    await handle.start("config")
+    dying = asyncio.create_task(handle.death())
     async with asyncio.timeout(60):
         while actor.pings < 5:
             await asyncio.sleep(0.01)
     assert not dying.done()
     actor.answers = False
     async with asyncio.timeout(60):
-        assert await dying == "it answered nothing for 0.1 s (stopped, or stuck)"
-    one.kill()
+        assert await dying == "no reply for 0.1 s (process stopped or stuck)"
+    handle.kill()
 
 
-async def test_nobody_is_asked_before_it_has_started(actor: FakeActor) -> None:
-    one = ActorHandle("worker", actor, lambda *_: None, ping_timeout=0.02)
+async def test_process_is_not_pinged_before_it_has_started(actor: FakeActor) -> None:
+    handle = ActorHandle("worker", actor, lambda *_: None, ping_timeout=0.02)
     await asyncio.sleep(0.1)
     assert actor.pings == 0
-    one.kill()
+    handle.kill()
 
 
-async def test_one_that_is_given_up_counts_as_dead_for_the_first_reason(actor: FakeActor) -> None:
-    one = ActorHandle("worker", actor, lambda *_: None)
-    one.declare_dead("it is stuck")
+async def test_declared_death_keeps_its_reason_when_the_process_dies(actor: FakeActor) -> None:
+    handle = ActorHandle("worker", actor, lambda *_: None)
+    handle.declare_dead("it is stuck")
     actor.events.put_nowait(ActorDiedError())
-    assert await one.death() == "it is stuck"
-    one.kill()
+    assert await handle.death() == "it is stuck"
+    handle.kill()
 
 
-async def test_its_end_is_seen_to_even_if_it_reads_no_request(
+async def test_kill_also_kills_by_process_id(
     actor: FakeActor, killed: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[ProcessId] = []
     monkeypatch.setattr(process_id, "kill", ended.append)
     actor.process = ProcessId("node", 12, 3.0)
-    one = ActorHandle("worker", actor, lambda *_: None)
+    handle = ActorHandle("worker", actor, lambda *_: None)
     async with asyncio.timeout(60):
-        while one.process is None:
+        while handle.process is None:
             await asyncio.sleep(0)
-    one.kill()
+    handle.kill()
     assert (killed, ended) == ([actor], [actor.process])
 
 
-def test_a_stopped_process_is_ended_and_a_number_given_anew_is_not() -> None:
+def test_kill_local_kills_a_stopped_process_but_not_a_reused_process_id() -> None:
     process = subprocess.Popen(["sleep", "600"])
     try:
-        born = psutil.Process(process.pid).create_time()
-        assert not process_id.kill_local(process.pid, born - 60.0)
+        created = psutil.Process(process.pid).create_time()
+        assert not process_id.kill_local(process.pid, created - 60.0)
         process.send_signal(signal.SIGSTOP)
-        assert process_id.kill_local(process.pid, born)
+        assert process_id.kill_local(process.pid, created)
         assert process.wait(60) == -signal.SIGKILL
-        assert not process_id.kill_local(process.pid, born)
+        assert not process_id.kill_local(process.pid, created)
     finally:
         process.kill()

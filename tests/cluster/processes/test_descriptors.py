@@ -10,14 +10,14 @@ limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 before = os.listdir("/proc/self/fd")
 reserve_descriptors()
-assert len(os.listdir("/proc/self/fd")) == len(before), "none is left open"
+assert len(os.listdir("/proc/self/fd")) == len(before), "no descriptor is left open"
 print(*(line.split()[1] for line in open("/proc/self/status") if line.startswith("FDSize")))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the size of the table")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the size of the table")
 @pytest.mark.parametrize(("limit", "size"), [(8192, 4096), (4096, 4096), (512, 512)])
-def test_the_table_has_its_size_from_the_start(limit: int, size: int) -> None:
+def test_descriptor_table_is_grown_to_its_final_size(limit: int, size: int) -> None:
     command = [sys.executable, "-c", PROGRAM, str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) == size

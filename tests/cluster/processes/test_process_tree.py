@@ -1,4 +1,4 @@
-"""Whatever our processes start is ended with them, also what has lost its parent."""
+"""All descendants of our processes are killed with them, including orphans."""
 
 import subprocess
 import sys
@@ -8,7 +8,9 @@ import pytest
 
 from penstock.cluster.processes.process_tree import DescendantTracker, is_alive
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans over")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux reparents orphans to us"
+)
 
 ORPHAN = """
 import subprocess, sys, time
@@ -16,15 +18,15 @@ sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
 print(subprocess.Popen(sleeper, stdout=2, start_new_session=True).pid)
 """
 
-# Whoever kills what was seen at one look misses what is started between look and kill.
-MOTHER = """
+# Starts processes all the time: killing those of one listing would miss the newest.
+FORK_LOOP = """
 import subprocess
 while True:
     subprocess.Popen(["sleep", "600"], start_new_session=True)
 """
 
 
-# Its main thread ends, so that the process is a zombie, while another one goes on.
+# Its main thread exits, which makes the process a zombie, while another thread runs.
 HEADLESS = """
 import ctypes, threading
 threading.Thread(target=input).start()
@@ -37,24 +39,24 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_an_orphan_is_seen_and_ended() -> None:
-    brood = DescendantTracker()
+def test_orphan_is_found_and_killed() -> None:
+    tracker = DescendantTracker()
     orphan = psutil.Process(int(run(ORPHAN)))
-    assert orphan in brood.alive()
-    brood.kill(10.0)
+    assert orphan in tracker.alive()
+    tracker.kill(10.0)
     assert not is_alive(orphan)
 
 
-def test_a_process_that_goes_on_starting_others_is_ended_with_all_of_them() -> None:
-    brood = DescendantTracker()
-    with subprocess.Popen([sys.executable, "-c", MOTHER]):
-        while len(brood.alive()) < 8:
+def test_process_that_keeps_starting_others_is_killed_with_all_of_them() -> None:
+    tracker = DescendantTracker()
+    with subprocess.Popen([sys.executable, "-c", FORK_LOOP]):
+        while len(tracker.alive()) < 8:
             pass
-        brood.kill(30.0)
-    assert brood.alive() == []
+        tracker.kill(30.0)
+    assert tracker.alive() == []
 
 
-def test_a_zombie_lives_while_it_has_threads() -> None:
+def test_zombie_with_running_threads_counts_as_alive() -> None:
     with subprocess.Popen([sys.executable, "-c", HEADLESS], stdin=subprocess.PIPE) as child:
         process = psutil.Process(child.pid)
         while process.status() != psutil.STATUS_ZOMBIE:
@@ -65,11 +67,11 @@ def test_a_zombie_lives_while_it_has_threads() -> None:
         assert not is_alive(process)
 
 
-def test_what_was_there_before_is_left_alone() -> None:
+def test_processes_from_before_the_tracker_are_not_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as before:
-        brood = DescendantTracker()
-        assert brood.alive() == []
-        brood.kill(1.0)
+        tracker = DescendantTracker()
+        assert tracker.alive() == []
+        tracker.kill(1.0)
         assert before.poll() is None
         before.communicate(b"\n")
     assert before.returncode == 0

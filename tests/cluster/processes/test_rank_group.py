@@ -1,4 +1,4 @@
-"""A worker's processes as one, with members made by hand."""
+"""The processes of a worker's ranks as one unit, with fake processes."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ CONFIG = WorkerConfig("w", Path("model"), tp=2, pp=2)
 
 
 class FakeActorHandle:
-    """One rank's process; what it is asked is written down."""
+    """A fake process of one rank, which records its calls."""
 
     def __init__(self) -> None:
         self.up = False
@@ -47,7 +47,7 @@ class FakeActorHandle:
         self.calls.append(("stop", ()))
 
     def start_pinging(self) -> None:
-        self.calls.append(("watch", ()))
+        self.calls.append(("start_pinging", ()))
 
     def declare_dead(self, reason: str) -> None:
         self.dies.set_result(reason)
@@ -61,58 +61,58 @@ def make_rank_group(count: int) -> tuple[RankGroup, list[FakeActorHandle]]:
     return RankGroup(cast(list[ActorHandle], members)), members
 
 
-async def test_all_ranks_start_and_know_who_they_are() -> None:
-    crew, members = make_rank_group(4)
-    assert await crew.start(CONFIG) == "here:2"
-    assert crew.up
+async def test_each_rank_starts_with_its_number_and_the_rendezvous() -> None:
+    group, members = make_rank_group(4)
+    assert await group.start(CONFIG) == "here:2"
+    assert group.up
     assert [method for method, _ in members[0].calls] == ["open_rendezvous", "start"]
     for rank, member in enumerate(members[1:], 1):
-        (method, (config, meeting)), (watched, _) = member.calls
-        assert watched == "watch", "it has to answer from now on"
-        assert (method, config.rank, meeting) == ("follow", rank, "there:1")
+        (method, (config, address)), (second, _) = member.calls
+        assert second == "start_pinging", "pings start when the rank has started"
+        assert (method, config.rank, address) == ("follow", rank, "there:1")
 
 
-async def test_a_single_rank_meets_nobody() -> None:
-    crew, (member,) = make_rank_group(1)
-    assert await crew.start(CONFIG) == "here:2"
+async def test_single_rank_needs_no_rendezvous() -> None:
+    group, (member,) = make_rank_group(1)
+    assert await group.start(CONFIG) == "here:2"
     assert [method for method, _ in member.calls] == ["start"]
     member.dies.set_result("its process died")
-    assert await crew.death() == "its process died"
+    assert await group.death() == "its process died"
 
 
-async def test_the_first_that_fails_fails_the_start_and_nobody_is_waited_for() -> None:
-    crew, members = make_rank_group(3)
+async def test_first_failed_rank_fails_the_start_without_waiting_for_others() -> None:
+    group, members = make_rank_group(3)
     failure = StartFailed("worker", "no room", certain=True)
     members[2].fails = failure
     members[1].waits.clear()
     with pytest.raises(StartFailed) as failed:
         async with asyncio.timeout(60):
-            await crew.start(CONFIG)
+            await group.start(CONFIG)
     assert failed.value is failure
 
 
-async def test_one_that_dies_is_the_worker_s_death() -> None:
-    crew, members = make_rank_group(3)
-    waiting = asyncio.create_task(crew.death())
+async def test_death_of_one_rank_is_the_death_of_the_worker() -> None:
+    group, members = make_rank_group(3)
+    waiting = asyncio.create_task(group.death())
     await asyncio.sleep(0)
     members[2].dies.set_result("its process died")
     async with asyncio.timeout(60):
         assert await waiting == "rank 2: its process died"
-    crew.kill()
+    group.kill()
     assert [member.killed for member in members] == [1, 1, 1]
 
 
-async def test_one_that_is_given_up_counts_as_dead() -> None:
-    crew, _ = make_rank_group(1)
-    crew.declare_dead("it is stuck")
+async def test_declared_death_is_reported() -> None:
+    group, _ = make_rank_group(1)
+    group.declare_dead("it is stuck")
     async with asyncio.timeout(60):
-        assert await crew.death() == "it is stuck"
+        assert await group.death() == "it is stuck"
 
 
-async def test_the_first_is_asked_and_all_are_ended() -> None:
-    crew, members = make_rank_group(2)
-    await crew.call("anything", 1)
-    await crew.stop()
+async def test_calls_go_to_rank_0_and_stop_ends_all_ranks() -> None:
+    group, members = make_rank_group(2)
+    await group.call("anything", 1)
+    await group.stop()
     assert members[0].calls == [("anything", (1,)), ("stop", ())]
     assert members[1].calls == []
     assert members[1].killed == 1

@@ -1,4 +1,4 @@
-"""Keeping a process alive: started, replaced when it dies, given up when it cannot start."""
+"""`keep_alive` restarts a process that dies, and gives up one that cannot start."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from penstock.cluster.status.status_events import Died, Ready, StatusEvent
 
 @dataclass
 class ScriptedProcess:
-    """A process whose start and death are told beforehand."""
+    """A fake process, whose start and death are scripted."""
 
     fails: StartFailed | None
     dies: asyncio.Event
@@ -35,7 +35,7 @@ class ScriptedProcess:
 
 @dataclass
 class ScriptedManaged:
-    """Hosts one life after the other; `happened` is all that it is told."""
+    """A fake managed process; `happened` records the calls of `keep_alive`."""
 
     failures: list[StartFailed | None]
     title: str = "worker"
@@ -56,10 +56,10 @@ class ScriptedManaged:
         return self.processes[-1]
 
     async def on_ready(self, where: Any) -> None:
-        self.happened.append(f"came {where}")
+        self.happened.append(f"ready {where}")
 
     async def on_exit(self) -> None:
-        self.happened.append("went")
+        self.happened.append("exited")
 
 
 def ignore(title: str, notice: StatusEvent) -> None:
@@ -76,59 +76,69 @@ async def until(happened: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_dead_process_is_told_and_replaced() -> None:
-    host, told = ScriptedManaged([]), list[StatusEvent]()
+async def test_dead_process_is_reported_and_replaced() -> None:
+    managed, reported = ScriptedManaged([]), list[StatusEvent]()
     task = asyncio.create_task(
-        keep_alive(host, lambda title, notice: told.append(notice), no_pause)
+        keep_alive(managed, lambda title, notice: reported.append(notice), no_pause)
     )
-    await until(lambda: len(host.happened) == 1)
-    host.processes[0].dies.set()
-    await until(lambda: len(host.happened) == 3)
-    assert host.happened == ["came at config", "went", "came at config"]
-    assert host.processes[0].killed == 1, "what it hosted may have failed in a process that lives"
-    assert host.processes[1].killed == 0
-    assert host.num_reserved == 2, "its place may have gone with it"
-    assert sum(isinstance(each, Ready) for each in told) == 2
-    assert Died("it died", 0.0) in told
+    await until(lambda: len(managed.happened) == 1)
+    managed.processes[0].dies.set()
+    await until(lambda: len(managed.happened) == 3)
+    assert managed.happened == ["ready at config", "exited", "ready at config"]
+    assert managed.processes[0].killed == 1, (
+        "the router or worker may have failed in a process that still runs"
+    )
+    assert managed.processes[1].killed == 0
+    assert managed.num_reserved == 2, (
+        "resources are reserved again: the old ones may be lost with the node"
+    )
+    assert sum(isinstance(each, Ready) for each in reported) == 2
+    assert Died("it died", 0.0) in reported
     task.cancel()
 
 
-async def test_a_start_that_would_fail_again_is_not_repeated() -> None:
+async def test_start_that_is_certain_to_fail_again_is_not_retried() -> None:
     failure = StartFailed("worker", "no such folder", certain=True)
-    host = ScriptedManaged([failure])
-    assert await keep_alive(host, ignore, no_pause) is failure
-    assert (len(host.processes), host.processes[0].killed, host.happened) == (1, 1, ["went"])
+    managed = ScriptedManaged([failure])
+    assert await keep_alive(managed, ignore, no_pause) is failure
+    assert (len(managed.processes), managed.processes[0].killed, managed.happened) == (
+        1,
+        1,
+        ["exited"],
+    )
 
 
-async def test_a_start_that_fails_for_no_known_reason_is_tried_again() -> None:
+async def test_start_that_fails_for_an_uncertain_reason_is_retried() -> None:
     crash = StartFailed("worker", "its process died", certain=False)
-    host = ScriptedManaged([crash] * (MAX_FAILED_STARTS - 1))
-    task = asyncio.create_task(keep_alive(host, ignore, no_pause))
-    await until(lambda: "came at config" in host.happened)
-    assert len(host.processes) == MAX_FAILED_STARTS
+    managed = ScriptedManaged([crash] * (MAX_FAILED_STARTS - 1))
+    task = asyncio.create_task(keep_alive(managed, ignore, no_pause))
+    await until(lambda: "ready at config" in managed.happened)
+    assert len(managed.processes) == MAX_FAILED_STARTS
     task.cancel()
 
 
-async def test_but_not_for_ever() -> None:
+async def test_retries_end_after_too_many_failed_starts() -> None:
     crash = StartFailed("worker", "its process died", certain=False)
-    host = ScriptedManaged([crash] * 100)
-    assert await keep_alive(host, ignore, no_pause) is crash
-    assert len(host.processes) == MAX_FAILED_STARTS
+    managed = ScriptedManaged([crash] * 100)
+    assert await keep_alive(managed, ignore, no_pause) is crash
+    assert len(managed.processes) == MAX_FAILED_STARTS
 
 
-async def test_a_process_that_dies_again_and_again_is_replaced_ever_later() -> None:
-    host, told, delays = ScriptedManaged([]), list[StatusEvent](), list[float]()
+async def test_delay_grows_with_each_death_in_a_row() -> None:
+    managed, reported, delays = ScriptedManaged([]), list[StatusEvent](), list[float]()
 
     async def pause(seconds: float) -> None:
         delays.append(seconds)
 
-    task = asyncio.create_task(keep_alive(host, lambda title, notice: told.append(notice), pause))
+    task = asyncio.create_task(
+        keep_alive(managed, lambda title, notice: reported.append(notice), pause)
+    )
     for number in range(5):
-        while len(host.processes) <= number:
+        while len(managed.processes) <= number:
             await asyncio.sleep(0)
-        host.processes[number].dies.set()
+        managed.processes[number].dies.set()
     await until(lambda: len(delays) == 5)
     assert delays == sorted(delays)
     assert delays[0] == 0.0 < delays[-1]
-    assert [each.delay for each in told if isinstance(each, Died)] == delays
+    assert [each.delay for each in reported if isinstance(each, Died)] == delays
     task.cancel()

@@ -1,4 +1,4 @@
-"""Labels: Kubernetes' grammar, held against Ray's own; what is none is refused by name."""
+"""Label parsing follows Kubernetes' grammar and agrees with Ray's own validation."""
 
 import string
 
@@ -25,7 +25,7 @@ NEARLY = st.text(ENDS[:3] + "-_./= (),!\n", max_size=8)
 
 
 @given(KEYS, NAMES)
-def test_what_the_grammar_allows_is_taken_and_ray_takes_it(key: str, value: str) -> None:
+def test_valid_labels_are_accepted_by_the_parser_and_by_ray(key: str, value: str) -> None:
     assert parse(f"{key}={value}") == (key, value)
     assert label_utils.validate_label_selector({key: value}) is None
     assert label_utils.validate_label_selector(any_of(key, [value, "b"])) is None
@@ -39,7 +39,7 @@ def parsed_or_refused(text: str) -> tuple[str, str] | str:
 
 
 @given(NEARLY)
-def test_whatever_is_taken_ray_takes_too_and_the_rest_is_refused_in_a_line(text: str) -> None:
+def test_accepted_labels_are_valid_for_ray_and_others_give_a_one_line_error(text: str) -> None:
     found = parsed_or_refused(text)
     if isinstance(found, str):
         assert "\n" not in found
@@ -49,44 +49,47 @@ def test_whatever_is_taken_ray_takes_too_and_the_rest_is_refused_in_a_line(text:
 
 
 @pytest.mark.parametrize(
-    ("labels", "said"),
+    ("labels", "message"),
     [
-        (["disk"], "'disk' is no KEY=VALUE"),
-        (["=ssd"], "'' is no key of a label"),
-        (["disk="], "'' is no value of a label (disk)"),
-        (["disk=-ssd"], "'-ssd' is no value of a label (disk): up to 63 letters, digits"),
-        (["disk=in(a,b)"], "'in(a,b)' is no value of a label (disk)"),
-        (["disk=a=b"], "'a=b' is no value of a label (disk)"),
-        ([f"disk={'a' * 64}"], f"'{'a' * 64}' is no value"),
-        (["_disk=ssd"], "'_disk' is no key of a label"),
-        (["/disk=ssd"], "'/disk' is no key of a label: '' before / is no domain"),
-        (["Upper.io/disk=ssd"], "'Upper.io/disk' is no key of a label: 'Upper.io' before /"),
-        ([f"{'a' * 254}/disk=ssd"], f"'{'a' * 254}/disk' is no key"),
-        (["disk=ssd", "zone=a", "disk=hdd"], "disk is asked for twice, and a node has one value"),
+        (["disk"], "invalid label 'disk': expected KEY=VALUE"),
+        (["=ssd"], "invalid label key ''"),
+        (["disk="], "invalid value '' of label disk"),
+        (["disk=-ssd"], "invalid value '-ssd' of label disk: expected 1 to 63 letters, digits"),
+        (["disk=in(a,b)"], "invalid value 'in(a,b)' of label disk"),
+        (["disk=a=b"], "invalid value 'a=b' of label disk"),
+        ([f"disk={'a' * 64}"], f"invalid value '{'a' * 64}' of"),
+        (["_disk=ssd"], "invalid label key '_disk'"),
+        (["/disk=ssd"], "invalid label key '/disk': '' before '/' is not a domain"),
+        (["Upper.io/disk=ssd"], "invalid label key 'Upper.io/disk': 'Upper.io' before '/'"),
+        ([f"{'a' * 254}/disk=ssd"], f"invalid label key '{'a' * 254}/disk'"),
+        (
+            ["disk=ssd", "zone=a", "disk=hdd"],
+            "label disk is given twice, but a node has only one value",
+        ),
     ],
 )
-def test_what_is_no_label_is_refused_by_name(labels: list[str], said: str) -> None:
+def test_invalid_labels_are_refused_by_name(labels: list[str], message: str) -> None:
     with pytest.raises(BadLabel) as refusal:
         required_labels(labels, None)
-    assert str(refusal.value).startswith(said)
+    assert str(refusal.value).startswith(message)
     assert "\n" not in str(refusal.value)
 
 
-def test_an_accelerator_is_a_label_too() -> None:
+def test_accelerator_becomes_a_label() -> None:
     assert required_labels(["disk=ssd"], "H100") == {"disk": "ssd", ACCELERATOR: "H100"}
-    with pytest.raises(BadLabel, match=r"^'H 100' is no value of a label \(ray\.io/acc"):
+    with pytest.raises(BadLabel, match=r"^invalid value 'H 100' of label ray\.io/acc"):
         required_labels([], "H 100")
-    with pytest.raises(BadLabel, match=r"^ray\.io/accelerator-type is asked for twice"):
+    with pytest.raises(BadLabel, match=r"^label ray\.io/accelerator-type is given twice"):
         required_labels([f"{ACCELERATOR}=A100"], "H100")
 
 
-def test_a_node_matches_that_has_all_that_is_asked() -> None:
+def test_node_matches_if_it_has_all_required_labels() -> None:
     assert match({}, {})
     assert match({"a": "1"}, {"a": "1", "b": "2"})
     assert not match({"a": "1", "b": "2"}, {"a": "1"})
     assert not match({"a": "1"}, {"a": "2"})
 
 
-def test_a_selector_of_several_values_names_them_all() -> None:
+def test_selector_of_several_values_lists_them_in_order() -> None:
     assert any_of("zone", ["b"]) == {"zone": "b"}
     assert any_of("zone", ["b", "a"]) == {"zone": "in(a,b)"}

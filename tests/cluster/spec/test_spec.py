@@ -1,4 +1,4 @@
-"""The specification: what is taken, and that everything else is refused by name."""
+"""The cluster file: valid ones are parsed, and each error names its key."""
 
 import re
 from dataclasses import asdict, fields
@@ -42,7 +42,7 @@ topology_key: rack
 """
 
 
-def test_a_whole_file() -> None:
+def test_complete_file_is_parsed() -> None:
     spec = parse(yaml.safe_load(WHOLE))
     assert (spec.model_name, spec.checkpoint) == ("llama", "some/where")
     assert spec.model == ModelSpec(path="some/where", max_model_len=4096, dtype="bfloat16")
@@ -59,7 +59,7 @@ def test_a_whole_file() -> None:
     assert spec.pools.mixed.replicas == 0
 
 
-def test_an_empty_file_is_one_prefill_and_one_decode_worker() -> None:
+def test_empty_file_gives_one_prefill_and_one_decode_worker() -> None:
     spec = parse({})
     assert spec == ClusterSpec()
     assert [getattr(spec.pools, role).replicas for role in ROLES] == [1, 1, 0]
@@ -71,17 +71,17 @@ def test_naming_a_pool_leaves_the_others_empty() -> None:
 
 
 def mixed(**pool: Any) -> dict[str, Any]:
-    """A file with one mixed pool."""
+    """Return the content of a file with one mixed pool."""
     return {"pools": {"mixed": pool}}
 
 
 def model(**settings: Any) -> dict[str, Any]:
-    """A file with one model, m."""
+    """Return the content of a file with one model, m."""
     return {"models": {"m": settings}}
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ({"modle": "x"}, "modle: unknown key; known here: models, ray_address, router, engine"),
         ({"engine": {"hang": 1}}, "engine.hang: unknown key; known here: ttft_slo_seconds"),
@@ -100,7 +100,7 @@ def model(**settings: Any) -> dict[str, Any]:
         (model(deterministic="yes"), "models.m.deterministic: expected true or false, not 'yes'"),
         ({"models": "m"}, "models: expected names, each with its keys, not 'm'"),
         ({"models": ["m"]}, "models: expected names, each with its keys, not ['m']"),
-        ({"models": {}}, "models: no model is named; leave it out to serve demo"),
+        ({"models": {}}, "models: is empty: add a model, or remove the key to serve demo"),
         ({"models": {"m": None}}, "models.m: expected keys, not None"),
         ({"models": {"m": "/models/m"}}, "models.m: expected keys, not '/models/m'"),
         ({"models": {7: {}}}, "models: expected a string as name, not 7: put it in quotes"),
@@ -125,43 +125,49 @@ def model(**settings: Any) -> dict[str, Any]:
         ({"routers": 0}, "routers: expected from 1 to 64, not 0"),
         (
             {"routers": 3, "router": {"http_port": 8998}},
-            "routers: 3 take as many ports from 8998 on for HTTP and from 9000 on for gRPC",
+            "routers: 3 need consecutive ports from 8998 (HTTP) and from 9000 (gRPC)",
         ),
         (
             {"routers": 3, "router": {"grpc_port": 65534}},
-            "routers: the last of 3 would have port 65536",
+            "routers: the last of 3 would use port 65536",
         ),
         ({"pools": {}}, "pools: no worker prefills: give prefill or mixed one replica or more"),
         ({"pools": {"decode": {"replicas": 1}}}, "pools: no worker prefills"),
         ({"pools": {"prefill": {"replicas": 1}}}, "pools: no worker decodes"),
         ({"pools": {"mixed": {"replicas": 0}}}, "pools: no worker prefills"),
         ({"pools": {"mixed": {"replicas": -1}}}, "pools.mixed.replicas: expected from 0 to 1024"),
-        ({"pools": {"mixed": {"ep": 2}}}, "pools.mixed: ep: 2 does not divide tp (1): experts are"),
-        ({"pools": {"mixed": {"gpus": 2}}}, "pools.mixed: gpus: a rank computes on one GPU"),
+        ({"pools": {"mixed": {"ep": 2}}}, "pools.mixed: ep: 2 does not divide tp (1): the tp"),
+        ({"pools": {"mixed": {"gpus": 2}}}, "pools.mixed: gpus: a rank uses at most one GPU"),
         ({1: 2}, "1: unknown key"),
         ({"pools": {"mixed": {"labels": "a=b"}}}, "pools.mixed.labels: expected a list of strings"),
-        ({"pools": {"mixed": {"labels": ["a"]}}}, "pools.mixed: labels: 'a' is no KEY=VALUE"),
+        (
+            {"pools": {"mixed": {"labels": ["a"]}}},
+            "pools.mixed: labels: invalid label 'a': expected",
+        ),
         (
             {"pools": {"mixed": {"labels": ["a=b", "a=c"]}}},
-            "pools.mixed: labels: a is asked for twice",
+            "pools.mixed: labels: label a is given twice",
         ),
-        ({"pools": {"mixed": {"accelerator": "H 100"}}}, "pools.mixed: accelerator: 'H 100' is no"),
+        (
+            {"pools": {"mixed": {"accelerator": "H 100"}}},
+            "pools.mixed: accelerator: invalid value 'H 100'",
+        ),
         (
             {"pools": {"mixed": {"accelerator": "H100", "gpus": 0}}},
-            "pools.mixed: accelerator: H100 is asked for, but with gpus: 0",
+            "pools.mixed: accelerator: H100 contradicts gpus: 0",
         ),
-        ({"topology_key": "a b"}, "topology_key: 'a b' is no key of a label"),
+        ({"topology_key": "a b"}, "topology_key: invalid label key 'a b'"),
         (
             {"pools": {"mixed": {"min_replicas": 3, "max_replicas": 2}}},
-            "pools.mixed: min_replicas, 3, is more than max_replicas, 2",
+            "pools.mixed: min_replicas: 3 is more than max_replicas (2)",
         ),
         (
             {"pools": {"mixed": {"replicas": 3, "max_replicas": 2, "min_replicas": 1}}},
-            "pools.mixed: replicas: 3 is not from min_replicas, 1, to max_replicas, 2",
+            "pools.mixed: replicas: 3 is not between min_replicas (1) and max_replicas (2)",
         ),
         (
             {"pools": {"mixed": {"min_replicas": 2, "max_replicas": 3}}},
-            "pools.mixed: replicas: 1 is not from min_replicas, 2, to max_replicas, 3",
+            "pools.mixed: replicas: 1 is not between min_replicas (2) and max_replicas (3)",
         ),
         ({"pools": {"mixed": {"min_replicas": -1}}}, "pools.mixed.min_replicas: expected from 0"),
         (
@@ -175,14 +181,14 @@ def model(**settings: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_refused_by_name(content: dict[Any, Any], said: str) -> None:
+def test_invalid_content_is_refused_by_key(content: dict[Any, Any], message: str) -> None:
     with pytest.raises(SpecError) as refusal:
         parse(content)
-    assert str(refusal.value).startswith(said)
+    assert str(refusal.value).startswith(message)
     assert "\n" not in str(refusal.value)
 
 
-def test_each_router_has_ports_of_its_own_where_it_needs_them() -> None:
+def test_routers_on_one_machine_have_different_ports() -> None:
     spec = parse({"routers": 3, "router": {"http_port": 8997}})
     assert [spec.ports(number) for number in range(3)] == [(8997, 9000), (8998, 9001), (8999, 9002)]
     assert parse({"routers": 3, "router": {"http_port": 0}}).ports(2) == (0, 9002)
@@ -192,40 +198,42 @@ def test_each_router_has_ports_of_its_own_where_it_needs_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a: [", "is not YAML"),
-        ("- a\n- b", "holds no keys"),
-        ("just words", "holds no keys"),
+        ("- a\n- b", "expected a mapping"),
+        ("just words", "expected a mapping"),
         ("!!python/object/apply:os.system ['true']", "is not YAML"),
         (b"\xff\xfe\x00", "cannot be read"),
     ],
 )
-def test_files_that_are_none(tmp_path: Path, text: str | bytes, said: str) -> None:
+def test_unreadable_file_is_refused_with_its_path(
+    tmp_path: Path, text: str | bytes, message: str
+) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SpecError) as refusal:
         read_file(path)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert str(refusal.value).startswith(str(path))
     assert "\n" not in str(refusal.value)
 
 
-def test_a_missing_file_and_an_empty_one(tmp_path: Path) -> None:
+def test_missing_file_is_refused_and_empty_file_is_accepted(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read"):
         read_file(tmp_path / "none.yaml")
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert read_file(tmp_path / "empty.yaml") == {}
 
 
-def test_how_far_a_pool_may_go() -> None:
+def test_pool_bounds_default_to_its_replicas() -> None:
     pools = parse({"pools": {"mixed": {}, "decode": {"min_replicas": 0, "max_replicas": 4}}}).pools
     assert (pools.mixed.least, pools.mixed.most) == (1, 1)
     assert (pools.decode.least, pools.decode.most) == (0, 4)
     assert not pools.may_be_empty
 
 
-def test_a_cluster_may_begin_with_nobody_where_somebody_may_come() -> None:
+def test_pools_may_start_empty_if_they_can_grow() -> None:
     pools = parse({"pools": {"mixed": {"replicas": 0, "max_replicas": 2}}}).pools
     assert pools.may_be_empty
 
@@ -247,7 +255,7 @@ def parsed_or_refused(content: dict[str, Any]) -> ClusterSpec | str:
 
 
 @given(st.dictionaries(KEYS, NEARLY, max_size=4))
-def test_nonsense_is_refused_in_one_line_or_makes_sense(content: dict[str, Any]) -> None:
+def test_random_content_is_refused_in_one_line_or_within_bounds(content: dict[str, Any]) -> None:
     spec = parsed_or_refused(content)
     if isinstance(spec, str):
         assert "\n" not in spec
@@ -266,7 +274,7 @@ def test_nonsense_is_refused_in_one_line_or_makes_sense(content: dict[str, Any])
 
 
 @given(NEARLY, NEARLY)
-def test_merging_keeps_what_only_one_side_says(base: Any, over: Any) -> None:
+def test_merging_keeps_keys_that_only_one_side_has(base: Any, over: Any) -> None:
     base, over = ({"a": base}, {"b": over})
     assert merged(base, over) == {**base, **over}
     assert merged(base, {}) == base
@@ -274,7 +282,7 @@ def test_merging_keeps_what_only_one_side_says(base: Any, over: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_cache_wider_than_what_is_computed_is_refused(dtype: str) -> None:
+def test_kv_cache_dtype_wider_than_the_dtype_is_refused(dtype: str) -> None:
     message = rf"models\.m: kv_cache_dtype: float32 .* with dtype {dtype}"
     with pytest.raises(SpecError, match=message):
         parse(model(dtype=dtype, kv_cache_dtype="float32"))
@@ -288,7 +296,7 @@ def test_at_most_40_knobs_outside_models_and_pools() -> None:
 
 
 @pytest.mark.parametrize("old", MOVED)
-def test_key_of_an_older_file_is_refused_with_its_new_place(old: str) -> None:
+def test_moved_key_is_refused_with_its_new_name(old: str) -> None:
     content: Any = "x"
     for key in reversed(old.split(".")):
         content = {key: content}
@@ -297,7 +305,7 @@ def test_key_of_an_older_file_is_refused_with_its_new_place(old: str) -> None:
     assert str(refusal.value) == f"{old}: has moved: write {MOVED[old]}"
 
 
-def test_new_places_of_moved_keys_exist() -> None:
+def test_new_names_of_moved_keys_exist() -> None:
     model_keys = {f"models.NAME.{name}" for name in knobs(ModelSpec)}
     pool_keys = {f"pools.POOL.{name}, for each pool" for name in knobs(PoolSpec)}
     moved = {new for old, new in MOVED.items() if old.startswith("engine.")}
@@ -318,7 +326,7 @@ def test_deterministic_compares_block_sizes_of_pools_with_workers_only() -> None
     assert parse(model() | {"pools": pools})
 
 
-def test_workers_have_the_settings_of_their_pool_and_of_the_model() -> None:
+def test_worker_config_has_the_settings_of_its_pool_and_of_the_model() -> None:
     sizes = {
         "prefill": {"block_size": 32, "max_sequences": 4, "max_batched_tokens": 2048},
         "decode": {"block_size": 8, "max_sequences": 256, "kv_cache_mib": 100},
@@ -340,7 +348,7 @@ def test_workers_have_the_settings_of_their_pool_and_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pools", "waits"),
+    ("pools", "expected"),
     [
         ({"prefill": {}, "decode": {}}, True),
         ({"prefill": {"min_replicas": 0}, "decode": {}}, False),
@@ -348,16 +356,16 @@ def test_workers_have_the_settings_of_their_pool_and_of_the_model() -> None:
     ],
 )
 def test_router_waits_for_both_kinds_of_workers_if_neither_pool_may_be_empty(
-    pools: dict[str, Any], waits: bool
+    pools: dict[str, Any], expected: bool
 ) -> None:
-    assert router_config(parse({"pools": pools}), Path("f"), "token").waits_for_both is waits
+    assert router_config(parse({"pools": pools}), Path("f"), "token").waits_for_both is expected
 
 
 MOVES_TO_POOL = ("block_size", "kv_cache_mib", "max_sequences", "max_batched_tokens")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
-def test_cluster_files_of_the_docs_are_taken(page: str) -> None:
+def test_cluster_files_in_the_docs_are_valid(page: str) -> None:
     text = (ROOT / page).read_text()
     files = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.S) if "pools:" in block]
     assert files
@@ -368,23 +376,25 @@ def test_cluster_files_of_the_docs_are_taken(page: str) -> None:
 POOL_NODES = {"pool_nodes": True, "pools": {"mixed": {"cpus": 2, "gpus": 0}}}
 
 
-def test_pools_with_nodes_of_their_own_say_what_a_rank_has() -> None:
+def test_pool_nodes_requires_cpus_and_gpus_of_each_pool() -> None:
     assert parse(POOL_NODES).pool_nodes
     for missing in ("cpus", "gpus"):
         pool = {"cpus": 2, "gpus": 0}
         del pool[missing]
-        with pytest.raises(SpecError, match=rf"^pools\.mixed\.{missing}: say how many a rank has"):
+        with pytest.raises(
+            SpecError, match=rf"^pools\.mixed\.{missing}: is required with pool_nodes"
+        ):
             parse({"pool_nodes": True, "pools": {"mixed": pool}})
     with pytest.raises(SpecError, match=r"^pool_nodes: expected true or false, not 'yes'"):
         parse({"pool_nodes": "yes"})
 
 
-def test_keys_of_a_file(tmp_path: Path) -> None:
+def test_api_keys_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("one\n\n  two \n")
     assert read_keys(str(path)) == ("one", "two")
     path.write_text("\n \n")
-    with pytest.raises(SpecError, match="holds no key, and anyone might call"):
+    with pytest.raises(SpecError, match="has no key: add one"):
         read_keys(str(path))
     with pytest.raises(SpecError, match=r"router\.api_keys_file: cannot be read"):
         read_keys(str(tmp_path / "none"))

@@ -1,4 +1,4 @@
-"""Who waits for what: remembered, told again when it takes long, forgotten when it is over."""
+"""Progress is recorded per process; long stages are reported again until they end."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,78 +14,78 @@ WHO = "decode worker 0"
 
 
 class Recorder:
-    """Waits with a clock that is set by hand."""
+    """`ProgressReminders` with a manual clock; records the reported events."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.events: list[StatusEvent] = []
-        self.waits = ProgressReminders(
+        self.reminders = ProgressReminders(
             lambda title, notice: self.events.append(notice), lambda: self.now
         )
 
     def after(self, seconds: float) -> list[StatusEvent]:
-        """What is told in so many seconds, looked at each second."""
+        """Advance the clock second by second and return the reminders."""
         self.events.clear()
         for _ in range(round(seconds)):
             self.now += 1.0
-            self.waits.remind()
+            self.reminders.remind()
         return list(self.events)
 
 
-def test_a_long_wait_is_told_again_ever_less_often() -> None:
-    watch = Recorder()
-    watch.waits(WHO, Progress("weights", 0, 16_000_000))
-    watch.waits(WHO, Progress("weights", 4_000_000, 16_000_000))
-    assert len(watch.events) == 2, "passed on"
-    seconds = [each.seconds for each in watch.after(300) if isinstance(each, Waiting)]
+def test_long_stage_is_reported_again_at_growing_intervals() -> None:
+    recorder = Recorder()
+    recorder.reminders(WHO, Progress("weights", 0, 16_000_000))
+    recorder.reminders(WHO, Progress("weights", 4_000_000, 16_000_000))
+    assert len(recorder.events) == 2, "progress is passed on at once"
+    seconds = [each.seconds for each in recorder.after(300) if isinstance(each, Waiting)]
     assert seconds == [10, 20, 40, 80, 140, 200, 260]
-    assert watch.events[0] == Waiting("weights", 10.0, "4.0 of 16.0 MB")
-    assert watch.waits.lines([WHO]) == [f"{WHO}: weights, 4.0 of 16.0 MB; 300 s so far"]
-    assert watch.waits.lines(["prefill worker 0"]) == []
+    assert recorder.events[0] == Waiting("weights", 10.0, "4.0 of 16.0 MB")
+    assert recorder.reminders.lines([WHO]) == [f"{WHO}: weights, 4.0 of 16.0 MB; 300 s so far"]
+    assert recorder.reminders.lines(["prefill worker 0"]) == []
 
 
-def test_each_stage_has_a_time_of_its_own() -> None:
-    watch = Recorder()
-    watch.waits(WHO, Progress("waiting for its place"))
-    assert watch.after(9) == []
-    watch.waits(WHO, Progress("weights", 1_000_000, 2_000_000))
-    assert watch.after(9) == []
-    watch.waits(WHO, Progress("warming up", 2_000_000, 2_000_000))
-    assert watch.after(10) == [Waiting("warming up", 10.0)], "nothing of the stage before"
-
-
-def test_a_drain_says_what_is_left() -> None:
-    watch = Recorder()
-    watch.waits(WHO, Progress("draining: fewer workers are enough"))
-    watch.waits.set_detail(WHO, "5 sequences are there still")
-    watch.waits.set_detail("nobody", "who is not known")
-    (said,) = watch.after(10)
-    assert str(said) == (
-        "draining: fewer workers are enough, 5 sequences are there still; 10 s so far"
+def test_each_stage_has_its_own_timer() -> None:
+    recorder = Recorder()
+    recorder.reminders(WHO, Progress("waiting for its place"))
+    assert recorder.after(9) == []
+    recorder.reminders(WHO, Progress("weights", 1_000_000, 2_000_000))
+    assert recorder.after(9) == []
+    recorder.reminders(WHO, Progress("warming up", 2_000_000, 2_000_000))
+    assert recorder.after(10) == [Waiting("warming up", 10.0)], (
+        "the detail of the previous stage is gone"
     )
 
 
-def test_who_is_ready_dead_or_gone_waits_no_more() -> None:
+def test_reminder_of_a_drain_has_its_latest_detail() -> None:
+    recorder = Recorder()
+    recorder.reminders(WHO, Progress("draining: fewer workers are enough"))
+    recorder.reminders.set_detail(WHO, "5 sequences are left")
+    recorder.reminders.set_detail("unknown worker", "ignored")
+    (reminder,) = recorder.after(10)
+    assert str(reminder) == "draining: fewer workers are enough, 5 sequences are left; 10 s so far"
+
+
+def test_ready_dead_or_gone_process_gets_no_reminders() -> None:
     for end in (Ready(1.0), Died("its process died", 0.5), Progress("gone")):
-        watch = Recorder()
-        watch.waits(WHO, Progress("loading libraries"))
-        watch.waits(WHO, end)
-        assert watch.after(100) == []
-        assert watch.waits.lines([WHO]) == []
+        recorder = Recorder()
+        recorder.reminders(WHO, Progress("loading libraries"))
+        recorder.reminders(WHO, end)
+        assert recorder.after(100) == []
+        assert recorder.reminders.lines([WHO]) == []
 
 
 @given(st.lists(st.floats(0.1, 200.0), min_size=1, max_size=50))
-def test_reminders_are_neither_missing_nor_many(steps: list[float]) -> None:
-    watch = Recorder()
-    watch.waits(WHO, Progress("loading libraries"))
-    told, last = 0, watch.now
+def test_reminder_intervals_stay_within_their_bounds(steps: list[float]) -> None:
+    recorder = Recorder()
+    recorder.reminders(WHO, Progress("loading libraries"))
+    count, last = 0, recorder.now
     for step in steps:
-        watch.now += step
-        watch.events.clear()
-        watch.waits.remind()
-        assert len(watch.events) <= 1
-        if watch.events:
-            assert watch.now - last >= FIRST_REMINDER_SECONDS
-            told, last = told + 1, watch.now
-        assert watch.now - last <= max(MAX_REMINDER_SECONDS, step)
-    assert told or watch.now - 100.0 < FIRST_REMINDER_SECONDS
+        recorder.now += step
+        recorder.events.clear()
+        recorder.reminders.remind()
+        assert len(recorder.events) <= 1
+        if recorder.events:
+            assert recorder.now - last >= FIRST_REMINDER_SECONDS
+            count, last = count + 1, recorder.now
+        assert recorder.now - last <= max(MAX_REMINDER_SECONDS, step)
+    assert count or recorder.now - 100.0 < FIRST_REMINDER_SECONDS

@@ -5,34 +5,34 @@ from penstock.common.text.chat_template import ChatTemplate, ChatTemplateError
 MESSAGES = [{"role": "user", "content": "<b>hé</b>"}]
 
 
-def render(source: str, names: dict[str, object] | None = None) -> str:
-    return ChatTemplate(source, names or {}).render(MESSAGES)
+def render(source: str, special_tokens: dict[str, object] | None = None) -> str:
+    return ChatTemplate(source, special_tokens or {}).render(MESSAGES)
 
 
-def test_names_of_special_tokens_and_the_open_end() -> None:
+def test_special_tokens_and_generation_prompt_are_rendered() -> None:
     source = "{{ bos_token }}{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}"
     assert render(source, {"bos_token": "<s>"}) == "<s><b>hé</b>>"
 
 
-def test_blocks_leave_no_blank_lines() -> None:
+def test_template_blocks_leave_no_blank_lines() -> None:
     assert render("  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"
 
 
-def test_json_is_plain() -> None:
+def test_tojson_escapes_neither_html_nor_non_ascii() -> None:
     assert render("{{ messages[0] | tojson }}") == '{"role": "user", "content": "<b>hé</b>"}'
     assert render("{{ {'a': 1} | tojson(indent=2) }}") == '{\n  "a": 1\n}'
 
 
-def test_loops_can_be_left_and_dates_asked_for() -> None:
+def test_break_and_strftime_now_are_supported() -> None:
     assert render("{% for i in range(5) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}")
     assert render("{{ strftime_now('%Y') }}").isdecimal()
 
 
-def test_generation_marks_only_mark() -> None:
+def test_generation_tags_do_not_change_the_text() -> None:
     assert render("a{% generation %}b{{ 1 }}{% endgeneration %}c") == "ab1c"
 
 
-def test_the_template_may_refuse() -> None:
+def test_raise_exception_in_a_template_is_reported() -> None:
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
@@ -47,11 +47,11 @@ def test_the_template_may_refuse() -> None:
         "{% for i in range(10000000) %}{% endfor %}",
     ],
 )
-def test_what_a_template_must_not_do_is_refused(source: str) -> None:
+def test_unsafe_or_failing_template_raises_chat_template_error(source: str) -> None:
     with pytest.raises(ChatTemplateError, match="cannot render"):
         render(source)
 
 
-def test_a_broken_template_is_named_when_loaded() -> None:
+def test_template_syntax_error_is_raised_on_loading() -> None:
     with pytest.raises(ValueError, match="not valid"):
         ChatTemplate("{% if %}", {})

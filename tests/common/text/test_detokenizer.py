@@ -7,7 +7,7 @@ from tests.support.tokenizers import KINDS, id_of
 
 TOKENIZERS = {name: make() for name, make in KINDS.items()}
 PIECES = {name: TokenBytes(tokenizer) for name, tokenizer in TOKENIZERS.items()}
-RULES = st.builds(
+OPTIONS = st.builds(
     StopOptions,
     stop=st.lists(
         st.sampled_from(["the", " do", "e", "日", "\ufffd", "ab", "<tool>", "the quick"]),
@@ -17,60 +17,62 @@ RULES = st.builds(
     skip_special_tokens=st.booleans(),
     min_tokens=st.integers(0, 6),
 )
-NAMES = st.sampled_from(sorted(KINDS))
+KIND_NAMES = st.sampled_from(sorted(KINDS))
 
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """Tokens of an answer: of a text, or any at all."""
-    name = draw(NAMES)
+    """Tokenizer kind and tokens of an answer: those of a text, or arbitrary ids."""
+    name = draw(KIND_NAMES)
     size = TOKENIZERS[name].get_vocab_size()
-    some = st.lists(st.integers(0, size - 1), max_size=20)
-    sense = st.sampled_from(["the dog does the end 日本 😀", "a b  c the quick", "ab ab"]).map(
+    arbitrary = st.lists(st.integers(0, size - 1), max_size=20)
+    encoded = st.sampled_from(["the dog does the end 日本 😀", "a b  c the quick", "ab ab"]).map(
         lambda text: TOKENIZERS[name].encode(text).ids
     )
-    return name, draw(some | sense)
+    return name, draw(arbitrary | encoded)
 
 
-def play(
-    name: str, rules: StopOptions, tokens: list[int], sizes: list[int], stopped: bool
+def feed_in_deliveries(
+    name: str, options: StopOptions, tokens: list[int], sizes: list[int], stopped: bool
 ) -> tuple[str, int, str | None]:
-    """The answer in deliveries of these sizes: its text, its length in tokens, its stop string."""
-    answer = IncrementalDetokenizer(PIECES[name], rules)
-    text, taken, left = "", 0, tokens
+    """Feed an answer in deliveries of `sizes` tokens; return its text, token count and stop."""
+    answer = IncrementalDetokenizer(PIECES[name], options)
+    text, num_tokens, remaining = "", 0, tokens
     for size in [*sizes, len(tokens)]:
         size = max(1, size)
-        part, left = left[:size], left[size:]
-        delta = answer.feed(part, ended=not left, stopped=stopped and not left)
+        delivered, remaining = remaining[:size], remaining[size:]
+        delta = answer.feed(delivered, ended=not remaining, stopped=stopped and not remaining)
         text += delta.text
-        taken += delta.num_tokens
-        if delta.stop is not None or not left:
-            return text, taken, delta.stop
+        num_tokens += delta.num_tokens
+        if delta.stop is not None or not remaining:
+            return text, num_tokens, delta.stop
     raise AssertionError("the answer never ended")
 
 
-@given(answers(), RULES, st.lists(st.integers(1, 6), max_size=20), st.booleans())
-def test_an_answer_is_a_function_of_its_log(
-    case: tuple[str, list[int]], rules: StopOptions, sizes: list[int], stopped: bool
+@given(answers(), OPTIONS, st.lists(st.integers(1, 6), max_size=20), st.booleans())
+def test_text_does_not_depend_on_how_tokens_are_split_into_deliveries(
+    case: tuple[str, list[int]], options: StopOptions, sizes: list[int], stopped: bool
 ) -> None:
     name, tokens = case
-    one_by_one = play(name, rules, tokens, [1] * len(tokens), stopped)
-    assert play(name, rules, tokens, sizes, stopped) == one_by_one
-    assert play(name, rules, tokens, [], stopped) == one_by_one
+    one_by_one = feed_in_deliveries(name, options, tokens, [1] * len(tokens), stopped)
+    assert feed_in_deliveries(name, options, tokens, sizes, stopped) == one_by_one
+    assert feed_in_deliveries(name, options, tokens, [], stopped) == one_by_one
 
 
 @given(answers(), st.lists(st.integers(1, 6), max_size=20))
-def test_without_stops_it_is_all_the_bytes(case: tuple[str, list[int]], sizes: list[int]) -> None:
+def test_text_without_stop_strings_is_all_decoded_bytes(
+    case: tuple[str, list[int]], sizes: list[int]
+) -> None:
     name, tokens = case
-    text, taken, stop = play(name, StopOptions(), tokens, sizes, stopped=False)
+    text, num_tokens, stop = feed_in_deliveries(name, StopOptions(), tokens, sizes, stopped=False)
     shown = [token for token in tokens if token not in PIECES[name].special]
     whole = b"".join(map(PIECES[name].bytes_of, shown)).decode(errors="replace")
-    assert (text, taken, stop) == (whole, len(tokens), None)
+    assert (text, num_tokens, stop) == (whole, len(tokens), None)
 
 
 @given(st.text(max_size=30), st.text(max_size=30))
-def test_prompt_and_answer_make_one_text(prompt: str, more: str) -> None:
-    # A byte-level prompt cut between characters goes on in its answer without a seam.
+def test_prompt_text_and_answer_text_join_to_the_decoded_whole(prompt: str, more: str) -> None:
+    # A byte-level prompt that ends at a character boundary joins the answer's text exactly.
     tokenizer, pieces = TOKENIZERS["byte-level"], PIECES["byte-level"]
     first = tokenizer.encode(prompt).ids
     second = tokenizer.encode(more, add_special_tokens=False).ids
@@ -89,7 +91,7 @@ def test_an_unfinished_character_is_held_back() -> None:
     assert [answer.feed([token]).text for token in tokens] == [""] * (len(tokens) - 1) + ["🙂"]
 
 
-def test_a_character_that_never_finishes_is_marked_at_the_end() -> None:
+def test_incomplete_character_at_the_end_becomes_a_replacement_character() -> None:
     answer = IncrementalDetokenizer(PIECES["byte-level"], StopOptions())
     assert answer.feed(encode("🙂")[:1], ended=True).text == "\ufffd"
 
@@ -106,13 +108,13 @@ def test_a_stop_string_over_several_tokens_cuts_text_and_tokens() -> None:
     assert stop not in pieces.decode(tokens[: delta.num_tokens - 1], skip_special_tokens=True)
 
 
-def test_a_stop_string_is_kept_if_asked_for() -> None:
-    rules = StopOptions(stop=("laz",), include_stop_str_in_output=True)
-    answer = IncrementalDetokenizer(PIECES["byte-level"], rules)
+def test_stop_string_is_included_on_request() -> None:
+    options = StopOptions(stop=("laz",), include_stop_str_in_output=True)
+    answer = IncrementalDetokenizer(PIECES["byte-level"], options)
     assert answer.feed(encode("see the lazy dog")).text == "see the laz"
 
 
-def test_a_stop_token_is_not_part_of_the_text() -> None:
+def test_stop_token_is_not_part_of_the_text_unless_included() -> None:
     tokens = [*encode("the dog"), id_of(TOKENIZERS["byte-level"], "<tool>")]
     pieces = PIECES["byte-level"]
     plain = IncrementalDetokenizer(pieces, StopOptions()).feed(tokens, ended=True, stopped=True)
@@ -123,7 +125,7 @@ def test_a_stop_token_is_not_part_of_the_text() -> None:
     assert kept.text == "the dog<tool>"
 
 
-def test_stop_strings_wait_for_min_tokens() -> None:
+def test_stop_strings_are_ignored_before_min_tokens() -> None:
     tokens = encode("a b a b a b")
     answer = IncrementalDetokenizer(PIECES["byte-level"], StopOptions(stop=("b",), min_tokens=4))
     delta = answer.feed(tokens)

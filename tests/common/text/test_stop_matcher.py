@@ -3,36 +3,38 @@ from hypothesis import strategies as st
 
 from penstock.common.text.stop_matcher import Matched, StopMatcher
 
-SMALL = st.text("ab", max_size=30)  # few letters: many near matches
+SMALL = st.text("ab", max_size=30)  # a two-letter alphabet gives many near matches
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4)
 
 
 def first_match(text: str, stops: list[str]) -> Matched | None:
-    """By its meaning: the match that ends first, and of several the longest."""
-    found = [
+    """Reference: return the match that ends first; of several that end there, the longest."""
+    matches = [
         Matched(stop, end - len(stop), end)
         for stop in stops
         for end in range(len(stop), len(text) + 1)
         if text.endswith(stop, 0, end)
     ]
-    return min(found, key=lambda match: (match.end, match.start), default=None)
+    return min(matches, key=lambda match: (match.end, match.start), default=None)
 
 
-def cut(text: str, lengths: list[int]) -> list[str]:
-    """The text in parts of these lengths, the rest behind them."""
-    parts = []
+def split(text: str, lengths: list[int]) -> list[str]:
+    """Split the text into pieces of these lengths, followed by the rest."""
+    pieces = []
     for length in lengths:
-        parts.append(text[:length])
+        pieces.append(text[:length])
         text = text[length:]
-    return [*parts, text]
+    return [*pieces, text]
 
 
 @given(SMALL, STOPS, st.lists(st.integers(0, 5), max_size=12))
-def test_any_cut_finds_the_same_match(text: str, stops: list[str], lengths: list[int]) -> None:
+def test_match_does_not_depend_on_how_the_text_is_split(
+    text: str, stops: list[str], lengths: list[int]
+) -> None:
     matcher = StopMatcher(stops)
     shown = ""
-    for part in cut(text, lengths):
-        safe, matched = matcher.feed(part)
+    for piece in split(text, lengths):
+        safe, matched = matcher.feed(piece)
         if matched is not None:
             expected = first_match(text, stops)
             assert expected is not None
@@ -45,7 +47,7 @@ def test_any_cut_finds_the_same_match(text: str, stops: list[str], lengths: list
 
 
 @given(SMALL, STOPS)
-def test_nothing_is_held_back_that_cannot_become_a_match(text: str, stops: list[str]) -> None:
+def test_only_a_prefix_of_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     safe, matched = matcher.feed(text)
     if matched is None:
@@ -53,7 +55,7 @@ def test_nothing_is_held_back_that_cannot_become_a_match(text: str, stops: list[
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
-def test_text_before_a_match_was_never_withheld_longer_than_needed() -> None:
+def test_held_text_is_released_once_it_cannot_match() -> None:
     matcher = StopMatcher(["END"])
     assert matcher.feed("the E") == ("the ", None)
     assert matcher.feed("N") == ("", None)

@@ -14,50 +14,50 @@ PIECES = {name: TokenBytes(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
 @st.composite
 def some_tokens(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """A kind of tokenizer, and any tokens of it: broken characters included."""
+    """Tokenizer kind and arbitrary token ids, which may form invalid UTF-8."""
     name = draw(st.sampled_from(sorted(KINDS)))
     size = TOKENIZERS[name].get_vocab_size()
     return name, draw(st.lists(st.integers(0, size - 1), max_size=24))
 
 
 @given(some_tokens(), st.booleans())
-def test_whole_is_what_the_tokenizer_decodes(
+def test_decoded_text_equals_that_of_the_tokenizer(
     case: tuple[str, list[int]], keep_special: bool
 ) -> None:
     name, tokens = case
     expected = TOKENIZERS[name].decode(tokens, skip_special_tokens=not keep_special)
     text = PIECES[name].decode(tokens, not keep_special)
     if name == "byte-fallback" and "\ufffd" in expected:
-        # The library marks every byte of a broken run, the good ones too: UTF-8 says otherwise.
+        # The library replaces each byte of an invalid run, even those that are valid UTF-8.
         assert 0 < text.count("\ufffd") <= expected.count("\ufffd")
         return
     assert text == expected
 
 
 @given(st.sampled_from(["byte-level", "byte-fallback"]), st.text(max_size=40))
-def test_text_comes_back(name: str, text: str) -> None:
+def test_encode_then_decode_returns_the_text(name: str, text: str) -> None:
     tokens = TOKENIZERS[name].encode(text).ids
     if name == "byte-fallback":
         text = text.removeprefix("▁").replace("▁", " ")
         if text.startswith(" "):
-            return  # Metaspace adds no second space before one
+            return  # Metaspace prepends no space to a text that starts with one
     assert PIECES[name].decode(tokens, skip_special_tokens=True) == text
 
 
-def test_a_broken_character_is_one_mark_for_each_broken_part() -> None:
+def test_incomplete_utf8_sequence_becomes_one_replacement_character() -> None:
     pieces = PIECES["byte-fallback"]
     byte = {name: id_of(TOKENIZERS["byte-fallback"], f"<0x{name}>") for name in ("E6", "97")}
     a = id_of(TOKENIZERS["byte-fallback"], "a")
     assert pieces.decode([a, byte["E6"], byte["97"], a], skip_special_tokens=True) == "a\ufffda"
 
 
-def test_ids_without_a_piece_say_nothing() -> None:
+def test_unknown_ids_decode_to_nothing() -> None:
     pieces = PIECES["byte-level"]
     assert pieces.bytes_of(100_000) == b""
     assert pieces.decode([100_000], skip_special_tokens=False) == ""
 
 
-def test_an_added_token_is_written_as_it_is() -> None:
+def test_added_token_is_decoded_verbatim() -> None:
     token = id_of(TOKENIZERS["byte-level"], "→plain→")
     assert PIECES["byte-level"].text_of(token) == "→plain→"
 
@@ -71,7 +71,9 @@ def test_an_added_token_is_written_as_it_is() -> None:
         (None, "no decoder"),
     ],
 )
-def test_other_decoders_are_refused_by_name(decoder: decoders.Decoder | None, words: str) -> None:
+def test_unsupported_decoder_is_refused_by_name(
+    decoder: decoders.Decoder | None, words: str
+) -> None:
     tokenizer = Tokenizer(models.BPE())
     if decoder is not None:
         tokenizer.decoder = decoder

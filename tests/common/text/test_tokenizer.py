@@ -20,53 +20,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("model"), byte_level())
 
 
-async def test_bos_is_added_as_the_tokenizer_says(folder: Path) -> None:
+async def test_bos_is_added_unless_special_tokens_are_disabled(folder: Path) -> None:
     text = ModelTokenizer(folder)
     tokens = await text.encode("the dog")
     assert tokens[0] == BOS
     assert await text.encode("the dog", add_special_tokens=False) == tokens[1:]
 
 
-async def test_a_chat_has_one_bos(folder: Path) -> None:
+async def test_chat_prompt_has_exactly_one_bos(folder: Path) -> None:
     tokens = await ModelTokenizer(folder).encode_chat(HELLO)
     assert tokens.count(BOS) == 1
     assert tokens.count(EOS) == 1
 
 
-async def test_long_texts_give_the_same_tokens_and_leave_the_loop_free(folder: Path) -> None:
+async def test_encoding_a_long_text_does_not_block_the_event_loop(folder: Path) -> None:
     text = ModelTokenizer(folder)
-    part = "the quick brown fox jumps "
-    long = part * (INLINE_CHARS // len(part) + 1)
-    turns = 0
+    phrase = "the quick brown fox jumps "
+    long = phrase * (INLINE_CHARS // len(phrase) + 1)
+    num_iterations = 0
 
     async def count() -> None:
-        nonlocal turns
+        nonlocal num_iterations
         while True:
-            turns += 1
+            num_iterations += 1
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
     tokens = await text.encode(long)
     counting.cancel()
     assert tokens == text.tokenizer.encode(long).ids
-    assert turns > 1
+    assert num_iterations > 1
 
 
 def bad_words_of_vllm(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    found: list[list[int]] = []
+    """Return the token sequences that vLLM bans for these words."""
+    banned: list[list[int]] = []
     for word in words:
         bare, spaced = (
             tokenizer.encode(lead + word.lstrip(), add_special_tokens=False).ids
             for lead in ("", " ")
         )
-        found.append(bare)
+        banned.append(bare)
         if spaced[0] != bare[0] and len(spaced) == len(bare):
-            found.append(spaced)
-    return found
+            banned.append(spaced)
+    return banned
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace])
-async def test_bad_words_with_and_without_a_space(
+async def test_bad_words_are_encoded_with_and_without_a_leading_space(
     make: Callable[[], Tokenizer], tmp_path: Path
 ) -> None:
     text = ModelTokenizer(write_folder(tmp_path, make()))
@@ -77,21 +78,23 @@ async def test_bad_words_with_and_without_a_space(
     assert await text.encode_bad_words(many) == expected * (INLINE_CHARS // 10)
 
 
-async def test_a_bad_word_has_a_form_for_the_middle_of_a_sentence(folder: Path) -> None:
+async def test_bad_word_in_mid_sentence_has_its_own_encoding(folder: Path) -> None:
     text = ModelTokenizer(folder)
-    name = text.tokenizer.token_to_id
-    assert await text.encode_bad_words(["the"]) == [[name("the")], [name("Ġthe")]]
+    token_id = text.tokenizer.token_to_id
+    assert await text.encode_bad_words(["the"]) == [[token_id("the")], [token_id("Ġthe")]]
     assert await text.encode_bad_words([]) == []
 
 
-async def test_a_template_may_lie_beside(folder: Path, tmp_path: Path) -> None:
+async def test_chat_template_file_overrides_the_tokenizer_config(
+    folder: Path, tmp_path: Path
+) -> None:
     write_folder(tmp_path, byte_level(), template="old")
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     expected = await ModelTokenizer(folder).encode_chat(HELLO)
     assert await ModelTokenizer(tmp_path).encode_chat(HELLO) == expected
 
 
-async def test_of_several_templates_the_default_counts(folder: Path, tmp_path: Path) -> None:
+async def test_template_named_default_is_chosen_among_several(folder: Path, tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level())
     path = tmp_path / "tokenizer_config.json"
     config = json.loads(path.read_text())
@@ -104,18 +107,18 @@ async def test_of_several_templates_the_default_counts(folder: Path, tmp_path: P
     assert await ModelTokenizer(tmp_path).encode_chat(HELLO) == expected
 
 
-async def test_a_model_without_template_says_what_to_do(tmp_path: Path) -> None:
+async def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     text = ModelTokenizer(write_folder(tmp_path, metaspace(), template=None))
     with pytest.raises(ChatTemplateError, match="no chat template"):
         await text.encode_chat(HELLO)
 
 
-async def test_what_the_template_refuses_is_told(folder: Path) -> None:
+async def test_error_raised_by_the_template_is_reported(folder: Path) -> None:
     with pytest.raises(ChatTemplateError, match="no developers here"):
         await ModelTokenizer(folder).encode_chat([{"role": "developer", "content": "x"}])
 
 
-def test_folders_that_cannot_be_served_say_why(tmp_path: Path) -> None:
+def test_unusable_model_folder_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedTokenizer, match=r"holds no tokenizer\.json"):
         ModelTokenizer(tmp_path)
     write_folder(tmp_path, byte_level(), template="{% if %}")
